@@ -5,12 +5,19 @@ from lce_jax._plans import Plan
 from lce_jax._types import LogprobOutput, TopK, UnsupportedError
 from lce_jax.explain import explain  # a function in place of the module, which is a command
 from lce_jax.ops._cross_entropy import linear_cross_entropy
-from lce_jax.ops._kl import linear_kl, sharded_linear_kl
+from lce_jax.ops._kl import linear_kl
 from lce_jax.ops._logits import linear_logits, masked_logprobs
 from lce_jax.ops._logprobs import linear_logprobs
-from lce_jax.ops._loss import linear_loss, sharded_linear_loss
-from lce_jax.ops._sharded import sharded_linear_cross_entropy, sharded_linear_logits, sharded_linear_logprobs
-from lce_jax.ops._topk import linear_topk, sharded_linear_topk
+from lce_jax.ops._loss import linear_loss
+from lce_jax.ops._sharded import (
+    sharded_linear_cross_entropy,
+    sharded_linear_kl,
+    sharded_linear_logits,
+    sharded_linear_logprobs,
+    sharded_linear_loss,
+    sharded_linear_topk,
+)
+from lce_jax.ops._topk import linear_topk
 
 __all__ = [
     "LogprobOutput",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax import lax
 
 from lce_jax import _call, _checks, _dispatch, _options, scalars
 from lce_jax._call import Place, Rows, Spec
-from lce_jax._options import CallOptions, TeacherOptions
+from lce_jax._options import CallOptions
 from lce_jax._types import Case, Device, Primals
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.mesh import _collectives
@@ -20,9 +20,7 @@ from lce_jax.xla._kl import KLPlan
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
-    from jax.lax import PrecisionLike
 
-    from lce_jax._shapes import Array, Float
     from lce_jax.mesh._layout import Layout
 
 
@@ -77,20 +75,6 @@ class KLSpec:
 NEUTRAL: dict[str, float | None] = {"logit_scale": 1.0, "logit_softcap": None}  # what changes no logit
 
 
-class KLOptions(TeacherOptions, total=False):
-    """The options of `linear_kl` that `sharded_linear_kl` has too."""
-
-    temperature: float | Float[Array, "..."]
-    logit_softcap: float | Float[Array, ""] | None
-    logit_scale: float | Float[Array, ""]
-    vocab_size: int | None
-    weight_layout: Literal["vh", "hv"]
-    cache_bytes: int
-    precision: PrecisionLike
-    implementation: str | tuple[str, ...] | None
-    bias: Float[Array, "V"] | None
-
-
 @contextlib.contextmanager
 def _of_the_teacher() -> Iterator[None]:
     """Errors about the teacher's arguments say so."""
@@ -112,12 +96,12 @@ class KLArguments(NamedTuple):
 
     @classmethod
     def of(
-        cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: Direction, given: Mapping[str, Any], axis_name: Any
+        cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: Direction, given: Mapping[str, Any]
     ) -> KLArguments:
         """From what the public functions are given."""
         scalars.one_of("direction", direction, scalars.DIRECTIONS)
         beta = _options.teachers_weight(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
-        student, teacher = _options_of_each(given, axis_name)
+        student, teacher = _options_of_each(given)
         own = _options.of_call(student, function="linear_kl")
         for name, neutral in NEUTRAL.items():
             if isinstance(teacher[name], str) and teacher[name] == "unset":
@@ -211,16 +195,16 @@ def bind_shard(given: KLArguments) -> KLCall:
     return KLCall(spec, Pair(own, others), Pair(rows, teachers_rows), None)
 
 
-def _options_of_each(given: Mapping[str, Any], axis_name: Any) -> tuple[Any, Any]:
+def _options_of_each(given: Mapping[str, Any]) -> tuple[Any, Any]:
     """The options of the student's head and of the teacher's, where "same" stands for the student's.
 
     What was not given of the teacher is "same", but a scale or cap is "unset": it belongs to its model.
     """
-    shared: Any = {"entropy": False, "implementation": "xla", "axis_name": axis_name}
-    shared |= {name: given[name] for name in ("vocab_size", "precision") if name in given}
-    defaults = {"temperature": 1.0, "logit_softcap": None, "logit_scale": 1.0, "weight_layout": "vh"}
-    own = {name: given.get(name, default) for name, default in defaults.items()}
-    teachers = {name: given.get(f"teacher_{name}", "unset" if name in NEUTRAL else "same") for name in defaults}
+    shared: Any = {"entropy": False, "implementation": "xla"}
+    shared |= {name: given[name] for name in ("vocab_size", "precision", "axis_name") if name in given}
+    names, options = ("temperature", "logit_softcap", "logit_scale", "weight_layout"), _options.OPTIONS
+    own = {name: given.get(name, options[name].default) for name in names}
+    teachers = {name: given.get(f"teacher_{name}", options[f"teacher_{name}"].default) for name in names}
     teachers = {name: own[name] if isinstance(x, str) and x == "same" else x for name, x in teachers.items()}
     student, teacher = ({**shared, **x} for x in (own, teachers))
     student["cache_bytes"] = given.get("cache_bytes", 0)

@@ -1,11 +1,16 @@
-"""The options of a call and of a loss: what functions take by keyword, validated as far as possible without shapes."""
+"""The options that functions take by keyword: one table, and the checks that need no shapes.
+
+`OPTIONS` has each option's default, its check, and the functions that do not have it. What a function accepts, refuses
+and lists in its messages follows from it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import jax
@@ -27,7 +32,7 @@ type Unset = Literal["unset"]
 
 
 class LogprobOptions(TypedDict, total=False):
-    """The keyword options that every public function shares; `linear_logprobs` says what each means."""
+    """The keyword options that public functions share; `linear_logprobs` says what each means."""
 
     temperature: float | Float[Array, "..."]
     logit_softcap: float | Float[Array, ""] | None
@@ -47,8 +52,8 @@ class LogprobOptions(TypedDict, total=False):
     logit_floor: float | Float[Array, "..."] | None
 
 
-class TeacherOptions(TypedDict, total=False):
-    """The keyword options of `linear_kl` that no other function has."""
+class KLOptions(LogprobOptions, total=False):
+    """With those that `linear_kl` alone has."""
 
     beta: float | Float[Array, ""] | None
     teacher_temperature: float | Float[Array, "..."] | Same
@@ -58,8 +63,157 @@ class TeacherOptions(TypedDict, total=False):
     teacher_bias: Float[Array, "V"] | None
 
 
-class ExplainOptions(LogprobOptions, TeacherOptions, total=False):
-    """The keyword options of the functions that `explain` knows."""
+def number_or_scalar(
+    name: str, value: Any, check: Callable[[str, Any], Any], of_array: Callable[[str, Any], Any] | None = None
+) -> Any:
+    """A number that passes ``check``, or a real array of shape (), as given, which passes ``of_array`` if it is known.
+
+    To read its value waits for the device. Only calls outside ``jit`` pay for that, as for a temperature that is an
+    array.
+    """
+    if not is_array(value) or isinstance(value, np.generic):
+        return check(name, value)
+    _checks.array(name, value)
+    if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+        raise TypeError(f"{name} must be a real number, got an array of {value.dtype}")
+    if value.shape != ():
+        raise ValueError(f"{name} must be a number or an array of shape (), got shape {tuple(value.shape)}")
+    if _checks.is_concrete(value):
+        (of_array or check)(name, jax.device_get(value).item())
+    return value
+
+
+def _layout(name: str, value: Any) -> str:
+    if value not in ("vh", "hv"):
+        raise ValueError(f'{name} must be "vh" ([V, H]) or "hv" ([H, V]), got {value!r}')
+    return value
+
+
+def _axes(name: str, value: Any) -> Any:
+    names = value if isinstance(value, tuple) else (value,)
+    if not names or not all(isinstance(axis, str) for axis in names):
+        raise TypeError(f"{name} must be None, a mesh axis's name or a tuple of them, got {value!r}")
+    return value
+
+
+def _precision(name: str, value: Any) -> Any:
+    """What `jax.lax` takes as the precision of a product, not None."""
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(lambda a, b: lax.dot(a, b, precision=value), one, one)
+        hash(value)
+    except Exception as error:
+        raise ValueError(f"{name} {value!r} is not a jax.lax.PrecisionLike: {error}") from error
+    return value
+
+
+def _implementations(name: str, value: Any) -> tuple[str, ...]:
+    """The names of implementations, to be tried in order."""
+    names = (value,) if isinstance(value, str) else value
+    known = ", ".join(f'"{one}"' for one in _dispatch.IMPLEMENTATIONS)
+    if not isinstance(names, tuple) or not names:
+        raise TypeError(f"{name} must be None, a name or a tuple of names ({known}), got {value!r}")
+    for one in names:
+        if one not in _dispatch.IMPLEMENTATIONS:
+            raise ValueError(f"unknown implementation {one!r}; known: {known}")
+    return names
+
+
+def _ids(name: str, value: Any) -> Any:
+    _checks.num_candidates(value, name)
+    return value
+
+
+def _later(name: str, value: Any) -> Any:
+    """Checked with the shapes of the call."""
+    del name
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A keyword option."""
+
+    default: Any
+    check: Callable[[str, Any], Any] = _later  # (name, value other than the default) -> value, or an error
+    not_of: tuple[str, ...] = ()  # the functions that do not have it
+
+
+_FEW = ("linear_topk", "linear_logits")  # which have no pass with gradients over the vocabulary
+_LOSSES = ("linear_cross_entropy",)
+_ALL_BUT_KL = ("linear_logprobs", "linear_cross_entropy", "linear_loss", *_FEW)
+
+OPTIONS: dict[str, Option] = {
+    "temperature": Option(1.0),
+    "logit_softcap": Option(None, lambda name, x: number_or_scalar(name, x, scalars.positive)),
+    "logit_scale": Option(1.0, lambda name, x: number_or_scalar(name, x, scalars.number)),
+    "entropy": Option(True, scalars.flag, (*_FEW, *_LOSSES, "linear_kl")),
+    "stats": Option(False, scalars.flag, (*_FEW, *_LOSSES, "linear_kl")),
+    "vocab_size": Option(None),
+    "weight_layout": Option("vh", _layout),
+    "axis_name": Option(None, _axes),
+    "cache_bytes": Option(0, scalars.num_bytes, (*_FEW, "linear_loss")),
+    "precision": Option(None, _precision),
+    "implementation": Option(None, _implementations),
+    "bias": Option(None),
+    "candidates": Option(None, _ids, (*_FEW, *_LOSSES, "linear_loss", "linear_kl")),
+    "gradient_threshold": Option(0.0, scalars.fraction, (*_FEW, "linear_kl")),
+    "vocab_part_size": Option(None, _later, (*_FEW, "linear_loss", "linear_kl")),
+    "logit_floor": Option(None, _later, (*_FEW, "linear_kl")),
+    "beta": Option(None, _later, _ALL_BUT_KL),
+    "teacher_temperature": Option("same", _later, _ALL_BUT_KL),
+    "teacher_logit_softcap": Option("unset", _later, _ALL_BUT_KL),
+    "teacher_logit_scale": Option("unset", _later, _ALL_BUT_KL),
+    "teacher_weight_layout": Option("same", _later, _ALL_BUT_KL),
+    "teacher_bias": Option(None, _later, _ALL_BUT_KL),
+}
+# What others call an option, or what they have and these functions need not.
+OTHER_NAMES = {
+    "softcap": "logit_softcap",
+    "softcapping": "logit_softcap",
+    "final_logit_softcapping": "logit_softcap",
+    "scale": "logit_scale",
+    "lse_square_scale": "z_loss",
+    "mask": "where",
+    "shift": "labels shifted by lce_jax.rows.next_tokens",
+}
+
+
+@functools.cache
+def names_of(function: str) -> tuple[str, ...]:
+    """The options that a function has. Those over a mesh and of a shard have no ``axis_name``."""
+    base = function.removeprefix("sharded_")
+    names = [name for name, option in OPTIONS.items() if base not in option.not_of]
+    return tuple(name for name in names if name != "axis_name" or base == function)
+
+
+def check_names(function: Callable[..., Any], given: Mapping[str, Any], like: str = "") -> None:
+    """Refuses names in ``**options`` that ``function`` does not have; the message lists those that it does.
+
+    ``like``: the name of the function whose options it has, if not its own.
+    """
+    known = names_of(like or function.__name__)
+    if given.keys() <= set(known):
+        return
+    if unknown := [name for name in given if name not in OPTIONS]:
+        parameters = inspect.signature(function).parameters.items()
+        known = [*(name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known), *known]
+        close = [OTHER_NAMES[unknown[0]]] if unknown[0] in OTHER_NAMES else []
+        close = close or difflib.get_close_matches(unknown[0], known, 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
+    refuse(function.__name__, given, like)
+
+
+SAID_ELSEWHERE = ("axis_name", "entropy", "stats", "candidates", "cache_bytes", "vocab_part_size")
+
+
+def refuse(function: str, given: Mapping[str, Any], like: str = "") -> None:
+    """Refuses options of other functions. Losses say themselves what they have in place of some."""
+    known, is_loss = names_of(like or function), "loss" in function or "cross_entropy" in function
+    wrong = [name for name in given if name not in known]
+    if wrong := [name for name in wrong if name != "axis_name" and not (is_loss and name in SAID_ELSEWHERE)]:
+        raise TypeError(f"{function} has no option {', '.join(wrong)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,72 +232,48 @@ class CallOptions:
     implementation: tuple[str, ...] | None
 
 
-def of_call(given: LogprobOptions, mean_logit: bool = False, function: str = "linear_logprobs") -> CallOptions:
-    """The options of a call of ``function``."""
-    softcap, layout = given.get("logit_softcap"), given.get("weight_layout", "vh")
-    bias, candidates, floor = given.get("bias"), given.get("candidates"), given.get("logit_floor")
-    precision = given.get("precision")
-    scale = number_or_scalar("logit_scale", given.get("logit_scale", 1.0), scalars.number)
-    softcap = None if softcap is None else number_or_scalar("logit_softcap", softcap, scalars.positive)
+def _checked(name: str, given: Mapping[str, Any]) -> Any:
+    """The value of an option, checked unless it is the default."""
+    option = OPTIONS[name]
+    value = given.get(name, option.default)
+    is_default = type(value) is type(option.default) and value == option.default
+    return value if is_default else option.check(name, value)
+
+
+def of_call(
+    given: Mapping[str, Any], mean_logit: bool = False, function: str = "linear_logprobs", top_k: Any = None
+) -> CallOptions:
+    """The options of a call of ``function``, which returns the ``top_k`` if it is `linear_topk`."""
+    given = given if top_k is None else {**given, "entropy": False}
+    function = function if top_k is None else "linear_topk"
+    of = {name: _checked(name, given) for name in LogprobOptions.__annotations__}
+    scale, softcap, candidates = of["logit_scale"], of["logit_softcap"], of["candidates"]
     traced = is_array(scale) or is_array(softcap)
-    if layout not in ("vh", "hv"):
-        raise ValueError(f'weight_layout must be "vh" ([V, H]) or "hv" ([H, V]), got {layout!r}')
-    cache_bytes = scalars.num_bytes("cache_bytes", given.get("cache_bytes", 0))
-    gradient_threshold = scalars.fraction("gradient_threshold", given.get("gradient_threshold", 0.0))
+    named = {name: of[name] for name in ("entropy", "stats", "weight_layout", "precision")}
+    kept = {name: of[name] for name in ("cache_bytes", "gradient_threshold")}
+    part_size = of["vocab_part_size"]
     static = Options(
         logit_scale=1.0 if traced else scale,
         logit_softcap=1.0 if traced and softcap is not None else softcap,
-        entropy=scalars.flag("entropy", given.get("entropy", True)),
-        stats=scalars.flag("stats", given.get("stats", False)),
-        weight_layout=layout,
-        cache_bytes=cache_bytes,
-        precision=None if precision is None else checked_precision(precision),
         mean_logit=mean_logit,
-        has_bias=bias is not None,
-        num_candidates=0 if candidates is None else _checks.num_candidates(candidates),
+        has_bias=of["bias"] is not None,
+        num_candidates=0 if candidates is None else candidates.shape[-1],
         traced_scale=traced,
-        gradient_threshold=gradient_threshold,
-        vocab_part_size=scalars.part_size(given.get("vocab_part_size"), cache_bytes, gradient_threshold),
-        has_floor=floor is not None,
+        vocab_part_size=None if part_size is None else scalars.part_size(part_size, **kept),
+        has_floor=of["logit_floor"] is not None,
+        top_k=0 if top_k is None else scalars.num_largest(top_k),
         function=function,
+        **named,
+        **kept,
     )
-    if floor is not None:
+    if static.has_floor:
         scalars.alone_with_floor(static.num_candidates, mean_logit)
-    return CallOptions(
-        static=static,
-        temperature=given.get("temperature", 1.0),
-        logit_scale=scale if traced else None,
-        logit_softcap=softcap if traced else None,
-        bias=bias,
-        candidates=candidates,
-        logit_floor=floor,
-        vocab_size=given.get("vocab_size"),
-        axis_name=_axis_name(given.get("axis_name")),
-        implementation=implementation_names(given.get("implementation")),
-    )
+    factors = {"logit_scale": scale, "logit_softcap": softcap} if traced else {}
+    others = ("temperature", "bias", "candidates", "logit_floor", "vocab_size", "axis_name", "implementation")
+    return CallOptions(static, **{"logit_scale": None, "logit_softcap": None} | factors | {x: of[x] for x in others})
 
 
-def check_names(
-    function: Callable[..., Any],
-    given: Mapping[str, Any],
-    without: Sequence[str] = (),
-    known_names: Iterable[str] = tuple(LogprobOptions.__annotations__),
-) -> None:
-    """Refuses names in ``**options`` that ``function`` does not know; the message lists those that it does."""
-    unknown = [name for name in given if name not in known_names]
-    if not unknown:
-        return
-    own = [name for name, kind in inspect.signature(function).parameters.items() if kind.kind is kind.KEYWORD_ONLY]
-    known = [*own, *(name for name in known_names if name not in without)]
-    close = difflib.get_close_matches(unknown[0], known, 1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
-
-
-NOT_OF_TOPK = ("entropy", "stats", "cache_bytes", "candidates", "gradient_threshold", "vocab_part_size", "logit_floor")
-
-
-def of_ids(given: LogprobOptions, hidden: Any, ids: Any) -> CallOptions:
+def of_ids(given: Mapping[str, Any], hidden: Any, ids: Any) -> CallOptions:
     """The options of `linear_logits`, whose ids are a call's candidates."""
     _checks.array("hidden", hidden)
     _checks.num_candidates(ids, "ids")
@@ -151,19 +281,7 @@ def of_ids(given: LogprobOptions, hidden: Any, ids: Any) -> CallOptions:
     return of_call({**given, "candidates": ids}, function="linear_logits")
 
 
-def of_topk(given: LogprobOptions, k: Any) -> CallOptions:
-    """The options of `linear_topk`."""
-    options, k = of_call({**given, "entropy": False}, function="linear_topk"), scalars.num_largest(k)
-    return dataclasses.replace(options, static=dataclasses.replace(options.static, top_k=k))
-
-
-def refuse(function: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Refuses options of other functions, which ``function`` does not have."""
-    if wrong := [name for name in given if name in names]:
-        raise TypeError(f"{function} has no option {', '.join(wrong)}")
-
-
-def loss_call(given: LogprobOptions) -> LogprobOptions:
+def loss_call(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a loss, which returns neither entropy nor extremes nor candidates."""
     wanted = [f"{name}=True" for name in ("entropy", "stats") if scalars.flag(name, given.get(name, False))]
     wanted += ["candidates"] if given.get("candidates") is not None else []
@@ -194,26 +312,6 @@ def no_axis_name(given: CallOptions) -> None:
         raise ValueError(f"axis_name={given.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
 
 
-def number_or_scalar(
-    name: str, value: Any, check: Callable[[str, Any], Any], of_array: Callable[[str, Any], Any] | None = None
-) -> Any:
-    """A number that passes ``check``, or a real array of shape (), as given, which passes ``of_array`` if it is known.
-
-    To read its value waits for the device. Only calls outside ``jit`` pay for that, as for a temperature that is an
-    array.
-    """
-    if not is_array(value) or isinstance(value, np.generic):
-        return check(name, value)
-    _checks.array(name, value)
-    if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
-        raise TypeError(f"{name} must be a real number, got an array of {value.dtype}")
-    if value.shape != ():
-        raise ValueError(f"{name} must be a number or an array of shape (), got shape {tuple(value.shape)}")
-    if _checks.is_concrete(value):
-        (of_array or check)(name, jax.device_get(value).item())
-    return value
-
-
 def teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
     """As `scalars.weight_of_jsd`, of an array too."""
     if chosen != "jsd" or beta is None:
@@ -221,34 +319,6 @@ def teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]
     return number_or_scalar("beta", beta, lambda _, value: scalars.weight_of_jsd(value, argument, chosen, ends))
 
 
-def _axis_name(axis_name: Any) -> Any:
-    if axis_name is None or isinstance(axis_name, str):
-        return axis_name
-    if isinstance(axis_name, tuple) and axis_name and all(isinstance(name, str) for name in axis_name):
-        return axis_name
-    raise TypeError(f"axis_name must be None, a mesh axis's name or a tuple of them, got {axis_name!r}")
-
-
 def implementation_names(implementation: Any) -> tuple[str, ...] | None:
     """The names of ``implementation=``, checked; None leaves the choice to the device."""
-    if implementation is None:
-        return None
-    names = (implementation,) if isinstance(implementation, str) else implementation
-    known = ", ".join(f'"{name}"' for name in _dispatch.IMPLEMENTATIONS)
-    if not isinstance(names, tuple) or not names:
-        raise TypeError(f"implementation must be None, a name or a tuple of names ({known}), got {implementation!r}")
-    for name in names:
-        if name not in _dispatch.IMPLEMENTATIONS:
-            raise ValueError(f"unknown implementation {name!r}; known: {known}")
-    return names
-
-
-def checked_precision(precision: Any) -> Any:
-    """What `jax.lax` takes as the precision of a product, not None."""
-    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    try:
-        jax.eval_shape(lambda a, b: lax.dot(a, b, precision=precision), one, one)
-        hash(precision)
-    except Exception as error:
-        raise ValueError(f"precision {precision!r} is not a jax.lax.PrecisionLike: {error}") from error
-    return precision
+    return None if implementation is None else _implementations("implementation", implementation)

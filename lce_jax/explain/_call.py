@@ -17,7 +17,6 @@ import lce_jax
 from lce_jax import _call, _checks, _devices, _dispatch, _options, mosaic, scalars
 from lce_jax._call import Place, placed
 from lce_jax._kl_call import KLArguments, KLSpec
-from lce_jax._options import ExplainOptions, TeacherOptions
 from lce_jax._plans import PassBytes, Plan
 from lce_jax._types import is_array
 from lce_jax.mathematics._kl import Direction, Pair
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._call import Spec
-    from lce_jax._options import ExplainOptions, LogprobOptions
+    from lce_jax._options import KLOptions, LogprobOptions
     from lce_jax._plans import Plan, Surroundings
     from lce_jax._shapes import Bool, Float, Int, Shaped
     from lce_jax.mathematics._kl import Direction
@@ -104,18 +103,14 @@ def _check_devices(plan: Plan, operands: Iterable[jax.ShapeDtypeStruct], place: 
         )
 
 
-NOT_OF = {
-    "linear_topk": _options.NOT_OF_TOPK,
-    "linear_logits": _options.NOT_OF_TOPK,
-    "linear_kl": tuple(name for name in _options.NOT_OF_TOPK if name != "cache_bytes"),
-}
 FUNCTION_OF = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}
 
 
-def check_function(asked: dict[str, Any], options: ExplainOptions, *others: Any) -> None:
+def check_function(asked: dict[str, Any], options: KLOptions, *others: Any) -> None:
     """Refuses what the function that ``asked`` is about does not have: options, and the arguments of losses."""
     names = [name for name, x in asked.items() if x is not None]
-    if "teacher" not in names and (wrong := [name for name in options if name in TeacherOptions.__annotations__]):
+    others_have = _options.names_of("linear_logprobs")
+    if "teacher" not in names and (wrong := [name for name in options if name not in others_have]):
         raise TypeError(f"{wrong[0]} is that of linear_kl: give teacher too")
     if not names:
         return
@@ -124,7 +119,7 @@ def check_function(asked: dict[str, Any], options: ExplainOptions, *others: Any)
     function = FUNCTION_OF[names[0]]
     if any(is_array(x) or x for x in others):
         raise ValueError(f"{names[0]} is that of {function}, which is no loss: leave out the arguments of losses")
-    _options.refuse(function, options, NOT_OF[function])
+    _options.refuse(function, options)
 
 
 def of_logits(
@@ -147,13 +142,13 @@ def of_kl(
     direction: Direction,
     where: Any,
     place: Place,
-    options: ExplainOptions,
+    options: KLOptions,
 ) -> Plan:
     """That of `lce_jax.linear_kl` with the teacher's hidden states and weight."""
     if not isinstance(teacher, tuple | list) or len(teacher) != 2:
         raise TypeError(f"teacher must be the pair of its hidden states and its weight, got {type(teacher).__name__}")
     arrays = Pair((hidden, weight), tuple(teacher))
-    call = KLArguments.of(arrays, where, direction, options, options.get("axis_name"))
+    call = KLArguments.of(arrays, where, direction, options)
     cases, checked = call.cases(), call.options.student
     _call.case(hidden, weight, labels, where, checked)
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
@@ -238,7 +233,7 @@ def explain(
     teacher: tuple[Float[Shaped, "*b G"], Float[Shaped, "V G"]] | None = None,
     direction: Direction = "forward",
     compile: bool = False,
-    **options: Unpack[ExplainOptions],
+    **options: Unpack[KLOptions],
 ) -> Plan:
     """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.
 
@@ -320,7 +315,7 @@ def explain(
         >>> explain(*call, compile=True).compiled.forward < 64 * 4096 * 4  # of the program, on this machine
         True
     """
-    _options.check_names(explain, options, known_names=ExplainOptions.__annotations__)
+    _options.check_names(explain, options)
     smoothing, penalty, divisor = _options.of_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
     given = (reduction, divisor, None if ignore_index == -100 else "ignore_index")
     of_loss = (*given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
@@ -371,7 +366,7 @@ def _of_one_head(
     labels: Any,
     where: Any,
     place: Place,
-    options: ExplainOptions,
+    options: KLOptions,
     k: int | None,
     loss: _Loss | None,
     gradients_in_forward: bool,
@@ -380,7 +375,7 @@ def _of_one_head(
     """That of `lce_jax.linear_logprobs`, of a loss, or with ``k`` that of `lce_jax.linear_topk`."""
     told = options if loss is None else _options.loss_call(options)
     smooths = loss is not None and loss.smoothing > 0
-    checked = _options.of_call(told, mean_logit=smooths) if k is None else _options.of_topk(told, k)
+    checked = _options.of_call(told, smooths, top_k=k)
     case = _call.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
     if checked.logit_floor is not None:

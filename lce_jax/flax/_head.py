@@ -124,7 +124,7 @@ class Head:
         if self.logit_softcap is not None:
             scalars.positive("logit_softcap", self.logit_softcap)
         if self.precision is not None:
-            _options.checked_precision(self.precision)
+            _options.OPTIONS["precision"].check("precision", self.precision)
         if self.mesh is not None and not self.on_mesh:
             raise ValueError("mesh without an axis: name one as vocab_axis, batch_axes or sequence_axis")
 
@@ -175,7 +175,7 @@ class Head:
         **options: Unpack[TopKOptions],
     ) -> TopK:
         """`linear_topk`, or `sharded_linear_topk` if the head names a mesh axis."""
-        function = topk.sharded_linear_topk if self.on_mesh else topk.linear_topk
+        function = sharding.sharded_linear_topk if self.on_mesh else topk.linear_topk
         return function(hidden, self._cast(weight), k, bias=bias, **self._own_options(), **options)
 
     def kl(
@@ -195,7 +195,7 @@ class Head:
                 f"vocab_size={self.vocab_size}, but the teacher's is {teacher.vocab_size}: a divergence needs one "
                 "vocabulary"
             )
-        function: Any = _kl.sharded_linear_kl if self.on_mesh else _kl.linear_kl
+        function: Any = sharding.sharded_linear_kl if self.on_mesh else _kl.linear_kl
         both = self._own_options() | {
             "bias": bias,
             "teacher_bias": teacher_bias,

@@ -61,7 +61,7 @@ def dropped_mass(
         >>> [float(x) for x in local.dropped_mass(*call, stats, cache=cache, **options)]
         [0.0, 0.0]
     """
-    _options.check_names(dropped_mass, options, without=("axis_name",))
+    _options.check_names(dropped_mass, options, "sharded_linear_logprobs")
     spec, _, rows = _call.bind_shard(hidden, weight, labels, where, num_rows, options, False)
     found = spec.case.options
     if not found.reports_dropped_mass:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from lce_jax import _call, _jax, _kl_call, _options, scalars
 from lce_jax._call import Rows
-from lce_jax._kl_call import KLArguments, KLOptions, KLSpec
+from lce_jax._kl_call import KLArguments, KLSpec
+from lce_jax._options import KLOptions
 from lce_jax._types import Primals
 from lce_jax.mathematics import _kl
 from lce_jax.mathematics._kl import KLStatistics, Pair
@@ -83,10 +84,10 @@ class KLShard:
         where: Bool[Array, "T"] | None = None,
         **options: Unpack[KLOptions],
     ) -> None:
-        _options.check_names(KLShard, options, known_names=KLOptions.__annotations__)
+        _options.check_names(KLShard, options, "sharded_linear_kl")
         start = _call.count_of("vocab_start", vocab_start, scalars.INT32_MAX - 1)
         arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
-        call = _kl_call.bind_shard(KLArguments.of(arrays, where, direction, options, None))
+        call = _kl_call.bind_shard(KLArguments.of(arrays, where, direction, options))
         self._spec = call.spec
         self._arrays = _Arrays(call.primals, call.rows, start)
 

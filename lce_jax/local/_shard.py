@@ -68,7 +68,7 @@ def statistics(
         >>> float(stats.max[0]), float(stats.sumexp[0]), float(stats.target[0])
         (0.0, 100.0, 0.0)
     """
-    _options.check_names(statistics, options, without=("axis_name",))
+    _options.check_names(statistics, options, "sharded_linear_logprobs")
     spec, primals, rows = _call.bind_shard(
         hidden, weight, labels, where, num_rows, options, scalars.flag("total", total)
     )
@@ -214,7 +214,7 @@ def gradients(
         >>> round(float(dweight[7, 0]), 2), round(float(dweight[0, 0]), 2)
         (0.98, -0.02)
     """
-    _options.check_names(gradients, options, without=("axis_name",))
+    _options.check_names(gradients, options, "sharded_linear_logprobs")
     spec, primals, rows = _call.bind_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     _checks.sum_of_dweight(dweight, primals.weight, zero.dtype)

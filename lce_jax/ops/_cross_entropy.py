@@ -16,7 +16,7 @@ from lce_jax._options import CallOptions, LogprobOptions
 from lce_jax._types import Case, Results, is_array
 from lce_jax.mesh import _collectives
 from lce_jax.ops._logprobs import results
-from lce_jax.ops._loss import linear_loss, sharded_linear_loss
+from lce_jax.ops._loss import sum_of_losses
 from lce_jax.programs import _token_chunks
 
 if TYPE_CHECKING:
@@ -44,14 +44,7 @@ def linear_cross_entropy(
     against ``(1 - ε)·onehot + ε/V``, and the penalty that keeps ``lse`` near 0.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
-        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
-            ignores it (``ignore_index``).
-        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
-            hold, and cost no work. None: every row counts.
+        hidden, weight, labels, where: as in `linear_logprobs`.
         ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
             vocabulary has logprob 0.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
@@ -62,9 +55,7 @@ def linear_cross_entropy(
             all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
             to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
             as 1. None: the rows that count in this call.
-        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
-            ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold``,
-            ``vocab_part_size`` and ``logit_floor``, as in `linear_logprobs`.
+        **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
@@ -90,7 +81,7 @@ def linear_cross_entropy(
         >>> round(float(loss), 3)                           # ln 1000
         6.908
     """
-    _options.check_names(linear_cross_entropy, options, without=("entropy", "stats", "candidates"))
+    _options.check_names(linear_cross_entropy, options)
     return of_call(
         None, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer,
         options,
@@ -208,10 +199,11 @@ def _in_forward(
         found = _penalised(-logprob, lse, loss.z_loss, penalty)
         return found if share is None else found * share
 
-    run: Any = linear_loss if place is None else functools.partial(sharded_linear_loss, **place._asdict())
     share = None if loss.reduction == "sum" else 1 / _divisor(where, normalizer, labels.size, dtype)
     given: Any = dict(fixed) | arrays
-    return run(loss_fn, *operands, per_token(share), per_token(traced_z_loss), where=where, **given)[0]
+    chunk_bytes = given.pop("chunk_bytes")
+    each = per_token(share), per_token(traced_z_loss)
+    return sum_of_losses(loss_fn, *operands, each, where, chunk_bytes, given, place)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6), inline=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,7 @@ from lce_jax.programs._logits import LOGITS
 from lce_jax.xla import _logprobs as xla
 
 if TYPE_CHECKING:
-    from jax.lax import PrecisionLike
-
     from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax.mesh._layout import Axes
 
 
 def masked_logprobs(
@@ -91,15 +88,7 @@ def linear_logits(
     ids: Int[Array, "*b K"],
     *,
     where: Bool[Array, "*b"] | None = None,
-    temperature: float | Float[Array, "..."] = 1.0,
-    logit_softcap: float | Float[Array, ""] | None = None,
-    logit_scale: float | Float[Array, ""] = 1.0,
-    vocab_size: int | None = None,
-    weight_layout: Literal["vh", "hv"] = "vh",
-    axis_name: Axes = None,
-    precision: PrecisionLike = None,
-    implementation: str | tuple[str, ...] | None = None,
-    bias: Float[Array, "V"] | None = None,
+    **options: Unpack[LogprobOptions],
 ) -> Float[Array, "*b K"]:
     """Logits at chosen ids, without a pass over the vocabulary.
 
@@ -108,33 +97,14 @@ def linear_logits(
     log-probabilities under the whole vocabulary use ``linear_logprobs(..., candidates=ids)``.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        hidden, weight: as in `linear_logprobs`.
         ids: ``[..., K]`` integer vocabulary ids per token, global also when the vocabulary is split; K from 1 to 512.
             -1 stands for none.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold. None: every row counts.
-        temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``[...]`` (one value
-            per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is refused
-            where it is known; in a traced array its row returns NaN and has no gradient, and the other rows are not
-            affected.
-        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
-            or an array of shape (), which may be traced. None: no cap. No gradient.
-        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
-            be traced. No gradient.
-        vocab_size: the true size of the vocabulary. Columns from it on are padding: in no sum, with zero gradient,
-            whatever they hold. None: every column counts.
-        weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
-        axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
-            passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
-            bitwise-equal results. Rows that differ between shards are NaN, in gradients too; all are, if two shards
-            pass the same columns. None: ``weight`` is whole.
-        precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
-            default may be TF32 (GPU) or bfloat16 (TPU).
-        implementation: None or "xla": there are no kernels for it.
-        bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
-            gradient is summed in float32 and rounded once. None: no bias.
+        **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
+            ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``. The ``implementation`` is "xla": there are
+            no kernels for it.
 
     Returns:
         ``[..., K]`` in float32 (float64 for a float64 weight); 0, without a gradient, where the id is none or out of
@@ -165,18 +135,8 @@ def linear_logits(
         >>> linear_logits(hidden, weight, jnp.array([[3, 0], [7, -1]])).tolist()
         [[12.0, 0.0], [28.0, 0.0]]
     """
-    given: LogprobOptions = {
-        "temperature": temperature,
-        "logit_softcap": logit_softcap,
-        "logit_scale": logit_scale,
-        "vocab_size": vocab_size,
-        "weight_layout": weight_layout,
-        "axis_name": axis_name,
-        "precision": precision,
-        "implementation": implementation,
-        "bias": bias,
-    }
-    return at_ids(hidden, weight, ids, where, given)
+    _options.check_names(linear_logits, options)
+    return at_ids(hidden, weight, ids, where, options)
 
 
 def at_ids(

@@ -20,12 +20,7 @@ from lce_jax.programs._loss import Inputs, axes_of_tokens
 from lce_jax.programs._token_chunks import budget
 
 if TYPE_CHECKING:
-    from jax.sharding import AbstractMesh, Mesh
-
     from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax.mesh._layout import Axes
-
-NOT_OF_LOSS = ("cache_bytes", "candidates", "vocab_part_size")
 
 
 def linear_loss(
@@ -49,22 +44,13 @@ def linear_loss(
         loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)`` of one token: scalars, ``entropy`` None with
             ``entropy=False``, and the token's slice of each further argument. Any JAX function that returns one
             floating-point scalar. It may close over arrays; traced ones have gradients too.
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
-        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
-            ignores it (``ignore_index``).
+        hidden, weight, labels, where: as in `linear_logprobs`.
         per_token: arrays, or trees of them, whose shapes begin with that of labels: advantages, old
             log-probabilities, random keys. Real and complex numbers are differentiable.
-        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
-            hold, and cost no work. None: every row counts.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
             at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
             chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
-        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``axis_name``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and
-            ``logit_floor``, as in `linear_logprobs`.
+        **options: those of `linear_logprobs` but ``cache_bytes``, ``candidates`` and ``vocab_part_size``.
 
     Returns:
         The sum over the rows that count, float32 (float64 for a float64 weight), and a `LogprobOutput` for metrics,
@@ -117,90 +103,11 @@ def linear_loss(
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), which computes the gradients of
         the cross entropy in the forward.
     """
-    _options.check_names(linear_loss, options, without=NOT_OF_LOSS)
-    return _sum_of_losses(loss_fn, hidden, weight, labels, per_token, where, chunk_bytes, options)
+    _options.check_names(linear_loss, options)
+    return sum_of_losses(loss_fn, hidden, weight, labels, per_token, where, chunk_bytes, options)
 
 
-def sharded_linear_loss(
-    loss_fn: Callable[..., Array],
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    labels: Int[Array, "*b"],
-    *per_token: object,
-    mesh: Mesh | AbstractMesh | None = None,
-    vocab_axis: Axes = "tensor",
-    batch_axes: Axes = None,
-    sequence_axis: Axes = None,
-    where: Bool[Array, "*b"] | None = None,
-    chunk_bytes: int | None = None,
-    **options: Unpack[LogprobOptions],
-) -> tuple[Float[Array, ""], LogprobOutput]:
-    """`linear_loss` over a mesh: the vocabulary split over one axis, the tokens over others.
-
-    Operands and results are global arrays, and the sum is over the tokens of all devices. In ``[T, H]`` the one
-    dimension of tokens is batch and sequence at once.
-
-    Args:
-        loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)`` of one token: scalars, ``entropy`` None with
-            ``entropy=False``, and the token's slice of each further argument. Any JAX function that returns one
-            floating-point scalar. It may close over arrays; traced ones have gradients too.
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
-        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
-            ignores it (``ignore_index``).
-        per_token: arrays, or trees of them, whose shapes begin with that of labels: advantages, old
-            log-probabilities, random keys. Real and complex numbers are differentiable.
-        mesh: the mesh. None: that of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
-            give the true ``vocab_size``. None: each device holds the whole vocabulary.
-        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
-            those of hidden's own type, else the batch is not split.
-        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
-            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
-            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
-            reduce-scattered backward. None: the sequence is not split.
-        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
-            hold, and cost no work. None: every row counts.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
-            at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
-            chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
-        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and ``logit_floor``,
-            as in `linear_logprobs`.
-
-    Returns:
-        The sum over the rows that count, and a `LogprobOutput` for metrics, through which no gradient flows, each field
-        of ``labels.shape`` and split as ``hidden`` is.
-
-    Raises:
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
-            that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
-
-    Memory:
-        Per device, that of `linear_loss` on the device's tokens and columns. Each chunk merges the shards with one
-        all-gather of at most five numbers per token.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from lce_jax import sharded_linear_loss
-        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-        >>> hidden, weight, labels = jnp.ones((2, 4, 8)), jnp.zeros((1000, 8)), jnp.zeros((2, 4), jnp.int32)
-        >>> total, out = sharded_linear_loss(
-        ...     lambda logprob, entropy, lse: -logprob, hidden, weight, labels, mesh=mesh, batch_axes="data"
-        ... )
-        >>> round(float(total / 8), 3)                         # ln 1000
-        6.908
-    """
-    _options.check_names(sharded_linear_loss, options, without=("axis_name", *NOT_OF_LOSS))
-    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _sum_of_losses(loss_fn, hidden, weight, labels, per_token, where, chunk_bytes, options, place)
-
-
-def _sum_of_losses(
+def sum_of_losses(
     loss_fn: Any,
     hidden: Any,
     weight: Any,

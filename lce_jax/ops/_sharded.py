@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, Unpack
 
-from lce_jax import _options
+from lce_jax import _kl_call, _options
 from lce_jax._call import Place
-from lce_jax._types import LogprobOutput
-from lce_jax.ops import _cross_entropy, _logits, _logprobs
+from lce_jax._kl_call import KLArguments
+from lce_jax._types import LogprobOutput, TopK
+from lce_jax.mathematics._kl import Pair
+from lce_jax.ops import _cross_entropy, _kl, _logits, _logprobs, _loss, _topk
 from lce_jax.ops._cross_entropy import Reduction
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
-    from lce_jax._options import LogprobOptions
+    from lce_jax._options import KLOptions, LogprobOptions
     from lce_jax._shapes import Array, Bool, Float, Int
     from lce_jax.mesh._layout import Axes
 
@@ -33,14 +36,10 @@ def sharded_linear_logprobs(
     """`linear_logprobs` over a mesh: the vocabulary split over one axis, the tokens over others.
 
     Operands and results are global arrays. In ``[T, H]`` the one dimension of tokens is batch and sequence at once.
+    All arguments but these four mean what they mean in `linear_logprobs`, which has ``axis_name`` in their place; the
+    other functions over a mesh have the same four.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
-        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
-            ignores it (``ignore_index``).
         mesh: the mesh. None: that of ``jax.set_mesh``.
         vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
             give the true ``vocab_size``. None: each device holds the whole vocabulary.
@@ -50,24 +49,17 @@ def sharded_linear_logprobs(
             ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
             parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
             reduce-scattered backward. None: the sequence is not split.
-        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
-            hold, and cost no work. None: every row counts.
-        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates``,
-            ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``, as in `linear_logprobs`.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` (candidates with K more) and split as ``hidden`` is, or None.
 
     Raises:
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
-            that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
+        ValueError, TypeError: as `linear_logprobs`. Also an axis that the mesh does not have, an axis used twice, or a
+            dimension that does not divide.
 
     Memory:
         Per device, that of `linear_logprobs` on the device's tokens and columns. One all-gather of at most five
-        numbers per token, and of one more per candidate, merges the shards.
+        numbers per token, of one more per candidate, and of what tells that the shards have the same tokens.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -79,7 +71,7 @@ def sharded_linear_logprobs(
         >>> out.logprobs.shape
         (2, 4)
     """
-    _options.check_names(sharded_linear_logprobs, options, without=("axis_name",))
+    _options.check_names(sharded_linear_logprobs, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
     return _logprobs.results(hidden, weight, labels, where, _options.of_call(options), place).public
 
@@ -101,51 +93,12 @@ def sharded_linear_cross_entropy(
     normalizer: float | Array | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "..."]:
-    """`linear_cross_entropy` over a mesh: the vocabulary split over one axis, the tokens over others.
+    """`linear_cross_entropy` over a mesh, whose axes are named as in `sharded_linear_logprobs`.
 
-    Operands and results are global arrays; "mean" and "sum" are over the tokens of all devices. In ``[T, H]`` the one
-    dimension of tokens is batch and sequence at once.
-
-    Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
-        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
-            ignores it (``ignore_index``).
-        mesh: the mesh. None: that of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
-            give the true ``vocab_size``. None: each device holds the whole vocabulary.
-        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
-            those of hidden's own type, else the batch is not split.
-        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
-            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
-            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
-            reduce-scattered backward. None: the sequence is not split.
-        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
-            hold, and cost no work. None: every row counts.
-        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
-            vocabulary has logprob 0.
-        reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
-        label_smoothing: ε in [0, 1).
-        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
-            and is differentiable.
-        normalizer: what "mean" divides the sum by in place of the number of rows that count in this call: the rows of
-            all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
-            to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
-            as 1. None: the rows that count in this call.
-        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
-            ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold``,
-            ``vocab_part_size`` and ``logit_floor``, as in `linear_logprobs`.
+    "mean" and "sum" are over the tokens of all devices.
 
     Returns:
         The loss in nats: a scalar, or ``[...]`` split as ``hidden`` is with ``reduction="none"``.
-
-    Raises:
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
-            that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
         That of `sharded_linear_logprobs`, or of `sharded_linear_loss` where `linear_cross_entropy` would use it.
@@ -159,11 +112,89 @@ def sharded_linear_cross_entropy(
         >>> round(float(loss), 3)
         6.908
     """
-    _options.check_names(sharded_linear_cross_entropy, options, without=("axis_name", "entropy", "stats", "candidates"))
+    _options.check_names(sharded_linear_cross_entropy, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
     return _cross_entropy.of_call(
         place, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
+
+
+def sharded_linear_loss(
+    loss_fn: Callable[..., Array],
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    labels: Int[Array, "*b"],
+    *per_token: object,
+    mesh: Mesh | AbstractMesh | None = None,
+    vocab_axis: Axes = "tensor",
+    batch_axes: Axes = None,
+    sequence_axis: Axes = None,
+    where: Bool[Array, "*b"] | None = None,
+    chunk_bytes: int | None = None,
+    **options: Unpack[LogprobOptions],
+) -> tuple[Float[Array, ""], LogprobOutput]:
+    """`linear_loss` over a mesh, whose axes are named as in `sharded_linear_logprobs`.
+
+    Returns:
+        The sum over the tokens of all devices that count, and a `LogprobOutput` for metrics, through which no gradient
+        flows, each field of ``labels.shape`` and split as ``hidden`` is.
+
+    Memory:
+        Per device, that of `linear_loss` on the device's tokens and columns. Each chunk merges the shards with one
+        all-gather, as `sharded_linear_logprobs` does.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import sharded_linear_loss
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        >>> hidden, weight, labels = jnp.ones((2, 4, 8)), jnp.zeros((1000, 8)), jnp.zeros((2, 4), jnp.int32)
+        >>> total, out = sharded_linear_loss(
+        ...     lambda logprob, entropy, lse: -logprob, hidden, weight, labels, mesh=mesh, batch_axes="data"
+        ... )
+        >>> round(float(total / 8), 3)                         # ln 1000
+        6.908
+    """
+    _options.check_names(sharded_linear_loss, options)
+    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
+    return _loss.sum_of_losses(loss_fn, hidden, weight, labels, per_token, where, chunk_bytes, options, place)
+
+
+def sharded_linear_kl(
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    teacher_hidden: Float[Array, "*b G"],
+    teacher_weight: Float[Array, "V G"],
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    vocab_axis: Axes = "tensor",
+    batch_axes: Axes = None,
+    sequence_axis: Axes = None,
+    direction: Literal["forward", "reverse", "jsd"] = "forward",
+    where: Bool[Array, "*b"] | None = None,
+    **options: Unpack[KLOptions],
+) -> Float[Array, "*b"]:
+    """`linear_kl` over a mesh, whose axes are named as in `sharded_linear_logprobs`; both models are split alike.
+
+    Returns:
+        ``[...]`` in nats, at least 0, split as ``hidden`` is.
+
+    Memory:
+        Per device, that of `linear_kl` on the device's tokens and columns. One all-gather of six numbers per token
+        merges the shards, and of "jsd" another one of two numbers.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import sharded_linear_kl
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        >>> hidden, weight = jnp.ones((2, 4, 8)), jnp.zeros((1000, 8))
+        >>> kl = sharded_linear_kl(hidden, weight, hidden, weight + 1.0, mesh=mesh, batch_axes="data")
+        >>> kl.shape, float(jnp.abs(kl).max()) < 1e-6          # a shift of all logits changes no distribution
+        ((2, 4), True)
+    """
+    _options.check_names(sharded_linear_kl, options)
+    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
+    arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
+    return _kl.divergence(_kl_call.bind(KLArguments.of(arrays, where, direction, options), place))
 
 
 def sharded_linear_logits(
@@ -178,40 +209,10 @@ def sharded_linear_logits(
     where: Bool[Array, "*b"] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "*b K"]:
-    """`linear_logits` over a mesh: the vocabulary split over one axis, the tokens over others.
-
-    Operands and results are global arrays. In ``[T, H]`` the one dimension of tokens is batch and sequence at once.
-
-    Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
-        ids: ``[..., K]`` integer vocabulary ids per token, global also when the vocabulary is split; K from 1 to 512.
-            -1 stands for none.
-        mesh: the mesh. None: that of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
-            give the true ``vocab_size``. None: each device holds the whole vocabulary.
-        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
-            those of hidden's own type, else the batch is not split.
-        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
-            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
-            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
-            reduce-scattered backward. None: the sequence is not split.
-        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
-            hold. None: every row counts.
-        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
-            ``precision``, ``implementation`` and ``bias``, as in `linear_logits`.
+    """`linear_logits` over a mesh, whose axes are named as in `sharded_linear_logprobs`.
 
     Returns:
         ``[..., K]`` as `linear_logits` returns it, split as ``hidden`` is.
-
-    Raises:
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
-            that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
-
-    Memory:
-        Per device, that of `linear_logits` on the device's tokens and columns.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -221,7 +222,36 @@ def sharded_linear_logits(
         >>> sharded_linear_logits(hidden, weight, jnp.array([[3, 0], [7, -1]]), mesh=mesh, batch_axes="data").tolist()
         [[12.0, 0.0], [28.0, 0.0]]
     """
-    _options.check_names(sharded_linear_logits, options, without=("axis_name", *_options.NOT_OF_TOPK))
-    _options.refuse("sharded_linear_logits", options, _options.NOT_OF_TOPK)
+    _options.check_names(sharded_linear_logits, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
     return _logits.at_ids(hidden, weight, ids, where, options, place)
+
+
+def sharded_linear_topk(
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    k: int,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    vocab_axis: Axes = "tensor",
+    batch_axes: Axes = None,
+    sequence_axis: Axes = None,
+    where: Bool[Array, "*b"] | None = None,
+    **options: Unpack[LogprobOptions],
+) -> TopK:
+    """`linear_topk` over a mesh, whose axes are named as in `sharded_linear_logprobs`.
+
+    Returns:
+        A `TopK`, split as ``hidden`` is.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import sharded_linear_topk
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        >>> hidden, weight = jnp.ones((2, 4, 8)), jnp.arange(1000.0)[:, None] * jnp.ones(8)
+        >>> sharded_linear_topk(hidden, weight, 2, mesh=mesh, batch_axes="data").ids[0, 0].tolist()
+        [999, 998]
+    """
+    _options.check_names(sharded_linear_topk, options)
+    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
+    return _topk.most_likely(hidden, weight, where, _options.of_call(options, top_k=k), place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,7 @@ from lce_jax.mesh import _collectives
 from lce_jax.programs import _topk
 
 if TYPE_CHECKING:
-    from jax.lax import PrecisionLike
-    from jax.sharding import AbstractMesh, Mesh
-
     from lce_jax._shapes import Array, Bool, Float
-    from lce_jax.mesh._layout import Axes
-
-__all__ = ["linear_topk", "sharded_linear_topk"]
 
 _NO_DERIVATIVE = (
     "linear_topk is not differentiable. Call it with jax.lax.stop_gradient(hidden) and jax.lax.stop_gradient(weight), "
@@ -38,15 +32,7 @@ def linear_topk(
     k: int,
     *,
     where: Bool[Array, "*b"] | None = None,
-    temperature: float | Float[Array, "..."] = 1.0,
-    logit_softcap: float | Float[Array, ""] | None = None,
-    logit_scale: float | Float[Array, ""] = 1.0,
-    vocab_size: int | None = None,
-    weight_layout: Literal["vh", "hv"] = "vh",
-    axis_name: Axes = None,
-    precision: PrecisionLike = None,
-    implementation: str | tuple[str, ...] | None = None,
-    bias: Float[Array, "V"] | None = None,
+    **options: Unpack[LogprobOptions],
 ) -> TopK:
     """The k most likely tokens and their log-probabilities: the teacher's side of a distillation.
 
@@ -57,32 +43,15 @@ def linear_topk(
     log-probabilities with a gradient, also those of a student.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        hidden, weight: as in `linear_logprobs`.
         k: how many, from 1 to 512 and at most the vocabulary; a Python integer.
         where: ``[...]`` bool, the rows that count. The others have ids -1 and zeros, whatever they hold, and cost no
             work. None: every row counts.
-        temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``[...]`` (one value
-            per token, or per sequence as ``[b, 1]``). It does not change the order. A value that is not positive and
-            finite is refused where it is known; in a traced array its row has ids -1 and NaN.
-        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
-            or an array of shape (), which may be traced. None: no cap. No gradient.
-        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
-            be traced. No gradient.
-        vocab_size: the true size of the vocabulary. Columns from it on are padding: in no sum, with zero gradient,
-            whatever they hold. None: every column counts.
-        weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
-        axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
-            passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
-            bitwise-equal results. Rows that differ between shards are NaN, in gradients too; all are, if two shards
-            pass the same columns. None: ``weight`` is whole.
-        precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
-            default may be TF32 (GPU) or bfloat16 (TPU).
-        implementation: None or "xla": the kernels for Hopper GPUs do not serve it, because XLA's own product takes the
-            same time.
-        bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. None:
-            no bias.
+        **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
+            ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``. None has a gradient, and the temperature
+            does not change the order; a wrong one of a traced array gives ids -1 and NaN in its row. The
+            ``implementation`` is "xla": the kernels for Hopper GPUs do not serve it, because XLA's own product takes
+            the same time.
 
     Returns:
         A `TopK`: ids and logprobs ``[..., k]``, lse ``[...]``.
@@ -119,82 +88,11 @@ def linear_topk(
         >>> bool(jnp.allclose(out.candidate_logprobs, top.logprobs))
         True
     """
-    given: LogprobOptions = {
-        "temperature": temperature,
-        "logit_softcap": logit_softcap,
-        "logit_scale": logit_scale,
-        "vocab_size": vocab_size,
-        "weight_layout": weight_layout,
-        "axis_name": axis_name,
-        "precision": precision,
-        "implementation": implementation,
-        "bias": bias,
-    }
-    return _most_likely(hidden, weight, where, _options.of_topk(given, k))
+    _options.check_names(linear_topk, options)
+    return most_likely(hidden, weight, where, _options.of_call(options, top_k=k))
 
 
-def sharded_linear_topk(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    k: int,
-    *,
-    mesh: Mesh | AbstractMesh | None = None,
-    vocab_axis: Axes = "tensor",
-    batch_axes: Axes = None,
-    sequence_axis: Axes = None,
-    where: Bool[Array, "*b"] | None = None,
-    **options: Unpack[LogprobOptions],
-) -> TopK:
-    """`linear_topk` over a mesh: the vocabulary split over one axis, the tokens over others.
-
-    Operands and results are global arrays. In ``[T, H]`` the one dimension of tokens is batch and sequence at once.
-
-    Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
-        k: how many, from 1 to 512 and at most the vocabulary; a Python integer.
-        mesh: the mesh. None: that of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
-            give the true ``vocab_size``. None: each device holds the whole vocabulary.
-        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
-            those of hidden's own type, else the batch is not split.
-        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
-            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
-            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
-            reduce-scattered backward. None: the sequence is not split.
-        where: ``[...]`` bool, the rows that count. The others have ids -1 and zeros, whatever they hold, and cost no
-            work. None: every row counts.
-        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
-            ``precision``, ``implementation`` and ``bias``, as in `linear_topk`.
-
-    Returns:
-        A `TopK`, split as ``hidden`` is.
-
-    Raises:
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
-            that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a derivative that is used.
-
-    Memory:
-        Per device, that of `linear_topk` on the device's tokens and columns.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from lce_jax import sharded_linear_topk
-        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-        >>> hidden, weight = jnp.ones((2, 4, 8)), jnp.arange(1000.0)[:, None] * jnp.ones(8)
-        >>> sharded_linear_topk(hidden, weight, 2, mesh=mesh, batch_axes="data").ids[0, 0].tolist()
-        [999, 998]
-    """
-    _options.check_names(sharded_linear_topk, options, without=("axis_name", *_options.NOT_OF_TOPK))
-    _options.refuse("sharded_linear_topk", options, _options.NOT_OF_TOPK)
-    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _most_likely(hidden, weight, where, _options.of_topk(options, k), place)
-
-
-def _most_likely(
+def most_likely(
     hidden: Array, weight: Array, where: Array | None, options: CallOptions, place: Place | None = None
 ) -> TopK:
     """The results of a call, over the mesh at ``place`` if there is one."""

@@ -15,7 +15,7 @@ import lce_jax
 from lce_jax import _call, _shard, launch_lists, mosaic
 from lce_jax._devices import for_device
 from lce_jax._types import Operands
-from lce_jax.mathematics import _logprobs, _temperature
+from lce_jax.mathematics import _temperature
 from lce_jax.mesh import _collectives
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
