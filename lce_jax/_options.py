@@ -197,7 +197,8 @@ def check_names(function: Callable[..., Any], given: Mapping[str, Any], like: st
         return
     if unknown := [name for name in given if name not in OPTIONS]:
         parameters = inspect.signature(function).parameters.items()
-        known = [*(name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known), *known]
+        own = (name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known)
+        known = (*own, *known)
         close = [OTHER_NAMES[unknown[0]]] if unknown[0] in OTHER_NAMES else []
         close = close or difflib.get_close_matches(unknown[0], known, 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
