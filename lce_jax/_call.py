@@ -411,8 +411,7 @@ def bind_shard(
 ) -> tuple[Spec, Primals, Rows]:
     """The call of one shard of a vocabulary, for `lce_jax.local`: who calls it knows the other shards."""
     checked = _options.of_call(options, mean_logit)
-    if checked.axis_name is not None:
-        raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis, use local.merge")
+    _options.no_axis_name_of_shard(checked)
     found = case(hidden, weight, labels, where, checked)
     if num_rows is not None:
         if where is not None:

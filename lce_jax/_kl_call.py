@@ -176,6 +176,7 @@ def bind(given: KLArguments, place: Place | None = None) -> KLCall:
 
 def bind_shard(given: KLArguments) -> KLCall:
     """The call of one shard of a vocabulary, for `lce_jax.local`: who calls it knows the other shards."""
+    _options.no_axis_name_of_shard(given.options.student)
     cases = given.cases()
     given.check_columns(cases, is_split=True)
     (hidden, _), _ = given.arrays

@@ -313,6 +313,12 @@ def no_axis_name(given: CallOptions) -> None:
         raise ValueError(f"axis_name={given.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
 
 
+def no_axis_name_of_shard(given: CallOptions) -> None:
+    """Refuses ``axis_name`` where the caller merges the shards."""
+    if given.axis_name is not None:
+        raise ValueError(f"axis_name={given.axis_name!r}: functions of lce_jax.local know no axis, use local.merge")
+
+
 def teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
     """As `scalars.weight_of_jsd`, of an array too."""
     if chosen != "jsd" or beta is None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lce_jax import (
+    _options,
     explain,
     linear_cross_entropy,
     linear_logprobs,
@@ -144,11 +145,10 @@ def test_an_unknown_option_lists_those_of_the_function(function: Any, known: set
     assert not listed & unknown
 
 
-def test_a_smoothing_by_another_name() -> None:
-    with pytest.raises(TypeError, match=r"unknown option smoothing \(did you mean label_smoothing\?\)"):
-        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, smoothing=0.1)
-    with pytest.raises(TypeError, match="softcap"):
-        linear_logprobs(HIDDEN, WEIGHT, LABELS, softcap=3.0)
+@pytest.mark.parametrize(("name", "meant"), [("smoothing", "label_smoothing"), *_options.OTHER_NAMES.items()])
+def test_another_name(name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=rf"unknown option {name} \(did you mean {meant}\?\)"):
+        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **{name: 0.1})
 
 
 @pytest.mark.parametrize("kind", [jnp.float32, jnp.float16, jnp.bfloat16, np.asarray])

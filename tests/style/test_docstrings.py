@@ -18,7 +18,6 @@ from lce_jax import local
 from lce_jax._options import LogprobOptions
 from lce_torch_bridge.megatron import _hooks, _output_layer
 
-# Names whose text differs, and why. Within each of the two modules of lce_jax the text is still the same.
 DIFFERS_BETWEEN_MODULES = {
     "hidden": "local takes flat [T, H]",
     "weight": "local takes one shard of it",

@@ -31,8 +31,8 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 29_700
-PACKAGES_FILES = 235
+PACKAGES_LINES = 29_100
+PACKAGES_FILES = 215
 TESTS_LINES = 34_320
 
 
