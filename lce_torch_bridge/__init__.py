@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from lce_torch_bridge.ops._logprobs import linear_logprobs
     from lce_torch_bridge.ops._loss import linear_loss
     from lce_torch_bridge.ops._topk import linear_topk
-    from lce_torch_bridge.through_jax._release import release
-    from lce_torch_bridge.through_jax._runtime import init
+    from lce_torch_bridge.through_jax._runtime import init, release
 
 if importlib.util.find_spec("torch") is None:
     raise ModuleNotFoundError(
@@ -58,8 +57,7 @@ _MODULES = {
     "ops._loss": ("linear_loss",),
     "ops._topk": ("linear_topk",),
     "rows": ("rows",),
-    "through_jax._release": ("release",),
-    "through_jax._runtime": ("init",),
+    "through_jax._runtime": ("init", "release"),
 }
 _module_of = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -8,7 +8,7 @@ token: its label, its temperature, its floor and its candidates if it has them, 
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -71,15 +71,19 @@ class TopK(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of a call, flattened."""
+    """The tensors of a call, flattened; None where the function or the call has none."""
 
     hidden: torch.Tensor  # [T, H]
     weight: torch.Tensor  # [V, H]
     bias: torch.Tensor | None  # [V]
     labels: torch.Tensor  # [T] global id; outside [0, vocab_size): out of vocabulary
-    temperature: torch.Tensor | None  # [T] float32; None: 1
-    candidates: torch.Tensor | None  # [T, K] global ids; outside [0, vocab_size): none
+    temperature: torch.Tensor | None = None  # [T] float32; None: 1
+    candidates: torch.Tensor | None = None  # [T, K] global ids; outside [0, vocab_size): none
     floor: torch.Tensor | None = None  # [T] float32, in logits; None: there is none
+    teacher_hidden: torch.Tensor | None = None  # [T, G]
+    teacher_weight: torch.Tensor | None = None  # [V, G]
+    teacher_bias: torch.Tensor | None = None  # [V]
+    teacher_temperature: torch.Tensor | None = None  # [T] float32; None: 1
 
     @property
     def numbers(self) -> int:
@@ -99,20 +103,23 @@ class Sums(NamedTuple):
 NO_SUMS = Sums()
 
 
-class Call(NamedTuple):
-    """All else about a call, of types that an operator's schema knows: the trailing arguments of both operators.
+type Function = Literal["logprobs", "kl", "logits", "topk"]
 
-    A field that is not in `OF_THE_BRIDGE` becomes an option of `lce_jax.local` under the same name.
+
+class Call(NamedTuple):
+    """All else about a call of any function: numbers, flags and names, which a text holds as well (`operators`).
+
+    A field that is in `OF_LOCAL` becomes an option of `lce_jax.local` under the same name.
     """
 
     group: str  # `tensors._tensor_parallel.name_of`
-    vocab_size: int  # the true size of the whole vocabulary
+    vocab_size: int  # the true size of the whole vocabulary; 0 in a trace: every column of the weight
     logit_scale: float
     logit_softcap: float | None
     entropy: str  # "grad", "metric" (no gradient) or "none"
     stats: bool
     mean_logit: bool
-    num_candidates: int  # 0: none are asked for
+    num_candidates: int  # 0: none are asked for; of "topk", the k that are
     has_floor: bool
     megatron: bool  # Megatron's value for labels out of vocabulary
     reduce_grad_hidden: bool
@@ -120,6 +127,23 @@ class Call(NamedTuple):
     gradient_threshold: float
     vocab_part_size: int | None
     implementation: str  # names joined by commas; empty for lce_jax's choice
+    function: Function = "logprobs"
+    direction: str = ""  # this and what follows: of "kl"
+    beta: float | None = None
+    teacher_logit_scale: float = 1.0
+    teacher_logit_softcap: float | None = None
+    has_temperature: bool = False  # for each token
+    has_teacher_temperature: bool = False
+
+    @property
+    def num_temperatures(self) -> int:
+        """Of each token of "kl"."""
+        return self.has_temperature + self.has_teacher_temperature
+
+    @property
+    def implementations(self) -> tuple[str, ...] | None:
+        """As `lce_jax` takes them."""
+        return tuple(self.implementation.split(",")) if self.implementation else None
 
     @property
     def keeps_tiles(self) -> bool:
@@ -128,7 +152,9 @@ class Call(NamedTuple):
 
     @property
     def differentiable(self) -> tuple[str, ...]:
-        """The fields of `LogprobOutput` that have a gradient."""
+        """The results that have a gradient: of "logprobs", fields of `LogprobOutput`."""
+        if self.function != "logprobs":
+            return () if self.function == "topk" else (self.function,)
         there = {
             "entropy": self.entropy == "grad",
             "mean_logit": self.mean_logit,
@@ -138,7 +164,9 @@ class Call(NamedTuple):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields that are there, the differentiable ones first."""
+        """The results that are there, the differentiable ones first."""
+        if self.function != "logprobs":
+            return TopK._fields if self.function == "topk" else (self.function,)
         metric = ("entropy",) if self.entropy == "metric" else ()
         support = ("support",) if self.stats and self.has_floor else ()
         return (*self.differentiable, *metric, *(OF_STATS if self.stats else ()), *support)
@@ -148,37 +176,27 @@ class Call(NamedTuple):
         """The call without what the compiled programs do not depend on, so that calls share them."""
         entropy = "none" if self.entropy == "none" else "grad"
         plain = self._replace(group="", entropy=entropy, megatron=False, reduce_grad_hidden=False)
-        # They are SymInts where torch.compile traces.
-        return plain._replace(vocab_size=int(self.vocab_size), num_candidates=int(self.num_candidates))
+        return plain._replace(vocab_size=int(self.vocab_size))  # a SymInt where torch.compile traces
 
     @property
     def options(self) -> dict[str, Any]:
         """The call as options of `lce_jax.local`."""
-        given = {name: value for name, value in self._asdict().items() if name not in OF_THE_BRIDGE}
-        names = tuple(self.implementation.split(",")) if self.implementation else None
-        return given | {"entropy": self.entropy != "none", "implementation": names}
+        given = {name: getattr(self, name) for name in OF_LOCAL}
+        return given | {"entropy": self.entropy != "none", "implementation": self.implementations}
 
 
 @functools.cache
 def names_of(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The call's ``fields`` and ``differentiable``, made once for equal calls. Not for traces: SymInts have no hash."""
+    """The call's ``fields`` and ``differentiable``, made once for equal calls. Not where torch.compile traces."""
     return call.fields, call.differentiable
 
 
-OF_THE_BRIDGE = (
-    "group",
-    "mean_logit",
-    "num_candidates",
-    "has_floor",
-    "megatron",
-    "reduce_grad_hidden",
-)  # fields of `Call` that are no options of `lce_jax.local`
-KINDS = {
-    str: "str",
-    int: "int",
-    float: "float",
-    int | None: "int?",
-    float | None: "float?",
-    bool: "bool",
-}  # as an operator's schema spells them
-CALL_SCHEMA = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Call).items())
+OF_LOCAL = (
+    "vocab_size",
+    "logit_scale",
+    "logit_softcap",
+    "stats",
+    "cache_bytes",
+    "gradient_threshold",
+    "vocab_part_size",
+)  # fields of `Call` that are options of `lce_jax.local` as they are

@@ -1,16 +1,18 @@
-"""A call's arguments, checked once, as plain tensors and one `Call`."""
+"""A call's arguments, checked once, as plain tensors and one `Call`; and its results in the shape of labels."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lce_jax import scalars
-from lce_torch_bridge._types import Call, Entropy, OutOfVocab, Wgrad
-from lce_torch_bridge.call import _checks, _dtensor, _tokens
+from lce_torch_bridge._types import Call, Entropy, Operands, OutOfVocab, Wgrad
+from lce_torch_bridge.call import _checks, _dtensor
 from lce_torch_bridge.call._autocast import autocast
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.tensors import _tensor_parallel
@@ -35,38 +37,63 @@ class Arguments(NamedTuple):
     call: Call
 
 
-def of_call(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-    temperature: float | torch.Tensor = 1.0,
-    logit_scale: float = 1.0,
-    logit_softcap: float | None = None,
-    vocab_size: int | None = None,
-    entropy: Entropy = True,
-    stats: bool = False,
-    mean_logit: bool = False,
-    candidates: torch.Tensor | None = None,
-    where: torch.Tensor | None = None,
-    ignore_index: int | None = None,
-    out_of_vocab: OutOfVocab = "zero",
-    reduce_grad_hidden: bool = False,
-    wgrad: Wgrad = "return",
-    cache_bytes: int = 0,
-    gradient_threshold: float = 0.0,
-    vocab_part_size: int | None = None,
-    logit_floor: float | torch.Tensor | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> Arguments:
-    """The arguments of `linear_logprobs`, checked."""
+class Options(NamedTuple):
+    """The options of `linear_logprobs`, which says what each means; other functions have some of them."""
+
+    bias: torch.Tensor | None = None
+    tp_group: dist.ProcessGroup | None = None
+    temperature: float | torch.Tensor = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    vocab_size: int | None = None
+    entropy: Entropy = True
+    stats: bool = False
+    mean_logit: bool = False
+    candidates: torch.Tensor | None = None
+    where: torch.Tensor | None = None
+    ignore_index: int | None = None
+    out_of_vocab: OutOfVocab = "zero"
+    reduce_grad_hidden: bool = False
+    wgrad: Wgrad = "return"
+    cache_bytes: int = 0
+    gradient_threshold: float = 0.0
+    vocab_part_size: int | None = None
+    logit_floor: float | torch.Tensor | None = None
+    implementation: str | tuple[str, ...] | None = None
+
+
+IN_NO_CALL = {
+    name: Options._field_defaults[name]
+    for name in ("bias", "tp_group", "temperature", "candidates", "where", "ignore_index", "wgrad", "logit_floor")
+}  # options that a `Call` does not hold
+
+
+def check_names(function: Callable[..., Any], given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """The names in a function's ``**options``: all `Options` but those ``refused``, with the reason for each."""
+    for name, why in refused.items():
+        if name in given:
+            raise TypeError(f"{name}={_shown(given[name])}: {why}; linear_logprobs has this option")
+    unknown = [name for name in given if name not in Options._fields]
+    if unknown:
+        own = [each.name for each in inspect.signature(function).parameters.values() if each.kind == each.KEYWORD_ONLY]
+        known = dict.fromkeys([*own, *(name for name in Options._fields if name not in refused)])
+        raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}; known: {', '.join(known)}")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, without a tensor's numbers."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: Options) -> Arguments:
+    """The arguments of a call, checked."""
+    tp_group, bias, temperature = options.tp_group, options.bias, options.temperature
+    where, candidates, logit_floor = options.where, options.candidates, options.logit_floor
     if tp_group is not None:
         _checks.group(tp_group)
     known = _fit(hidden, weight, labels)
     if not known and _dtensor.spans(hidden, tp_group):
-        reduce_grad_hidden = True  # its placement says that the gradient is whole
+        options = options._replace(reduce_grad_hidden=True)  # its placement says that the gradient is whole
     if not (known and where is None and candidates is logit_floor is None and type(temperature) is float):
         hidden, labels, temperature, where, candidates, logit_floor = _dtensor.tokens(
             hidden=hidden, labels=labels, temperature=temperature, where=where, candidates=candidates,
@@ -80,26 +107,21 @@ def of_call(
     num_candidates = 0 if candidates is None else _checks.candidates(candidates, hidden, labels)
     if has_floor := logit_floor is not None:
         _checks.logit_floor(logit_floor, hidden, labels)
-    if ignore_index is not None:
-        where = _tokens.without(ignore_index, where, labels)
-    scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
+    if options.ignore_index is not None:
+        where = without(options.ignore_index, where, labels)
+    scalars.one_of("wgrad", options.wgrad, ("return", "main_grad"))
     if not (known and bias is None and tp_group is None):
-        weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
+        weight, bias = _rows_of_head(weight, bias, tp_group, options.wgrad)
     if tp_group is not None:
-        _check_group(tp_group, hidden, labels if candidates is None else candidates, where, weight, vocab_size)
-    columns = weight.shape[0] * (1 if tp_group is None else tp_group.size())
+        _check_group(tp_group, hidden, labels if candidates is None else candidates, where, weight, options.vocab_size)
     group = _tensor_parallel.NO_GROUP if tp_group is None else _tensor_parallel.name_of(tp_group)
-    call = _cached_call(
-        group, columns, vocab_size, logit_scale, logit_softcap, entropy, stats, mean_logit,
-        num_candidates, has_floor, out_of_vocab, reduce_grad_hidden, cache_bytes, gradient_threshold, vocab_part_size,
-        weight.shape[0], implementation,
-    )  # fmt: skip
+    shards = 1 if tp_group is None else tp_group.size()
+    call = _cached_call(group, shards, weight.shape[0], num_candidates, has_floor, *options._replace(**IN_NO_CALL))
     if not known:
         _remember(hidden, weight, labels)
     return Arguments(hidden, weight, bias, labels, temperature, candidates, logit_floor, where, call)
 
 
-OPTIONS = tuple(name for name, each in inspect.signature(of_call).parameters.items() if each.kind == each.KEYWORD_ONLY)
 MOST_KNOWN = 4096
 _known: set[Any] = set()  # shapes, dtypes and devices of operands that fit each other
 
@@ -132,56 +154,41 @@ def _described(*tensors: Any) -> tuple[Any, ...] | None:
     return described
 
 
-def _cached_call(*options: Any) -> Call:
+def _cached_call(*given: Any) -> Call:
     """The options checked and normalised, each set of them once in a process: `_call` is slow beside a small call."""
     try:
-        return (_call if torch.compiler.is_compiling() else _checked_once)(*options)
+        return (_call if torch.compiler.is_compiling() else _checked_once)(*given)
     except TypeError:  # options that have no hash, and those of a wrong type
-        return _call(*options)
+        return _call(*given)
 
 
-def _call(
-    group: str,
-    columns: int,
-    vocab_size: Any,
-    logit_scale: Any,
-    logit_softcap: Any,
-    entropy: Any,
-    stats: Any,
-    mean_logit: Any,
-    num_candidates: int,
-    has_floor: bool,
-    out_of_vocab: str,
-    reduce_grad_hidden: Any,
-    cache_bytes: Any,
-    gradient_threshold: Any,
-    vocab_part_size: Any,
-    rows: int,
-    implementation: Any,
-) -> Call:
-    scalars.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
-    cache_bytes = scalars.num_bytes("cache_bytes", cache_bytes)
-    gradient_threshold = scalars.fraction("gradient_threshold", gradient_threshold)
-    vocab_part_size = scalars.part_size(vocab_part_size, cache_bytes, gradient_threshold)
+def _call(group: str, shards: int, rows: int, num_candidates: int, has_floor: bool, *given: Any) -> Call:
+    options, columns = Options(*given), shards * rows
+    scalars.one_of("out_of_vocab", options.out_of_vocab, ("zero", "megatron"))
+    cache_bytes = scalars.num_bytes("cache_bytes", options.cache_bytes)
+    gradient_threshold = scalars.fraction("gradient_threshold", options.gradient_threshold)
+    vocab_part_size = scalars.part_size(options.vocab_part_size, cache_bytes, gradient_threshold)
     scalars.whole_parts(vocab_part_size, columns, rows)
     if has_floor:
-        scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", mean_logit))
+        scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", options.mean_logit))
+    softcap, size = options.logit_softcap, _checks.vocabulary(options.vocab_size, columns)
+    traced = torch.compiler.is_compiling() or type(columns) is not int
     return Call(
         group=group,
-        vocab_size=_checks.vocabulary(vocab_size, columns),
-        logit_scale=scalars.number("logit_scale", logit_scale),
-        logit_softcap=None if logit_softcap is None else scalars.positive("logit_softcap", logit_softcap),
-        entropy=_checks.entropy(entropy),
-        stats=scalars.flag("stats", stats),
-        mean_logit=scalars.flag("mean_logit", mean_logit),
-        num_candidates=num_candidates,
+        vocab_size=0 if traced and options.vocab_size is None else size,
+        logit_scale=scalars.number("logit_scale", options.logit_scale),
+        logit_softcap=None if softcap is None else scalars.positive("logit_softcap", softcap),
+        entropy=_checks.entropy(options.entropy),
+        stats=scalars.flag("stats", options.stats),
+        mean_logit=scalars.flag("mean_logit", options.mean_logit),
+        num_candidates=int(num_candidates),
         has_floor=has_floor,
-        megatron=out_of_vocab == "megatron",
-        reduce_grad_hidden=scalars.flag("reduce_grad_hidden", reduce_grad_hidden),
+        megatron=options.out_of_vocab == "megatron",
+        reduce_grad_hidden=scalars.flag("reduce_grad_hidden", options.reduce_grad_hidden),
         cache_bytes=cache_bytes,
         gradient_threshold=gradient_threshold,
         vocab_part_size=vocab_part_size,
-        implementation=_checks.implementation(implementation),
+        implementation=_checks.implementation(options.implementation),
     )
 
 
@@ -207,7 +214,7 @@ def _check_group(group: dist.ProcessGroup, hidden: Any, ids: Any, where: Any, we
         return
     name = _tensor_parallel.name_of(group)
     if _tensor_parallel.is_new(name):
-        rows = None if where is None else _tokens.rows_of(where)
+        rows = None if where is None else rows_of(where)
         size = vocab_size if scalars.is_integer(vocab_size) else None
         flat, ids = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, *ids.shape[hidden.ndim - 1 :])
         _tensor_parallel.check(name, way_of(weight).direct, flat, ids, size, weight, rows=rows)
@@ -219,28 +226,86 @@ def weight_of(given: Arguments, wgrad: Wgrad) -> torch.Tensor:
     return autocast(weight, given.weight)
 
 
-class Flat(NamedTuple):
-    """What is per token, flat, of the tokens that are computed."""
+def operands(given: Arguments, weight: torch.Tensor) -> tuple[Operands, torch.Tensor | None]:
+    """The operands, flat, of the tokens that are computed.
 
-    hidden: torch.Tensor  # [T, H]
-    labels: torch.Tensor  # [T]
-    temperature: torch.Tensor | None  # [T] float32; None: 1
-    candidates: torch.Tensor | None  # [T, K]
-    floor: torch.Tensor | None  # [T] float32; None: there is none
-    rows: torch.Tensor | None  # their places: an index, or a mask that cannot be counted; None: all are computed
-
-
-def flat(given: Arguments) -> Flat:
-    """The per-token arguments of the tokens that are computed."""
+    And their places: an index, or a mask that cannot be counted; None: all are computed.
+    """
     hidden, labels, candidates = given.hidden, given.labels, given.candidates
-    temperature = _tokens.per_token(given.temperature, labels)
-    floor = None if given.floor is None else _tokens.floor_per_token(given.floor, labels)
+    temperature = _temperatures(given.temperature, labels)
+    floor = None if given.floor is None else _floors(given.floor, labels)
     if labels.ndim != 1:  # otherwise both are flat, and a view costs the host time, in the backward too
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if candidates is not None:
         candidates = candidates.reshape(-1, candidates.shape[-1])
     if given.where is None:
-        return Flat(hidden, labels, temperature, candidates, floor, None)
-    rows, of = _tokens.rows_of(given.where), _tokens.only_rows
+        return Operands(hidden, weight, given.bias, labels, temperature, candidates, floor), None
+    rows, of = rows_of(given.where), only_rows
     numbers = of(temperature, rows, 1.0), of(candidates, rows, -1), of(floor, rows, 0.0)
-    return Flat(of(hidden, rows, 0.0), of(labels, rows, 0), *numbers, rows)
+    return Operands(of(hidden, rows, 0.0), weight, given.bias, of(labels, rows, 0), *numbers), rows
+
+
+def _temperatures(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+    """One temperature per token, because a number would be compiled in; None for 1.
+
+    Under ``torch.compile`` a varying number is symbolic. ``torch.full`` of it, or a comparison with 1, would make it
+    a constant of the graph.
+    """
+    if isinstance(temperature, torch.Tensor):
+        return temperature.to(torch.float32).expand(labels.shape).reshape(-1)
+    known = statically_known_true if torch.compiler.is_compiling() else bool
+    if known(temperature == 1.0):
+        return None
+    return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * temperature
+
+
+def _floors(floor: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """One floor per token, for the same reason."""
+    if isinstance(floor, torch.Tensor):
+        return floor.to(torch.float32).expand(labels.shape).reshape(-1)
+    return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * floor
+
+
+def without(ignore_index: int, where: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+    """``where`` without the tokens that have this label."""
+    # torch compares in the type of labels: in uint8, which does not hold -100, it would leave out 156.
+    counts = labels.long() != scalars.integer("ignore_index", ignore_index)
+    if where is None:
+        return counts
+    if where.dtype != torch.bool:
+        none = torch.zeros(labels.numel(), dtype=torch.bool, device=labels.device)
+        where = none.index_fill(0, where.long(), True).view(labels.shape)
+    return where & counts
+
+
+def count(where: torch.Tensor | None, labels: torch.Tensor) -> int | torch.Tensor:
+    """How many tokens are kept, at least 1; for a mask, a tensor on its device."""
+    if where is None or where.dtype != torch.bool:
+        return max((labels if where is None else where).numel(), 1)
+    return where.sum().clamp(min=1)
+
+
+def rows_of(where: torch.Tensor) -> torch.Tensor:
+    """The index of the rows that are computed. A mask that cannot be counted stays a mask: all rows are computed."""
+    if where.dtype != torch.bool:
+        return where
+    where = where.reshape(-1)
+    return where.nonzero().squeeze(1) if torch.compiler.is_compiling() or _checks.has_values(where) else where
+
+
+def only_rows(x: Any, rows: torch.Tensor | None, other: float) -> Any:
+    """The rows of ``x`` that are computed: those of an index, or all with ``other`` in those that a mask leaves out."""
+    if x is None or rows is None:
+        return x
+    if rows.dtype == torch.bool:
+        return x.where(rows.view(-1, *(1,) * (x.ndim - 1)), other)
+    return x.index_select(0, rows)
+
+
+def placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+    """Results in the shape of labels (with K more for candidates), 0 on tokens that are left out."""
+    if rows is not None and rows.dtype == torch.bool:
+        x = x.where(rows.view(-1, *(1,) * (x.ndim - 1)), 0)
+    elif rows is not None:
+        x = x.new_zeros((labels.numel(), *x.shape[1:])).index_copy(0, rows.long(), x)
+    return x if labels.ndim == 1 else x.view(labels.shape + x.shape[1:])

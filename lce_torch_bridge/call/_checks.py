@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -183,28 +181,6 @@ def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor)
     if value.shape[: labels.ndim] != labels.shape:
         raise ValueError(f"{name} {tuple(value.shape)} must begin with the shape of labels {tuple(labels.shape)}")
     same_device(hidden, **{name: value})
-
-
-def options(
-    function: Callable[..., Any], given: Mapping[str, Any], further: Sequence[str], refused: Mapping[str, str]
-) -> None:
-    """The names in a function's ``**options``, which are the ``further`` ones that are not ``refused``.
-
-    ``refused`` has the reason for each name.
-    """
-    for name, why in refused.items():
-        if name in given:
-            raise TypeError(f"{name}={_shown(given[name])}: {why}; linear_logprobs has this option")
-    unknown = [name for name in given if name not in further]
-    if unknown:
-        own = [each.name for each in inspect.signature(function).parameters.values() if each.kind == each.KEYWORD_ONLY]
-        known = dict.fromkeys([*own, *(name for name in further if name not in refused)])
-        raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}; known: {', '.join(known)}")
-
-
-def _shown(value: Any) -> str:
-    """A value in a message, without a tensor's numbers."""
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def may_look_at(x: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from lce_jax import scalars
 from lce_torch_bridge._types import Reduction
-from lce_torch_bridge.call import _arguments, _checks, _dtensor, _tokens
+from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.ops._logprobs import linear_logprobs
 
 if TYPE_CHECKING:
@@ -83,13 +83,13 @@ def linear_cross_entropy(
     scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.fraction("label_smoothing", label_smoothing), scalars.not_negative("z_loss", z_loss)
     refused = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
-    _checks.options(linear_cross_entropy, options, _arguments.OPTIONS, refused)
+    _arguments.check_names(linear_cross_entropy, options, refused)
     labels, where = _dtensor.tokens(labels=labels, where=where)
     _checks.integers("labels", labels)
     if where is not None:
         _checks.where(where, labels, labels)
     if ignore_index is not None:
-        where = _tokens.without(ignore_index, where, labels)
+        where = _arguments.without(ignore_index, where, labels)
     out = linear_logprobs(hidden, weight, labels, entropy=False, mean_logit=smoothing > 0, where=where, **options)
     loss = (smoothing - 1.0) * out.logprobs
     if out.mean_logit is not None:
@@ -98,7 +98,7 @@ def linear_cross_entropy(
         loss = loss + z_loss * out.lse * out.lse
     if reduction == "none":
         return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / _tokens.count(where, labels)
+    return loss.sum() if reduction == "sum" else loss.sum() / _arguments.count(where, labels)
 
 
 def linear_entropy(
@@ -136,7 +136,7 @@ def linear_entropy(
         (torch.Size([2, 3]), 4.605)
     """
     refused = dict.fromkeys((*NO_OUTPUTS, "ignore_index"), "linear_entropy returns entropy and lse")
-    _checks.options(linear_entropy, options, _arguments.OPTIONS, refused)
+    _arguments.check_names(linear_entropy, options, refused)
     _checks.hidden(hidden)
     labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
     out = linear_logprobs(hidden, weight, labels, **options)

@@ -11,7 +11,7 @@ import torch
 import lce_jax
 from lce_jax import launch_lists
 from lce_torch_bridge._types import Operands
-from lce_torch_bridge.call import _arguments, _autocast, _checks
+from lce_torch_bridge.call import _arguments, _autocast
 from lce_torch_bridge.launched_directly import _way
 from lce_torch_bridge.launched_directly._refusal import refusal
 from lce_torch_bridge.tensors import _device, _tensor_parallel
@@ -77,18 +77,18 @@ def explain(
         >>> how.way, how.why_not_direct, how.plan.implementation
         ('jax', 'cpu is no CUDA device of this machine', 'xla')
     """
-    _checks.options(explain, options, _arguments.OPTIONS, {})
-    given = _arguments.of_call(hidden, weight, labels, **options)
-    flat, call = _arguments.flat(given), given.call
+    _arguments.check_names(explain, options, {})
+    given = _arguments.of_call(hidden, weight, labels, _arguments.Options(**options))
+    call = given.call
     # Its shape and dtype alone count: nothing is cast.
     weight = torch.empty_like(given.weight, dtype=_autocast.dtype_of(given.weight), device="meta")
-    operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, flat.candidates, flat.floor)
+    operands, _ = _arguments.operands(given, weight)
     reason = refusal(operands, call)
     if _way.asks_for_jax():
         reason = 'launch_with("jax") asks for JAX'
     described = _device.device_of(hidden.device)
     with launch_lists.for_device(described or launch_lists.Device()):
-        structs = _device.struct(flat.hidden), _device.struct(weight), _ids(flat.labels)
+        structs = _device.struct(operands.hidden), _device.struct(weight), _ids(operands.labels)
         plan = lce_jax.explain(*structs, **_options(operands, call))
     return Explanation("jax" if reason else "direct", reason, plan)
 

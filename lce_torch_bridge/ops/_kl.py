@@ -10,12 +10,10 @@ import torch
 
 from lce_jax import scalars
 from lce_torch_bridge._types import Wgrad
-from lce_torch_bridge.call import _arguments, _checks, _tokens
-from lce_torch_bridge.call._arguments import Arguments
-from lce_torch_bridge.operators import _kl
-from lce_torch_bridge.operators._kl import Operands
+from lce_torch_bridge.call import _arguments, _checks
+from lce_torch_bridge.call._arguments import Arguments, Options
+from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.tensors import _tensor_parallel
-from lce_torch_bridge.through_jax._kl_programs import KLCall
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -137,55 +135,48 @@ def linear_kl(
     scalars.one_of("direction", direction, scalars.DIRECTIONS)
     beta = scalars.weight_of_jsd(beta, "direction", direction, scalars.DIRECTIONS[:2])
     _same_tokens(hidden, teacher_hidden)
-    shared: dict[str, Any] = {"tp_group": tp_group, "entropy": False, "implementation": implementation}
-    shared |= {"vocab_size": vocab_size, "where": where}
-    labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
-    own = _arguments.of_call(
-        hidden, weight, labels, bias=bias, temperature=temperature, logit_scale=logit_scale,
-        logit_softcap=logit_softcap, reduce_grad_hidden=reduce_grad_hidden, wgrad=wgrad, cache_bytes=cache_bytes,
-        **shared,
-    )  # fmt: skip
-    scale = _scale_or_cap("logit_scale", teacher_logit_scale, own.call.logit_scale, 1.0)
-    softcap = _scale_or_cap("logit_softcap", teacher_logit_softcap, own.call.logit_softcap, None)
-    with _of_the_teacher():
-        others = _arguments.of_call(
-            teacher_hidden, teacher_weight, own.labels, bias=teacher_bias,
-            temperature=_or_same(teacher_temperature, temperature),
-            logit_scale=scale, logit_softcap=softcap, **shared,
-        )  # fmt: skip
-    _check_columns(own, others, vocab_size)
-    x = _arguments.flat(own)
-    y = _arguments.flat(others._replace(where=x.rows))
-    weight, bias, teacher_weight, teacher_bias = _heads(own, others, wgrad)
-    operands = Operands(x.hidden, weight, bias, y.hidden.detach(), teacher_weight, teacher_bias)
-    temperatures = [z[:, None] for z in (x.temperature, y.temperature) if z is not None]
-    found = _kl.apply(
-        operands,
-        torch.cat([x.hidden.new_empty((x.hidden.shape[0], 0), dtype=torch.float32), *temperatures], 1),
-        _call_of(own, others, direction, beta, x.temperature is not None, y.temperature is not None),
+    shared = Options(
+        tp_group=tp_group, entropy=False, implementation=implementation, vocab_size=vocab_size, where=where
     )
-    return _tokens.placed(found, x.rows, own.labels)
-
-
-def _call_of(
-    own: Arguments, others: Arguments, direction: str, beta: float | None, tempered: bool, teacher_tempered: bool
-) -> KLCall:
-    call = own.call
-    return KLCall(
-        group=call.group,
-        vocab_size=call.vocab_size,
+    options = shared._replace(
+        bias=bias,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        reduce_grad_hidden=reduce_grad_hidden,
+        wgrad=wgrad,
+        cache_bytes=cache_bytes,
+    )
+    own = _arguments.of_call(hidden, weight, hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64), options)
+    options = shared._replace(
+        bias=teacher_bias,
+        temperature=_or_same(teacher_temperature, temperature),
+        logit_scale=_scale_or_cap("logit_scale", teacher_logit_scale, own.call.logit_scale, 1.0),
+        logit_softcap=_scale_or_cap("logit_softcap", teacher_logit_softcap, own.call.logit_softcap, None),
+    )
+    with _of_the_teacher():
+        others = _arguments.of_call(teacher_hidden, teacher_weight, own.labels, options)
+    _check_columns(own, others, vocab_size)
+    weight, bias, teacher_weight, teacher_bias = _heads(own, others, wgrad)
+    x, rows = _arguments.operands(own, weight)
+    y, _ = _arguments.operands(others._replace(where=rows), teacher_weight)
+    x = x._replace(
+        bias=bias,
+        teacher_hidden=y.hidden.detach(),
+        teacher_weight=teacher_weight,
+        teacher_bias=teacher_bias,
+        teacher_temperature=y.temperature,
+    )
+    call = own.call._replace(
+        function="kl",
         direction=direction,
         beta=beta,
-        logit_scale=call.logit_scale,
         teacher_logit_scale=others.call.logit_scale,
-        logit_softcap=call.logit_softcap,
         teacher_logit_softcap=others.call.logit_softcap,
-        has_temperature=tempered,
-        has_teacher_temperature=teacher_tempered,
-        reduce_grad_hidden=call.reduce_grad_hidden,
-        cache_bytes=call.cache_bytes,
-        implementation=call.implementation,
+        has_temperature=x.temperature is not None,
+        has_teacher_temperature=y.temperature is not None,
     )
+    return _arguments.placed(_operators.apply(x, call)["kl"], rows, own.labels)
 
 
 def _heads(own: Arguments, others: Arguments, wgrad: Wgrad) -> list[Any]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from lce_torch_bridge._types import Wgrad
-from lce_torch_bridge.call import _arguments, _checks, _dtensor, _tokens
-from lce_torch_bridge.operators import _logits
-from lce_torch_bridge.operators._logits import Transform
+from lce_torch_bridge.call import _arguments, _checks, _dtensor
+from lce_torch_bridge.call._arguments import Options
+from lce_torch_bridge.operators import _operators
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -101,10 +101,7 @@ def linear_logits(
     (ids,) = _dtensor.tokens(ids=ids)
     _checks.hidden(hidden)
     _checks.ids("ids", ids, hidden, hidden.shape[:-1], "hidden before H")
-    given = _arguments.of_call(
-        hidden,
-        weight,
-        ids[..., 0],
+    options = Options(
         bias=bias,
         tp_group=tp_group,
         temperature=temperature,
@@ -117,11 +114,10 @@ def linear_logits(
         wgrad=wgrad,
         implementation=implementation,
     )
-    x, call = _arguments.flat(given), given.call
-    transform = Transform(*[getattr(call, name) for name in Transform._fields])
-    operands = x.hidden, _arguments.weight_of(given, wgrad), given.bias, x.candidates, x.temperature
-    found = _logits.apply(*operands, *transform)
-    return _tokens.placed(found, x.rows, given.labels)
+    given = _arguments.of_call(hidden, weight, ids[..., 0], options)
+    x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
+    found = _operators.apply(x, given.call._replace(function="logits"))
+    return _arguments.placed(found["logits"], rows, given.labels)
 
 
 def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lce_torch_bridge._types import Entropy, LogprobOutput, Operands, OutOfVocab, Wgrad, names_of
-from lce_torch_bridge.call import _arguments, _tokens
-from lce_torch_bridge.operators import _logprobs as autograd
-from lce_torch_bridge.operators._derivatives import is_differentiated
+from lce_torch_bridge._types import Entropy, LogprobOutput, OutOfVocab, Wgrad
+from lce_torch_bridge.call import _arguments
+from lce_torch_bridge.call._arguments import Options
+from lce_torch_bridge.operators import _operators
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -178,10 +178,7 @@ def linear_logprobs(
         >>> weight.grad.shape
         torch.Size([50257, 16])
     """
-    given = _arguments.of_call(
-        hidden,
-        weight,
-        labels,
+    options = Options(
         bias=bias,
         tp_group=tp_group,
         temperature=temperature,
@@ -203,14 +200,9 @@ def linear_logprobs(
         logit_floor=logit_floor,
         implementation=implementation,
     )
-    weight = _arguments.weight_of(given, wgrad)
-    x, call = _arguments.flat(given), given.call
-    keep_cache = call.keeps_tiles and is_differentiated(x.hidden, weight, given.bias)
-    operands = Operands(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates, x.floor)
-    found = autograd.apply(operands, keep_cache, call)
-    traced = torch.compiler.is_compiling() or not (type(call.vocab_size) is type(call.num_candidates) is int)
-    names = call.fields if traced else names_of(call)[0]
-    if x.rows is not None or given.labels.ndim != 1:
-        found = tuple(_tokens.placed(result, x.rows, given.labels) for result in found[: len(names)])
-    results: dict[str, Any] = dict(zip(names, found, strict=False))
-    return LogprobOutput(**{"entropy": None, **results})
+    given = _arguments.of_call(hidden, weight, labels, options)
+    x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
+    found: dict[str, Any] = _operators.apply(x, given.call)
+    if rows is not None or given.labels.ndim != 1:
+        found = {name: _arguments.placed(result, rows, given.labels) for name, result in found.items()}
+    return LogprobOutput(**{"entropy": None, **found})

@@ -9,12 +9,12 @@ import torch
 
 from lce_jax import scalars
 from lce_torch_bridge._types import Call, LogprobOutput, Operands, Wgrad, names_of
-from lce_torch_bridge.call import _arguments, _checks, _dtensor, _tokens
-from lce_torch_bridge.call._arguments import Arguments
+from lce_torch_bridge.call import _arguments, _checks, _dtensor
+from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.launched_directly._way import way_of
-from lce_torch_bridge.operators import _loss_in_forward
-from lce_torch_bridge.operators._derivatives import is_differentiated
-from lce_torch_bridge.operators._loss_in_forward import LossAndGradients, LossPlan
+from lce_torch_bridge.operators import _loss
+from lce_torch_bridge.operators._loss import LossAndGradients, LossPlan
+from lce_torch_bridge.operators._operators import is_differentiated
 from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.tensors._main_grad import main_grad_of
 
@@ -133,11 +133,12 @@ def linear_loss(
         >>> round(total.item(), 3), out.logprobs.shape         # 2·ln 1000 - 4·0.01·ln 1000
         (13.539, torch.Size([4]))
     """
-    _checks.options(linear_loss, options, _arguments.OPTIONS, REFUSED)
+    _arguments.check_names(linear_loss, options, REFUSED)
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     if chunk_bytes is not None:
         chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
-    given = _arguments.of_call(hidden, weight, labels, where=where, ignore_index=ignore_index, wgrad=wgrad, **options)
+    told = Options(where=where, ignore_index=ignore_index, wgrad=wgrad, **options)
+    given = _arguments.of_call(hidden, weight, labels, told)
     if not (_checks.has_values(given.hidden) and _checks.has_values(given.weight)):
         raise NotImplementedError(
             "linear_loss differentiates loss_fn as it runs, which meta and fake tensors and transforms of torch.func "
@@ -150,15 +151,15 @@ def linear_loss(
         loss_fn, given.call, _chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call), way_of(x.hidden)
     )
     if not is_differentiated(*x[:3]):
-        total, fields = _loss_in_forward.without_gradients(plan, x, own)
+        total, fields = _loss.without_gradients(plan, x, own)
     else:
-        of_chunks = plan.call._replace(cache_bytes=_loss_in_forward.ALL)
+        of_chunks = plan.call._replace(cache_bytes=_loss.ALL)
         main_grad = main_grad_of(given.weight) if wgrad == "main_grad" else None
         plan = plan._replace(call=of_chunks, main_grad=main_grad, cotangent=cotangent)
         _refuse_recomputation(plan)
         total, *found = LossAndGradients.apply(plan, *x[:5], x.floor, *own)
         fields = dict(zip(names_of(given.call)[0], found, strict=True))
-    placed: Any = {name: _tokens.placed(field, rows, given.labels) for name, field in fields.items()}
+    placed: Any = {name: _arguments.placed(field, rows, given.labels) for name, field in fields.items()}
     return total, LogprobOutput(**{"entropy": None, **placed})
 
 
@@ -196,13 +197,12 @@ def _flat(
     given: Arguments, per_token: tuple[torch.Tensor, ...], wgrad: Wgrad
 ) -> tuple[Operands, list[torch.Tensor], torch.Tensor | None]:
     """The operands and the per-token arguments of the tokens that are kept, flat, and which tokens these are."""
-    flat, labels = _arguments.flat(given), given.labels
+    labels = given.labels
+    x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
     names = {f"per_token[{i}]": x for i, x in enumerate(per_token)}
     own = []
-    for name, x in names.items():
-        (plain,) = _dtensor.tokens(**{name: x})
+    for name, y in names.items():
+        (plain,) = _dtensor.tokens(**{name: y})
         _checks.per_token(name, plain, given.hidden, labels)
-        own.append(_tokens.only_rows(plain.reshape(labels.numel(), *plain.shape[labels.ndim :]), flat.rows, 0.0))
-    weight = _arguments.weight_of(given, wgrad)
-    operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, None, flat.floor)
-    return operands, own, flat.rows
+        own.append(_arguments.only_rows(plain.reshape(labels.numel(), *plain.shape[labels.ndim :]), rows, 0.0))
+    return x, own, rows

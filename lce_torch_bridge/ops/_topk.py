@@ -8,9 +8,9 @@ import torch
 
 from lce_jax import scalars
 from lce_torch_bridge._types import TopK
-from lce_torch_bridge.call import _arguments, _checks, _tokens
-from lce_torch_bridge.operators import _topk
-from lce_torch_bridge.operators._topk import TopKCall
+from lce_torch_bridge.call import _arguments, _checks
+from lce_torch_bridge.call._arguments import Options
+from lce_torch_bridge.operators import _operators
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -95,10 +95,7 @@ def linear_topk(
     """
     k = scalars.num_largest(k)
     _checks.hidden(hidden)
-    given = _arguments.of_call(
-        hidden,
-        weight,
-        hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64),
+    options = Options(
         bias=bias,
         tp_group=tp_group,
         temperature=temperature,
@@ -108,11 +105,13 @@ def linear_topk(
         where=where,
         implementation=implementation,
     )
-    scalars.num_largest(k, given.call.vocab_size)
-    call = TopKCall(k, *[getattr(given.call, name) for name in TopKCall._fields[1:]])
-    x, weight = _arguments.flat(given), _arguments.weight_of(given, "return").detach()
-    own_bias = None if given.bias is None else given.bias.detach()
-    ids, logprobs, lse = _topk.topk(x.hidden.detach(), weight, own_bias, x.temperature, *call)
+    given = _arguments.of_call(hidden, weight, hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64), options)
+    columns = given.weight.shape[0] * (1 if tp_group is None else tp_group.size())
+    scalars.num_largest(k, given.call.vocab_size or columns)
+    x, rows = _arguments.operands(given, _arguments.weight_of(given, "return").detach())
+    x = x._replace(hidden=x.hidden.detach(), bias=None if x.bias is None else x.bias.detach())
+    found = _operators.apply(x, given.call._replace(function="topk", num_candidates=int(k)))
+    ids, logprobs, lse = found.values()
     # The ids of tokens that are left out are -1, and `placed` gives them 0.
-    above, *others = [_tokens.placed(y, x.rows, given.labels) for y in (ids + 1, logprobs, lse)]
+    above, *others = [_arguments.placed(y, rows, given.labels) for y in (ids + 1, logprobs, lse)]
     return TopK(above - 1, *others)

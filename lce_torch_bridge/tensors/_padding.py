@@ -28,15 +28,12 @@ class Piece(NamedTuple):
     rows: int  # of the program
 
 
-def pieces(tokens: int) -> list[Piece]:
+def pieces(tokens: int, at_once: bool) -> list[Piece]:
     """The forward's pieces of ``tokens`` tokens."""
+    if at_once:
+        return [Piece(slice(0, tokens), size(tokens))]
     starts = range(0, tokens, FORWARD_ROWS)
     return [Piece(slice(i, min(i + FORWARD_ROWS, tokens)), FORWARD_ROWS) for i in starts]
-
-
-def whole(tokens: int) -> Piece:
-    """All of ``tokens`` tokens at once."""
-    return Piece(slice(0, tokens), size(tokens))
 
 
 def size(tokens: int) -> int:

@@ -1,7 +1,8 @@
 """JAX in a process that belongs to PyTorch: its memory, its devices, its start and its end.
 
-`start` runs once, before the first call; `init` runs it earlier, with choices. Importing this module changes nothing:
-the environment variables that JAX reads are set when it starts.
+`start` runs once, before the first call; `init` runs it earlier, with choices. `release` gives JAX's memory back to the
+driver between phases: its clients end, and the next call makes new ones. Importing this module changes nothing: the
+environment variables that JAX reads are set when it starts.
 """
 
 from __future__ import annotations
@@ -11,18 +12,27 @@ import contextlib
 import functools
 import gc
 import os
+import time
 import warnings
-from collections.abc import Iterator
-from typing import Literal
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import jax
+import jax.extend
 import numpy as np
 import torch
+
+from lce_jax import launch_lists
+from lce_torch_bridge.tensors import _device
+from lce_torch_bridge.through_jax import _dlpack as dlpack
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
+SHOWN = 3  # arrays that a message names
+PATIENCE = 1.0  # seconds for JAX's threads: they drop what a finished program read only after its results are ready
 
 _started_in: int | None = None  # process id
 
@@ -129,13 +139,6 @@ def _jax_has_started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def forget() -> None:
-    """After JAX's clients have ended: the next call starts it again."""
-    global _started_in
-    _started_in = None
-    jax_device.cache_clear()
-
-
 def warn_of_preallocation(devices: list[jax.Device]) -> None:
     """Warns if JAX, started by other code, has preallocated most of a GPU without being told to."""
     for device in devices:
@@ -200,3 +203,84 @@ def jax_device(device: torch.device) -> jax.Device:
         f"JAX sees GPUs {[c.local_hardware_id for c in candidates]}, not {device}: set CUDA_VISIBLE_DEVICES before "
         "either library starts, and leave jax_cuda_visible_devices unset"
     )
+
+
+def planned_on(device: torch.device) -> jax.Device | launch_lists.Device:
+    """The device that programs for tensors there are planned for."""
+    described = _device.device_of(device)
+    return jax_device(device) if described is None else described
+
+
+@functools.cache
+def shapes_on(
+    device: jax.Device | launch_lists.Device, step: Callable[..., Any], key: Any, *inputs: jax.ShapeDtypeStruct | None
+) -> Any:
+    """The shapes of ``step(key, *inputs)`` where it is planned for ``device``, whatever mesh the caller has set."""
+    described = isinstance(device, launch_lists.Device)
+    planned = launch_lists.for_device(device) if described else jax.default_device(device)
+    with planned, jax.sharding.use_abstract_mesh(NO_MESH.abstract_mesh):
+        return jax.eval_shape(functools.partial(step, key), *inputs)
+
+
+def release() -> None:
+    """Gives JAX's pool of GPU memory back to others on the same GPU, between training and generation for example.
+
+    JAX's clients end, and with them its pool and its compiled programs. The next call starts JAX again and compiles
+    what it runs (``jax.config.update("jax_compilation_cache_dir", ...)`` keeps programs on disk). Before it, `init` may
+    choose again. The CUDA driver keeps about 530 MiB for the process. If JAX has not started, nothing happens.
+
+    Nothing may be left in JAX's memory: no gradients, which lie in it until they are summed or copied, and no JAX
+    arrays of your own. It waits up to a second for what JAX's own threads still hold. Devices and meshes of JAX
+    that you hold cannot be used afterwards.
+
+    Raises:
+        RuntimeError: something is left, and nothing is released; something holds a client of JAX, and its pool stays;
+            or the process is a child of ``os.fork`` whose parent had started JAX.
+
+    Example:
+        >>> import lce_torch_bridge
+        >>> optimizer.zero_grad(set_to_none=True)  # doctest: +SKIP
+        >>> lce_torch_bridge.release()  # doctest: +SKIP
+    """
+    global _started_in
+    if not _jax_has_started():
+        return
+    start()  # raises in a fork
+    clients = jax.extend.backend.backends()
+    left = _what_stays(clients)
+    if left:
+        some = ", ".join(f"{array.dtype}{list(array.shape)}" for array in left[:SHOWN])
+        raise RuntimeError(
+            f"JAX's memory still holds arrays, {len(left)} in number, of them {some}: drop them first; gradients of "
+            "the model with optimizer.zero_grad(set_to_none=True)"
+        )
+    dlpack.forget()
+    ended = {name: weakref.ref(client) for name, client in clients.items()}
+    del clients, left
+    _started_in = None
+    jax_device.cache_clear()
+    shapes_on.cache_clear()
+    jax.extend.backend.clear_backends()
+    gc.collect()
+    alive = [name for name, client in ended.items() if client() is not None]
+    if alive:
+        raise RuntimeError(
+            f"JAX's memory is not given back, because something holds its {', '.join(alive)} client: drop devices, "
+            "meshes, shardings and compiled functions of JAX before release()"
+        )
+
+
+def _what_stays(clients: dict[str, Any]) -> list[jax.Array]:
+    """The arrays in JAX's memory after its work is done and its threads have dropped what that work read.
+
+    They leave it to the next collection of garbage.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        gc.collect()
+        left = [array for client in clients.values() for array in client.live_arrays()]
+        if not left or time.monotonic() > deadline:
+            return left
+        jax.block_until_ready(left)
+        del left
+        time.sleep(0.01)

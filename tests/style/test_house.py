@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 29_100
-PACKAGES_FILES = 215
-TESTS_LINES = 34_320
+PACKAGES_LINES = 28_535
+PACKAGES_FILES = 205
+TESTS_LINES = 34_311
 
 
 def test_size() -> None:

@@ -14,7 +14,7 @@ from lce_torch_bridge.launched_directly import _backward, _forward, _way
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors._main_grad import empty_sparse_like
-from lce_torch_bridge.through_jax._sum import Sum
+from lce_torch_bridge.through_jax._run import Sum
 
 
 @contextlib.contextmanager
@@ -46,8 +46,8 @@ def gradients(
     """dweight is added where a sum is given. A cache that may be overwritten is NaN afterwards."""
     into = sums.main_grad if sums.total is None else sums.total.tensor()
     own = None if into is None else Sum(weight)
-    given = hidden, weight, None, saved, cache, cotangents, wanted, call, _way.JAX, Sums(own)
-    found = _execute.gradients(*given)
+    x: Any = Operands(hidden, weight, None, None)  # type: ignore[arg-type]
+    found = _execute.gradients(x, [saved, *cache], cotangents, wanted, call, _way.JAX, Sums(own))
     if own is not None and into is not None:
         into.add_(own.taken())
     if sums.owns_cache:

@@ -122,7 +122,7 @@ def asked_precision(*ways: list[str]) -> list[str]:
     """The precision of the programs after each setting of a way. A process for each way: torch keeps its settings."""
     code = """
         import os, torch
-        from lce_torch_bridge.through_jax._key import key_of
+        from lce_torch_bridge.through_jax._programs import key_of
         from tests.torch import problem as p
         weight, call = torch.zeros(3, 2), p.told(3)
         for way in WAYS:
@@ -132,7 +132,7 @@ def asked_precision(*ways: list[str]) -> list[str]:
             asked = []
             for setting in way:
                 exec(setting)
-                asked.append(key_of(weight, call).precision)
+                asked.append(key_of(call, weight).precision)
             print(*asked, flush=True)
             break
     """

@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lce_torch_bridge import linear_logprobs
-from lce_torch_bridge.through_jax import _programs
-from lce_torch_bridge.through_jax._programs import ProgramKey
+from lce_torch_bridge.through_jax._logprobs import pull_back
+from lce_torch_bridge.through_jax._programs import ProgramKey, program
 from tests.torch import problem as p
 
 GRADIENT = 1e-6  # as in test_parity
@@ -54,11 +54,11 @@ def test_frozen(frozen: str) -> None:
 def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str) -> None:
     """What XLA compiled: one product recomputes the logits and one makes dhidden; nothing else is as large as V x H."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (1024, 64, 16384)
-    key = ProgramKey(p.told(V, implementation="xla"), 0, padded=False, precision=None)
+    key = ProgramKey(p.told(V, implementation="xla"), 0, 1, precision=None)
     shapes = (struct((T, H), dtype), struct((V, H), dtype), None, struct((1 + T * (1 + 4 + 2),), "int32"), None)
 
     def compiled(wanted: tuple[bool, bool, bool]) -> jax.stages.Compiled:
-        run = _programs.gradients(key, ("logprobs", "entropy"), wanted, True, None)
+        run = program(pull_back, key, ("logprobs", "entropy"), wanted, True, None)
         return run.lower(*shapes).compile()
 
     frozen, both = compiled((True, False, False)), compiled((True, True, False))

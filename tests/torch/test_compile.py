@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lce_torch_bridge import LogprobOutput, linear_logprobs
-from lce_torch_bridge._types import Call
-from lce_torch_bridge.operators import _logprobs as autograd
+from lce_torch_bridge._types import Operands
+from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
 
 OPTIONS: list[dict[str, Any]] = [
@@ -103,25 +103,14 @@ def test_opcheck(entropy: str, temperature: torch.Tensor | None, biased: bool) -
     bias = torch.linspace(-1, 1, 104) if biased else None
     candidates = p.candidates_like(labels) if biased else None
     told = p.told(entropy=entropy, stats=True, mean_logit=biased, num_candidates=5 * biased)
-    operands = (hidden, weight, bias, labels, temperature, candidates, None, False)
-    torch.library.opcheck(autograd.forward, (*operands, *told))
-    saved = autograd.forward(*operands, *told)[-1]
-    seed = torch.randn(37)
-    dentropy = seed if entropy == "grad" else None
-    dmean, dcandidates = (seed, torch.randn(37, 5)) if biased else (None, None)
-    for cotangents, wanted in (
-        ((seed, None, None, None, None), (True, False, False)),
-        ((seed, dentropy, seed, dmean, dcandidates), (True, True, biased)),
-    ):
-        torch.library.opcheck(autograd.gradients, (hidden, weight, bias, saved, [], *cotangents, *wanted, *told))
-
-
-@pytest.mark.parametrize("operator", [autograd.forward, autograd.gradients])
-def test_the_schema_ends_in_the_fields_of_call(operator: Any) -> None:
-    known = [(x.name, str(x.type)) for x in operator._schema.arguments][-len(Call._fields) :]
-    assert [name for name, _ in known] == list(Call._fields)
-    assert dict(known)["logit_softcap"] == "Optional[float]"
-    assert dict(known)["vocab_size"] == "int"
+    x, text = list(Operands(hidden, weight, bias, labels, temperature, candidates)), _operators.text_of(told)
+    assert _operators.call_of(text, weight) == told
+    torch.library.opcheck(_operators.forward, (x, True, text))
+    saved = _operators.forward(x, True, text)[-1]
+    all_seeds = [torch.randn((37, 5) if "cand" in name else 37) for name in told.differentiable]
+    first = [all_seeds[0], *[None] * (len(all_seeds) - 1)]
+    for seeds, wanted in ((first, [True, False, False]), (all_seeds, [True, True, biased])):
+        torch.library.opcheck(_operators.backward, (x, [saved], seeds, wanted, text))
 
 
 HOLDING_NOTHING: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ import torch
 from jax.sharding import AbstractMesh, AxisType
 
 from lce_torch_bridge import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk
-from lce_torch_bridge.through_jax import _kl_programs, _programs
+from lce_torch_bridge.through_jax import _runtime as runtime
 from tests.torch import problem as p
 
 T = 37
@@ -70,7 +70,6 @@ def run(call: Any, forward: Any = contextlib.nullcontext, backward: Any = contex
 def test_the_bits_of_a_call_outside(call: Any, context: Any) -> None:
     want = run(call)
     for passes in ({"forward": context}, {"backward": context}, {"forward": context, "backward": context}):
-        _programs.cache_structure.cache_clear()
-        _kl_programs.cache_structure.cache_clear()
+        runtime.shapes_on.cache_clear()
         found = run(call, **passes)
         assert all(map(torch.equal, found, want)), passes

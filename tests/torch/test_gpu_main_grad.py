@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
-from lce_torch_bridge.through_jax import _backward
+from lce_torch_bridge.through_jax import _logprobs
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
 
@@ -84,7 +84,7 @@ def test_no_dweight_is_allocated() -> None:
 @pytest.mark.parametrize("options", [{}, {"cache_bytes": 1 << 30}, {"gradient_threshold": 1e-4}], ids=str)
 def test_a_main_grad_that_lies_otherwise(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels return what torch adds to it, rounded once."""
-    monkeypatch.setattr(_backward, "gradients", None)  # JAX's, which may not run
+    monkeypatch.setattr(_logprobs, "gradients", None)  # JAX's, which may not run
     problem = draw(700, 512, 8192)
     leaves, seeds = problem.leaves(), p.seeds_like(problem.labels)
     want, dweight = torch.autograd.grad(p.objective(linear_logprobs(*leaves, **options), seeds), leaves[:2])

@@ -106,7 +106,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
             x = operands[ranks.rank]
             *out, saved = _execute.forward(x, call, False, way_of(x.hidden))
             way = way_of(saved)
-            grads = _execute.gradients(*x[:2], None, saved, [], named, (True, True, False), call, way)
+            grads = _execute.gradients(x, [saved], named, (True, True, False), call, way)
             found.append([*out, *grads])
         return found[2:]
 

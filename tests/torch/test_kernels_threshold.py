@@ -182,9 +182,7 @@ def test_a_split_vocabulary(
     for ranks.rank in turns:
         kept, live = saved[ranks.rank]
         x = parts[ranks.rank]
-        dhidden, part = _execute.gradients(
-            x.hidden, x.weight, None, kept, [live], seeds, (True, True, False), call, way_of(kept)
-        )
+        dhidden, part = _execute.gradients(x, [kept, live], seeds, (True, True, False), call, way_of(kept))
         dweight.append(part)
     want = Oracle(problem, true, **of_tokens(given))
     live = torch.cat([saved[rank][1][:, :2] for rank in range(size)])

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import lce_torch_bridge
 from lce_jax import UnsupportedError
 from lce_torch_bridge import linear_kl
-from lce_torch_bridge.operators import _kl
-from lce_torch_bridge.through_jax._kl_programs import KLCall
+from lce_torch_bridge._types import Operands
+from lce_torch_bridge.operators import _operators
 from tests import oracle
 from tests.kl_cases import CALLS, Call, call, draw, expected
 from tests.torch import problem as p
@@ -164,13 +164,15 @@ def test_compiled(test: Call) -> None:
     assert all(map(torch.equal, (got, *grads), (want, *wanted)))
     kept = dict(test.options).get("cache_bytes", 0)
     vocab_size = 97 if test.name == "padding" else 104
-    told = KLCall("", vocab_size, "jsd", 0.3, 1.0, -1.3, None, 3.0, True, False, False, kept, "")
+    own = dict(function="kl", direction="jsd", beta=0.3, has_temperature=True, cache_bytes=kept)
+    call = p.told(vocab_size, **own, teacher_logit_scale=-1.3, teacher_logit_softcap=3.0)
     student, teacher, _, seed = tensors(test)
-    given, temperatures = (*student, *teacher, None), torch.rand(128, 1) + 0.5
-    torch.library.opcheck(_kl.kl, (*given, temperatures, kept > 0, *told))
-    _, saved, *cache = _kl.kl(*given, temperatures, kept > 0, *told)
-    assert len(cache) == (5 if kept else 0)
-    torch.library.opcheck(_kl.kl_gradients, (*given, saved, cache, seed, True, True, True, *told))
+    x = Operands(*student, torch.zeros(128, dtype=torch.int64), torch.rand(128) + 0.5)
+    x, text = x._replace(teacher_hidden=teacher[0], teacher_weight=teacher[1]), _operators.text_of(call)
+    torch.library.opcheck(_operators.forward, (list(x), True, text))
+    _, *saved = _operators.forward(list(x), True, text)
+    assert len(saved) == (6 if kept else 1)
+    torch.library.opcheck(_operators.backward, (list(x), saved, [seed], [True, True, True], text))
 
 
 ONES = {"hidden": torch.ones(6, 8), "weight": torch.ones(10, 8), "teacher_hidden": torch.ones(6, 4),

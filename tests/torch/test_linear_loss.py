@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from lce_torch_bridge import linear_logprobs, linear_loss
 from lce_torch_bridge.ops import _loss
 from lce_torch_bridge.tensors import _padding
-from lce_torch_bridge.through_jax import _programs
+from lce_torch_bridge.through_jax._logprobs import pull_back
+from lce_torch_bridge.through_jax._programs import ProgramKey, program
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 
@@ -307,10 +308,10 @@ def test_only_gradients_are_kept() -> None:
 def test_the_sum_of_dweight_is_overwritten() -> None:
     """What XLA compiled: the sum that comes in is the sum that goes out, and no second one is made."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (2048, 64, 16384)
-    key = _programs.ProgramKey(p.told(V, implementation="xla"), 0, padded=False, precision=None)
+    key = ProgramKey(p.told(V, implementation="xla"), 0, 1, precision=None)
     per_token = struct((1 + T * (1 + 4 + 2),), "int32")
     shapes = (struct((T, H), "bfloat16"), struct((V, H), "bfloat16"), None, per_token, struct((V, H), "float32"))
-    run = _programs.gradients(key, ("logprobs", "entropy"), (True, True, False), True, None)
+    run = program(pull_back, key, ("logprobs", "entropy"), (True, True, False), True, None, donate=(4,))
     memory = run.lower(*shapes).compile().memory_analysis()
     assert memory.alias_size_in_bytes == V * H * 4
     assert memory.temp_size_in_bytes < T * V * 2

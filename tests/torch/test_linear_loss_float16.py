@@ -10,7 +10,7 @@ import torch
 
 from lce_jax.xla import _walk
 from lce_torch_bridge import linear_loss
-from lce_torch_bridge.operators import _chunk_sums
+from lce_torch_bridge.operators import _loss
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 from tests.torch.launched import launched_directly
@@ -63,14 +63,14 @@ def test_losses_of_any_magnitude(magnitudes: tuple[float, ...], chunk_bytes: int
 
 
 def test_a_unit_keeps_dlogits_within_float16() -> None:
-    x = _chunk_sums.Operands(*[torch.zeros(3)] * 6)
+    x = _loss.Operands(*[torch.zeros(3)] * 6)
     call = p.told(V=150_000, logit_scale=-2.0)
     given = {"logprobs": torch.tensor([3.0, -5e-7, 0.0]), "entropy": torch.tensor([-1.0, 1e-7, 0.0])}
     temperature = torch.tensor([0.5, 1e-8, 1e-8])
     for rows, largest in ((slice(0, 1), 4 * (3 + 12.92)), (slice(0, 2), 2e8 * (5e-7 + 12.92e-7)), (slice(2, 3), 0.0)):
         part = {name: seed[rows] for name, seed in given.items()}
-        unit = _chunk_sums.unit_of(part, x._replace(labels=torch.zeros(3)[rows], temperature=temperature[rows]), call)
+        unit = _loss.unit_of(part, x._replace(labels=torch.zeros(3)[rows], temperature=temperature[rows]), call)
         assert unit.log2().frac() == 0
         assert 2**14 <= unit * largest < 2**15 if largest else unit == 2.0**100
     damaged = {"logprobs": torch.tensor([torch.nan, 1.0, torch.inf])}
-    assert _chunk_sums.unit_of(damaged, x._replace(temperature=None), call) == 2.0**13
+    assert _loss.unit_of(damaged, x._replace(temperature=None), call) == 2.0**13

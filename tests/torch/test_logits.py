@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import lce_jax
 from lce_jax import UnsupportedError
 from lce_torch_bridge import linear_logits, masked_logprobs
-from lce_torch_bridge.operators import _logits
+from lce_torch_bridge._types import Operands
+from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
 
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
@@ -135,13 +136,13 @@ def test_compiled(options: dict[str, Any]) -> None:
     want, wanted = evaluate(p.draw(), **options)
     got, grads = evaluate(p.draw(), compiled, **options)
     assert all(map(torch.equal, (got, *grads), (want, *wanted)))
-    hidden, weight, _ = p.draw()
+    hidden, weight, labels = p.draw()
     assert torch.equal(compiled(hidden, weight, IDS, **options), want)
-    told = ("", 104, 1.3, 4.0, False, "")
-    tensors = (hidden, weight, options.get("bias"), IDS, options.get("temperature"))
-    torch.library.opcheck(_logits.logits, (*tensors, *told))
-    wanted = (True, True, "bias" in options)
-    torch.library.opcheck(_logits.logits_gradients, (*tensors, torch.randn(IDS.shape), *wanted, *told))
+    told = p.told(function="logits", logit_scale=1.3, logit_softcap=4.0, num_candidates=IDS.shape[-1])
+    x = list(Operands(hidden, weight, options.get("bias"), labels, options.get("temperature"), IDS))
+    torch.library.opcheck(_operators.forward, (x, True, _operators.text_of(told)))
+    seeds, wanted = [torch.randn(IDS.shape)], [True, True, "bias" in options]
+    torch.library.opcheck(_operators.backward, (x, [], seeds, wanted, _operators.text_of(told)))
 
 
 def sets(labels: torch.Tensor) -> torch.Tensor:

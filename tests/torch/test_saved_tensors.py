@@ -11,7 +11,7 @@ import torch
 
 from lce_torch_bridge import linear_logprobs
 from lce_torch_bridge.operators import _execute
-from lce_torch_bridge.through_jax import _programs
+from lce_torch_bridge.through_jax import _logprobs
 from tests.torch import problem as p
 
 
@@ -71,8 +71,8 @@ def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that keep a cache need a GPU. Here a stand-in cache takes the same way, and comes back unchanged."""
     problem = p.draw()
     seen = []
-    real = _programs.local.statistics
-    real_gradients = _programs.local.gradients
+    real = _logprobs.local.statistics
+    real_gradients = _logprobs.local.gradients
 
     def statistics(hidden, weight, labels, *, keep_cache, **options):
         stats, _ = real(hidden, weight, labels, keep_cache=keep_cache, **options)
@@ -84,8 +84,8 @@ def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         live = slice(0, 37)  # padding may hold anything
         return dhidden + cache["columns"][live].sum() - 2 * hidden[live, :3].sum(), dweight
 
-    monkeypatch.setattr(_programs.local, "statistics", statistics)
-    monkeypatch.setattr(_programs.local, "gradients", gradients)
+    monkeypatch.setattr(_logprobs.local, "statistics", statistics)
+    monkeypatch.setattr(_logprobs.local, "gradients", gradients)
     seeds = p.seeds_like(problem.labels)
     options = dict(cache_bytes=12345, logit_scale=1.125)  # no other test has these: programs are cached by options
     _, grads = p.gradients(problem, seeds, **options)
@@ -95,5 +95,5 @@ def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(p.relative_norm, grads, want)) < 1e-5
     told = p.told(cache_bytes=12345, logit_scale=1.125)
     operands = _execute.Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
-    kept = _execute.forward_structs(operands, told, keep_cache=True)
+    kept = _execute.forward_structs(operands, told, keep=True)
     assert [tuple(x.shape) for x in kept[4:]] == [(128, 3), (128,)]

@@ -107,5 +107,5 @@ def _of_ranks(
             x = Operands(problem.hidden, part, None, problem.labels, temperature, None)
             *_, saved = _execute.forward(x, call, False, way_of(x.hidden))
             way = way_of(saved)
-            found.append(_execute.gradients(x.hidden, part, None, saved, [], named, (True, True, False), call, way))
+            found.append(_execute.gradients(x, [saved], named, (True, True, False), call, way))
     return found[1][0], torch.cat([dweight for _, dweight in found])

@@ -9,7 +9,8 @@ import torch
 
 from lce_jax import UnsupportedError
 from lce_torch_bridge import TopK, linear_logprobs, linear_topk
-from lce_torch_bridge.operators import _topk
+from lce_torch_bridge._types import Operands
+from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
 
 VALUE = 2e-6  # as in test_parity
@@ -84,13 +85,14 @@ def test_a_teacher_for_candidates() -> None:
 
 def test_compiled_and_without_values() -> None:
     torch._dynamo.reset()
-    hidden, weight, _ = p.draw()
+    hidden, weight, labels = p.draw()
     options: Any = dict(temperature=torch.linspace(0.5, 2, 37), where=torch.arange(0, 37, 3))
     compiled = torch.compile(linear_topk, fullgraph=True, backend="aot_eager")
     want = linear_topk(hidden, weight, 4, **options)
     assert all(map(torch.equal, compiled(hidden, weight, 4, **options), want))
-    told = (4, "", 104, 1.0, 3.0, "")
-    torch.library.opcheck(_topk.topk, (hidden, weight, BIAS, options["temperature"], *told))
+    told = p.told(function="topk", num_candidates=4, logit_softcap=3.0)
+    x = Operands(hidden, weight, BIAS, labels, options["temperature"])
+    torch.library.opcheck(_operators.forward, (list(x), False, _operators.text_of(told)))
     mask = torch.zeros(37, dtype=torch.bool, device="meta")
     for keep in (None, mask):
         meta = linear_topk(hidden.to("meta"), weight.to("meta"), 4, where=keep)

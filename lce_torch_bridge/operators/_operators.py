@@ -1,0 +1,257 @@
+"""The two operators of torch that run all functions, and their derivative, one ``torch.autograd.Function``.
+
+    forward    Operands, keep, Call                                 ->  Call.fields, and what is kept
+    backward   Operands, kept, cotangents, which are wanted, Call   ->  dhidden, dweight, dbias, as wanted
+
+The operators are opaque to ``torch.compile``, which traces the Function and would otherwise trace into DLPack.
+Everything that the backward needs is a tensor: autograd owns it, frees it, and notices if an operand has changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from lce_torch_bridge._types import Call, Operands, Sums, names_of
+from lce_torch_bridge.launched_directly._way import way_of
+from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.tensors import _main_grad, _tensor_parallel
+from lce_torch_bridge.tensors._readable import is_readable, readable
+
+NAME = "lce_torch_bridge"
+KEEPS = {  # places of the operands that autograd keeps for the backward
+    "logprobs": (0, 1, 2),
+    "kl": tuple(map(Operands._fields.index, ("hidden", "weight", "bias", *Operands._fields[7:10]))),
+    "logits": tuple(map(Operands._fields.index, ("hidden", "weight", "bias", "candidates", "temperature"))),
+}
+_library = torch.library.Library(NAME, "FRAGMENT")  # registrations last as long as this object
+
+
+class Recipe(NamedTuple):
+    """What the Function is told of a call."""
+
+    function: str
+    text: str  # of the call, as the operators take it
+    results: int
+    differentiable: int  # of the results, which come first
+
+
+def apply(x: Operands, call: Call) -> dict[str, torch.Tensor]:
+    """The call's results by name, differentiable."""
+    traced, keep = torch.compiler.is_compiling(), is_differentiated(x.hidden, x.weight, x.bias)
+    fields, differentiable = (call.fields, call.differentiable) if traced else names_of(call)
+    text = _text(call) if traced else text_of(call)
+    if not differentiable or (traced and not keep):  # torch 2.11 traces no Function that nothing differentiates
+        found = forward(list(x), keep, text)
+    else:
+        recipe = Recipe(call.function, text, len(fields), len(differentiable))
+        found = (Pass if traced else Uncompiled).apply(*x, keep, recipe)
+    return dict(zip(fields, found, strict=False))
+
+
+def is_differentiated(*operands: torch.Tensor | None) -> bool:
+    """Whether a call is recorded for a backward."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+
+
+class Pass(torch.autograd.Function):
+    """``(*Operands, keep, Recipe)`` to the results, and what the backward needs."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Runs the operator."""
+        *x, keep, recipe = inputs
+        return tuple(forward(x, keep, recipe.text))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Keeps what the backward needs."""
+        ctx.recipe = recipe = inputs[-1]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[recipe.differentiable :])
+        ctx.save_for_backward(*[inputs[i] for i in KEEPS[recipe.function]], *output[recipe.results :])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Those of dhidden, dweight and dbias that are wanted."""
+        recipe, saved = ctx.recipe, ctx.saved_tensors
+        places, seeds = KEEPS[recipe.function], list(grads[: recipe.differentiable])
+        none = [None] * (len(Operands._fields) + 2)
+        if all(seed is None for seed in seeds):
+            return tuple(none)
+        x: list[Any] = none[2:]
+        for place, operand in zip(places, saved, strict=False):
+            x[place] = operand
+        kept, wanted = list(saved[len(places) :]), list(ctx.needs_input_grad[:3])
+        if torch.is_grad_enabled():  # as always in torch.func: a second derivative may be asked for
+            found = Gradients.apply((len(x), len(kept)), wanted, recipe.text, *x, *kept, *seeds)
+        else:
+            main_grad, owns_cache = (None, False) if torch.compiler.is_compiling() else may_write(ctx, len(kept) - 1)
+            found = backward(x, kept, seeds, wanted, recipe.text, main_grad, owns_cache)
+        left = iter(found)
+        return *[next(left) if want else None for want in wanted], *none[3:]
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        """Refuses ``torch.func.vmap``."""
+        refuse_vmap()
+
+
+# What torch binds the arguments of each call by. To find it takes torch longer than the rest of a Function.
+Pass.forward.__signature__ = inspect.signature(Pass.forward)  # type: ignore[attr-defined]
+
+
+class Uncompiled(Pass):
+    """The same outside of ``torch.compile``, which takes no Function that has a ``jvp``."""
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        """Refuses the derivative along tangents."""
+        raise NotImplementedError(
+            "lce_torch_bridge has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, forward_ad): use "
+            "reverse mode, torch.func.vjp or torch.autograd.grad"
+        )
+
+
+class Gradients(torch.autograd.Function):
+    """`backward` where its own derivative may be asked for, which is refused: torch.func knows no rule of operators."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Runs the operator."""
+        (first, second), wanted, text, *tensors = inputs
+        last = first + second
+        return tuple(backward(tensors[:first], tensors[first:last], tensors[last:], wanted, text))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Keeps nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Refuses the second derivative."""
+        refuse_second_derivative(ctx)
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        """Refuses ``torch.func.vmap``."""
+        refuse_vmap()
+
+
+def may_write(ctx: Any, cached: int) -> tuple[torch.Tensor | None, bool]:
+    """The float32 ``main_grad`` that this backward may add to, and whether it may compute in the cache's memory."""
+    if ctx.recipe.function != "logprobs":
+        return None, False
+    main_grad = _main_grad.sum_at(ctx, 1) if ctx.needs_input_grad[1] else None
+    return main_grad, cached > 0 and not graph_is_kept()
+
+
+def graph_is_kept() -> bool:
+    """Whether this backward may be followed by another one over the same graph (``retain_graph``)."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or bool(asked())
+
+
+def _text(call: Call) -> str:
+    """A call as the operators take it."""
+    return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in zip(Call._fields, call, strict=True)]) + "}"
+
+
+text_of = functools.lru_cache(maxsize=1024)(_text)  # not where torch.compile traces
+
+
+def call_of(text: str, weight: torch.Tensor) -> Call:
+    """The call of a `text_of`."""
+    call = _read(text)
+    if call.vocab_size:
+        return call
+    shards, _ = _tensor_parallel.size_and_rank(call.group)
+    return call._replace(vocab_size=weight.shape[0] * shards)
+
+
+_read = functools.lru_cache(maxsize=1024)(lambda text: Call(**ast.literal_eval(text)))
+
+
+def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function of tensors an operator on every device, which has no rule for ``torch.func.vmap``.
+
+    Like ``torch.library.custom_op`` without its checks of what the function returns, which cost the host 20 µs a call.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        torch.library.define(f"{NAME}::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+        undisturbed = torch.compiler.disable(function)  # the compiler of the caller's frames skips this one
+        torch.library.impl(f"{NAME}::{name}", "default", undisturbed)
+        torch.library.register_vmap(f"{NAME}::{name}", refuse_vmap)
+        return getattr(getattr(torch.ops, NAME), name).default
+
+    return register
+
+
+def refuse_vmap(*_: Any) -> NoReturn:
+    """Refuses ``torch.func.vmap``, and says what to do instead."""
+    raise NotImplementedError(
+        "lce_torch_bridge does not run under torch.func.vmap, nor under what uses it (jacrev, jacobian with "
+        "vectorize=True, grad with is_grads_batched=True): hidden takes any leading shape, so give it the whole batch, "
+        "and loop where each part has a weight or a gradient of its own"
+    )
+
+
+def refuse_second_derivative(ctx: Any, *_: Any) -> None:
+    """Refuses the derivative of a gradient."""
+    del ctx
+    raise NotImplementedError(
+        "lce_torch_bridge computes first derivatives only, and this is a derivative of a gradient (create_graph=True): "
+        "differentiate plain PyTorch code that stores the logits instead"
+    )
+
+
+@operator("forward", "(Tensor?[] x, bool keep, str call) -> Tensor[]")
+def forward(x: list[torch.Tensor | None], keep: bool, text: str) -> list[torch.Tensor]:
+    """``Call.fields``, and what is kept."""
+    if not all(map(is_readable, [y for y in x if y is not None])):
+        x = list(map(readable, Operands._fields, x))
+    operands = Operands(*x)  # type: ignore[arg-type]
+    return _execute.forward(operands, call_of(text, operands.weight), keep, way_of(operands.hidden))
+
+
+@torch.library.register_fake(f"{NAME}::forward")  # type: ignore[untyped-decorator]
+def _(x: list[Any], keep: bool, text: str) -> list[torch.Tensor]:
+    return _execute.forward_structs(Operands(*x), call_of(text, x[1]), keep)
+
+
+# What it is given besides, it may write to, which the schema does not say: a trace, which gives neither, would make
+# copies of what is said to be written to.
+@operator(
+    "backward",
+    "(Tensor?[] x, Tensor[] kept, Tensor?[] seeds, bool[] wanted, str call, Tensor? main_grad=None, "
+    "bool owns_cache=False) -> Tensor[]",
+)
+def backward(
+    x: list[Any],
+    kept: list[torch.Tensor],
+    seeds: list[torch.Tensor | None],
+    wanted: list[bool],
+    text: str,
+    main_grad: torch.Tensor | None = None,
+    owns_cache: bool = False,
+) -> list[torch.Tensor]:
+    """Those of dhidden, dweight and dbias that are wanted."""
+    operands, call = Operands(*x), call_of(text, x[1])
+    given = {name: seed for name, seed in zip(names_of(call)[1], seeds, strict=True) if seed is not None}
+    sums = Sums(main_grad=main_grad, owns_cache=owns_cache)
+    return _execute.gradients(operands, kept, given, tuple(wanted), call, way_of(operands.hidden), sums)
+
+
+@torch.library.register_fake(f"{NAME}::backward")  # type: ignore[untyped-decorator]
+def _(x: list[Any], _kept: Any, _seeds: Any, wanted: list[bool], *_: Any) -> list[torch.Tensor]:
+    return [y.new_empty(y.shape) for y in _execute.those_wanted(Operands(*x), wanted)]
+
+
+torch.library.register_autograd(f"{NAME}::backward", refuse_second_derivative)
+_library.impl("backward", refuse_vmap, "Batched")  # the older vmap, of is_grads_batched=True
