@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -13,14 +13,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lce_jax import scalars
 from lce_torch_bridge._types import Call, Entropy, Operands, OutOfVocab, Wgrad
 from lce_torch_bridge.call import _checks, _dtensor
-from lce_torch_bridge.call._autocast import autocast
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.tensors import _tensor_parallel
-from lce_torch_bridge.tensors._main_grad import accumulate_into_main_grad
-from lce_torch_bridge.tensors._readable import is_readable, readable
+from lce_torch_bridge.tensors._device import is_readable, readable
+from lce_torch_bridge.tensors._weight import accumulate_into_main_grad, autocast
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from lce_torch_bridge._types import WithEntropy
 
 
 class Arguments(NamedTuple):
@@ -309,3 +310,79 @@ def placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> 
     elif rows is not None:
         x = x.new_zeros((labels.numel(), *x.shape[1:])).index_copy(0, rows.long(), x)
     return x if labels.ndim == 1 else x.view(labels.shape + x.shape[1:])
+
+
+class CommonOptions(TypedDict, total=False):
+    """Of every function; `linear_logprobs` says what each means."""
+
+    temperature: float | torch.Tensor
+    logit_softcap: float | None
+    vocab_size: int | None
+    gradient_threshold: float
+    implementation: str | tuple[str, ...] | None
+
+
+class HeadOptions(CommonOptions, total=False):
+    """Of functions that no model has told about its head."""
+
+    bias: torch.Tensor | None
+    tp_group: dist.ProcessGroup | None
+    logit_scale: float
+    reduce_grad_hidden: bool
+
+
+class CrossEntropyOptions(HeadOptions, total=False):
+    """Of `linear_cross_entropy`."""
+
+    wgrad: Wgrad
+    cache_bytes: int
+    vocab_part_size: int | None
+    logit_floor: float | torch.Tensor | None
+
+
+class EntropyOptions(CrossEntropyOptions, total=False):
+    """Of `linear_entropy`."""
+
+    where: torch.Tensor | None
+
+
+class LogprobOptions(EntropyOptions, total=False):
+    """Of `explain`."""
+
+    entropy: Entropy
+    stats: bool
+    mean_logit: bool
+    candidates: torch.Tensor | None
+    ignore_index: int | None
+    out_of_vocab: OutOfVocab
+
+
+class LossOptions(HeadOptions, total=False):
+    """Of `linear_loss`, beside what its signature names."""
+
+    entropy: Entropy
+    stats: bool
+    out_of_vocab: OutOfVocab
+
+
+class ModelOptions(CommonOptions, total=False):
+    """Of `lce_torch_bridge.megatron.fused_output_layer`."""
+
+    entropy: WithEntropy
+    candidates: torch.Tensor | None
+    where: torch.Tensor | None
+    ignore_index: int | None
+    out_of_vocab: OutOfVocab
+    wgrad: Wgrad
+    cache_bytes: int
+    vocab_part_size: int | None
+    logit_floor: float | torch.Tensor | None
+
+
+class LossesOptions(TypedDict, total=False):
+    """Of `lce_torch_bridge.megatron.fused_losses`."""
+
+    cache_bytes: int
+    gradient_threshold: float
+    vocab_part_size: int | None
+    implementation: str | tuple[str, ...] | None

@@ -8,7 +8,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from lce_jax import scalars
-from lce_torch_bridge.tensors._readable import GATHER, readable
+from lce_torch_bridge.tensors._device import GATHER, readable
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 

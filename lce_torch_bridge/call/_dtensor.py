@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lce_torch_bridge.tensors._readable import readable
+from lce_torch_bridge.tensors._device import readable
 
 WHY_NOT_COMPILED = "lce_torch_bridge compares the mesh of a DTensor with tp_group as it runs"
 

@@ -14,10 +14,9 @@ from lce_torch_bridge.launched_directly import _launcher, _plan_cache
 from lce_torch_bridge.launched_directly._launcher import Launcher, of_stride
 from lce_torch_bridge.launched_directly._refusal import kind_of, refusal
 from lce_torch_bridge.launched_directly._way import Way
-from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel, _torch
-from lce_torch_bridge.tensors._device import name_of
-from lce_torch_bridge.tensors._main_grad import empty_sparse_like
-from lce_torch_bridge.tensors._torch import Allocated, allocated
+from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
+from lce_torch_bridge.tensors._device import Allocated, allocated, name_of
+from lce_torch_bridge.tensors._weight import empty_sparse_like
 
 _list_of = functools.cache(launch_lists.backward)
 
@@ -47,7 +46,7 @@ def gradients(
     if sums.total is not None and not sums.total.is_torchs:
         way.refuse("JAX has added to the sum of dweight")
         return None
-    if device != _torch.current_device():
+    if device != _device.current_device():
         with torch.cuda.device(device):
             return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums, way)
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)
@@ -61,7 +60,7 @@ def gradients(
     into: Any = [] if adds is None else [sums.main_grad if sums.total is None else sums.total.tensor()]
     if into or owns_cache:
         torch.autograd.graph.increment_version([*into, *cache] if owns_cache else into)  # as any change in place
-    grads = [_torch.empty(*each) for each in plan.results]
+    grads = [_device.empty(*each) for each in plan.results]
     seeds = [_launcher.in_rows(x) for x in cotangents.values()]
     given = [_device.usable(hidden), _device.usable(weight), of_stride(saved), *seeds]
     plan.launcher.launch(device, [*grads, *given, *into, *map(_device.usable, cache)])

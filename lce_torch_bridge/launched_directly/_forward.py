@@ -18,8 +18,8 @@ from lce_torch_bridge.launched_directly import _launcher, _plan_cache
 from lce_torch_bridge.launched_directly._launcher import Launcher, stride
 from lce_torch_bridge.launched_directly._refusal import kind_of, refusal
 from lce_torch_bridge.launched_directly._way import Way
-from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel, _torch
-from lce_torch_bridge.tensors._torch import Allocated, allocated
+from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
+from lce_torch_bridge.tensors._device import Allocated, allocated
 
 ORDER: tuple[str, ...] = (*launch_lists.RESULTS, PER_CANDIDATE)  # of a list's results
 
@@ -48,7 +48,7 @@ class ForwardPlan(NamedTuple):
 def forward(x: Operands, call: Call, keep_cache: bool, way: Way) -> list[torch.Tensor] | None:
     """What `operators._execute.forward` returns; None if JAX is to run the call."""
     hidden, weight, device = x.hidden, x.weight, x.hidden.get_device()
-    if device != _torch.current_device():
+    if device != _device.current_device():
         with torch.cuda.device(device):
             return forward(x, call, keep_cache, way)
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)
@@ -63,16 +63,16 @@ def forward(x: Operands, call: Call, keep_cache: bool, way: Way) -> list[torch.T
     per_token = [_launcher.in_rows(y) for y in (x.temperature, x.floor) if y is not None]
     ids = [] if x.candidates is None else [_launcher.in_rows(_padding.candidate_ids(x.candidates, call.vocab_size))]
     given = [_device.usable(hidden), _device.usable(weight), labels, *per_token, *ids]
-    fields, saved = [_torch.empty(*each) for each in plan.fields], _torch.empty(*plan.saved)
-    cache = [_torch.empty(*each) for each in plan.cache]
+    fields, saved = [_device.empty(*each) for each in plan.fields], _device.empty(*plan.saved)
+    cache = [_device.empty(*each) for each in plan.cache]
     if plan.merge is None:
         plan.first.launch(device, [*fields, saved, *cache, *given])
     else:
-        sent, x_of_part = _torch.empty(*plan.sent), [_torch.empty(*each) for each in plan.sent_candidates]
+        sent, x_of_part = _device.empty(*plan.sent), [_device.empty(*each) for each in plan.sent_candidates]
         plan.first.launch(device, [sent, *x_of_part, saved, *cache, *given])
         _put_tags(sent, saved[0, :tokens], plan.number, [*per_token, *ids])
         gathered = [_tensor_parallel.gather(each, call.group) for each in (sent, *x_of_part)]
-        live = [_torch.empty(*each) for each in plan.live]
+        live = [_device.empty(*each) for each in plan.live]
         plan.merge.launch(device, [*fields, *live, *gathered, saved, *per_token, *cache[: len(live)]])
         cache = live or cache
     found = [fields[i] for i in plan.order]

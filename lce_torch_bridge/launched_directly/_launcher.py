@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lce_jax import launch_lists
-from lce_torch_bridge.tensors import _device, _torch
+from lce_torch_bridge.tensors import _device
 
 _captured: dict[int, torch.Tensor] = {}  # numbers that a CUDA graph reads, which outlive their launcher
 
@@ -23,19 +23,19 @@ class Launcher:
 
     def launch(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
         """Launches them all; ``tensors`` are the results that have memory, and the operands."""
-        stream = _torch.current_stream(device)
+        stream = _device.current_stream(device)
         is_captured = torch.cuda.is_current_stream_capturing()
         numbers = self._of_a_graph() if is_captured else self._numbers.get(stream)
         if numbers is None:
             numbers = self._numbers[stream] = self._written(tensors[0])
-        workspace = _torch.empty((self.launches.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
+        workspace = _device.empty((self.launches.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
         addresses = [x.data_ptr() for x in tensors]
         self._run(stream, workspace.data_ptr(), numbers.data_ptr(), addresses, is_captured)
 
-    def outputs(self, first: int) -> list[_torch.Allocated]:
+    def outputs(self, first: int) -> list[_device.Allocated]:
         """The memory of the results that have any, from that one on."""
         own = [x for x in self.launches.outputs if x is not None]
-        return [_torch.allocated(x.shape, getattr(torch, x.dtype.name)) for x in own[first:]]
+        return [_device.allocated(x.shape, getattr(torch, x.dtype.name)) for x in own[first:]]
 
     def _of_a_graph(self) -> torch.Tensor:
         """The numbers, written by an earlier call on any stream: a capture begins when all of it is done."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from megatron.core.transformer import TransformerConfig
 
-    from lce_torch_bridge.call._keywords import LossesOptions, ModelOptions
+    from lce_torch_bridge.call._arguments import LossesOptions, ModelOptions
 
 __all__ = ["fused_losses", "fused_output_layer", "output_processor"]
 

@@ -13,7 +13,7 @@ from lce_torch_bridge.launched_directly import _backward as launched_backward
 from lce_torch_bridge.launched_directly import _forward as launched_forward
 from lce_torch_bridge.launched_directly._way import Way, refuse_another_way, way_of
 from lce_torch_bridge.tensors import _tensor_parallel
-from lce_torch_bridge.tensors._readable import is_readable, readable
+from lce_torch_bridge.tensors._device import is_readable, readable
 from lce_torch_bridge.through_jax import _ids, _kl, _logprobs
 
 

@@ -26,7 +26,7 @@ from lce_torch_bridge.launched_directly._scale import scale
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.operators._operators import graph_is_kept, refuse_second_derivative
-from lce_torch_bridge.tensors import _main_grad
+from lce_torch_bridge.tensors import _weight
 from lce_torch_bridge.through_jax._run import Sum
 
 ALL = 1 << 62  # cache_bytes that no chunk exceeds
@@ -181,13 +181,13 @@ class LossAndGradients(torch.autograd.Function):
         factor = came if ctx.cotangent is None else _relative(ctx.cotangent, came, ctx.main_grad is not None)
         of_operands = factor if unit is None else came / unit
         if ctx.main_grad is not None:
-            if ctx.cotangent is None and _main_grad.is_asked_for(ctx, 1):
+            if ctx.cotangent is None and _weight.is_asked_for(ctx, 1):
                 ctx.main_grad.addcmul_(grads[1], of_operands)
             grads[1] = None
         factors = [*[of_operands] * 3, *[factor] * (len(grads) - 3)]
         found = [_scaled(*each, ctx.way) for each in zip(grads, factors, ctx.dtypes, strict=True)]
         if ctx.main_grad is not None:
-            found[1] = _main_grad.empty_sparse_like(ctx.main_grad, ctx.dtypes[1])
+            found[1] = _weight.empty_sparse_like(ctx.main_grad, ctx.dtypes[1])
         return None, *found[:3], None, None, None, *found[3:]
 
 

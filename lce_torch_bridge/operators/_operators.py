@@ -20,8 +20,8 @@ import torch
 from lce_torch_bridge._types import Call, Operands, Sums, names_of
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
-from lce_torch_bridge.tensors import _main_grad, _tensor_parallel
-from lce_torch_bridge.tensors._readable import is_readable, readable
+from lce_torch_bridge.tensors import _tensor_parallel, _weight
+from lce_torch_bridge.tensors._device import is_readable, readable
 
 NAME = "lce_torch_bridge"
 KEEPS = {  # places of the operands that autograd keeps for the backward
@@ -147,7 +147,7 @@ def may_write(ctx: Any, cached: int) -> tuple[torch.Tensor | None, bool]:
     """The float32 ``main_grad`` that this backward may add to, and whether it may compute in the cache's memory."""
     if ctx.recipe.function != "logprobs":
         return None, False
-    main_grad = _main_grad.sum_at(ctx, 1) if ctx.needs_input_grad[1] else None
+    main_grad = _weight.sum_at(ctx, 1) if ctx.needs_input_grad[1] else None
     return main_grad, cached > 0 and not graph_is_kept()
 
 

@@ -12,7 +12,7 @@ from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.ops._logprobs import linear_logprobs
 
 if TYPE_CHECKING:
-    from lce_torch_bridge.call._keywords import CrossEntropyOptions, EntropyOptions
+    from lce_torch_bridge.call._arguments import CrossEntropyOptions, EntropyOptions
 
 NO_OUTPUTS = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")  # options of what a loss does not return
 

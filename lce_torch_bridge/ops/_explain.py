@@ -11,14 +11,14 @@ import torch
 import lce_jax
 from lce_jax import launch_lists
 from lce_torch_bridge._types import Operands
-from lce_torch_bridge.call import _arguments, _autocast
+from lce_torch_bridge.call import _arguments
 from lce_torch_bridge.launched_directly import _way
 from lce_torch_bridge.launched_directly._refusal import refusal
-from lce_torch_bridge.tensors import _device, _tensor_parallel
+from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
 
 if TYPE_CHECKING:
     from lce_jax import Plan
-    from lce_torch_bridge.call._keywords import LogprobOptions
+    from lce_torch_bridge.call._arguments import LogprobOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def explain(
     given = _arguments.of_call(hidden, weight, labels, _arguments.Options(**options))
     call = given.call
     # Its shape and dtype alone count: nothing is cast.
-    weight = torch.empty_like(given.weight, dtype=_autocast.dtype_of(given.weight), device="meta")
+    weight = torch.empty_like(given.weight, dtype=_weight.dtype_of(given.weight), device="meta")
     operands, _ = _arguments.operands(given, weight)
     reason = refusal(operands, call)
     if _way.asks_for_jax():

@@ -16,10 +16,10 @@ from lce_torch_bridge.operators import _loss
 from lce_torch_bridge.operators._loss import LossAndGradients, LossPlan
 from lce_torch_bridge.operators._operators import is_differentiated
 from lce_torch_bridge.tensors import _padding
-from lce_torch_bridge.tensors._main_grad import main_grad_of
+from lce_torch_bridge.tensors._weight import main_grad_of
 
 if TYPE_CHECKING:
-    from lce_torch_bridge.call._keywords import LossOptions
+    from lce_torch_bridge.call._arguments import LossOptions
 
 CHUNK_BYTES = 1400 << 20  # chunks of 4096 tokens at V 151936
 NO_CANDIDATES = "loss_fn gets log-probability, entropy and lse"

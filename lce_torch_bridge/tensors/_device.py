@@ -1,15 +1,33 @@
-"""Where kernels are launched: torch's devices as `lce_jax` describes them, and tensors as kernels read them."""
+"""Where kernels are launched, and tensors as they read them by address.
+
+torch's devices as `lce_jax` describes them. Tensors that are dense, their memory there, and nothing left to be done to
+their numbers: torch itself does not look. Some of its own kernels read freed memory, and a tensor with the negative or
+conjugate bit holds other numbers than its memory.
+
+And what torch's compiler calls in its code for GPUs in place of public functions, which take several times as long.
+Each name is private, and where a version of torch lacks it, as one for CPUs does, the public function serves.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import torch
 
 from lce_jax import launch_lists
+from lce_torch_bridge._types import PLAIN
 
 ALIGNMENT = 16  # bytes, of what TMA reads
+GATHER = (
+    "If it is a sharded parameter, gather it until the backward is over: make the call inside the forward of the FSDP "
+    "module that holds it, or write `with deepspeed.zero.GatheredParameters([weight]):` around call and backward; "
+    "without a backward, FullyShardedDataParallel.summon_full_params does as well. FSDP2's DTensor is gathered here: "
+    "pass it itself, not its to_local()"
+)
 
 
 def device_of(device: torch.device) -> launch_lists.Device | None:
@@ -55,3 +73,71 @@ def usable(x: torch.Tensor) -> torch.Tensor:
 def is_usable(x: torch.Tensor) -> bool:
     """Whether kernels can read and write ``x`` where it is."""
     return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+
+
+def readable(name: str, x: Any) -> Any:
+    """A tensor with what its bits say carried out. What is no tensor is returned as it is.
+
+    Raises:
+        TypeError: it is sparse or nested.
+        RuntimeError: its memory was freed.
+    """
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.is_nested:
+        raise TypeError(f"{name} is nested: pass torch.cat({name}.unbind()), and the same of all that is per token")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} {tuple(x.shape)} must be dense, got {x.layout}: pass {name}.to_dense()")
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return x  # what is inside is looked at where it is computed
+    left_by_zero = name == "weight" and x.shape == (0,)  # in place of a parameter that ZeRO-3 has partitioned
+    if left_by_zero or (x.numel() and not x.untyped_storage().nbytes()):
+        raise RuntimeError(f"{name} {tuple(x.shape)} has no memory, because it was {_freed_by(x)}. {GATHER}")
+    return x.resolve_neg().resolve_conj()
+
+
+def _freed_by(x: torch.Tensor) -> str:
+    """What has become of a tensor without memory. ZeRO-3 writes what it has partitioned onto the parameter."""
+    whole = getattr(x, "ds_shape", None)
+    if whole is None:
+        return "freed"
+    return f"partitioned by ZeRO-3 (ds_shape {tuple(whole)}, ds_status {getattr(x, 'ds_status', None)})"
+
+
+def is_readable(x: Any) -> bool:
+    """Whether ``x`` certainly needs no `readable`, or is nested. Takes little time. Not while torch compiles."""
+    if type(x) not in PLAIN:
+        return False
+    try:
+        return x.untyped_storage().nbytes() > 0 and not x.is_neg()
+    except NotImplementedError:  # sparse, or inside a transform of torch.func
+        return False
+
+
+def _current_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)  # its handle
+empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]  # shape, strides, dtype; on that device
+empty = getattr(_guards, "_empty_strided_cuda", _empty)
+
+type Allocated = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def allocated(shape: Sequence[int], dtype: torch.dtype) -> Allocated:
+    """What `empty` is given for a contiguous tensor.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge.tensors._device import allocated
+        >>> allocated((5, 3, 2), torch.float32)[:2]
+        ((5, 3, 2), (6, 2, 1))
+    """
+    return tuple(shape), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))), dtype

@@ -31,8 +31,8 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 28_535
-PACKAGES_FILES = 205
+PACKAGES_LINES = 28_505
+PACKAGES_FILES = 201
 TESTS_LINES = 34_311
 
 

@@ -12,7 +12,7 @@ import torch
 from lce_jax import launch_lists
 from lce_torch_bridge import launch_with
 from lce_torch_bridge.launched_directly import _launcher, _plan_cache, _way
-from lce_torch_bridge.tensors import _device, _padding, _torch
+from lce_torch_bridge.tensors import _device, _padding
 from tests import emulated_launches
 from tests.mosaic_interpreter import afresh
 
@@ -26,9 +26,9 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any], device: 
     monkeypatch.setattr(_device, "device_of", lambda _: device)
     monkeypatch.setattr(_device, "why_not", lambda _: None)
     monkeypatch.setattr(_way, "on_gpu", lambda _: True)
-    monkeypatch.setattr(_torch, "current_device", lambda: -1)
-    monkeypatch.setattr(_torch, "current_stream", lambda _: 0)
-    monkeypatch.setattr(_torch, "empty", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
+    monkeypatch.setattr(_device, "current_device", lambda: -1)
+    monkeypatch.setattr(_device, "current_stream", lambda _: 0)
+    monkeypatch.setattr(_device, "empty", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launch_lists.LaunchList, "load", lambda program, _: load(program))
@@ -47,9 +47,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch_lists.Laun
     afresh()
     monkeypatch.setattr(_padding, "SMALLEST", 128)
     # A kernel touches the rows that are there. What emulates it copies as many as its program may have.
-    empty, usable, in_rows = _torch.empty, _device.usable, _launcher.in_rows
+    empty, usable, in_rows = _device.empty, _device.usable, _launcher.in_rows
     monkeypatch.setattr(_device, "usable", lambda x: with_slack(usable(x)))
-    monkeypatch.setattr(_torch, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
+    monkeypatch.setattr(_device, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
     monkeypatch.setattr(_launcher, "in_rows", lambda x: with_slack(in_rows(x)))
     launch_with("direct")
     yield loaded

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
-from lce_torch_bridge.tensors import _padding, _torch
+from lce_torch_bridge.tensors import _device, _padding
 from tests.torch import problem as p
 
 DEVICE = "cuda"
@@ -69,8 +69,8 @@ class Filled(TorchFunctionMode):
         return self._filled(found) if func.__name__ in ("empty", "empty_like", "new_empty") else found
 
     def __enter__(self) -> Filled:
-        empty = _torch.empty  # none of torch's public functions
-        self._patch = mock.patch.object(_torch, "empty", lambda *told: self._filled(empty(*told)))
+        empty = _device.empty  # none of torch's public functions
+        self._patch = mock.patch.object(_device, "empty", lambda *told: self._filled(empty(*told)))
         self._patch.start()
         super().__enter__()
         return self

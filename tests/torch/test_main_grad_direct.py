@@ -12,7 +12,7 @@ import torch
 
 from lce_torch_bridge import linear_logprobs, linear_loss
 from lce_torch_bridge.operators import _operators
-from lce_torch_bridge.tensors import _main_grad
+from lce_torch_bridge.tensors import _weight
 from tests.torch import problem as p
 from tests.torch.launched import launched_directly
 from tests.torch.test_main_grad import backward, parameter
@@ -242,6 +242,6 @@ def test_a_recomputed_forward_may_not_add(loss_fn: Any, reentrant: bool) -> None
 
 
 def test_nothing_like_a_weight() -> None:
-    nothing = _main_grad.empty_sparse_like(torch.ones(5, 3), torch.bfloat16)
+    nothing = _weight.empty_sparse_like(torch.ones(5, 3), torch.bfloat16)
     assert (nothing.shape, nothing.dtype, nothing._nnz()) == ((5, 3), torch.bfloat16, 0)
     assert not nothing.to_dense().any()

@@ -17,7 +17,7 @@ import lce_torch_bridge
 from lce_jax import launch_lists
 from lce_torch_bridge import explain, launch_with, linear_logprobs
 from lce_torch_bridge.launched_directly import _launcher, _way
-from lce_torch_bridge.tensors import _device, _torch
+from lce_torch_bridge.tensors import _device
 from tests.torch import problem as p
 from tests.torch.as_gpu import H200, as_gpu
 
@@ -124,7 +124,7 @@ def test_builds_of_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.delattr(torch._C, name, raising=False)
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda", raising=False)
-    fresh = runpy.run_path(_torch.__file__)
+    fresh = runpy.run_path(_device.__file__)
     assert fresh["current_device"] is torch.cuda.current_device
     monkeypatch.setattr(torch.cuda, "current_stream", {3: mock.Mock(cuda_stream=7)}.get)
     assert fresh["current_stream"](3) == 7
