@@ -10,12 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import (
-    explain,
-    linear_logprobs,
-    local,
-    sharded_linear_logprobs,
-)
+from lce_jax import explain, linear_logprobs, local, sharded_linear_logprobs
 from tests import cases, oracle
 from tests.small_call import HIDDEN, LABELS, MESH, WEIGHT
 

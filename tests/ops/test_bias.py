@@ -7,14 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import (
-    LogprobOutput,
-    UnsupportedError,
-    explain,
-    linear_cross_entropy,
-    linear_logprobs,
-    local,
-)
+from lce_jax import LogprobOutput, UnsupportedError, explain, linear_cross_entropy, linear_logprobs, local
 from tests import cases, oracle
 from tests.agreement import assert_same, evaluate, on_one_device
 

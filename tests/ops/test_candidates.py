@@ -11,13 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import (
-    LogprobOutput,
-    explain,
-    linear_cross_entropy,
-    linear_logprobs,
-    local,
-)
+from lce_jax import LogprobOutput, explain, linear_cross_entropy, linear_logprobs, local
 from tests import cases, oracle
 from tests.agreement import assert_same, evaluate, on_one_device
 

@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lce_jax import (
-    linear_logprobs,
-    local,
-)
+from lce_jax import linear_logprobs, local
 from tests import oracle
 from tests.small_call import HIDDEN, LABELS, WEIGHT
 

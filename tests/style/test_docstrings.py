@@ -14,29 +14,15 @@ import lce_jax
 import lce_torch_bridge
 import lce_torch_bridge.megatron._hooks
 import lce_torch_bridge.verl
-from lce_jax import local
 from lce_jax._options import LogprobOptions
 from lce_torch_bridge.megatron import _hooks, _output_layer
 
-DIFFERS_BETWEEN_MODULES = {
-    "hidden": "local takes flat [T, H]",
-    "weight": "local takes one shard of it",
-    "labels": "local takes flat [T], the same on every shard",
-    "where": "local takes flat [T], and leaves the statistics of the other rows undefined",
-    "vocab_size": "finish has no columns to count and must be told",
-    "entropy": "fields says which statistics the option adds",
-    "stats": "fields says which statistics the option adds",
-}
 # (function, argument): an argument of another kind under the same name.
 OTHER_MEANING = {
-    ("pack", "stats"): "the statistics themselves",
-    ("tags", "where"): "there are no results",
-    **{(name, "stats"): "the statistics themselves" for name in ("finish", "mean_logit")},
     ("linear_logits", "where"): "it moves no rows, so it saves no work",
     ("explain", "k"): "one of its arguments, which may be left out",
     ("explain", "ids"): "one of its arguments, which may be left out",
     ("linear_topk", "where"): "ids are -1 there",
-    **{(name, "temperature"): "again, that of the statistics" for name in ("merge", "finish", "mean_logit")},
     ("explain", "direction"): "it says what differs in the plan",
     ("masked_logprobs", "ids"): "a set",
     ("masked_logprobs", "labels"): "-inf outside the set",
@@ -64,9 +50,7 @@ OTHER_MEANING_IN_THE_BRIDGE = {
     ("output_processor", "labels"): "the model's own, which the context replaces",
     ("fused_output_layer", "labels"): "[b, s], as Megatron has them",
 }
-WITHOUT_RAISES = {local.fields, local.pack, local.tags, local.differences}  # they check nothing
-
-MODULES = (lce_jax, local)
+MODULES = (lce_jax,)
 FUNCTIONS = [
     getattr(module, name) for module in MODULES for name in module.__all__ if inspect.isfunction(getattr(module, name))
 ]
@@ -133,7 +117,7 @@ def options_of_the_bridge(function: Callable[..., Any]) -> set[str]:
 
 
 def test_functions_are_found() -> None:
-    assert {lce_jax.linear_logprobs, lce_jax.explain, local.statistics, local.unpack} <= set(FUNCTIONS)
+    assert {lce_jax.linear_logprobs, lce_jax.explain} <= set(FUNCTIONS)
     assert {"linear_logprobs", "init", "release", "output_processor"} <= {function.__name__ for function in BRIDGE}
 
 
@@ -141,7 +125,7 @@ def test_functions_are_found() -> None:
 def test_sections(function: Callable[..., Any]) -> None:
     signature = inspect.signature(function)
     refers = described_by(function, set()) - described_by(function, set(FUNCTIONS + BRIDGE))
-    expected = {"Example"} if function in WITHOUT_RAISES or refers else {"Raises", "Example"}
+    expected = {"Example"} if refers else {"Raises", "Example"}
     expected |= {"Args"} if signature.parameters and not refers else set()
     if signature.return_annotation != "None":
         expected |= {"Yields" if inspect.isgeneratorfunction(inspect.unwrap(function)) else "Returns"}
@@ -177,28 +161,26 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def texts_of(functions: list[Callable[..., Any]], without: dict[tuple[str, str], str]) -> dict[Any, dict[str, Any]]:
-    """By (argument, module) the texts, and by text the functions that have it."""
-    texts: dict[tuple[str, str], dict[str, list[str]]] = {}
+    """By argument the texts, and by text the functions that have it."""
+    texts: dict[str, dict[str, list[str]]] = {}
     for function in functions:
         for name, text in entries(sections(function).get("Args", "")).items():
             if name.startswith("**") or (name_of(function), name) in without:
                 continue
-            of_local = name in DIFFERS_BETWEEN_MODULES and getattr(local, function.__name__, None) is function
-            key = (name, "local" if of_local else "")
-            texts.setdefault(key, {}).setdefault(text, []).append(function.__name__)
+            texts.setdefault(name, {}).setdefault(text, []).append(function.__name__)
     return texts
 
 
 def test_the_same_argument_has_the_same_text() -> None:
     texts = texts_of(FUNCTIONS, OTHER_MEANING)
     assert {key: found for key, found in texts.items() if len(found) > 1} == {}
-    assert all((name, "") in texts and (name, "local") in texts for name in DIFFERS_BETWEEN_MODULES)
+    assert "chunk_bytes" in texts
 
 
 def test_the_same_argument_of_the_bridge_has_the_same_text() -> None:
     texts = texts_of(BRIDGE, OTHER_MEANING_IN_THE_BRIDGE)
     assert {key: found for key, found in texts.items() if len(found) > 1} == {}
-    assert all(len(texts[name, ""]) == 1 for name in ("hidden", "weight", "labels", "where", "ignore_index"))
+    assert all(len(texts[name]) == 1 for name in ("hidden", "weight", "labels", "where", "ignore_index"))
     described = {(name_of(function), name) for function in BRIDGE for name in inspect.signature(function).parameters}
     assert described >= OTHER_MEANING_IN_THE_BRIDGE.keys()
 
