@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 28_505
-PACKAGES_FILES = 201
-TESTS_LINES = 34_311
+PACKAGES_LINES = 28_210
+PACKAGES_FILES = 197
+TESTS_LINES = 34_272
 
 
 def test_size() -> None:
