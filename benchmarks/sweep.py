@@ -67,7 +67,7 @@ def sweep(kernel: str, case: Case, time: Callable[[Sequence[Tuning]], dict[Tunin
     It starts from the kernel's own tuning; each step varies a few fields of the best so far. Only timings of one
     interleaved run are compared, so a step times the best of the step before it again.
     """
-    best, seconds = sm90.KERNELS.tunings.of(case, kernel), {}
+    best, seconds = sm90.HOPPER.tunings.of(case, kernel), {}
     for step in STEPS:
         seconds = time(around(case, kernel, best, step))
         if not seconds:
@@ -89,12 +89,12 @@ def around(case: Case, kernel: str, tuning: Tuning, fields: Mapping[str, Sequenc
 @contextlib.contextmanager
 def tuned(case: Case, kernel: str, tuning: Tuning) -> Iterator[None]:
     """Within it, calls on this device kind use ``tuning``. It is read while tracing, so traces must be fresh."""
-    tunings = sm90.KERNELS.tunings
+    tunings = sm90.HOPPER.tunings
     table = {**tunings.tuned, (case.device.kind, kernel): ((0, tuning),)}
-    kernels = dataclasses.replace(sm90.KERNELS, tunings=dataclasses.replace(tunings, tuned=table))
+    generation = dataclasses.replace(sm90.HOPPER, tunings=dataclasses.replace(tunings, tuned=table))
     jax.clear_caches()
     try:
-        with _generations.using(kernels):
+        with _generations.using(generation):
             yield
     finally:
         jax.clear_caches()

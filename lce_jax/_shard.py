@@ -128,7 +128,7 @@ def _in_arithmetic_of(spec: Spec, function: Callable[..., Any], *operands: Any) 
     if spec.implementation != mosaic.NAME:
         return function(*operands)
     run, arrays = of_arrays(function, operands)
-    return mosaic.per_token(run, spec.case, *arrays)
+    return mosaic.per_token(run, *arrays)
 
 
 def of_arrays(function: Callable[..., Any], operands: Any) -> tuple[Callable[..., Any], list[Any]]:

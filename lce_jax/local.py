@@ -116,10 +116,10 @@ def _row_scale(stats: ShardStatistics, where: Any, temperature: Any, logit_softc
 def _on_device(function: Callable[..., Any], *operands: Any) -> Any:
     """``function(*operands)`` of trees of [T] and of numbers: in a kernel, where there are any for their device."""
     run, arrays = _shard.of_arrays(function, operands)
-    kernels = mosaic.on(_devices.current_device(*arrays))
-    if kernels is None or not all(x.dtype in (jnp.float32, jnp.int32) for x in arrays):
+    is_served = all(x.dtype in (jnp.float32, jnp.int32) for x in arrays)
+    if not is_served or not mosaic.serves(_devices.current_device(*arrays)):
         return run(*arrays)
-    return kernels.per_token(run, *arrays)
+    return mosaic.per_token(run, *arrays)
 
 
 def statistics(

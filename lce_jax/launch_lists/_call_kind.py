@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from lce_jax._types import Case, Device, Options
 from lce_jax.mosaic import _chunks, _generations, _partial_statistics
+from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._geometry import Geometry, geometry
-from lce_jax.mosaic._kernel_set import KernelSet
 
 THREADS = 128  # rows that every per-token array has at least
 
-SERVED = tuple(one for kernels in _generations.KERNEL_SETS for one in kernels.compute_capabilities)
+SERVED = tuple(one for generation in _generations.GENERATIONS for one in generation.compute_capabilities)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,14 +74,14 @@ class CallKind:
         )  # fmt: skip
 
     @property
-    def kernels(self) -> KernelSet:
-        """Those that serve the device; the first set where none does, and `refusal` says so."""
-        return _generations.serving(self.device) or _generations.KERNEL_SETS[0]
+    def generation(self) -> Generation:
+        """The device's; the first where no kernels serve it, and `refusal` says so."""
+        return _generations.serving(self.device) or _generations.GENERATIONS[0]
 
     @property
     def shape(self) -> Geometry:
         """The tiles."""
-        return geometry(self.case, self.kernels.tiling)
+        return geometry(self.case, self.generation.tiling)
 
     @property
     def live_columns(self) -> int | None:

@@ -18,6 +18,12 @@ from lce_jax.launch_lists._recorder import ROWS, STRIDE
 from lce_jax.mosaic import _candidates, _partial_statistics
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import Fields, PlacedCandidates
+from lce_jax.mosaic.common._candidate_tokens import (
+    candidate_logprobs,
+    candidate_terms,
+    join_candidates,
+    keep_candidates,
+)
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
 type Recording = Any  # that of `_passes`, which imports this module
@@ -30,7 +36,8 @@ def keep(recording: Recording, saved: Buffer) -> None:
     kind = recording.kind
     if kind.num_candidates:
         ids = recording.input(kind.num_tokens, kind.num_candidates, dtype=jnp.int32)
-        recording.kernels.keep_candidates(kind.case, ids, _ids(saved), recording.of_rows, _fields(recording).ids)
+        given = ids, _ids(saved), recording.of_rows, _fields(recording).ids
+        recording.host.launch(keep_candidates, kind.case, *given)
 
 
 def add_logits(recording: Recording, call: KernelCall, saved: Buffer) -> None:
@@ -53,7 +60,7 @@ def join(recording: Recording, x: Buffer | None, saved: Buffer) -> None:
     """Keeps the x of all shards."""
     if x is not None:
         fields = _fields(recording).x, recording.kind.first_statistic
-        recording.kernels.join_candidates(recording.kind.case, x, saved, recording.of_rows, *fields)
+        recording.host.launch(join_candidates, recording.kind.case, x, saved, recording.of_rows, *fields)
 
 
 def logprobs(recording: Recording, saved: Buffer) -> list[Buffer]:
@@ -61,11 +68,12 @@ def logprobs(recording: Recording, saved: Buffer) -> list[Buffer]:
     kind = recording.kind
     if not kind.num_candidates:
         return []
-    return [recording.kernels.candidate_logprobs(kind.case, saved, kind.has_temperature, recording.of_rows)]
+    given = kind.case, saved, kind.has_temperature, recording.of_rows
+    return [recording.host.launch(candidate_logprobs, *given)]
 
 
 def selecting(recording: Recording, saved: Buffer, num_columns: Any) -> tuple[list[Any], list[Any]]:
-    """For `KernelSet.select`: more numbers, and where the ids are; nothing if there are no candidates."""
+    """For `select`: more numbers, and where the ids are; nothing if there are no candidates."""
     if not recording.kind.num_candidates:
         return [], []
     return [recording.kind.start, num_columns], [_ids(saved), _fields(recording).ids]
@@ -82,7 +90,8 @@ def terms(recording: Recording, saved: Buffer, seed: Buffer | None) -> Buffer | 
     if seed is None:
         return None
     kind = recording.kind
-    return recording.kernels.candidate_terms(kind.case, saved, kind.has_temperature, seed, recording.of_rows)
+    given = kind.case, saved, kind.has_temperature, seed, recording.of_rows
+    return recording.host.launch(candidate_terms, *given)
 
 
 def placed(

@@ -30,22 +30,23 @@ from lce_jax._types import Operands
 from lce_jax.launch_lists import _candidates, _launch_list, _saved_tiles
 from lce_jax.launch_lists._call_kind import CallKind
 from lce_jax.launch_lists._launch_list import LaunchList
-from lce_jax.launch_lists._recorder import ROWS, STRIDE, RecordedKernels, Recorder
+from lce_jax.launch_lists._recorder import ROWS, STRIDE, Recorder
 from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _operands, _threshold_backward
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._operands import Prepared
+from lce_jax.mosaic.common import _hidden_rows as kernels
+from lce_jax.mosaic.common._tokens import coefficients, finish, prepare
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
 type Numbers = tuple[Buffer | None, Buffer | None]  # temperatures and floors
 
 
 class _Recording:
-    """A list that is recording: its memory, its kernels, and what is per token."""
+    """A list that is recording: its memory, its launches, and what is per token."""
 
     def __init__(self, kind: CallKind) -> None:
         self.kind, self.host = kind, Recorder()
-        self.kernels: Any = RecordedKernels(kind.kernels, self.host)
         self.shape = kind.shape
 
     def input(self, *shape: int, dtype: Any = jnp.float32) -> Any:
@@ -74,7 +75,8 @@ class _Recording:
         hidden = self.input(kind.num_tokens, kind.hidden_size, dtype=kind.copied_from or kind.dtype)
         weight = self.input(kind.num_columns, kind.hidden_size, dtype=kind.dtype)
         if kind.copied_from is not None:
-            hidden = self.kernels.rows(kind.case, hidden, self.host.numbers(ROWS))
+            count: Buffer = self.host.numbers(ROWS)
+            hidden = self.host.launch(kernels.rows, kind.case, hidden, count)
         return hidden, weight
 
     def saved(self) -> Buffer:
@@ -95,12 +97,12 @@ class _Recording:
         per_token = marked.targets, marked.scale, marked.holds_target
         prepared = Prepared(hidden, weight, *per_token, mask, columns, rows, marked.floor)
         operands = Operands(hidden, weight, marked.targets, None, rows, kind.live_columns)
-        return KernelCall(operands, prepared, kind.case, self.shape, self.kernels, self.host)
+        return KernelCall(operands, prepared, kind.case, self.shape, kind.generation, self.host)
 
     def join_all(self, call: KernelCall, groups: Buffer) -> Buffer:
         """The statistics of the whole vocabulary."""
         scale, rows = call.prepared.scale, call.prepared.num_rows
-        return _forward.join_all(self.host, self.kernels, self.kind.case, scale, rows, groups)
+        return _forward.join_all(self.host, self.kind.case, scale, rows, groups)
 
     def launch_list(self, outputs: Sequence[Buffer]) -> LaunchList:
         """The list."""
@@ -119,8 +121,8 @@ def forward(kind: CallKind, keep_cache: bool) -> LaunchList:
     _candidates.add_logits(recording, call, saved)
     joined = recording.join_all(call, groups)
     given = recording.of_rows, saved, kind.vocab_size, kind.megatron
-    results, saved = recording.kernels.finish(
-        kind.case, joined, recording.ids(saved), numbers[0], *given, None, numbers[1]
+    results, saved = recording.host.launch(
+        finish, kind.case, joined, recording.ids(saved), numbers[0], *given, None, numbers[1]
     )
     dropped, live = _saved_tiles.selected(recording, call, maxima, saved)
     results = [*results, *_candidates.logprobs(recording, saved), *dropped]
@@ -151,8 +153,8 @@ def merge(kind: CallKind, ranks: int, keep_cache: bool = False) -> LaunchList:
     x = recording.input(ranks * kind.num_candidates, gathered.shape[2]) if kind.num_candidates else None
     saved = recording.input(kind.saved_fields * kind.num_tokens)
     temperatures, floors = recording.numbers_of_tokens()
-    marked, _ = recording.kernels.prepare(
-        kind.case, recording.ids(saved), temperatures, 0, recording.of_labels, None, floors
+    marked, _ = recording.host.launch(
+        prepare, kind.case, recording.ids(saved), temperatures, 0, recording.of_labels, None, floors
     )
     call = recording.call(gathered, gathered, marked)  # without a weight
     fields = _saved_tiles.fields_of_tiles(kind, keep_cache)
@@ -160,7 +162,7 @@ def merge(kind: CallKind, ranks: int, keep_cache: bool = False) -> LaunchList:
     joined = recording.join_all(call, gathered)
     tags = gathered.view(gathered.shape, jnp.int32)
     given = recording.of_rows, saved, kind.vocab_size, kind.megatron, tags, floors
-    results, saved = recording.kernels.finish(kind.case, joined, recording.ids(saved), temperatures, *given)
+    results, saved = recording.host.launch(finish, kind.case, joined, recording.ids(saved), temperatures, *given)
     _candidates.join(recording, x, saved)
     dropped, live = _saved_tiles.selected(recording, call, maxima, saved)
     return recording.launch_list(
@@ -179,7 +181,7 @@ def _statistics(
     saved = recording.saved()
     _candidates.keep(recording, saved)
     given = temperatures, 0, recording.of_labels, recording.ids(saved), floors
-    marked, _ = recording.kernels.prepare(kind.case, labels, *given)
+    marked, _ = recording.host.launch(prepare, kind.case, labels, *given)
     call = recording.call(hidden, weight, marked)
     cached = _saved_tiles.cached_tiles(kind, keep_cache)
     cache = _cache.empty(recording.host, kind.case, recording.shape, cached) if cached else None
@@ -219,13 +221,13 @@ def backward(
     live = recording.input(*_saved_tiles.live_shape(kind), dtype=jnp.int32) if kind.gradient_threshold else None
     temperatures, floors = (saved if there else None for there in (kind.has_temperature, kind.has_floor))
     of_floors = floors, 1 + kind.has_temperature
-    marked, _ = recording.kernels.prepare(
-        case, recording.ids(saved), temperatures, 1, recording.of_labels, None, *of_floors
+    marked, _ = recording.host.launch(
+        prepare, case, recording.ids(saved), temperatures, 1, recording.of_labels, None, *of_floors
     )
     call = recording.call(hidden, weight, marked)
     terms = _candidates.terms(recording, saved, given.pop(_candidates.SEED, None))
     how = given, recording.of_rows, kind.vocab_size, terms
-    factors = recording.kernels.coefficients(case, saved, kind.has_temperature, *how)
+    factors = recording.host.launch(coefficients, case, saved, kind.has_temperature, *how)
     candidates = _candidates.placed(recording, call, factors, saved, terms)
     whole = kind.copied_from is None and dhidden_dtype == kind.dtype and _fills(recording)
     if live is None:
@@ -233,7 +235,8 @@ def backward(
     else:
         sums, dweight = _threshold_backward.walk(call, factors, candidates, live, total)
     if sums.dtype == jnp.float32:
-        sums = recording.kernels.total(case, sums, jnp.dtype(dhidden_dtype), recording.host.numbers(ROWS))
+        count: Buffer = recording.host.numbers(ROWS)
+        sums = recording.host.launch(kernels.total, case, sums, jnp.dtype(dhidden_dtype), count)
     return recording.launch_list([x for x, want in zip((sums, dweight), wanted, strict=True) if want])
 
 

@@ -1,7 +1,7 @@
 """Host code of `lce_jax.mosaic` that writes down its launches, on memory that is described and not there.
 
-What it asks for besides kernels comes from a `Recorder` in place of JAX (`lce_jax.mosaic._host`), and the kernels from
-a `RecordedKernels`. Arithmetic on what is described fails: nothing may stand between the kernels.
+What it asks for, launches too, comes from a `Recorder` in place of JAX (`lce_jax.mosaic._host`). Arithmetic on what is
+described fails: nothing may stand between the kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax.launch_lists._refusal import UnservedError
+from lce_jax.mosaic import _pallas
 
 
 class Symbol(NamedTuple):
@@ -126,6 +127,22 @@ class Recorder:
         """Where it lies."""
         return x.view(shape)
 
+    def launch[**P, R](self, kernel: Callable[P, R], *operands: P.args, **more: P.kwargs) -> R:
+        """Written down."""
+        assert not more
+        leaves, tree = jax.tree.flatten(operands)
+        arrays = [x for x in leaves if isinstance(x, Buffer)]
+        static = tuple(x.struct if isinstance(x, Buffer) else x for x in leaves)
+        traced = _traced(kernel, tree, static)
+        given = tuple(arrays[i] for i in traced.operands)
+        results = []
+        for i, x in enumerate(traced.results):
+            place = given[traced.updated[i]] if i in traced.updated else self.empty(x.shape, x.dtype)
+            results.append(place.view(x.shape, x.dtype))
+        self.launches.append(Launch(traced, given, tuple(results)))
+        found: R = jax.tree.unflatten(traced.tree, [results[i] for i in traced.returned])
+        return found
+
     def vary_like[T](self, tree: T, like: Any) -> T:
         """As it is."""
         del like
@@ -136,42 +153,13 @@ def _num_bytes(shape: Sequence[int], dtype: Any) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
-class RecordedKernels:
-    """A `lce_jax.mosaic._kernel_set.KernelSet` whose launches go to a list."""
-
-    def __init__(self, kernels: Any, recorder: Recorder) -> None:
-        self._kernels, self._recorder = kernels, recorder
-        self.tiling, self.budget = kernels.tiling, kernels.budget
-
-    def live_group(self, case: Any) -> int:
-        """No launch."""
-        return self._kernels.live_group(case)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A launch, under its name."""
-        return functools.partial(self._launch, name)
-
-    def _launch(self, name: str, *given: Any) -> Any:
-        leaves, tree = jax.tree.flatten(given)
-        arrays = [x for x in leaves if isinstance(x, Buffer)]
-        static = tuple(x.struct if isinstance(x, Buffer) else x for x in leaves)
-        kernel = _traced(self._kernels, name, tree, static)
-        operands = tuple(arrays[i] for i in kernel.operands)
-        results = []
-        for i, x in enumerate(kernel.results):
-            place = operands[kernel.updated[i]] if i in kernel.updated else self._recorder.empty(x.shape, x.dtype)
-            results.append(place.view(x.shape, x.dtype))
-        self._recorder.launches.append(Launch(kernel, operands, tuple(results)))
-        return jax.tree.unflatten(kernel.tree, [results[i] for i in kernel.returned])
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
     """One kernel for arrays of certain shapes.
 
     Attributes:
-        name: that of the launch in `lce_jax.mosaic._kernel_set.KernelSet`.
-        function: what is given the arrays and launches it.
+        name: that of the function in `lce_jax.mosaic.common` which launches it.
+        function: what is given the arrays and calls that.
         arrays: their shapes and dtypes.
         operands: which of the arrays the kernel is given, in its order.
         results: the shapes and dtypes of its results.
@@ -191,18 +179,17 @@ class Kernel:
 
 
 @functools.lru_cache(maxsize=4096)
-def _traced(kernels: Any, name: str, tree: Any, static: tuple[Any, ...]) -> Kernel:
-    """The kernel that ``kernels.name`` launches, given these static values and arrays of these shapes."""
+def _traced(launch: Callable[..., Any], tree: Any, static: tuple[Any, ...]) -> Kernel:
+    """The kernel that ``launch`` launches, given these static values and arrays of these shapes."""
     places = [i for i, x in enumerate(static) if isinstance(x, jax.ShapeDtypeStruct)]
 
     def function(*arrays: Any) -> Any:
         leaves = list(static)
         for place, array in zip(places, arrays, strict=True):
             leaves[place] = array
-        return getattr(kernels, name)(*jax.tree.unflatten(tree, leaves))
+        return launch(*jax.tree.unflatten(tree, leaves))
 
-    from lce_jax.mosaic import _pallas  # half a second, when a kernel is first asked for
-
+    name = launch.__name__
     found: list[Any] = []
 
     def noted(*arrays: Any) -> None:

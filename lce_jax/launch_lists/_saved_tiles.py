@@ -10,6 +10,8 @@ from lce_jax.launch_lists._recorder import ROWS, STRIDE, Recorder
 from lce_jax.mosaic import _cache, _threshold
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic.common import _tiles
+from lce_jax.mosaic.common._select import dropped_mass, select
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
 
@@ -25,7 +27,7 @@ def cached_tiles(kind: CallKind, keep_cache: bool) -> int:
 
 def live_shape(kind: CallKind) -> tuple[int, int]:
     """The shape of the live tiles, in int32, that a forward keeps with a threshold."""
-    return kind.kernels.live_shape(kind.case)
+    return _tiles.live_shape(kind.case)
 
 
 def cache_input(recording: Any) -> Cache:
@@ -51,7 +53,8 @@ def selected(
     case, of_tokens, field = call.case, (call.prepared.targets, call.prepared.scale), recording.kind.first_statistic
     more, ids = _candidates.selecting(recording, saved, call.prepared.num_columns)
     numbers = recording.host.numbers(ROWS, STRIDE, _threshold.always_live(call), *more)
-    live, masses = recording.kernels.select(case, maxima, *of_tokens, saved, field, numbers, *ids)
+    live, masses = recording.host.launch(select, case, maxima, *of_tokens, saved, field, numbers, *ids)
     if masses is None:
         return [], [live]
-    return [recording.kernels.dropped_mass(masses, recording.of_rows).view((case.num_tokens,))], [live]
+    dropped = recording.host.launch(dropped_mass, masses, recording.of_rows)
+    return [dropped.view((case.num_tokens,))], [live]

@@ -5,10 +5,10 @@ backward   the same tiles again, turned into dlogits one chunk of the vocabulary
 threshold  with ``gradient_threshold``, the backward visits the tiles alone that carry gradient
 cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials and the backward skips theirs
 
-The modules here are host code, the same for every generation of GPUs. The kernels of a generation are a kernel set, in
-a folder of their own: `sm90` for Hopper (compute capability 9.0). `common` is what generations share. `_generations`
-picks one by device. `_kernel_set` says what a kernel set must have, and `_pallas` is the one importer of the kernel
-language.
+The modules here are host code, the same for every generation of GPUs. `common` has the kernels, which the host code
+calls by name. A generation is a folder with a pipeline, epilogues and a tuning, which the kernels with tensor cores
+take: `sm90` for Hopper (compute capability 9.0). `_generations` picks one by device. `_pallas` is the one importer of
+the kernel language.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from lce_jax.mosaic import (
     _generations,
     _kl,
     _kl_backward,
+    _pallas,
     _plan,
     _threshold,
     _threshold_backward,
 )
-from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic._generation import Generation
+from lce_jax.mosaic.common import _per_token, _refusal
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
 
@@ -69,48 +71,44 @@ def without_kernels(case: Case) -> str | None:
 
 def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     """Tiles and bytes; what ``cache_bytes`` will keep."""
-    return _plan.plan(case, _kernels(case), NAME, around)
+    return _plan.plan(case, _generation_of(case), NAME, around)
 
 
 @_promotes_ranks
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
     """Eq. 1 of the whole shard, and the cache."""
-    return _forward.statistics(operands, case, _kernels(case), keep_cache)
+    return _forward.statistics(operands, case, _generation_of(case), keep_cache)
 
 
 @_promotes_ranks
 def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, Any]:
     """Eq. 1 of each group of tiles, and the cache."""
-    return _forward.in_parts(operands, case, _kernels(case), keep_cache)
+    return _forward.in_parts(operands, case, _generation_of(case), keep_cache)
 
 
 @_promotes_ranks
 def merged(parts: Parts, case: Case, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
     """All shards' groups joined in their order."""
-    return _forward.merged(parts, case, _kernels(case), inverse_temperature, num_rows)
+    return _forward.merged(parts, case, _generation_of(case), inverse_temperature, num_rows)
 
 
 @_promotes_ranks
-def per_token(function: Callable[..., Any], case: Case, *operands: Any) -> Any:
+def per_token(function: Callable[..., Any], *operands: Any) -> Any:
     """In a kernel."""
-    return _kernels(case).per_token(function, *operands)
+    return _per_token.per_token(function, *operands)
 
 
-def on(device: Device) -> KernelSet | None:
-    """The kernels that any call on a device gets, where this version of JAX has what they need; else None."""
-    if jax.__version_info__ < _generations.JAX_OF_THE_KERNELS:
-        return None
-    return _generations.serving(device)
+def serves(device: Device) -> bool:
+    """Whether a device has kernels, and this version of JAX what they need."""
+    return jax.__version_info__ >= _generations.JAX_OF_THE_KERNELS and _generations.serving(device) is not None
 
 
 def lowering_for(device: Device) -> contextlib.AbstractContextManager[None]:
     """Within it, kernels are lowered for a device that need not be there."""
-    kernels = _generations.serving(device)
-    if kernels is None:
+    generation = _generations.serving(device)
+    if generation is None:
         return contextlib.nullcontext()
-    from lce_jax.mosaic import _pallas
-
-    return _pallas.lowering_for(device.compute_capability or kernels.compute_capabilities[0])
+    return _pallas.lowering_for(device.compute_capability or generation.compute_capabilities[0])
 
 
 @_promotes_ranks
@@ -118,7 +116,7 @@ def selected(case: Case, cache: Any, of_rows: Normalizer, num_rows: Any) -> tupl
     """The live tiles, and the dropped mass."""
     if cache is None:
         return None, None
-    return _threshold.select(case, cache, _kernels(case), of_rows, num_rows)
+    return _threshold.select(case, cache, of_rows, num_rows)
 
 
 @_promotes_ranks
@@ -145,9 +143,9 @@ def gradients(
                 f"gradient_threshold={threshold:g}: the live tiles are known from what local.statistics(..., "
                 "keep_cache=True) keeps; give that as cache=, or leave the threshold out"
             )
-        return Primals(*_threshold_backward.gradients(operands, case, _kernels(case), rows, cache, dweight))
+        return Primals(*_threshold_backward.gradients(operands, case, _generation_of(case), rows, cache, dweight))
     allowed = (may_round_dhidden, may_overwrite_cache)
-    return Primals(*_backward.gradients(operands, case, _kernels(case), rows, cache, *allowed, dweight))
+    return Primals(*_backward.gradients(operands, case, _generation_of(case), rows, cache, *allowed, dweight))
 
 
 def kl_supports(cases: Pair[Case]) -> str | None:
@@ -156,34 +154,34 @@ def kl_supports(cases: Pair[Case]) -> str | None:
         reason = _generations.refusal(case)
         if reason is not None:
             return whose + reason
-    return _kernels(cases.student).kl_refusal(cases)
+    return _refusal.kl_refusal(cases)
 
 
 def kl_plan(plan: KLPlan, around: Surroundings = ALONE) -> Plan:
     """What `explain` says of it."""
-    return _plan.kl_plan(plan, _kernels(plan.cases.student), NAME, around)
+    return _plan.kl_plan(plan, _generation_of(plan.cases.student), NAME, around)
 
 
 @_promotes_ranks
 def kl_statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Any]:
     """`lce_jax.xla._kl.statistics`, with kernels."""
-    return _kl.statistics(plan, shard, _kernels(plan.cases.student), keep_cache)
+    return _kl.statistics(plan, shard, _generation_of(plan.cases.student), keep_cache)
 
 
 @_promotes_ranks
 def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
     """`lce_jax.xla._kl.mixture_sums`, with kernels."""
-    return _kl.mixture_sums(plan, shard, rows, _kernels(plan.cases.student))
+    return _kl.mixture_sums(plan, shard, rows, _generation_of(plan.cases.student))
 
 
 @_promotes_ranks
 def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: Any = None) -> Primals:
     """`lce_jax.xla._kl.gradients`, with kernels."""
-    return _kl_backward.gradients(plan, shard, rows, cache, _kernels(plan.cases.student))
+    return _kl_backward.gradients(plan, shard, rows, cache, _generation_of(plan.cases.student))
 
 
-def _kernels(case: Case) -> KernelSet:
-    kernels = _generations.serving(case.device)
-    if kernels is None:
+def _generation_of(case: Case) -> Generation:
+    generation = _generations.serving(case.device)
+    if generation is None:
         raise UnsupportedError(f'implementation "{NAME}": {_generations.refusal(case)}')
-    return kernels
+    return generation

@@ -18,8 +18,11 @@ from lce_jax.mosaic import _cache, _candidates, _chunks, _dhidden, _edge, _mean,
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
+from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._host import greatest, least
-from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic.common._cached_dlogits import cached_dlogits
+from lce_jax.mosaic.common._dlogits import dlogits
+from lce_jax.mosaic.common._products import update_dhidden, write_dweight
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
@@ -40,7 +43,7 @@ class Part(NamedTuple):
 def gradients(
     operands: Operands,
     case: Case,
-    kernels: KernelSet,
+    generation: Generation,
     rows: RowCoefficients,
     cache: Cache | None,
     may_round_dhidden: bool,
@@ -52,7 +55,7 @@ def gradients(
     dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it. With
     ``dweight``, a sum in fp32, the kernels add to that sum.
     """
-    call = KernelCall.prepare(operands, case, kernels)
+    call = KernelCall.prepare(operands, case, generation)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
     may_round = may_round_dhidden and rows.uniform is None
     candidates = _candidates.of_rows(call, factors, rows)
@@ -91,16 +94,16 @@ def _parts(
     call: KernelCall, factors: Float[Array, "factors Tp"], cache: Cache | None, may_overwrite_cache: bool
 ) -> list[Part]:
     """The tiles in the cache, if any, and the tiles to recompute, if any."""
-    prepared, case, kernels = call.prepared, call.case, call.kernels
+    prepared, case, launch = call.prepared, call.case, call.host.launch
     overwrites = may_overwrite_cache and _cache.can_be_overwritten(call.shape)
 
     def recomputed(span: Array, columns: int, weight: Array) -> Array:
-        return kernels.dlogits(prepared, weight, case, factors, span, columns)
+        return launch(dlogits, call.generation, prepared, weight, case, factors, span, columns)
 
     def from_cache(span: Array, columns: int, weight: Array) -> Array:
         del weight
         assert cache is not None
-        return kernels.cached_dlogits(prepared, case, factors, cache, span, columns, overwrites)
+        return launch(cached_dlogits, prepared, case, factors, cache, span, columns, overwrites)
 
     return parts_of(call, 0 if cache is None else cache.max.shape[0], from_cache, recomputed, overwrites)
 
@@ -109,7 +112,7 @@ def parts_of(call: KernelCall, cached: int, from_cache: Dlogits, recomputed: Dlo
     """The first ``cached`` tiles, one chunk if their dlogits overwrite the cache, and the others."""
 
     def chunks(start: int, stop: int) -> range:
-        return range(start, stop, _chunks.chunk_tiles(call.case, call.shape, call.kernels.budget, stop - start))
+        return range(start, stop, _chunks.chunk_tiles(call.case, call.shape, call.generation.budget, stop - start))
 
     parts = []
     if cached:
@@ -123,7 +126,8 @@ def walk_chunks(
     call: KernelCall, part: Part, candidates: PlacedCandidates | None, carry: Carry, follows: bool, adds_dweight: bool
 ) -> Carry:
     """Adds a part's gradients (or writes them), a chunk at a time; ``follows``: the sums hold those of another part."""
-    prepared, case, shape, kernels = call.prepared, call.case, call.shape, call.kernels
+    prepared, case, shape, generation = call.prepared, call.case, call.shape, call.generation
+    launch = call.host.launch
     contracted = _edge.contracted_columns(call)
     most = part.chunks.step
 
@@ -139,11 +143,11 @@ def walk_chunks(
         weight = prepared.weight if in_place else _edge.columns_from(call, column, most * shape.tile)
         d = part.dlogits(span, most * shape.tile, weight)
         d = _candidates.put(call, candidates, d, column, column + num_tiles * shape.tile)
-        sums = kernels.update_dhidden(sums, d, weight, case, span)
+        sums = launch(update_dhidden, generation, sums, d, weight, case, span)
         if in_place:
-            return sums, kernels.write_dweight(dweight, d, prepared.hidden, case, span, adds_dweight)
+            return sums, launch(write_dweight, generation, dweight, d, prepared.hidden, case, span, adds_dweight)
         copy = call.host.vary_like(call.host.empty(weight.shape, dweight.dtype), carry)
-        copy = kernels.write_dweight(copy, d, prepared.hidden, case, span)
+        copy = launch(write_dweight, generation, copy, d, prepared.hidden, case, span)
         return sums, _edge.put_columns(call, dweight, copy, column, num_tiles * shape.tile, adds_dweight)
 
     return call.host.loop(part.chunks, step, carry)

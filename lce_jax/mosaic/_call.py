@@ -1,4 +1,4 @@
-"""One call on its way through the kernels: its operands, as given and prepared, and the kernel set that serves it."""
+"""One call on its way through the kernels: its operands, as given and prepared, and the generation that serves it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from lce_jax._types import Case, Operands
 from lce_jax.mosaic import _operands
+from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._geometry import Geometry, geometry
 from lce_jax.mosaic._host import TRACED, Host
-from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._span import Span
 
@@ -20,7 +20,7 @@ class KernelCall(NamedTuple):
     prepared: Prepared
     case: Case
     shape: Geometry
-    kernels: KernelSet
+    generation: Generation
     host: Host = TRACED
 
     def span(self, **fields: Any) -> Any:
@@ -28,7 +28,7 @@ class KernelCall(NamedTuple):
         return self.host.numbers(*Span(self.prepared.num_rows, self.prepared.num_columns, **fields))
 
     @classmethod
-    def prepare(cls, operands: Operands, case: Case, kernels: KernelSet) -> KernelCall:
-        """The call of ``operands``, padded and marked for ``kernels``."""
-        shape = geometry(case, kernels.tiling)
-        return cls(operands, _operands.prepare(operands, case, shape), case, shape, kernels)
+    def prepare(cls, operands: Operands, case: Case, generation: Generation) -> KernelCall:
+        """The call of ``operands``, padded and marked."""
+        shape = geometry(case, generation.tiling)
+        return cls(operands, _operands.prepare(operands, case, shape), case, shape, generation)

@@ -15,6 +15,8 @@ from lce_jax._types import RowCoefficients
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._host import least
 from lce_jax.mosaic._live_tiles import Batches, Worklist
+from lce_jax.mosaic.common._candidates import candidate_logits, candidate_values, gathers
+from lce_jax.mosaic.common._put_candidates import put_candidates, put_live_candidates
 from lce_jax.xla import _logits
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def unscaled(call: KernelCall) -> Float[Array, "T K"] | None:
     candidates, fields = call.operands.candidates, Fields.of(call)
     if candidates is None:
         return None
-    if not call.kernels.gathers(call.case):
+    if not gathers(call.case):
         return _logits.unscaled_candidates(call.operands, call.case)
     memory = call.host.empty((candidates.shape[1] * fields.stride,), jnp.float32)
     x = logits(call, flat(call, candidates), memory, fields, fields.stride)
@@ -65,7 +67,7 @@ def logits(
     numbers = call.host.numbers(prepared.num_rows, fields.stride, x_stride, fields.start, prepared.num_columns)
     memory = call.host.vary_like(x, (prepared, ids))
     first = fields.ids, fields.x
-    return call.kernels.candidate_logits(call.case, prepared.hidden, prepared.weight, ids, memory, numbers, first)
+    return call.host.launch(candidate_logits, call.case, prepared.hidden, prepared.weight, ids, memory, numbers, first)
 
 
 @jax.named_scope("candidates")
@@ -91,7 +93,7 @@ def placed(
     numbers = call.host.numbers(fields.rows, fields.stride, fields.start)
     per_token = prepared.targets, prepared.scale, factors
     first = fields.ids, fields.x
-    values = call.kernels.candidate_values(call.case, ids, x, terms, *per_token, numbers, first)
+    values = call.host.launch(candidate_values, call.case, ids, x, terms, *per_token, numbers, first)
     return PlacedCandidates(ids, values, fields)
 
 
@@ -107,7 +109,8 @@ def put(
         return dlogits
     fields, end = candidates.fields, least(stop, call.prepared.num_columns)
     numbers = call.host.numbers(call.prepared.num_rows, fields.stride, fields.start, column, end)
-    return call.kernels.put_candidates(call.case, dlogits, candidates.ids, candidates.values, numbers, fields.ids)
+    given = dlogits, candidates.ids, candidates.values
+    return call.host.launch(put_candidates, call.case, *given, numbers, fields.ids)
 
 
 @jax.named_scope("candidates")
@@ -122,9 +125,10 @@ def put_live(
     """The same of a batch of live tiles."""
     if candidates is None:
         return dlogits
-    (ids, values, fields), put = candidates, call.kernels.put_live_candidates
+    ids, values, fields = candidates
     numbers = call.host.numbers(call.prepared.num_rows, fields.stride, fields.start)
-    return put(call.case, dlogits, ids, values, work, batches, batch, numbers, fields.ids)
+    given = dlogits, ids, values, work, batches, batch
+    return call.host.launch(put_live_candidates, call.case, *given, numbers, fields.ids)
 
 
 def flat(call: KernelCall, per_candidate: Array) -> Array:

@@ -20,6 +20,9 @@ from lce_jax.mosaic import _candidates
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._host import least
+from lce_jax.mosaic.common._dlogits import dlogits
+from lce_jax.mosaic.common._hidden_rows import copy
+from lce_jax.mosaic.common._products import update_dhidden as add_product
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -61,7 +64,7 @@ def weight(call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
         return columns_from(call, column, shape.tile)
     rows, width = case.vocab_size // shape.atom, shape.atom * case.hidden_size
     numbers = call.host.numbers(column // shape.atom, call.prepared.num_columns - column)
-    copied = call.kernels.copy(case, call.host.reshape(call.prepared.weight, (rows, width)), numbers)
+    copied = call.host.launch(copy, case, call.host.reshape(call.prepared.weight, (rows, width)), numbers)
     return call.host.reshape(copied, (shape.tile, case.hidden_size))
 
 
@@ -96,6 +99,6 @@ def update_dhidden(
     column, copied = tile * call.shape.tile, weight(call, tile)
     depth = call.prepared.num_columns - column
     span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
-    d = call.kernels.dlogits(call.prepared, copied, call.case, factors, span, call.shape.tile)
+    d = call.host.launch(dlogits, call.generation, call.prepared, copied, call.case, factors, span, call.shape.tile)
     d = _candidates.put(call, candidates, d, column, column + depth)
-    return call.kernels.update_dhidden(sums, d, copied, call.case, span)
+    return call.host.launch(add_product, call.generation, sums, d, copied, call.case, span)

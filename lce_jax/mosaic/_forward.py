@@ -19,33 +19,36 @@ from lce_jax.mosaic import _cache, _candidates, _chunks, _edge, _mean, _operands
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._chunks import GROUP, Piece
+from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._host import TRACED, Host, greatest, least
-from lce_jax.mosaic._kernel_set import KernelSet, Parted
 from lce_jax.mosaic._threshold import TileStatistics
+from lce_jax.mosaic.common import _statistics as kernels
+from lce_jax.mosaic.common._join import join, join_keeping
+from lce_jax.mosaic.common._parts import Parted
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
 
 def statistics(
-    operands: Operands, case: Case, kernels: KernelSet, keep_cache: bool
+    operands: Operands, case: Case, generation: Generation, keep_cache: bool
 ) -> tuple[ShardStatistics, Cache | TileStatistics | None]:
     """Eq. 1 of the whole shard, and as many tiles' exponentials as fit ``cache_bytes``.
 
     With a ``gradient_threshold``, what tells which tiles carry gradient instead.
     """
-    parts, kept = in_parts(operands, case, kernels, keep_cache)
+    parts, kept = in_parts(operands, case, generation, keep_cache)
     return merged(
-        jax.tree.map(lambda x: x[None], parts), case, kernels, operands.inverse_temperature, operands.num_rows
+        jax.tree.map(lambda x: x[None], parts), case, generation, operands.inverse_temperature, operands.num_rows
     ), kept
 
 
 def in_parts(
-    operands: Operands, case: Case, kernels: KernelSet, keep_cache: bool
+    operands: Operands, case: Case, generation: Generation, keep_cache: bool
 ) -> tuple[Parts, Cache | TileStatistics | None]:
     """The same of each group of tiles, in base 2, beside what no kernel computes of each column."""
-    call = KernelCall.prepare(operands, case, kernels)
+    call = KernelCall.prepare(operands, case, generation)
     num_tiles = num_live_tiles(call)
     cached = min(_cache.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
     cache = _cache.empty(call.host, case, call.shape, cached) if cached else None
@@ -56,17 +59,17 @@ def in_parts(
 
 
 def merged(
-    parts: Parts, case: Case, kernels: KernelSet, inverse_temperature: Float[Array, "T"] | None, num_rows: Any
+    parts: Parts, case: Case, generation: Generation, inverse_temperature: Float[Array, "T"] | None, num_rows: Any
 ) -> ShardStatistics:
     """Eq. 1 of all shards whose `in_parts` are stacked, joined in the order of the groups.
 
     So where shards are whole groups, it has the same bits over any number of shards.
     """
-    shape = geometry(case, kernels.tiling)
+    shape = geometry(case, generation.tiling)
     scale = _operands.scale_in_base_2(inverse_temperature, case, shape)
     num_rows = _operands.num_live_rows(num_rows, shape)
     groups = parts.groups.reshape(-1, *parts.groups.shape[2:])
-    found = join_all(TRACED, kernels, case, scale, num_rows, groups)[0]
+    found = join_all(TRACED, case, scale, num_rows, groups)[0]
     total, candidates = parts.beside.total, parts.beside.candidates
     return _partial_statistics.unstacked(case, found)._replace(
         total=None if total is None else jnp.sum(total, axis=0),
@@ -97,8 +100,8 @@ def joined(
     The first ``num_tiles`` tiles are visited; the others are padding. The groups have room for ``more_fields``. Also
     the first ``kept_fields`` of each tile, whole groups of tiles.
     """
-    case, shape, kernels, host = call.case, call.shape, call.kernels, call.host
-    most, per_launch = (of(case, shape, kernels.budget) for of in (_chunks.launch_tiles, _chunks.launch_groups))
+    case, shape, host = call.case, call.shape, call.host
+    most, per_launch = (of(case, shape, call.generation.budget) for of in (_chunks.launch_tiles, _chunks.launch_groups))
     groups_of_launches = range(0, _chunks.num_groups(shape), per_launch)
     parted = Parted(per_launch, shape.part_tiles) if shape.has_parts else None
 
@@ -114,9 +117,9 @@ def joined(
             given = call.prepared.scale, parts, groups, case, GROUP
             numbers = host.numbers(call.prepared.num_rows, last - first, group)
             if maxima is None:
-                groups = kernels.join(*given, numbers, False, parted)
+                groups = host.launch(join, *given, numbers, False, parted)
             else:
-                groups, maxima = kernels.join_keeping(*given, numbers, maxima)
+                groups, maxima = host.launch(join_keeping, *given, numbers, maxima)
         return cache, groups, maxima
 
     maxima = host.empty(maxima_shape(call, kept_fields), jnp.float32) if kept_fields else None
@@ -127,14 +130,13 @@ def joined(
 
 def maxima_shape(call: KernelCall, kept_fields: int) -> tuple[int, int, int]:
     """What `joined` keeps of each tile: [tiles, fields, Tp]."""
-    most = _chunks.launch_groups(call.case, call.shape, call.kernels.budget)
+    most = _chunks.launch_groups(call.case, call.shape, call.generation.budget)
     launches = -(-_chunks.num_groups(call.shape) // most)
     return launches * most * GROUP, kept_fields, call.shape.padded_tokens
 
 
 def join_all(
     host: Host,
-    kernels: KernelSet,
     case: Case,
     scale: Float[Array, "Tp"],
     num_rows: Any,
@@ -145,7 +147,7 @@ def join_all(
     joined = host.empty((1, len(_partial_statistics.names(case.options)), groups.shape[2]), groups.dtype)
     joined = host.vary_like(joined, (groups, scale))
     with jax.named_scope("join_tiles"):
-        return kernels.join(scale, groups, joined, case, -(-len(groups) // GROUP) * GROUP, numbers, True)
+        return host.launch(join, scale, groups, joined, case, -(-len(groups) // GROUP) * GROUP, numbers, True)
 
 
 def _window(
@@ -166,7 +168,8 @@ def _window(
         offset = 0 if copied else shape.column(begin)
         span = call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
         source = _edge.weight(call, start) if copied else weight
-        parts, kept = call.kernels.statistics(call.prepared, source, case, span, parts, cache if keeps else None)
+        given = call.generation, call.prepared, source, case, span, parts, cache if keeps else None
+        parts, kept = call.host.launch(kernels.statistics, *given)
         cache = kept if keeps else cache
     return parts, cache
 

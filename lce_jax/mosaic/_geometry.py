@@ -1,4 +1,4 @@
-"""How a call is cut into the tiles of a kernel set: padded tokens, row blocks, vocabulary tiles, what is left over."""
+"""How a call is cut into tiles: padded tokens, row blocks, vocabulary tiles, what is left over."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lce_jax._types import Case
 
 
 class Tiling(NamedTuple):
-    """The tile sizes of a kernel set."""
+    """The tile sizes of a generation."""
 
     row_block: int  # tokens of a tile of logits
     tile: int  # vocabulary columns of a tile of logits

@@ -38,6 +38,9 @@ class Host(Protocol):
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
         """``x`` in another shape, where it lies."""
 
+    def launch[**P, R](self, kernel: Callable[P, R], *operands: P.args, **more: P.kwargs) -> R:
+        """``kernel(*operands)``, a function of `lce_jax.mosaic.common` that launches one kernel."""
+
     def vary_like[T](self, tree: T, like: Any) -> T:
         """``tree`` with the type that a loop's carry needs, where it is to hold what is computed from ``like``."""
 
@@ -66,6 +69,10 @@ class Traced:
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
         """The same memory."""
         return x.reshape(tuple(shape))
+
+    def launch[**P, R](self, kernel: Callable[P, R], *operands: P.args, **more: P.kwargs) -> R:
+        """A kernel of the program."""
+        return kernel(*operands, **more)
 
     def vary_like[T](self, tree: T, like: Any) -> T:
         """Varying over as many manual axes."""

@@ -25,11 +25,13 @@ from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _chunks, _mixture
 from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic._chunks import Budget
+from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._host import least
-from lce_jax.mosaic._kernel_set import KernelSet
-from lce_jax.mosaic._kl_kernel_set import KLCache, KLHead, KLOperands
+from lce_jax.mosaic._kl_operands import KLCache, KLHead, KLOperands
 from lce_jax.mosaic._operands import LOG2E
+from lce_jax.mosaic.common._kl import kl_mixture_sums, kl_statistics
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
 
@@ -47,7 +49,7 @@ class Calls(NamedTuple):
     heads: Pair[KernelCall]
 
     @classmethod
-    def prepare(cls, plan: KLPlan, shard: Shard, kernels: KernelSet) -> Calls:
+    def prepare(cls, plan: KLPlan, shard: Shard, generation: Generation) -> Calls:
         """The call of each head, padded and marked. Both have the columns that both have."""
         columns: Any = shard.num_columns
         if columns is None and plan.columns < max(head.weight.shape[0] for head in shard.heads):
@@ -58,7 +60,7 @@ class Calls(NamedTuple):
             case = dataclasses.replace(case, num_tokens=tokens.hidden.shape[0], vocab_size=weight.shape[0])
             targets = jnp.full((case.num_tokens,), -1, jnp.int32)
             given = Operands(tokens.hidden, weight, targets, tokens.inverse_temperature, shard.num_rows, columns)
-            return KernelCall.prepare(given, case, kernels)
+            return KernelCall.prepare(given, case, generation)
 
         return cls(plan, Pair(*(call(case, i) for i, case in enumerate(plan.cases))))
 
@@ -93,14 +95,16 @@ class Calls(NamedTuple):
         return Pair(student.prepared.weight, teacher.prepared.weight)
 
 
-def statistics(plan: KLPlan, shard: Shard, kernels: KernelSet, keep_cache: bool) -> tuple[KLStatistics, KLCache | None]:
+def statistics(
+    plan: KLPlan, shard: Shard, generation: Generation, keep_cache: bool
+) -> tuple[KLStatistics, KLCache | None]:
     """Eqs. 1 and 6 of the whole shard, [T] each, and what ``cache_bytes`` hold of the first tiles."""
-    calls = Calls.prepare(plan, shard, kernels)
+    calls = Calls.prepare(plan, shard, generation)
     call, operands = calls.student, calls.operands(calls.weights)
     cached = num_cached_tiles(plan, call.shape) if keep_cache else 0
 
     def launch(span: Array, parts: Array, cache: KLCache | None) -> tuple[Array, KLCache | None]:
-        return kernels.kl_statistics(calls.cases, operands, span, parts, cache, plan.direction)
+        return call.host.launch(kl_statistics, generation, calls.cases, operands, span, parts, cache, plan.direction)
 
     def join(running: KLStatistics | None, parts: Array, count: Any) -> KLStatistics:
         own = _kl.merge(_of_tiles(parts, count), calls.scales)
@@ -110,7 +114,7 @@ def statistics(plan: KLPlan, shard: Shard, kernels: KernelSet, keep_cache: bool)
 
     start = _kl.no_columns(call.case.num_tokens, jnp.float32)
     kept = _empty_cache(call, plan, cached) if cached else None
-    found, cache = _over_tiles(calls, shard, kernels, FIELDS, launch, join, start, kept)
+    found, cache = _over_tiles(calls, shard, FIELDS, launch, join, start, kept)
     max_p, max_q, at_p = (jnp.where(found.sum_p == 0.0, MASKED, x) for x in found.references)
     return found._replace(max_p=max_p, max_q=max_q, at_p=at_p), cache
 
@@ -132,14 +136,14 @@ def _empty_cache(call: KernelCall, plan: KLPlan, num_tiles: int) -> KLCache:
     return KLCache(e, ratio, call.host.empty(references, jnp.float32))
 
 
-def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, kernels: KernelSet) -> MixtureSums:
+def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, generation: Generation) -> MixtureSums:
     """Eq. 9 of the whole shard, [T] each."""
-    calls = Calls.prepare(plan, shard, kernels)
+    calls = Calls.prepare(plan, shard, generation)
     call, operands = calls.student, calls.operands(calls.weights)
     factors = _mixture.factors(rows, call.shape.padded_tokens)
 
     def launch(span: Array, parts: Array, cache: None) -> tuple[Array, None]:
-        return kernels.kl_mixture_sums(calls.cases, operands, factors, span, parts), cache
+        return call.host.launch(kl_mixture_sums, generation, calls.cases, operands, factors, span, parts), cache
 
     def join(running: Array | None, parts: Array, count: Any) -> Array:
         parts = parts if count is None else jnp.where(_there(parts, count)[..., None], parts, 0.0)
@@ -147,14 +151,13 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, kernels: KernelSet) 
         return own if running is None else running + own
 
     zeros = jnp.zeros((len(MixtureSums._fields), call.case.num_tokens), jnp.float32)
-    found, _ = _over_tiles(calls, (shard, rows), kernels, len(MixtureSums._fields), launch, join, zeros, None)
+    found, _ = _over_tiles(calls, (shard, rows), len(MixtureSums._fields), launch, join, zeros, None)
     return MixtureSums(*(found * (1.0 / LOG2E)))
 
 
 def _over_tiles[S](
     calls: Calls,
     given: Any,
-    kernels: KernelSet,
     fields: int,
     launch: Callable[[Array, Array, Any], tuple[Array, Any]],
     join: Callable[[S | None, Array, Any], S],
@@ -167,7 +170,8 @@ def _over_tiles[S](
     The first tiles are launched with the cache that keeps them.
     """
     call = calls.student
-    num_tiles, most = call.shape.tiles_of(calls.plan.columns), launch_tiles(call.shape, kernels, calls.plan.columns)
+    num_tiles = call.shape.tiles_of(calls.plan.columns)
+    most = launch_tiles(call.shape, call.generation.budget, calls.plan.columns)
     cached = 0 if cache is None else cache.references.shape[0]
 
     pieces = [piece for piece in ((0, cached, True), (cached, num_tiles, False)) if piece[0] < piece[1]]
@@ -189,10 +193,10 @@ def _over_tiles[S](
     return call.host.loop(range(0, num_tiles, most), window, _jax.vary_like((start, cache), given))
 
 
-def launch_tiles(shape: Geometry, kernels: KernelSet, columns: int) -> int:
+def launch_tiles(shape: Geometry, budget: Budget, columns: int) -> int:
     """Vocabulary tiles whose partial statistics exist at a time: within the budget, even launches."""
     num_tiles = shape.tiles_of(columns)
-    most = max(kernels.budget.statistics_bytes // (4 * MERGED * shape.padded_tokens), 1)
+    most = max(budget.statistics_bytes // (4 * MERGED * shape.padded_tokens), 1)
     return -(-num_tiles // -(-num_tiles // most))
 
 

@@ -17,11 +17,14 @@ from lce_jax.mathematics._kl import Direction, KLCoefficients, Pair
 from lce_jax.mathematics._kl_mixture import MixtureCoefficients
 from lce_jax.mosaic import _dhidden, _edge, _mixture
 from lce_jax.mosaic._backward import Carry, parts_of, walk_chunks
+from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._host import least
-from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._kl import Calls
-from lce_jax.mosaic._kl_kernel_set import KLCache
+from lce_jax.mosaic._kl_operands import KLCache
 from lce_jax.mosaic._operands import LOG2E
+from lce_jax.mosaic.common._cached_kl_dlogits import cached_kl_dlogits
+from lce_jax.mosaic.common._kl import kl_dlogits
+from lce_jax.mosaic.common._products import update_dhidden
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
 
@@ -34,12 +37,12 @@ def gradients(
     shard: Shard,
     rows: KLCoefficients | MixtureCoefficients,
     cache: KLCache | None,
-    kernels: KernelSet,
+    generation: Generation,
 ) -> Primals:
     """The student's part of dhidden, in float32, and its dweight in the weight's dtype."""
-    calls = Calls.prepare(plan, shard, kernels)
+    calls = Calls.prepare(plan, shard, generation)
     call, shape = calls.student, calls.student.shape
-    gradient = Gradient(calls, kernels, _factors(rows, shape.padded_tokens, plan.direction), cache)
+    gradient = Gradient(calls, _factors(rows, shape.padded_tokens, plan.direction), cache)
     carry: Carry = (
         _dhidden.empty_sums(call.host, call.case, shape, rounds=False),
         call.host.empty(call.prepared.weight.shape, call.case.dtype),
@@ -58,7 +61,6 @@ class Gradient(NamedTuple):
     """What makes a tile's dlogits."""
 
     calls: Calls
-    kernels: KernelSet
     factors: Float[Array, "fields Tp"]  # the coefficients as the kernels take them
     cache: KLCache | None
 
@@ -69,14 +71,16 @@ class Gradient(NamedTuple):
     def of_weights(self, span: Array, columns: int, weights: Pair[Array]) -> Float[Array, "Tp columns"]:
         """Of the span's tiles, whose weights may lie elsewhere."""
         calls, operands = self.calls, self.calls.operands(weights)
-        return self.kernels.kl_dlogits(calls.cases, operands, self.factors, span, columns, calls.plan.direction)
+        given = calls.cases, operands, self.factors, span, columns, calls.plan.direction
+        return calls.student.host.launch(kl_dlogits, calls.student.generation, *given)
 
     def from_cache(self, span: Array, columns: int, _: Array) -> Float[Array, "Tp columns"]:
         """Of tiles that are kept, in the place of their exponentials."""
         assert self.cache is not None
         calls, given = self.calls, (self.factors, self.cache, span, columns)
         operands = calls.operands(calls.weights)
-        return self.kernels.cached_kl_dlogits(calls.cases, operands, *given, calls.plan.direction)
+        launch = calls.student.host.launch
+        return launch(cached_kl_dlogits, calls.cases, operands, *given, calls.plan.direction)
 
 
 def _factors(
@@ -101,4 +105,4 @@ def _update_dhidden_at_the_edge(gradient: Gradient, sums: Array) -> Array:
     depth = call.prepared.num_columns - column
     span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
     d = gradient.of_weights(span, call.shape.tile, copied)
-    return call.kernels.update_dhidden(sums, d, copied.student, call.case, span)
+    return call.host.launch(update_dhidden, call.generation, sums, d, copied.student, call.case, span)

@@ -1,27 +1,35 @@
 """The kernel language, Pallas on Mosaic GPU: the one importer of its names, public and private (JAX 0.11.2, 0.12.0).
 
-Importing it takes half a second, which only programs with a kernel should pay: a kernel set imports it when a kernel is
-first asked for.
+Importing it takes half a second, which only programs with a kernel should pay, and JAX before 0.11.2 lacks some of it.
+So `pl` and `plgpu` import it when one of their names is first used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import config
-from jax._src.pallas import mpmd
-from jax.experimental import pallas
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu
 
 from lce_jax import _jax
 
-pl: Any = pallas
-plgpu: Any = mosaic_gpu  # its types leave out names that it exports
+
+class Language:
+    """A module of the kernel language."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        """A name of it, which the first use imports."""
+        return getattr(importlib.import_module(self._name), name)
+
+
+pl: Any = Language("jax.experimental.pallas")
+plgpu: Any = Language("jax.experimental.pallas.mosaic_gpu")
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
 _notes: contextvars.ContextVar[list[Note] | None] = contextvars.ContextVar("notes", default=None)
@@ -54,6 +62,7 @@ def lowering_for(compute_capability: str) -> Iterator[None]:
 
     JAX asks its default device, and takes 9.0 where that is no GPU. All threads are affected.
     """
+    utils: Any = importlib.import_module("jax.experimental.mosaic.gpu.utils")
     found = utils._infer_arch
     major, minor = map(int, compute_capability.split("."))
     utils._infer_arch = lambda: (major, minor)
@@ -116,6 +125,8 @@ def _updating_kernel(
     **mesh: Any,
 ) -> Callable[..., Any]:
     """``plgpu.kernel`` with operands that are updated in place, which it has no argument for (0.11.2, 0.12.0)."""
+    from jax._src import config
+    from jax._src.pallas import mpmd
 
     def run(*operands: Any) -> Any:
         with config._check_vma(False):

@@ -8,24 +8,25 @@ from typing import NamedTuple
 from lce_jax._plans import OVERWRITES, Plan, Surroundings, cache_notes, candidate_notes, format_bytes
 from lce_jax._types import Case
 from lce_jax.mosaic import _cache, _chunks, _dhidden, _kl, _partial_statistics
+from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._geometry import Geometry, geometry
-from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic.common._tiles import live_shape
 from lce_jax.xla._kl import KLPlan
 
 
-def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Plan:
+def plan(case: Case, generation: Generation, name: str, around: Surroundings) -> Plan:
     """Tiles and bytes of ``case``."""
-    shape = geometry(case, kernels.tiling)
-    of_gradients = geometry(case.without_parts, kernels.tiling)
-    backward = _backward(case, of_gradients, kernels, around)
+    shape = geometry(case, generation.tiling)
+    of_gradients = geometry(case.without_parts, generation.tiling)
+    backward = _backward(case, of_gradients, generation, around)
     copied = _copied_bytes(case, shape, around)
     groups = _chunks.num_groups(shape)
     gathered = groups * around.shards if around.shards > 1 else 0
-    arrays = _chunks.launch_tiles(case, shape, kernels.budget) + groups + gathered
+    arrays = _chunks.launch_tiles(case, shape, generation.budget) + groups + gathered
     statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, arrays))
     live = case.options.gradient_threshold > 0
     maxima = (1 + case.options.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if live else 0
-    mask = 4 * math.prod(kernels.live_shape(case)) if live else 0
+    mask = 4 * math.prod(live_shape(case)) if live else 0
     cached = _cache.num_cached_tiles(case, shape)
     return Plan(
         implementation=name,
@@ -34,7 +35,7 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
         tiles={
             "tokens": shape.row_block,
             "vocabulary": shape.tile,
-            **kernels.tile_sizes(case),
+            **_tile_sizes(case, generation),
             "backward chunk": backward.columns,
         },
         forward_bytes=statistics + maxima + copied + case.candidate_bytes,
@@ -47,15 +48,15 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
     )
 
 
-def kl_plan(kl: KLPlan, kernels: KernelSet, name: str, around: Surroundings) -> Plan:
+def kl_plan(kl: KLPlan, generation: Generation, name: str, around: Surroundings) -> Plan:
     """Tiles and bytes of `lce_jax.linear_kl` on one device."""
     student, teacher = kl.cases
-    shape = geometry(student, kernels.tiling)
-    copied = [_copied_bytes(case, geometry(case, kernels.tiling), around) for case in kl.cases]
+    shape = geometry(student, generation.tiling)
+    copied = [_copied_bytes(case, geometry(case, generation.tiling), around) for case in kl.cases]
     cached, tiles = _kl.num_cached_tiles(kl, shape), shape.tiles_of(kl.columns)
     left = shape.num_tiles - cached
-    chunk = _chunks.chunk_tiles(student, shape, kernels.budget, left) * shape.tile if left else 0
-    statistics = 4 * shape.padded_tokens * _kl.FIELDS * _kl.launch_tiles(shape, kernels, kl.columns)
+    chunk = _chunks.chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
+    statistics = 4 * shape.padded_tokens * _kl.FIELDS * _kl.launch_tiles(shape, generation.budget, kl.columns)
     sums = 4 * math.prod(_dhidden.sums_shape(student, shape))
     return Plan(
         implementation=name,
@@ -64,7 +65,7 @@ def kl_plan(kl: KLPlan, kernels: KernelSet, name: str, around: Surroundings) -> 
         tiles={
             "tokens": shape.row_block,
             "vocabulary": shape.tile,
-            **kernels.kl_tile_sizes(kl.cases),
+            **_kl_tile_sizes(student, generation),
             "backward chunk": max(chunk, cached * shape.tile),
         },
         forward_bytes=statistics + sum(copied),
@@ -81,20 +82,37 @@ def kl_plan(kl: KLPlan, kernels: KernelSet, name: str, around: Surroundings) -> 
     )
 
 
+def _tile_sizes(case: Case, generation: Generation) -> dict[str, int]:
+    """Of the two kernels that contract H."""
+    forward, backward = (generation.tunings.of(case, kernel) for kernel in ("forward", "dlogits"))
+    return {
+        "hidden forward": forward.tile_k,
+        "stages forward": forward.stages,
+        "hidden backward": backward.tile_k,
+        "stages backward": backward.stages,
+    }
+
+
+def _kl_tile_sizes(student: Case, generation: Generation) -> dict[str, int]:
+    """Of both kernels that see two heads."""
+    forward, backward = (generation.tunings.of(student, f"kl_{kernel}") for kernel in ("statistics", "dlogits"))
+    return {"hidden": forward.tile_k, "stages forward": forward.stages, "stages backward": backward.stages}
+
+
 class _Backward(NamedTuple):
     columns: int  # of the largest chunk of dlogits
     num_bytes: int  # of it, unless it lies where the cache was, of what it is copied from and to, and of dhidden
 
 
-def _backward(case: Case, shape: Geometry, kernels: KernelSet, around: Surroundings) -> _Backward:
+def _backward(case: Case, shape: Geometry, generation: Generation, around: Surroundings) -> _Backward:
     item = case.dtype.itemsize
     sums = 4 * math.prod(_dhidden.sums_shape(case, shape))
     cached = _cache.num_cached_tiles(case, shape)
     overwritten = cached if _cache.can_be_overwritten(shape) else 0
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
-    columns = max((_chunks.chunk_tiles(case, shape, kernels.budget, part) for part in parts), default=0) * shape.tile
+    columns = max((_chunks.chunk_tiles(case, shape, generation.budget, part) for part in parts), default=0) * shape.tile
     if case.options.gradient_threshold:
-        slots = _chunks.live_slots(case, shape, kernels.budget, kernels.live_group(case))
+        slots = _chunks.live_slots(case, shape, generation.budget, generation.tunings.of(case, "dlogits").cluster)
         lists = 5 * 4 * shape.num_tiles * shape.row_blocks
         return _Backward(columns, slots * shape.row_block * shape.tile * item + lists + sums)
     if overwritten == shape.num_tiles and _writes_dhidden_once(case, shape, around):

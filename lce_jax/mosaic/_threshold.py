@@ -17,7 +17,7 @@ from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _candidates, _edge, _operands
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._host import TRACED
-from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic.common import _select as kernels
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -50,7 +50,7 @@ def always_live(call: KernelCall) -> Int[Array, ""] | int:
 
 
 def select(
-    case: Case, tiles: TileStatistics, kernels: KernelSet, of_rows: Normalizer, num_rows: Any
+    case: Case, tiles: TileStatistics, of_rows: Normalizer, num_rows: Any
 ) -> tuple[Int[Array, "tiles blocks"], Float[Array, "T"] | None]:
     """The live tiles, and the probability of each token in the others, 0 after the first ``num_rows``; None: all.
 

@@ -17,8 +17,12 @@ from lce_jax._types import Case, Operands, RowCoefficients
 from lce_jax.mosaic import _candidates, _chunks, _dhidden, _edge, _mean, _operands
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
-from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._live_tiles import Batches, Sizes, Worklist
+from lce_jax.mosaic.common import _worklists as kernels
+from lce_jax.mosaic.common._dlogits import live_dlogits
+from lce_jax.mosaic.common._hidden_rows import zeros
+from lce_jax.mosaic.common._live_products import update_live_dhidden, write_live_dweight
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
 def gradients(
     operands: Operands,
     case: Case,
-    kernels: KernelSet,
+    generation: Generation,
     rows: RowCoefficients,
     live: Int[Array, "tiles blocks"],
     dweight: Float[Array, "V H"] | None,
@@ -36,7 +40,7 @@ def gradients(
 
     dweight is in the weight's dtype, or added to the fp32 sum ``dweight``.
     """
-    call = KernelCall.prepare(operands, case, kernels)
+    call = KernelCall.prepare(operands, case, generation)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
     sums, total = walk(call, factors, _candidates.of_rows(call, factors, rows), live, dweight)
     dhidden = _dhidden.total(sums, case)
@@ -53,20 +57,22 @@ def walk(
     dweight: Float[Array, "V H"] | None,
 ) -> tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]:
     """The parts of dhidden, and dweight, from the coefficients as the kernels take them."""
-    case, kernels, host, prepared, adds = call.case, call.kernels, call.host, call.prepared, dweight is not None
+    case, generation, host, prepared = call.case, call.generation, call.host, call.prepared
+    adds = dweight is not None
     sizes = sizes_of(call)
     work, batches = lists(call, sizes, live)
-    sums = kernels.zeros(_dhidden.sums_shape(case, call.shape), host.numbers(prepared.num_rows))
+    sums = host.launch(zeros, _dhidden.sums_shape(case, call.shape), host.numbers(prepared.num_rows))
     total = host.empty(prepared.weight.shape, case.dtype) if dweight is None else dweight
 
     @jax.named_scope("batch")
     def step(i: Any, carry: Any) -> Any:
         sums, dweight = carry
         batch = host.numbers(i)
-        d = kernels.live_dlogits(prepared, prepared.weight, case, factors, work, batches, batch, sizes.slots)
-        d = _candidates.put_live(call, candidates, d, work, batches, batch)
-        sums = kernels.update_live_dhidden(sums, d, prepared.weight, case, work, batches, batch)
-        return sums, kernels.write_live_dweight(dweight, d, prepared.hidden, case, work, batches, batch, adds)
+        along = work, batches, batch
+        d = host.launch(live_dlogits, generation, prepared, prepared.weight, case, factors, *along, sizes.slots)
+        d = _candidates.put_live(call, candidates, d, *along)
+        sums = host.launch(update_live_dhidden, generation, sums, d, prepared.weight, case, *along)
+        return sums, host.launch(write_live_dweight, generation, dweight, d, prepared.hidden, case, *along, adds)
 
     arrays = None if candidates is None else (candidates.ids, candidates.values)
     carry = host.vary_like((sums, total), (prepared, factors, arrays, live))
@@ -76,21 +82,22 @@ def walk(
 
 def sizes_of(call: KernelCall) -> Sizes:
     """Those of the call's lists."""
-    case, shape, kernels = call.case, call.shape, call.kernels
-    group = kernels.live_group(case)
-    return Sizes(shape.num_tiles, shape.row_blocks, group, _chunks.live_slots(case, shape, kernels.budget, group))
+    case, shape, generation = call.case, call.shape, call.generation
+    group = generation.tunings.of(case, "dlogits").cluster  # its blocks share each tile of the weight
+    return Sizes(shape.num_tiles, shape.row_blocks, group, _chunks.live_slots(case, shape, generation.budget, group))
 
 
 @jax.named_scope("worklist")
 def lists(call: KernelCall, sizes: Sizes, live: Int[Array, "tiles blocks"]) -> tuple[Worklist, Batches]:
     """The lists of the live tiles. Those by row block have only vocabulary tiles that dhidden contracts in place."""
-    kernels, numbers = call.kernels, call.host.numbers
-    order, counts, rank_of = kernels.live_order(sizes, kernels.live_counts(sizes, live))
-    entries = kernels.live_entries(sizes, live, order, counts)
-    rows = kernels.live_rows(sizes, order, entries.first, entries.places, numbers(_edge.contracted_tiles(call)))
+    launch, numbers = call.host.launch, call.host.numbers
+    order, counts, rank_of = launch(kernels.live_order, sizes, launch(kernels.live_counts, sizes, live))
+    entries = launch(kernels.live_entries, sizes, live, order, counts)
+    contracted = numbers(_edge.contracted_tiles(call))
+    rows = launch(kernels.live_rows, sizes, order, entries.first, entries.places, contracted)
     per_batch = entries.first, rows.starts, rows.counts
-    row_lists, scalars = kernels.live_row_lists(sizes, *per_batch, numbers(call.prepared.num_columns))
-    ranks = kernels.live_ranks(sizes, entries.first, counts)
+    row_lists, scalars = launch(kernels.live_row_lists, sizes, *per_batch, numbers(call.prepared.num_columns))
+    ranks = launch(kernels.live_ranks, sizes, entries.first, counts)
     of_tiles = order, counts, entries.first, entries.places, rank_of
     work = Worklist(entries.row_blocks, entries.tiles, *of_tiles, rows.by_row, rows.tile_by_row)
     return work, Batches(scalars, row_lists, ranks)

@@ -30,7 +30,7 @@ H200 = Case(
 
 @pytest.mark.parametrize("kernel", sweep.KERNELS)
 def test_a_sweep_tries_tunings_that_fit_and_puts_the_table_back(kernel):
-    before = _generations.KERNEL_SETS
+    before = _generations.GENERATIONS
     start = tuning_of(H200, kernel)
     choices = [sweep.around(H200, kernel, start, step) for step in sweep.STEPS]
     for step in choices:
@@ -40,7 +40,7 @@ def test_a_sweep_tries_tunings_that_fit_and_puts_the_table_back(kernel):
         with sweep.tuned(H200, kernel, tuning):
             assert tuning_of(H200, kernel) == tuning
             assert _generations.refusal(H200) is None
-    assert before == _generations.KERNEL_SETS
+    assert before == _generations.GENERATIONS
 
 
 def tuning_of(case, kernel):

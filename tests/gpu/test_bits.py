@@ -11,12 +11,12 @@ import pytest
 
 from lce_jax import linear_logprobs
 from lce_jax.mosaic._chunks import GROUP
-from lce_jax.mosaic.sm90 import KERNELS
+from lce_jax.mosaic.sm90 import HOPPER
 from tests import one_device_shards
 
 pytestmark = pytest.mark.gpu
 H, V, T = 1024, 32000, 5000
-COLUMNS = GROUP * KERNELS.tiling.tile  # of a group
+COLUMNS = GROUP * HOPPER.tiling.tile  # of a group
 
 
 def drawn() -> tuple[Any, Any, Any]:

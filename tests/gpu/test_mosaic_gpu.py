@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 VALUE_BOUND = 2e-5
 VALUE_FACTOR = 1.33
 GRADIENT_BOUND = {"bfloat16": 3.5e-3, "float16": 4.5e-4}  # one rounding of dlogits, one of the result
-STATISTICS_BYTES = sm90.KERNELS.budget.statistics_bytes
+STATISTICS_BYTES = sm90.HOPPER.budget.statistics_bytes
 FEW_ROWS_BOUND = 3 * 2.0**-9  # bfloat16's largest roundings, also of a cached exponential: few rows do not average them
 
 CASES: dict[str, dict[str, Any]] = {
@@ -119,10 +119,10 @@ def supported(hidden: Any, weight: Any, options: dict[str, Any]) -> None:
 
 def use_statistics_bytes(statistics_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few make the forward take several launches."""
-    sets: list[Any] = list(_generations.KERNEL_SETS)
+    sets: list[Any] = list(_generations.GENERATIONS)
     budgets = [dataclasses.replace(one.budget, statistics_bytes=statistics_bytes) for one in sets]
     replaced = tuple(dataclasses.replace(one, budget=budget) for one, budget in zip(sets, budgets, strict=True))
-    monkeypatch.setattr(_generations, "KERNEL_SETS", replaced)
+    monkeypatch.setattr(_generations, "GENERATIONS", replaced)
 
 
 def poison() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lce_jax import launch_lists
 from lce_jax.launch_lists import _compiler
-from lce_jax.launch_lists._recorder import ROWS, RecordedKernels, Recorder
+from lce_jax.launch_lists._recorder import ROWS, Recorder
 from tests.devices import H200
 
 
@@ -110,15 +110,12 @@ def test_arithmetic_between_kernels_fails() -> None:
 
 
 def test_what_is_no_kernel_is_refused() -> None:
-    class Kernels:
-        tiling = budget = None
-
-        def twice(self, x: Any) -> Any:
-            return x * 2
+    def twice(x: Any) -> Any:
+        return x * 2
 
     recorder = Recorder()
     with pytest.raises(launch_lists.UnservedError, match="0 kernels in twice"):
-        RecordedKernels(Kernels(), recorder).twice(recorder.input((4,), jnp.float32))
+        recorder.launch(twice, recorder.input((4,), jnp.float32))
 
 
 @pytest.mark.parametrize(

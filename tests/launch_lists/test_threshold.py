@@ -20,6 +20,8 @@ from lce_jax.mosaic import _candidates, _generations, _partial_statistics, _thre
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import Fields
 from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic.common._candidate_tokens import candidate_terms
+from lce_jax.mosaic.common._tokens import coefficients
 from tests import emulated_launches
 from tests.devices import H200
 from tests.mosaic.test_threshold import call as call_of
@@ -144,12 +146,12 @@ class Problem:
     def gradients(self, operands: Operands, live: Any, kept: Any) -> Any:
         """JAX's, from the coefficients of the kernels for lists."""
         (T, _, _, true), K = self.sizes, self.kind.num_candidates
-        call = KernelCall.prepare(operands, self.case, self.kind.kernels)
+        call = KernelCall.prepare(operands, self.case, self.kind.generation)
         seeds, numbers = {name: self.in_rows(x) for name, x in self.seeds.items()}, jnp.asarray([T, T], jnp.int32)
         seed = seeds.pop("candidate_logprobs", None)
         given = self.kind.case, kept, False
-        terms = None if seed is None else call.kernels.candidate_terms(*given, seed, numbers)
-        factors = call.kernels.coefficients(*given, seeds, numbers, true, terms)[:, : call.shape.padded_tokens]
+        terms = None if seed is None else candidate_terms(*given, seed, numbers)
+        factors = coefficients(*given, seeds, numbers, true, terms)[:, : call.shape.padded_tokens]
         candidates = None
         if terms is not None:
             first = self.kind.first_statistic

@@ -13,13 +13,13 @@ import pytest
 from lce_jax import mosaic
 from lce_jax._types import Case, LogprobOutput, Operands, Results
 from lce_jax.mathematics import _logprobs
-from lce_jax.mosaic import _generations, sm90
+from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic.common._candidates import candidate_logits, candidate_values
+from lce_jax.mosaic.common._put_candidates import put_candidates
 from tests.mosaic.test_interpret import kernels_of
 from tests.mosaic_calls import Oracle, call, case_of
 from tests.mosaic_interpreter import races_found
-
-KERNELS = sm90.KERNELS
 
 
 def run(kernel: Any, case: Case, *arrays: Any, **more: Any) -> np.ndarray:
@@ -54,7 +54,7 @@ def test_logits(H: int, K: int, options: dict[str, Any]) -> None:
     kept, memory = np.zeros((2 + K, T), np.int32), jnp.full(((1 + K) * (T + 2),), jnp.nan)
     kept[2:] = ids
     given = hidden, weight, kept.reshape(-1), memory, numbers(count, T, T + 2, start, columns)
-    found = run(KERNELS.candidate_logits, case, *given, first=(2, 1)).reshape(1 + K, T + 2)
+    found = run(candidate_logits, case, *given, first=(2, 1)).reshape(1 + K, T + 2)
     at = np.clip(ids - start, 0, columns - 1)
     raw = np.einsum("th,kth->kt", np.float64(hidden), np.float64(weight)[at])
     x = np.tanh(raw / 6) if case.options.logit_softcap else raw
@@ -77,7 +77,7 @@ def test_values(K: int, options: dict[str, Any]) -> None:
     factors = rng.normal(size=(3 + case.options.entropy, T)).astype(np.float32)
     flat = [jnp.asarray(y.reshape(-1)) for y in (ids, x, terms)]
     given = *flat, jnp.asarray(targets), jnp.asarray(scale), jnp.asarray(factors), numbers(T, T, start)
-    found = run(KERNELS.candidate_values, case, *given, first=(0, 0)).reshape(K, T)
+    found = run(candidate_values, case, *given, first=(0, 0)).reshape(K, T)
     highest, target, constant, slope = [*np.float64(factors), 0.0][:4]
     u = np.minimum((x - highest) * np.float64(scale), 0.0)
     d = np.exp2(u) * (constant + slope * u) * (1.0 - np.float64(x) ** 2 if case.options.logit_softcap else 1.0)
@@ -96,7 +96,7 @@ def test_put() -> None:
     values = rng.normal(size=(start + begin + width + 4, T)).astype(np.float32)  # equal ids have equal values
     at_ids = np.take_along_axis(values, ids, axis=0)
     given = d, ids.reshape(-1), at_ids.reshape(-1), numbers(count, T, start, begin, begin + width)
-    found = run(KERNELS.put_candidates, case, *given, first=0)
+    found = run(put_candidates, case, *given, first=0)
     want = np.array(d)
     for t in range(count):
         for c in ids[:, t] - start - begin:

@@ -18,6 +18,7 @@ from lce_jax import mosaic
 from lce_jax._types import Case, LogprobOutput, Operands, Options
 from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic import _generations, sm90
+from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
 from tests.devices import H200
@@ -37,15 +38,15 @@ ALONE = {
 PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in ALONE else []) for one in CALLS]
 
 
-def kernels_of(test: Call) -> sm90.Kernels:
-    """The kernels with settings that a small call does not get: turns, clusters, several chunks, several launches."""
+def kernels_of(test: Call) -> Generation:
+    """Hopper with settings that a small call does not get: turns, clusters, several chunks, several launches."""
     tunings = Tunings(short_tokens=1) if test.shared else Tunings(many_row_blocks=1)
     if test.cluster > 1:
         tuning = Tuning(tile_k=64, stages=2, cluster=test.cluster)
         tuned = {("NVIDIA H200", kernel): ((64, tuning),) for kernel in ("forward", "dlogits")}
         tunings = dataclasses.replace(tunings, tuned=tuned)
-    budget = budget_of(test, sm90.KERNELS.budget, sm90.KERNELS.tiling)
-    return sm90.Kernels(budget=budget, tunings=tunings)
+    budget = budget_of(test, sm90.HOPPER.budget, sm90.HOPPER.tiling)
+    return dataclasses.replace(sm90.HOPPER, budget=budget, tunings=tunings)
 
 
 @pytest.fixture(name="test")

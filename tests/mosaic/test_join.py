@@ -13,8 +13,9 @@ import pytest
 from lce_jax import mosaic
 from lce_jax._types import Operands
 from lce_jax.mathematics import _statistics
-from lce_jax.mosaic import _generations, _partial_statistics, sm90
+from lce_jax.mosaic import _generations, _partial_statistics
 from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic.common._join import join
 from tests.mosaic.test_interpret import kernels_of
 from tests.mosaic_calls import Call, call, case_of
 from tests.mosaic_interpreter import races_found
@@ -36,7 +37,7 @@ def test_a_union(parts: int, count: int, group: int) -> None:
 
     def joined(given: Any, scale: Any) -> Any:
         memory = jnp.full((groups + 1, 4, TOKENS), jnp.nan)
-        return sm90.KERNELS.join(scale, given, memory, case, group, jnp.asarray([130, count, 1], jnp.int32))
+        return join(scale, given, memory, case, group, jnp.asarray([130, count, 1], jnp.int32))
 
     with interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         found = np.asarray(jax.jit(joined)(given, scale))

@@ -14,6 +14,7 @@ from lce_jax import UnsupportedError, _call, _devices, explain, linear_kl
 from lce_jax._kl_call import KLArguments, KLSpec, bind
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
+from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.programs import _kl
 from tests import oracle
@@ -24,8 +25,9 @@ from tests.mosaic_interpreter import afresh, races_found
 BFLOAT16, FLOAT16 = ("bfloat16",) * 4, ("float16",) * 4
 # Several launches of the forward, and several chunks of the backward: each has one tile.
 SMALL = dataclasses.replace(
-    sm90.KERNELS.budget, statistics_bytes=1, temporary_bytes=0, chunk_columns=sm90.KERNELS.tiling.tile
+    sm90.HOPPER.budget, statistics_bytes=1, temporary_bytes=0, chunk_columns=sm90.HOPPER.tiling.tile
 )
+HOPPER_IN_PIECES = dataclasses.replace(sm90.HOPPER, budget=SMALL)
 PADDED = call(
     "padding, rows left out, a wider teacher", leading=(20,), H=64, G=128, V=264, teachers_columns=272, vocab_size=260,
     where=True, temperature=True, dtypes=BFLOAT16,
@@ -60,23 +62,23 @@ def keeping(test: Call, tiles: int, bytes_per_tile: int = TILE_BYTES) -> Call:
 
 
 KEPT = [
-    pytest.param(keeping(PADDED, 2), sm90.KERNELS, id="all kept"),
-    pytest.param(keeping(MIXTURE, 1), sm90.KERNELS, id="a mixture, some kept"),
-    pytest.param(keeping(CAPPED, 2, 2 * TILE_BYTES), sm90.Kernels(budget=SMALL), id="reverse, caps, some kept"),
-    pytest.param(keeping(COLD, 2), sm90.KERNELS, id="cold, a cap, all kept"),
-    pytest.param(keeping(SHARP, 2, 2 * TILE_BYTES), sm90.KERNELS, id="float16, all kept", marks=pytest.mark.slow),
+    pytest.param(keeping(PADDED, 2), sm90.HOPPER, id="all kept"),
+    pytest.param(keeping(MIXTURE, 1), sm90.HOPPER, id="a mixture, some kept"),
+    pytest.param(keeping(CAPPED, 2, 2 * TILE_BYTES), HOPPER_IN_PIECES, id="reverse, caps, some kept"),
+    pytest.param(keeping(COLD, 2), sm90.HOPPER, id="cold, a cap, all kept"),
+    pytest.param(keeping(SHARP, 2, 2 * TILE_BYTES), sm90.HOPPER, id="float16, all kept", marks=pytest.mark.slow),
     pytest.param(
-        keeping(CAPPED_MIXTURE, 3, 2 * TILE_BYTES), sm90.Kernels(budget=SMALL), id="a mixture, caps, all kept",
+        keeping(CAPPED_MIXTURE, 3, 2 * TILE_BYTES), HOPPER_IN_PIECES, id="a mixture, caps, all kept",
         marks=pytest.mark.slow,
     ),
 ]  # fmt: skip
 CALLS = [
     *KEPT,
-    pytest.param(PADDED, sm90.KERNELS, id=PADDED.name),
-    pytest.param(CAPPED, sm90.Kernels(budget=SMALL), id=CAPPED.name, marks=pytest.mark.slow),
-    pytest.param(SHARP, sm90.KERNELS, id=SHARP.name, marks=pytest.mark.slow),
-    pytest.param(MOSTLY_TEACHER, sm90.KERNELS, id=MOSTLY_TEACHER.name),
-    pytest.param(CAPPED_MIXTURE, sm90.Kernels(budget=SMALL), id=CAPPED_MIXTURE.name, marks=pytest.mark.slow),
+    pytest.param(PADDED, sm90.HOPPER, id=PADDED.name),
+    pytest.param(CAPPED, HOPPER_IN_PIECES, id=CAPPED.name, marks=pytest.mark.slow),
+    pytest.param(SHARP, sm90.HOPPER, id=SHARP.name, marks=pytest.mark.slow),
+    pytest.param(MOSTLY_TEACHER, sm90.HOPPER, id=MOSTLY_TEACHER.name),
+    pytest.param(CAPPED_MIXTURE, HOPPER_IN_PIECES, id=CAPPED_MIXTURE.name, marks=pytest.mark.slow),
 ]
 
 
@@ -92,15 +94,15 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return kl, gradients[:2]
 
 
-@pytest.mark.parametrize(("test", "kernels"), CALLS)
+@pytest.mark.parametrize(("test", "generation"), CALLS)
 def test_matches_float64(
-    test: Call, kernels: sm90.Kernels, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    test: Call, generation: Generation, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     monkeypatch.setattr(_devices, "current_device", lambda *_, **__: H200._replace(core_count=2))
     drawn = draw(test)
-    with _generations.using(kernels), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
+    with _generations.using(generation), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         kl, gradients = evaluate(drawn)
         if "cache_bytes" in drawn.options:
             plain, _ = evaluate(drawn._replace(options=drawn.options | {"cache_bytes": 0}))

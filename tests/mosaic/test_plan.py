@@ -73,7 +73,7 @@ def test_plan_on_hopper() -> None:
 
 
 def test_partial_statistics_stay_small() -> None:
-    budget = sm90.KERNELS.budget
+    budget = sm90.HOPPER.budget
     plan = mosaic.plan(case(num_tokens=131072))
     assert plan.forward_bytes <= budget.statistics_bytes
     for hidden_size in (1024, 2048, 4096, 5120):
@@ -82,12 +82,12 @@ def test_partial_statistics_stay_small() -> None:
     assert sums <= 65536 * 4096 * 4  # dhidden in float32, once
     assert mosaic.plan(case(num_tokens=205280, vocab_size=76032)).backward_bytes < 6 << 30
     few = case(num_tokens=512)
-    assert _dhidden.sums_shape(few, geometry(few, sm90.KERNELS.tiling))[0] == 2  # too few tiles for 132 multiprocessors
+    assert _dhidden.sums_shape(few, geometry(few, sm90.HOPPER.tiling))[0] == 2  # too few tiles for 132 multiprocessors
 
 
 def test_every_kernel_fits_shared_memory() -> None:
     chosen = [*BY_KERNEL.items(), *((kernel, SHORT) for kernel in BY_KERNEL), ("dhidden", NARROW), ("dweight", NARROW)]
-    chosen += [(kernel, one) for (_, kernel), entries in sm90.KERNELS.tunings.tuned.items() for _, one in entries]
+    chosen += [(kernel, one) for (_, kernel), entries in sm90.HOPPER.tunings.tuned.items() for _, one in entries]
     for kernel, tuning in chosen:
         assert tuning.smem_bytes(2, staged=True) <= SMEM_LIMIT, kernel
 
@@ -97,7 +97,7 @@ def test_narrow_tiles_where_they_leave_no_column_empty() -> None:
 
     def widths(**fields) -> tuple[int, ...]:
         one = case(**{"num_tokens": 8192, "vocab_size": 201088, **fields})
-        return tuple(sm90.KERNELS.tunings.of(one, kernel).tile_n for kernel in ("dhidden", "dweight"))
+        return tuple(sm90.HOPPER.tunings.of(one, kernel).tile_n for kernel in ("dhidden", "dweight"))
 
     assert widths(hidden_size=2880) == (192, 192)
     assert widths(hidden_size=4096) == widths(hidden_size=640) == (256, 256)
@@ -110,7 +110,7 @@ def test_narrow_tiles_where_they_leave_no_column_empty() -> None:
 def test_turns_for_short_hidden_sizes(device: Device, shorter: int, longest: int) -> None:
     def turns(kernel: str, hidden_size: int) -> int:
         one = case(num_tokens=8192, hidden_size=hidden_size, device=device)
-        return sm90.KERNELS.tunings.of(one, kernel).turns
+        return sm90.HOPPER.tunings.of(one, kernel).turns
 
     for kernel in ("forward", "dlogits"):
         assert [turns(kernel, size) for size in (shorter, longest, longest + 128, 4096)] == [2, 2, 1, 1]

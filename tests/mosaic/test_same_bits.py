@@ -19,7 +19,7 @@ from lce_jax.mathematics import _temperature
 from lce_jax.mesh import _collectives
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_jax.mosaic.sm90 import KERNELS
+from lce_jax.mosaic.sm90 import HOPPER
 from tests import emulated_launches
 from tests.devices import H200
 from tests.mosaic_calls import MULTIPROCESSORS, call, case_of
@@ -27,7 +27,7 @@ from tests.mosaic_interpreter import races_found
 from tests.pairs import pairs_of
 
 FIELDS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared")
-COLUMNS = GROUP * KERNELS.tiling.tile  # of a group
+COLUMNS = GROUP * HOPPER.tiling.tile  # of a group
 SMALL = H200._replace(core_count=MULTIPROCESSORS)  # each is a block that the interpreter runs
 
 
@@ -126,7 +126,7 @@ def test_a_function_of_a_few_numbers_per_token() -> None:
     for count in (3, 256, 200):
         temperature = jnp.asarray(np.random.default_rng(4).uniform(0.1, 3.0, count), jnp.float32).at[1].set(-1.0)
         with interpreting(plgpu.InterpretGPUParams(detect_races=count != 200)):
-            found = jax.jit(lambda x: KERNELS.per_token(_temperature.inverse, x))(temperature)
+            found = jax.jit(lambda x: mosaic.per_token(_temperature.inverse, x))(temperature)
         assert count == 200 or not races_found()
         np.testing.assert_allclose(found, _temperature.inverse(temperature), rtol=1e-6)
 

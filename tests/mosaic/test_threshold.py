@@ -19,7 +19,7 @@ from lce_jax._types import Operands
 from lce_jax.mathematics import _columns
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations, sm90
-from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
 from tests.mosaic_calls import Call, Oracle, budget_of, call, case_of, coefficients, draw, draw_floor, traced
@@ -118,12 +118,12 @@ def with_threshold(test: Call) -> Call:
     return dataclasses.replace(test, options=dataclasses.replace(test.options, gradient_threshold=THRESHOLD))
 
 
-def kernels_of(test: Call) -> KernelSet:
+def kernels_of(test: Call) -> Generation:
     """Clusters where the call asks for them, and small batches and launches."""
-    budget = budget_of(test, sm90.KERNELS.budget, sm90.KERNELS.tiling)
+    budget = budget_of(test, sm90.HOPPER.budget, sm90.HOPPER.tiling)
     dlogits = dataclasses.replace(BY_KERNEL["dlogits"], cluster=test.cluster)
     tuned = {("NVIDIA H200", "dlogits"): ((64, dlogits if test.cluster > 1 else SHORT),)}
-    return sm90.Kernels(budget=budget, tunings=Tunings(tuned=tuned, many_row_blocks=1))
+    return dataclasses.replace(sm90.HOPPER, budget=budget, tunings=Tunings(tuned=tuned, many_row_blocks=1))
 
 
 @pytest.fixture(name="test")

@@ -16,7 +16,7 @@ from lce_jax._devices import for_device
 from lce_jax.mosaic import _chunks
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_jax.mosaic.sm90 import KERNELS
+from lce_jax.mosaic.sm90 import HOPPER
 from tests import one_device_shards, oracle
 from tests.devices import H200
 from tests.mosaic.test_lowering import lower
@@ -78,8 +78,8 @@ def test_jax_and_lists(has_temperature: bool) -> None:
 @pytest.mark.parametrize(("V", "part"), [(784, 264), (8240, 4120), (151936, 18992), (4096, 8), (777, 512), (700, 800)])
 def test_where_tiles_and_groups_lie(V: int, part: int) -> None:
     """As a walk over the parts finds them."""
-    tile, group = KERNELS.tiling.tile, _chunks.GROUP
-    shape = geometry(case_of(call("", V=V, vocab_part_size=part)), KERNELS.tiling)
+    tile, group = HOPPER.tiling.tile, _chunks.GROUP
+    shape = geometry(case_of(call("", V=V, vocab_part_size=part)), HOPPER.tiling)
     parts = [range(start, min(start + part, V), tile) for start in range(0, V, part)]
     columns = [column for each in parts for column in each]
     firsts = [columns.index(each[i]) for each in parts for i in range(0, len(each), group)]

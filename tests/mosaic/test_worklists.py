@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax.mosaic import _threshold_backward, sm90
+from lce_jax.mosaic import _threshold_backward
 from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic._host import TRACED
 from lce_jax.mosaic._live_tiles import Batch, Sizes
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests import worklist_oracle
@@ -30,8 +31,7 @@ def of_kernels(live: np.ndarray, sizes: Sizes, contracted: int) -> Any:
     """The lists, by the host code and the kernels of the product; beside the mask there is something else."""
     beside = np.full((sizes.tiles, -(-sizes.blocks // 128) * 128), COLUMNS, np.int32)
     beside[:, : sizes.blocks] = live
-    call: Any = mock.create_autospec(KernelCall, instance=True, kernels=sm90.KERNELS)
-    call.host.numbers = lambda *numbers: jnp.asarray(numbers, jnp.int32)
+    call: Any = mock.create_autospec(KernelCall, instance=True, host=TRACED)
     call.prepared.num_columns = COLUMNS
     with (
         mock.patch.object(_threshold_backward._edge, "contracted_tiles", return_value=contracted),

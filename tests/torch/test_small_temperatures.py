@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ STEPS = Tunings(tuned={("NVIDIA H200", name): ((64, Tuning(tile_k=64, stages=4))
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    with _generations.using(sm90.Kernels(tunings=STEPS)):
+    with _generations.using(dataclasses.replace(sm90.HOPPER, tunings=STEPS)):
         yield from emulated(monkeypatch)
 
 

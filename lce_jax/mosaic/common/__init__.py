@@ -1,4 +1,4 @@
-"""What the kernel sets of all generations share: one tiling, the kernels without tensor cores, the walks over tiles.
+"""The kernels, which all generations share: host code calls them by name.
 
 join             _join.py             the union of the tiles' statistics, in an order that the tiles alone decide
 cached dlogits   _cached_dlogits.py   dlogits from cached exponentials, without a product

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROWS = 64  # of a block
 COLUMNS = 128  # of a block
 BLOCK = (ROWS, COLUMNS)
-HELD = Held(plgpu.Layout.WGMMA, ROWS)  # registers alone: every generation has it
+HELD = Held(ROWS)
 PER_TILE = TILE_N // COLUMNS
 SHARED_BYTES = 192 << 10  # of a multiprocessor, for the blocks of all kernel blocks on it
 STAGES = 2

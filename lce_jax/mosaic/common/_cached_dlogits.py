@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
 
-def dlogits(
+def cached_dlogits(
     prepared: Prepared,
     case: Case,
     factors: Float[Array, "factors Tp"],

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from lce_jax._types import Case
 from lce_jax.mathematics._kl import Direction, KLCoefficients
-from lce_jax.mosaic._kl_kernel_set import KLCache, KLOperands
+from lce_jax.mosaic._kl_operands import KLCache, KLOperands
 from lce_jax.mosaic._mixture import MixtureFactors
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.common import _cached_blocks
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
 
-def dlogits(
+def cached_kl_dlogits(
     cases: tuple[Case, Case],
     operands: KLOperands,
     factors: Float[Array, "fields Tp"],
@@ -37,7 +37,7 @@ def dlogits(
     columns: int,
     direction: Direction,
 ) -> Float[Array, "Tp columns"]:
-    """As `common._kl.dlogits`, in the place of the cache's exponentials: a block is read before it is written."""
+    """As `kl_dlogits`, in the place of the cache's exponentials: a block is read before it is written."""
     case = cases[direction == "forward"]  # the student's
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), case.dtype)
     body = functools.partial(_kernel, case, direction)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 AT_A_TIME = 8  # candidates of a thread's token whose loads overlap
 
 
-def keep(
+def keep_candidates(
     case: Case, ids: Int[Array, "R K"], kept: Int[Array, "n"], numbers: Int[Array, "2"], first: int
 ) -> Int[Array, "n"]:
     """``kept`` with the ids, from its field ``first`` on. ``numbers``: how many rows there are, and its stride."""
@@ -47,7 +47,7 @@ def keep(
     return kernel(body, [output], "lce_keep_candidates", _grid(case), updated={2: 0})(ids, numbers, kept)[0]
 
 
-def join(
+def join_candidates(
     case: Case, x: Float[Array, "N*K Tp"], kept: Float[Array, "n"], numbers: Int[Array, "2"], first: int, field: int
 ) -> Float[Array, "n"]:
     """``kept`` with the x of the candidates of all shards, from its field ``first`` on.
@@ -71,7 +71,7 @@ def join(
     return kernel(body, [output], "lce_join_candidates", _grid(case), updated={2: 0})(x, numbers, kept)[0]
 
 
-def logprobs(
+def candidate_logprobs(
     case: Case, kept: Float[Array, "n"], has_temperature: bool, numbers: Int[Array, "2"]
 ) -> Float[Array, "R K"]:
     """``numbers``: how many rows there are, and the stride of ``kept``."""
@@ -94,12 +94,12 @@ def logprobs(
     return kernel(body, [output], "lce_candidate_logprobs", _grid(case))(kept, numbers)[0]
 
 
-def terms(
+def candidate_terms(
     case: Case, kept: Float[Array, "n"], has_temperature: bool, seed: Float[Array, "R K"], numbers: Int[Array, "2"]
 ) -> Float[Array, "(K+1)*R"]:
     """Flat, of the stride of ``kept``: what each candidate adds, and as the last field the Σ g of eq. 4.
 
-    ``seed`` are the cotangents of `logprobs`. ``numbers``: how many rows there are, and the stride.
+    ``seed`` are the cotangents of `candidate_logprobs`. ``numbers``: how many rows there are, and the stride.
     """
     most = case.options.num_candidates
     output = jax.ShapeDtypeStruct(((most + 1) * case.num_tokens,), jnp.float32)

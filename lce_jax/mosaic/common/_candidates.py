@@ -30,13 +30,19 @@ from lce_jax.mosaic.common._tokens import kernel
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
+LEAST_HIDDEN = THREADS  # of a gathered row of the weight: a number for every thread
 VECTOR = 8  # 16-bit numbers of the widest load of a thread
 LOADED = 4  # rows of the weight whose loads overlap; their sums take 8 registers of a thread each
 OF_BLOCK = 16  # candidates of a token that a block computes: few enough for few tokens to fill the GPU
 AT_A_TIME = 8  # candidates of a thread's token whose loads overlap
 
 
-def logits(
+def gathers(case: Case) -> bool:
+    """Whether `candidate_logits` serves ``case``: where a column of the weight is contiguous."""
+    return case.options.vocab_dim == 0 and case.hidden_size >= LEAST_HIDDEN
+
+
+def candidate_logits(
     case: Case,
     hidden: Float[Array, "T H"],
     weight: Float[Array, "V H"],
@@ -109,7 +115,7 @@ def _piece(columns: Any, layout: Any, ref: Any, row: Any) -> Float[Array, "n"]:
     return plgpu.load(ref.at[row, columns], layout=layout, optimized=False).astype(jnp.float32)
 
 
-def values(
+def candidate_values(
     case: Case,
     ids: Int[Array, "n"],
     x: Float[Array, "m"],

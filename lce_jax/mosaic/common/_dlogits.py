@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from lce_jax._types import Case
+from lce_jax.mosaic._generation import Generation, Machine
 from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.common import _logits
-from lce_jax.mosaic.common._machine import Machine, Matmul, Tile
+from lce_jax.mosaic.common._machine import Matmul, Tile
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 
 
 def dlogits(
-    machine: Machine,
-    tuning: Any,
+    generation: Generation,
     prepared: Prepared,
     weight: Float[Array, "V H"],
     case: Case,
@@ -39,7 +39,7 @@ def dlogits(
     ``weight`` holds the span's part at its offset. Zero on columns that are padding or do not exist; tiles after
     the span and row blocks without a live row are left unwritten.
     """
-    matmul = _logits.logits(case, tuning)
+    machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "dlogits"))
     output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), case.dtype)
     run = machine.kernel(matmul, functools.partial(_kernel, machine, matmul), [output], "lce_dlogits")
     (result,) = run(
@@ -84,8 +84,7 @@ def _kernel(
 
 
 def live_dlogits(
-    machine: Machine,
-    tuning: Any,
+    generation: Generation,
     prepared: Prepared,
     weight: Float[Array, "V H"],
     case: Case,
@@ -96,7 +95,7 @@ def live_dlogits(
     slots: int,
 ) -> Float[Array, "slots*128 256"]:
     """The same of a batch's live tiles alone, each in the slot of its entry; ``batch`` is its number."""
-    matmul = _logits.logits(case, tuning)
+    machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "dlogits"))
     output = jax.ShapeDtypeStruct((slots * ROW_BLOCK, TILE_N), case.dtype)
     run = machine.kernel(matmul, functools.partial(_live_kernel, machine, matmul), [output], "lce_live_dlogits")
     per_token = (prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, factors)

@@ -19,10 +19,14 @@ PADDING = -1e15  # stands for the raw products of columns that do not count: exp
 
 
 class Held(NamedTuple):
-    """Rows of a tile in registers of a layout."""
+    """Rows of a tile in the registers of a warpgroup."""
 
-    layout: Any
     num_rows: int
+
+    @property
+    def layout(self) -> Any:
+        """That of wgmma's results. It is of registers alone: every generation has it."""
+        return plgpu.Layout.WGMMA
 
     @property
     def per_row(self) -> Any:

@@ -20,9 +20,9 @@ from jax import lax
 from lce_jax._types import Case, ShardStatistics
 from lce_jax.mathematics import _statistics
 from lce_jax.mosaic import _pallas, _partial_statistics
-from lce_jax.mosaic._kernel_set import Parted
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _parts
+from lce_jax.mosaic.common._parts import Parted
 from lce_jax.mosaic.common._threads import THREADS, along, block_rows
 
 if TYPE_CHECKING:
@@ -41,7 +41,14 @@ def join(
     in_nats: bool = False,
     parted: Parted | None = None,
 ) -> Float[Array, "groups fields Tp"]:
-    """`KernelSet.join`: one thread per token and group."""
+    """``joined`` with the unions (eq. 2) of each ``group`` neighbours among ``parts``, added in their order.
+
+    ``scale`` is the k of eq. 0 in base 2. ``numbers`` are the live rows, the parts that count, and where in
+    ``joined`` the first group goes. Groups after the last part are those of no columns; those after the last of
+    ``joined`` are not written, nor are row blocks without a live row. ``parts`` and ``joined`` may have more fields
+    than statistics do. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are. With
+    ``parted`` the first of ``parts`` is the first tile of a group of the shard, and groups end where its parts do.
+    """
     return _join(scale, parts, [joined], case, group, numbers, in_nats, parted)[0]
 
 
@@ -54,7 +61,10 @@ def join_keeping(
     numbers: Int[Array, "3"],
     maxima: Float[Array, "tiles kept Tp"],
 ) -> tuple[Float[Array, "groups fields Tp"], Float[Array, "tiles kept Tp"]]:
-    """The same, and ``maxima`` with the first fields of each part, which the thread has at hand."""
+    """The same, and ``maxima`` with the first fields of each part, which the thread has at hand.
+
+    A group's parts go where the group's number says, in whole groups.
+    """
     joined, maxima = _join(scale, parts, [joined, maxima], case, group, numbers)
     return joined, maxima
 

@@ -16,11 +16,12 @@ from jax import lax
 
 from lce_jax._types import Case, Options
 from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics
-from lce_jax.mosaic._kl_kernel_set import KLCache, KLOperands
+from lce_jax.mosaic._generation import Generation, Machine
+from lce_jax.mosaic._kl_operands import KLCache, KLOperands
 from lce_jax.mosaic._mixture import MixtureFactors
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.common import _logits
-from lce_jax.mosaic.common._machine import KLMachine, Matmul, Offset, Product, Tile
+from lce_jax.mosaic.common._machine import Matmul, Offset, Product, Tile
 from lce_jax.mosaic.common._tiles import TILE_N
 
 if TYPE_CHECKING:
@@ -55,9 +56,8 @@ class Where(NamedTuple):
 type Multiply = Sequence[Callable[[], Any]]  # the products of p and of q, to be asked for in turn
 
 
-def statistics(
-    machine: KLMachine,
-    tuning: Any,
+def kl_statistics(
+    generation: Generation,
     cases: tuple[Case, Case],
     operands: KLOperands,
     span: Int[Array, "fields"],
@@ -65,36 +65,44 @@ def statistics(
     cache: KLCache | None,
     direction: Direction,
 ) -> tuple[Float[Array, "n 6 Tp"], KLCache | None]:
-    """``parts`` with those of the span's tiles, and the cache with what it keeps of them."""
+    """``parts`` with the `KLStatistics` of the span's tiles: the fields in order, ``cross`` in base 2.
+
+    The cache, if any, gets what the direction's gradient needs of these tiles.
+
+    A tile of padding alone has a maximum of `_partial_statistics.FLOOR` and sums of 0. Tiles after the span and row
+    blocks without a live row are left unwritten. Cases come as the heads do, that of p first.
+    """
     given, name = _arrays(operands, span), "lce_kl_statistics" if cache is None else "lce_kl_statistics_cached"
     updated = [parts, *jax.tree.leaves(cache)]
 
     def epilogue(refs: Refs, *of_tile: Any) -> None:
-        machine.statistics(refs, direction, *of_tile)
+        generation.machine.kl_statistics(refs, direction, *of_tile)
 
-    parts, *kept = _updated(machine, tuning, cases, epilogue, name, given, updated)
+    parts, *kept = _updated(generation, cases, epilogue, "kl_statistics", name, given, updated)
     return parts, KLCache(*kept) if kept else None
 
 
-def mixture_sums(
-    machine: KLMachine,
-    tuning: Any,
+def kl_mixture_sums(
+    generation: Generation,
     cases: tuple[Case, Case],
     operands: KLOperands,
     factors: Float[Array, "14 Tp"],
     span: Int[Array, "fields"],
     parts: Float[Array, "n 2 Tp"],
 ) -> Float[Array, "n 2 Tp"]:
-    """``parts`` with those of the span's tiles."""
-    given = [*_arrays(operands, span), factors]
-    return _updated(machine, tuning, cases, machine.mixture_sums, "lce_kl_mixture_sums", given, [parts])[0]
+    """``parts`` with the `MixtureSums` of the span's tiles (eq. 9), in base 2; ``factors``: `MixtureFactors`.
+
+    A tile of padding alone has sums of 0. What is left unwritten is as with `kl_statistics`.
+    """
+    given, epilogue = [*_arrays(operands, span), factors], generation.machine.kl_mixture_sums
+    return _updated(generation, cases, epilogue, "kl_mixture_sums", "lce_kl_mixture_sums", given, [parts])[0]
 
 
 def _updated(
-    machine: KLMachine,
-    tuning: Any,
+    generation: Generation,
     cases: tuple[Case, Case],
     epilogue: Callable[..., None],
+    kernel: str,
     name: str,
     given: Sequence[Any],
     updated: Sequence[Array],
@@ -103,7 +111,7 @@ def _updated(
 
     ``given`` may end with factors of the rows.
     """
-    matmuls = _matmuls(cases, tuning)
+    machine, matmuls = generation.machine, _matmuls(cases, generation.tunings.of(cases[0], kernel))
     run = machine.kernel(
         matmuls[0],
         functools.partial(_kernel_per_tile, machine, matmuls, epilogue, len(updated)),
@@ -115,7 +123,7 @@ def _updated(
 
 
 def _kernel_per_tile(
-    machine: KLMachine, matmuls: tuple[Matmul, Matmul], epilogue: Callable[..., None], num_updated: int, *refs: Any
+    machine: Machine, matmuls: tuple[Matmul, Matmul], epilogue: Callable[..., None], num_updated: int, *refs: Any
 ) -> None:
     *arrays, scales, mask, scalars, rest = _unpacked(refs)
     # What is updated, as it was, lies in the same places.
@@ -131,9 +139,8 @@ def _kernel_per_tile(
     _walk(machine, matmuls, arrays, span, consume, machine.held())
 
 
-def dlogits(
-    machine: KLMachine,
-    tuning: Any,
+def kl_dlogits(
+    generation: Generation,
     cases: tuple[Case, Case],
     operands: KLOperands,
     factors: Float[Array, "fields Tp"],
@@ -141,21 +148,26 @@ def dlogits(
     columns: int,
     direction: Direction,
 ) -> Float[Array, "Tp columns"]:
-    """Eq. 8 or 10 of the span's tiles, at the beginning of ``columns``."""
-    matmuls = _matmuls(cases, tuning)
+    """Eq. 8 or 10 in the student's raw products, in its weight's dtype, at the beginning of ``columns``.
+
+    ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times that of eq. 8, or of "jsd" the
+    `MixtureFactors`. Zero on columns that are padding or do not exist; tiles after the span and row blocks without a
+    live row are left unwritten.
+    """
+    machine, matmuls = generation.machine, _matmuls(cases, generation.tunings.of(cases[0], "kl_dlogits"))
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), cases[0].dtype)  # whole tiles
     body = functools.partial(_dlogits_kernel, machine, matmuls, direction)
     return machine.kernel(matmuls[0], body, [output], "lce_kl_dlogits")(*_arrays(operands, span), factors)[0]
 
 
-def _dlogits_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], direction: Direction, *refs: Any) -> None:
+def _dlogits_kernel(machine: Machine, matmuls: tuple[Matmul, Matmul], direction: Direction, *refs: Any) -> None:
     *arrays, scales, mask, scalars, (factors, output) = _unpacked(refs)
     span = Span.unpack(scalars)
     of_kernel = Refs(_heads(matmuls, scales), mask, output, factors)
 
     def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
         where = Where(span.column + tile.column, None, span.num_columns)
-        machine.dlogits(of_kernel, direction, tile, where, multiply, scratch)
+        machine.kl_dlogits(of_kernel, direction, tile, where, multiply, scratch)
 
     _walk(machine, matmuls, arrays, span, consume, machine.held())
 
@@ -199,10 +211,10 @@ def _heads(matmuls: tuple[Matmul, Matmul], scales: Sequence[Any]) -> tuple[HeadO
 
 
 def _walk(
-    machine: KLMachine, matmuls: tuple[Matmul, Matmul], arrays: Sequence[Any], span: Span, consume: Any, scratch: Any
+    machine: Machine, matmuls: tuple[Matmul, Matmul], arrays: Sequence[Any], span: Span, consume: Any, scratch: Any
 ) -> None:
     """Over the logits of the live row groups and the span's vocabulary tiles."""
     visit_all = _logits.visit_all(matmuls[0], span)
     of_heads = zip(matmuls, arrays[::2], arrays[1::2], strict=True)
     products = [Product(matmul, hidden, weight, _logits.num_steps(matmul)) for matmul, hidden, weight in of_heads]
-    machine.walk(products, Offset(column=span.offset), visit_all, consume, scratch)
+    machine.walk_products(products, Offset(column=span.offset), visit_all, consume, scratch)

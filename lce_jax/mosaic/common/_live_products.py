@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax.mosaic._generation import Generation, Machine
 from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
 from lce_jax.mosaic._pallas import plgpu
-from lce_jax.mosaic.common._machine import Machine, Matmul, Offset, Place, Tile, Visit, row_groups
+from lce_jax.mosaic.common._machine import Matmul, Offset, Place, Tile, Visit, row_groups
 from lce_jax.mosaic.common._order import longest_first_index, turning_snake_index
 from lce_jax.mosaic.common._products import update
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from lce_jax._types import Case
 
 
-def update_dhidden(
-    machine: Machine,
-    tuning: Any,
+def update_live_dhidden(
+    generation: Generation,
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "slots*128 256"],
     weight: Float[Array, "V H"],
@@ -42,6 +42,7 @@ def update_dhidden(
 
     ``batch`` is its number.
     """
+    machine, tuning = generation.machine, generation.tunings.of(case, "live_dhidden")
     matmul = Matmul(case, tuning, 1, case.options.vocab_dim, shares_lhs=True)
     body = functools.partial(_dhidden_kernel, machine, matmul)
     lists = (*batches.rows, work.by_row, work.tile_by_row, batches.scalars, batch)
@@ -100,9 +101,8 @@ def _dhidden_kernel(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def write_dweight(
-    machine: Machine,
-    tuning: Any,
+def write_live_dweight(
+    generation: Generation,
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "slots*128 256"],
     hidden: Float[Array, "T H"],
@@ -113,7 +113,7 @@ def write_dweight(
     add: bool,
 ) -> Float[Array, "V H"]:
     """``dweight`` with a batch's vocabulary tiles written, or added; zeros where nothing is live."""
-    matmul = Matmul(case, tuning, 0, 0)
+    machine, matmul = generation.machine, Matmul(case, generation.tunings.of(case, "live_dweight"), 0, 0)
     by_rows = case.options.vocab_dim == 0
     operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
     lists = (batches.ranks, work.row_blocks, work.order, work.counts, work.first, batches.scalars, batch)

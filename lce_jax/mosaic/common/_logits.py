@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case
+from lce_jax.mosaic._generation import Machine
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._live_tiles import Batch
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.common import _parts
-from lce_jax.mosaic.common._machine import Machine, Matmul, Offset, Tile, Visit, VisitAll, row_groups
+from lce_jax.mosaic.common._machine import Matmul, Offset, Tile, Visit, VisitAll, row_groups
 from lce_jax.mosaic.common._order import snake_index
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING
 

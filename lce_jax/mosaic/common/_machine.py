@@ -111,53 +111,6 @@ type Visit = Callable[[Tile, Any], Any]
 type VisitAll = Callable[[Visit, Any], Any]
 
 
-class KLMachine(NamedTuple):
-    """How a generation multiplies tiles of two heads, and what it makes of them: `lce_jax.mosaic.common._kl`.
-
-    Attributes:
-        kernel: as that of `Machine`.
-        walk: ``(products, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply, scratch)`` as
-            `Machine.walk_tiles` does. ``multiply`` has a function for each `Product`, to be called in turn.
-        held: ``()``: the scratch in which a tile of p waits.
-        statistics: the epilogue of the forward's tiles.
-        mixture_sums: that of the second pass, for a mixture.
-        dlogits: the epilogue of the backward's.
-    """
-
-    kernel: Callable[..., Callable[..., Any]]
-    walk: Callable[..., None]
-    held: Callable[..., Any]
-    statistics: Callable[..., None]
-    mixture_sums: Callable[..., None]
-    dlogits: Callable[..., None]
-
-
-class Machine(NamedTuple):
-    """How a generation multiplies tiles, and what it makes of them.
-
-    Attributes:
-        kernel: ``(matmul, body, outputs, name, updated=None)``: ``body`` on every multiprocessor. Axes: "sm" is the
-            cluster, "cluster" the block in it.
-        walk_tiles: ``(matmul, lhs, rhs, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply,
-            scratch)`` for every tile that ``visit_all`` visits, in every warpgroup with an epilogue. ``multiply()``
-            waits for the products.
-        staging: ``(matmul, columns, dtype)``: the scratch through which an epilogue sends a [rows, columns] output.
-        send_product: ``(multiply, slots, row, output, column, add)`` sends a tile to ``output[row:, column:]``,
-            each number rounded to the output's dtype. ``add`` may be traced: whether it adds to what is there.
-        statistics: the epilogue of the forward's tiles: `lce_jax.mosaic.common._statistics`.
-        dlogits: the epilogue of the backward's: `lce_jax.mosaic.common._dlogits`.
-        kl: the same for tiles of two heads. None: not written.
-    """
-
-    kernel: Callable[..., Callable[..., Any]]
-    walk_tiles: Callable[..., None]
-    staging: Callable[..., Any]
-    send_product: Callable[..., None]
-    statistics: Callable[..., None]
-    dlogits: Callable[..., None]
-    kl: KLMachine | None = None
-
-
 def multiple_of(x: Any, factor: int) -> Any:
     """``pl.multiple_of``, which a number that is known already does not need, and which cannot be lowered for it."""
     return x if isinstance(x, int) else pl.multiple_of(x, factor)

@@ -9,17 +9,23 @@ weight and the padding are found by column.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mosaic._geometry import Geometry
-from lce_jax.mosaic._kernel_set import Parted
 from lce_jax.mosaic.common._tiles import TILE_N
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Int
+
+
+class Parted(NamedTuple):
+    """How `join` groups the tiles of a vocabulary in parts: a group ends where its part does."""
+
+    groups: int  # of a launch, at most
+    tiles: int  # of a part
 
 
 def first_column(shape: Geometry, tile: Any) -> Int[Array, ""]:

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case
+from lce_jax.mosaic._generation import Generation, Machine
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
-from lce_jax.mosaic.common._machine import Machine, Matmul, Offset, Tile, Visit, ceil_div, row_groups
+from lce_jax.mosaic.common._machine import Matmul, Offset, Tile, Visit, ceil_div, row_groups
 from lce_jax.mosaic.common._order import snake_index
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
 
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 
 
 def update_dhidden(
-    machine: Machine,
-    tuning: Any,
+    generation: Generation,
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "T columns"],
     weight: Float[Array, "V H"],
@@ -39,7 +39,8 @@ def update_dhidden(
 
     The contraction is cut into as many parts as there are arrays of sums.
     """
-    matmul = Matmul(case, tuning, 1, case.options.vocab_dim)
+    machine = generation.machine
+    matmul = Matmul(case, generation.tunings.of(case, "dhidden"), 1, case.options.vocab_dim)
     body = functools.partial(_dhidden_kernel, machine, matmul)
     return update(machine, matmul, body, "lce_dhidden", (dlogits, weight, span), sums)
 
@@ -69,8 +70,7 @@ def _dhidden_kernel(
 
 
 def write_dweight(
-    machine: Machine,
-    tuning: Any,
+    generation: Generation,
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "T columns"],
     hidden: Float[Array, "T H"],
@@ -79,7 +79,7 @@ def write_dweight(
     add: bool = False,
 ) -> Float[Array, "V H"]:
     """``dweight`` with the span's tiles written, or added, at its offset, from its rows."""
-    matmul = Matmul(case, tuning, 0, 0)
+    machine, matmul = generation.machine, Matmul(case, generation.tunings.of(case, "dweight"), 0, 0)
     lhs, rhs = (dlogits, hidden) if case.options.vocab_dim == 0 else (hidden, dlogits)
     body = functools.partial(_dweight_kernel, machine, matmul, add)
     return update(machine, matmul, body, "lce_dweight", (lhs, rhs, span), dweight)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PUT = 16  # candidates of a block's token whose loads overlap
 
 
-def put(
+def put_candidates(
     case: Case,
     dlogits: Float[Array, "T columns"],
     ids: Int[Array, "n"],
@@ -88,7 +88,7 @@ def _put_each(
     pl.when(token < count)(lambda: lax.fori_loop(0, -(-most // PUT), step, None))
 
 
-def put_live(
+def put_live_candidates(
     case: Case,
     dlogits: Float[Array, "slots*128 256"],
     ids: Int[Array, "n"],
@@ -99,7 +99,7 @@ def put_live(
     numbers: Int[Array, "3"],
     first: int,
 ) -> Float[Array, "slots*128 256"]:
-    """`put` of a batch of live tiles; ``batch`` is its number.
+    """`put_candidates` of a batch of live tiles; ``batch`` is its number.
 
     ``numbers``: how many rows there are, the stride of all that is flat, and the id of the shard's first column.
     """

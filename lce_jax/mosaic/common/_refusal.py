@@ -11,7 +11,10 @@ from lce_jax.mosaic.common._tiles import ATOM_ROWS, COLUMN_GRAIN, SMEM_LIMIT, TI
 
 
 def refusal(case: Case, smem_bytes: Mapping[str, int]) -> str | None:
-    """Why the kernels cannot serve ``case``; None where they can. ``smem_bytes``: what a block of each kernel needs."""
+    """Why the kernels cannot serve ``case``; None where they can. ``smem_bytes``: what a block of each kernel needs.
+
+    A dtype without exact products, a shape that cannot be tiled, or an option that no kernel knows.
+    """
     return _shape_refusal(case) or _smem_refusal(smem_bytes) or _options_refusal(case)
 
 

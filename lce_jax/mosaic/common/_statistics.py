@@ -18,12 +18,13 @@ from lce_jax._types import Case, Options, ShardStatistics
 from lce_jax.mathematics._dlogits import FP16_SHIFT
 from lce_jax.mathematics._statistics import SUMS, of_fields
 from lce_jax.mosaic._cache import Cache
+from lce_jax.mosaic._generation import Generation, Machine
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.common import _logits, _parts
-from lce_jax.mosaic.common._machine import Machine, Matmul, Tile
+from lce_jax.mosaic.common._machine import Matmul, Tile
 from lce_jax.mosaic.common._tiles import TILE_N, TILING
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
 
 
 def statistics(
-    machine: Machine,
-    tuning: Any,
+    generation: Generation,
     prepared: Prepared,
     weight: Float[Array, "V H"],
     case: Case,
@@ -40,8 +40,11 @@ def statistics(
     parts: Float[Array, "tiles fields Tp"],
     cache: Cache | None,
 ) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
-    """``parts`` with the partial statistics of the span's tiles, and the cache, if any, with their exponentials."""
-    matmul = _logits.logits(case, tuning)
+    """``parts`` with the partial statistics of the span's tiles, and the cache, if any, with their exponentials.
+
+    ``weight`` holds the span's part at its offset.
+    """
+    machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "forward"))
     updated = [parts, *jax.tree.leaves(cache)]
     operands = [
         prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, span,

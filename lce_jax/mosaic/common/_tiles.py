@@ -1,4 +1,4 @@
-"""The sizes that all kernel sets have in common: of tiles, and of pieces of shared memory and the whole of it."""
+"""The sizes that all generations have in common: of tiles, and of pieces of shared memory and the whole of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TILING = Tiling(row_block=ROW_BLOCK, tile=TILE_N, atom=ATOM_ROWS, most_clustered
 
 
 def live_shape(case: Case) -> tuple[int, int]:
-    """That of the tiles that `KernelSet.select` finds live: vocabulary tiles, and a row block for each thread."""
+    """That of the tiles that `select` finds live: vocabulary tiles, and a row block for each thread."""
     shape = geometry(case, TILING)
     return shape.num_tiles, -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK
 

@@ -169,7 +169,24 @@ def finish(
     tags: Int[Array, "groups fields Tp"] | None = None,
     floors: Float[Array, "R"] | None = None,
 ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
-    """The results of the whole vocabulary, and ``kept`` with what the backward needs: `KernelSet.finish`."""
+    """The results of the whole vocabulary, and ``kept`` with what the backward needs, from its field 1 on.
+
+    The results are the fields of `LogprobOutput` that there are. Kept are the temperature and the floor, if there
+    is one, and after the fields of candidates the fields of `ShardStatistics` that gradients have, in nats.
+
+    Args:
+        case: R tokens, and the shard.
+        joined: statistics of the whole vocabulary, in nats.
+        ids: global ids of the labels.
+        temperatures: None: 1.
+        numbers: how many rows there are, and the stride of ``kept``.
+        kept: flat; its field 0 is not touched.
+        vocab_size: of the whole vocabulary.
+        megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
+        tags: of a vocabulary in parts, the bits of their groups' statistics, of which the field after the last has
+            a tag for each token, in the first group of a part. Where these differ, the results are NaN.
+        floors: in logits. None: every column counts.
+    """
     options = case.options
     count = len(_partial_statistics.results(options))
     outputs = [jax.ShapeDtypeStruct((case.num_tokens,), jnp.float32)] * count

@@ -40,7 +40,7 @@ def padded(size: int) -> int:
     return -(-size // THREADS) * THREADS
 
 
-def counts(sizes: Sizes, live: Int[Array, "tiles blocks"]) -> Int[Array, "tiles"]:
+def live_counts(sizes: Sizes, live: Int[Array, "tiles blocks"]) -> Int[Array, "tiles"]:
     """The live row blocks of each tile."""
 
     def body(live: Any, counts: Any) -> None:
@@ -50,7 +50,7 @@ def counts(sizes: Sizes, live: Int[Array, "tiles blocks"]) -> Int[Array, "tiles"
     return _run(body, [(padded(sizes.tiles),)], "lce_live_counts", {"tile": sizes.tiles})(live)[0]
 
 
-def order(sizes: Sizes, counts: Int[Array, "tiles"]) -> Order:
+def live_order(sizes: Sizes, counts: Int[Array, "tiles"]) -> Order:
     """The vocabulary tile at each rank.
 
     By count, and then mixed: the fractional parts of multiples of the golden ratio, in fixed point, are spread evenly.
@@ -69,7 +69,7 @@ def order(sizes: Sizes, counts: Int[Array, "tiles"]) -> Order:
     return Order(*_run(body, [(padded(sizes.tiles),)] * 3, "lce_live_order", {"tile": sizes.tiles})(counts))
 
 
-def entries(
+def live_entries(
     sizes: Sizes,
     live: Int[Array, "tiles blocks"],
     order: Int[Array, "ranks"],
@@ -114,7 +114,7 @@ def _entries(
     pl.when(rank == sizes.tiles - 1)(put_end)
 
 
-def rows(
+def live_rows(
     sizes: Sizes,
     order: Int[Array, "ranks"],
     first: Int[Array, "ranks+1"],
@@ -169,7 +169,7 @@ def _rows(
     lax.fori_loop(0, sizes.batches, step, first)
 
 
-def row_lists(
+def live_row_lists(
     sizes: Sizes,
     first: Int[Array, "ranks+1"],
     starts: Int[Array, "batches blocks"],
@@ -216,7 +216,7 @@ def _row_lists(
     pl.when(block == 0)(put_numbers)
 
 
-def ranks(sizes: Sizes, first: Int[Array, "ranks+1"], counts: Int[Array, "ranks"]) -> Int[Array, "ranks"]:
+def live_ranks(sizes: Sizes, first: Int[Array, "ranks+1"], counts: Int[Array, "ranks"]) -> Int[Array, "ranks"]:
     """The ranks by batch, in each those with the most live row blocks first."""
 
     def body(firsts: Any, counts: Any, ranks: Any) -> None:

@@ -17,7 +17,7 @@ from lce_jax.mosaic.sm90._hardware import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
-HELD = Held(plgpu.Layout.WGMMA, WARPGROUP_ROWS)
+HELD = Held(WARPGROUP_ROWS)
 
 
 def rows_of(row: Any) -> Any:

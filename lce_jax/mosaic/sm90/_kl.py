@@ -14,17 +14,17 @@ from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics
 from lce_jax.mathematics._log_ratios import MOST_DISTANCE
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _pallas
-from lce_jax.mosaic._kl_kernel_set import KLCache
+from lce_jax.mosaic._kl_operands import KLCache
 from lce_jax.mosaic._mixture import MixtureFactors
 from lce_jax.mosaic._operands import LOG2E
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store, store_references
 from lce_jax.mosaic.common._log_ratios import Reference, relative_log_ratio, relative_log_ratios
-from lce_jax.mosaic.common._machine import KLMachine, Tile, multiple_of
+from lce_jax.mosaic.common._machine import Tile, multiple_of
 from lce_jax.mosaic.common._statistics import as_cached
 from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N
-from lce_jax.mosaic.sm90 import _epilogue, _kl_tile, _pipeline
+from lce_jax.mosaic.sm90 import _epilogue
 from lce_jax.mosaic.sm90._epilogue import HELD
 from lce_jax.mosaic.sm90._kl_tile import BLOCKS, STRIP, HeldTile, along, block_of, strip_of, x_of
 
@@ -242,13 +242,3 @@ def _gradient(
         return jnp.where(e_p > 0.0, e_p * along(rows.of_p) * distance, 0.0)
     u_q = jnp.minimum(_relative(x[1], rows.max_q, scales[1]), 0.0)
     return jnp.exp2(u_q) * along(rows.of_q) - e_p * along(rows.of_p)
-
-
-MACHINE = KLMachine(
-    kernel=_pipeline.kernel,
-    walk=_pipeline.walk_products,
-    held=_kl_tile.held,
-    statistics=statistics,
-    mixture_sums=mixture_sums,
-    dlogits=dlogits,
-)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lce_jax.mosaic.common._machine import Machine
-from lce_jax.mosaic.sm90 import _dlogits_epilogue, _epilogue, _kl, _pipeline, _statistics_epilogue
+from lce_jax.mosaic._generation import Machine
+from lce_jax.mosaic.sm90 import _dlogits_epilogue, _epilogue, _kl, _kl_tile, _pipeline, _statistics_epilogue
 
 MACHINE = Machine(
     kernel=_pipeline.kernel,
@@ -12,5 +12,9 @@ MACHINE = Machine(
     send_product=_epilogue.send_product,
     statistics=_statistics_epilogue.statistics,
     dlogits=_dlogits_epilogue.dlogits,
-    kl=_kl.MACHINE,
+    walk_products=_pipeline.walk_products,
+    held=_kl_tile.held,
+    kl_statistics=_kl.statistics,
+    kl_mixture_sums=_kl.mixture_sums,
+    kl_dlogits=_kl.dlogits,
 )
