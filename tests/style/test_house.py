@@ -31,8 +31,8 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 28_210
-PACKAGES_FILES = 197
+PACKAGES_LINES = 27_570
+PACKAGES_FILES = 194
 TESTS_LINES = 34_272
 
 
