@@ -12,12 +12,12 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from lce_torch_bridge._types import Call, Operands, Sums, names_of
+from lce_torch_bridge._types import PLAIN, Call, Operands, Sums, names_of
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _tensor_parallel, _weight
@@ -43,7 +43,13 @@ class Recipe(NamedTuple):
 
 def apply(x: Operands, call: Call) -> dict[str, torch.Tensor]:
     """The call's results by name, differentiable."""
-    traced, keep = torch.compiler.is_compiling(), is_differentiated(x.hidden, x.weight, x.bias)
+    keep = is_differentiated(x.hidden, x.weight, x.bias)
+    if nothing_watches() and not any_is_watched(x):
+        fields, differentiable = names_of(call)
+        keep = keep and bool(differentiable)
+        found = Eager.apply(*x, call) if keep else _execute.forward(x, call, False, way_of(x.hidden))
+        return dict(zip(fields, found, strict=False))
+    traced = torch.compiler.is_compiling()
     fields, differentiable = (call.fields, call.differentiable) if traced else names_of(call)
     text = _text(call) if traced else text_of(call)
     if not differentiable or (traced and not keep):  # torch 2.11 traces no Function that nothing differentiates
@@ -57,6 +63,27 @@ def apply(x: Operands, call: Call) -> dict[str, torch.Tensor]:
 def is_differentiated(*operands: torch.Tensor | None) -> bool:
     """Whether a call is recorded for a backward."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+
+
+def nothing_watches() -> bool:
+    """Whether nothing traces, transforms or counts operators, so that none need be called: each costs the host time."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def any_is_watched(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether one needs operators: a subclass, one without values, or a batch of is_grads_batched=True."""
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in PLAIN or x.is_meta or torch._C._functorch.is_legacy_batchedtensor(x):
+            return True
+    return False
 
 
 class Pass(torch.autograd.Function):
@@ -79,22 +106,7 @@ class Pass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Those of dhidden, dweight and dbias that are wanted."""
-        recipe, saved = ctx.recipe, ctx.saved_tensors
-        places, seeds = KEEPS[recipe.function], list(grads[: recipe.differentiable])
-        none = [None] * (len(Operands._fields) + 2)
-        if all(seed is None for seed in seeds):
-            return tuple(none)
-        x: list[Any] = none[2:]
-        for place, operand in zip(places, saved, strict=False):
-            x[place] = operand
-        kept, wanted = list(saved[len(places) :]), list(ctx.needs_input_grad[:3])
-        if torch.is_grad_enabled():  # as always in torch.func: a second derivative may be asked for
-            found = Gradients.apply((len(x), len(kept)), wanted, recipe.text, *x, *kept, *seeds)
-        else:
-            main_grad, owns_cache = (None, False) if torch.compiler.is_compiling() else may_write(ctx, len(kept) - 1)
-            found = backward(x, kept, seeds, wanted, recipe.text, main_grad, owns_cache)
-        left = iter(found)
-        return *[next(left) if want else None for want in wanted], *none[3:]
+        return *derivative(ctx, grads), *[None] * (len(Operands._fields) - 1)
 
     @staticmethod
     def vmap(*_: Any) -> Any:
@@ -116,6 +128,57 @@ class Uncompiled(Pass):
             "lce_torch_bridge has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, forward_ad): use "
             "reverse mode, torch.func.vjp or torch.autograd.grad"
         )
+
+
+class Eager(torch.autograd.Function):
+    """``(*Operands, Call)`` to the results where nothing watches: what it runs is no operator.
+
+    A Function without ``setup_context`` costs the host less, and is not for torch.func.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Runs the call, and keeps what the backward needs."""
+        *operands, call = inputs
+        found = _execute.forward(Operands(*operands), call, True, way_of(operands[0]))
+        fields, differentiable = names_of(call)
+        results = tuple(found[: len(fields)])
+        ctx.recipe = Recipe(call.function, text_of(call), len(fields), len(differentiable))
+        ctx.set_materialize_grads(False)
+        if len(differentiable) < len(fields):
+            ctx.mark_non_differentiable(*results[len(differentiable) :])
+        ctx.save_for_backward(*[operands[i] for i in KEEPS[call.function]], *found[len(fields) :])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Those of dhidden, dweight and dbias that are wanted."""
+        return *derivative(ctx, grads), *[None] * (len(Operands._fields) - 2)
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        """Refuses forward mode."""
+        Uncompiled.jvp()
+
+
+def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+    """dhidden, dweight and dbias, None where it is not wanted."""
+    recipe, saved = ctx.recipe, ctx.saved_tensors
+    places, seeds = KEEPS[recipe.function], list(grads[: recipe.differentiable])
+    if not any(seed is not None for seed in seeds):
+        return [None] * 3
+    x: list[Any] = [None] * len(Operands._fields)
+    for place, operand in zip(places, saved, strict=False):
+        x[place] = operand
+    kept, wanted = list(saved[len(places) :]), list(ctx.needs_input_grad[:3])
+    if torch.is_grad_enabled():  # as always in torch.func: a second derivative may be asked for
+        found = Gradients.apply((len(x), len(kept)), wanted, recipe.text, *x, *kept, *seeds)
+    else:
+        main_grad, owns_cache = (None, False) if torch.compiler.is_compiling() else may_write(ctx, len(kept) - 1)
+        run = run_backward if nothing_watches() and not any_is_watched((*x, *seeds)) else backward
+        found = run(x, kept, seeds, wanted, recipe.text, main_grad, owns_cache)
+    left = iter(found)
+    return [next(left) if want else None for want in wanted]
 
 
 class Gradients(torch.autograd.Function):
@@ -225,14 +288,7 @@ def _(x: list[Any], keep: bool, text: str) -> list[torch.Tensor]:
     return _execute.forward_structs(Operands(*x), call_of(text, x[1]), keep)
 
 
-# What it is given besides, it may write to, which the schema does not say: a trace, which gives neither, would make
-# copies of what is said to be written to.
-@operator(
-    "backward",
-    "(Tensor?[] x, Tensor[] kept, Tensor?[] seeds, bool[] wanted, str call, Tensor? main_grad=None, "
-    "bool owns_cache=False) -> Tensor[]",
-)
-def backward(
+def run_backward(
     x: list[Any],
     kept: list[torch.Tensor],
     seeds: list[torch.Tensor | None],
@@ -246,6 +302,15 @@ def backward(
     given = {name: seed for name, seed in zip(names_of(call)[1], seeds, strict=True) if seed is not None}
     sums = Sums(main_grad=main_grad, owns_cache=owns_cache)
     return _execute.gradients(operands, kept, given, tuple(wanted), call, way_of(operands.hidden), sums)
+
+
+# What it is given besides, it may write to, which the schema does not say: a trace, which gives neither, would make
+# copies of what is said to be written to.
+backward = operator(
+    "backward",
+    "(Tensor?[] x, Tensor[] kept, Tensor?[] seeds, bool[] wanted, str call, Tensor? main_grad=None, "
+    "bool owns_cache=False) -> Tensor[]",
+)(run_backward)
 
 
 @torch.library.register_fake(f"{NAME}::backward")  # type: ignore[untyped-decorator]

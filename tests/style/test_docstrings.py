@@ -169,7 +169,6 @@ def texts_of(functions: list[Callable[..., Any]], without: dict[tuple[str, str],
 def test_the_same_argument_has_the_same_text() -> None:
     texts = texts_of(FUNCTIONS, OTHER_MEANING)
     assert {key: found for key, found in texts.items() if len(found) > 1} == {}
-    assert "chunk_bytes" in texts
 
 
 def test_the_same_argument_of_the_bridge_has_the_same_text() -> None:
