@@ -86,7 +86,7 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The divergence and the gradients of one device's program. The runner around it cannot be interpreted."""
     options = dict(drawn.options)
     direction, where = options.pop("direction", "forward"), options.pop("where", None)
-    spec, primals, rows, _ = bind(KLArguments.of(Pair(drawn.student, drawn.teacher), where, direction, options, None))
+    spec, primals, rows, _ = bind(KLArguments.of(Pair(drawn.student, drawn.teacher), where, direction, options))
     assert spec.implementation == "mosaic_gpu"
     keeps = spec.case.options.keeps_tiles
     kl, kept = jax.jit(lambda *given: _kl.device_forward(spec, *given, keeps))(primals, rows)
@@ -165,7 +165,7 @@ def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixtur
 
     def chosen(name: str | None) -> str:
         heads = Pair(tuple(operands[:2]), tuple(operands[2:]))
-        given = KLArguments.of(heads, None, direction, {"implementation": name}, None)
+        given = KLArguments.of(heads, None, direction, {"implementation": name})
         specs = (_call.spec(case, own, case.vocab_size) for case, own in zip(given.cases(), given.options, strict=True))
         return KLSpec(Pair(*specs), direction, given.implementation).implementation
 
