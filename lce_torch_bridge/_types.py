@@ -122,7 +122,7 @@ class Call(NamedTuple):
     num_candidates: int  # 0: none are asked for; of "topk", the k that are
     has_floor: bool
     megatron: bool  # Megatron's value for labels out of vocabulary
-    reduce_grad_hidden: bool
+    reduce_grad_hidden: bool  # only where there is a group
     cache_bytes: int
     gradient_threshold: float
     vocab_part_size: int | None

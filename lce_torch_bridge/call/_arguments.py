@@ -185,7 +185,8 @@ def _call(group: str, shards: int, rows: int, num_candidates: int, has_floor: bo
         num_candidates=int(num_candidates),
         has_floor=has_floor,
         megatron=options.out_of_vocab == "megatron",
-        reduce_grad_hidden=scalars.flag("reduce_grad_hidden", options.reduce_grad_hidden),
+        reduce_grad_hidden=scalars.flag("reduce_grad_hidden", options.reduce_grad_hidden)
+        and group != _tensor_parallel.NO_GROUP,
         cache_bytes=cache_bytes,
         gradient_threshold=gradient_threshold,
         vocab_part_size=vocab_part_size,

@@ -26,7 +26,6 @@ class BackwardPlan(NamedTuple):
 
     launcher: Launcher
     results: list[Allocated]
-    reduced: bool  # dhidden is summed over the group, in float32
 
 
 def gradients(
@@ -64,8 +63,8 @@ def gradients(
     seeds = [_launcher.in_rows(x) for x in cotangents.values()]
     given = [_device.usable(hidden), _device.usable(weight), of_stride(saved), *seeds]
     plan.launcher.launch(device, [*grads, *given, *into, *map(_device.usable, cache)])
-    if plan.reduced:
-        grads[0] = _tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
+    if wanted[0] and call.reduce_grad_hidden:
+        grads[0] = _tensor_parallel.total_dhidden(grads[0], hidden.dtype, call.group)
     return grads if sums.main_grad is None else [*grads, empty_sparse_like(sums.main_grad, weight.dtype)]
 
 
@@ -89,8 +88,7 @@ def _plan(
     if call.gradient_threshold and not are_live_tiles(cache):
         return "gradient_threshold: JAX ran the forward, and kept other things than kernels do"
     rows = _padding.size(tokens)
-    reduced = call.reduce_grad_hidden and call.group != _tensor_parallel.NO_GROUP
-    dtype = torch.float32 if reduced else hidden.dtype
+    dtype = torch.float32 if call.reduce_grad_hidden else hidden.dtype
     launches = _list_of(
         kind_of(hidden, weight, call, has_temperature, rows), seeds, wanted[:2], name_of(dtype),
         cached=bool(cache), owns_cache=owns_cache, adds=not returns_dweight,
@@ -98,7 +96,7 @@ def _plan(
     results = [allocated(hidden.shape, dtype)] if wanted[0] else []
     if wanted[1] and returns_dweight:
         results.append(allocated(weight.shape, weight.dtype))
-    return BackwardPlan(Launcher(launches, tokens), results, reduced and wanted[0])
+    return BackwardPlan(Launcher(launches, tokens), results)
 
 
 def are_live_tiles(cache: Sequence[torch.Tensor]) -> bool:

@@ -180,8 +180,8 @@ def all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def total_dhidden(dhidden: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """``dhidden`` summed over the group in float32, and rounded once; over `NO_GROUP` as it is."""
-    return dhidden if name == NO_GROUP else all_reduce(dhidden.contiguous(), name).to(dtype)
+    """``dhidden`` summed over the group in float32, and rounded once."""
+    return all_reduce(dhidden.contiguous(), name).to(dtype)
 
 
 def add_parts(x: torch.Tensor, columns: int, name: str) -> torch.Tensor:

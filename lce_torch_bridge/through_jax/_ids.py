@@ -53,11 +53,12 @@ def gradients(
     (cotangent,) = cotangents.values()
     for differs in kept:
         cotangent = cotangent.masked_fill(differs, torch.nan)
-    over = call.group if call.reduce_grad_hidden else _tensor_parallel.NO_GROUP
-    run = program(pull_back, key_of(call, x.weight), wanted, over == _tensor_parallel.NO_GROUP)
+    run = program(pull_back, key_of(call, x.weight), wanted, not call.reduce_grad_hidden)
     grads = _run_padded(run, x, _packed(x, call, cotangent.view(torch.int32)))
     if wanted[0]:
-        grads[0] = _tensor_parallel.total_dhidden(grads[0][: x.hidden.shape[0]], x.hidden.dtype, over)
+        grads[0] = grads[0][: x.hidden.shape[0]]
+        if call.reduce_grad_hidden:
+            grads[0] = _tensor_parallel.total_dhidden(grads[0], x.hidden.dtype, call.group)
     return grads
 
 

@@ -80,14 +80,15 @@ def gradients(
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted."""
     (saved, *cache), (cotangent,) = kept, cotangents.values()
-    over = call.group if call.reduce_grad_hidden else _tensor_parallel.NO_GROUP
     tree = jax.tree.structure(_cache_structure(x, call)) if cache else None
     key = key_of(call, x.weight, _teacher_weight(x))
-    run = program(pull_back, key, wanted, over == _tensor_parallel.NO_GROUP, tree)
+    run = program(pull_back, key, wanted, not call.reduce_grad_hidden, tree)
     per_token = torch.cat([saved, cotangent.contiguous().view(torch.int32)[:, None]], 1)
     grads = _run_one(run, (*_inputs(x, per_token), *cache))
     if wanted[0]:
-        grads[0] = _tensor_parallel.total_dhidden(grads[0][: x.hidden.shape[0]], x.hidden.dtype, over)
+        grads[0] = grads[0][: x.hidden.shape[0]]
+        if call.reduce_grad_hidden:
+            grads[0] = _tensor_parallel.total_dhidden(grads[0], x.hidden.dtype, call.group)
     return grads
 
 

@@ -121,13 +121,12 @@ def gradients(
 ) -> list[torch.Tensor]:
     """What `operators._execute.gradients` returns."""
     (hidden, weight, bias, *_), (saved, *cache) = x, list[Any](kept)
-    reduced = call.reduce_grad_hidden and call.group != _tensor_parallel.NO_GROUP
     rows, key = _padding.size(hidden.shape[0]), key_of(call, weight)
     tree = None
     if cache:
         numbers = len(saved) - sum(merged_fields(key).values())
         tree = jax.tree.structure(cache_structure(hidden, weight, bias, numbers, key))
-    run = program(pull_back, key, tuple(cotangents), wanted, not reduced, tree, donate=(4,))
+    run = program(pull_back, key, tuple(cotangents), wanted, not call.reduce_grad_hidden, tree, donate=(4,))
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
     per_token = torch.cat([saved, *[seed[None] if seed.ndim == 1 else seed.T for seed in seeds]])
     given = _padding.pad(hidden, rows), weight, bias, _padding.with_count(per_token.T, rows)
@@ -137,8 +136,8 @@ def gradients(
         *grads, _ = sums.total.after(run, (*given, *cache), operand=len(given), place=int(wanted[0]))
     if wanted[0]:
         grads[0] = grads[0][: hidden.shape[0]]
-    if wanted[0] and reduced:
-        grads[0] = _tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
+        if call.reduce_grad_hidden:
+            grads[0] = _tensor_parallel.total_dhidden(grads[0], hidden.dtype, call.group)
     return grads
 
 
