@@ -69,7 +69,7 @@ def _measure(module: ModuleType, command: argparse.ArgumentParser, options: argp
 
 def parser(part: str) -> tuple[argparse.ArgumentParser, ModuleType]:
     """The command line of a part, and the module that has its jobs."""
-    from lce_jax.explain import _call
+    from lce_jax.explain import _arguments
 
     module = importlib.import_module(f"benchmarks.{MODULES.get(part, part)}")
     out = argparse.ArgumentParser(
@@ -78,7 +78,7 @@ def parser(part: str) -> tuple[argparse.ArgumentParser, ModuleType]:
         epilog="\n".join(["parts:", *(f"  {name:10s} {what}" for name, what in PARTS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    out.add_argument("--rounds", type=_call.positive, default=5, help="timings; the median is shown (default 5)")
+    out.add_argument("--rounds", type=_arguments.positive, default=5, help="timings; the median is shown (default 5)")
     file = "the card's file of JSON, which keeps its other rows (default: bench-out/, named after the card)"
     out.add_argument("--out", type=Path, metavar="FILE", help=file)
     out.set_defaults(part=part)

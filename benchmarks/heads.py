@@ -16,7 +16,7 @@ from benchmarks.peers import peer_candidates, release
 from benchmarks.problem import CPU_SHAPES, GPU_SHAPES, Shape, default_dtype, random_problem, said, sizes
 from benchmarks.records import Job, Measured
 from lce_jax import _dispatch
-from lce_jax.explain import _call
+from lce_jax.explain import _arguments
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     known = _dispatch.IMPLEMENTATIONS
     command.add_argument("--implementation", choices=known, help="default: the best for this device")
     split = "also time the vocabulary split over this many"
-    command.add_argument("--devices", type=_call.positive, default=1, help=split)
+    command.add_argument("--devices", type=_arguments.positive, default=1, help=split)
     data = "random logits, or such as a language model has, and then a gradient threshold too (default: random)"
     command.add_argument("--data", choices=("random", "text"), default="random", help=data)
     command.add_argument("--no-peers", action="store_true", help="leave out what PyTorch computes")
@@ -34,7 +34,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def add_shapes(command: argparse.ArgumentParser) -> None:
     """Which heads."""
     shape = "tokens, hidden size, vocabulary; repeatable"
-    command.add_argument("--shape", type=_call.shape, action="append", metavar="T,H,V", help=shape)
+    command.add_argument("--shape", type=_arguments.shape, action="append", metavar="T,H,V", help=shape)
 
 
 def shapes_here() -> tuple[Shape, ...]:

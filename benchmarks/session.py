@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import records
 from benchmarks.problem import GPU_SHAPES
 from benchmarks.records import File
-from lce_jax.explain import _call
+from lce_jax.explain import _arguments
 
 JOB_SECONDS = 400  # that a job may take: one that waits for ever ends alone
 SIZES = [f"--shape {t},{h},{v}" for t, h, v in GPU_SHAPES]
@@ -38,7 +38,7 @@ PLAN = [  # for a GPU, the most wanted first
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options."""
-    command.add_argument("--minutes", type=_call.positive, default=10, help="of the session (default 10)")
+    command.add_argument("--minutes", type=_arguments.positive, default=10, help="of the session (default 10)")
     command.add_argument("--list", action="store_true", help="print what would run, and run nothing")
 
 

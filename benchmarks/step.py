@@ -23,7 +23,7 @@ from jax import lax
 from benchmarks.records import Job, Measured
 from lce_jax import linear_cross_entropy, linear_loss, losses
 from lce_jax._plans import format_bytes
-from lce_jax.explain import _call
+from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -186,8 +186,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     on_gpu = jax.default_backend() == "gpu"
     known = f"of {', '.join(MODELS)} (default: qwen3-1.7b on a GPU, else tiny)"
     command.add_argument("--model", choices=MODELS, default="qwen3-1.7b" if on_gpu else "tiny", help=known)
-    command.add_argument("--batch", type=_call.positives, default=(2, 4), metavar="B,B,...", help="sequences")
-    command.add_argument("--length", type=_call.positive, default=4096 if on_gpu else 128, help="tokens of each")
+    command.add_argument("--batch", type=_arguments.positives, default=(2, 4), metavar="B,B,...", help="sequences")
+    command.add_argument("--length", type=_arguments.positive, default=4096 if on_gpu else 128, help="tokens of each")
     command.add_argument("--objective", choices=OBJECTIVES, action="append", help="default: all; repeatable")
 
 

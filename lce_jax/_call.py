@@ -30,11 +30,10 @@ from lce_jax.mesh._custom_partitioning import check_rules_are_read
 from lce_jax.mesh._layout import Layout, layout_of_arrays, layout_of_names
 
 if TYPE_CHECKING:
-    from jax.sharding import AbstractMesh, Mesh
+    from jax.sharding import Mesh
 
     from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax._types import Case
-    from lce_jax.mesh._layout import Axes, Layout
+    from lce_jax.mesh._layout import Axes
 
 
 # Operands per token

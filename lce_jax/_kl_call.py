@@ -110,7 +110,7 @@ class KLArguments(NamedTuple):
                 teacher[name] = neutral
         with _of_the_teacher():
             teachers = _options.of_call(teacher, function="linear_kl")
-        named = _options.implementation_names(given.get("implementation"))
+        named = _options.checked("implementation", given)
         return cls(arrays, where, Pair(own, teachers), direction, beta, named)
 
     def cases(self) -> Pair[Case]:

@@ -199,21 +199,23 @@ def check_names(function: Callable[..., Any], given: Mapping[str, Any], like: st
         parameters = inspect.signature(function).parameters.items()
         own = (name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known)
         known = (*own, *known)
-        close = [OTHER_NAMES[unknown[0]]] if unknown[0] in OTHER_NAMES else []
-        close = close or difflib.get_close_matches(unknown[0], known, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        meant = OTHER_NAMES.get(unknown[0]) or next(iter(difflib.get_close_matches(unknown[0], known, 1)), None)
+        hint = f" (did you mean {meant}?)" if meant else ""
         raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
     refuse(function.__name__, given, like)
 
 
-SAID_ELSEWHERE = ("axis_name", "entropy", "stats", "candidates", "cache_bytes", "vocab_part_size")
+# What these functions do not have, and refuse in words of their own, as all over a mesh do with ``axis_name``.
+OWN_WORDS = {
+    "linear_cross_entropy": ("entropy", "stats", "candidates"),
+    "linear_loss": ("cache_bytes", "candidates", "vocab_part_size"),
+}
 
 
 def refuse(function: str, given: Mapping[str, Any], like: str = "") -> None:
-    """Refuses options of other functions. Losses say themselves what they have in place of some."""
-    known, is_loss = names_of(like or function), "loss" in function or "cross_entropy" in function
-    wrong = [name for name in given if name not in known]
-    if wrong := [name for name in wrong if name != "axis_name" and not (is_loss and name in SAID_ELSEWHERE)]:
+    """Refuses options of other functions."""
+    said = *names_of(like or function), "axis_name", *OWN_WORDS.get(function.removeprefix("sharded_"), ())
+    if wrong := [name for name in given if name not in said]:
         raise TypeError(f"{function} has no option {', '.join(wrong)}")
 
 
@@ -233,7 +235,7 @@ class CallOptions:
     implementation: tuple[str, ...] | None
 
 
-def _checked(name: str, given: Mapping[str, Any]) -> Any:
+def checked(name: str, given: Mapping[str, Any]) -> Any:
     """The value of an option, checked unless it is the default."""
     option = OPTIONS[name]
     value = given.get(name, option.default)
@@ -247,7 +249,7 @@ def of_call(
     """The options of a call of ``function``, which returns the ``top_k`` if it is `linear_topk`."""
     given = given if top_k is None else {**given, "entropy": False}
     function = function if top_k is None else "linear_topk"
-    of = {name: _checked(name, given) for name in LogprobOptions.__annotations__}
+    of = {name: checked(name, given) for name in LogprobOptions.__annotations__}
     scale, softcap, candidates = of["logit_scale"], of["logit_softcap"], of["candidates"]
     traced = is_array(scale) or is_array(softcap)
     named = {name: of[name] for name in ("entropy", "stats", "weight_layout", "precision")}
@@ -324,8 +326,3 @@ def teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]
     if chosen != "jsd" or beta is None:
         return scalars.weight_of_jsd(beta, argument, chosen, ends)
     return number_or_scalar("beta", beta, lambda _, value: scalars.weight_of_jsd(value, argument, chosen, ends))
-
-
-def implementation_names(implementation: Any) -> tuple[str, ...] | None:
-    """The names of ``implementation=``, checked; None leaves the choice to the device."""
-    return None if implementation is None else _implementations("implementation", implementation)

@@ -19,7 +19,7 @@ from examples.demo.evaluate import Evaluator
 from examples.demo.model import Config, Transformer, make_mesh, put_on_mesh
 from examples.demo.text import VOCAB_SIZE, load_corpus
 from lce_jax import Plan, explain
-from lce_jax.explain._call import not_negative, positive
+from lce_jax.explain._arguments import not_negative, positive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

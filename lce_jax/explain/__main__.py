@@ -20,7 +20,7 @@ from lce_jax import Plan, explain, scalars
 from lce_jax._jax import abstract_device
 from lce_jax._plans import format_bytes
 from lce_jax.explain import _pod
-from lce_jax.explain._call import gibibytes, positive
+from lce_jax.explain._arguments import gibibytes, positive
 from lce_jax.explain._models import MODELS, ModelHead, model_head
 from lce_jax.explain._targets import TARGETS
 

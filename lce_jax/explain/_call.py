@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -25,13 +23,12 @@ from lce_jax.programs import _token_chunks
 from lce_jax.xla import _kl, _logits
 
 if TYPE_CHECKING:
-    from jax.sharding import AbstractMesh, Mesh
+    from jax.sharding import AbstractMesh
 
     from lce_jax._call import Spec
     from lce_jax._options import KLOptions, LogprobOptions
-    from lce_jax._plans import Plan, Surroundings
+    from lce_jax._plans import Surroundings
     from lce_jax._shapes import Bool, Float, Int, Shaped
-    from lce_jax.mathematics._kl import Direction
     from lce_jax.mesh._layout import Axes
 
 
@@ -164,51 +161,6 @@ def of_kl(
     name, refused = _dispatch.choose_kl(planned.cases, implementation=call.implementation)
     plan = mosaic.kl_plan if name == mosaic.NAME else _kl.explained
     return dataclasses.replace(plan(planned, found.around), refused=refused)
-
-
-def integer(text: str, least: int) -> int:
-    """A whole number from ``least`` on that 31 bits hold."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number: write all its digits, such as 8192") from None
-    if not least <= value < scalars.INT32_MAX:
-        raise argparse.ArgumentTypeError(f"{value} is not between {least} and {scalars.INT32_MAX - 1}")
-    return value
-
-
-def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    return integer(text, 1)
-
-
-def not_negative(text: str) -> int:
-    """A whole number from 0 on."""
-    return integer(text, 0)
-
-
-def positives(text: str) -> tuple[int, ...]:
-    """Whole numbers from 1 on, with commas between them."""
-    return tuple(positive(part) for part in text.split(","))
-
-
-def shape(text: str) -> tuple[int, int, int]:
-    """Tokens, hidden size and vocabulary."""
-    sizes = positives(text)
-    if len(sizes) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} must be three numbers: tokens, hidden size, vocabulary")
-    return sizes[0], sizes[1], sizes[2]
-
-
-def gibibytes(text: str) -> float:
-    """An amount of memory, at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text} must be a number of GiB, at least 0, such as 4 or 0.5")
-    return value
 
 
 def explain(

@@ -124,7 +124,7 @@ class Head:
         if self.logit_softcap is not None:
             scalars.positive("logit_softcap", self.logit_softcap)
         if self.precision is not None:
-            _options.OPTIONS["precision"].check("precision", self.precision)
+            _options.checked("precision", {"precision": self.precision})
         if self.mesh is not None and not self.on_mesh:
             raise ValueError("mesh without an axis: name one as vocab_axis, batch_axes or sequence_axis")
 

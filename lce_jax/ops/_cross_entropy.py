@@ -123,9 +123,11 @@ def of_call(
         return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
     arrays = {name: x for name, x in options.items() if is_array(x) and not isinstance(x, np.generic)}
     others = {name: x for name, x in options.items() if name not in arrays and name != "cache_bytes"}
-    fixed = (*(others | {"entropy": False, "chunk_bytes": chunk_bytes}).items(),)
+    fixed = (*(others | {"entropy": False}).items(),)
     operands = hidden, weight, _call.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
-    return _nan_where_different(agree, _in_forward(place, fixed, loss, operands, where, traced, divisor, arrays))
+    return _nan_where_different(
+        agree, _in_forward(place, fixed, loss, chunk_bytes, operands, where, traced, divisor, arrays)
+    )
 
 
 def _agreed(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Array | None]:
@@ -174,11 +176,12 @@ def chunk_in_place(
     return _token_chunks.instead_of_cache(spec.case, spec.requested, found.around)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _in_forward(
     place: Place | None,
     fixed: tuple[tuple[str, Hashable], ...],
     loss: _Loss,
+    chunk_bytes: int,
     operands: tuple[Array, Array, Array],
     where: Array | None,
     traced_z_loss: Array | None,
@@ -201,7 +204,6 @@ def _in_forward(
 
     share = None if loss.reduction == "sum" else 1 / _divisor(where, normalizer, labels.size, dtype)
     given: Any = dict(fixed) | arrays
-    chunk_bytes = given.pop("chunk_bytes")
     each = per_token(share), per_token(traced_z_loss)
     return sum_of_losses(loss_fn, *operands, each, where, chunk_bytes, given, place)[0]
 

@@ -149,6 +149,8 @@ def test_an_unknown_option_lists_those_of_the_function(function: Any, known: set
 def test_another_name(name: str, meant: str) -> None:
     with pytest.raises(TypeError, match=rf"unknown option {name} \(did you mean {meant}\?\)"):
         linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **{name: 0.1})
+    with pytest.raises(TypeError, match=name):
+        linear_logprobs(HIDDEN, WEIGHT, LABELS, **{name: 3.0})
 
 
 @pytest.mark.parametrize("kind", [jnp.float32, jnp.float16, jnp.bfloat16, np.asarray])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lce_jax.explain import __main__ as command
-from lce_jax.explain import _hlo
+from lce_jax.explain import _pod
 from lce_jax.explain._models import model_head
 from lce_jax.explain._pod import DIFFERENTIABLE, NUM_LARGEST, SPLITS, Pod, PodProgram, Split
 from lce_jax.explain._targets import TARGETS
@@ -26,7 +26,7 @@ class Compiled(NamedTuple):
     """What a program holds and sends, per device."""
 
     temporaries: int  # bytes
-    collectives: list[_hlo.Collective]
+    collectives: list[_pod.Collective]
     largest: int  # elements of an array
     has_kernels: bool
 
@@ -39,8 +39,8 @@ def compiled(pod: Pod, function: str, sharded: bool, split: Split) -> Compiled:
     text = found.as_text()
     return Compiled(
         found.memory_analysis().temp_size_in_bytes,
-        _hlo.collectives(text, pod.data * pod.tensor),
-        _hlo.largest_array(text),
+        _pod.collectives(text, pod.data * pod.tensor),
+        _pod.largest_array(text),
         "mosaic_gpu" in text,
     )
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import lce_jax
 from lce_jax import UnsupportedError, explain
 from lce_jax.explain import __main__ as command
-from lce_jax.explain import _hlo
+from lce_jax.explain import _pod
 from lce_jax.explain._targets import TPUS
 from lce_jax.mesh import _custom_partitioning
 from tests.compiled import needs_libtpu
@@ -146,8 +146,8 @@ def test_it_compiles(name: str, way: str, target: str) -> None:
     text = WAYS[way].compiled(name, target).as_text()
     shards = WAYS[way].shards
     tokens, columns = B * T // shards, V // shards
-    assert _hlo.largest_array(text) < tokens * columns
-    found = _hlo.collectives(text, shards * shards)
+    assert _pod.largest_array(text) < tokens * columns
+    found = _pod.collectives(text, shards * shards)
     assert all(one.devices in (shards, shards * shards) for one in found)
     of_weight, of_tokens = 2 * columns * H, 4 * tokens * (H + 4 * K) * shards
     assert max([one.num_bytes for one in found], default=0) <= max(of_weight, of_tokens), found
@@ -167,7 +167,7 @@ def test_without_collectives_of_its_own(target: str) -> None:
         return out, lce_jax.local.gradients(*operands, merged, out, cache=cache)  # results serve as cotangents
 
     text = jax.jit(step).lower(*structs(mesh, whole=True)).compile().as_text()
-    assert _hlo.largest_array(text) < B * T * V
+    assert _pod.largest_array(text) < B * T * V
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -203,7 +203,7 @@ def test_without_the_rule_xla_gathers_the_whole_weight(monkeypatch: pytest.Monke
     mesh = TPUS["v5p"].mesh(2, 2)
     step = with_gradients("linear_logprobs", as_it_is("linear_logprobs", mesh))
     text = jax.jit(step).lower(*structs(mesh)).compile().as_text()
-    gathered = [one for one in _hlo.collectives(text, 4) if one.arrays == f"bf16[{V},{H}]"]
+    gathered = [one for one in _pod.collectives(text, 4) if one.arrays == f"bf16[{V},{H}]"]
     assert [one.kind for one in gathered] == ["all-gather"]
     assert gathered[0].times >= 2  # forward and backward
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from lce_jax.explain import __main__ as command
-from lce_jax.explain import _hlo
+from lce_jax.explain import _pod
 from lce_jax.explain._pod import Pod
 from lce_jax.explain._targets import TARGETS, TPUS
 from tests.devices import H200
@@ -26,13 +26,13 @@ channel_id=3, replica_groups=mesh['data'=2,'tensor'=4] {'tensor'}, dimensions={0
 
 
 def test_collectives_of_a_program() -> None:
-    assert _hlo.collectives(PROGRAM, 8) == [
-        _hlo.Collective("all-gather", 4, "f32[4,4096], bf16[1024,256]", 4 * 4096 * 4 + 1024 * 256 * 2),
-        _hlo.Collective("reduce-scatter", 2, "bf16[1024,128]", 1024 * 128 * 2 * 2),
-        _hlo.Collective("all-reduce", 8, "s32[16]", 64),
-        _hlo.Collective("all-reduce", 8, "f32[]", 4, 2),
+    assert _pod.collectives(PROGRAM, 8) == [
+        _pod.Collective("all-gather", 4, "f32[4,4096], bf16[1024,256]", 4 * 4096 * 4 + 1024 * 256 * 2),
+        _pod.Collective("reduce-scatter", 2, "bf16[1024,128]", 1024 * 128 * 2 * 2),
+        _pod.Collective("all-reduce", 8, "s32[16]", 64),
+        _pod.Collective("all-reduce", 8, "f32[]", 4, 2),
     ]
-    assert _hlo.largest_array(PROGRAM) == 1024 * 512
+    assert _pod.largest_array(PROGRAM) == 1024 * 512
 
 
 @pytest.mark.parametrize("text", ["64", "0x8", "8x-1", "2x2x2", "x8", "eightx8", "²x8"])

@@ -12,7 +12,6 @@ import torch
 
 import lce_jax
 import lce_torch_bridge
-import lce_torch_bridge.megatron._hooks
 import lce_torch_bridge.verl
 from lce_jax._options import LogprobOptions
 from lce_torch_bridge.megatron import _hooks, _output_layer
@@ -50,10 +49,7 @@ OTHER_MEANING_IN_THE_BRIDGE = {
     ("output_processor", "labels"): "the model's own, which the context replaces",
     ("fused_output_layer", "labels"): "[b, s], as Megatron has them",
 }
-MODULES = (lce_jax,)
-FUNCTIONS = [
-    getattr(module, name) for module in MODULES for name in module.__all__ if inspect.isfunction(getattr(module, name))
-]
+FUNCTIONS = [x for name in lce_jax.__all__ if inspect.isfunction(x := getattr(lce_jax, name))]
 BRIDGE = [
     getattr(module, name)
     for module in (lce_torch_bridge, lce_torch_bridge.megatron, lce_torch_bridge.verl)
@@ -146,7 +142,7 @@ def test_every_argument_is_described(function: Callable[..., Any]) -> None:
     parameters = list(inspect.signature(function).parameters)
     assert set(parameters) - {"options"} <= described_by(function, set())
     own = entries(sections(function).get("Args", ""))
-    each = [name.lstrip("*") for names in own if ", " not in names for name in [names]]
+    each = [name.lstrip("*") for name in own if ", " not in name]
     assert each == [name for name in parameters if name in each]
     assert all(text.endswith(".") for text in own.values())
 
@@ -167,11 +163,13 @@ def texts_of(functions: list[Callable[..., Any]], without: dict[tuple[str, str],
 
 
 def test_the_same_argument_has_the_same_text() -> None:
+    assert {lce_jax.linear_logprobs, lce_jax.explain} <= set(FUNCTIONS)
     texts = texts_of(FUNCTIONS, OTHER_MEANING)
     assert {key: found for key, found in texts.items() if len(found) > 1} == {}
 
 
 def test_the_same_argument_of_the_bridge_has_the_same_text() -> None:
+    assert {"linear_logprobs", "init", "release", "output_processor"} <= {function.__name__ for function in BRIDGE}
     texts = texts_of(BRIDGE, OTHER_MEANING_IN_THE_BRIDGE)
     assert {key: found for key, found in texts.items() if len(found) > 1} == {}
     assert all(len(texts[name]) == 1 for name in ("hidden", "weight", "labels", "where", "ignore_index"))

@@ -23,8 +23,7 @@ from tests.entered import Entered, entered
 from tests.torch import problem as p
 from tests.torch.as_gpu import as_gpu
 
-HIDDEN, WEIGHT = jnp.ones((5, 11)), jnp.ones((37, 11))
-LABELS = jnp.arange(5)
+HIDDEN, WEIGHT, LABELS = jnp.ones((5, 11)), jnp.ones((37, 11)), jnp.arange(5)
 
 
 def gradient(of: Callable[..., Any]) -> Callable[[], Any]:
