@@ -22,7 +22,7 @@ from jax import lax
 
 from benchmarks.records import Job, Measured
 from lce_jax import linear_cross_entropy, linear_loss, losses
-from lce_jax._plans import format_bytes
+from lce_jax._types import format_bytes
 from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
 """Log-probability and entropy of a language-model head, straight from hidden states, without storing the logits."""
 
 from lce_jax import floors, local, losses, rows
-from lce_jax._plans import Plan
-from lce_jax._types import LogprobOutput, TopK, UnsupportedError
+from lce_jax._types import LogprobOutput, Plan, TopK, UnsupportedError
 from lce_jax.explain import explain  # a function in place of the module, which is a command
 from lce_jax.ops._cross_entropy import linear_cross_entropy
 from lce_jax.ops._kl import linear_kl

@@ -19,13 +19,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from lce_jax import _checks, _devices, _dispatch, _jax, _options, scalars
+from lce_jax import _checks, _dispatch, _jax, _options, scalars
 from lce_jax._options import CallOptions, LogprobOptions
-from lce_jax._plans import ALONE, Surroundings
-from lce_jax._types import Case, Device, Primals, is_array
-from lce_jax.mathematics import _temperature
+from lce_jax._types import ALONE, Case, Device, Primals, Surroundings, is_array
+from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._kl import Pair
-from lce_jax.mesh import _collectives, _meshes
+from lce_jax.mesh import _collectives, _layout
 from lce_jax.mesh._custom_partitioning import check_rules_are_read
 from lce_jax.mesh._layout import Layout, layout_of_arrays, layout_of_names
 
@@ -140,7 +139,7 @@ class Scales(NamedTuple):
 
 
 def scales(
-    rows: Rows, dtype: Any, signs_hidden: bool, invert: Callable[[Array], Array] = _temperature.inverse
+    rows: Rows, dtype: Any, signs_hidden: bool, invert: Callable[[Array], Array] = _logprobs.inverse_of
 ) -> Scales:
     """The factors of a call, whose temperatures ``invert`` inverts.
 
@@ -393,7 +392,7 @@ def bind(
         mesh = place.layout(hidden, weight, options)
     else:
         arrays = (hidden, weight, labels, where, options.bias, options.temperature, options.candidates, others)
-        mesh = _meshes.mesh_of(arrays, static.function, static.keeps_tiles)
+        mesh = _layout.mesh_of(arrays, static.function, static.keeps_tiles)
         mesh = mesh if axis_name is None else None
     shards = 1 if axis_name is None else _checks.axis_size(axis_name)
     bound = spec(found, options, found.vocab_size * shards, mesh)
@@ -449,7 +448,7 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
         options=static,
         given_dtype=None if given == dtype else given,
         partial_rows=where is not None,
-        device=_devices.current_device(weight, hidden, labels, where),
+        device=_dispatch.current_device(weight, hidden, labels, where),
     )
 
 

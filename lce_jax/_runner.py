@@ -22,11 +22,10 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _devices, _jax, mosaic
+from lce_jax import _dispatch, _jax, mosaic
 from lce_jax._types import Device, Primals, UnsupportedError
-from lce_jax.mesh import _meshes
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
-from lce_jax.mesh._layout import Layout, layout_of_specs
+from lce_jax.mesh._layout import Layout, auto_axes, layout_of_specs, mesh_of_types
 from lce_jax.xla import _logprobs as xla
 
 if TYPE_CHECKING:
@@ -181,7 +180,7 @@ def is_left_to_xla(spec: Any, operands: Any) -> bool:
     """Whether XLA decides how operands are split: nothing can be kept there that is no global array."""
     if spec.mesh is None or isinstance(spec.mesh, Layout):
         return False
-    return all(kind == AxisType.Auto for kind in _meshes.mesh_of_types(operands).axis_types)
+    return all(kind == AxisType.Auto for kind in mesh_of_types(operands).axis_types)
 
 
 def typed_as(gradients: Primals, operands: Primals) -> Primals:
@@ -227,7 +226,7 @@ def _share(spec: Any, layout: Layout, program: Program, operands: Any) -> Any:
     return spec.share(layout, math.prod(hidden.shape[:-1]) * gathered, columns)
 
 
-def _layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layout:
+def _split_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layout:
     """The layout of operands that are split by ``specs``."""
     split = list(zip(_pairs(program.operands, operands), specs, strict=True))
     (hidden, of_hidden), *others = [(x, spec) for (kind, x), spec in split if kind is Kind.HIDDEN]
@@ -246,16 +245,16 @@ def _layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layout:
 
 def _layout_of_types(spec: Any, program: Program, operands: Any) -> Layout | None:
     """The layout that the operands' types name; None if all axes of their mesh are Auto."""
-    mesh = _meshes.mesh_of_types(operands)
+    mesh = mesh_of_types(operands)
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return None
-    if auto := _meshes.auto_axes(mesh):
+    if auto := auto_axes(mesh):
         options = spec.case.options
         warn_once(
             f"{options.function} takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of a mesh "
             f"that also has Explicit ones: make them Explicit, or call {options.sharded_function}"
         )
-    return _layout(mesh, program, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
+    return _split_layout(mesh, program, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
 
 
 def _over_devices(layout: Layout, spec: Any, program: Program, *operands: Any) -> Any:
@@ -325,7 +324,7 @@ def _dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tup
 
 
 def _rule(spec: Any, program: Program, mesh: Any, operands: Any, specs: Any) -> Partition:
-    layout = _layout(mesh, program, operands, jax.tree.leaves(specs, is_leaf=_is_spec))
+    layout = _split_layout(mesh, program, operands, jax.tree.leaves(specs, is_leaf=_is_spec))
     in_specs, out_specs = _specs(layout, program)
     device = functools.partial(_of_device, layout, spec, program)
     return Partition(device, jax.tree.broadcast(in_specs, operands, is_leaf=_is_spec), out_specs)
@@ -361,7 +360,7 @@ def _lower_traced(context: Any, x: Any, *, spec: Any) -> list[Any]:
         kind, backend = kinds.get(platform, platform), module.backend
         there = traced if traced.platform == kind else None
         if backend is not None and kinds.get(backend.platform, backend.platform) == kind:
-            there = _devices.of(backend.devices()[0])
+            there = _dispatch.device_of(backend.devices()[0])
         if there != traced:
             _check(spec, there, platform)
     return [x]

@@ -20,7 +20,7 @@ from lce_jax import _call, _dispatch, _jax, _runner, mosaic
 from lce_jax._call import Rows, Scales, Spec
 from lce_jax._runner import Capability, Kind, Program, spread
 from lce_jax._types import LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
-from lce_jax.mathematics import _columns, _logprobs, _temperature
+from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, Parts, along, as_parts, merge_parts
 from lce_jax.mesh import _collectives
 
@@ -114,7 +114,7 @@ def finish(
 ) -> Results:
     """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
     per_token = functools.partial(_in_arithmetic_of, spec)
-    where = _columns.without_empty(where, stats.sumexp) if spec.case.options.has_floor else where
+    where = _logprobs.without_empty(where, stats.sumexp) if spec.case.options.has_floor else where
     scale = _logprobs.row_scale(spec.case.options, scales_of(spec, rows).logits)
     return _logprobs.finish(stats, scale, rows.labels, where, spec.vocab_size, dropped_mass, per_token)
 
@@ -199,7 +199,7 @@ def _coefficients(
     options = spec.case.options
     factors = _logprobs.row_scale(options, scales.logits), _logprobs.row_factor(options, scales.derivative)
     of_rows = functools.partial(_logprobs.row_coefficients, options=options, vocab_size=spec.vocab_size)
-    live = _columns.without_empty(rows.live, stats.sumexp) if options.has_floor else rows.live
+    live = _logprobs.without_empty(rows.live, stats.sumexp) if options.has_floor else rows.live
     if stats.candidates is not None:
         found = of_rows(stats, cotangent, *factors, live)
     else:
@@ -210,7 +210,7 @@ def _coefficients(
         found = _in_arithmetic_of(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
         found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
     wrong = _call.wrong_rows(rows)
-    return found if wrong is None else _temperature.without_gradient(found, wrong)
+    return found if wrong is None else _logprobs.without_gradient(found, wrong)
 
 
 def operands_of(
@@ -231,7 +231,7 @@ def operands_of(
     hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, rows.floor
     if floor is not None:
         scale = _logprobs.row_scale(spec.case.options, scales.logits)
-        floor = _in_arithmetic_of(spec, _columns.unscaled_floor, floor, scale)
+        floor = _in_arithmetic_of(spec, _logprobs.unscaled_floor, floor, scale)
     if rows.where is not None:
         order = _call.compaction(rows.where)
         hidden, targets, candidates, scales, floor = _call.compact(order, (hidden, targets, candidates, scales, floor))
@@ -245,7 +245,7 @@ def operands_of(
 
 def scales_of(spec: Spec, rows: Rows) -> Scales:
     """The factors of eq. 0, in the implementation's arithmetic."""
-    invert = functools.partial(_in_arithmetic_of, spec, _temperature.inverse)
+    invert = functools.partial(_in_arithmetic_of, spec, _logprobs.inverse_of)
     return _call.scales(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
 
 

@@ -29,16 +29,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _call, _checks, _devices, _jax, _kl_call, _options, _shard, mosaic, scalars
+from lce_jax import _call, _checks, _dispatch, _jax, _options, _shard, mosaic, scalars
 from lce_jax._call import Rows, Spec
-from lce_jax._kl_call import KLArguments, KLSpec
 from lce_jax._options import KLOptions, LogprobOptions
 from lce_jax._types import LogprobOutput, Options, Primals, Results, ShardStatistics
-from lce_jax.mathematics import _columns, _kl, _logprobs, _statistics, _temperature
-from lce_jax.mathematics._kl import KLStatistics, Pair
-from lce_jax.mathematics._kl_mixture import MixtureSums
+from lce_jax.mathematics import _kl, _logprobs, _statistics
+from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
 from lce_jax.mesh._collectives import differences, tags
-from lce_jax.programs._kl import Part
+from lce_jax.programs import _kl as programs
+from lce_jax.programs._kl import KLArguments, KLSpec, Part
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -80,7 +79,7 @@ def finish(
     """
     rows = _call.rows_of_call(labels, where, 1.0, vocab_size, stats.max.dtype)
     scale = _row_scale(stats, rows.where, temperature, logit_softcap, logit_scale)
-    where = _columns.without_empty(rows.where, stats.sumexp)  # whether there is a floor is not known here
+    where = _logprobs.without_empty(rows.where, stats.sumexp)  # whether there is a floor is not known here
     return _logprobs.finish(stats, scale, rows.labels, where, vocab_size, per_token=_on_device).public
 
 
@@ -109,7 +108,7 @@ def _row_scale(stats: ShardStatistics, where: Any, temperature: Any, logit_softc
     options = _options.of_call({"logit_softcap": logit_softcap, "logit_scale": logit_scale})
     labels, dtype = _call.no_labels(stats.max, stats.max.shape[-1:]), stats.max.dtype
     rows = _call.rows_of_call(labels, where, temperature, 0, dtype, options.logit_scale, options.logit_softcap)
-    invert = functools.partial(_on_device, _temperature.inverse)
+    invert = functools.partial(_on_device, _logprobs.inverse_of)
     return _logprobs.row_scale(options.static, _call.scales(rows, dtype, False, invert).logits)
 
 
@@ -117,7 +116,7 @@ def _on_device(function: Callable[..., Any], *operands: Any) -> Any:
     """``function(*operands)`` of trees of [T] and of numbers: in a kernel, where there are any for their device."""
     run, arrays = _shard.of_arrays(function, operands)
     is_served = all(x.dtype in (jnp.float32, jnp.int32) for x in arrays)
-    if not is_served or not mosaic.serves(_devices.current_device(*arrays)):
+    if not is_served or not mosaic.serves(_dispatch.current_device(*arrays)):
         return run(*arrays)
     return mosaic.per_token(run, *arrays)
 
@@ -327,7 +326,7 @@ class KLShard:
         _options.check_names(KLShard, options, "sharded_linear_kl")
         start = _call.count_of("vocab_start", vocab_start, scalars.INT32_MAX - 1)
         arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
-        call = _kl_call.bind_shard(KLArguments.of(arrays, where, direction, options))
+        call = programs.bind_shard(KLArguments.of(arrays, where, direction, options))
         self._spec = call.spec
         self._arrays = _Arrays(call.primals, call.rows, start)
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _options, scalars
-from lce_jax.mathematics import _log_ratios
+from lce_jax.mathematics import _kl
 from lce_jax.ops._distillation import distillation_loss
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float
 
 def _bounded(difference: Any) -> Any:
     """A difference of log-probabilities whose exponential is finite, so that 0 times it is 0; no gradient beyond."""
-    return jnp.minimum(difference, _log_ratios.MOST_DISTANCE)
+    return jnp.minimum(difference, _kl.MOST_DISTANCE)
 
 
 def _not_negative(name: str, value: Any) -> Any:

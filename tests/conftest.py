@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from benchmarks import measure
-from lce_jax import _devices
+from lce_jax import _dispatch
 from lce_jax.mosaic._generations import JAX_OF_THE_KERNELS
 from tests.devices import H200
 
@@ -25,4 +25,4 @@ def short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are traced and planned as on an H200."""
-    monkeypatch.setattr(_devices, "current_device", lambda *_, **__: H200)
+    monkeypatch.setattr(_dispatch, "current_device", lambda *_, **__: H200)

@@ -12,14 +12,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 import lce_jax
-from lce_jax import _call, _checks, _devices, _dispatch, _options, mosaic, scalars
+from lce_jax import _call, _checks, _dispatch, _options, mosaic, scalars
 from lce_jax._call import Place, placed
-from lce_jax._kl_call import KLArguments, KLSpec
-from lce_jax._plans import PassBytes, Plan
-from lce_jax._types import is_array
+from lce_jax._types import PassBytes, Plan, is_array
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.ops._cross_entropy import Reduction, chunk_in_place
 from lce_jax.programs import _token_chunks
+from lce_jax.programs._kl import KLArguments, KLSpec
 from lce_jax.xla import _kl, _logits
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 
     from lce_jax._call import Spec
     from lce_jax._options import KLOptions, LogprobOptions
-    from lce_jax._plans import Surroundings
     from lce_jax._shapes import Bool, Float, Int, Shaped
+    from lce_jax._types import Surroundings
     from lce_jax.mesh._layout import Axes
 
 
@@ -90,8 +89,8 @@ def _check_devices(plan: Plan, operands: Iterable[jax.ShapeDtypeStruct], place: 
     if any(isinstance(mesh, Mesh) for mesh in named) or len(shardings) > sum(hasattr(x, "mesh") for x in shardings):
         return
     device = plan.case.device
-    with _devices.for_device(None):
-        is_here = device == _devices.current_device()
+    with _dispatch.for_device(None):
+        is_here = device == _dispatch.current_device()
     if named or not is_here:
         raise ValueError(
             f"compile=True: nothing says which devices of {device.kind or device.platform} to compile for. Give "

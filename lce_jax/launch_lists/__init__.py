@@ -10,7 +10,7 @@ nothing there.
 
 from __future__ import annotations
 
-from lce_jax._devices import for_device
+from lce_jax._dispatch import for_device
 from lce_jax._types import RESULTS, Device
 from lce_jax.launch_lists._call_kind import SERVED, THREADS, CallKind, refusal
 from lce_jax.launch_lists._compiler import why_not

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from lce_jax import _devices
+from lce_jax import _dispatch
 from lce_jax import mosaic as implementation
 from lce_jax._types import Device
 from lce_jax.launch_lists import _driver
@@ -60,7 +60,7 @@ def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Ste
 @functools.lru_cache(maxsize=4096)
 def module(kernel: Kernel, device: Device) -> bytes:
     """The kernel as Mosaic compiles it."""
-    with _stand_in(), _devices.for_device(device), implementation.lowering_for(device):
+    with _stand_in(), _dispatch.for_device(device), implementation.lowering_for(device):
         # A fresh function: JAX remembers traces by function, also those for another device.
         traced = jax.jit(lambda *x: kernel.function(*x), keep_unused=True).trace(*kernel.arrays)
         lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir()

@@ -1,4 +1,14 @@
-"""Eqs. 6 to 8: statistics of two heads over one vocabulary, their divergence and its gradient, tile by tile."""
+"""Eqs. 6 to 10: statistics of two heads over one vocabulary, their divergences and the gradients, tile by tile.
+
+What a forward may keep of a tile is two numbers of each column. With u relative to each head's largest x in the tile,
+and v to the x of q where that of p is largest:
+
+forward    the larger e of e^{u_p} and e^{u_q}, and t = u_q - u_p. The two are e^{-max(t, 0)} and e^{min(t, 0)} times e.
+           Where the distributions are near each other, t is near 0 and rounds by a fraction of itself, so their
+           difference, which is the gradient, is as exact as one rounding of it.
+reverse    e^{u_p}, and r = v_q - u_p, which is small where p has its mass, also where q has almost none there
+jsd        e^{u_p}, and t: its logarithm is bounded where q has almost nothing
+"""
 
 from __future__ import annotations
 
@@ -8,11 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mathematics import _statistics
-from lce_jax.mathematics._statistics import MASKED
+from lce_jax.mathematics import _logprobs, _statistics
+from lce_jax.mathematics._logprobs import along_rows
+from lce_jax.mathematics._statistics import MASKED, distance
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
+
 
 type Direction = Literal["forward", "reverse", "jsd"]  # as `lce_jax.linear_kl` has it
 type RowScale = Float[Array, "T"] | float  # the k of eq. 0
@@ -204,3 +216,204 @@ def dlogits(own: Ratios, rows: KLCoefficients, reverse: bool) -> Float[Array, "T
     if reverse:
         return e_p * (-own.distance - rows.mean[:, None])
     return own.e_q * rows.of_q[:, None] - e_p
+
+
+MOST_DISTANCE = 80.0  # of two log-probabilities whose exponential is taken: e^80 lies within float32
+
+
+class Reference(NamedTuple):
+    """What eq. 9's logarithms are relative to: those at another d, d₀."""
+
+    ratio: Array | float  # e^{d₀}
+    total: Array | float  # 1 - β + β e^{d₀}
+    most: Array | float  # the d whose exponential is taken, so that the x below is at most e^MOST_DISTANCE
+
+    @classmethod
+    def at(cls, d: Array, weights: Pair[Array]) -> tuple[Reference, Array]:
+        """That at ``d``, and its own logarithm: the d₀ and t₀ of eq. 9."""
+        ratio, log = jnp.exp(d), log_ratio(d, weights)
+        most = MOST_DISTANCE - jnp.maximum(log, 0.0)
+        return cls(ratio, weights.student + weights.teacher * ratio, most), log
+
+
+EQUAL = Reference(1.0, 1.0, MOST_DISTANCE)  # d₀ = 0, where the logarithm is 0
+
+
+def log_ratios(d: Array, weights: Pair[Array]) -> tuple[Array, Array]:
+    """The ln(p / m) and ln(q / m) of m = (1 - β) p + β q, from d = ln q - ln p; the weights are 1 - β and β."""
+    return log_ratio(d, weights), log_ratio(-d, Pair(weights.teacher, weights.student))
+
+
+def log_ratio(d: Array, weights: Pair[Array]) -> Array:
+    """The t of eq. 9, -ln(1 - β + β e^d)."""
+    return relative_log_ratio(d, d, weights, EQUAL)
+
+
+def relative_log_ratio(d: Array, distance: Array, weights: Pair[Array], reference: Reference) -> Array:
+    """The t - t₀ of eq. 9, -ln((1 - β + β e^d) / (1 - β + β e^{d₀})), from d and d - d₀.
+
+    Near t₀ it is the logarithm of 1 + x, x = β (e^d - e^{d₀}) / (1 - β + β e^{d₀}), whose difference is exact because
+    d - d₀ is. Where 1 + x is far below 1 it is that of a sum without a difference.
+    """
+    own, other = weights
+    e = jnp.exp(jnp.minimum(d, reference.most))
+    growth = jnp.sign(distance) * -jnp.expm1(-jnp.abs(distance)) * jnp.maximum(e, reference.ratio)
+    x = other / reference.total * growth
+    small = x < -0.5
+    log = jnp.log1p(jnp.where(small, reference.total / (own + other * e) - 1.0, x))
+    return jnp.where(small, log, -log) - jnp.maximum(d - reference.most, 0.0)
+
+
+REFERENCES = 3
+type References = tuple[Array, Array, Array]  # `KLStatistics.references`
+
+
+class Kept(NamedTuple):
+    """Of a tile, or of all that are kept. In the dtypes that `dtypes` says."""
+
+    e: Float[Array, "T n"]  # as `_logprobs.to_keep` has it
+    ratio: Float[Array, "T n"]  # t or r
+
+
+def dtypes(dtype: jnp.dtype, direction: Direction, capped: bool) -> tuple[jnp.dtype, jnp.dtype]:
+    """Of both numbers where gradients are multiplied in ``dtype``; ``capped``: the student's logits are.
+
+    In a forward KL an error of t is one of the smaller of both probabilities, which is e^{-|t|} of the larger: beside
+    bfloat16's 8 bits float16's 11 are enough. A cap's derivative asks for t itself where the student is the smaller.
+    The other gradients have the log-ratio for a factor, less its mean, which may leave nothing of a large one.
+    """
+    if dtype.itemsize > 2:
+        return dtype, dtype
+    narrow = direction == "forward" and dtype == jnp.bfloat16 and not capped
+    return dtype, jnp.dtype("float16" if narrow else "float32")
+
+
+def to_keep(own: Ratios, kept: tuple[jnp.dtype, jnp.dtype], direction: Direction) -> Kept:
+    """Of ratios that are relative to the tile's own references, in the ``kept`` dtypes."""
+    most = jnp.finfo(kept[1]).max.astype(own.d.dtype)
+    e = jnp.maximum(own.e_p, own.e_q) if direction == "forward" else own.e_p
+    ratio = own.distance if direction == "reverse" else own.d
+    return Kept(_logprobs.to_keep(e, kept[0]), jnp.clip(ratio, -most, most).astype(kept[1]))
+
+
+def from_kept(
+    kept: Kept, of_tile: References, of_rows: References, scales: tuple[RowScale, RowScale], direction: Direction
+) -> Ratios:
+    """The ratios relative to the whole vocabulary's references, as far as the direction's gradient reads them."""
+    dtype = of_tile[0].dtype
+    (e, _), ratio = _logprobs.from_kept(kept.e, dtype), kept.ratio.astype(dtype)
+    down_p, down_q, down_r = map(distance, of_tile, of_rows, (*scales, scales[1]))
+    down_p, down_q = jnp.minimum(down_p, 0.0), jnp.minimum(down_q, 0.0)
+    e_p, e_q = e * jnp.exp(down_p)[:, None], e * jnp.exp(down_q)[:, None]
+    if direction == "reverse":
+        r = ratio + (down_r - down_p)[:, None]
+        return Ratios(e_p, e_q, r, r)
+    if direction == "forward":
+        e_p, e_q = e_p * jnp.exp(-jnp.maximum(ratio, 0.0)), e_q * jnp.exp(jnp.minimum(ratio, 0.0))
+    to_at_p = distance(of_tile[1], of_rows[2], scales[1])
+    return Ratios(e_p, e_q, ratio + (down_q - down_p)[:, None], ratio + (to_at_p - down_p)[:, None])
+
+
+def students_x(
+    kept: Kept, of_tile: References, scales: tuple[RowScale, RowScale], direction: Direction
+) -> Float[Array, "T n"]:
+    """The student's capped x, from -1 to 1."""
+    which = 1 if direction == "forward" else 0
+    highest, scale = of_tile[which], scales[which]
+    u = _logprobs.from_kept(kept.e, highest.dtype)[1]
+    if direction == "forward":
+        u = u + jnp.minimum(kept.ratio.astype(highest.dtype), 0.0)
+    return jnp.clip(highest[:, None] + u / along_rows(_logprobs.positive(scale)), -1.0, 1.0)
+
+
+type Scales = tuple[RowScale, RowScale]
+type Tile = tuple[Float[Array, "T n"], Float[Array, "T n"]]
+
+
+class Mixture(NamedTuple):
+    """What eq. 9 needs of each token, from the whole vocabulary's statistics, [T] each."""
+
+    references: tuple[Array, Array, Array]  # `KLStatistics.references`
+    log_sums: Float[Array, "T"]  # ln s_p - ln s_q
+    weights: Pair[Float[Array, "T"]]  # 1 - β and β
+    at_p: Reference  # at the largest x of p, where u_p = v = 0
+    log_at_p: Float[Array, "T"]  # the t₀ there
+
+
+def mixture(
+    stats: KLStatistics, scale_q: RowScale, weights: Pair[Float[Array, "T"]], live: Bool[Array, "T"] | None
+) -> Mixture:
+    """From the whole vocabulary's statistics. In rows that are not ``live``, p and q are 0."""
+    stats = counted(stats, live)
+    log_sums = jnp.log(stats.sum_p / stats.sum_q)
+    at_p = jnp.minimum((stats.at_p - stats.max_q) * scale_q, 0.0) + log_sums
+    return Mixture(stats.references, log_sums, weights, *Reference.at(at_p, weights))
+
+
+class MixtureSums(NamedTuple):
+    """The a s_q and b s_p of eq. 9 over some columns."""
+
+    of_p: Float[Array, "T"]
+    of_q: Float[Array, "T"]
+
+
+def tile_sums(x: Tile, scales: Scales, rows: Mixture, live: Bool[Array, "n"] | None) -> MixtureSums:
+    """Eq. 9 over a tile of both models' x."""
+    own = Ratios.of(x, rows.references, scales)
+    d, of_p = _logs(own, rows)
+    other = Pair(rows.weights.teacher[:, None], rows.weights.student[:, None])
+    terms = [own.e_p * of_p, own.e_q * log_ratio(-d, other)]
+    terms = terms if live is None else [jnp.where(live[None, :], x, 0.0) for x in terms]
+    return MixtureSums(*row_sums(*terms))
+
+
+def divergence(
+    sums: MixtureSums, stats: KLStatistics, rows: Mixture, where: Bool[Array, "T"] | None
+) -> Float[Array, "T"]:
+    """Eq. 9, from sums over the whole vocabulary; rounding cannot make it negative, and rows left out are 0."""
+    stats = counted(stats, where)
+    of_p, of_q = rows.log_at_p + sums.of_p / stats.sum_p, sums.of_q / stats.sum_q
+    jsd = jnp.maximum(rows.weights.student * of_p + rows.weights.teacher * of_q, 0.0)
+    return jsd if where is None else jnp.where(where, jsd, 0.0)
+
+
+class MixtureCoefficients(NamedTuple):
+    """What eq. 10 needs of each token, with the row factor of eq. 5: dr = of_p·e^{u_p}·(t - t₀ - mean)."""
+
+    mixture: Mixture
+    of_p: Float[Array, "T"]
+    mean: Float[Array, "T"]  # b
+
+    @property
+    def references(self) -> tuple[Array, Array, Array]:
+        """`KLStatistics.references`."""
+        return self.mixture.references
+
+
+def mixture_coefficients(
+    sums: MixtureSums,
+    stats: KLStatistics,
+    rows: Mixture,
+    cotangent: Float[Array, "T"],
+    factor: RowScale,
+    live: Bool[Array, "T"] | None,
+) -> MixtureCoefficients:
+    """From sums over the whole vocabulary. Rows that are not ``live`` have no gradient, whatever they hold."""
+    sum_p = counted(stats, live).sum_p
+    of_p, mean = cotangent * factor * rows.weights.student / sum_p, sums.of_p / sum_p
+    if live is not None:
+        of_p, mean = (jnp.where(live, x, 0.0) for x in (of_p, mean))
+    return MixtureCoefficients(rows, of_p, mean)
+
+
+def mixture_dlogits(own: Ratios, rows: MixtureCoefficients) -> Float[Array, "T n"]:
+    """Eq. 10 over a tile: the gradient in the student's raw products but for its cap."""
+    _, of_p = _logs(own, rows.mixture)
+    return own.e_p * rows.of_p[:, None] * (of_p - rows.mean[:, None])
+
+
+def _logs(own: Ratios, rows: Mixture) -> tuple[Array, Array]:
+    """The ln q - ln p, and the t - t₀ of eq. 9."""
+    d = own.d + rows.log_sums[:, None]
+    weights, reference = jax.tree.map(lambda per_token: per_token[:, None], (rows.weights, rows.at_p))
+    return d, relative_log_ratio(d, own.distance, weights, reference)

@@ -66,6 +66,14 @@ largest:
 does not matter how far the logits of one model lie from those of the other. Relative to r, a p that is nearly one-hot
 has a c of nearly 0, whatever q says of that column: in (8) no large numbers cancel. Nor do they in (10), relative to
 t₀. (9) needs both normalisers first, so it is a second pass over the vocabulary.
+
+A floor f leaves the tokens {v : z_v >= f} and the label in the distribution. It is compared in the units of x (eq. 0),
+x < f / k, so that a column costs one comparison and k, whose product with x is rounded, is not in it. A logit that is
+NaN is not below anything, so it still reaches the results.
+
+A forward may keep e^u of a tile, relative to the tile's own maximum, in the dtype in which gradients are multiplied.
+Its relative error is that of one rounding, as that of the gradient. What does not count has exactly 0, and so has its
+gradient.
 """
 
 from __future__ import annotations
@@ -77,12 +85,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
-from lce_jax.mathematics import _candidates, _columns, _softcap
+from lce_jax import scalars
+from lce_jax._types import LogprobOutput, Operands, Options, Results, RowCoefficients, ShardStatistics
 from lce_jax.mathematics._statistics import MASKED, SUMS, along, distance, empty
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
+
+
+SATURATED = 20.0  # where 1 - tanh is less than half a unit in the last place, also of float64
+
+
+def softcap_tanh(y: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """The tanh. Above 1, XLA's own is off by up to 4.7 units in the last place on a CPU, this one by 1."""
+    a = jnp.minimum(jnp.abs(y), SATURATED)  # e^2a stays finite, and so does what JAX makes of it in a derivative
+    near_one = 1.0 - 2.0 / (jnp.exp(2.0 * a) + 1.0)
+    return jnp.where(a < 1.0, jnp.tanh(y), jnp.where(y < 0, -near_one, near_one))
+
+
+def cap_derivative(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """The 1 - tanh² of eq. 5, from x, the tanh. 1 - x is exact near 1, where x² is rounded."""
+    return (1.0 - x) * (1.0 + x)
 
 
 def row_scale(options: Options, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
@@ -100,7 +123,7 @@ def unscaled_logits(
     raw: Float[Array, "T n"],
     options: Options,
     raw_scale: Float[Array, "T"] | None = None,
-    tanh: Callable[[Array], Array] = _softcap.tanh,
+    tanh: Callable[[Array], Array] = softcap_tanh,
 ) -> Float[Array, "T n"]:
     """The x of eq. 0, from raw products; ``raw_scale`` is a / c, or the sign of a, if these are traced."""
     if options.logit_softcap is not None:
@@ -119,7 +142,7 @@ def transform_logits(
 ) -> tuple[Float[Array, "T n"], Float[Array, "T n"] | None]:
     """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
     x = unscaled_logits(raw, options, raw_scale)
-    dcap = None if options.logit_softcap is None else _softcap.derivative(x)
+    dcap = None if options.logit_softcap is None else cap_derivative(x)
     return x * along_rows(row_scale(options, inverse_temperature)), dcap
 
 
@@ -146,10 +169,10 @@ def tile_statistics(
     x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
     owned = (targets >= 0) & (targets < n)
     at_target = jnp.take_along_axis(x, jnp.where(owned, targets, 0)[:, None], axis=1)[:, 0]
-    at_candidates = None if candidates is None else _candidates.at_columns(x, candidates)
+    at_candidates = None if candidates is None else at_columns(x, candidates)
     # Without this barrier XLA keeps the tile beyond the exponentials.
     x, at_target, at_candidates = lax.optimization_barrier((x, at_target, at_candidates))
-    counts = _columns.counting(x, targets, live, floor)
+    counts = counting(x, targets, live, floor)
     m = jnp.maximum(jnp.max(x if counts is None else jnp.where(counts, x, MASKED), axis=1), MASKED)
     u = distance(x, m[:, None], along_rows(scale))
     u = u if counts is None else jnp.where(counts, u, MASKED)
@@ -193,7 +216,7 @@ def finish(
     outputs, of_candidates = per_token(results, read, scale, labels), None
     if stats.candidates is not None:
         highest, log_sumexp = stats.max[:, None], jnp.log(stats.sumexp)[:, None]
-        of_candidates = _candidates.logprobs(stats.candidates, highest, along_rows(scale), log_sumexp)
+        of_candidates = candidate_logprobs(stats.candidates, highest, along_rows(scale), log_sumexp)
     outputs = outputs._replace(
         max_logit=None if stats.min is None else stats.max * scale,
         min_logit=None if stats.min is None else stats.min * scale,
@@ -248,17 +271,227 @@ def row_coefficients(
     if cotangent.mean_logit is not None:
         uniform = cotangent.mean_logit / vocab_size * factor
     if stats.candidates is not None and of.candidate_logprobs is not None:
-        dcap = None if options.logit_softcap is None else _softcap.derivative
-        given, candidates = _candidates.terms(stats.candidates, of.candidate_logprobs, along_rows(factor), dcap)
+        dcap = None if options.logit_softcap is None else cap_derivative
+        given, candidates = candidate_terms(stats.candidates, of.candidate_logprobs, along_rows(factor), dcap)
         of_candidates = jnp.sum(given, axis=1)
     if of_candidates is not None:
         rest = rest - of_candidates
     target = of.logprobs * ((sumexp - at_label) / sumexp) + at_label * (rest / sumexp)
     target = target if slope is None else target + slope * (t * at_label)
     if options.logit_softcap is not None:
-        target = target * _softcap.derivative(stats.max + t / scale)
+        target = target * cap_derivative(stats.max + t / scale)
     constant = (rest - of.logprobs) / sumexp * factor
     slope = None if slope is None else slope * factor
     at_candidates = None if candidates is None else stats.candidates
     rows = RowCoefficients(stats.max, target * factor, constant, slope, uniform, candidates, at_candidates)
     return rows if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), rows)
+
+
+def unscaled_floor(floor: Float[Array, "T"], scale: Float[Array, "T"] | float) -> Float[Array, "T"]:
+    """The floor in the units of x; ``scale`` is the k of eq. 0. With k = 0 every logit is 0, and x reaches 0 / 0."""
+    return floor / scale
+
+
+def live_columns(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Bool[Array, "n"] | None:
+    """Which of the columns [start, start + size) are true vocabulary; None if all are."""
+    return None if num_columns is None else start + jnp.arange(size, dtype=jnp.int32) < num_columns
+
+
+def without_padding(weight: Float[Array, "V H"], live: Bool[Array, "V"] | None, options: Options) -> Array:
+    """The weight with its padding set to zero, because 0 times NaN or inf is NaN."""
+    if live is None:
+        return weight
+    return jnp.where(jnp.expand_dims(live, options.hidden_dim), weight, jnp.zeros((), weight.dtype))
+
+
+def counting(
+    x: Float[Array, "T n"],
+    targets: Int[Array, "T"],
+    live: Bool[Array, "n"] | None,
+    floor: Float[Array, "T"] | None,
+) -> Bool[Array, "T n"] | Bool[Array, "1 n"] | None:
+    """Which of a tile's columns count, the label's always; None if all do."""
+    if floor is None:
+        return None if live is None else live[None, :]
+    counts = ~(x < floor[:, None]) | (lax.broadcasted_iota(jnp.int32, x.shape, 1) == targets[:, None])
+    return counts if live is None else counts & live[None, :]
+
+
+def without_empty(where: Bool[Array, "T"] | None, sumexp: Float[Array, "T"]) -> Bool[Array, "T"]:
+    """``where``, without the rows whose distribution has no token: a label out of vocabulary, and all below the floor.
+
+    Nothing else has a sum of 0. One that is NaN stays.
+    """
+    return sumexp != 0 if where is None else where & (sumexp != 0)
+
+
+# Below it a temperature counts as this one: float32 holds what its inverse multiplies, the kernels' padding included.
+SMALLEST = 1e-20
+
+
+def inverse_of(temperature: Float[Array, "T"]) -> Float[Array, "T"]:
+    """1 / τ; 1 where there is no such temperature."""
+    return 1.0 / jnp.where(scalars.is_temperature(temperature), jnp.maximum(temperature, SMALLEST), 1.0)
+
+
+def without_gradient(rows: RowCoefficients, which: Bool[Array, "T"]) -> RowCoefficients:
+    """The coefficients with no gradient in these rows, where e^u becomes 0 too: dweight gets no NaN from them."""
+    found = jax.tree.map(lambda x: jnp.where(along(which, x), 0.0, x), rows)
+    return found._replace(max=jnp.where(which, -MASKED, rows.max))
+
+
+def at_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
+    """The x at these columns, -inf where they lie outside [0, n)."""
+    owned = (columns >= 0) & (columns < x.shape[1])
+    return jnp.where(owned, jnp.take_along_axis(x, jnp.where(owned, columns, 0), axis=1), -jnp.inf)
+
+
+def candidate_logprobs(
+    x: Float[Array, "*b"], highest: Float[Array, "*b"], scale: Any, log_sumexp: Float[Array, "*b"]
+) -> Float[Array, "*b"]:
+    """Eq. 3, from the statistics beside each candidate; 0 where x is -inf."""
+    u = jnp.minimum(distance(x, highest, scale), 0.0)
+    return jnp.where(x == -jnp.inf, 0.0, u - log_sumexp)
+
+
+def candidate_terms(
+    x: Float[Array, "*b"], cotangent: Float[Array, "*b"], factor: Any, dcap: Callable[[Any], Any] | None
+) -> tuple[Float[Array, "*b"], Float[Array, "*b"]]:
+    """The g_c of eq. 4, 0 where x is -inf, and what it adds to the gradient in the raw product (eq. 5).
+
+    ``dcap`` is the derivative of the cap, if there is one.
+    """
+    owned = x > -jnp.inf
+    g = jnp.where(owned, cotangent, 0.0)
+    term = g * factor
+    return g, term if dcap is None else term * dcap(jnp.where(owned, x, 0.0))
+
+
+def add_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"]) -> tuple[Array, Array]:
+    """Columns that occur once per token, sorted, and the sum of their terms; -1 and 0 in place of the repeats.
+
+    So the terms can be scattered to unique places, which is deterministic: adding to one place twice is not, on a GPU.
+    After the step of 2ⁿ, each of the sorted terms is the sum of the last 2ⁿ⁺¹ of its column.
+    """
+    columns, terms = lax.sort((columns, terms), dimension=1, num_keys=1, is_stable=True)
+    step, most = 1, columns.shape[1]
+    while step < most:
+        same = columns[:, step:] == columns[:, :-step]
+        earlier = jnp.where(same, terms[:, :-step], 0.0)
+        terms = terms + jnp.pad(earlier, ((0, 0), (step, 0)))
+        step *= 2
+    repeated = jnp.pad(columns[:, 1:] == columns[:, :-1], ((0, 0), (0, 1)))  # the last of its column has the sum
+    return jnp.where(repeated, -1, columns), jnp.where(repeated, 0.0, terms)
+
+
+def each_once(operands: Operands, rows: RowCoefficients) -> tuple[Operands, RowCoefficients]:
+    """Both, which have candidates, with those of `add_repeats`."""
+    assert operands.candidates is not None
+    assert rows.candidates is not None
+    columns, terms = add_repeats(operands.candidates, rows.candidates)
+    return operands._replace(candidates=columns), rows._replace(candidates=terms, at_candidates=None)
+
+
+def unique_places(columns: Int[Array, "T K"], first: Any, last: Any, size: int) -> tuple[Array, Array]:
+    """Where to scatter into [T, size], which holds the columns [first, last): those outside lie beyond ``size``.
+
+    No two places are equal if each column occurs once per token.
+    """
+    rows, k = (lax.broadcasted_iota(jnp.int32, columns.shape, dim) for dim in (0, 1))
+    return rows, jnp.where((columns >= first) & (columns < last), columns - first, size + k)
+
+
+FP16_SHIFT = 15.0  # fp16 exponentials are kept times 2^15: in (0, 1] they would waste half of fp16's exponents
+
+
+def keeps_exponentials(options: Options) -> bool:
+    """Whether the gradient can be made from exponentials.
+
+    Not where a capped logit far below the maximum has a gradient too, as in a mean: there e^u is 0 and says nothing.
+    """
+    return options.logit_softcap is None or not options.mean_logit
+
+
+def to_keep(e: Float[Array, "T n"], dtype: jnp.dtype) -> Float[Array, "T n"]:
+    """e^u as it is kept."""
+    return (e * 2.0**FP16_SHIFT if dtype == jnp.float16 else e).astype(dtype)
+
+
+def from_kept(kept: Float[Array, "T n"], dtype: jnp.dtype) -> tuple[Float[Array, "T n"], Float[Array, "T n"]]:
+    """The e^u that `to_keep` was given, and the u, finite."""
+    e = kept.astype(dtype)
+    e = e * 2.0**-FP16_SHIFT if kept.dtype == jnp.float16 else e
+    return e, jnp.log(jnp.maximum(e, jnp.finfo(e.dtype).tiny))
+
+
+def dlogits_from_logits(
+    x: Float[Array, "T n"],
+    scale: Float[Array, "T"] | float,
+    rows: RowCoefficients,
+    targets: Int[Array, "T"],
+    live: Bool[Array, "n"] | None,
+    options: Options,
+    candidates: Int[Array, "T K"] | None = None,
+    floor: Float[Array, "T"] | None = None,
+) -> Float[Array, "T n"]:
+    """Of x and k (eq. 0). ``floor`` is that of `_logprobs.tile_statistics`.
+
+    ``candidates`` are columns of this tile, once each (`add_repeats`), or lie outside [0, n).
+    """
+    u = jnp.minimum(distance(x, rows.max[:, None], along_rows(scale)), 0.0)
+    return _gradient(u, jnp.exp(u), x, rows, targets, live, options, candidates, floor)
+
+
+def dlogits_from_exponentials(
+    kept: Float[Array, "T n"],
+    highest: Float[Array, "T"],
+    scale: Float[Array, "T"] | float,
+    rows: RowCoefficients,
+    targets: Int[Array, "T"],
+    live: Bool[Array, "n"] | None,
+    options: Options,
+    candidates: Int[Array, "T K"] | None = None,
+) -> Float[Array, "T n"]:
+    """Of what `to_keep` made, and the tile's largest x. A floor is in them already."""
+    e, log_e = from_kept(kept, highest.dtype)
+    down = jnp.minimum(distance(highest, rows.max, scale), 0.0)
+    x = None
+    if options.logit_softcap is not None:
+        x = jnp.clip(highest[:, None] + log_e / along_rows(positive(scale)), -1.0, 1.0)
+    e = e * jnp.exp(down)[:, None]
+    return _gradient(log_e + down[:, None], e, x, rows, targets, live, options, candidates, None)
+
+
+def positive(scale: Float[Array, "T"] | float) -> Float[Array, "T"] | float:
+    """A row without gradient may have any scale."""
+    return scale if isinstance(scale, float | int) else jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)
+
+
+def _gradient(
+    u: Float[Array, "T n"],
+    e: Float[Array, "T n"],
+    x: Float[Array, "T n"] | None,
+    rows: RowCoefficients,
+    targets: Int[Array, "T"],
+    live: Bool[Array, "n"] | None,
+    options: Options,
+    candidates: Int[Array, "T K"] | None,
+    floor: Float[Array, "T"] | None,
+) -> Float[Array, "T n"]:
+    """Eqs. 4 and 5. ``x`` is read with a softcap or a floor."""
+    d = rows.constant[:, None] * e
+    if rows.slope is not None:
+        d = d + rows.slope[:, None] * (u * e)
+    columns = lax.broadcasted_iota(jnp.int32, e.shape, 1)
+    dcap = 1.0 if options.logit_softcap is None or x is None else cap_derivative(x)
+    d = d * dcap
+    if x is not None and floor is not None:
+        d = jnp.where(x < floor[:, None], 0.0, d)
+    d = jnp.where(columns == targets[:, None], rows.target[:, None], d)
+    if rows.uniform is not None:
+        d = d + rows.uniform[:, None] * dcap
+    d = d if live is None else jnp.where(live[None, :], d, 0.0)
+    if candidates is None or rows.candidates is None:
+        return d
+    places = unique_places(candidates, 0, d.shape[1], d.shape[1])
+    return d.at[places].add(rows.candidates, mode="drop", unique_indices=True)

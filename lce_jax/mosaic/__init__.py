@@ -20,10 +20,19 @@ from typing import Any
 
 import jax
 
-from lce_jax._plans import ALONE, Plan, Surroundings
-from lce_jax._types import Case, Device, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
-from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Pair
-from lce_jax.mathematics._kl_mixture import Mixture, MixtureCoefficients, MixtureSums
+from lce_jax._types import (
+    ALONE,
+    Case,
+    Device,
+    Operands,
+    Plan,
+    Primals,
+    RowCoefficients,
+    ShardStatistics,
+    Surroundings,
+    UnsupportedError,
+)
+from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Mixture, MixtureCoefficients, MixtureSums, Pair
 from lce_jax.mathematics._statistics import Normalizer, Parts
 from lce_jax.mosaic import (
     _backward,

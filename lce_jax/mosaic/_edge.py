@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax.mathematics import _columns
+from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic import _candidates
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
@@ -73,7 +73,7 @@ def columns_from(call: KernelCall, column: Any, size: int) -> Float[Array, "size
     columns = column + jnp.arange(size, dtype=jnp.int32)
     last = call.case.vocab_size if call.operands.num_columns is None else call.operands.num_columns
     copied = jnp.take(call.operands.weight, columns, axis=call.case.options.vocab_dim, mode="clip")
-    return _columns.without_padding(copied, columns < last, call.case.options)
+    return _logprobs.without_padding(copied, columns < last, call.case.options)
 
 
 def put_columns(

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 
 from lce_jax import _jax
 from lce_jax._types import Case, Operands
-from lce_jax.mathematics import _kept_ratios, _kl, _logprobs
-from lce_jax.mathematics._kl import KLStatistics, Pair
-from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
+from lce_jax.mathematics import _kl, _logprobs
+from lce_jax.mathematics._kl import KLStatistics, Mixture, MixtureSums, Pair
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _chunks, _mixture
 from lce_jax.mosaic._call import KernelCall
@@ -126,13 +125,13 @@ def num_cached_tiles(plan: KLPlan, shape: Geometry) -> int:
 
 def tile_bytes(plan: KLPlan, shape: Geometry) -> int:
     """Of one of them."""
-    return shape.padded_tokens * (plan.kept_item_bytes * shape.tile + 4 * _kept_ratios.REFERENCES)
+    return shape.padded_tokens * (plan.kept_item_bytes * shape.tile + 4 * _kl.REFERENCES)
 
 
 def _empty_cache(call: KernelCall, plan: KLPlan, num_tiles: int) -> KLCache:
     shape = (call.shape.padded_tokens, num_tiles * call.shape.tile)
     e, ratio = (call.host.empty(shape, dtype) for dtype in plan.kept_dtypes)
-    references = (num_tiles, _kept_ratios.REFERENCES, call.shape.padded_tokens)
+    references = (num_tiles, _kl.REFERENCES, call.shape.padded_tokens)
     return KLCache(e, ratio, call.host.empty(references, jnp.float32))
 
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from lce_jax import _jax
 from lce_jax._types import Primals
-from lce_jax.mathematics._kl import Direction, KLCoefficients, Pair
-from lce_jax.mathematics._kl_mixture import MixtureCoefficients
+from lce_jax.mathematics._kl import Direction, KLCoefficients, MixtureCoefficients, Pair
 from lce_jax.mosaic import _dhidden, _edge, _mixture
 from lce_jax.mosaic._backward import Carry, parts_of, walk_chunks
 from lce_jax.mosaic._generation import Generation

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from lce_jax._types import Case, Operands
-from lce_jax.mathematics import _columns
+from lce_jax.mathematics import _logprobs
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
@@ -34,14 +34,14 @@ def add_gradients(
     dhidden = dhidden + uniform[:, None] * _summed_weight(operands, case)[None, :]
     row = jnp.matmul(uniform, operands.hidden.astype(jnp.float32), precision="highest")
     part = jnp.broadcast_to(jnp.expand_dims(row, case.options.vocab_dim), dweight.shape)
-    part = _columns.without_padding(part, _live(operands, case), case.options)
+    part = _logprobs.without_padding(part, _live(operands, case), case.options)
     return dhidden, (dweight.astype(jnp.float32) + part).astype(dweight.dtype)
 
 
 def _summed_weight(operands: Operands, case: Case) -> Float[Array, "H"]:
-    weight = _columns.without_padding(operands.weight, _live(operands, case), case.options)
+    weight = _logprobs.without_padding(operands.weight, _live(operands, case), case.options)
     return jnp.sum(weight.astype(jnp.float32), axis=case.options.vocab_dim)
 
 
 def _live(operands: Operands, case: Case) -> Bool[Array, "V"] | None:
-    return _columns.live_columns(0, case.vocab_size, operands.num_columns)
+    return _logprobs.live_columns(0, case.vocab_size, operands.num_columns)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
-from lce_jax.mathematics._kl_mixture import Mixture, MixtureCoefficients
+from lce_jax.mathematics._kl import Mixture, MixtureCoefficients
 from lce_jax.mosaic._operands import LOG2E
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lce_jax._plans import OVERWRITES, Plan, Surroundings, cache_notes, candidate_notes, format_bytes
-from lce_jax._types import Case
+from lce_jax._types import OVERWRITES, Case, Plan, Surroundings, cache_notes, candidate_notes, format_bytes
 from lce_jax.mosaic import _cache, _chunks, _dhidden, _kl, _partial_statistics
 from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._geometry import Geometry, geometry

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _call, _checks, _options, scalars
-from lce_jax.mathematics._kl import Pair
-from lce_jax.mathematics._log_ratios import log_ratio, log_ratios
+from lce_jax.mathematics._kl import Pair, log_ratio, log_ratios
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from lce_jax import _kl_call, _options, _runner
-from lce_jax._kl_call import KLArguments, KLCall
+from lce_jax import _options, _runner
 from lce_jax._options import LogprobOptions, Same, Unset
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives
-from lce_jax.programs._kl import KL
+from lce_jax.programs import _kl
+from lce_jax.programs._kl import KL, KLArguments, KLCall
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
@@ -123,7 +123,7 @@ def linear_kl(
         "teacher_bias": teacher_bias,
     }
     arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
-    return divergence(_kl_call.bind(KLArguments.of(arrays, where, direction, options | own)))
+    return divergence(_kl.bind(KLArguments.of(arrays, where, direction, options | own)))
 
 
 def divergence(call: KLCall) -> Array:

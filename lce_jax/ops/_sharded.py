@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from lce_jax import _kl_call, _options
+from lce_jax import _options
 from lce_jax._call import Place
-from lce_jax._kl_call import KLArguments
 from lce_jax._types import LogprobOutput, TopK
 from lce_jax.mathematics._kl import Pair
 from lce_jax.ops import _cross_entropy, _kl, _logits, _logprobs, _loss, _topk
 from lce_jax.ops._cross_entropy import Reduction
+from lce_jax.programs import _kl as programs
+from lce_jax.programs._kl import KLArguments
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -194,7 +195,7 @@ def sharded_linear_kl(
     _options.check_names(sharded_linear_kl, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
     arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
-    return _kl.divergence(_kl_call.bind(KLArguments.of(arrays, where, direction, options), place))
+    return _kl.divergence(programs.bind(KLArguments.of(arrays, where, direction, options), place))
 
 
 def sharded_linear_logits(

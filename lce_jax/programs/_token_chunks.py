@@ -11,8 +11,7 @@ from jax import lax
 from lce_jax import _dispatch, scalars
 from lce_jax._call import Compaction
 from lce_jax._options import LogprobOptions
-from lce_jax._plans import Plan, Surroundings, format_bytes
-from lce_jax._types import Case
+from lce_jax._types import Case, Plan, Surroundings, format_bytes
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Int

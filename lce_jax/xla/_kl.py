@@ -3,7 +3,7 @@
 For each chunk of tokens and tile of the vocabulary: a matrix product per model, the statistics of both (eqs. 1 and 6),
 a union (eqs. 2 and 7). A mixture of both distributions needs a second pass (eq. 9). The backward recomputes both
 products, turns them into the gradient of the student's (eqs. 8 and 10) and feeds the student's two gradient products.
-With ``cache_bytes`` the forward keeps what the gradient needs of the first tiles instead (`mathematics._kept_ratios`).
+With ``cache_bytes`` the forward keeps what the gradient needs of the first tiles instead (`mathematics._kl.Kept`).
 `xla._walk` has the loops; a shard's first model is the student.
 """
 
@@ -18,12 +18,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._plans import OVERWRITES, Plan, Surroundings, cache_notes, format_bytes
-from lce_jax._types import Case, Primals
-from lce_jax.mathematics import _kept_ratios, _kl, _kl_mixture, _logprobs, _softcap, _statistics
-from lce_jax.mathematics._kept_ratios import Kept
-from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics, Pair, Ratios
-from lce_jax.mathematics._kl_mixture import Mixture, MixtureCoefficients, MixtureSums
+from lce_jax._types import OVERWRITES, Case, Plan, Primals, Surroundings, cache_notes, format_bytes
+from lce_jax.mathematics import _kl, _logprobs, _statistics
+from lce_jax.mathematics._kl import (
+    Direction,
+    Kept,
+    KLCoefficients,
+    KLStatistics,
+    Mixture,
+    MixtureCoefficients,
+    MixtureSums,
+    Pair,
+    Ratios,
+)
 from lce_jax.xla import _walk
 from lce_jax.xla._walk import Cache, PerTile, Shard, Tile, Tokens, Walk
 
@@ -81,9 +88,7 @@ class KLPlan:
     def kept_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
         """Of a `Kept`."""
         student = self.cases.student
-        return _kept_ratios.dtypes(
-            _walk.gradient_dtype(student), self.direction, student.options.logit_softcap is not None
-        )
+        return _kl.dtypes(_walk.gradient_dtype(student), self.direction, student.options.logit_softcap is not None)
 
     @property
     def kept_item_bytes(self) -> int:
@@ -93,7 +98,7 @@ class KLPlan:
     @property
     def per_tile(self) -> PerTile:
         """A `Kept`, and what it is relative to."""
-        return PerTile(columns=self.kept_dtypes, rows=(self.dtype,) * _kept_ratios.REFERENCES)
+        return PerTile(columns=self.kept_dtypes, rows=(self.dtype,) * _kl.REFERENCES)
 
 
 def explained(kl: KLPlan, around: Surroundings) -> Plan:
@@ -138,7 +143,7 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
         found = _kl.tile_statistics(x, scales, tile.live)
         if cache is not None and tile.index is not None:
             own = Ratios.of(x, found.references, scales)
-            kept = _kept_ratios.to_keep(own, plan.kept_dtypes, plan.direction)
+            kept = _kl.to_keep(own, plan.kept_dtypes, plan.direction)
             cache = cache.with_part(tile, kept, found.references)
         return running.add(found, scales), cache
 
@@ -160,7 +165,7 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
     def add(running: tuple[MixtureSums, MixtureSums], tile: Tile) -> tuple[MixtureSums, MixtureSums]:
         x, scales = _x(plan, tile).ordered(plan.student_first), _scales(plan, tile.tokens)
         sums, lost = running
-        return _statistics.compensated(sums, _kl_mixture.tile_sums(x, scales, tile.rows, tile.live), lost)
+        return _statistics.compensated(sums, _kl.tile_sums(x, scales, tile.rows, tile.live), lost)
 
     return jax.tree.map(jnp.add, *plan.walk.fold(shard, empty, add))
 
@@ -175,11 +180,11 @@ def gradients(
         """Eqs. 5 and 8 or 10."""
         own, x = _ratios(plan, tile) if cache is None or tile.index is None else _ratios_kept(plan, tile, cache)
         if isinstance(tile.rows, MixtureCoefficients):
-            d = _kl_mixture.dlogits(own, tile.rows)
+            d = _kl.mixture_dlogits(own, tile.rows)
         else:
             d = _kl.dlogits(own, tile.rows, plan.student_first)
         if case.options.logit_softcap is not None:
-            d = d * _softcap.derivative(x())
+            d = d * _logprobs.cap_derivative(x())
         return (d if tile.live is None else jnp.where(tile.live[None, :], d, 0.0)).astype(case.stat_dtype)
 
     if cache is None:
@@ -202,8 +207,8 @@ def _ratios_kept(plan: KLPlan, tile: Tile, cache: Cache) -> Found:
     """The same without a product."""
     (columns, (max_p, max_q, at_p)), scales = cache.part(tile), _scales(plan, tile.tokens)
     kept, references = Kept(*columns), (max_p, max_q, at_p)
-    own = _kept_ratios.from_kept(kept, references, tile.rows.references, scales, plan.direction)
-    return own, functools.partial(_kept_ratios.students_x, kept, references, scales, plan.direction)
+    own = _kl.from_kept(kept, references, tile.rows.references, scales, plan.direction)
+    return own, functools.partial(_kl.students_x, kept, references, scales, plan.direction)
 
 
 def _x(plan: KLPlan, tile: Tile) -> Pair[Float[Array, "t v"]]:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
-from lce_jax._plans import Plan, Surroundings, format_bytes
-from lce_jax._types import Case, Operands, Options
+from lce_jax._types import Case, Operands, Options, Plan, Surroundings, format_bytes
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import along
 from lce_jax.xla import _walk

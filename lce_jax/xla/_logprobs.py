@@ -12,9 +12,8 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
-from lce_jax._plans import ALONE, Plan, Surroundings
-from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
-from lce_jax.mathematics import _dlogits, _logprobs, _repeats, _statistics
+from lce_jax._types import ALONE, Case, Operands, Plan, Primals, RowCoefficients, ShardStatistics, Surroundings
+from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mathematics._statistics import Running
 from lce_jax.xla import _topk, _walk
 from lce_jax.xla._walk import Cache, Head, Shard, Tile, Tokens, Walk
@@ -62,7 +61,7 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
         (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
         stats, e = _logprobs.tile_statistics(x, scale, targets, tile.live, options, *more)
         if cache is not None and tile.index is not None:
-            cache = cache.with_part(tile, [_dlogits.to_keep(e, _walk.gradient_dtype(case))], [stats.max])
+            cache = cache.with_part(tile, [_logprobs.to_keep(e, _walk.gradient_dtype(case))], [stats.max])
         return running.add(stats, scale), cache
 
     running, cache = walk.fold_keeping(
@@ -90,13 +89,13 @@ def gradients(
         rows, options = tile.rows.coefficients, case.options
         if cache is None or tile.index is None:
             (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
-            return _dlogits.from_logits(x, scale, rows, targets, tile.live, options, *more)
+            return _logprobs.dlogits_from_logits(x, scale, rows, targets, tile.live, options, *more)
         ((kept,), (highest,)), (targets, candidates, _) = cache.part(tile), tile.rows.relative_to(tile.start)
         scale = _logprobs.row_scale(options, tile.tokens[0].inverse_temperature)
-        return _dlogits.from_exponentials(kept, highest, scale, rows, targets, tile.live, options, candidates)
+        return _logprobs.dlogits_from_exponentials(kept, highest, scale, rows, targets, tile.live, options, candidates)
 
     if operands.candidates is not None and rows.candidates is not None:
-        operands, rows = _repeats.each_once(operands, rows)
+        operands, rows = _logprobs.each_once(operands, rows)
     walk, shard = _walk_of(operands, case, rows)
     if cache is None:
         return walk.gradients(shard, functools.partial(dlogits, cache=None), dweight)

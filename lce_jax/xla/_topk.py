@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax._plans import Plan, Surroundings
-from lce_jax._types import Case, Operands, Options
-from lce_jax.mathematics import _columns, _largest, _logprobs
+from lce_jax._types import Case, Operands, Options, Plan, Surroundings
+from lce_jax.mathematics import _largest, _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.xla import _walk
@@ -68,7 +67,7 @@ def largest(operands: Operands, case: Case) -> Largest:
         if own.bias is not None:
             sign = np.sign(options.logit_scale) if raw_scale is None else jnp.sign(raw_scale)[:, None]
             raw = raw + own.bias[None, :] * sign
-        live = _columns.live_columns(0, case.vocab_size, own.num_columns)
+        live = _logprobs.live_columns(0, case.vocab_size, own.num_columns)
         raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
         products, ids = _largest.largest(raw, min(options.top_k, case.vocab_size))
         capped = None

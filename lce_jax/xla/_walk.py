@@ -12,9 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
-from lce_jax._plans import OVERWRITES, Plan, Surroundings, cache_notes, candidate_notes, unused_notes
-from lce_jax._types import Case, Options, Primals
-from lce_jax.mathematics import _columns, _dlogits
+from lce_jax._types import (
+    OVERWRITES,
+    Case,
+    Options,
+    Plan,
+    Primals,
+    Surroundings,
+    cache_notes,
+    candidate_notes,
+    unused_notes,
+)
+from lce_jax.mathematics import _logprobs
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -241,12 +250,12 @@ class Walk:
         d = dlogits(tile)
         d = d if new is None else jnp.where(new[:, None], d, 0.0)
         dbias = None if head.bias is None else jnp.sum(d, axis=0)
-        weight = _columns.without_padding(head.weight, tile.live, case.options)
+        weight = _logprobs.without_padding(head.weight, tile.live, case.options)
         d, weight, hidden = (x.astype(gradient_dtype(case)) for x in (d, weight, tile.tokens[0].hidden))
         return Primals(*gradient_products(case, d, weight, hidden, case.stat_dtype, dweight_dtype), dbias)
 
     def _columns(self, shard: Shard, start: Any, size: int, is_kept: bool) -> Columns:
-        live = _columns.live_columns(start, size, shard.num_columns)
+        live = _logprobs.live_columns(start, size, shard.num_columns)
         index = (start + (self.tile_v - 1)) // self.tile_v if is_kept else None
         heads = []
         for case, head in zip(self.cases, shard.heads, strict=True):
@@ -337,7 +346,7 @@ def kept_columns(case: Case, columns: int, tile_v: int, each: PerTile | None = N
     """The columns of the first tiles that fit ``cache_bytes``, of a walk over ``columns``."""
     whole, rest = divmod(columns, tile_v)
     left = case.options.cache_bytes - num_bytes(case, rest, tile_v, each)
-    if not case.options.cache_bytes or left < 0 or not _dlogits.keeps(case.options):
+    if not case.options.cache_bytes or left < 0 or not _logprobs.keeps_exponentials(case.options):
         return 0
     return rest + min(whole, left // max(kept_bytes_of_tile(case, tile_v, each), 1)) * tile_v
 
@@ -448,7 +457,7 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
             *unused_notes(case.options),
             *candidate_notes(case),
         ),
-        full_cache_bytes=num_bytes(case, columns, tile_v) if _dlogits.keeps(case.options) else 0,
+        full_cache_bytes=num_bytes(case, columns, tile_v) if _logprobs.keeps_exponentials(case.options) else 0,
     )
 
 
@@ -457,7 +466,7 @@ def _cache_notes(case: Case, kept: int, columns: int, tile_v: int) -> tuple[str,
     given = case.options.cache_bytes
     if not given:
         return ()
-    if not _dlogits.keeps(case.options):
+    if not _logprobs.keeps_exponentials(case.options):
         return (f"cache_bytes={given} is not used: label smoothing needs capped logits that no exponential shows",)
     tiles = -(-kept // tile_v), -(-columns // tile_v)
     return cache_notes(case, *tiles, kept_bytes_of_tile(case, min(tile_v, columns)))

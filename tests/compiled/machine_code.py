@@ -22,7 +22,7 @@ import jax
 from lce_jax import launch_lists
 from lce_jax._types import Device
 from lce_jax.explain._models import MODELS
-from lce_jax.explain._targets import TARGETS
+from lce_jax.explain._pod import TARGETS
 from lce_jax.launch_lists import _compiler
 from lce_jax.launch_lists._recorder import Kernel
 from lce_jax.mosaic._pallas import lowering_for

@@ -35,7 +35,7 @@ def test_it_is_what_xla_holds() -> None:
     program = lambda *x: lce_jax.linear_logprobs(*x[:3], where=x[3])  # noqa: E731
     assert plan.compiled.forward == held(program, *CALL, where)
     assert plan.compiled.backward == held(jax.value_and_grad(total, (0, 1)), *CALL, where)
-    forward, both = map(lce_jax._plans.format_bytes, plan.compiled)
+    forward, both = map(lce_jax._types.format_bytes, plan.compiled)
     assert f"compiled   {forward} temporary in a forward's program, {both} in that of both passes" in str(plan)
 
 
@@ -72,7 +72,7 @@ def test_devices_that_nothing_names() -> None:
     abstract = jax.sharding.AbstractMesh((2,), ("tensor",))
     for options in ({"mesh": abstract, "vocab_axis": "tensor"}, {}):
         with (
-            lce_jax._devices.for_device(lce_jax._devices.Device("gpu", "NVIDIA A100", "8.0", 108)),
+            lce_jax._dispatch.for_device(lce_jax._dispatch.Device("gpu", "NVIDIA A100", "8.0", 108)),
             pytest.raises(ValueError, match="nothing says which devices of NVIDIA A100 to compile for"),
         ):
             explain(*CALL, **options, compile=True)
@@ -89,7 +89,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = explain(*(struct(x.shape, "bfloat16") for x in CALL[:2]), CALL[2], compile=True).compiled
     assert sizes is not None
     (line,) = [line for line in lines if line.startswith("linear_logprobs  ")]
-    assert " ".join(map(lce_jax._plans.format_bytes, sizes)) in " ".join(line.split())
+    assert " ".join(map(lce_jax._types.format_bytes, sizes)) in " ".join(line.split())
     with pytest.raises(SystemExit):
         command.main([*head, "--tensor-parallel", "16"])
     assert "--compile: 16 devices of cpu are asked for, here are 8" in capsys.readouterr().err

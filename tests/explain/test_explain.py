@@ -194,4 +194,4 @@ def test_the_automatic_choice_is_logged_once_with_its_reasons(caplog: pytest.Log
 def test_format_bytes() -> None:
     sizes = (0, 1023, 1024, 3 << 20, 5 << 30, 3 << 42)
     texts = ["0 B", "1023 B", "1.0 KiB", "3.0 MiB", "5.0 GiB", "12,288.0 GiB"]
-    assert [lce_jax._plans.format_bytes(size) for size in sizes] == texts
+    assert [lce_jax._types.format_bytes(size) for size in sizes] == texts

@@ -9,8 +9,7 @@ import pytest
 
 from lce_jax.explain import __main__ as command
 from lce_jax.explain import _pod
-from lce_jax.explain._pod import Pod
-from lce_jax.explain._targets import TARGETS, TPUS
+from lce_jax.explain._pod import TARGETS, TPUS, Pod
 from tests.devices import H200
 
 PROGRAM = """

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from lce_jax import _devices, linear_logprobs, mosaic
+from lce_jax import _dispatch, linear_logprobs, mosaic
 from lce_jax.mosaic import _generations
 from tests.mathematics import test_small_temperatures as of_xla
 from tests.mosaic import test_small_temperatures as of_kernels
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("test", of_kernels.CALLS, ids=str)
 def test_kernels(test: Call) -> None:
-    case = dataclasses.replace(case_of(test), device=_devices.current_device())
+    case = dataclasses.replace(case_of(test), device=_dispatch.current_device())
     if (reason := mosaic.supports(case)) is not None:
         pytest.skip(reason)
     with _generations.using(kernels_of(test)):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
-from lce_jax import _devices, mosaic
+from lce_jax import _dispatch, mosaic
 from lce_jax._types import Options
 from lce_jax.mosaic import _generations
 from tests.mosaic.test_threshold import CALLS, check_live_tiles, kernels_of, with_threshold
@@ -27,7 +27,7 @@ WITH_CANDIDATES = dataclasses.replace(
 
 @pytest.mark.parametrize("test", [*CALLS, LARGER, WITH_CANDIDATES], ids=str)
 def test_live_tiles_alone(test: Call) -> None:
-    case = dataclasses.replace(case_of(with_threshold(test)), device=_devices.current_device())
+    case = dataclasses.replace(case_of(with_threshold(test)), device=_dispatch.current_device())
     if (reason := mosaic.supports(case)) is not None:
         pytest.skip(reason)
     with _generations.using(kernels_of(with_threshold(test))):  # small batches

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from lce_jax import _dispatch, mosaic
-from lce_jax._plans import ALONE
-from lce_jax._types import Case, Device, Options, UnsupportedError
+from lce_jax._types import ALONE, Case, Device, Options, UnsupportedError
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._generation import Generation
 from tests.devices import B200, H200

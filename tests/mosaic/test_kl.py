@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import UnsupportedError, _call, _devices, explain, linear_kl
-from lce_jax._kl_call import KLArguments, KLSpec, bind
+from lce_jax import UnsupportedError, _call, _dispatch, explain, linear_kl
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.programs import _kl
+from lce_jax.programs._kl import KLArguments, KLSpec, bind
 from tests import oracle
 from tests.devices import B200, H200
 from tests.kl_cases import Call, Drawn, call, draw, expected
@@ -100,7 +100,7 @@ def test_matches_float64(
 ) -> None:
     afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    monkeypatch.setattr(_devices, "current_device", lambda *_, **__: H200._replace(core_count=2))
+    monkeypatch.setattr(_dispatch, "current_device", lambda *_, **__: H200._replace(core_count=2))
     drawn = draw(test)
     with _generations.using(generation), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         kl, gradients = evaluate(drawn)
@@ -196,7 +196,7 @@ REFUSED = {
 def test_what_kernels_refuse_runs_xla(
     operands: list[Any], device: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_devices, "current_device", lambda *_, **__: device)
+    monkeypatch.setattr(_dispatch, "current_device", lambda *_, **__: device)
     assert all("lce_kl" not in lowered(operands, direction=direction) for direction in ("forward", "jsd"))
     hidden, weight, *teacher = operands
     plan = explain(hidden, weight, jax.ShapeDtypeStruct(hidden.shape[:1], "int32"), teacher=tuple(teacher))

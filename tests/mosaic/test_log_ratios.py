@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax.mathematics import _log_ratios
+from lce_jax.mathematics import _kl
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic._operands import LOG2E
 from lce_jax.mosaic.common._log_ratios import Reference, relative_log_ratios
@@ -27,7 +27,7 @@ def test_both_logarithms_are_exact_to_rounding(beta: float, at: float) -> None:
     distance = np.concatenate([-sizes, [0.0], sizes]).astype(np.float32)
     d = (at + distance.astype(np.float64)).astype(np.float32)
     weights = Pair(jnp.float32(1.0 - beta), jnp.float32(beta))
-    reference, log_at = _log_ratios.Reference.at(jnp.float32(at), weights)
+    reference, log_at = _kl.Reference.at(jnp.float32(at), weights)
     other = weights.teacher / reference.total
     rows = Reference(weights.student / reference.total, other, other * reference.ratio, reference.most * LOG2E)
     base_2 = relative_log_ratios(jnp.asarray(d) * LOG2E, jnp.asarray(distance) * LOG2E, rows)

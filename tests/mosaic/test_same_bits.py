@@ -13,9 +13,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
 from lce_jax import _call, _shard, launch_lists, mosaic
-from lce_jax._devices import for_device
+from lce_jax._dispatch import for_device
 from lce_jax._types import Operands
-from lce_jax.mathematics import _temperature
+from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -126,9 +126,9 @@ def test_a_function_of_a_few_numbers_per_token() -> None:
     for count in (3, 256, 200):
         temperature = jnp.asarray(np.random.default_rng(4).uniform(0.1, 3.0, count), jnp.float32).at[1].set(-1.0)
         with interpreting(plgpu.InterpretGPUParams(detect_races=count != 200)):
-            found = jax.jit(lambda x: mosaic.per_token(_temperature.inverse, x))(temperature)
+            found = jax.jit(lambda x: mosaic.per_token(_logprobs.inverse_of, x))(temperature)
         assert count == 200 or not races_found()
-        np.testing.assert_allclose(found, _temperature.inverse(temperature), rtol=1e-6)
+        np.testing.assert_allclose(found, _logprobs.inverse_of(temperature), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -16,7 +16,7 @@ import pytest
 
 from lce_jax import _call, mosaic
 from lce_jax._types import Operands
-from lce_jax.mathematics import _columns
+from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._generation import Generation
@@ -164,7 +164,7 @@ def check_live_tiles(test: Call, case: Any) -> None:
         assert want.max() > 0
         np.testing.assert_allclose(dropped[: oracle.rows], want, rtol=1e-3, atol=1e-7)
     if test.options.has_floor:
-        rows_that_count = _columns.without_empty(rows_that_count, stats.sumexp)
+        rows_that_count = _logprobs.without_empty(rows_that_count, stats.sumexp)
         assert not rows_that_count[7]
     rows = coefficients(test, stats, cotangent, operands, rows_that_count)
     check_gradients(test, case, operands, rows, found, oracle.gradients(rows, oracle.kept(live)))
@@ -203,7 +203,7 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
         found = [mosaic.in_parts(part, case, True) for part in parts]
         stats = mosaic.merged(jax.tree.map(lambda *x: jnp.stack(x), *(each[0] for each in found)), case, None, None)
         live = [mosaic.selected(case, tiles, Normalizer(stats.max, stats.sumexp), None) for _, tiles in found]
-        counts = _columns.without_empty(None, stats.sumexp) if test.options.has_floor else None
+        counts = _logprobs.without_empty(None, stats.sumexp) if test.options.has_floor else None
         rows = coefficients(test, stats, cotangent, operands, counts)
         each = zip(parts, live, strict=True)
         return rows, live, [mosaic.gradients(part, case, rows, tiles)[:2] for part, (tiles, _) in each]

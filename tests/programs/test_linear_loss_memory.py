@@ -12,7 +12,7 @@ import pytest
 import lce_jax
 from lce_jax import linear_loss
 from lce_jax._types import CPU, Case, Device, Options
-from lce_jax.explain._targets import GPUS
+from lce_jax.explain._pod import GPUS
 from lce_jax.programs._token_chunks import Budget
 from tests.mosaic.test_lowering import lower, overwrites_cache
 

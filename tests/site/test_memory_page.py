@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lce_jax._plans import format_bytes
+from lce_jax._types import format_bytes
 from lce_jax.explain import __main__ as command
 from tests.doc_blocks import ROOT
 from tests.site.test_figures import script

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case
-from lce_jax.mathematics._dlogits import FP16_SHIFT
+from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._operands import Prepared, RowFactors
 from lce_jax.mosaic._span import Span

@@ -1,6 +1,6 @@
 """The dlogits of two heads (eqs. 8, 10) from what their forward kept, one pass at the speed of memory.
 
-`lce_jax.mathematics._kept_ratios` in base 2: what makes a tile's numbers those of the whole vocabulary is one number
+`lce_jax.mathematics._kl` in base 2: what makes a tile's numbers those of the whole vocabulary is one number
 per row and tile.
 """
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case
-from lce_jax.mathematics import _candidates, _logprobs, _softcap, _temperature
+from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic import _partial_statistics
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common._threads import THREADS, Rows, along
@@ -83,7 +83,7 @@ def candidate_logprobs(
             temperature, inverse = of.temperature(rows)
             x, scale = of.x(rows, k), _logprobs.row_scale(case.options, inverse)
             log_sumexp = jnp.log(of.statistic(rows, "sumexp"))
-            found = _candidates.logprobs(x, of.statistic(rows, "max"), scale, log_sumexp)
+            found = _logprobs.candidate_logprobs(x, of.statistic(rows, "max"), scale, log_sumexp)
             if temperature is not None:
                 found = jnp.where(is_wrong(temperature), along(jnp.nan, jnp.float32), found)
             output.at[rows.here, k][...] = found
@@ -114,14 +114,14 @@ def _terms(case: Case, has_temperature: bool, kept: Any, seed: Any, numbers: Any
     def write() -> None:
         temperature, inverse = of.temperature(rows)
         factor = _logprobs.row_factor(case.options, inverse)
-        dcap = None if case.options.logit_softcap is None else _softcap.derivative
+        dcap = None if case.options.logit_softcap is None else _logprobs.cap_derivative
 
         def step(i: Any, total: Any) -> Any:
             numbered = [i * AT_A_TIME + j for j in range(min(AT_A_TIME, most))]
             which = [jnp.minimum(k, most - 1) for k in numbered]  # after the last, that one again
             given = [(of.x(rows, k), seed[rows.here, k]) for k in which]
             for number, k, (x, g) in zip(numbered, which, given, strict=True):
-                g, term = _candidates.terms(x, g, factor, dcap)
+                g, term = _logprobs.candidate_terms(x, g, factor, dcap)
                 term = term if temperature is None else jnp.where(is_wrong(temperature), zero, term)
                 output.at[rows.of_field(k, stride)][...] = term
                 total = total + jnp.where(along(number) < most, g, zero)
@@ -144,7 +144,7 @@ class Kept:
         if not self._has_temperature:
             return None, None
         temperature = self._ref[rows.of_field(1, self._stride)]
-        return temperature, _temperature.inverse(temperature)
+        return temperature, _logprobs.inverse_of(temperature)
 
     def statistic(self, rows: Rows, name: str) -> Any:
         """One of the merged statistics."""

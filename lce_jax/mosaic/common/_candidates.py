@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case
-from lce_jax.mathematics import _logprobs, _softcap, _statistics
+from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import RowFactors
 from lce_jax.mosaic._pallas import pl, plgpu
@@ -207,4 +207,4 @@ def _gradient(case: Case, x: Any, scale: Any, rows: RowFactors) -> Any:
     e = jnp.exp2(u)
     d = rows.constant * e
     d = d if rows.slope is None else d + rows.slope * (u * e)
-    return d if case.options.logit_softcap is None else d * _softcap.derivative(x)
+    return d if case.options.logit_softcap is None else d * _logprobs.cap_derivative(x)

@@ -1,4 +1,4 @@
-"""`lce_jax.mathematics._log_ratios` in a kernel: base 2, no division, and the hardware's own logarithm far from 1.
+"""`lce_jax.mathematics._kl` in a kernel: base 2, no division, and the hardware's own logarithm far from 1.
 
 That one is off by up to 2^-22 wherever its result lies, so near 1 a polynomial is in its place.
 """

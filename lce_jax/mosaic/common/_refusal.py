@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lce_jax._plans import format_bytes
-from lce_jax._types import Case
+from lce_jax._types import Case, format_bytes
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic.common._tiles import ATOM_ROWS, COLUMN_GRAIN, SMEM_LIMIT, TILE_N, widest_swizzle
 

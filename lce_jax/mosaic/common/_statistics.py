@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._types import Case, Options, ShardStatistics
-from lce_jax.mathematics._dlogits import FP16_SHIFT
+from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mathematics._statistics import SUMS, of_fields
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._generation import Generation, Machine

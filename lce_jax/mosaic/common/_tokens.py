@@ -22,7 +22,7 @@ from jax import lax
 
 from lce_jax import scalars
 from lce_jax._types import Case, LogprobOutput, Results, RowCoefficients
-from lce_jax.mathematics import _columns, _logprobs, _statistics, _temperature
+from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mosaic import _operands, _pallas, _partial_statistics
 from lce_jax.mosaic._chunks import num_groups
 from lce_jax.mosaic._geometry import Geometry, geometry
@@ -113,13 +113,13 @@ def _prepare(case: Case, fields: tuple[int | None, int | None], in_halves: bool,
         return jnp.where(owned, _place(shape, column), along(-1))
 
     def write() -> None:
-        inverse = None if field is None else _temperature.inverse(temperatures[rows.of_field(field, stride)])
+        inverse = None if field is None else _logprobs.inverse_of(temperatures[rows.of_field(field, stride)])
         k = LOG2E * float(_logprobs.row_scale(case.options, None))
         targets.at[rows.here][...] = target()
         scale.at[rows.here][...] = along(k, jnp.float32) if inverse is None else k * inverse
         if floor is not None:
             in_logits = floors[rows.of_field(floor_field, stride)]
-            floor.at[rows.here][...] = _columns.unscaled_floor(in_logits, _logprobs.row_scale(case.options, inverse))
+            floor.at[rows.here][...] = _logprobs.unscaled_floor(in_logits, _logprobs.row_scale(case.options, inverse))
         for ref in ids:
             ref.at[rows.here][...] = label()
 
@@ -221,13 +221,13 @@ def _finish(
         floor = floors[rows.here] if floors is not None else None
         for wrong in wrong_rows(temperature, floor):
             stats = jax.tree.map(lambda x, wrong=wrong: jnp.where(wrong, nan, x), stats)
-        k = _logprobs.row_scale(case.options, None if temperature is None else _temperature.inverse(temperature))
+        k = _logprobs.row_scale(case.options, None if temperature is None else _logprobs.inverse_of(temperature))
         labels, groups = ids[rows.here], num_groups(geometry(case, TILING))  # of a shard
         for first in range(groups, tags.shape[0] if is_split else 0, groups):
             other = tags[first, len(names), rows.here] != tags[0, len(names), rows.here]
             stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
             labels = jnp.where(other, along(0), labels)  # the result of no label would be 0
-        counts = None if floor is None else _columns.without_empty(None, stats.sumexp)
+        counts = None if floor is None else _logprobs.without_empty(None, stats.sumexp)
         out = _logprobs.finish(stats, k, labels, counts, vocab_size).outputs
         if megatron:
             sumexp = stats.sumexp if counts is None else jnp.where(counts, stats.sumexp, 1.0)
@@ -284,16 +284,16 @@ def _coefficients(
         given = {name: ref[rows.here] for name, ref in zip(names, seeds, strict=True)}
         seed = LogprobOutput(given.get("logprobs", zero), given.get("entropy"), given.get("lse", zero))
         temperature = kept[rows.of_field(1, stride)] if has_temperature else None
-        inverse = None if temperature is None else _temperature.inverse(temperature)
+        inverse = None if temperature is None else _logprobs.inverse_of(temperature)
         k, factor = _logprobs.row_scale(options, inverse), _logprobs.row_factor(options, inverse)
         given_to = [terms[rows.of_field(options.num_candidates, stride)] for terms in of_terms]
         floor = kept[rows.of_field(1 + has_temperature, stride)] if options.has_floor else None
-        counts = None if floor is None else _columns.without_empty(None, stats.sumexp)
+        counts = None if floor is None else _logprobs.without_empty(None, stats.sumexp)
         found: RowCoefficients = _logprobs.row_coefficients(
             stats, Results(seed), k, factor, counts, options, vocab_size, *given_to
         )
         for wrong in wrong_rows(temperature, floor):
-            found = _temperature.without_gradient(found, wrong)
+            found = _logprobs.without_gradient(found, wrong)
         there = along(rows.first) + numbered() < numbers[0]  # with few tokens the rows after them hold anything
         for f, x in enumerate(jax.tree.leaves(_operands.in_base_2(found))):
             factors.at[f, rows.here][...] = jnp.where(there, x, zero)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Options
-from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics
-from lce_jax.mathematics._log_ratios import MOST_DISTANCE
+from lce_jax.mathematics._kl import MOST_DISTANCE, Direction, KLCoefficients, KLStatistics
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._kl_operands import KLCache
@@ -138,7 +137,7 @@ def _mixture_factors(refs: Refs, rows: Callable[[], Any]) -> tuple[MixtureFactor
 
 
 class MixtureRatios(NamedTuple):
-    """`lce_jax.mathematics._kl_mixture`'s, of a strip in base 2."""
+    """`lce_jax.mathematics._kl`'s, of a strip in base 2."""
 
     u_p: Array
     u_q: Array
@@ -204,7 +203,7 @@ def _of_kl(refs: Refs, rows: Callable[[], Any], reverse: bool) -> Gradient:
 
 
 def _of_mixture(refs: Refs, rows: Callable[[], Any], where: Where) -> Gradient:
-    """`lce_jax.mathematics._kl_mixture.dlogits` in base 2, and the cap's derivative."""
+    """`lce_jax.mathematics._kl.dlogits` in base 2, and the cap's derivative."""
 
     def of_strip(held: HeldTile, column: int, x: Array) -> Array:
         x_p = held.strip(column)
