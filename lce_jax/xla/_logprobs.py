@@ -53,7 +53,7 @@ class _Rows(NamedTuple):
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Cache | None]:
     """Eq. 1 of the whole shard, [T] each, and the exponentials of the first tiles, as many as ``cache_bytes`` hold."""
     options, (walk, shard), cache = case.options, _walk_of(operands, case), None
-    if keep_cache:
+    if keep_cache and options.cache_bytes:
         walk = dataclasses.replace(walk, kept_columns=_walk.kept_columns(case, walk.columns, walk.tile_v))
         cache = _walk.empty_cache(walk, shard)
 
