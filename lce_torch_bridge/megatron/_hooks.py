@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from lce_torch_bridge._types import LogprobOutput
-from lce_torch_bridge.megatron._method_swap import replaced_here
 from lce_torch_bridge.megatron._output_layer import FusedForward, multiplier, refusal
-from lce_torch_bridge.megatron._pending import PendingLogits, pending_logits, unscaled
+from lce_torch_bridge.megatron._pending import PendingLogits, pending_logits, replaced_here, unscaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -27,7 +27,7 @@ from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.operators._operators import graph_is_kept, refuse_second_derivative
 from lce_torch_bridge.tensors import _weight
-from lce_torch_bridge.through_jax._run import Sum
+from lce_torch_bridge.through_jax._programs import Sum
 
 ALL = 1 << 62  # cache_bytes that no chunk exceeds
 HIGHEST = 15  # dlogits lie below 2^15, and float16 ends at 2^16

@@ -23,7 +23,7 @@ import lce_jax
 from lce_jax import local
 from lce_torch_bridge._types import Call, Operands
 from lce_torch_bridge.tensors import _padding, _tensor_parallel
-from lce_torch_bridge.through_jax import _run
+from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax._programs import ProgramKey, counted, key_of, program, tags_of
 
 
@@ -121,7 +121,7 @@ def _packed(x: Operands, call: Call, *further: torch.Tensor) -> torch.Tensor:
 def _run_padded(run: Any, x: Operands, per_token: torch.Tensor) -> list[torch.Tensor]:
     rows = _padding.size(len(per_token))
     given = _padding.pad(x.hidden, rows), x.weight, x.bias, _padding.with_count(per_token, rows)
-    (found,) = _run.run(run, given)
+    (found,) = _programs.run(run, given)
     return found
 
 

@@ -25,7 +25,7 @@ from jax import lax
 from lce_jax import local
 from lce_torch_bridge._types import Call, Operands
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
-from lce_torch_bridge.through_jax import _run
+from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax import _runtime as runtime
 from lce_torch_bridge.through_jax._programs import (
     ProgramKey,
@@ -111,7 +111,7 @@ def _inputs(x: Operands, per_token: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _run_one(run: Any, given: Sequence[Any]) -> list[torch.Tensor]:
-    (found,) = _run.run(run, given, waits=NUM_OPERANDS)
+    (found,) = _programs.run(run, given, waits=NUM_OPERANDS)
     return found
 
 

@@ -24,7 +24,7 @@ from jax import lax
 from lce_jax import LogprobOutput, local
 from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands, Sums, names_of
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
-from lce_torch_bridge.through_jax import _run
+from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax import _runtime as runtime
 from lce_torch_bridge.through_jax._programs import (
     ProgramKey,
@@ -51,10 +51,10 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool) -> list
     ]
     if key.shards == 1:
         whole_of = program(whole, key, keep_cache, fields, call.megatron)
-        found = _run.run(whole_of, *inputs, lend=lend_cache)
+        found = _programs.run(whole_of, *inputs, lend=lend_cache)
         packed = [first for first, *_ in found]
     else:
-        found = _run.run(program(statistics, key, keep_cache), *inputs, lend=lend_cache)
+        found = _programs.run(program(statistics, key, keep_cache), *inputs, lend=lend_cache)
         packed = _merged([first for first, *_ in found], inputs, key, call)
     cache = found[0][1:]  # a forward that keeps one takes a single piece
     return [*_unpacked(packed, fields, call.num_candidates, tokens), *cache]
@@ -65,7 +65,7 @@ def _merged(sent: list[torch.Tensor], inputs: Sequence[Inputs], key: ProgramKey,
     gathered = _tensor_parallel.gather(sent[0] if len(sent) == 1 else torch.cat(sent, 1), call.group)
     of_pieces = zip(inputs, gathered.split(sent[0].shape[1], 2), strict=True)
     merge = program(results, key, call.fields, call.megatron)
-    return [packed for (packed,) in _run.run(merge, *[(given[3], every) for given, every in of_pieces], waits=1)]
+    return [packed for (packed,) in _programs.run(merge, *[(given[3], every) for given, every in of_pieces], waits=1)]
 
 
 def _unpacked(
@@ -131,7 +131,7 @@ def gradients(
     per_token = torch.cat([saved, *[seed[None] if seed.ndim == 1 else seed.T for seed in seeds]])
     given = _padding.pad(hidden, rows), weight, bias, _padding.with_count(per_token.T, rows)
     if sums.total is None:
-        (grads,) = _run.run(run, (*given, None, *cache))
+        (grads,) = _programs.run(run, (*given, None, *cache))
     else:
         *grads, _ = sums.total.after(run, (*given, *cache), operand=len(given), place=int(wanted[0]))
     if wanted[0]:

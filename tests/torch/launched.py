@@ -14,7 +14,7 @@ from lce_torch_bridge.launched_directly import _backward, _forward, _way
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors._weight import empty_sparse_like
-from lce_torch_bridge.through_jax._run import Sum
+from lce_torch_bridge.through_jax._programs import Sum
 
 
 @contextlib.contextmanager

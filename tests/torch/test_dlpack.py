@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from lce_torch_bridge import linear_logprobs
-from lce_torch_bridge.through_jax import _dlpack as dlpack
-from lce_torch_bridge.through_jax._dlpack import CPU_ALIGNMENT, to_jax, to_torch
+from lce_torch_bridge.through_jax import _runtime as dlpack
+from lce_torch_bridge.through_jax._runtime import CPU_ALIGNMENT, to_jax, to_torch
 from tests.torch import problem as p
 
 

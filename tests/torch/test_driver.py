@@ -129,7 +129,7 @@ def test_jax_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after the same call has been launched directly."""
     launched: list[Any] = []
     as_gpu(monkeypatch, lambda _: lambda *given: launched.append(given))
-    monkeypatch.setattr("lce_torch_bridge.through_jax._run.run", lambda *_, **__: pytest.fail("JAX runs it"))
+    monkeypatch.setattr("lce_torch_bridge.through_jax._programs.run", lambda *_, **__: pytest.fail("JAX runs it"))
     leaves = p.draw(T, H, V, torch.bfloat16)
     linear_logprobs(*leaves)
     assert len(launched) == 1

@@ -12,7 +12,7 @@ import torch
 
 from lce_torch_bridge import linear_logprobs
 from lce_torch_bridge.through_jax import _runtime as runtime
-from lce_torch_bridge.through_jax._dlpack import GPU_ALIGNMENT, to_jax
+from lce_torch_bridge.through_jax._runtime import GPU_ALIGNMENT, to_jax
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
 from tests.torch.processes import ranks, run, torchrun

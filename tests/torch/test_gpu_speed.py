@@ -14,7 +14,7 @@ import torch
 import lce_jax
 from lce_torch_bridge import linear_logprobs
 from lce_torch_bridge.through_jax import _runtime as runtime
-from lce_torch_bridge.through_jax._dlpack import to_jax
+from lce_torch_bridge.through_jax._runtime import to_jax
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lce_torch_bridge import linear_kl, linear_logprobs, linear_loss, linear_topk
-from lce_torch_bridge.through_jax import _run
-from lce_torch_bridge.through_jax._dlpack import to_torch_all
+from lce_torch_bridge.through_jax import _programs
+from lce_torch_bridge.through_jax._runtime import to_torch_all
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
 
@@ -126,7 +126,7 @@ def read_late(monkeypatch: pytest.MonkeyPatch, milliseconds: float) -> None:
         busy(milliseconds)
         return found
 
-    for module in (_run,):
+    for module in (_programs,):
         monkeypatch.setattr(module, "to_torch_all", lent)
 
 

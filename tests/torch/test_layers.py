@@ -46,7 +46,7 @@ def test_private_names_of_jax_and_torch_are_few_and_known() -> None:
     documented = ("_weight.py", "torch.utils._python_dispatch")
     assert private == {
         ("_runtime.py", "jax._src"),
-        ("_dlpack.py", "jax._src.lib"),
+        ("_runtime.py", "jax._src.lib"),
         ("_dtensor.py", "torch.distributed._composable_state"),
         documented,
     }

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lce_torch_bridge.megatron._method_swap import replaced, replaced_here
+from lce_torch_bridge.megatron._pending import replaced, replaced_here
 
 ALREADY = r"Identity.forward has been replaced already, .* let threads take turns"
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lce_torch_bridge import linear_entropy, linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk
-from lce_torch_bridge.through_jax import _run
+from lce_torch_bridge.through_jax import _programs
 from tests.torch import problem as p
 
 T, H, V = 300, 16, 96
@@ -37,22 +37,22 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return run
 
-    run, after, zeros = _run.run, _run.Sum.after, _run._zeros
+    run, after, zeros = _programs.run, _programs.Sum.after, _programs._zeros
 
-    def run_checked(function: Any, *calls: Any, waits: int = _run.WAITS, lend: bool = True) -> Any:
+    def run_checked(function: Any, *calls: Any, waits: int = _programs.WAITS, lend: bool = True) -> Any:
         return run(checked(function, waits), *calls, waits=waits, lend=lend)
 
     def after_checked(self: Any, function: Any, inputs: Any, operand: int, place: int) -> Any:
-        assert operand > _run.WAITS  # the sum stands after it
-        return after(self, checked(function, _run.WAITS), inputs, operand, place)
+        assert operand > _programs.WAITS  # the sum stands after it
+        return after(self, checked(function, _programs.WAITS), inputs, operand, place)
 
     def zeros_checked(shape: tuple[int, ...], array: Any) -> Any:
         found.append(zeros.lower(shape, array)._lowering.compile_args["kept_var_idx"] == {0})
         return zeros(shape, array)
 
-    monkeypatch.setattr(_run, "run", run_checked)
-    monkeypatch.setattr(_run.Sum, "after", after_checked)
-    monkeypatch.setattr(_run, "_zeros", zeros_checked)
+    monkeypatch.setattr(_programs, "run", run_checked)
+    monkeypatch.setattr(_programs.Sum, "after", after_checked)
+    monkeypatch.setattr(_programs, "_zeros", zeros_checked)
     return found
 
 
