@@ -1,49 +1,40 @@
-"""Programs of `lce_jax.launch_lists` on the CPU: each kernel interpreted by Pallas, on the memory at its addresses."""
+"""Kernels of `lce_jax.kernels` on the CPU: each interpreted by Pallas, on the memory at its addresses."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax import launch_lists
-from lce_jax.launch_lists import _launch_list
+from lce_jax.kernels import Kernel
 from lce_jax.mosaic._pallas import interpreting, plgpu
 
 FILL = 0xFF  # every byte of memory that nothing has written: NaN as a float of any size
 
 
-def loaded(program: launch_lists.LaunchList) -> Callable[..., None]:
-    """What `launch_lists.LaunchList.load` returns, for memory of the CPU."""
-    kernels = dict.fromkeys(each.kernel for each in program.launches)
-    return _launch_list.run_of(program, {kernel: functools.partial(_step, kernel) for kernel in kernels})
+def compiled(kernels: Sequence[Kernel], *_: Any) -> list[Callable[..., None]]:
+    """What `lce_jax.kernels.compiled` returns, for memory of the CPU."""
+    return [functools.partial(_launch, kernel) for kernel in kernels]
 
 
-def _step(kernel: Any, stream: int, at: int) -> Callable[[], None]:
-    del stream
+def _launch(kernel: Kernel, _: Any, addresses: Sequence[int]) -> None:
     structs = [kernel.arrays[i] for i in kernel.operands]
-    count = len(structs) + len(kernel.results)
-    addresses = (ctypes.c_uint64 * count).from_address(at)
-
-    def run() -> None:
-        given = [memory(address, x).copy() for address, x in zip(addresses, structs, strict=False)]
-        arrays = [np.zeros(x.shape, x.dtype) for x in kernel.arrays]
-        for place, x in zip(kernel.operands, given, strict=True):
-            arrays[place] = x
-        found = jax.tree.leaves(_jitted(kernel)(*arrays))
-        for number, x in zip(kernel.returned, found, strict=True):
-            memory(addresses[len(structs) + number], kernel.results[number])[...] = np.asarray(x)
-
-    return run
+    given = [memory(address, x).copy() for address, x in zip(addresses, structs, strict=False)]
+    arrays = [np.zeros(x.shape, x.dtype) for x in kernel.arrays]
+    for place, x in zip(kernel.operands, given, strict=True):
+        arrays[place] = x
+    found = jax.tree.leaves(_jitted(kernel)(*arrays))
+    for number, x in zip(kernel.returned, found, strict=True):
+        memory(addresses[len(structs) + number], kernel.results[number])[...] = np.asarray(x)
 
 
 @functools.cache
-def _jitted(kernel: Any) -> Callable[..., Any]:
+def _jitted(kernel: Kernel) -> Callable[..., Any]:
     jitted = jax.jit(lambda *arrays: kernel.function(*arrays))
 
     def run(*arrays: Any) -> Any:

@@ -34,7 +34,6 @@ SECTIONS = {
     "floors": Section("Floors", {"": "lce_jax.floors"}),
     "flax": Section("Flax", {"NNX": "lce_jax.flax.nnx", "Linen": "lce_jax.flax.linen"}),
     "local": Section("One shard, without collectives", {"": "lce_jax.local"}),
-    "launch_lists": Section("Calls as lists of kernels", {"": "lce_jax.launch_lists"}),
     "torch": Section(
         "PyTorch",
         {"": "lce_torch_bridge", "verl": "lce_torch_bridge.verl", "Megatron": "lce_torch_bridge.megatron"},

@@ -1,8 +1,7 @@
 """What the host code of a pass needs besides kernels: memory, loops, and numbers for the kernels.
 
-JAX gives it while it traces a program (`TRACED`). A list of launches gives it while it is made
-(`lce_jax.launch_lists`): the same host code then says which kernel runs on which memory, and nothing may stand between
-the kernels.
+JAX gives it while it traces a program (`TRACED`). torch gives it (`lce_torch_bridge.launched_directly`): the same host
+code then says which kernel runs on which of its memory.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ pl: Any = Language("jax.experimental.pallas")
 plgpu: Any = Language("jax.experimental.pallas.mosaic_gpu")
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
+_lowered_for: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar("lowered_for", default=None)
 _notes: contextvars.ContextVar[list[Note] | None] = contextvars.ContextVar("notes", default=None)
 
 
@@ -60,16 +62,37 @@ def interpreting(parameters: Any) -> Iterator[None]:
 def lowering_for(compute_capability: str) -> Iterator[None]:
     """Within it, kernels are lowered for GPUs of this compute capability, which need not be there.
 
-    JAX asks its default device, and takes 9.0 where that is no GPU. All threads are affected.
+    Mosaic asks JAX's default device, and its first local device how much shared memory it has, which would start JAX on
+    the GPU. So what it asks is replaced, once: from then on it answers for the context that it is called in.
     """
-    utils: Any = importlib.import_module("jax.experimental.mosaic.gpu.utils")
-    found = utils._infer_arch
+    _answer_by_context()
     major, minor = map(int, compute_capability.split("."))
-    utils._infer_arch = lambda: (major, minor)
+    token = _lowered_for.set((major, minor))
     try:
         yield
     finally:
-        utils._infer_arch = found
+        _lowered_for.reset(token)
+
+
+@functools.cache
+def _answer_by_context() -> None:
+    core: Any = importlib.import_module("jax.experimental.mosaic.gpu.core")
+    utils: Any = importlib.import_module("jax.experimental.mosaic.gpu.utils")
+    infer_arch = utils._infer_arch
+    utils._infer_arch = lambda: _lowered_for.get() or infer_arch()
+    core.jax = _Jax()
+
+
+class _Jax:
+    """JAX as Mosaic's lowering sees it."""
+
+    def __getattr__(self, name: str) -> Any:
+        """A name of JAX's."""
+        return getattr(jax, name)
+
+    def local_devices(self) -> list[Any]:
+        """None that is known where kernels are lowered for a device that need not be there: Mosaic takes Hopper's."""
+        return [None] if _lowered_for.get() else jax.local_devices()
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ def names(options: Options) -> list[str]:
 
 
 def kept(options: Options) -> list[str]:
-    """Those of them that gradients have, which a list of launches keeps of each token."""
+    """Those of them that gradients have, which `lce_jax.kernels` saves of each token."""
     return [name for name in names(options) if name not in _statistics.WITHOUT_GRADIENT]
 
 

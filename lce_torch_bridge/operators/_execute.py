@@ -9,8 +9,7 @@ import jax
 import torch
 
 from lce_torch_bridge._types import NO_SUMS, Call, Operands, Sums
-from lce_torch_bridge.launched_directly import _backward as launched_backward
-from lce_torch_bridge.launched_directly import _forward as launched_forward
+from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._way import Way, refuse_another_way, way_of
 from lce_torch_bridge.tensors import _tensor_parallel
 from lce_torch_bridge.tensors._device import is_readable, readable
@@ -51,7 +50,7 @@ def forward(x: Operands, call: Call, keep: bool, way: Way, lend_cache: bool = Tr
         way.refuse(other.why)
         return other.forward(x, call, keep)
     keep = keep and call.keeps_tiles
-    results = launched_forward.forward(x, call, keep, way) if way.direct else None
+    results = _passes.forward(x, call, keep, way) if way.direct else None
     return _logprobs.forward(x, call, keep, lend_cache) if results is None else results
 
 
@@ -61,7 +60,7 @@ def forward_structs(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
     if other is not None:
         return other.structs(x, call, keep)
     keep_cache = keep and call.keeps_tiles and bool(x.hidden.shape[0])
-    live = launched_forward.live_shape(x, call, way_of(x.hidden)) if keep_cache else None
+    live = _passes.live_shape(x, call, way_of(x.hidden)) if keep_cache else None
     found = _logprobs.structs(x, call, keep_cache and live is None)
     return found if live is None else [*found, x.hidden.new_empty(live, dtype=torch.int32)]
 
@@ -94,12 +93,12 @@ def gradients(
     of_torch = [y for y in kept if isinstance(y, torch.Tensor)]
     saved, *cache = of_torch
     if way.direct and x.bias is None and len(of_torch) == len(kept):
-        grads = launched_backward.gradients(x.hidden, x.weight, saved, cache, cotangents, wanted, call, sums, way)
+        grads = _passes.gradients(x.hidden, x.weight, saved, cache, cotangents, wanted, call, sums, way)
         if grads is not None:
             return grads
     elif way.must:
         way.refuse("JAX ran the forward")
-    if call.gradient_threshold and launched_backward.are_live_tiles(cache):
+    if call.gradient_threshold and _passes.are_live_tiles(cache):
         refuse_another_way()
     return _logprobs.gradients(x, kept, cotangents, wanted, call, sums)
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lce_torch_bridge._types import Call, Operands, Sums, names_of
-from lce_torch_bridge.launched_directly._scale import scale
+from lce_torch_bridge.launched_directly._passes import scale
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.operators._operators import graph_is_kept, refuse_second_derivative

@@ -9,11 +9,11 @@ import jax
 import torch
 
 import lce_jax
-from lce_jax import launch_lists
+from lce_jax import kernels
 from lce_torch_bridge._types import Operands
 from lce_torch_bridge.call import _arguments
 from lce_torch_bridge.launched_directly import _way
-from lce_torch_bridge.launched_directly._refusal import refusal
+from lce_torch_bridge.launched_directly._passes import refusal
 from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def explain(
     if _way.asks_for_jax():
         reason = 'launch_with("jax") asks for JAX'
     described = _device.device_of(hidden.device)
-    with launch_lists.for_device(described or launch_lists.Device()):
+    with kernels.for_device(described or kernels.Device()):
         structs = _device.struct(operands.hidden), _device.struct(weight), _ids(operands.labels)
         plan = lce_jax.explain(*structs, **_options(operands, call))
     return Explanation("jax" if reason else "direct", reason, plan)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import torch
 
-from lce_jax import launch_lists
+from lce_jax import kernels
 from lce_torch_bridge._types import PLAIN
 
 ALIGNMENT = 16  # bytes, of what TMA reads
@@ -30,7 +30,7 @@ GATHER = (
 )
 
 
-def device_of(device: torch.device) -> launch_lists.Device | None:
+def device_of(device: torch.device) -> kernels.Device | None:
     """``device`` as `lce_jax` describes it; None for what is no CUDA device, or is none of this machine's."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -38,10 +38,10 @@ def device_of(device: torch.device) -> launch_lists.Device | None:
 
 
 @functools.cache
-def _described(index: int) -> launch_lists.Device:
+def _described(index: int) -> kernels.Device:
     properties = torch.cuda.get_device_properties(index)
     capability = f"{properties.major}.{properties.minor}"
-    return launch_lists.Device("gpu", properties.name, capability, properties.multi_processor_count)
+    return kernels.Device("gpu", properties.name, capability, properties.multi_processor_count)
 
 
 def why_not(device: torch.device) -> str | None:
@@ -49,10 +49,10 @@ def why_not(device: torch.device) -> str | None:
     described = device_of(device)
     if described is None:
         return f"{device} is no CUDA device of this machine"
-    if described.compute_capability not in launch_lists.SERVED:
-        served = " or ".join(launch_lists.SERVED)
+    if described.compute_capability not in kernels.SERVED:
+        served = " or ".join(kernels.SERVED)
         return f"{described.kind} has compute capability {described.compute_capability}, the kernels need {served}"
-    return launch_lists.why_not()
+    return kernels.why_not()
 
 
 def struct(x: torch.Tensor) -> jax.ShapeDtypeStruct:

@@ -38,7 +38,7 @@ import jax.extend
 import numpy as np
 import torch
 
-from lce_jax import launch_lists
+from lce_jax import kernels
 from lce_torch_bridge.tensors import _device
 
 CPU_ALIGNMENT = 64  # bytes; XLA copies a less aligned CPU buffer silently
@@ -334,7 +334,7 @@ def jax_device(device: torch.device) -> jax.Device:
     )
 
 
-def planned_on(device: torch.device) -> jax.Device | launch_lists.Device:
+def planned_on(device: torch.device) -> jax.Device | kernels.Device:
     """The device that programs for tensors there are planned for."""
     described = _device.device_of(device)
     return jax_device(device) if described is None else described
@@ -342,11 +342,11 @@ def planned_on(device: torch.device) -> jax.Device | launch_lists.Device:
 
 @functools.cache
 def shapes_on(
-    device: jax.Device | launch_lists.Device, step: Callable[..., Any], key: Any, *inputs: jax.ShapeDtypeStruct | None
+    device: jax.Device | kernels.Device, step: Callable[..., Any], key: Any, *inputs: jax.ShapeDtypeStruct | None
 ) -> Any:
     """The shapes of ``step(key, *inputs)`` where it is planned for ``device``, whatever mesh the caller has set."""
-    described = isinstance(device, launch_lists.Device)
-    planned = launch_lists.for_device(device) if described else jax.default_device(device)
+    described = isinstance(device, kernels.Device)
+    planned = kernels.for_device(device) if described else jax.default_device(device)
     with planned, jax.sharding.use_abstract_mesh(NO_MESH.abstract_mesh):
         return jax.eval_shape(functools.partial(step, key), *inputs)
 

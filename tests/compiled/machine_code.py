@@ -8,6 +8,7 @@ not there, and ptxas.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import os
 import pathlib
@@ -16,16 +17,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
+import torch
 
-from lce_jax import launch_lists
 from lce_jax._types import Device
 from lce_jax.explain._models import MODELS
 from lce_jax.explain._pod import TARGETS
-from lce_jax.launch_lists import _compiler
-from lce_jax.launch_lists._recorder import Kernel
+from lce_jax.kernels import CallKind, for_device
+from lce_jax.mosaic import _compiler
+from lce_jax.mosaic._compiler import Kernel
 from lce_jax.mosaic._pallas import lowering_for
+from lce_torch_bridge.launched_directly import _passes
+from lce_torch_bridge.launched_directly._host import Tape, needed
+from lce_torch_bridge.tensors import _tensor_parallel
 from tests.devices import H200
 
 HERE = pathlib.Path(__file__).parent
@@ -62,29 +68,27 @@ def table_of(target: str) -> pathlib.Path:
 HEADER = f"{'kernel':20} {'call':34} {'registers':>9} {'stack':>5} {'stores':>6} {'loads':>6} {'shared':>7}"
 
 
-def _head(model: str, device: Device, **changed: Any) -> launch_lists.CallKind:
+def _head(model: str, device: Device, **changed: Any) -> CallKind:
     """A model's head, for 4096 tokens."""
     of = MODELS[model]
     columns = -(-of.vocab_size // 8) * 8
     given: Any = dict(
-        num_tokens=4096, hidden_size=of.hidden_size, num_columns=columns, vocab_size=of.vocab_size, start=0
+        num_tokens=4096, rows=4096, hidden_size=of.hidden_size, num_columns=columns, vocab_size=of.vocab_size, start=0
     )
-    return launch_lists.CallKind(
-        **given | {"dtype": "bfloat16", "device": device, "logit_softcap": of.logit_softcap} | changed
-    )
+    return CallKind(**given | {"dtype": "bfloat16", "device": device, "logit_softcap": of.logit_softcap} | changed)
 
 
-def calls(device: Device) -> dict[str, launch_lists.CallKind]:
+def calls(device: Device) -> dict[str, CallKind]:
     """The calls whose kernels are compiled, by name: models, then options."""
     head = functools.partial(_head, device=device)
-    everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, copied_from="float32")
+    everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, hidden_dtype="float32")
     threshold: Any = dict(gradient_threshold=2.0**-12, stats=True, dropped_mass=True)
     return {
         **{
             name: head(name)
             for name in ("qwen3-8b", "llama3-70b", "gpt-oss", "gemma2-9b", "mixtral-8x7b", "qwen2.5-0.5b")
         },
-        "qwen3-8b, 128 tokens": head("qwen3-8b", num_tokens=128, copied_from="bfloat16"),
+        "qwen3-8b, 128 tokens": head("qwen3-8b", num_tokens=128, rows=128),
         "qwen3-8b, every option": head("qwen3-8b", **everything),
         "qwen3-8b, no entropy, float16": head("qwen3-8b", entropy=False, dtype="float16"),
         "qwen3-8b, a full cache": head("qwen3-8b", cache_bytes=1 << 40),
@@ -99,25 +103,29 @@ def calls(device: Device) -> dict[str, launch_lists.CallKind]:
     }
 
 
-def programs(of: launch_lists.CallKind) -> Iterator[launch_lists.LaunchList]:
+def tapes(of: CallKind) -> Iterator[Tape]:
     """The passes of a call."""
     caches = of.cache_bytes > 0 or of.gradient_threshold > 0
-    yield launch_lists.forward(of, keep_cache=caches)
     there = {"entropy": of.entropy, "candidate_logprobs": of.num_candidates > 0}
     seeds = "logprobs", *(name for name, is_there in there.items() if is_there)
-    how: Any = dict(cached=caches, owns_cache=caches, adds=False)
-    yield launch_lists.backward(of, seeds, (True, True), of.copied_from or of.dtype, **how)
-    yield launch_lists.merge(of, ranks=8, keep_cache=caches)
+    fields = *seeds, *["dropped_mass"] * of.dropped_mass
+    for group in ("", "8 ranks"):
+        with mock.patch.object(_tensor_parallel, "size_and_rank", lambda name: (8, 0) if name else (1, 0)):
+            yield _passes.forward_tape(of, caches, fields, group)
+    kept = [x.struct for x in _passes.forward_tape(of, caches, fields).outputs[1 + len(fields) :]]
+    dtype = getattr(torch, of.hidden_dtype)
+    yield _passes.gradients_tape(of, seeds, (True, True), dtype, kept, owns_cache=caches)
 
 
 def kernels(device: Device) -> list[tuple[Kernel, str]]:
     """Every kernel once, with the first call that has it."""
     found: dict[bytes, tuple[Kernel, str]] = {}  # calls of other shapes may share one
     for name, of in calls(device).items():
-        for program in programs(of):
-            for launch in program.launches:
-                found.setdefault(_compiler.module(launch.kernel, device), (launch.kernel, name))
-    scale = launch_lists.scale(4096 * 151936, "float32", "bfloat16", device).launches[0].kernel
+        for tape in tapes(of):
+            for kernel in (step.run for step in needed(tape) if isinstance(step.run, Kernel)):
+                found.setdefault(_compiler.module(kernel, device), (kernel, name))
+    scale = _passes.scale_tape(torch.Size([4096 * 151936]), "float32", torch.bfloat16).steps[0].run
+    assert isinstance(scale, Kernel)
     return [*found.values(), (scale, "qwen3-8b")]
 
 
@@ -129,7 +137,7 @@ def shared_bytes(kernel: Kernel, device: Device) -> int:
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
     with context:
-        _compiler.mosaic().dialect.register_dialect(context)
+        importlib.import_module("jax.experimental.mosaic.gpu").dialect.register_dialect(context)
         text = str(ir.Module.parse(_compiler.module(kernel, device)))
     (operands,) = re.findall(r'"stable_mosaic_gpu.gpu.launch"\(([^)]*)\)', text)
     name = operands.split(", ")[-1]
@@ -143,7 +151,7 @@ def compile_all(target: str) -> None:
     for kernel, name in kernels(device):
         print(f"{PREFIX} {kernel.name}|{name}|{shared_bytes(kernel, device)}", flush=True)
         given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in kernel.arrays]
-        with launch_lists.for_device(device), lowering_for(device.compute_capability):
+        with for_device(device), lowering_for(device.compute_capability):
             lowered = jax.jit(lambda *x, kernel=kernel: kernel.function(*x)).trace(*given)
             lowered.lower(lowering_platforms=("cuda",)).compile()
 

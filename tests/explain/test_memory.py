@@ -12,15 +12,14 @@ import jax
 import pytest
 
 import lce_jax
-from lce_jax import explain, launch_lists, linear_kl, linear_logprobs, linear_topk
+from lce_jax import explain, linear_kl, linear_logprobs, linear_topk
 from lce_jax.explain import __main__ as command
 from lce_jax.explain._models import MODELS
-from tests.launch_lists.test_passes import backward as launched_backward
-from tests.launch_lists.test_passes import head
+from tests.torch.test_host import backward, forward, head, held_bytes
 
 struct = jax.ShapeDtypeStruct
 T, H, V = 4096, 4096, 151936
-SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a list of launches, and of `explain`
+SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a call from PyTorch, and of `explain`
     ({}, {}),
     ({"num_tokens": 65536}, {}),
     ({"has_temperature": True}, {"temperature": struct((T,), "float32")}),
@@ -34,16 +33,15 @@ SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a list of launches
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("kind", "options"), SERVED, ids=str)
 def test_it_is_what_the_launches_are_given(kind: dict[str, Any], options: dict[str, Any]) -> None:
-    """But for numbers per token, of which a list of launches has at most 16 in a pass, and 8 to keep."""
+    """But for numbers per token, of which a call from PyTorch has at most 16 in a pass, and 8 to keep."""
     of = head(**kind)
-    cached = bool(of.cache_bytes)
     given = struct((of.num_tokens, H), "bfloat16"), struct((V, H), "bfloat16"), struct((of.num_tokens,), "int32")
-    plan, forward = explain(*given, **options), launch_lists.forward(of, keep_cache=True)
-    backward = launched_backward(of, cached=cached, owns_cache=cached)
+    plan, of_forward = explain(*given, **options), forward(of, keep_cache=True)
+    of_backward = backward(of, owns_cache=bool(of.cache_bytes))
     numbers = 4 * (of.num_tokens + T) * (1 + of.num_candidates)
-    assert abs(forward.workspace_bytes - plan.forward_bytes) <= 16 * numbers
-    assert abs(backward.workspace_bytes - plan.backward_bytes) <= 16 * numbers
-    kept = sum(x.size * x.dtype.itemsize for x in forward.outputs if x is not None)  # with the results
+    assert abs(held_bytes(of_forward) - plan.forward_bytes) <= 16 * numbers
+    assert abs(held_bytes(of_backward) - plan.backward_bytes) <= 16 * numbers
+    kept = sum(x.struct.size * x.dtype.itemsize for x in of_forward.outputs)  # with the results
     assert abs(kept - plan.kept_bytes) <= 8 * numbers
 
 

@@ -67,7 +67,7 @@ def by_lists(given: Drawn, shards: int, **options: Any) -> Any:
 @pytest.mark.parametrize("vocab_size", [V, 151643])
 @pytest.mark.parametrize("tokens", [1, 77, 4096])
 def test_same_bits(tokens: int, vocab_size: int) -> None:
-    """Of JAX over 1, 2, 4 and 8 shards, of a jitted call, and of lists of kernels over as many shards."""
+    """Of JAX over 1, 2, 4 and 8 shards, of a jitted call, and of kernels launched from PyTorch over as many shards."""
     given = drawn(tokens, vocab_size)
     options: dict[str, Any] = {"stats": True, "vocab_size": vocab_size, "vocab_part_size": PART}
     run = jax.jit(lambda x: linear_logprobs(*x[:3], temperature=x[3], implementation="mosaic_gpu", **options))

@@ -1,7 +1,8 @@
-"""A token's results have the same bits in JAX and in lists of kernels, and over any number of shards: interpreted."""
+"""A token's results have the same bits in JAX and in torch, and over any number of shards: interpreted."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -9,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
-from lce_jax import _call, _shard, launch_lists, mosaic
+import lce_torch_bridge
+from lce_jax import _call, _shard, mosaic
 from lce_jax._dispatch import for_device
 from lce_jax._types import Operands
 from lce_jax.mathematics import _logprobs
@@ -20,11 +23,12 @@ from lce_jax.mesh import _collectives
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import HOPPER
-from tests import emulated_launches
+from lce_torch_bridge.tensors import _padding
 from tests.devices import H200
 from tests.mosaic_calls import MULTIPROCESSORS, call, case_of
 from tests.mosaic_interpreter import races_found
 from tests.pairs import pairs_of
+from tests.torch.as_gpu import emulated
 
 FIELDS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared")
 COLUMNS = GROUP * HOPPER.tiling.tile  # of a group
@@ -56,32 +60,23 @@ def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: 
     return {name: np.asarray(getattr(out, name)) for name in FIELDS if getattr(out, name) is not None}
 
 
-def by_list(
-    hidden: Any, weight: Any, labels: Any, temperature: Any = None, vocab_part_size: int | None = None
-) -> dict[str, np.ndarray]:
-    rows, (T, H), V = 256, hidden.shape, weight.shape[0]
-    head = launch_lists.CallKind(
-        num_tokens=rows, hidden_size=H, num_columns=V, vocab_size=V, start=0, dtype="bfloat16", device=SMALL,
-        stats=True, has_temperature=temperature is not None, vocab_part_size=vocab_part_size,
-    )  # fmt: skip
-    program = launch_lists.forward(head, keep_cache=False)
-    outputs = [np.zeros(x.shape, x.dtype) for x in program.outputs if x is not None]
-    padded = np.zeros((rows, H), jnp.bfloat16)
-    padded[:T] = hidden
-    halves = np.asarray(labels, np.int64).view(np.int32).reshape(T, 2)
-    given = [padded, np.asarray(weight), halves, *([] if temperature is None else [np.asarray(temperature)])]
-    numbers, workspace = np.asarray(program.numbers(T, T), np.int32), np.zeros(program.workspace_bytes, np.uint8)
-    arrays = [workspace, numbers, *outputs, *given]
-    emulated_launches.loaded(program)(0, *(x.ctypes.data for x in arrays[:2]), [x.ctypes.data for x in arrays[2:]])
-    return {name: x[:T] for name, x in zip(FIELDS, outputs, strict=False)}
+def by_torch(hidden: Any, weight: Any, labels: Any, temperature: Any = None, **options: Any) -> dict[str, np.ndarray]:
+    """Launched directly."""
+    given = [torch.from_numpy(np.array(x, np.float32)).bfloat16() for x in (hidden, weight)]
+    if temperature is not None:
+        options["temperature"] = torch.from_numpy(np.array(temperature))
+    with pytest.MonkeyPatch.context() as patch, contextlib.contextmanager(emulated)(patch):
+        patch.setattr(_padding, "size", lambda _: 256)
+        out = lce_torch_bridge.linear_logprobs(*given, torch.from_numpy(np.array(labels)), stats=True, **options)
+    return {name: getattr(out, name).numpy() for name in FIELDS}
 
 
 @pytest.mark.parametrize("has_temperature", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_jax_and_lists(has_temperature: bool) -> None:
+def test_jax_and_torch(has_temperature: bool) -> None:
     T = 140
     given = drawn(T, 128, 784)
     temperature = jnp.asarray(np.random.default_rng(1).uniform(0.3, 3.0, T), jnp.float32) if has_temperature else None
-    wanted = by_list(*given, temperature)
+    wanted = by_torch(*given, temperature)
     found = by_jax(*given, stats=True, temperature=temperature)
     assert all(np.array_equal(found[name], wanted[name]) for name in FIELDS)
     where = np.random.default_rng(2).random(T) < 0.3

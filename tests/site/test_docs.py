@@ -16,7 +16,7 @@ import lce_jax
 import lce_torch_bridge
 from benchmarks import __main__ as bench
 from examples.demo.cli import _parser as demo_parser
-from lce_jax import floors, launch_lists, local, losses, rows
+from lce_jax import floors, local, losses, rows
 from lce_jax.explain.__main__ import parser as explain_parser
 from lce_jax.flax import linen, nnx
 from lce_jax.mosaic._generation import Generation
@@ -103,7 +103,6 @@ MODULES = [
     losses,
     floors,
     local,
-    launch_lists,
     rows,
     lce_torch_bridge,
     lce_torch_bridge.losses,

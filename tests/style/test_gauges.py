@@ -18,7 +18,7 @@ import torch
 import lce_jax
 import lce_torch_bridge
 from lce_jax import explain, linear_cross_entropy, linear_kl, linear_logprobs, linear_loss, linear_topk
-from lce_torch_bridge.launched_directly import _plan_cache
+from lce_torch_bridge.launched_directly import _host
 from tests.entered import Entered, entered
 from tests.torch import problem as p
 from tests.torch.as_gpu import as_gpu
@@ -91,10 +91,10 @@ IN_TORCH = {
 def test_in_torch(way: str, call: Callable[[p.Problem], None], monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = p.draw(16, 128, 784, torch.bfloat16).leaves()
     if way == "directly":
-        as_gpu(monkeypatch, lambda _: lambda *_: None)  # it launches nothing
+        as_gpu(monkeypatch)  # it launches nothing
     for _ in range(2):  # what a process does once is not counted
         forget_programs()
-        monkeypatch.setattr(_plan_cache, "_plans", {})
+        monkeypatch.setattr(_host, "_plans", {})
         first = entered(lambda: call(leaves), lce_jax, lce_torch_bridge)
     cold, warm = IN_TORCH[way][call]
     check(f"{call.__name__} {way}, first", first, *cold)

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from lce_jax import launch_lists
+from lce_jax import kernels
+from lce_jax.kernels import Device, Kernel
 from lce_torch_bridge import launch_with
-from lce_torch_bridge.launched_directly import _launcher, _plan_cache, _way
+from lce_torch_bridge.launched_directly import _host, _passes, _way
 from lce_torch_bridge.tensors import _device, _padding
 from tests import emulated_launches
 from tests.mosaic_interpreter import afresh
 
-H200 = launch_lists.Device("gpu", "NVIDIA H200", "9.0", 132)
-SMALL = launch_lists.Device("gpu", "NVIDIA H200", "9.0", 2)  # with few multiprocessors: small calls have several waves
+H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
+SMALL = Device("gpu", "NVIDIA H200", "9.0", 2)  # with few multiprocessors: small calls have several waves
+
+type Program = list[Kernel]  # of a plan
 
 
-def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any], device: launch_lists.Device = H200) -> None:
-    """CPU tensors count as those of a GPU, on which programs are what ``load`` makes of them."""
-    monkeypatch.setattr(_plan_cache, "_plans", {})
+def nothing(program: Program) -> list[Callable[..., None]]:
+    """Launches that do nothing."""
+    return [lambda *_: None for _ in program]
+
+
+def as_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: Callable[[Program], list[Any]] = nothing,
+    device: Device = H200,
+) -> list[Program]:
+    """CPU tensors count as those of a GPU, where ``compiled`` launches kernels. Returns those of all plans."""
+    programs: list[Program] = []
+
+    def noted(program: Sequence[Kernel], *_: Any) -> list[Any]:
+        programs.append(list(program))
+        return compiled(programs[-1])
+
+    monkeypatch.setattr(_host, "_plans", {})
     monkeypatch.setattr(_device, "device_of", lambda _: device)
     monkeypatch.setattr(_device, "why_not", lambda _: None)
     monkeypatch.setattr(_way, "on_gpu", lambda _: True)
@@ -31,28 +49,22 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any], device: 
     monkeypatch.setattr(_device, "empty", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(launch_lists.LaunchList, "load", lambda program, _: load(program))
-    monkeypatch.setattr(_launcher, "_compiled", _launcher._compiled.__wrapped__)
+    monkeypatch.setattr(kernels, "compiled", noted)
+    return programs
 
 
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch_lists.LaunchList]]:
-    """Calls are launched directly, or raise. Yields all programs that are loaded."""
-    loaded: list[launch_lists.LaunchList] = []
-
-    def load(program: launch_lists.LaunchList) -> Any:
-        loaded.append(program)
-        return emulated_launches.loaded(program)
-
-    as_gpu(monkeypatch, load, SMALL)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
+    """Calls are launched directly, or raise. Yields the kernels of all plans."""
+    programs = as_gpu(monkeypatch, emulated_launches.compiled, SMALL)
     afresh()
     monkeypatch.setattr(_padding, "SMALLEST", 128)
     # A kernel touches the rows that are there. What emulates it copies as many as its program may have.
-    empty, usable, in_rows = _device.empty, _device.usable, _launcher.in_rows
+    empty, usable, in_rows = _device.empty, _device.usable, _passes.in_rows
     monkeypatch.setattr(_device, "usable", lambda x: with_slack(usable(x)))
     monkeypatch.setattr(_device, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
-    monkeypatch.setattr(_launcher, "in_rows", lambda x: with_slack(in_rows(x)))
+    monkeypatch.setattr(_passes, "in_rows", lambda x: with_slack(in_rows(x)))
     launch_with("direct")
-    yield loaded
+    yield programs
     launch_with(None)
 
 

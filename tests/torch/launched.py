@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from lce_torch_bridge._types import Call, Operands, Sums
-from lce_torch_bridge.launched_directly import _backward, _forward, _way
+from lce_torch_bridge.launched_directly import _passes, _way
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors._weight import empty_sparse_like
@@ -22,8 +22,8 @@ def launched_directly() -> Iterator[None]:
     """Inside, all calls are run as if their kernels were launched directly."""
     with (
         mock.patch.object(_way, "on_gpu", return_value=True),
-        mock.patch.object(_forward, "forward", forward),
-        mock.patch.object(_backward, "gradients", gradients),
+        mock.patch.object(_passes, "forward", forward),
+        mock.patch.object(_passes, "gradients", gradients),
     ):
         yield
 

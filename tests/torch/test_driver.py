@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import random
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lce_torch_bridge import launch_with, linear_logprobs
-from lce_torch_bridge.launched_directly import _launcher, _plan_cache
+from lce_torch_bridge.launched_directly import _host
 from tests.torch import problem as p
 from tests.torch.as_gpu import as_gpu
 
@@ -33,7 +32,7 @@ CALLS = 126, 187  # functions that a forward and a backward call, those of torch
 
 def test_how_much_python_a_call_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host does besides launches, which here do nothing. A tensor's own methods count as calls."""
-    as_gpu(monkeypatch, lambda _: lambda *_: None)
+    as_gpu(monkeypatch)
     leaves, seed = p.draw(T, H, V, torch.bfloat16).leaves(), torch.ones(T)
 
     def backward(out: Any) -> Any:
@@ -60,15 +59,12 @@ def _calls(function: Callable[[], Any]) -> tuple[int, Any]:
 @pytest.mark.parametrize(("cache_bytes", "most"), [pytest.param(0, 72, marks=pytest.mark.slow), (1 << 30, 72)])
 def test_few_kernels_serve_all_counts_of_tokens(cache_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 16,384 tokens, forward and backward, nothing compiled or run. How many rows count is an operand."""
-    loaded: list[Any] = []
-    as_gpu(monkeypatch, lambda program: loaded.append(program) or (lambda *_: None))
-    monkeypatch.setattr(_launcher, "_compiled", functools.cache(_launcher._compiled))
+    programs = as_gpu(monkeypatch)
     for n in {1, 128, 512, 2048, 4096, 8192, 16384, *random.Random(0).sample(range(1, 16384), 200)}:
         leaves, seed = p.draw(n, 128, 1024, torch.bfloat16).leaves(), torch.ones(n)
         out = linear_logprobs(*leaves, implementation="mosaic_gpu", cache_bytes=cache_bytes)
         torch.autograd.grad(out[:3], leaves[:2], [seed] * 3)
-    kernels = {launch.kernel for program in loaded for launch in program.launches}
-    assert len(kernels) == most
+    assert len({kernel for program in programs for kernel in program}) == most
 
 
 class Names(TorchDispatchMode):
@@ -113,29 +109,29 @@ def test_options_that_were_right_once_are_still_checked() -> None:
 
 def test_a_reason_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX runs such calls, and nothing is planned for the second one. Plans of many shapes do not pile up."""
-    as_gpu(monkeypatch, lambda _: lambda *_: None)
-    monkeypatch.setattr(_plan_cache, "MOST", 2)
+    as_gpu(monkeypatch)
+    monkeypatch.setattr(_host, "MOST", 2)
     made = []
     for _ in range(2):
-        assert _plan_cache.plan_of("float32", lambda: made.append(1) or "no kernel") == "no kernel"
+        assert _host.plan_of("float32", lambda: made.append(1) or "no kernel") == "no kernel"
     assert made == [1]
-    assert _plan_cache.plan_of("plain", lambda: (7,)) == (7,)
-    assert _plan_cache.plan_of("plain", list) == (7,)
-    assert _plan_cache.plan_of("others", lambda: (8,)) == (8,)
-    assert list(_plan_cache._plans) == ["others"]
+    assert _host.plan_of("plain", lambda: (7,)) == (7,)
+    assert _host.plan_of("plain", list) == (7,)
+    assert _host.plan_of("others", lambda: (8,)) == (8,)
+    assert list(_host._plans) == ["others"]
 
 
 def test_jax_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after the same call has been launched directly."""
     launched: list[Any] = []
-    as_gpu(monkeypatch, lambda _: lambda *given: launched.append(given))
+    as_gpu(monkeypatch, lambda program: [lambda *given: launched.append(given) for _ in program])
     monkeypatch.setattr("lce_torch_bridge.through_jax._programs.run", lambda *_, **__: pytest.fail("JAX runs it"))
     leaves = p.draw(T, H, V, torch.bfloat16)
     linear_logprobs(*leaves)
-    assert len(launched) == 1
+    assert len(launched) == 5
     launch_with("jax")
     with pytest.raises(pytest.fail.Exception, match="JAX runs it"):
         linear_logprobs(*leaves)
     launch_with(None)
     linear_logprobs(*leaves)
-    assert len(launched) == 2
+    assert len(launched) == 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import threading
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from lce_jax.launch_lists._driver import Graph
-from lce_jax.launch_lists._launch_list import REPEATED
 from lce_torch_bridge import launch_with, linear_logprobs
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
@@ -131,39 +128,6 @@ def test_a_graph_replays_what_eager_runs_compute(cache_bytes: int) -> None:
         problem.labels.random_(0, 8192)
         graph.replay()
         assert all(map(torch.equal, captured, step(problem, seeds, cache_bytes=cache_bytes)))
-
-
-@pytest.mark.parametrize("T", [77, 512, 1000])
-def test_repeated_calls_become_one_launch_each_way(T: int) -> None:
-    """With other contents in the same memory, results are those of kernels that are launched one by one."""
-    problem = draw(T, 512, 8192)
-    seeds = p.seeds_like(problem.labels)
-    for _ in range(50):
-        problem.hidden.normal_()
-        problem.labels.random_(0, 8192)
-        repeated = step(problem, seeds)
-        elsewhere = p.Problem(problem.hidden.clone(), problem.weight.clone(), problem.labels.clone())
-        assert all(map(torch.equal, repeated, step(elsewhere, seeds)))
-        del repeated
-    gc.collect()
-    assert sum(isinstance(x, Graph) for x in gc.get_objects()) >= 2
-
-
-def test_graphs_of_repeated_calls_take_little_memory() -> None:
-    """Each has a few launches. The oldest are freed. Judged where no other test uses the card meanwhile."""
-    if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
-        pytest.skip("other tests use the card: run it alone")
-    problem = draw(300, 256, 4096)
-    seeds = p.seeds_like(problem.labels)
-    others = [problem.hidden.clone() for _ in range(200)]
-    step(problem, seeds)
-    torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    for hidden in others:
-        for _ in range(2 * REPEATED):
-            step(problem._replace(hidden=hidden), seeds)
-    torch.cuda.synchronize()
-    assert free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved() < 64 << 20
 
 
 def test_threads_on_streams_of_their_own() -> None:

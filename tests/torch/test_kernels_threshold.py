@@ -1,4 +1,4 @@
-"""``gradient_threshold`` by lists of kernels, on the CPU: each kernel by Pallas's interpreter."""
+"""``gradient_threshold`` launched directly, on the CPU: each kernel by Pallas's interpreter."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from lce_jax import launch_lists
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
-from lce_torch_bridge.launched_directly import _backward, _forward
+from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from tests.torch import problem as p
-from tests.torch.as_gpu import emulated
+from tests.torch.as_gpu import Program, emulated
 from tests.torch.ranks import Ranks
 
 H, THRESHOLD = 128, 0.02
@@ -23,7 +22,7 @@ ROWS, COLUMNS = 128, 256  # of a tile
 
 
 @pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch_lists.LaunchList]]:
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     """All programs that were loaded."""
     yield from emulated(monkeypatch)
 
@@ -119,7 +118,6 @@ def of_tokens(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in ("temperature", "candidates", "logit_floor") if name in options}
 
 
-# The lists of a threshold with candidates have the bits of JAX: `tests.launch_lists.test_threshold`.
 OPTIONS: list[Any] = [
     {"vocab_size": 700, "temperature": "each", "stats": True},
     {"vocab_size": 700, "temperature": "each", "logit_floor": "each", "stats": True},
@@ -176,7 +174,7 @@ def test_a_split_vocabulary(
     for ranks.rank in turns:
         *_, kept, live = _execute.forward(parts[ranks.rank], call, True, way_of(parts[ranks.rank].hidden))
         saved[ranks.rank] = kept, live
-    assert len(programs) == 2 * size  # a part and a merge on each rank
+    assert len(programs) == size
     seeds = dict(zip(call.differentiable, p.seeds_like(problem.labels, K=K), strict=True))
     dweight = []
     for ranks.rank in turns:
@@ -231,8 +229,8 @@ def test_a_backward_goes_the_way_of_its_forward(programs: list[Any]) -> None:
 
 def test_a_backward_after_a_forward_of_jax(programs: list[Any]) -> None:
     """JAX runs it, whatever it kept: no kernel takes the tiles' maxima for which of them are live."""
-    assert not _backward.are_live_tiles([torch.zeros(7, 1, 128)])
-    assert _backward.are_live_tiles([torch.zeros(7, 128, dtype=torch.int32)])
+    assert not _passes.are_live_tiles([torch.zeros(7, 1, 128)])
+    assert _passes.are_live_tiles([torch.zeros(7, 128, dtype=torch.int32)])
     problem, dweight = peaked(5, 784, 784), []
     for way in ("jax", None):
         leaves = problem.leaves()
@@ -251,4 +249,4 @@ def test_what_a_forward_keeps_is_foreseen(programs: list[Any]) -> None:
     found, told = _execute.forward(x, call, True, way_of(x.hidden)), _execute.forward_structs(x, call, True)
     assert programs
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in told]
-    assert _forward.live_shape(x, p.told(784), way_of(x.hidden)) is None
+    assert _passes.live_shape(x, p.told(784), way_of(x.hidden)) is None

@@ -14,9 +14,8 @@ from torch._subclasses import FakeTensorMode
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import launch_lists
 from lce_torch_bridge import explain, launch_with, linear_logprobs
-from lce_torch_bridge.launched_directly import _launcher, _way
+from lce_torch_bridge.launched_directly import _host, _way
 from lce_torch_bridge.tensors import _device
 from tests.torch import problem as p
 from tests.torch.as_gpu import H200, as_gpu
@@ -62,13 +61,12 @@ def test_what_is_launched_directly(name: str) -> None:
     assert (how.way, how.why_not_direct) == ("direct", None)
     assert how.plan.implementation == "mosaic_gpu"
     assert str(how).startswith("launched directly, in torch's stream and memory\nmosaic_gpu: 300 tokens")
-    loaded: list[launch_lists.LaunchList] = []
     with pytest.MonkeyPatch.context() as patch:
-        as_gpu(patch, lambda program: loaded.append(program) or (lambda *_: None))  # it launches nothing
+        programs = as_gpu(patch)  # it launches nothing
         leaves = drawn().leaves()
         out = linear_logprobs(*leaves, **SERVED[name])
         torch.autograd.grad(out.logprobs.sum(), leaves[:2])
-    assert len(loaded) == 2
+    assert len(programs) == 2
 
 
 @pytest.mark.usefixtures("hopper")
@@ -137,4 +135,4 @@ def test_builds_of_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="make the call once before the capture"):
-        _launcher._compiled(mock.Mock(), 0)
+        _host.plan_of("new", list)

@@ -2,11 +2,11 @@
 
 join             _join.py             the union of the tiles' statistics, in an order that the tiles alone decide
 cached dlogits   _cached_dlogits.py   dlogits from cached exponentials, without a product
-tokens           _tokens.py           the steps on a few numbers per token, for lists of launches
+tokens           _tokens.py           the steps on a few numbers per token, for PyTorch
 per token        _per_token.py        the same for programs that JAX traces: any function of a few numbers per token
 hidden rows      _hidden_rows.py      the steps on rows of H numbers
 candidates       _candidates.py       logits of a few columns per token, and their places in dlogits
-                 _candidate_tokens.py the steps between them, for lists of launches
+                 _candidate_tokens.py the steps between them, for PyTorch
 select           _select.py           with a ``gradient_threshold``: which tiles are live
 lists            _worklists.py        the live tiles as lists
 

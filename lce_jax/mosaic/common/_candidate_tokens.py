@@ -1,4 +1,4 @@
-"""The steps of a pass that work on a few numbers per candidate, as kernels for lists of launches: one thread per token.
+"""The steps of a pass that work on a few numbers per candidate, as kernels for PyTorch: one thread per token.
 
 keep         ids                        ->  the fields of what is kept that hold them
 join         the shards' x              ->  their union (eq. 2)

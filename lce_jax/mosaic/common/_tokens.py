@@ -4,8 +4,8 @@ prepare        labels, temperatures           ->  what the other kernels need of
 finish         statistics                     ->  results (eq. 3), and what the backward needs
 coefficients   what was kept, cotangents      ->  the factors of eq. 4
 
-A list of launches (`lce_jax.launch_lists`) has nothing but kernels. Elsewhere XLA compiles these steps, from the
-functions that these bodies call too: the mathematics is written once.
+They are for `lce_jax.kernels`. Elsewhere XLA compiles these steps, from the functions that these bodies call too: the
+mathematics is written once.
 
 A program serves every number of tokens up to its own, R. The caller's arrays have T rows, or `THREADS` if that is more.
 """

@@ -1,0 +1,368 @@
+"""The passes of a call as kernels, for a host that brings its own memory and stream.
+
+    forward    prepare ─ statistics ─ join ─ (exchange between shards) ─ join ─ finish ─ select
+    backward   prepare ─ coefficients ─ (dlogits ─ dhidden ─ dweight) …
+
+`forward` and `backward` are called with a host (`lce_jax.mosaic._host.Host`), and tell it what to launch on which of
+its arrays: it may launch at once, or keep what it is told and launch that for each call. `traced` and `compiled` give
+it the kernels, without a client of JAX's on the GPU.
+
+What is saved of each token is flat, ``stride`` numbers a field: its label (int32), its temperature and its floor if it
+has one, its candidates' ids (int32), the merged statistics, and the candidates' x.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax._dispatch import for_device
+from lce_jax._types import Case, Device, Operands, Options
+from lce_jax.mosaic import (
+    _backward,
+    _cache,
+    _dhidden,
+    _forward,
+    _generations,
+    _kept_candidates,
+    _operands,
+    _partial_statistics,
+    _threshold,
+    _threshold_backward,
+)
+from lce_jax.mosaic._cache import Cache
+from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic._compiler import Kernel, compiled, traced, why_not
+from lce_jax.mosaic._generation import Generation
+from lce_jax.mosaic._geometry import Geometry, geometry
+from lce_jax.mosaic._host import Host
+from lce_jax.mosaic._operands import Prepared
+from lce_jax.mosaic.common import _tiles
+from lce_jax.mosaic.common._hidden_rows import scale
+from lce_jax.mosaic.common._select import dropped_mass, select
+from lce_jax.mosaic.common._tokens import coefficients, finish, prepare
+
+__all__ = [
+    "SERVED",
+    "THREADS",
+    "CallKind",
+    "Device",
+    "Forward",
+    "Kernel",
+    "Tokens",
+    "backward",
+    "compiled",
+    "for_device",
+    "forward",
+    "live_shape",
+    "refusal",
+    "refusal_to_scale",
+    "scale",
+    "traced",
+    "why_not",
+]
+
+THREADS = 128  # rows that every per-token array has at least
+
+SERVED = tuple(one for generation in _generations.GENERATIONS for one in generation.compute_capabilities)
+
+type Buffer = Any  # an array of the host's, with a shape, a dtype and `view(shape, dtype)`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallKind:
+    """What is static about a call.
+
+    Attributes:
+        num_tokens: how many tokens there are.
+        rows: of the kernels' arrays, as many or more: a multiple of 128. Kernels for the same rows are the same.
+        hidden_size: H, a multiple of 64, 128 at least.
+        num_columns: V of the weight, a multiple of 8.
+        vocab_size: of the whole vocabulary.
+        start: the global id of the weight's first row.
+        dtype: the weight's.
+        device: what runs it.
+        entropy, stats, logit_scale, logit_softcap, cache_bytes, gradient_threshold: as in `lce_jax.linear_logprobs`.
+        dropped_mass: whether what the threshold leaves out is a result.
+        vocab_part_size: columns of a part of the vocabulary, of which the weight has whole ones; None: one part.
+        num_candidates: K, of each token; 0: none.
+        has_temperature: whether each token has one.
+        has_floor: likewise.
+        hidden_dtype: that of hidden as the caller has it.
+        megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
+    """
+
+    num_tokens: int
+    rows: int
+    hidden_size: int
+    num_columns: int
+    vocab_size: int
+    start: int
+    dtype: str
+    device: Device
+    entropy: bool = True
+    stats: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    cache_bytes: int = 0
+    gradient_threshold: float = 0.0
+    dropped_mass: bool = False
+    vocab_part_size: int | None = None
+    num_candidates: int = 0
+    has_temperature: bool = False
+    has_floor: bool = False
+    hidden_dtype: str = "bfloat16"
+    megatron: bool = False
+
+    @functools.cached_property
+    def case(self) -> Case:
+        """As the kernels know it."""
+        options = Options(
+            logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, entropy=self.entropy, stats=self.stats,
+            cache_bytes=self.cache_bytes, gradient_threshold=self.gradient_threshold,
+            num_candidates=self.num_candidates, vocab_part_size=self.vocab_part_size, has_floor=self.has_floor,
+        )  # fmt: skip
+        return Case(
+            num_tokens=self.rows, hidden_size=self.hidden_size, vocab_size=self.num_columns,
+            dtype=jnp.dtype(self.dtype), options=options, device=self.device,
+        )  # fmt: skip
+
+    @property
+    def generation(self) -> Generation:
+        """The device's; the first where no kernels serve it, and `refusal` says so."""
+        return _generations.serving(self.device) or _generations.GENERATIONS[0]
+
+    @functools.cached_property
+    def shape(self) -> Geometry:
+        """The tiles."""
+        return geometry(self.case, self.generation.tiling)
+
+    @property
+    def stride(self) -> int:
+        """The rows that the caller's arrays have."""
+        return max(self.num_tokens, THREADS)
+
+    @property
+    def copies_hidden(self) -> bool:
+        """Whether hidden is copied first: kernels read it where it lies if it has all rows, in the weight's dtype."""
+        return self.rows != self.num_tokens or self.hidden_dtype != self.dtype
+
+    @property
+    def live_columns(self) -> int | None:
+        """The true columns among those of the weight; None if all are."""
+        live = min(max(self.vocab_size - self.start, 0), self.num_columns)
+        return None if live == self.num_columns else live
+
+    @property
+    def saved_fields(self) -> int:
+        """How many numbers are saved of each token."""
+        return self.first_statistic + len(_partial_statistics.kept(self.case.options)) + self.num_candidates
+
+    @property
+    def first_statistic(self) -> int:
+        """The field of the first one that is saved."""
+        return 1 + self.has_temperature + self.has_floor + self.num_candidates
+
+    @property
+    def may_round_dhidden(self) -> bool:
+        """Whether dhidden's sums have no more rows and columns than dhidden, whose dtype is the weight's."""
+        sums = _dhidden.sums_shape(self.case, self.shape)
+        return not self.copies_hidden and sums == (1, self.rows, self.hidden_size)
+
+
+def refusal(kind: CallKind) -> str | None:
+    """Why no kernels serve these calls; None if some do."""
+    reason = _generations.refusal(kind.case)
+    if reason is not None:
+        return reason
+    if not kind.shape.whole_atoms:
+        return f"V must be a multiple of {kind.shape.atom}, got {kind.num_columns}"
+    if kind.hidden_size < THREADS:
+        return f"H must be at least {THREADS}, got {kind.hidden_size}"
+    return None
+
+
+def refusal_to_scale(size: int, device: Device) -> str | None:
+    """Why `scale` does not multiply so many numbers on a device; None if it does."""
+    if _generations.serving(device) is None:
+        return f"no kernels for {device.kind}"
+    if size % _tiles.SCALED or size >= 1 << 31:
+        return f"{size} numbers must be a multiple of {_tiles.SCALED}, and less than 2^31"
+    return None
+
+
+def live_shape(kind: CallKind) -> tuple[int, int]:
+    """The shape of the live tiles, in int32, that a forward keeps with a threshold."""
+    return _tiles.live_shape(kind.case)
+
+
+class Tokens(NamedTuple):
+    """What each token comes with."""
+
+    labels: Buffer  # [R, 2]: the halves of int64 numbers
+    temperature: Buffer | None = None  # [R]
+    floor: Buffer | None = None  # [R], in logits
+    candidates: Buffer | None = None  # [R, K] int32; out of vocabulary: none
+
+
+class Forward(NamedTuple):
+    """What a forward computes."""
+
+    results: dict[str, Buffer]  # by the field of `LogprobOutput`: [R], [R, K] of candidates
+    saved: Buffer  # flat
+    kept: list[Buffer]  # the cache, or the live tiles
+
+
+# Given the statistics of a shard's groups of tiles [groups, fields, Tp], of which the last field of the first group is
+# free, its candidates' x [K, Tp] and what is saved, returns those of all shards.
+type Exchange = Callable[[Buffer, Buffer | None, Buffer], tuple[Buffer, Buffer | None]]
+
+
+class Pass(NamedTuple):
+    """A pass that is told to a host."""
+
+    kind: CallKind
+    host: Host
+
+    @property
+    def of_rows(self) -> Buffer:
+        """How many tokens there are, and the stride of fields."""
+        return self.host.numbers(self.kind.num_tokens, self.kind.stride)
+
+    @property
+    def of_labels(self) -> Buffer:
+        """The same, the first column, and the size of the vocabulary."""
+        kind = self.kind
+        return self.host.numbers(kind.num_tokens, kind.stride, kind.start, kind.vocab_size)
+
+    def ids(self, saved: Buffer) -> Buffer:
+        """The labels among what is saved."""
+        return saved.view((self.kind.rows,), jnp.int32)
+
+    def call(self, hidden: Buffer, weight: Buffer, marked: Any) -> KernelCall:
+        """The call, from here on as `lce_jax.mosaic` runs it."""
+        kind, shape = self.kind, self.kind.shape
+        columns: Any = kind.num_columns if kind.live_columns is None else kind.live_columns
+        firsts = _operands.first_padding(columns, shape)
+        mask = self.host.numbers(*(int(i >= first) for first in firsts for i in range(2 * shape.tile)))
+        rows: Any = kind.num_tokens
+        per_token = marked.targets, marked.scale, marked.holds_target
+        prepared = Prepared(hidden, weight, *per_token, mask, columns, rows, marked.floor)
+        operands = Operands(hidden, weight, marked.targets, None, rows, kind.live_columns)
+        return KernelCall(operands, prepared, kind.case, shape, kind.generation, self.host)
+
+
+def forward(
+    kind: CallKind,
+    host: Host,
+    hidden: Buffer,
+    weight: Buffer,
+    tokens: Tokens,
+    keep_cache: bool,
+    exchange: Exchange | None = None,
+) -> Forward:
+    """The results of all columns, or with ``exchange`` of a vocabulary that is split over shards."""
+    run, case = Pass(kind, host), kind.case
+    saved = host.empty((kind.saved_fields * kind.rows,), jnp.float32)
+    _kept_candidates.keep(run, tokens.candidates, saved)
+    temperature, floor = tokens.temperature, tokens.floor
+    given = temperature, 0, run.of_labels, run.ids(saved), floor
+    marked, _ = host.launch(prepare, case, tokens.labels, *given)
+    call = run.call(hidden, weight, marked)
+    cached = cached_tiles(kind, keep_cache)
+    cache = _cache.empty(host, case, kind.shape, cached) if cached else None
+    how = _forward.num_live_tiles(call), cache, fields_of_tiles(kind, keep_cache), int(exchange is not None)
+    groups, cache, maxima = _forward.joined(call, *how)
+    x = tags = None
+    if exchange is None:
+        _kept_candidates.add_logits(run, call, saved)
+    else:
+        groups, x = exchange(groups, _kept_candidates.sent_logits(run, call, saved), saved)
+        tags = groups.view(groups.shape, jnp.int32)
+    joined = _forward.join_all(host, case, call.prepared.scale, kind.num_tokens, groups)
+    more = run.of_rows, saved, kind.vocab_size, kind.megatron, tags, floor
+    results, saved = host.launch(finish, case, joined, run.ids(saved), temperature, *more)
+    named = dict(zip(_partial_statistics.results(case.options), results, strict=True))
+    _kept_candidates.join(run, x, saved)
+    named |= _kept_candidates.logprobs(run, saved)
+    kept: list[Buffer] = jax.tree.leaves(cache)
+    if maxima is not None:
+        live, dropped = _selected(run, call, maxima, saved)
+        named |= dropped
+        kept = [live] * keep_cache
+    return Forward(named, saved, kept)
+
+
+def cached_tiles(kind: CallKind, keep_cache: bool) -> int:
+    """The vocabulary tiles whose exponentials a forward keeps."""
+    if not keep_cache:
+        return 0
+    live = kind.num_columns if kind.live_columns is None else max(kind.live_columns, 1)
+    return min(_cache.num_cached_tiles(kind.case, kind.shape), -(-live // kind.shape.tile))
+
+
+def fields_of_tiles(kind: CallKind, keep_cache: bool) -> int:
+    """How many numbers of each token a forward keeps of each tile until it knows which are live."""
+    if not kind.gradient_threshold:
+        return 0
+    return 2 if kind.dropped_mass else int(keep_cache)
+
+
+def _selected(run: Pass, call: KernelCall, maxima: Buffer, saved: Buffer) -> tuple[Buffer, dict[str, Buffer]]:
+    """The live tiles, and the dropped mass if it is a result."""
+    of_tokens, field = (call.prepared.targets, call.prepared.scale), run.kind.first_statistic
+    more, ids = _kept_candidates.selecting(run, saved, call.prepared.num_columns)
+    numbers = run.host.numbers(run.kind.num_tokens, run.kind.stride, _threshold.always_live(call), *more)
+    live, masses = run.host.launch(select, call.case, maxima, *of_tokens, saved, field, numbers, *ids)
+    if masses is None:
+        return live, {}
+    dropped: Buffer = run.host.launch(dropped_mass, masses, run.of_rows)
+    return live, {"dropped_mass": dropped.view((run.kind.rows,))}
+
+
+def backward(
+    kind: CallKind,
+    host: Host,
+    hidden: Buffer,
+    weight: Buffer,
+    saved: Buffer,
+    seeds: dict[str, Buffer],
+    kept: list[Buffer],
+    *,
+    may_round_dhidden: bool,
+    owns_cache: bool,
+    total: Buffer | None = None,
+) -> tuple[Buffer, Buffer]:
+    """The sums of dhidden ``[splits, Tp, Hp]``, which are to be added up and rounded, and dweight.
+
+    Args:
+        kind: that of the forward.
+        host: told what to launch.
+        hidden: ``[R, H]`` in the weight's dtype.
+        weight: ``[V, H]``.
+        saved: by the forward, flat.
+        seeds: the cotangents that there are, of "logprobs", "entropy", "lse" and "candidate_logprobs" (``[R, K]``).
+        kept: by the forward, the cache or the live tiles; none if there are none.
+        may_round_dhidden: whether the sums may be dhidden, which has the weight's dtype then.
+        owns_cache: whether its memory may be overwritten.
+        total: a float32 sum that dweight is added to. None: dweight is in the weight's dtype.
+    """
+    kind = dataclasses.replace(kind, vocab_part_size=None)  # the tiles here know no parts
+    run, case, given = Pass(kind, host), kind.case, dict(seeds)
+    temperatures, floors = (saved if there else None for there in (kind.has_temperature, kind.has_floor))
+    of_floors = floors, 1 + kind.has_temperature
+    marked, _ = host.launch(prepare, case, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)
+    call = run.call(hidden, weight, marked)
+    terms = _kept_candidates.terms(run, saved, given.pop(_kept_candidates.SEED, None))
+    how = given, run.of_rows, kind.vocab_size, terms
+    factors = host.launch(coefficients, case, saved, kind.has_temperature, *how)
+    candidates = _kept_candidates.placed(run, call, factors, saved, terms)
+    if kind.gradient_threshold:
+        return _threshold_backward.walk(call, factors, candidates, kept[0], total)
+    cache = Cache(*kept) if kept else None
+    return _backward.walk(call, factors, candidates, cache, may_round_dhidden, owns_cache, total)

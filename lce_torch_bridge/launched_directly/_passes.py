@@ -1,0 +1,333 @@
+"""The two passes of a call as kernels on torch's current stream, and which calls have them.
+
+What depends on shapes and options alone is a plan. Here is what surrounds it: the caller's tensors as kernels read
+them, and the collectives of a vocabulary that is split.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from lce_jax import kernels
+from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands, Sums
+from lce_torch_bridge.launched_directly._host import Buffer, Plan, Tape, plan_of
+from lce_torch_bridge.launched_directly._way import Way
+from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
+from lce_torch_bridge.tensors._device import name_of
+from lce_torch_bridge.tensors._weight import empty_sparse_like
+
+ODD = 0x01000193  # a product with an odd number loses nothing modulo 2³²
+SEEN = 256  # rows after the last token that a kernel may read
+
+
+def refusal(x: Operands, call: Call) -> str | None:
+    """Why no kernels serve such calls; None if some do."""
+    reason = _device.why_not(x.hidden.device)
+    if reason is not None:
+        return reason
+    options = {"bias": x.bias is not None, "mean_logit": call.mean_logit}
+    for name, asked in options.items():
+        if asked:
+            return f"{name}: no kernel computes what it needs between the others"
+    if call.implementation and call.implementation.split(",")[0] != "mosaic_gpu":
+        return f"implementation={call.implementation!r}"
+    return kernels.refusal(kind_of(x.hidden, x.weight, call, x.temperature is not None))
+
+
+def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperature: bool) -> kernels.CallKind:
+    """The call as `lce_jax.kernels` knows it."""
+    device = _device.device_of(hidden.device)
+    assert device is not None
+    _, rank = _tensor_parallel.size_and_rank(call.group)
+    return kernels.CallKind(
+        num_tokens=int(hidden.shape[0]),
+        rows=_padding.size(int(hidden.shape[0])),
+        hidden_size=int(hidden.shape[1]),
+        num_columns=int(weight.shape[0]),
+        vocab_size=call.vocab_size,
+        start=rank * int(weight.shape[0]),
+        dtype=name_of(weight.dtype),
+        device=device,
+        entropy=call.entropy != "none",
+        stats=call.stats,
+        logit_scale=call.logit_scale,
+        logit_softcap=call.logit_softcap,
+        cache_bytes=call.cache_bytes,
+        gradient_threshold=call.gradient_threshold,
+        vocab_part_size=call.vocab_part_size,
+        num_candidates=call.num_candidates,
+        has_temperature=has_temperature,
+        has_floor=call.has_floor,
+        hidden_dtype=name_of(hidden.dtype),
+        megatron=call.megatron,
+    )
+
+
+def forward(x: Operands, call: Call, keep_cache: bool, way: Way) -> list[torch.Tensor] | None:
+    """What `operators._execute.forward` returns; None if JAX is to run the call."""
+    hidden, weight, device = x.hidden, x.weight, x.hidden.get_device()
+    if device != _device.current_device():
+        with torch.cuda.device(device):
+            return forward(x, call, keep_cache, way)
+    ranks = call.group and _tensor_parallel.size_and_rank(call.group)
+    options = call, ranks, keep_cache, x.bias is None, x.temperature is None, x.candidates is None
+    key = "forward", device, hidden.shape, hidden.dtype, weight.shape, weight.dtype, *options
+    plan = plan_of(key, lambda: _plan_of_forward(x, call, keep_cache))
+    if isinstance(plan, str):
+        way.refuse(plan)
+        return None
+    labels = in_rows(x.labels if x.labels.dtype is torch.int64 else x.labels.long())
+    ids = None if x.candidates is None else _padding.candidate_ids(x.candidates, call.vocab_size)
+    per_token = [in_rows(y) for y in (x.temperature, x.floor, ids) if y is not None]
+    found = plan.run(device, [_device.usable(hidden), _device.usable(weight), labels, *per_token])
+    tokens, count = hidden.shape[0], len(call.fields)
+    if tokens < kernels.THREADS:  # copies, because views are not written to
+        saved = found[count][:, :tokens].clone(memory_format=torch.contiguous_format)
+        found[: count + 1] = [*[y[:tokens].clone() for y in found[:count]], saved]
+    return found
+
+
+def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Plan | str:
+    reason = refusal(x, call)
+    if reason is not None:
+        return reason
+    kind = kind_of(x.hidden, x.weight, call, x.temperature is not None)
+    return Plan(forward_tape(kind, keep_cache, call.fields, call.group), kind.device)
+
+
+def forward_tape(kind: kernels.CallKind, keep_cache: bool, fields: Sequence[str], group: str = "") -> Tape:
+    """``hidden, weight, labels, temperature, floor, candidates -> fields, saved, kept``, those that there are."""
+    tape, rows = Tape(), kind.rows
+    hidden, weight = _inputs(tape, kind)
+    labels = tape.input((rows, 2), jnp.int32)  # the halves of int64 numbers
+    temperature, floor = (
+        tape.input((rows,), jnp.float32) if there else None for there in (kind.has_temperature, kind.has_floor)
+    )
+    ids = tape.input((rows, kind.num_candidates), jnp.int32) if kind.num_candidates else None
+    tokens = kernels.Tokens(labels, temperature, floor, ids)
+    exchange = functools.partial(_exchange, tape, kind, tokens, group) if group else None
+    found = kernels.forward(kind, tape, hidden, weight, tokens, keep_cache, exchange)
+    for name in fields:
+        more = (kind.num_candidates,) if name == PER_CANDIDATE else ()
+        tape.output(found.results[name], (kind.stride, *more), torch.float32)
+    tape.output(found.saved, (kind.saved_fields, kind.stride), torch.int32)
+    tape.outputs += found.kept
+    return tape
+
+
+def _inputs(tape: Tape, kind: kernels.CallKind) -> tuple[Buffer, Buffer]:
+    """Hidden, as kernels read it in the weight's dtype and with zeros after the last row, and the weight."""
+    given = tape.input((kind.rows, kind.hidden_size), kind.hidden_dtype)
+    weight = tape.input((kind.num_columns, kind.hidden_size), kind.dtype)
+    if not kind.copies_hidden:
+        return given, weight
+
+    def copy(hidden: torch.Tensor, copied: torch.Tensor) -> list[torch.Tensor]:
+        copied[: kind.num_tokens].copy_(hidden)
+        copied[kind.num_tokens : kind.num_tokens + SEEN].zero_()
+        return [copied]
+
+    copied = tape.empty(given.shape, kind.dtype)
+    tape.call(copy, [given, copied], copied)
+    return copied, weight
+
+
+def _exchange(
+    tape: Tape, kind: kernels.CallKind, given: kernels.Tokens, group: str, sent: Buffer, x: Buffer | None, saved: Buffer
+) -> tuple[Buffer, Buffer | None]:
+    """The statistics and candidates' x of all ranks. Beside them each rank sends a tag for each token."""
+    ranks, _ = _tensor_parallel.size_and_rank(group)
+    number = _tensor_parallel.number_of(
+        kind.num_tokens, kind.num_columns, kind.vocab_size, kind.logit_scale, kind.logit_softcap
+    )
+
+    def put_tags(sent: torch.Tensor, saved: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+        """What must be the same on all ranks, in the last field of the first group."""
+        tags = sent[0, -1, : kind.num_tokens].view(torch.int32)
+        torch.add(saved.view(torch.int32)[0, : kind.num_tokens], number, out=tags)
+        for y in given:
+            bits = y[: kind.num_tokens].view(torch.int32)
+            torch.add(tags, bits if y.ndim == 1 else bits.sum(1, dtype=torch.int32), alpha=ODD, out=tags)
+        return [sent]
+
+    def gathered(x: Buffer) -> Buffer:
+        every = tape.empty((ranks * x.shape[0], *x.shape[1:]), x.dtype)
+        return tape.call(lambda x: [_tensor_parallel.gather(x, group).flatten(0, 1)], [x], every)[0]
+
+    by_field = saved.view((kind.saved_fields, kind.rows))
+    tape.call(put_tags, [sent, by_field, *[y for y in given[1:] if y is not None]], sent)
+    return gathered(sent), None if x is None else gathered(x)
+
+
+def gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    saved: torch.Tensor,
+    cache: Sequence[torch.Tensor],
+    cotangents: dict[str, torch.Tensor],
+    wanted: tuple[bool, ...],
+    call: Call,
+    sums: Sums,
+    way: Way,
+) -> list[torch.Tensor] | None:
+    """What `operators._execute.gradients` returns of a call without a bias; None if JAX is to run it."""
+    adds = sums.main_grad if sums.total is None else sums.total
+    device, owns_cache = hidden.get_device(), sums.owns_cache and bool(cache) and not call.gradient_threshold
+    if sums.total is not None and not sums.total.is_torchs:
+        way.refuse("JAX has added to the sum of dweight")
+        return None
+    if device != _device.current_device():
+        with torch.cuda.device(device):
+            return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums, way)
+    ranks = call.group and _tensor_parallel.size_and_rank(call.group)
+    shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, len(saved), len(cache), ranks
+    how = call, tuple(cotangents), wanted, adds is not None, owns_cache
+    key = "gradients", device, *shapes, *how, call.gradient_threshold and are_live_tiles(cache)
+    plan = plan_of(key, lambda: _plan_of_gradients(hidden, weight, saved, cache, *how))
+    if isinstance(plan, str):
+        way.refuse(plan)
+        return None
+    into: Any = [] if adds is None else [sums.main_grad if sums.total is None else sums.total.tensor()]
+    if into or owns_cache:
+        torch.autograd.graph.increment_version([*into, *cache] if owns_cache else into)  # as any change in place
+    seeds = [in_rows(x) for x in cotangents.values()]
+    given = [_device.usable(hidden), _device.usable(weight), of_stride(saved), *seeds, *into]
+    grads = plan.run(device, [*given, *map(_device.usable, cache)])
+    if wanted[0] and call.reduce_grad_hidden:
+        grads[0] = _tensor_parallel.total_dhidden(grads[0], hidden.dtype, call.group)
+    if adds is not None and wanted[1]:
+        grads.pop()
+    return grads if sums.main_grad is None else [*grads, empty_sparse_like(sums.main_grad, weight.dtype)]
+
+
+def _plan_of_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    saved: torch.Tensor,
+    cache: Sequence[torch.Tensor],
+    call: Call,
+    seeds: tuple[str, ...],
+    wanted: tuple[bool, ...],
+    adds: bool,
+    owns_cache: bool,
+) -> Plan | str:
+    has_temperature = len(saved) > 1 + 3 + (call.entropy != "none") + call.has_floor + 2 * call.num_candidates
+    reason = refusal(Operands(hidden, weight, None, saved[0], None, None), call)
+    if reason is not None:
+        return reason
+    if call.gradient_threshold and not are_live_tiles(cache):
+        return "gradient_threshold: JAX ran the forward, and kept other things than kernels do"
+    kind = kind_of(hidden, weight, call, has_temperature)
+    dtype = torch.float32 if call.reduce_grad_hidden else hidden.dtype
+    kept = [_device.struct(x) for x in cache]
+    return Plan(gradients_tape(kind, seeds, wanted, dtype, kept, adds, owns_cache), kind.device)
+
+
+def gradients_tape(
+    kind: kernels.CallKind,
+    seeds: Sequence[str],
+    wanted: Sequence[bool],
+    dtype: torch.dtype,
+    kept: Sequence[jax.ShapeDtypeStruct] = (),
+    adds: bool = False,
+    owns_cache: bool = False,
+) -> Tape:
+    """``hidden, weight, saved, cotangents, sum, kept -> dhidden, dweight``, those that are wanted.
+
+    dhidden is rounded to ``dtype``. With ``adds`` dweight is added to the sum.
+    """
+    tape, rows = Tape(), kind.rows
+    hidden, weight = _inputs(tape, kind)
+    saved = tape.input((kind.saved_fields * rows,), jnp.float32)
+    shapes = {name: (rows, kind.num_candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
+    given = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}
+    total = tape.input(weight.shape, jnp.float32) if adds else None
+    of_forward = [tape.input(x.shape, x.dtype) for x in kept]
+    may_round = kind.may_round_dhidden and name_of(dtype) == kind.dtype
+    sums, dweight = kernels.backward(
+        kind, tape, hidden, weight, saved, given, of_forward,
+        may_round_dhidden=may_round, owns_cache=owns_cache, total=total,
+    )  # fmt: skip
+    if wanted[0]:
+        dhidden = sums if sums.dtype == kind.dtype else tape.empty((rows, kind.hidden_size), name_of(dtype))
+        tape.output(dhidden, (kind.num_tokens, kind.hidden_size), dtype)
+        if dhidden is not sums:
+            tape.call(_total, [sums, dhidden], dhidden)
+    if wanted[1]:
+        tape.outputs.append(dweight)
+    return tape
+
+
+def _total(sums: torch.Tensor, dhidden: torch.Tensor) -> list[torch.Tensor]:
+    """dhidden: the splits of its sums added up in their order, rounded once."""
+    tokens, size = dhidden.shape
+    dhidden.copy_(functools.reduce(torch.add, sums[:, :tokens, :size]))
+    return [dhidden]
+
+
+def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """``factor [1] · x`` in float32, rounded once; None where no kernel computes that.
+
+    For large tensors: torch's own kernel for mixed dtypes takes twice as long.
+    """
+    if not (_device.is_usable(x) and _device.is_usable(factor)):
+        return None
+    with torch.cuda.device(x.device):
+        plan = plan_of(("scale", x.get_device(), x.shape, x.dtype, dtype), lambda: _plan_of_scale(x, dtype))
+        return None if isinstance(plan, str) else plan.run(x.get_device(), [x, factor])[0]
+
+
+def _plan_of_scale(x: torch.Tensor, dtype: torch.dtype) -> Plan | str:
+    device, reason = _device.device_of(x.device), _device.why_not(x.device)
+    if device is None or reason is not None:
+        return str(reason)
+    reason = kernels.refusal_to_scale(x.numel(), device)
+    return reason or Plan(scale_tape(x.shape, name_of(x.dtype), dtype), device)
+
+
+def scale_tape(shape: torch.Size, dtype: str, to: torch.dtype) -> Tape:
+    """``x, factor -> factor · x``."""
+    tape = Tape()
+    x: Any = tape.input((shape.numel(),), dtype)
+    factor: Any = tape.input((1,), jnp.float32)
+    found: Any = tape.launch(kernels.scale, x, factor, jnp.dtype(name_of(to)))
+    tape.output(found, shape, to)
+    return tape
+
+
+def live_shape(x: Operands, call: Call, way: Way) -> tuple[int, int] | None:
+    """The shape of the live tiles, where a forward keeps these."""
+    if not (call.gradient_threshold and way.direct) or refusal(x, call) is not None:
+        return None
+    return kernels.live_shape(kind_of(x.hidden, x.weight, call, x.temperature is not None))
+
+
+def are_live_tiles(cache: Sequence[torch.Tensor]) -> bool:
+    """Whether, with a threshold, kernels kept this: which tiles are live. JAX keeps the tiles' maxima, or nothing."""
+    return bool(cache) and cache[0].dtype is torch.int32
+
+
+def of_stride(saved: torch.Tensor) -> torch.Tensor:
+    """What a forward saved, as it wrote it."""
+    fields, tokens = saved.shape
+    stride = max(tokens, kernels.THREADS)
+    if saved.stride() == (stride, 1):
+        return saved
+    whole = saved.new_empty((fields, stride))
+    whole[:, :tokens] = saved
+    return whole
+
+
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """What is per token, contiguous, in as many rows as kernels read."""
+    if x.shape[0] >= kernels.THREADS:
+        return _device.usable(x)
+    padded = x.new_zeros((kernels.THREADS, *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    return padded
