@@ -42,7 +42,7 @@ from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic._geometry import Geometry, geometry
 from lce_jax.mosaic._host import Host
 from lce_jax.mosaic._operands import Prepared
-from lce_jax.mosaic.common import _tiles
+from lce_jax.mosaic.common import _hidden_rows, _tiles
 from lce_jax.mosaic.common._hidden_rows import scale
 from lce_jax.mosaic.common._select import dropped_mass, select
 from lce_jax.mosaic.common._tokens import coefficients, finish, prepare
@@ -168,12 +168,6 @@ class CallKind:
         """The field of the first one that is saved."""
         return 1 + self.has_temperature + self.has_floor + self.num_candidates
 
-    @property
-    def may_round_dhidden(self) -> bool:
-        """Whether dhidden's sums have no more rows and columns than dhidden, whose dtype is the weight's."""
-        sums = _dhidden.sums_shape(self.case, self.shape)
-        return not self.copies_hidden and sums == (1, self.rows, self.hidden_size)
-
 
 def refusal(kind: CallKind) -> str | None:
     """Why no kernels serve these calls; None if some do."""
@@ -240,6 +234,17 @@ class Pass(NamedTuple):
         kind = self.kind
         return self.host.numbers(kind.num_tokens, kind.stride, kind.start, kind.vocab_size)
 
+    @property
+    def count(self) -> Buffer:
+        """How many tokens there are."""
+        return self.host.numbers(self.kind.num_tokens)
+
+    def rows(self, hidden: Buffer) -> Buffer:
+        """Hidden as kernels read it: all their rows, in the weight's dtype."""
+        if not self.kind.copies_hidden:
+            return hidden
+        return self.host.launch(_hidden_rows.rows, self.kind.case, hidden, self.count)
+
     def ids(self, saved: Buffer) -> Buffer:
         """The labels among what is saved."""
         return saved.view((self.kind.rows,), jnp.int32)
@@ -273,7 +278,7 @@ def forward(
     temperature, floor = tokens.temperature, tokens.floor
     given = temperature, 0, run.of_labels, run.ids(saved), floor
     marked, _ = host.launch(prepare, case, tokens.labels, *given)
-    call = run.call(hidden, weight, marked)
+    call = run.call(run.rows(hidden), weight, marked)
     cached = cached_tiles(kind, keep_cache)
     cache = _cache.empty(host, case, kind.shape, cached) if cached else None
     how = _forward.num_live_tiles(call), cache, fields_of_tiles(kind, keep_cache), int(exchange is not None)
@@ -333,22 +338,22 @@ def backward(
     saved: Buffer,
     seeds: dict[str, Buffer],
     kept: list[Buffer],
+    dhidden_dtype: str,
     *,
-    may_round_dhidden: bool,
     owns_cache: bool,
     total: Buffer | None = None,
 ) -> tuple[Buffer, Buffer]:
-    """The sums of dhidden ``[splits, Tp, Hp]``, which are to be added up and rounded, and dweight.
+    """Dhidden ``[R, H]`` and dweight.
 
     Args:
         kind: that of the forward.
         host: told what to launch.
-        hidden: ``[R, H]`` in the weight's dtype.
+        hidden: ``[R, H]``.
         weight: ``[V, H]``.
         saved: by the forward, flat.
         seeds: the cotangents that there are, of "logprobs", "entropy", "lse" and "candidate_logprobs" (``[R, K]``).
         kept: by the forward, the cache or the live tiles; none if there are none.
-        may_round_dhidden: whether the sums may be dhidden, which has the weight's dtype then.
+        dhidden_dtype: what dhidden is rounded to.
         owns_cache: whether its memory may be overwritten.
         total: a float32 sum that dweight is added to. None: dweight is in the weight's dtype.
     """
@@ -357,12 +362,18 @@ def backward(
     temperatures, floors = (saved if there else None for there in (kind.has_temperature, kind.has_floor))
     of_floors = floors, 1 + kind.has_temperature
     marked, _ = host.launch(prepare, case, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)
-    call = run.call(hidden, weight, marked)
+    call = run.call(run.rows(hidden), weight, marked)
     terms = _kept_candidates.terms(run, saved, given.pop(_kept_candidates.SEED, None))
     how = given, run.of_rows, kind.vocab_size, terms
     factors = host.launch(coefficients, case, saved, kind.has_temperature, *how)
     candidates = _kept_candidates.placed(run, call, factors, saved, terms)
     if kind.gradient_threshold:
-        return _threshold_backward.walk(call, factors, candidates, kept[0], total)
-    cache = Cache(*kept) if kept else None
-    return _backward.walk(call, factors, candidates, cache, may_round_dhidden, owns_cache, total)
+        sums, dweight = _threshold_backward.walk(call, factors, candidates, kept[0], total)
+    else:
+        cache, shape = Cache(*kept) if kept else None, (1, kind.rows, kind.hidden_size)
+        is_dhidden = not kind.copies_hidden and _dhidden.sums_shape(case, kind.shape) == shape
+        may_round = is_dhidden and dhidden_dtype == kind.dtype
+        sums, dweight = _backward.walk(call, factors, candidates, cache, may_round, owns_cache, total)
+    if sums.dtype == jnp.float32:
+        sums = host.launch(_hidden_rows.total, case, sums, jnp.dtype(dhidden_dtype), run.count)
+    return sums, dweight

@@ -94,16 +94,16 @@ def _parts(
     call: KernelCall, factors: Float[Array, "factors Tp"], cache: Cache | None, may_overwrite_cache: bool
 ) -> list[Part]:
     """The tiles in the cache, if any, and the tiles to recompute, if any."""
-    prepared, case, launch = call.prepared, call.case, call.host.launch
+    arrays, case, launch = call.arrays, call.case, call.host.launch
     overwrites = may_overwrite_cache and _cache.can_be_overwritten(call.shape)
 
     def recomputed(span: Array, columns: int, weight: Array) -> Array:
-        return launch(dlogits, call.generation, prepared, weight, case, factors, span, columns)
+        return launch(dlogits, call.generation, arrays, weight, case, factors, span, columns)
 
     def from_cache(span: Array, columns: int, weight: Array) -> Array:
         del weight
         assert cache is not None
-        return launch(cached_dlogits, prepared, case, factors, cache, span, columns, overwrites)
+        return launch(cached_dlogits, arrays, case, factors, cache, span, columns, overwrites)
 
     return parts_of(call, 0 if cache is None else cache.max.shape[0], from_cache, recomputed, overwrites)
 

@@ -27,6 +27,11 @@ class KernelCall(NamedTuple):
         """A `Span` of the call's live rows and columns, as a kernel takes it."""
         return self.host.numbers(*Span(self.prepared.num_rows, self.prepared.num_columns, **fields))
 
+    @property
+    def arrays(self) -> Prepared:
+        """What kernels are given. How many rows and columns there are, their spans say: no kernel depends on it."""
+        return self.prepared._replace(num_rows=None, num_columns=None)
+
     @classmethod
     def prepare(cls, operands: Operands, case: Case, generation: Generation) -> KernelCall:
         """The call of ``operands``, padded and marked."""

@@ -99,6 +99,6 @@ def update_dhidden(
     column, copied = tile * call.shape.tile, weight(call, tile)
     depth = call.prepared.num_columns - column
     span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
-    d = call.host.launch(dlogits, call.generation, call.prepared, copied, call.case, factors, span, call.shape.tile)
+    d = call.host.launch(dlogits, call.generation, call.arrays, copied, call.case, factors, span, call.shape.tile)
     d = _candidates.put(call, candidates, d, column, column + depth)
     return call.host.launch(add_product, call.generation, sums, d, copied, call.case, span)

@@ -168,7 +168,7 @@ def _window(
         offset = 0 if copied else shape.column(begin)
         span = call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
         source = _edge.weight(call, start) if copied else weight
-        given = call.generation, call.prepared, source, case, span, parts, cache if keeps else None
+        given = call.generation, call.arrays, source, case, span, parts, cache if keeps else None
         parts, kept = call.host.launch(kernels.statistics, *given)
         cache = kept if keeps else cache
     return parts, cache

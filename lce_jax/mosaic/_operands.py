@@ -27,8 +27,8 @@ class Prepared(NamedTuple):
     # 1 on padding: of the tile with the first padding column, and of the tile after it. With parts first of a whole
     # part, then of the part with the first padding column.
     mask: Int[Array, "2*tile"]
-    num_columns: Int[Array, ""]  # live columns
-    num_rows: Int[Array, ""]  # live rows
+    num_columns: Any  # live columns; an array or a number, None where kernels are not to know
+    num_rows: Any  # live rows, likewise
     floor: Float[Array, "Tp"] | None = None  # in the units of x; None: every column counts
 
 

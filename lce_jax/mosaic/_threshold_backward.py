@@ -69,7 +69,7 @@ def walk(
         sums, dweight = carry
         batch = host.numbers(i)
         along = work, batches, batch
-        d = host.launch(live_dlogits, generation, prepared, prepared.weight, case, factors, *along, sizes.slots)
+        d = host.launch(live_dlogits, generation, call.arrays, prepared.weight, case, factors, *along, sizes.slots)
         d = _candidates.put_live(call, candidates, d, *along)
         sums = host.launch(update_live_dhidden, generation, sums, d, prepared.weight, case, *along)
         return sums, host.launch(write_live_dweight, generation, dweight, d, prepared.hidden, case, *along, adds)

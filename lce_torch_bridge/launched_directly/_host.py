@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ from lce_jax import kernels
 from lce_torch_bridge.tensors import _device
 from lce_torch_bridge.tensors._device import Allocated, allocated
 
+ALIGNMENT = 256  # bytes
 ALIGNED_NUMBERS = 16  # int32 numbers whose bytes kernels may load at once
+SMALL = 1 << 22  # bytes of a piece of memory that is not allocated alone, which costs the host time
 MOST = 4096  # plans of all shapes together; each takes a few KiB
 
 _plans: dict[Any, Any] = {}
@@ -153,7 +156,8 @@ class Tape:
 
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
             with torch.device(tensors[0].device):
-                return [x.contiguous() for x in jax.tree.leaves(of_tensors(*tensors))]
+                given = map(_as, tensors, buffers)
+                return [x.contiguous() for x in jax.tree.leaves(of_tensors(*given))]
 
         return jax.tree.unflatten(out_tree, self.call(run, buffers, *results))
 
@@ -169,59 +173,79 @@ class Plan:
     def __init__(self, tape: Tape, device: kernels.Device) -> None:
         self._tape = tape
         self._inputs, self._outputs = ([x.slot for x in of] for of in (tape.inputs, tape.outputs))
-        steps = needed(tape)
+        steps, self._steps = needed(tape), []
         used = [step.run for step in steps if isinstance(step.run, kernels.Kernel)]
         launches = iter(kernels.compiled(used, device, torch.cuda.current_device()))
         last = {slot: i for i, step in enumerate(steps) for slot in step.slots}
         there = {x.slot for x in (*tape.inputs, *tape.numbers_given.values())}
-        kept, self._steps = {*there, *self._outputs}, []
+        kept = {*there, *self._outputs}
+        self._small, self._small_bytes = _in_one_piece(steps, tape.memory, kept)
+        for slots in (there, kept):
+            slots.update(slot for slot, _ in self._small)
         for i, step in enumerate(steps):
+            operands, results = ([x.slot for x in of] for of in (step.operands, step.results))
             if isinstance(step.run, kernels.Kernel):
-                of_memory, run = step.slots, _launch(next(launches), [x.slot for x in (*step.operands, *step.results)])
+                run: Any = next(launches)
+                operands = [*operands, *results]
+                how: Any = ctypes.c_uint64 * len(operands), operator.itemgetter(*operands)
             else:
-                of_memory, run = dict.fromkeys(x.slot for x in step.operands), _call(step)
-            new = [slot for slot in of_memory if slot not in there]
+                run, how = step.run, (None, operands)
+            new = [(slot, tape.memory[slot]) for slot in dict.fromkeys(operands) if slot not in there]
             there.update(step.slots)
             dropped = [slot for slot in step.slots if last[slot] == i and slot not in kept]
-            self._steps.append(([(slot, tape.memory[slot]) for slot in new], run, dropped))
+            self._steps.append((new, run, *how, results, dropped))
         self._numbers: dict[int, tuple[torch.Tensor, list[int]]] = {}  # by stream: and the address of each slot
 
     def run(self, device: int, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs, given the inputs."""
         stream = _device.current_stream(device)
-        addresses = self._addresses(stream, given[0]).copy()
+        numbers = None if torch.cuda.is_current_stream_capturing() else self._numbers.get(stream)
+        addresses = (self._written(stream, given[0]) if numbers is None else numbers[1]).copy()
         tensors: list[Any] = [None] * len(addresses)
         for slot, x in zip(self._inputs, given, strict=True):
             tensors[slot], addresses[slot] = x, x.data_ptr()
         handle, empty = ctypes.c_void_p(stream), _device.empty
-        for new, run, dropped in self._steps:
+        piece = empty((self._small_bytes,), (1,), torch.uint8)
+        start = piece.data_ptr()
+        for slot, place in self._small:
+            addresses[slot] = start + place
+        for new, run, table, operands, results, dropped in self._steps:
             for slot, memory in new:
-                x = tensors[slot] = empty(*memory)
-                addresses[slot] = x.data_ptr()
-            run(handle, addresses, tensors)
+                tensors[slot] = empty(*memory)  # and no other name holds it when it is dropped
+                addresses[slot] = tensors[slot].data_ptr()
+            if table is not None:  # a kernel
+                run(handle, table(*operands(addresses)))
+            else:
+                self._call(run, operands, results, addresses, tensors)
             for slot in dropped:
                 tensors[slot] = None
         return [tensors[slot] for slot in self._outputs]
 
-    def _addresses(self, stream: int, like: torch.Tensor) -> list[int]:
-        """That of the numbers, on the stream that reads them, 0 of what a call has."""
+    def _call(
+        self, run: Any, operands: list[int], results: list[int], addresses: list[int], tensors: list[Any]
+    ) -> None:
+        """A function's step. No name that outlives it holds a tensor."""
+        for slot, x in zip(results, run(*[tensors[slot] for slot in operands]), strict=True):
+            tensors[slot], addresses[slot] = x, x.data_ptr()
+
+    def _written(self, stream: int, like: torch.Tensor) -> list[int]:
+        """The addresses of slots: of numbers, written on the stream that reads them, and 0 of what a call has."""
         if torch.cuda.is_current_stream_capturing():
             refuse_capture(not self._numbers)
             # Written by an earlier call on any stream: a capture begins when all of it is done.
             written, addresses = next(iter(self._numbers.values()))
             _captured[written.data_ptr()] = written
             return addresses
-        if stream not in self._numbers:
-            flat: list[int] = []
-            addresses = [0] * len(self._tape.memory)
-            for numbers, x in self._tape.numbers_given.items():
-                addresses[x.slot] = 4 * len(flat)
-                flat += [*numbers, *[0] * (-len(numbers) % ALIGNED_NUMBERS)]
-            given = torch.tensor(flat, dtype=torch.int32, pin_memory=like.is_cuda)
-            written = given.to(like.device, non_blocking=True)
-            addresses = [written.data_ptr() + first for first in addresses]
-            self._numbers[stream] = written, addresses
-        return self._numbers[stream][1]
+        flat: list[int] = []
+        addresses = [0] * len(self._tape.memory)
+        for numbers, x in self._tape.numbers_given.items():
+            addresses[x.slot] = 4 * len(flat)
+            flat += [*numbers, *[0] * (-len(numbers) % ALIGNED_NUMBERS)]
+        given = torch.tensor(flat, dtype=torch.int32, pin_memory=like.is_cuda)
+        written = given.to(like.device, non_blocking=True)
+        addresses = [written.data_ptr() + first for first in addresses]
+        self._numbers[stream] = written, addresses
+        return addresses
 
 
 def needed(tape: Tape) -> list[Step]:
@@ -234,28 +258,28 @@ def needed(tape: Tape) -> list[Step]:
     return found[::-1]
 
 
-def _launch(launch: Callable[..., None], slots: Sequence[int]) -> Callable[..., None]:
-    """A step that launches a kernel."""
-    table, picked = ctypes.c_uint64 * len(slots), operator.itemgetter(*slots)
-    return lambda stream, addresses, _: launch(stream, table(*picked(addresses)))
+def _in_one_piece(
+    steps: Sequence[Step], memory: Sequence[Allocated], kept: set[int]
+) -> tuple[list[tuple[int, int]], int]:
+    """The slots that need no memory of their own, and where each lies in one piece; and the bytes of that.
+
+    They are small, and kernels alone read them: no two have the same place.
+    """
+    of_functions = {slot for step in steps if not isinstance(step.run, kernels.Kernel) for slot in step.slots}
+    found, total = [], 0
+    for slot in dict.fromkeys(slot for step in steps for slot in step.slots):
+        shape, _, dtype = memory[slot]
+        size = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if size <= SMALL and slot not in kept and slot not in of_functions:
+            found.append((slot, total))
+            total += size
+    return found, total
 
 
-def _call(step: Step) -> Callable[..., None]:
-    """A step that calls a function."""
-    function: Any = step.run
-
-    def run(_: Any, addresses: list[int], tensors: list[Any]) -> None:
-        found = function(*[_as(x, tensors[x.slot]) for x in step.operands])
-        for x, tensor in zip(step.results, found, strict=True):
-            tensors[x.slot], addresses[x.slot] = tensor, tensor.data_ptr()
-
-    return run
-
-
-def _as(x: Buffer, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as ``x`` says, or as it is if it has fewer rows than kernels see."""
-    tensor = tensor.view(getattr(torch, x.dtype.name))
-    return tensor.view(x.shape) if tensor.numel() == x.struct.size else tensor
+def _as(x: torch.Tensor, buffer: Buffer) -> torch.Tensor:
+    """``x`` of this dtype and shape; of another shape where it has fewer rows than kernels see."""
+    x = x.view(getattr(torch, buffer.dtype.name))
+    return x.view(buffer.shape) if x.numel() == buffer.struct.size else x
 
 
 def plan_of[T](key: Any, make: Callable[[], T]) -> T:

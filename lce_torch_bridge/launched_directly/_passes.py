@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 
 from lce_jax import kernels
-from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands, Sums
+from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands, Sums, names_of
 from lce_torch_bridge.launched_directly._host import Buffer, Plan, Tape, plan_of
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
@@ -23,7 +23,6 @@ from lce_torch_bridge.tensors._device import name_of
 from lce_torch_bridge.tensors._weight import empty_sparse_like
 
 ODD = 0x01000193  # a product with an odd number loses nothing modulo 2³²
-SEEN = 256  # rows after the last token that a kernel may read
 
 
 def refusal(x: Operands, call: Call) -> str | None:
@@ -86,7 +85,7 @@ def forward(x: Operands, call: Call, keep_cache: bool, way: Way) -> list[torch.T
     ids = None if x.candidates is None else _padding.candidate_ids(x.candidates, call.vocab_size)
     per_token = [in_rows(y) for y in (x.temperature, x.floor, ids) if y is not None]
     found = plan.run(device, [_device.usable(hidden), _device.usable(weight), labels, *per_token])
-    tokens, count = hidden.shape[0], len(call.fields)
+    tokens, count = hidden.shape[0], len(names_of(call)[0])
     if tokens < kernels.THREADS:  # copies, because views are not written to
         saved = found[count][:, :tokens].clone(memory_format=torch.contiguous_format)
         found[: count + 1] = [*[y[:tokens].clone() for y in found[:count]], saved]
@@ -122,20 +121,9 @@ def forward_tape(kind: kernels.CallKind, keep_cache: bool, fields: Sequence[str]
 
 
 def _inputs(tape: Tape, kind: kernels.CallKind) -> tuple[Buffer, Buffer]:
-    """Hidden, as kernels read it in the weight's dtype and with zeros after the last row, and the weight."""
-    given = tape.input((kind.rows, kind.hidden_size), kind.hidden_dtype)
-    weight = tape.input((kind.num_columns, kind.hidden_size), kind.dtype)
-    if not kind.copies_hidden:
-        return given, weight
-
-    def copy(hidden: torch.Tensor, copied: torch.Tensor) -> list[torch.Tensor]:
-        copied[: kind.num_tokens].copy_(hidden)
-        copied[kind.num_tokens : kind.num_tokens + SEEN].zero_()
-        return [copied]
-
-    copied = tape.empty(given.shape, kind.dtype)
-    tape.call(copy, [given, copied], copied)
-    return copied, weight
+    """Hidden and the weight."""
+    hidden = tape.input((kind.rows, kind.hidden_size), kind.hidden_dtype)
+    return hidden, tape.input((kind.num_columns, kind.hidden_size), kind.dtype)
 
 
 def _exchange(
@@ -150,7 +138,7 @@ def _exchange(
     def put_tags(sent: torch.Tensor, saved: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
         """What must be the same on all ranks, in the last field of the first group."""
         tags = sent[0, -1, : kind.num_tokens].view(torch.int32)
-        torch.add(saved.view(torch.int32)[0, : kind.num_tokens], number, out=tags)
+        torch.add(saved[0, : kind.num_tokens], number, out=tags)
         for y in given:
             bits = y[: kind.num_tokens].view(torch.int32)
             torch.add(tags, bits if y.ndim == 1 else bits.sum(1, dtype=torch.int32), alpha=ODD, out=tags)
@@ -160,8 +148,7 @@ def _exchange(
         every = tape.empty((ranks * x.shape[0], *x.shape[1:]), x.dtype)
         return tape.call(lambda x: [_tensor_parallel.gather(x, group).flatten(0, 1)], [x], every)[0]
 
-    by_field = saved.view((kind.saved_fields, kind.rows))
-    tape.call(put_tags, [sent, by_field, *[y for y in given[1:] if y is not None]], sent)
+    tape.call(put_tags, [sent, saved, *[y for y in given[1:] if y is not None]], sent)
     return gathered(sent), None if x is None else gathered(x)
 
 
@@ -197,7 +184,7 @@ def gradients(
     if into or owns_cache:
         torch.autograd.graph.increment_version([*into, *cache] if owns_cache else into)  # as any change in place
     seeds = [in_rows(x) for x in cotangents.values()]
-    given = [_device.usable(hidden), _device.usable(weight), of_stride(saved), *seeds, *into]
+    given = [_device.usable(hidden), _device.usable(weight), in_rows(saved, 1), *seeds, *into]
     grads = plan.run(device, [*given, *map(_device.usable, cache)])
     if wanted[0] and call.reduce_grad_hidden:
         grads[0] = _tensor_parallel.total_dhidden(grads[0], hidden.dtype, call.group)
@@ -249,26 +236,14 @@ def gradients_tape(
     given = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}
     total = tape.input(weight.shape, jnp.float32) if adds else None
     of_forward = [tape.input(x.shape, x.dtype) for x in kept]
-    may_round = kind.may_round_dhidden and name_of(dtype) == kind.dtype
-    sums, dweight = kernels.backward(
-        kind, tape, hidden, weight, saved, given, of_forward,
-        may_round_dhidden=may_round, owns_cache=owns_cache, total=total,
-    )  # fmt: skip
+    dhidden, dweight = kernels.backward(
+        kind, tape, hidden, weight, saved, given, of_forward, name_of(dtype), owns_cache=owns_cache, total=total
+    )
     if wanted[0]:
-        dhidden = sums if sums.dtype == kind.dtype else tape.empty((rows, kind.hidden_size), name_of(dtype))
         tape.output(dhidden, (kind.num_tokens, kind.hidden_size), dtype)
-        if dhidden is not sums:
-            tape.call(_total, [sums, dhidden], dhidden)
     if wanted[1]:
         tape.outputs.append(dweight)
     return tape
-
-
-def _total(sums: torch.Tensor, dhidden: torch.Tensor) -> list[torch.Tensor]:
-    """dhidden: the splits of its sums added up in their order, rounded once."""
-    tokens, size = dhidden.shape
-    dhidden.copy_(functools.reduce(torch.add, sums[:, :tokens, :size]))
-    return [dhidden]
 
 
 def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -313,21 +288,11 @@ def are_live_tiles(cache: Sequence[torch.Tensor]) -> bool:
     return bool(cache) and cache[0].dtype is torch.int32
 
 
-def of_stride(saved: torch.Tensor) -> torch.Tensor:
-    """What a forward saved, as it wrote it."""
-    fields, tokens = saved.shape
-    stride = max(tokens, kernels.THREADS)
-    if saved.stride() == (stride, 1):
-        return saved
-    whole = saved.new_empty((fields, stride))
-    whole[:, :tokens] = saved
-    return whole
-
-
-def in_rows(x: torch.Tensor) -> torch.Tensor:
-    """What is per token, contiguous, in as many rows as kernels read."""
-    if x.shape[0] >= kernels.THREADS:
+def in_rows(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """What is per token, contiguous, with as many tokens in a dimension as kernels read."""
+    tokens = x.shape[dim]
+    if tokens >= kernels.THREADS:
         return _device.usable(x)
-    padded = x.new_zeros((kernels.THREADS, *x.shape[1:]))
-    padded[: x.shape[0]] = x
+    padded = x.new_zeros((*x.shape[:dim], kernels.THREADS, *x.shape[dim + 1 :]))
+    padded.narrow(dim, 0, tokens).copy_(x)
     return padded

@@ -62,7 +62,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     empty, usable, in_rows = _device.empty, _device.usable, _passes.in_rows
     monkeypatch.setattr(_device, "usable", lambda x: with_slack(usable(x)))
     monkeypatch.setattr(_device, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
-    monkeypatch.setattr(_passes, "in_rows", lambda x: with_slack(in_rows(x)))
+    monkeypatch.setattr(_passes, "in_rows", lambda *told: with_slack(in_rows(*told)))
     launch_with("direct")
     yield programs
     launch_with(None)

@@ -27,7 +27,7 @@ def _with(seeds: list[torch.Tensor], problem: p.Problem, **options: Any) -> Any:
     return [x.detach() for x in out[:3]], grads
 
 
-CALLS = 126, 187  # functions that a forward and a backward call, those of torch's own Python and of C among them
+CALLS = 148, 218  # functions that a forward and a backward call, those of torch's own Python and of C among them
 
 
 def test_how_much_python_a_call_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def _calls(function: Callable[[], Any]) -> tuple[int, Any]:
     return seen["call"] + seen["c_call"], found
 
 
-@pytest.mark.parametrize(("cache_bytes", "most"), [pytest.param(0, 72, marks=pytest.mark.slow), (1 << 30, 72)])
+@pytest.mark.parametrize(("cache_bytes", "most"), [pytest.param(0, 60, marks=pytest.mark.slow), (1 << 30, 60)])
 def test_few_kernels_serve_all_counts_of_tokens(cache_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 16,384 tokens, forward and backward, nothing compiled or run. How many rows count is an operand."""
     programs = as_gpu(monkeypatch)

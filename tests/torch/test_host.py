@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_what_is_no_kernel_is_not_launched() -> None:
 
 
 def add(xp: Any, x: Any, y: Any) -> Any:
-    return xp.where(x > 0, x + y, xp.arange(4)), x.shape[0]
+    return xp.where(x > 0, x + y, xp.arange(4))
 
 
 def put(xp: Any, x: Any, y: Any) -> Any:
@@ -135,8 +136,8 @@ def test_functions_of_torch_between_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     as_gpu(monkeypatch)
     tape = Tape()
     x, y, unused = (tape.input((4,), jnp.float32) for _ in range(3))
-    found, size = tape.compute(add, x, y)
-    assert (found.shape, found.dtype, size) == ((4,), jnp.float32, 4)
+    found = tape.compute(add, x, y)
+    assert (found.shape, found.dtype) == ((4,), jnp.float32)
     same = tape.compute(put, found, y)
     assert isinstance(same, Buffer)
     assert same.slot == found.slot
@@ -151,21 +152,20 @@ def test_functions_of_torch_between_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_memory_is_given_back_after_the_last_step_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     as_gpu(monkeypatch)
-    tape, alive = Tape(), []
+    tape, made, most = Tape(), [], []
 
-    def note(xp: Any, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type != "meta":
-            alive.append([sum(x.untyped_storage().data_ptr() == y for y in seen), len(seen)])
-            seen.add(x.untyped_storage().data_ptr())
-        return xp.ones(1 << 20)
+    def step(xp: Any, x: torch.Tensor) -> torch.Tensor:
+        most.append(sum(ref() is not None for ref in made))
+        found: torch.Tensor = xp.ones_like(x)
+        made.append(weakref.ref(found))
+        return found
 
-    seen: set[int] = set()
-    x: Any = tape.input((1 << 20,), jnp.float32)
+    x: Any = tape.input((8,), jnp.float32)
     for _ in range(6):
-        x = tape.compute(note, x)
+        x = tape.compute(step, x)
     tape.outputs.append(x)
-    Plan(tape, H200).run(0, [torch.ones(1 << 20)])
-    assert len(seen) <= 4  # of seven arrays: the others lie where one before them lay
+    Plan(tape, H200).run(0, [torch.ones(8)])
+    assert max(most) == 1
 
 
 def held_bytes(tape: Tape) -> int:

@@ -1,7 +1,8 @@
-"""The steps that move rows of H numbers, as kernels: a tile of the weight copied, a multiple, zeros."""
+"""The steps that move rows of H numbers, as kernels: dhidden from its sums, a tile of the weight copied, a multiple."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +19,64 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
 COPIED = 512  # numbers that a block copies at a time
+SUMMED_ROWS = 4  # rows that a block adds up, or copies
+
+
+def total(case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+    """dhidden: the splits added up in their order, rounded once. ``numbers``: how many rows there are."""
+    width, grid = _pieces(case)
+    output = jax.ShapeDtypeStruct((case.num_tokens, case.hidden_size), dtype)
+
+    def body(sums: Any, numbers: Any, dhidden: Any) -> None:
+        columns = _columns(case, width)
+        first, last = lax.axis_index("rows") * SUMMED_ROWS, numbers[0] - 1
+
+        def rows() -> None:
+            for i in range(SUMMED_ROWS):
+                row = jnp.minimum(first + i, last)  # after the last one, that one again
+                x = functools.reduce(jnp.add, (sums[split, row, columns] for split in range(sums.shape[0])))
+                dhidden.at[row, columns][...] = x.astype(dtype)
+
+        pl.when(first <= last)(rows)
+
+    return kernel(body, [output], "lce_total", grid)(sums, numbers)[0]
+
+
+def _pieces(case: Case) -> tuple[int, dict[str, int]]:
+    """The columns that a block takes at a time, and the grid. Its last axis is the one that may exceed 65,535."""
+    width = next(width for width in (COPIED, THREADS) if case.hidden_size >= width)
+    return width, {"part": -(-case.hidden_size // width), "rows": case.num_tokens // SUMMED_ROWS}
+
+
+def _columns(case: Case, width: int) -> Any:
+    """Those of a block. The last part ends with the last column: it takes some of the part before it too."""
+    return pl.ds(jnp.minimum(lax.axis_index("part") * width, case.hidden_size - width), width)
+
+
+def rows(case: Case, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+    """The rows that there are, in the weight's dtype, then rows of zeros as far as any kernel looks beyond the last.
+
+    ``numbers``: how many there are.
+    """
+    width, grid = _pieces(case)
+    output = jax.ShapeDtypeStruct(hidden.shape, case.dtype)
+    seen = TILING.row_block * TILING.most_clustered
+
+    def body(hidden: Any, numbers: Any, copied: Any) -> None:
+        columns = _columns(case, width)
+        first, count = lax.axis_index("rows") * SUMMED_ROWS, numbers[0]
+
+        def copy(row: Any) -> None:
+            copied.at[row, columns][...] = hidden[row, columns].astype(case.dtype)
+
+        def pad(row: Any) -> None:
+            copied.at[row, columns][...] = jnp.zeros((width,), case.dtype)
+
+        for row in [first + i for i in range(SUMMED_ROWS)]:
+            pl.when(row < count)(functools.partial(copy, row))
+            pl.when((row >= count) & (row < count + seen))(functools.partial(pad, row))
+
+    return kernel(body, [output], "lce_rows", grid)(hidden, numbers)[0]
 
 
 def copy(case: Case, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) -> Float[Array, "tile_atoms n"]:
