@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from lce_jax._types import Case, Operands, RowCoefficients
 from lce_jax.mosaic import _cache, _candidates, _chunks, _dhidden, _edge, _mean, _operands
@@ -136,7 +135,7 @@ def walk_chunks(
         sums, dweight = carry
         column, num_tiles = first * shape.tile, least(part.chunks.stop - first, most)
         depth = least(greatest(contracted - column, 0), num_tiles * shape.tile)
-        adds = 1 if follows else _is_after(first, part.chunks.start)
+        adds = follows or first > part.chunks.start
         in_place = shape.whole_atoms  # otherwise the kernels are given copies of each chunk, without padding
         offset = column if in_place else 0
         span = call.span(column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds)
@@ -151,8 +150,3 @@ def walk_chunks(
         return sums, _edge.put_columns(call, dweight, copy, column, num_tiles * shape.tile, adds_dweight)
 
     return call.host.loop(part.chunks, step, carry)
-
-
-def _is_after(first: Any, start: int) -> Any:
-    """1 where a chunk is not the first one."""
-    return int(first > start) if isinstance(first, int) else (first > start).astype(jnp.int32)

@@ -226,7 +226,8 @@ class Plan:
     ) -> None:
         """A function's step. No name that outlives it holds a tensor."""
         for slot, x in zip(results, run(*[tensors[slot] for slot in operands]), strict=True):
-            tensors[slot], addresses[slot] = x, x.data_ptr()
+            if slot not in operands:  # else it has been updated in place
+                tensors[slot], addresses[slot] = x, x.data_ptr()
 
     def _written(self, stream: int, like: torch.Tensor) -> list[int]:
         """The addresses of slots: of numbers, written on the stream that reads them, and 0 of what a call has."""

@@ -80,7 +80,7 @@ IN_TORCH = {
     "through JAX": {
         of_torch: ((221, 29), (51, 15)), loss_of_torch: ((247, 30), (67, 16)), topk_of_torch: ((158, 33), (48, 14))
     },
-    "directly": {of_torch: ((306, 53), (40, 13)), loss_of_torch: ((329, 55), (52, 15))},
+    "directly": {of_torch: ((313, 54), (38, 13)), loss_of_torch: ((336, 56), (50, 15))},
 }  # fmt: skip
 
 

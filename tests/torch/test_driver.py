@@ -27,7 +27,7 @@ def _with(seeds: list[torch.Tensor], problem: p.Problem, **options: Any) -> Any:
     return [x.detach() for x in out[:3]], grads
 
 
-CALLS = 148, 218  # functions that a forward and a backward call, those of torch's own Python and of C among them
+CALLS = 133, 195  # functions that a forward and a backward call, those of torch's own Python and of C among them
 
 
 def test_how_much_python_a_call_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def _calls(function: Callable[[], Any]) -> tuple[int, Any]:
     return seen["call"] + seen["c_call"], found
 
 
-@pytest.mark.parametrize(("cache_bytes", "most"), [pytest.param(0, 60, marks=pytest.mark.slow), (1 << 30, 60)])
+@pytest.mark.parametrize(("cache_bytes", "most"), [pytest.param(0, 72, marks=pytest.mark.slow), (1 << 30, 72)])
 def test_few_kernels_serve_all_counts_of_tokens(cache_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 16,384 tokens, forward and backward, nothing compiled or run. How many rows count is an operand."""
     programs = as_gpu(monkeypatch)
@@ -128,10 +128,10 @@ def test_jax_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lce_torch_bridge.through_jax._programs.run", lambda *_, **__: pytest.fail("JAX runs it"))
     leaves = p.draw(T, H, V, torch.bfloat16)
     linear_logprobs(*leaves)
-    assert len(launched) == 5
+    assert len(launched) == 6
     launch_with("jax")
     with pytest.raises(pytest.fail.Exception, match="JAX runs it"):
         linear_logprobs(*leaves)
     launch_with(None)
     linear_logprobs(*leaves)
-    assert len(launched) == 10
+    assert len(launched) == 12
