@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 27_449
-PACKAGES_FILES = 177
-TESTS_LINES = 34_269
+PACKAGES_LINES = 27_035
+PACKAGES_FILES = 165
+TESTS_LINES = 33_988
 
 
 def test_size() -> None:
