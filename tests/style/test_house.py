@@ -31,7 +31,7 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 27_035
+PACKAGES_LINES = 26_878
 PACKAGES_FILES = 165
 TESTS_LINES = 33_988
 
