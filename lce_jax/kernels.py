@@ -26,6 +26,7 @@ from lce_jax._types import Case, Device, Operands, Options
 from lce_jax.mosaic import (
     _backward,
     _cache,
+    _candidates,
     _dhidden,
     _forward,
     _generations,
@@ -44,7 +45,7 @@ from lce_jax.mosaic._host import Host
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic.common import _hidden_rows, _tiles
 from lce_jax.mosaic.common._hidden_rows import scale
-from lce_jax.mosaic.common._select import dropped_mass, select
+from lce_jax.mosaic.common._select import select
 from lce_jax.mosaic.common._tokens import coefficients, finish, prepare
 
 __all__ = [
@@ -71,6 +72,8 @@ THREADS = 128  # rows that every per-token array has at least
 
 SERVED = tuple(one for generation in _generations.GENERATIONS for one in generation.compute_capabilities)
 
+PER_CANDIDATE = "candidate_logprobs"  # the result [R, K], and its cotangent
+
 type Buffer = Any  # an array of the host's, with a shape, a dtype and `view(shape, dtype)`
 
 
@@ -88,7 +91,6 @@ class CallKind:
         dtype: the weight's.
         device: what runs it.
         entropy, stats, logit_scale, logit_softcap, cache_bytes, gradient_threshold: as in `lce_jax.linear_logprobs`.
-        dropped_mass: whether what the threshold leaves out is a result.
         vocab_part_size: columns of a part of the vocabulary, of which the weight has whole ones; None: one part.
         num_candidates: K, of each token; 0: none.
         has_temperature: whether each token has one.
@@ -111,7 +113,6 @@ class CallKind:
     logit_softcap: float | None = None
     cache_bytes: int = 0
     gradient_threshold: float = 0.0
-    dropped_mass: bool = False
     vocab_part_size: int | None = None
     num_candidates: int = 0
     has_temperature: bool = False
@@ -213,7 +214,7 @@ class Forward(NamedTuple):
 
 
 # Given the statistics of a shard's groups of tiles [groups, fields, Tp], of which the last field of the first group is
-# free, its candidates' x [K, Tp] and what is saved, returns those of all shards.
+# free, its candidates' x [R, K] and what is saved, returns those of all shards.
 type Exchange = Callable[[Buffer, Buffer | None, Buffer], tuple[Buffer, Buffer | None]]
 
 
@@ -274,32 +275,32 @@ def forward(
     """The results of all columns, or with ``exchange`` of a vocabulary that is split over shards."""
     run, case = Pass(kind, host), kind.case
     saved = host.empty((kind.saved_fields * kind.rows,), jnp.float32)
-    _kept_candidates.keep(run, tokens.candidates, saved)
-    temperature, floor = tokens.temperature, tokens.floor
-    given = temperature, 0, run.of_labels, run.ids(saved), floor
-    marked, _ = host.launch(prepare, case, tokens.labels, *given)
+    temperature, floor, ids = tokens.temperature, tokens.floor, tokens.candidates
+    of_labels = temperature, 0, run.of_labels, run.ids(saved), floor
+    marked, _ = host.launch(prepare, case, tokens.labels, *of_labels)
     call = run.call(run.rows(hidden), weight, marked)
     cached = cached_tiles(kind, keep_cache)
     cache = _cache.empty(host, case, kind.shape, cached) if cached else None
-    how = _forward.num_live_tiles(call), cache, fields_of_tiles(kind, keep_cache), int(exchange is not None)
+    fields_of_tiles = int(keep_cache and kind.gradient_threshold > 0.0)
+    how = _forward.num_live_tiles(call), cache, fields_of_tiles, int(exchange is not None)
     groups, cache, maxima = _forward.joined(call, *how)
-    x = tags = None
-    if exchange is None:
-        _kept_candidates.add_logits(run, call, saved)
-    else:
-        groups, x = exchange(groups, _kept_candidates.sent_logits(run, call, saved), saved)
+    columns = None if ids is None else host.compute(_kept_candidates.columns_of, ids, kind)
+    x = None if columns is None else _candidates.unscaled(call, columns)
+    tags = None
+    if exchange is not None:
+        groups, x = exchange(groups, x, saved)
         tags = groups.view(groups.shape, jnp.int32)
     joined = _forward.join_all(host, case, call.prepared.scale, kind.num_tokens, groups)
     more = run.of_rows, saved, kind.vocab_size, kind.megatron, tags, floor
     results, saved = host.launch(finish, case, joined, run.ids(saved), temperature, *more)
     named = dict(zip(_partial_statistics.results(case.options), results, strict=True))
-    _kept_candidates.join(run, x, saved)
-    named |= _kept_candidates.logprobs(run, saved)
+    if ids is not None:
+        saved, named[PER_CANDIDATE] = host.compute(_kept_candidates.keep, saved, ids, x, kind)
     kept: list[Buffer] = jax.tree.leaves(cache)
     if maxima is not None:
-        live, dropped = _selected(run, call, maxima, saved)
-        named |= dropped
-        kept = [live] * keep_cache
+        numbers = host.numbers(kind.num_tokens, kind.stride, _threshold.always_live(call))
+        given = maxima, call.prepared.targets, call.prepared.scale, saved, kind.first_statistic, numbers
+        kept = [host.launch(select, case, *given, _threshold.held(call, columns))[0]]
     return Forward(named, saved, kept)
 
 
@@ -309,25 +310,6 @@ def cached_tiles(kind: CallKind, keep_cache: bool) -> int:
         return 0
     live = kind.num_columns if kind.live_columns is None else max(kind.live_columns, 1)
     return min(_cache.num_cached_tiles(kind.case, kind.shape), -(-live // kind.shape.tile))
-
-
-def fields_of_tiles(kind: CallKind, keep_cache: bool) -> int:
-    """How many numbers of each token a forward keeps of each tile until it knows which are live."""
-    if not kind.gradient_threshold:
-        return 0
-    return 2 if kind.dropped_mass else int(keep_cache)
-
-
-def _selected(run: Pass, call: KernelCall, maxima: Buffer, saved: Buffer) -> tuple[Buffer, dict[str, Buffer]]:
-    """The live tiles, and the dropped mass if it is a result."""
-    of_tokens, field = (call.prepared.targets, call.prepared.scale), run.kind.first_statistic
-    more, ids = _kept_candidates.selecting(run, saved, call.prepared.num_columns)
-    numbers = run.host.numbers(run.kind.num_tokens, run.kind.stride, _threshold.always_live(call), *more)
-    live, masses = run.host.launch(select, call.case, maxima, *of_tokens, saved, field, numbers, *ids)
-    if masses is None:
-        return live, {}
-    dropped: Buffer = run.host.launch(dropped_mass, masses, run.of_rows)
-    return live, {"dropped_mass": dropped.view((run.kind.rows,))}
 
 
 def backward(
@@ -363,10 +345,14 @@ def backward(
     of_floors = floors, 1 + kind.has_temperature
     marked, _ = host.launch(prepare, case, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)
     call = run.call(run.rows(hidden), weight, marked)
-    terms = _kept_candidates.terms(run, saved, given.pop(_kept_candidates.SEED, None))
-    how = given, run.of_rows, kind.vocab_size, terms
+    seed, of_candidates, candidates = given.pop(PER_CANDIDATE, None), None, None
+    if seed is not None:
+        memory = host.empty((kind.rows,), jnp.float32)
+        *each, of_candidates = host.compute(_kept_candidates.terms, saved, seed, memory, kind)
+    how = given, run.of_rows, kind.vocab_size, of_candidates
     factors = host.launch(coefficients, case, saved, kind.has_temperature, *how)
-    candidates = _kept_candidates.placed(run, call, factors, saved, terms)
+    if seed is not None:
+        candidates = _candidates.placed(call, factors, *each)
     if kind.gradient_threshold:
         sums, dweight = _threshold_backward.walk(call, factors, candidates, kept[0], total)
     else:

@@ -81,8 +81,7 @@ def walk(
     rounds = may_round_dhidden and not has_edge and sum(len(part.chunks) for part in parts) == 1
     total = host.empty(call.prepared.weight.shape, case.dtype) if dweight is None else dweight
     start = _dhidden.empty_sums(host, case, call.shape, rounds), total
-    arrays = None if candidates is None else (candidates.ids, candidates.values)
-    carry: Carry = host.vary_like(start, (call.prepared, factors, arrays, cache))
+    carry: Carry = host.vary_like(start, (call.prepared, factors, candidates, cache))
     for i, part in enumerate(parts):
         carry = walk_chunks(call, part, candidates, carry, i > 0, dweight is not None)
     sums, total = carry
@@ -141,7 +140,7 @@ def walk_chunks(
         span = call.span(column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds)
         weight = prepared.weight if in_place else _edge.columns_from(call, column, most * shape.tile)
         d = part.dlogits(span, most * shape.tile, weight)
-        d = _candidates.put(call, candidates, d, column, column + num_tiles * shape.tile)
+        d = d if candidates is None else candidates.put(call, d, column, column + num_tiles * shape.tile)
         sums = launch(update_dhidden, generation, sums, d, weight, case, span)
         if in_place:
             return sums, launch(write_dweight, generation, dweight, d, prepared.hidden, case, span, adds_dweight)

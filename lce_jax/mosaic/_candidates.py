@@ -1,7 +1,12 @@
 """Candidates, beside the big kernels: logits from gathered rows of the weight, gradients in each chunk's dlogits.
 
-The kernels of logits and of dlogits do not know them. In the forward they cost T·K dot products. In the backward a
-chunk of dlogits gets what stands at the candidates' places after its kernel and before the two products that read it.
+The kernels of logits and of dlogits do not know them: this is array code between them, over ``xp``, which is
+``jax.numpy`` or torch. In the forward candidates cost T·K dot products. In the backward, what stands at their places is
+computed once, in float32. A chunk of dlogits gets it after its kernel and before the two products that read it, rounded
+once.
+
+It is all that stands there, not what is to be added: where a candidate is nearly certain, its terms nearly cancel the
+rest, which a chunk holds rounded.
 """
 
 from __future__ import annotations
@@ -11,127 +16,114 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import RowCoefficients
+from lce_jax._types import Options, RowCoefficients
+from lce_jax.mathematics import _logprobs
+from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic._call import KernelCall
-from lce_jax.mosaic._host import least
-from lce_jax.mosaic._live_tiles import Batches, Worklist
-from lce_jax.mosaic.common._candidates import candidate_logits, candidate_values, gathers
-from lce_jax.mosaic.common._put_candidates import put_candidates, put_live_candidates
-from lce_jax.xla import _logits
+from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
+from lce_jax.mosaic._operands import RowFactors
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
-class Fields(NamedTuple):
-    """How candidates lie: flat, a field of ``stride`` numbers for each, in which those of a token lie side by side."""
+@jax.named_scope("candidates")
+def unscaled(call: KernelCall, columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
+    """The x of the candidates at these columns of the shard, -inf at -1."""
+    x, options = call.operands, call.case.options
+    raw = call.host.products(x.hidden, x.weight, columns, options, x.num_rows)
+    return call.host.compute(_unscaled, raw, columns, x.raw_scale, options)
 
-    ids: int  # the field of the first one's id
-    x: int  # that of its x, in another array or in the same
-    rows: Any  # of each field
-    stride: Any
-    start: Any  # the id of the shard's first column
 
-    @classmethod
-    def of(cls, call: KernelCall) -> Fields:
-        """Those of `flat`."""
-        return cls(0, 0, call.shape.padded_tokens, call.shape.padded_tokens, 0)
+def _unscaled(xp: Any, raw: Array, columns: Array, raw_scale: Array | None, options: Options) -> Float[Array, "T K"]:
+    x = _logprobs.unscaled_logits(raw, options, raw_scale, _logprobs.softcap_tanh if xp is jnp else xp.tanh)
+    return xp.where(columns >= 0, x, -xp.inf)
 
 
 class PlacedCandidates(NamedTuple):
     """The candidates of a backward, and what stands in dlogits at the place of each."""
 
-    ids: Int[Array, "n"]
-    values: Float[Array, "K*stride"]
-    fields: Fields
+    columns: Int[Array, "T K"]  # once each; -1: none
+    values: Float[Array, "T K"]
 
+    @jax.named_scope("candidates")
+    def put(
+        self, call: KernelCall, dlogits: Float[Array, "Tp columns"], column: Any, stop: Any
+    ) -> Float[Array, "Tp columns"]:
+        """A chunk's ``dlogits``, of columns from ``column`` on, with the values of the candidates before ``stop``."""
+        return call.host.compute(_put, dlogits, self, column, stop)
 
-@jax.named_scope("candidates")
-def unscaled(call: KernelCall) -> Float[Array, "T K"] | None:
-    """The x of the candidates that this shard owns, -inf at the others."""
-    candidates, fields = call.operands.candidates, Fields.of(call)
-    if candidates is None:
-        return None
-    if not gathers(call.case):
-        return _logits.unscaled_candidates(call.operands, call.case)
-    memory = call.host.empty((candidates.shape[1] * fields.stride,), jnp.float32)
-    x = logits(call, flat(call, candidates), memory, fields, fields.stride)
-    return x.reshape(-1, fields.stride).T[: call.case.num_tokens]
-
-
-def logits(
-    call: KernelCall, ids: Int[Array, "n"], x: Float[Array, "m"], fields: Fields, x_stride: Any
-) -> Float[Array, "m"]:
-    """``x`` with those of the candidates in their fields, which lie ``x_stride`` numbers apart."""
-    prepared = call.prepared
-    numbers = call.host.numbers(prepared.num_rows, fields.stride, x_stride, fields.start, prepared.num_columns)
-    memory = call.host.vary_like(x, (prepared, ids))
-    first = fields.ids, fields.x
-    return call.host.launch(candidate_logits, call.case, prepared.hidden, prepared.weight, ids, memory, numbers, first)
+    @jax.named_scope("candidates")
+    def put_live(
+        self, call: KernelCall, dlogits: Float[Array, "slots*blocks tile"], work: Worklist, batches: Batches, i: Any
+    ) -> Float[Array, "slots*blocks tile"]:
+        """The same of batch ``i`` of live tiles."""
+        return call.host.compute(_put_live, dlogits, self, work.places, batches.scalars, i, call.shape.row_block)
 
 
 @jax.named_scope("candidates")
 def of_rows(call: KernelCall, factors: Float[Array, "factors Tp"], rows: RowCoefficients) -> PlacedCandidates | None:
     """The call's own, if there are any with a gradient."""
-    candidates = call.operands.candidates
-    if candidates is None or rows.candidates is None or rows.at_candidates is None:
+    if call.operands.candidates is None or rows.candidates is None:
         return None
-    ids, x, terms = (flat(call, y) for y in (candidates, rows.at_candidates, rows.candidates))
-    return placed(call, factors, ids, x, terms, Fields.of(call))
+    return placed(call, factors, call.operands.candidates, rows.candidates, rows.at_candidates)
 
 
 def placed(
-    call: KernelCall,
-    factors: Float[Array, "factors Tp"],
-    ids: Int[Array, "n"],
-    x: Float[Array, "m"],
-    terms: Float[Array, "K*stride"],
-    fields: Fields,
+    call: KernelCall, factors: Float[Array, "factors Tp"], columns: Int[Array, "T K"], terms: Array, x: Any
 ) -> PlacedCandidates:
     """What stands at their places, from what each adds there, and from its x all else."""
-    prepared = call.prepared
-    numbers = call.host.numbers(fields.rows, fields.stride, fields.start)
-    per_token = prepared.targets, prepared.scale, factors
-    first = fields.ids, fields.x
-    values = call.host.launch(candidate_values, call.case, ids, x, terms, *per_token, numbers, first)
-    return PlacedCandidates(ids, values, fields)
+    of_rows = call.prepared.targets, call.prepared.scale, factors, call.prepared.num_rows
+    return call.host.compute(_placed, columns, terms, x, *of_rows, call.case.options.logit_softcap is not None)
 
 
-@jax.named_scope("candidates")
-def put(
-    call: KernelCall, candidates: PlacedCandidates | None, dlogits: Float[Array, "Tp columns"], column: Any, stop: Any
-) -> Float[Array, "Tp columns"]:
-    """A chunk's ``dlogits``, of columns from ``column`` on, with the values of the candidates before column ``stop``.
-
-    Each is rounded once, to the chunk's dtype.
-    """
-    if candidates is None:
-        return dlogits
-    fields, end = candidates.fields, least(stop, call.prepared.num_columns)
-    numbers = call.host.numbers(call.prepared.num_rows, fields.stride, fields.start, column, end)
-    given = dlogits, candidates.ids, candidates.values
-    return call.host.launch(put_candidates, call.case, *given, numbers, fields.ids)
-
-
-@jax.named_scope("candidates")
-def put_live(
-    call: KernelCall,
-    candidates: PlacedCandidates | None,
-    dlogits: Float[Array, "slots*blocks tile"],
-    work: Worklist,
-    batches: Batches,
-    batch: Int[Array, "1"],
-) -> Float[Array, "slots*blocks tile"]:
-    """The same of a batch of live tiles."""
-    if candidates is None:
-        return dlogits
-    ids, values, fields = candidates
-    numbers = call.host.numbers(call.prepared.num_rows, fields.stride, fields.start)
-    given = dlogits, ids, values, work, batches, batch
-    return call.host.launch(put_live_candidates, call.case, *given, numbers, fields.ids)
+def _placed(
+    xp: Any, columns: Any, terms: Any, x: Any, targets: Any, scale: Any, factors: Any, num_rows: Any, is_capped: bool
+) -> PlacedCandidates:
+    """Eqs. 4 and 5, in base 2."""
+    T = len(columns)
+    columns, terms, x = _logprobs.add_repeats(columns, terms, x, xp=xp)
+    rows = RowFactors(*(factor[:T, None] for factor in factors), *[None] * (4 - len(factors)))
+    u = xp.clip((x - rows.max) * scale[:T, None], MASKED, 0.0)
+    e = xp.exp2(u)
+    d = rows.constant * e
+    d = d if rows.slope is None else d + rows.slope * (u * e)
+    d = d * _logprobs.cap_derivative(x) if is_capped else d
+    counts = xp.arange(T, dtype=xp.int32)[:, None] < num_rows
+    values = xp.where(columns == targets[:T, None], rows.target, d) + terms
+    return PlacedCandidates(xp.where(counts, columns, -1), values)
 
 
-def flat(call: KernelCall, per_candidate: Array) -> Array:
-    """``[T, K]`` as the kernels take it, in whole blocks of rows."""
-    missing = call.shape.padded_tokens - per_candidate.shape[0]
-    return jnp.pad(per_candidate, ((0, missing), (0, 0))).T.reshape(-1)
+def _put(xp: Any, dlogits: Any, candidates: PlacedCandidates, column: Any, stop: Any) -> Any:
+    token, at = xp.arange(len(candidates.columns), dtype=xp.int32)[:, None], candidates.columns - column
+    return _scattered(xp, dlogits, (at >= 0) & (candidates.columns < stop), token, at, candidates.values)
+
+
+def _put_live(
+    xp: Any, dlogits: Any, candidates: PlacedCandidates, places: Any, scalars: Any, i: Any, row_block: int
+) -> Any:
+    batch, tile = Batch.unpack(scalars, i), dlogits.shape[1]
+    token, known = xp.arange(len(candidates.columns), dtype=xp.int32)[:, None], xp.clip(candidates.columns, 0, None)
+    entry = places[known // tile, token // row_block]
+    slot = entry - batch.entry
+    is_here = (candidates.columns >= 0) & (entry >= 0) & (slot >= 0) & (slot < batch.num_entries)
+    return _scattered(xp, dlogits, is_here, slot * row_block + token % row_block, known % tile, candidates.values)
+
+
+def _scattered(
+    xp: Any, x: Float[Array, "n m"], is_here: Bool[Array, "T K"], row: Any, column: Any, values: Float[Array, "T K"]
+) -> Float[Array, "n m"]:
+    """``x`` with the values that are here, each in a place of its own, rounded; torch's in the same memory."""
+    values = xp.asarray(values, dtype=x.dtype)
+    if xp is jnp:
+        token, k = jnp.indices(values.shape, jnp.int32)  # the others get places outside
+        places = jnp.where(is_here, row, x.shape[0] + token), jnp.where(is_here, column, k)
+        return x.at[places].set(values, mode="drop", unique_indices=True)
+    # torch leaves no place out: the others store what one of those here stores too, or else what stands there.
+    flat, values = x.reshape(-1), values.reshape(-1)
+    at = xp.where(is_here, xp.asarray(row, dtype=xp.int64) * x.shape[1] + column, -1).reshape(-1)
+    one = xp.argmax(at, 0, keepdim=True)
+    place, there = at[one], at >= 0
+    spare = xp.where(place >= 0, values[one], flat[:1])
+    flat[xp.where(there, at, xp.clip(place, 0, None))] = xp.where(there, values, spare)
+    return x

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax.mathematics import _logprobs
-from lce_jax.mosaic import _candidates
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._host import least
@@ -100,5 +99,5 @@ def update_dhidden(
     depth = call.prepared.num_columns - column
     span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
     d = call.host.launch(dlogits, call.generation, call.arrays, copied, call.case, factors, span, call.shape.tile)
-    d = _candidates.put(call, candidates, d, column, column + depth)
+    d = d if candidates is None else candidates.put(call, d, column, column + depth)
     return call.host.launch(add_product, call.generation, sums, d, copied, call.case, span)

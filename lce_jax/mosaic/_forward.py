@@ -54,7 +54,8 @@ def in_parts(
     cache = _cache.empty(call.host, case, call.shape, cached) if cached else None
     groups, cache, maxima = joined(call, num_tiles, cache, _kept_fields(case, keep_cache))
     total = _mean.total(operands, case) if case.options.mean_logit else None
-    beside = _statistics.of_fields({"total": total, "candidates": _candidates.unscaled(call)})
+    x = None if operands.candidates is None else _candidates.unscaled(call, operands.candidates)
+    beside = _statistics.of_fields({"total": total, "candidates": x})
     return Parts(groups, beside), cache if maxima is None else _threshold.tile_statistics(call, maxima)
 
 

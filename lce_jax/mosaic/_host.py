@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
+from lce_jax._types import Options
+from lce_jax.xla import _logits
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Int
@@ -40,6 +42,12 @@ class Host(Protocol):
     def launch[**P, R](self, kernel: Callable[P, R], *operands: P.args, **more: P.kwargs) -> R:
         """``kernel(*operands)``, a function of `lce_jax.mosaic.common` that launches one kernel."""
 
+    def compute[R](self, function: Callable[..., R], *operands: Any) -> R:
+        """``function(xp, *operands)``: array code between kernels, over ``jax.numpy`` or a namespace like it."""
+
+    def products(self, hidden: Any, weight: Any, columns: Any, options: Options, num_rows: Any) -> Any:
+        """H · w of each token's columns of the vocabulary, [T, K], summed in float32; anything at the column -1."""
+
     def vary_like[T](self, tree: T, like: Any) -> T:
         """``tree`` with the type that a loop's carry needs, where it is to hold what is computed from ``like``."""
 
@@ -59,6 +67,8 @@ class Traced:
 
     def numbers(self, *numbers: Any) -> Int[Array, "n"]:
         """Traced or static."""
+        if _are_static(numbers):
+            return jnp.asarray(numbers, jnp.int32)
         return jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
 
     def prefix(self, x: Array, size: int, dim: int) -> Array:
@@ -72,6 +82,15 @@ class Traced:
     def launch[**P, R](self, kernel: Callable[P, R], *operands: P.args, **more: P.kwargs) -> R:
         """A kernel of the program."""
         return kernel(*operands, **more)
+
+    def compute[R](self, function: Callable[..., R], *operands: Any) -> R:
+        """By XLA."""
+        return function(jnp, *operands)
+
+    def products(self, hidden: Array, weight: Array, columns: Array, options: Options, num_rows: Any) -> Array:
+        """Rows of the weight are gathered for a chunk of tokens at a time, and XLA stores none."""
+        given = hidden, weight, columns, options, jnp.float32, num_rows
+        return _logits.products(*given, gathered_bytes=_logits.FUSED_BYTES)
 
     def vary_like[T](self, tree: T, like: Any) -> T:
         """Varying over as many manual axes."""

@@ -1,103 +1,57 @@
-"""Candidates in the passes of `lce_jax.kernels`: launches beside those of a call without them.
+"""Candidates in the passes of `lce_jax.kernels`: array code over torch beside the kernels.
 
-forward    keep ─ logits … finish ─ logprobs         ids and x are saved of each token
-shards     keep ─ logits ─ (exchange) ─ join …       the x are sent
-backward   terms ─ coefficients ─ values … dlogits ─ put …
-
-With a threshold, `select` reads the ids that are saved.
+forward    columns ─ x ─ (exchange between shards) … keep         ids and x are saved of each token
+backward   terms ─ coefficients ─ what stands at their places … dlogits ─ put …
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
+from lce_jax import scalars
+from lce_jax.mathematics import _logprobs
+from lce_jax.mosaic import _partial_statistics
 
-from lce_jax.mosaic import _candidates, _partial_statistics
-from lce_jax.mosaic._call import KernelCall
-from lce_jax.mosaic._candidates import Fields, PlacedCandidates
-from lce_jax.mosaic.common._candidate_tokens import (
-    candidate_logprobs,
-    candidate_terms,
-    join_candidates,
-    keep_candidates,
-)
-
-type Buffer = Any  # an array of the host's
-type Pass = Any  # that of `lce_jax.kernels`, which imports this module
-
-SEED = "candidate_logprobs"
+type Kind = Any  # that of `lce_jax.kernels`, which imports this module
 
 
-def keep(run: Pass, ids: Buffer | None, saved: Buffer) -> None:
-    """Keeps the ids [R, K]."""
-    if ids is not None:
-        run.host.launch(keep_candidates, run.kind.case, ids, _ids(saved), run.of_rows, _fields(run).ids)
+def columns_of(xp: Any, ids: Any, kind: Kind) -> Any:
+    """The shard's columns, -1 where it does not own the id."""
+    live = kind.num_columns if kind.live_columns is None else kind.live_columns
+    return xp.where((ids >= kind.start) & (ids < kind.start + live), ids - kind.start, -1)
 
 
-def add_logits(run: Pass, call: KernelCall, saved: Buffer) -> None:
-    """Keeps the x of a whole vocabulary."""
-    if run.kind.num_candidates:
-        _candidates.logits(call, _ids(saved), saved, _fields(run), run.kind.stride)
+def keep(xp: Any, saved: Any, ids: Any, x: Any, kind: Kind) -> tuple[Any, Any]:
+    """``saved`` with both, and the log-probabilities: NaN where a row's statistics are."""
+    fields, (first, last) = _fields(saved, kind), (kind.first_statistic, kind.saved_fields)
+    fields.view(xp.int32)[first - kind.num_candidates : first] = ids.T
+    fields[last - kind.num_candidates : last] = x.T
+    names = _partial_statistics.kept(kind.case.options)
+    highest, sumexp = (fields[first + names.index(name), :, None] for name in ("max", "sumexp"))
+    scale = _logprobs.row_scale(kind.case.options, _inverse_temperature(xp, fields, kind)[0])
+    found = _logprobs.candidate_logprobs(x, highest, scale, xp.log(sumexp), xp)
+    return saved, xp.where(highest == highest, found, xp.nan)
 
 
-def sent_logits(run: Pass, call: KernelCall, saved: Buffer) -> Buffer | None:
-    """The x of a shard [K, Tp], if there are candidates."""
-    most, tokens = run.kind.num_candidates, run.kind.shape.padded_tokens
-    if not most:
-        return None
-    memory = run.host.empty((most * tokens,), jnp.float32)
-    sent = _candidates.logits(call, _ids(saved), memory, _fields(run)._replace(x=0), tokens)
-    return run.host.reshape(sent, (most, tokens))
+def terms(xp: Any, saved: Any, seed: Any, total: Any, kind: Kind) -> tuple[Any, Any, Any, Any]:
+    """The columns, what each adds to dlogits (eqs. 4, 5), their x, and ``total``, memory, with the Σ g of eq. 4."""
+    fields, first = _fields(saved, kind), kind.first_statistic
+    ids, x = fields.view(xp.int32)[first - kind.num_candidates : first].T, fields[-kind.num_candidates :].T
+    inverse, there = _inverse_temperature(xp, fields, kind)
+    factor = _logprobs.row_factor(kind.case.options, inverse)
+    dcap = None if kind.logit_softcap is None else _logprobs.cap_derivative
+    g, added = _logprobs.candidate_terms(x, seed, factor, dcap, xp)
+    total[: len(g)] = g.sum(1)
+    return columns_of(xp, ids, kind), added if there is None else xp.where(there, added, 0.0), x, total
 
 
-def join(run: Pass, x: Buffer | None, saved: Buffer) -> None:
-    """Keeps the x of all shards."""
-    if x is not None:
-        fields = _fields(run).x, run.kind.first_statistic
-        run.host.launch(join_candidates, run.kind.case, x, saved, run.of_rows, *fields)
+def _fields(saved: Any, kind: Kind) -> Any:
+    return saved.view(kind.saved_fields, -1)
 
 
-def logprobs(run: Pass, saved: Buffer) -> dict[str, Buffer]:
-    """The result [R, K], if there are candidates."""
-    kind = run.kind
-    if not kind.num_candidates:
-        return {}
-    given = kind.case, saved, kind.has_temperature, run.of_rows
-    return {SEED: run.host.launch(candidate_logprobs, *given)}
-
-
-def selecting(run: Pass, saved: Buffer, num_columns: Any) -> tuple[list[Any], list[Any]]:
-    """For `select`: more numbers, and where the ids are; nothing if there are no candidates."""
-    if not run.kind.num_candidates:
-        return [], []
-    return [run.kind.start, num_columns], [_ids(saved), _fields(run).ids]
-
-
-def terms(run: Pass, saved: Buffer, seed: Buffer | None) -> Buffer | None:
-    """What becomes of their cotangent, if there is one."""
-    if seed is None:
-        return None
-    kind = run.kind
-    given = kind.case, saved, kind.has_temperature, seed, run.of_rows
-    return run.host.launch(candidate_terms, *given)
-
-
-def placed(
-    run: Pass, call: KernelCall, factors: Buffer, saved: Buffer, terms: Buffer | None
-) -> PlacedCandidates | None:
-    """What stands at the candidates' places in dlogits, if they have a cotangent."""
-    if terms is None:
-        return None
-    return _candidates.placed(call, factors, _ids(saved), saved, terms, _fields(run))
-
-
-def _ids(saved: Buffer) -> Buffer:
-    return saved.view(saved.shape, jnp.int32)
-
-
-def _fields(run: Pass) -> Fields:
-    """How candidates lie in what is saved."""
-    kind = run.kind
-    x = kind.first_statistic + len(_partial_statistics.kept(kind.case.options))
-    return Fields(kind.first_statistic - kind.num_candidates, x, kind.num_tokens, kind.stride, kind.start)
+def _inverse_temperature(xp: Any, fields: Any, kind: Kind) -> tuple[Any, Any]:
+    """[T, 1], 1 where a row has no such temperature, and which have one; None if there are none."""
+    if not kind.has_temperature:
+        return None, None
+    there = scalars.is_temperature(fields[1, :, None])
+    return 1.0 / xp.where(there, xp.clip(fields[1, :, None], _logprobs.SMALLEST, None), 1.0), there

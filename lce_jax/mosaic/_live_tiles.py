@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Int
 
@@ -59,8 +61,7 @@ class Worklist(NamedTuple):
     order: Int[Array, "ranks"]  # the vocabulary tile at each rank
     counts: Int[Array, "ranks"]  # its live row blocks
     first: Int[Array, "ranks+1"]  # its first entry
-    places: Int[Array, "blocks ranks"]  # the entry of a row block in each, -1 where it is not live
-    rank_of: Int[Array, "tiles"]  # each vocabulary tile's rank
+    places: Int[Array, "tiles blocks"]  # the entry of each tile, -1 where it is not live
     by_row: Int[Array, "blocks*tiles"]  # the entries that dhidden contracts, once more, by row block and then by rank
     tile_by_row: Int[Array, "blocks*tiles"]  # the vocabulary tile of each of these
 
@@ -97,27 +98,94 @@ class Batches(NamedTuple):
     ranks: Int[Array, "ranks"]  # all, by batch; in each, those with the most live row blocks come first
 
 
-class Order(NamedTuple):
-    """The order of the vocabulary tiles, in both directions."""
+def mixed(n: int) -> list[int]:
+    """An order of n things in which each part of it has about the same share of the first as of the last.
 
-    tiles: Int[Array, "ranks"]  # the vocabulary tile at each rank
-    counts: Int[Array, "ranks"]  # its live row blocks
-    rank_of: Int[Array, "tiles"]  # each vocabulary tile's rank
-
-
-class Entries(NamedTuple):
-    """What each rank adds to a `Worklist`."""
-
-    row_blocks: Int[Array, "entries"]
-    tiles: Int[Array, "entries"]
-    first: Int[Array, "ranks+1"]
-    places: Int[Array, "blocks ranks"]  # the entry of a row block, -1 where it has none
+    The fractional parts of multiples of the golden ratio are spread evenly.
+    """
+    fractions = np.arange(n, dtype=np.uint32) * np.uint32(0x9E3779B9)  # times 2³²
+    return np.argsort(fractions, kind="stable").tolist()
 
 
-class RowEntries(NamedTuple):
-    """What each row block adds."""
+def lists(xp: Any, sizes: Sizes, mixed: Any, live: Any, contracted: Any, num_columns: Any) -> tuple[Worklist, Batches]:
+    """All of a shard's lists.
 
-    by_row: Int[Array, "blocks*tiles"]
-    tile_by_row: Int[Array, "blocks*tiles"]
-    starts: Int[Array, "batches blocks"]  # of its list in each batch
-    counts: Int[Array, "batches blocks"]
+    Args:
+        xp: ``jax.numpy``, or a namespace like it.
+        sizes: of the lists.
+        mixed: `mixed` of the vocabulary tiles.
+        live: [tiles, blocks or more], 1 where a tile is live.
+        contracted: how many of the first vocabulary tiles dhidden contracts in place: those in the lists by row block.
+        num_columns: live columns of the shard.
+    """
+    live = live[:, : sizes.blocks]
+    order = _argsort(xp, xp.sum(live, 1, dtype=xp.int32))[mixed]
+    rank, live = xp.arange(sizes.tiles, dtype=xp.int32), live[order]
+    counts, block = xp.sum(live, 1, dtype=xp.int32), xp.arange(sizes.blocks, dtype=xp.int32)
+    first = _sums_before(xp, (counts + (sizes.group - 1)) & -sizes.group)
+    entry = first[:-1, None] + xp.cumsum(live, 1, dtype=xp.int32) - live
+    in_tile = xp.arange(sizes.entries_of_tile, dtype=xp.int32)
+    of_rows = live * (order < contracted)[:, None]
+    before = _sums_before(xp, of_rows)  # the entries of each row block that dhidden contracts and that have lower ranks
+    places = xp.where(of_rows > 0, block * sizes.tiles + before[:-1], sizes.blocks * sizes.tiles)
+    in_entries = xp.where(live > 0, entry, sizes.entries)
+    whole_groups = xp.where(in_tile < (first[1:] - first[:-1])[:, None], first[:-1, None] + in_tile, sizes.entries)
+    work = Worklist(
+        row_blocks=put(xp, sizes.entries, in_entries, block[None]),
+        tiles=put(xp, sizes.entries, whole_groups, order[:, None]),
+        order=order,
+        counts=counts,
+        first=first,
+        places=xp.where(live > 0, entry, -1)[put(xp, sizes.tiles, order, rank)],
+        by_row=put(xp, sizes.blocks * sizes.tiles, places, entry),
+        tile_by_row=put(xp, sizes.blocks * sizes.tiles, places, order[:, None]),
+    )
+    return work, _batches(xp, sizes, work, before, num_columns)
+
+
+def _batches(xp: Any, sizes: Sizes, work: Worklist, before: Any, num_columns: Any) -> Batches:
+    starts = xp.arange(sizes.batches + 1, dtype=xp.int32) * sizes.share
+    ranks = xp.sum(work.first[:-1] < starts[:, None], 1, dtype=xp.int32)
+    entries, before, batch = work.first[ranks], before[ranks], work.first[:-1] // sizes.share
+    counts = before[1:] - before[:-1]
+    order = _argsort(xp, -counts)
+    which = xp.arange(sizes.batches, dtype=xp.int32)[:, None], order
+    begins = xp.arange(sizes.blocks, dtype=xp.int32) * sizes.tiles + before[:-1]
+    fields = Batch(
+        ranks[:-1],
+        ranks[1:] - ranks[:-1],
+        entries[:-1],
+        entries[1:] - entries[:-1],
+        xp.sum(counts > 0, 1, dtype=xp.int32),
+        xp.zeros_like(entries[1:]) + num_columns,
+    )
+    by_count = _argsort(xp, batch * (sizes.blocks + 1) - work.counts)
+    return Batches(xp.stack(fields, 1), RowLists(order, begins[which], counts[which]), by_count)
+
+
+def _argsort(xp: Any, keys: Any) -> Any:
+    """Along the last dimension; what is equal stays in its order."""
+    return xp.asarray(xp.argsort(keys, stable=True), dtype=xp.int32)
+
+
+def _sums_before(xp: Any, x: Any) -> Any:
+    """The sum of all that come before each along the first dimension, and of all."""
+    return xp.concatenate([xp.zeros_like(x[:1]), xp.cumsum(x, 0, dtype=xp.int32)])
+
+
+def held(xp: Any, columns: Any, num_rows: Any, sizes: tuple[int, int], shape: tuple[int, int]) -> Any:
+    """1 where a tile holds one of these columns [T, K], -1 for none, of a row that counts.
+
+    ``sizes`` are those of a row block and of a vocabulary tile, ``shape`` of the result, [tiles, blocks].
+    """
+    (row_block, tile), token = sizes, xp.arange(len(columns), dtype=xp.int32)[:, None]
+    places = columns // tile * shape[1] + token // row_block
+    places = xp.where((columns >= 0) & (token < num_rows), places, shape[0] * shape[1])
+    return put(xp, shape[0] * shape[1], places, xp.ones_like(places)).reshape(shape)
+
+
+def put(xp: Any, size: int, places: Any, values: Any) -> Any:
+    """``size`` numbers with the values at their places, and 0 elsewhere. Place ``size`` is nowhere."""
+    values, padded = xp.broadcast_to(values, places.shape), xp.zeros(size + 1, dtype=xp.int32)
+    put = padded.at[places].set if hasattr(padded, "at") else lambda values: padded.index_put((places,), values)
+    return put(values)[:size]

@@ -1,23 +1,24 @@
 """Which tiles carry gradient, from the forward's own maxima.
 
 A tile, a row block by a vocabulary tile, is live if it holds a label, a candidate, or a probability of at least the
-threshold. What
-the forward keeps of each tile tells that as soon as the whole vocabulary's lse is known, so the backward never touches
-the others.
+threshold. What the forward keeps of each tile tells that as soon as the whole vocabulary's lse is known, so the
+backward never touches the others.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
 from lce_jax._types import Case
 from lce_jax.mathematics._statistics import Normalizer
-from lce_jax.mosaic import _candidates, _edge, _operands
+from lce_jax.mosaic import _edge, _live_tiles, _operands
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._host import TRACED
 from lce_jax.mosaic.common import _select as kernels
+from lce_jax.mosaic.common._tiles import live_shape
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -30,18 +31,22 @@ class TileStatistics(NamedTuple):
     targets: Int[Array, "Tp"]
     scale: Float[Array, "Tp"]
     always: Any  # a vocabulary tile that is live whatever it holds, or -1
-    candidates: Int[Array, "K*Tp"] | None = None  # the shard's columns of these, flat
-    num_columns: Any = None  # of the shard, if there are candidates
+    held: Int[Array, "tiles blocks"] | None = None  # 1 where a tile holds a candidate
 
 
 def tile_statistics(call: KernelCall, maxima: Float[Array, "tiles kept Tp"]) -> TileStatistics:
     """Of a shard."""
     always = jnp.asarray(always_live(call), jnp.int32)
-    found = TileStatistics(maxima, call.prepared.targets, call.prepared.scale, always)
-    ids = call.operands.candidates
-    if ids is None:
-        return found
-    return found._replace(candidates=_candidates.flat(call, ids), num_columns=call.prepared.num_columns)
+    of_tokens = call.prepared.targets, call.prepared.scale
+    return TileStatistics(maxima, *of_tokens, always, held(call, call.operands.candidates))
+
+
+def held(call: KernelCall, columns: Int[Array, "T K"] | None) -> Int[Array, "tiles blocks"] | None:
+    """The tiles that hold one of these columns, -1 for none."""
+    if columns is None:
+        return None
+    sizes, shape = (call.shape.row_block, call.shape.tile), live_shape(call.case)
+    return call.host.compute(_live_tiles.held, columns, call.prepared.num_rows, sizes, shape)
 
 
 def always_live(call: KernelCall) -> Int[Array, ""] | int:
@@ -58,11 +63,9 @@ def select(
     """
     padded, count = tiles.targets.shape[0], case.num_tokens if num_rows is None else num_rows
     merged = jnp.concatenate([_operands.pad(x, padded) for x in (of_rows.max, of_rows.sumexp)])
-    of_candidates = [] if tiles.candidates is None else [0, tiles.num_columns]
-    numbers = TRACED.numbers(count, padded, tiles.always, *of_candidates)
-    given = tiles.maxima, tiles.targets, tiles.scale, merged, 0, numbers
-    live, masses = kernels.select(case, *given, tiles.candidates)
+    numbers = TRACED.numbers(count, padded, tiles.always)
+    live, masses = kernels.select(case, tiles.maxima, tiles.targets, tiles.scale, merged, 0, numbers, tiles.held)
     if masses is None:
         return live, None
-    dropped = kernels.dropped_mass(masses, TRACED.numbers(padded, padded))[: case.num_tokens]
+    dropped = functools.reduce(jnp.add, masses)[: case.num_tokens]  # in their order
     return live, jnp.where(jnp.arange(case.num_tokens, dtype=jnp.int32) < count, dropped, 0.0)

@@ -18,8 +18,7 @@ from lce_jax.mosaic import _candidates, _chunks, _dhidden, _edge, _mean, _operan
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._generation import Generation
-from lce_jax.mosaic._live_tiles import Batches, Sizes, Worklist
-from lce_jax.mosaic.common import _worklists as kernels
+from lce_jax.mosaic._live_tiles import Sizes, lists, mixed
 from lce_jax.mosaic.common._dlogits import live_dlogits
 from lce_jax.mosaic.common._hidden_rows import zeros
 from lce_jax.mosaic.common._live_products import update_live_dhidden, write_live_dweight
@@ -60,7 +59,9 @@ def walk(
     case, generation, host, prepared = call.case, call.generation, call.host, call.prepared
     adds = dweight is not None
     sizes = sizes_of(call)
-    work, batches = lists(call, sizes, live)
+    with jax.named_scope("worklist"):
+        given = host.numbers(*mixed(sizes.tiles)), live, _edge.contracted_tiles(call), prepared.num_columns
+        work, batches = host.compute(lists, sizes, *given)
     sums = host.launch(zeros, _dhidden.sums_shape(case, call.shape), host.numbers(prepared.num_rows))
     total = host.empty(prepared.weight.shape, case.dtype) if dweight is None else dweight
 
@@ -70,12 +71,11 @@ def walk(
         batch = host.numbers(i)
         along = work, batches, batch
         d = host.launch(live_dlogits, generation, call.arrays, prepared.weight, case, factors, *along, sizes.slots)
-        d = _candidates.put_live(call, candidates, d, *along)
+        d = d if candidates is None else candidates.put_live(call, d, work, batches, i)
         sums = host.launch(update_live_dhidden, generation, sums, d, prepared.weight, case, *along)
         return sums, host.launch(write_live_dweight, generation, dweight, d, prepared.hidden, case, *along, adds)
 
-    arrays = None if candidates is None else (candidates.ids, candidates.values)
-    carry = host.vary_like((sums, total), (prepared, factors, arrays, live))
+    carry = host.vary_like((sums, total), (prepared, factors, candidates, live))
     sums, total = host.loop(range(sizes.batches), step, carry)
     return (_edge.update_dhidden(call, factors, candidates, sums) if _edge.is_left(call) else sums), total
 
@@ -85,19 +85,3 @@ def sizes_of(call: KernelCall) -> Sizes:
     case, shape, generation = call.case, call.shape, call.generation
     group = generation.tunings.of(case, "dlogits").cluster  # its blocks share each tile of the weight
     return Sizes(shape.num_tiles, shape.row_blocks, group, _chunks.live_slots(case, shape, generation.budget, group))
-
-
-@jax.named_scope("worklist")
-def lists(call: KernelCall, sizes: Sizes, live: Int[Array, "tiles blocks"]) -> tuple[Worklist, Batches]:
-    """The lists of the live tiles. Those by row block have only vocabulary tiles that dhidden contracts in place."""
-    launch, numbers = call.host.launch, call.host.numbers
-    order, counts, rank_of = launch(kernels.live_order, sizes, launch(kernels.live_counts, sizes, live))
-    entries = launch(kernels.live_entries, sizes, live, order, counts)
-    contracted = numbers(_edge.contracted_tiles(call))
-    rows = launch(kernels.live_rows, sizes, order, entries.first, entries.places, contracted)
-    per_batch = entries.first, rows.starts, rows.counts
-    row_lists, scalars = launch(kernels.live_row_lists, sizes, *per_batch, numbers(call.prepared.num_columns))
-    ranks = launch(kernels.live_ranks, sizes, entries.first, counts)
-    of_tiles = order, counts, entries.first, entries.places, rank_of
-    work = Worklist(entries.row_blocks, entries.tiles, *of_tiles, rows.by_row, rows.tile_by_row)
-    return work, Batches(scalars, row_lists, ranks)

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
-from lce_jax._types import Case, Operands, Options, Plan, Surroundings, format_bytes
-from lce_jax.mathematics import _logprobs
+from lce_jax._types import Case, Options, Plan, Surroundings, format_bytes
 from lce_jax.mathematics._statistics import along
 from lce_jax.xla import _walk
 
@@ -89,14 +88,6 @@ def _rows_of(weight: Array, columns: Array, options: Options) -> Array:
     if weight.shape[1] == 1 and options.vocab_dim == 1:  # XLA of JAX 0.12.0 reads past it on CPUs
         weight = jnp.pad(weight, ((0, 0), (0, 1)))
     return jnp.take(weight, columns, axis=options.vocab_dim, mode="clip")
-
-
-def unscaled_candidates(operands: Operands, case: Case) -> Float[Array, "T K"]:
-    """The x (eq. 0) of the candidates that this shard owns, -inf at the others."""
-    columns, options = operands.candidates, case.options
-    assert columns is not None
-    raw = products(operands.hidden, operands.weight, columns, options, case.stat_dtype, operands.num_rows, FUSED_BYTES)
-    return jnp.where(columns >= 0, _logprobs.unscaled_logits(raw, options, operands.raw_scale), -jnp.inf)
 
 
 def dhidden(

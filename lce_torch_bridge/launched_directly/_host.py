@@ -26,6 +26,7 @@ from lce_torch_bridge.tensors._device import Allocated, allocated
 ALIGNMENT = 256  # bytes
 ALIGNED_NUMBERS = 16  # int32 numbers whose bytes kernels may load at once
 SMALL = 1 << 22  # bytes of a piece of memory that is not allocated alone, which costs the host time
+GATHERED_BYTES = 32 << 20  # of rows of the weight: less than an H100's second cache holds
 MOST = 4096  # plans of all shapes together; each takes a few KiB
 
 _plans: dict[Any, Any] = {}
@@ -161,10 +162,22 @@ class Tape:
 
         return jax.tree.unflatten(out_tree, self.call(run, buffers, *results))
 
+    def products(self, hidden: Buffer, weight: Buffer, columns: Buffer, *_: Any) -> Buffer:
+        """By a matrix product for each token."""
+        return self.call(_products, [hidden, weight, columns], self.empty(columns.shape, jnp.float32))[0]
+
     def call(self, function: Callable[..., Any], operands: Sequence[Buffer], *results: Buffer) -> tuple[Buffer, ...]:
         """A step that is a function of tensors. It returns ``results``, its own or what it updated."""
         self.steps.append(Step(function, tuple(operands), results))
         return results
+
+
+class Numbers(NamedTuple):
+    """Where the numbers of a tape are, and slot by slot; anything of other slots."""
+
+    written: torch.Tensor
+    addresses: list[int]
+    tensors: list[Any]
 
 
 class Plan:
@@ -194,14 +207,14 @@ class Plan:
             there.update(step.slots)
             dropped = [slot for slot in step.slots if last[slot] == i and slot not in kept]
             self._steps.append((new, run, *how, results, dropped))
-        self._numbers: dict[int, tuple[torch.Tensor, list[int]]] = {}  # by stream: and the address of each slot
+        self._numbers: dict[int, Numbers] = {}  # by stream
 
     def run(self, device: int, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs, given the inputs."""
         stream = _device.current_stream(device)
         numbers = None if torch.cuda.is_current_stream_capturing() else self._numbers.get(stream)
-        addresses = (self._written(stream, given[0]) if numbers is None else numbers[1]).copy()
-        tensors: list[Any] = [None] * len(addresses)
+        _, *of_slots = self._written(stream, given[0]) if numbers is None else numbers
+        addresses, tensors = map(list, of_slots)
         for slot, x in zip(self._inputs, given, strict=True):
             tensors[slot], addresses[slot] = x, x.data_ptr()
         handle, empty = ctypes.c_void_p(stream), _device.empty
@@ -229,14 +242,14 @@ class Plan:
             if slot not in operands:  # else it has been updated in place
                 tensors[slot], addresses[slot] = x, x.data_ptr()
 
-    def _written(self, stream: int, like: torch.Tensor) -> list[int]:
-        """The addresses of slots: of numbers, written on the stream that reads them, and 0 of what a call has."""
+    def _written(self, stream: int, like: torch.Tensor) -> Numbers:
+        """Those of the plan, written on the stream that reads them."""
         if torch.cuda.is_current_stream_capturing():
             refuse_capture(not self._numbers)
             # Written by an earlier call on any stream: a capture begins when all of it is done.
-            written, addresses = next(iter(self._numbers.values()))
-            _captured[written.data_ptr()] = written
-            return addresses
+            found = next(iter(self._numbers.values()))
+            _captured[found.written.data_ptr()] = found.written
+            return found
         flat: list[int] = []
         addresses = [0] * len(self._tape.memory)
         for numbers, x in self._tape.numbers_given.items():
@@ -244,9 +257,12 @@ class Plan:
             flat += [*numbers, *[0] * (-len(numbers) % ALIGNED_NUMBERS)]
         given = torch.tensor(flat, dtype=torch.int32, pin_memory=like.is_cuda)
         written = given.to(like.device, non_blocking=True)
+        tensors: list[Any] = [None] * len(addresses)
+        for numbers, x in self._tape.numbers_given.items():
+            tensors[x.slot] = written[addresses[x.slot] // 4 :][: len(numbers)]
         addresses = [written.data_ptr() + first for first in addresses]
-        self._numbers[stream] = written, addresses
-        return addresses
+        found = self._numbers[stream] = Numbers(written, addresses, tensors)
+        return found
 
 
 def needed(tape: Tape) -> list[Step]:
@@ -275,6 +291,20 @@ def _in_one_piece(
             found.append((slot, total))
             total += size
     return found, total
+
+
+def _products(hidden: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor) -> list[torch.Tensor]:
+    """Rows of the weight are gathered for some tokens at a time."""
+    found = torch.empty(columns.shape, dtype=torch.float32, device=weight.device)
+    size = max(1, GATHERED_BYTES // (columns.shape[1] * weight.shape[1] * weight.element_size()))
+    for begin in range(0, len(columns), size):
+        at = columns[begin : begin + size].clamp(0)
+        rows = weight.index_select(0, at.flatten()).view(*at.shape, -1)
+        own = hidden[begin:][: len(at), :, None]
+        on_gpu = weight.is_cuda
+        raw = torch.bmm(rows, own, out_dtype=torch.float32) if on_gpu else torch.bmm(rows.float(), own.float())
+        found[begin : begin + size] = raw[..., 0]
+    return [found]
 
 
 def _as(x: torch.Tensor, buffer: Buffer) -> torch.Tensor:

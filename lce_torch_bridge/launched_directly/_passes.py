@@ -148,8 +148,11 @@ def _exchange(
         every = tape.empty((ranks * x.shape[0], *x.shape[1:]), x.dtype)
         return tape.call(lambda x: [_tensor_parallel.gather(x, group).flatten(0, 1)], [x], every)[0]
 
+    def highest(x: torch.Tensor) -> list[torch.Tensor]:
+        return [_tensor_parallel.gather(x, group).amax(0)]
+
     tape.call(put_tags, [sent, saved, *[y for y in given[1:] if y is not None]], sent)
-    return gathered(sent), None if x is None else gathered(x)
+    return gathered(sent), None if x is None else tape.call(highest, [x], tape.empty(x.shape, x.dtype))[0]
 
 
 def gradients(

