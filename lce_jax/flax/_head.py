@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import _checks, _jax, _options, scalars
 from lce_jax._types import Options
 from lce_jax.mathematics import _logprobs
-from lce_jax.ops import _cross_entropy, _kl
-from lce_jax.ops import _logprobs as api
-from lce_jax.ops import _sharded as sharding
-from lce_jax.ops import _topk as topk
+from lce_jax.ops import _sharded
+from lce_jax.ops._cross_entropy import linear_cross_entropy
+from lce_jax.ops._kl import linear_kl
+from lce_jax.ops._logprobs import linear_logprobs
+from lce_jax.ops._topk import linear_topk
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from lce_jax._types import LogprobOutput, TopK
     from lce_jax.mesh._layout import Axes
     from lce_jax.ops._cross_entropy import Reduction
+
+FUNCTIONS: dict[str, Any] = {
+    function.__name__: function for function in (linear_logprobs, linear_topk, linear_kl, linear_cross_entropy)
+}
+SHARDED: dict[str, Any] = {f"sharded_{name}": getattr(_sharded, f"sharded_{name}") for name in FUNCTIONS}
 
 # Logits of unit variance for hidden states of unit variance.
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
@@ -137,7 +143,7 @@ class Head:
         self, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], bias: Float[Array, "V"] | None = None
     ) -> Float[Array, "*b vocab_size"]:
         """Eq. 0 at temperature 1, over the true vocabulary."""
-        weight, sharding = self._cast(weight), _logits_sharding(hidden, weight)
+        weight, sharding = self.cast(weight), _logits_sharding(hidden, weight)
         raw = jnp.einsum(
             "...h,vh->...v",
             hidden.astype(weight.dtype),
@@ -154,67 +160,11 @@ class Head:
         logits, _ = _logprobs.transform_logits(raw, options, None)
         return logits[..., : self.vocab_size]
 
-    def logprobs(
-        self,
-        hidden: Float[Array, "*b H"],
-        weight: Float[Array, "V H"],
-        labels: Int[Array, "*b"],
-        bias: Float[Array, "V"] | None = None,
-        **options: Unpack[LogprobOptions],
-    ) -> LogprobOutput:
-        """`linear_logprobs`, or `sharded_linear_logprobs` if the head names a mesh axis."""
-        function = sharding.sharded_linear_logprobs if self.on_mesh else api.linear_logprobs
-        return function(hidden, self._cast(weight), labels, bias=bias, **self._own_options(), **options)
-
-    def topk(
-        self,
-        hidden: Float[Array, "*b H"],
-        weight: Float[Array, "V H"],
-        k: int,
-        bias: Float[Array, "V"] | None = None,
-        **options: Unpack[TopKOptions],
-    ) -> TopK:
-        """`linear_topk`, or `sharded_linear_topk` if the head names a mesh axis."""
-        function = sharding.sharded_linear_topk if self.on_mesh else topk.linear_topk
-        return function(hidden, self._cast(weight), k, bias=bias, **self._own_options(), **options)
-
-    def kl(
-        self,
-        hidden: Float[Array, "*b H"],
-        weight: Float[Array, "V H"],
-        teacher: Head,
-        teacher_hidden: Float[Array, "*b G"],
-        teacher_weight: Float[Array, "W G"],
-        bias: Float[Array, "V"] | None = None,
-        teacher_bias: Float[Array, "W"] | None = None,
-        **options: Unpack[KLOptions],
-    ) -> Float[Array, "*b"]:
-        """`linear_kl`, or `sharded_linear_kl` if the head names a mesh axis; scale and cap are each head's own."""
-        if self.vocab_size != teacher.vocab_size:
-            raise ValueError(
-                f"vocab_size={self.vocab_size}, but the teacher's is {teacher.vocab_size}: a divergence needs one "
-                "vocabulary"
-            )
-        function: Any = sharding.sharded_linear_kl if self.on_mesh else _kl.linear_kl
-        both = self._own_options() | {
-            "bias": bias,
-            "teacher_bias": teacher_bias,
-            "teacher_logit_scale": teacher.logit_scale,
-            "teacher_logit_softcap": teacher.logit_softcap,
-        }
-        return function(hidden, self._cast(weight), teacher_hidden, teacher._cast(teacher_weight), **both, **options)
-
-    def loss(
-        self,
-        hidden: Float[Array, "*b H"],
-        weight: Float[Array, "V H"],
-        labels: Int[Array, "*b"],
-        bias: Float[Array, "V"] | None = None,
-        **options: Unpack[LossOptions],
-    ) -> Float[Array, "..."]:
-        """`linear_cross_entropy`, or `sharded_linear_cross_entropy` if the head names a mesh axis."""
-        function = sharding.sharded_linear_cross_entropy if self.on_mesh else _cross_entropy.linear_cross_entropy
-        return function(hidden, self._cast(weight), labels, bias=bias, **self._own_options(), **options)
+    def call(self, function: str, hidden: Any, own: tuple[Any, Any], *arguments: Any, **options: Any) -> Any:
+        """That function of `lce_jax`, or the one over a mesh if the head names an axis; ``own``: weight and bias."""
+        weight, bias = own
+        called = SHARDED[f"sharded_{function}"] if self.on_mesh else FUNCTIONS[function]
+        return called(hidden, self.cast(weight), *arguments, bias=bias, **self._own_options(), **options)
 
     def _own_options(self) -> dict[str, Any]:
         """The options that belong to the head; Python refuses one that a call gives again."""
@@ -233,8 +183,93 @@ class Head:
             }
         return own
 
-    def _cast(self, weight: Float[Array, "V H"]) -> Float[Array, "V H"]:
+    def cast(self, weight: Float[Array, "V H"]) -> Float[Array, "V H"]:
+        """The weight in the dtype of the products."""
         return weight if self.dtype is None else weight.astype(self.dtype)
+
+
+class Calls:
+    """The calls of a head that store no logits, the same in both Flax APIs."""
+
+    options: Head
+
+    def parts(self) -> tuple[Float[Array, "V H"], Float[Array, "V"] | None]:
+        """The head's weight and bias."""
+        raise NotImplementedError
+
+    def logprobs(
+        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[LogprobOptions]
+    ) -> LogprobOutput:
+        """Per-token log-probability and entropy, without storing the logits.
+
+        Args:
+            hidden: ``[..., H]``.
+            labels: ``[...]`` vocabulary ids.
+            **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``candidates``, ``cache_bytes``,
+                ``gradient_threshold``, ``vocab_part_size``, ``logit_floor``, ``implementation`` and (inside
+                ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
+        """
+        found: LogprobOutput = self.options.call("linear_logprobs", hidden, self.parts(), labels, **options)
+        return found
+
+    def topk(self, hidden: Float[Array, "*b H"], k: int, **options: Unpack[TopKOptions]) -> TopK:
+        """The k most likely tokens and their log-probabilities, without storing the logits; not differentiable.
+
+        Args:
+            hidden: ``[..., H]``.
+            k: how many, from 1 to 512 and at most the vocabulary; a Python integer.
+            **options: ``where``, ``temperature``, ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as
+                in `lce_jax.linear_topk`.
+        """
+        found: TopK = self.options.call("linear_topk", hidden, self.parts(), k, **options)
+        return found
+
+    def kl(
+        self,
+        hidden: Float[Array, "*b H"],
+        teacher: Calls,
+        teacher_hidden: Float[Array, "*b G"],
+        **options: Unpack[KLOptions],
+    ) -> Float[Array, "*b"]:
+        """Exact KL divergence from a teacher's head per token, without storing the logits of either.
+
+        Each head has its own scale, cap, bias and dtype. The teacher has no gradient.
+
+        Args:
+            hidden: ``[..., H]``.
+            teacher: the teacher's head, over the same ``vocab_size``. In Linen bound
+                (``head.bind(variables)``), or of the same parent.
+            teacher_hidden: ``[..., G]``, at the same tokens.
+            **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature``, ``cache_bytes`` and
+                (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
+        """
+        own, of_teacher = self.options, teacher.options
+        if own.vocab_size != of_teacher.vocab_size:
+            raise ValueError(
+                f"vocab_size={own.vocab_size}, but the teacher's is {of_teacher.vocab_size}: a divergence needs one "
+                "vocabulary"
+            )
+        weight, bias = teacher.parts()
+        names = "bias", "logit_scale", "logit_softcap"
+        values = bias, of_teacher.logit_scale, of_teacher.logit_softcap
+        both: dict[str, Any] = {f"teacher_{name}": value for name, value in zip(names, values, strict=True)}
+        arguments = teacher_hidden, of_teacher.cast(weight)
+        found: Array = own.call("linear_kl", hidden, self.parts(), *arguments, **both, **options)
+        return found
+
+    def loss(
+        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[LossOptions]
+    ) -> Float[Array, "..."]:
+        """Cross entropy, without storing the logits.
+
+        Args:
+            hidden: ``[..., H]``.
+            labels: ``[...]`` vocabulary ids.
+            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer`` and the options
+                of `logprobs`, as in `lce_jax.linear_cross_entropy`.
+        """
+        found: Array = self.options.call("linear_cross_entropy", hidden, self.parts(), labels, **options)
+        return found
 
 
 def _logits_sharding(hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) -> NamedSharding | None:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
-    from lce_jax._shapes import Array, Float, Int
-    from lce_jax._types import LogprobOutput, TopK
+    from lce_jax._shapes import Array, Float
     from lce_jax.mesh._layout import Axes
 
 
@@ -28,7 +27,7 @@ class TiedOptions(_head.TiedOptions, total=False):
     name: str | None
 
 
-class LMHead(nn.Module):
+class LMHead(_head.Calls, nn.Module):
     """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
 
     Holds a parameter ``weight [rows, H]``, or (`tied`) uses an embedding's, and with ``use_bias`` a ``bias [rows]``.
@@ -36,28 +35,13 @@ class LMHead(nn.Module):
     loss.
 
     Attributes:
-        hidden_size: H.
-        vocab_size: the true vocabulary, V.
         embed: an ``nn.Embed`` of the parent whose parameter is the head's weight. None: the head has its own.
-        pad_to_multiple: rounds the rows of the head's own weight up, for example to the number of shards. Rows from
-            ``vocab_size`` on are padding: in no logits and no sum, with zero gradient. A tied weight is not padded.
-        use_bias: whether the head has a parameter ``bias [rows]`` too, zero at first, which is added to the products
-            before the scale (GPT-J, Phi). The kernels for Hopper GPUs do not serve it.
-        logit_scale: multiplies the float32 logits (Cohere, MuP).
-        logit_softcap: ``c`` in ``c·tanh(logits / c)`` (Gemma 2: 30). None: no cap.
-        dtype: of the matrix products; each call casts the weight and the hidden states to it. None: that of the
-            weight.
-        param_dtype: the dtype of the head's own weight and of the bias.
-        weight_init: initializer of the head's own weight.
-        precision: of the matrix products with float32 operands.
-        mesh: the mesh of the axes below. None: that of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. The head's own weight is annotated with it,
-            or as ``weight_init`` says itself (``nn.with_partitioning(initializer, ("tensor", "fsdp"))``). With this
-            or one of the next two, ``logprobs`` and ``loss`` are `lce_jax.sharded_linear_logprobs` and
-            `lce_jax.sharded_linear_cross_entropy`. Without them they are `lce_jax.linear_logprobs` and
-            `lce_jax.linear_cross_entropy`, for one device or inside ``jax.shard_map``.
-        batch_axes: the mesh axis (or axes) that splits the first dimension of the hidden states.
-        sequence_axis: the mesh axis (or axes) that splits their sequence; it may be ``vocab_axis``, or end with it.
+        mesh: the mesh of ``vocab_axis``, ``batch_axes`` and ``sequence_axis``. None: that of ``jax.set_mesh``.
+        vocab_axis: the head's own weight is annotated with it, or as ``weight_init`` says itself
+            (``nn.with_partitioning(initializer, ("tensor", "fsdp"))``).
+        others: those of `lce_jax.flax.nnx.LMHead`, which has ``rngs`` besides: ``hidden_size``, ``vocab_size``,
+            ``pad_to_multiple``, ``use_bias``, ``logit_scale``, ``logit_softcap``, ``dtype``, ``param_dtype``,
+            ``weight_init``, ``precision``, ``batch_axes``, ``sequence_axis``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -156,65 +140,12 @@ class LMHead(nn.Module):
         """
         return self.options.logits(hidden, self.weight, self.bias)
 
-    def logprobs(
-        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LogprobOptions]
-    ) -> LogprobOutput:
-        """Per-token log-probability and entropy, without storing the logits.
+    def parts(self) -> tuple[Float[Array, "V H"], Float[Array, "V"] | None]:
+        """The head's weight and bias."""
+        return self.weight, self.bias
 
-        Args:
-            hidden: ``[..., H]``.
-            labels: ``[...]`` vocabulary ids.
-            **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``candidates``, ``cache_bytes``,
-                ``gradient_threshold``, ``vocab_part_size``, ``logit_floor``, ``implementation`` and (inside
-                ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
-        """
-        return self.options.logprobs(hidden, self.weight, labels, bias=self.bias, **options)
-
-    def topk(self, hidden: Float[Array, "*b H"], k: int, **options: Unpack[_head.TopKOptions]) -> TopK:
-        """The k most likely tokens and their log-probabilities, without storing the logits; not differentiable.
-
-        Args:
-            hidden: ``[..., H]``.
-            k: how many, from 1 to 512 and at most the vocabulary; a Python integer.
-            **options: ``where``, ``temperature``, ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as
-                in `lce_jax.linear_topk`.
-        """
-        return self.options.topk(hidden, self.weight, k, bias=self.bias, **options)
-
-    def kl(
-        self,
-        hidden: Float[Array, "*b H"],
-        teacher: LMHead,
-        teacher_hidden: Float[Array, "*b G"],
-        **options: Unpack[_head.KLOptions],
-    ) -> Float[Array, "*b"]:
-        """Exact KL divergence from a teacher's head per token, without storing the logits of either.
-
-        Each head has its own scale, cap, bias and dtype. The teacher has no gradient.
-
-        Args:
-            hidden: ``[..., H]``.
-            teacher: the teacher's head, over the same ``vocab_size``; bound (``head.bind(variables)``), or of the same
-                parent.
-            teacher_hidden: ``[..., G]``, at the same tokens.
-            **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature``, ``cache_bytes`` and
-                (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
-        """
-        teachers, biases = (teacher.options, teacher_hidden, teacher.weight), (self.bias, teacher.bias)
-        return self.options.kl(hidden, self.weight, *teachers, *biases, **options)
-
-    def loss(
-        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LossOptions]
-    ) -> Float[Array, "..."]:
-        """Cross entropy, without storing the logits.
-
-        Args:
-            hidden: ``[..., H]``.
-            labels: ``[...]`` vocabulary ids.
-            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer`` and the options
-                of `logprobs`, as in `lce_jax.linear_cross_entropy`.
-        """
-        return self.options.loss(hidden, self.weight, labels, bias=self.bias, **options)
+    # Linen makes a module's methods of what stands in its class.
+    logprobs, topk, kl, loss = _head.Calls.logprobs, _head.Calls.topk, _head.Calls.kl, _head.Calls.loss
 
 
 def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any, dims: int = 2) -> Any:

@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
-    from lce_jax._shapes import Array, Float, Int
-    from lce_jax._types import LogprobOutput, TopK
+    from lce_jax._shapes import Array, Float
     from lce_jax.mesh._layout import Axes
 
 
-class LMHead(nnx.Module):
+class LMHead(_head.Calls, nnx.Module):
     """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
 
     Holds a parameter ``weight [rows, H]``, its own or (`tied`) an embedding's, and with ``use_bias`` a ``bias [rows]``.
@@ -149,16 +148,15 @@ class LMHead(nnx.Module):
         options.setdefault("dtype", embed.dtype)
         return cls(embed.features, vocab_size, embed=embed, **options)
 
-    @property
-    def _weight(self) -> Float[Array, "V H"]:
-        """The weight, if it is the whole head. An adapter, as qwix adds one, is a part of the model's logits alone."""
+    def parts(self) -> tuple[Float[Array, "V H"], Float[Array, "V"] | None]:
+        """Weight and bias, if they are the whole head. An adapter, as qwix adds one, is a part of the logits alone."""
         if adapters := [name for name, x in vars(self).items() if isinstance(x, nnx.LoRAParam)]:
             raise NotImplementedError(
                 f"the head holds {' and '.join(adapters)}, which are a part of the model's logits and of nothing else: "
                 "leave the head out of the adapter's modules, or add the scaled product of the two to the weight, or "
                 "call the functions of lce_jax with both (docs/recipes/lora.md)"
             )
-        return self.weight[...]
+        return self.weight[...], self._bias
 
     @property
     def _bias(self) -> Float[Array, "V"] | None:
@@ -174,62 +172,3 @@ class LMHead(nnx.Module):
             hidden: ``[..., H]``.
         """
         return self.options.logits(hidden, self.weight[...], self._bias)
-
-    def logprobs(
-        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LogprobOptions]
-    ) -> LogprobOutput:
-        """Per-token log-probability and entropy, without storing the logits.
-
-        Args:
-            hidden: ``[..., H]``.
-            labels: ``[...]`` vocabulary ids.
-            **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``candidates``, ``cache_bytes``,
-                ``gradient_threshold``, ``vocab_part_size``, ``logit_floor``, ``implementation`` and (inside
-                ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
-        """
-        return self.options.logprobs(hidden, self._weight, labels, bias=self._bias, **options)
-
-    def topk(self, hidden: Float[Array, "*b H"], k: int, **options: Unpack[_head.TopKOptions]) -> TopK:
-        """The k most likely tokens and their log-probabilities, without storing the logits; not differentiable.
-
-        Args:
-            hidden: ``[..., H]``.
-            k: how many, from 1 to 512 and at most the vocabulary; a Python integer.
-            **options: ``where``, ``temperature``, ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as
-                in `lce_jax.linear_topk`.
-        """
-        return self.options.topk(hidden, self._weight, k, bias=self._bias, **options)
-
-    def kl(
-        self,
-        hidden: Float[Array, "*b H"],
-        teacher: LMHead,
-        teacher_hidden: Float[Array, "*b G"],
-        **options: Unpack[_head.KLOptions],
-    ) -> Float[Array, "*b"]:
-        """Exact KL divergence from a teacher's head per token, without storing the logits of either.
-
-        Each head has its own scale, cap, bias and dtype. The teacher has no gradient.
-
-        Args:
-            hidden: ``[..., H]``.
-            teacher: the teacher's head, over the same ``vocab_size``.
-            teacher_hidden: ``[..., G]``, at the same tokens.
-            **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature``, ``cache_bytes`` and
-                (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
-        """
-        teachers, biases = (teacher.options, teacher_hidden, teacher._weight), (self._bias, teacher._bias)
-        return self.options.kl(hidden, self._weight, *teachers, *biases, **options)
-
-    def loss(
-        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LossOptions]
-    ) -> Float[Array, "..."]:
-        """Cross entropy, without storing the logits.
-
-        Args:
-            hidden: ``[..., H]``.
-            labels: ``[...]`` vocabulary ids.
-            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer`` and the options
-                of `logprobs`, as in `lce_jax.linear_cross_entropy`.
-        """
-        return self.options.loss(hidden, self._weight, labels, bias=self._bias, **options)

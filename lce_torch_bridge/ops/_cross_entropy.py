@@ -36,25 +36,13 @@ def linear_cross_entropy(
     A label outside the vocabulary that is not ``ignore_index`` has logprob 0 and counts as a token; torch raises there.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
-            or the CPU.
-        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
-            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
-            of the context share the copy, as with ``torch.nn.functional.linear``.
-        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
+        hidden, weight, labels, ignore_index, where: as in `linear_logprobs`.
         reduction: "mean" over the tokens that count (0 if there are none; torch has NaN), "sum", or "none" for
             ``[...]``, 0 on the others.
-        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as with a bool ``where``; the host waits
-            for their count. None: no label leaves its token out, not even one outside the vocabulary.
         label_smoothing: ε in [0, 1): the target is ``(1 - ε)·onehot + ε/V`` over the true vocabulary, as in torch.
             Megatron's ``vocab_parallel_cross_entropy`` spreads ε over the other tokens alone: its ε is
             ``ε·V / (V - 1)`` here, on one rank. On several, it takes V and the mean from each rank's own part.
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
-        where: the tokens that count: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
-            (int64 or int32). The others are 0 and have no gradient. Time and memory fall with the tokens that count,
-            whose results have the same bits as without ``where``. The host waits for the GPU to count a bool tensor. It
-            does not wait for an index on a GPU, nor check it: a row that is named twice counts twice in the gradients.
-            A bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
             ``logit_floor`` and ``implementation``, as in `linear_logprobs`.
@@ -107,11 +95,7 @@ def linear_entropy(
     """``(entropy, lse)`` of a language-model head for tokens that have no labels, without storing the logits.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
-            or the CPU.
-        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
-            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
-            of the context share the copy, as with ``torch.nn.functional.linear``.
+        hidden, weight: as in `linear_logprobs`.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``where``, ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
             ``logit_floor`` and ``implementation``, as in `linear_logprobs`, with hidden's leading shape in place

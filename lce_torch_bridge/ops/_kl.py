@@ -55,19 +55,12 @@ def linear_kl(
     size of the gradients. If only a teacher's top k is at hand, see `lce_torch_bridge.losses.distillation_loss`.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
-            or the CPU.
-        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
-            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
-            of the context share the copy, as with ``torch.nn.functional.linear``.
+        hidden, weight, bias, logit_scale, logit_softcap, reduce_grad_hidden: as in `linear_logprobs`.
         teacher_hidden: ``[..., G]`` the teacher's hidden states at the same tokens, of any size G and dtype.
         teacher_weight: ``[V, G]``, this rank's rows of the teacher's head, over the same vocabulary.
         direction: "forward" spreads the student over all that the teacher does; "reverse" keeps it away from what the
             teacher does not do; "jsd" lies between them.
         beta: the teacher's weight β in (0, 1) in "jsd". Each value compiles programs of its own. None: 0.5.
-        bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
-            autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels for
-            Hopper GPUs do not serve it: ``implementation=None`` then takes "xla" there. None: no bias.
         teacher_bias: ``[V]``, the same for the teacher, without a gradient.
         tp_group: the process group over which the vocabulary of both heads is split into parts of the same size; rank r
             holds the r-th. All ranks pass the same hidden states and get bitwise-equal results. None: both weights are
@@ -77,10 +70,8 @@ def linear_kl(
             CPU and outside ``torch.compile``: there, one that is not positive and finite is refused. Elsewhere its
             token's result is NaN without a gradient, and the other tokens are not affected.
         teacher_temperature: that of the teacher's logits. "same": the student's.
-        logit_scale: multiplies the float32 logits first (MuP, Cohere).
         teacher_logit_scale: that of the teacher's logits. "same": the student's. "unset": 1, and refused if the
             student's is another.
-        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
         teacher_logit_softcap: that of the teacher's logits. None: no cap. "same": the student's. "unset": none, and
             refused if the student has one, because a cap belongs to its model.
         vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: in no sum,
@@ -89,9 +80,6 @@ def linear_kl(
         where: the tokens that count: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
             once (int64 or int32). The others are 0 and have no gradient, and cost nothing. The host waits for the GPU
             to count a bool tensor, but not for an index. None: all.
-        reduce_grad_hidden: True sums dhidden, the gradient of ``hidden``, over ``tp_group`` in float32, rounded once:
-            for tensor parallelism without sequence parallelism, where no later step sums it. False: each rank's dhidden
-            is its own part of the sum.
         wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
             ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``. Not under ``torch.compile``.

@@ -38,11 +38,7 @@ def linear_logits(
     log-probabilities under the whole vocabulary use ``linear_logprobs(..., candidates=ids)``.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
-            or the CPU.
-        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
-            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
-            of the context share the copy, as with ``torch.nn.functional.linear``.
+        hidden, weight, logit_scale, logit_softcap, vocab_size, reduce_grad_hidden: as in `linear_logprobs`.
         ids: ``[..., K]`` integers of any type: vocabulary ids per token, global also when the vocabulary is split; K
             from 1 to 512. -1 stands for none.
         bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
@@ -54,16 +50,9 @@ def linear_logits(
             value per token, or per sequence as ``[b, 1]``). No gradient. A tensor's values are looked at only on the
             CPU and outside ``torch.compile``: there, one that is not positive and finite is refused. Elsewhere its
             token's results are NaN without a gradient, and the other tokens are not affected.
-        logit_scale: multiplies the float32 logits first (MuP, Cohere).
-        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
-        vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: in no sum,
-            with zero gradient, whatever they hold. None: every column counts, as in Megatron's own cross entropy.
         where: the tokens that count: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
             once (int64 or int32). The others are 0 and have no gradient, as if all their ids were -1, and cost nothing.
             The host waits for the GPU to count a bool tensor, but not for an index. None: all.
-        reduce_grad_hidden: True sums dhidden, the gradient of ``hidden``, over ``tp_group`` in float32, rounded once:
-            for tensor parallelism without sequence parallelism, where no later step sums it. False: each rank's dhidden
-            is its own part of the sum.
         wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
             ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``. Not under ``torch.compile``.

@@ -52,25 +52,13 @@ def linear_loss(
     what you like.
 
     Args:
+        hidden, weight, labels, where, ignore_index: as in `linear_logprobs`.
         loss_fn: ``loss_fn(logprobs, entropy, lse, *per_token)`` of a chunk's tokens, ``[t]`` each, ``entropy`` None
             with ``entropy=False``. Any differentiable PyTorch code that returns ``[t]`` losses, each made of its own
             token's numbers alone, because chunks end anywhere. It may close over numbers and tensors without a
             gradient.
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
-            or the CPU.
-        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
-            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
-            of the context share the copy, as with ``torch.nn.functional.linear``.
-        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
         per_token: tensors whose shapes begin with that of labels: advantages, old log-probabilities. Those that
             require a gradient get one.
-        where: the tokens that count: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
-            (int64 or int32). The others are 0 and have no gradient. Time and memory fall with the tokens that count,
-            whose results have the same bits as without ``where``. The host waits for the GPU to count a bool tensor. It
-            does not wait for an index on a GPU, nor check it: a row that is named twice counts twice in the gradients.
-            A bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
-        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as with a bool ``where``; the host waits
-            for their count. None: no label leaves its token out, not even one outside the vocabulary.
         wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad`` in the backward, in
             float32 if there are several chunks, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``.

@@ -37,11 +37,7 @@ def linear_topk(
     through the results: give the ids to ``linear_logprobs(..., candidates=ids)`` for one.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
-            or the CPU.
-        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
-            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
-            of the context share the copy, as with ``torch.nn.functional.linear``.
+        hidden, weight, logit_scale, logit_softcap: as in `linear_logprobs`.
         k: how many, from 1 to 512 and at most the vocabulary; a Python integer.
         bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
             autocast, which leaves it as it is. None: no bias.
@@ -51,8 +47,6 @@ def linear_topk(
             value per token, or per sequence as ``[b, 1]``). A tensor's values are looked at only on the CPU and outside
             ``torch.compile``: there, one that is not positive and finite is refused. Elsewhere its token has ids -1 and
             NaN, and the other tokens are not affected.
-        logit_scale: multiplies the float32 logits first (MuP, Cohere).
-        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
         vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding, which is
             never among the results. None: every column counts.
         where: the tokens that count: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most

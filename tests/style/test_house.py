@@ -31,7 +31,7 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 26_229
+PACKAGES_LINES = 26_072
 PACKAGES_FILES = 161
 TESTS_LINES = 33_714
 
