@@ -20,7 +20,7 @@ from lce_jax.mosaic.sm90 import HOPPER
 from tests import one_device_shards, oracle
 from tests.devices import H200
 from tests.mosaic.test_lowering import lower
-from tests.mosaic.test_same_bits import FIELDS, by_jax, by_list, drawn
+from tests.mosaic.test_same_bits import FIELDS, by_jax, by_torch, drawn
 from tests.mosaic_calls import call, case_of
 
 T, H = 16, 64
@@ -66,11 +66,11 @@ def test_any_number_of_shards(part: int, parts: int, columns: int, shards: tuple
 
 
 @pytest.mark.parametrize("has_temperature", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_jax_and_lists(has_temperature: bool) -> None:
+def test_jax_and_torch(has_temperature: bool) -> None:
     """The last part is smaller."""
     given = drawn(140, 128, 784)
     temperature = jnp.linspace(0.3, 3.0, 140) if has_temperature else None
-    wanted = by_list(*given, temperature, vocab_part_size=264)
+    wanted = by_torch(*given, temperature, vocab_part_size=264)
     found = by_jax(*given, stats=True, temperature=temperature, vocab_part_size=264)
     assert all(np.array_equal(found[name], wanted[name]) for name in FIELDS)
 
