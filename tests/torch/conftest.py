@@ -8,9 +8,17 @@ import pytest
 
 import lce_jax
 from lce_torch_bridge import launch_with, linear_logprobs
+from tests.torch import executor
 from tests.torch.gpu_problem import draw, skip_unless_direct
 
 collect_ignore_glob = ["megatron_*.py"]
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Nothing is run by JAX."""
+    with executor.in_float64():
+        yield
 
 
 @pytest.fixture

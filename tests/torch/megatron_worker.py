@@ -7,6 +7,7 @@ ranks may then be out of step with each other.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.torch import (
+    executor,
     megatron_behaviour,
     megatron_cases,
     megatron_checks,
@@ -58,7 +60,8 @@ def main() -> None:
     # Megatron makes a dozen groups for each size, and each group of gloo's has a thread that polls until the end.
     for case in sorted(getattr(megatron_cases, table), key=lambda case: (case.tp, dict(case.model).get("cp", 1))):
         try:
-            result = run(case)
+            with contextlib.nullcontext() if gpu else executor.in_float64():
+                result = run(case)
         except Exception:
             print(f"{case}: {traceback.format_exc()}", flush=True)
             os._exit(1)  # not through exit handlers, which may wait for the other ranks

@@ -94,24 +94,44 @@ def stored(
     weight: torch.Tensor,
     labels: torch.Tensor,
     *,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> LogprobOutput:
+    """The same with the logits stored: products in ``dtype``, the rest in float64."""
+    return of_products((hidden.to(dtype) @ weight.to(dtype).T).double(), labels, **options)
+
+
+def capped(
+    products: torch.Tensor,
+    *,
     bias: torch.Tensor | None = None,
-    temperature: float | torch.Tensor = 1.0,
+    temperature: float | torch.Tensor | None = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Logits of products ``hidden · weight``."""
+    z = products[..., :vocab_size]
+    z = (z if bias is None else z + bias[:vocab_size].to(z.dtype)) * logit_scale
+    z = z if logit_softcap is None else logit_softcap * torch.tanh(z / logit_softcap)
+    temperature = 1.0 if temperature is None else temperature
+    return z / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
+
+
+def of_products(
+    products: torch.Tensor,
+    labels: torch.Tensor,
+    *,
     candidates: torch.Tensor | None = None,
     logit_floor: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> LogprobOutput:
-    """The same with the logits stored: products in ``dtype``, the rest in float64."""
-    raw = (hidden.to(dtype) @ weight.to(dtype).T).double()
-    z = (raw if bias is None else raw + bias.double()) * logit_scale
-    if logit_softcap is not None:
-        z = logit_softcap * torch.tanh(z / logit_softcap)
-    z = z[..., :vocab_size] / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
+    """All results from the products ``hidden · weight``."""
+    z, in_set = capped(products, **options), None
     if logit_floor is not None:
         label = labels[..., None] == torch.arange(z.shape[-1], device=z.device)
-        z = z.where((z >= logit_floor[..., None]) | label, -1e30)
+        in_set = (z >= logit_floor[..., None]) | label
+        z = z.where(in_set, -1e30)
     logp = z.log_softmax(-1)
     inside = (labels >= 0) & (labels < z.shape[-1])
     at_label = logp.gather(-1, torch.where(inside, labels, 0).long().unsqueeze(-1)).squeeze(-1)
@@ -124,25 +144,18 @@ def stored(
     logprobs = torch.where(inside, at_label, lse.detach() - lse)
     entropy = -(logp.exp() * logp).sum(-1)
     return LogprobOutput(
-        logprobs, entropy, lse, z.amax(-1), z.amin(-1), z.mean(-1), of_candidates, logp.exp().square().sum(-1)
-    )
+        logprobs, entropy, lse, z.amax(-1), z.amin(-1), z.mean(-1), of_candidates, logp.exp().square().sum(-1),
+        None if in_set is None else in_set.sum(-1).double(),
+    )  # fmt: skip
 
 
-def stored_logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    temperature: float | torch.Tensor = 1.0,
-    logit_scale: float = 1.0,
-    logit_softcap: float | None = None,
-    vocab_size: int | None = None,
-) -> torch.Tensor:
+def stored_logits(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """Logits at ids, from all of them, in the dtype of the operands."""
-    z = (hidden @ weight.T + (0.0 if bias is None else bias)) * logit_scale
-    z = z if logit_softcap is None else logit_softcap * torch.tanh(z / logit_softcap)
-    z = (z / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature))[..., :vocab_size]
+    return at_ids(capped(hidden @ weight.T, **options), ids)
+
+
+def at_ids(z: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """0 where the id is none or out of vocabulary."""
     there = (ids >= 0) & (ids < z.shape[-1])
     return z.gather(-1, torch.where(there, ids, 0).long()).where(there, 0.0)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -15,28 +19,56 @@ SHOWN = 12_000  # characters of a process's output in the message of a failure
 CLEAN = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
+@functools.cache
+def server() -> subprocess.Popen[str]:
+    """`tests.torch.forked`, which lives as long as this process."""
+    command, pipe = [sys.executable, "-m", "tests.torch.forked"], subprocess.PIPE
+    started = subprocess.Popen(command, cwd=ROOT, env=_environment({}), stdin=pipe, stdout=pipe, text=True)
+    atexit.register(started.communicate)
+    return started
+
+
+def ask(size: int, words: list[str], logs: Path, seconds: float, environment: dict[str, str]) -> list[int] | str:
+    """The exit codes of processes that the server forks, or what went wrong."""
+    logs.mkdir(parents=True, exist_ok=True)
+    talk = server()
+    assert talk.stdin is not None
+    assert talk.stdout is not None
+    request = {"size": size, "words": words, "logs": str(logs), "seconds": seconds, "environment": environment}
+    talk.stdin.write(json.dumps(request) + "\n")
+    talk.stdin.flush()
+    return json.loads(talk.stdout.readline())
+
+
 def run(
-    code: str, timeout: float = 120, under: tuple[str, ...] = (), **environment: str
+    code: str, timeout: float = 120, under: tuple[str, ...] = (), fresh: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` with warnings as errors, as an argument of the command ``under``, if there is one."""
-    return subprocess.run(
-        [*under, sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=timeout, check=False, env=_environment(environment),
-    )  # fmt: skip
+    """Runs ``code`` with warnings as errors: forked, ``fresh`` or as an argument of the command ``under``."""
+    code = textwrap.dedent(code)
+    if fresh or under:
+        return subprocess.run(
+            [*under, sys.executable, "-W", "error", "-c", code],
+            capture_output=True, text=True, timeout=timeout, check=False, env=_environment(environment),
+        )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        codes = ask(1, ["-c", code], Path(folder), timeout, environment)
+        assert isinstance(codes, list), codes
+        out, err = ((Path(folder) / "0" / f"{name}.log").read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(code, codes[0], out, err)
 
 
-def succeed(code: str, timeout: float = 120, **environment: str) -> str:
+def succeed(code: str, timeout: float = 120, fresh: bool = False, **environment: str) -> str:
     """The standard output of ``code``, which must end with exit code 0."""
-    done = run(code, timeout, **environment)
+    done = run(code, timeout, fresh=fresh, **environment)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def forked(size: int, command: list[str], logs: Path, seconds: float, **environment: str) -> str | None:
     """As `torchrun`, of a module of the tests on the CPU: `tests.torch.forked` says how, and why."""
-    at = command.index("-m") + 1
-    words = [sys.executable, *command[:at], "tests.torch.forked", str(size), str(logs), *command[at:]]
-    return _failure_of(words, logs, seconds, environment)
+    codes = ask(size, command[command.index("-m") + 1 :], logs, seconds, environment)
+    wrong = f"exit codes {codes}" if isinstance(codes, list) and any(codes) else codes
+    return _with_logs(wrong, logs) if isinstance(wrong, str) else None
 
 
 def torchrun(
@@ -84,8 +116,10 @@ def _failure_of(command: list[str], logs: Path, seconds: float, environment: dic
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if failure is None:
-        return None
+    return None if failure is None else _with_logs(failure, logs)
+
+
+def _with_logs(failure: str, logs: Path) -> str:
     found = sorted(path for name in ("launcher", "*.log") for path in logs.rglob(name))
     texts = {path.relative_to(logs): path.read_text(errors="replace") for path in found}
     return failure + "".join(f"\n--- {name}\n{text[-SHOWN:]}" for name, text in texts.items() if text)

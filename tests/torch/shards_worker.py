@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -219,6 +220,7 @@ def losses(group: dist.ProcessGroup) -> None:
 
 
 def main() -> None:
+    warnings.simplefilter("error")
     rank = int(os.environ["LOCAL_RANK"])
     if DEVICE == "cuda":  # every rank sees every GPU
         torch.cuda.set_device(rank)

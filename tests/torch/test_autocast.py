@@ -7,29 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from lce_torch_bridge import explain, linear_logprobs
+from lce_torch_bridge import linear_logprobs
 from tests.torch import problem as p
 from tests.torch.processes import succeed
 
-
-@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
-def test_autocast_casts_the_weight(hidden_dtype: torch.dtype) -> None:
-    """As ``torch.nn.functional.linear`` does; gradients come back in each operand's own dtype."""
-    problem = p.draw(T=64, H=64, V=256)
-    problem = problem._replace(hidden=problem.hidden.to(hidden_dtype))
-    seeds = p.seeds_like(problem.labels)
-    with torch.autocast("cpu", torch.bfloat16):
-        out, grads = p.gradients(problem, seeds)
-        assert explain(*problem).plan.case.dtype == "bfloat16"
-    assert explain(*problem).plan.case.dtype == "float32"
-    low = problem._replace(weight=problem.weight.bfloat16())
-    want, wanted = p.gradients(low, seeds)
-    assert torch.equal(out.logprobs, want.logprobs)
-    assert [grad.dtype for grad in grads] == [hidden_dtype, torch.float32]
-    assert torch.equal(grads[0], wanted[0])
-    assert torch.equal(grads[1], wanted[1].float())
-    with torch.autocast("cpu", enabled=False):
-        assert not torch.equal(linear_logprobs(*problem).logprobs, out.logprobs)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 class Weights:

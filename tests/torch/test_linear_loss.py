@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from lce_torch_bridge import linear_logprobs, linear_loss
 from lce_torch_bridge.ops import _loss
@@ -179,33 +178,6 @@ def test_float16_is_rounded_after_the_loss_scale() -> None:
     assert p.relative_norm(2.0**20 * unscaled[0].double(), want[0]) > 1e-2
 
 
-@pytest.mark.parametrize("kind", ["mask", "index", "ignored"])
-def test_tokens_that_are_left_out(kind: str) -> None:
-    """They count nowhere, whatever they hold, and cost nothing; results of the others keep their bits."""
-    problem = p.draw(T=60)
-    problem = problem._replace(hidden=problem.hidden.view(3, 20, -1), labels=problem.labels.view(3, 20))
-    own = arguments(problem)
-    mask = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) < 0.4
-    part = p.Problem(problem.hidden[mask], problem.weight, problem.labels[mask]).leaves()
-    wanted_own = [x[mask].requires_grad_() for x in own]
-    want, _ = linear_loss(ppo, *part, *wanted_own)
-    wanted = torch.autograd.grad(want, (*part[:2], *wanted_own))
-    full = linear_logprobs(*problem)
-    problem.hidden[~mask], own[0][~mask] = torch.nan, torch.nan
-    if kind == "ignored":
-        problem.labels[~mask] = -100
-    keep = {"mask": mask, "index": mask.flatten().nonzero()[:, 0].int(), "ignored": None}[kind]
-    leaves, own = problem.leaves(), [x.requires_grad_() for x in own]
-    total, out = linear_loss(ppo, *leaves, *own, where=keep, ignore_index=-100 if kind == "ignored" else None)
-    grads = torch.autograd.grad(total, (*leaves[:2], *own))
-    assert torch.equal(total, want)
-    assert torch.equal(out.logprobs, full.logprobs.where(mask, 0.0))
-    assert torch.equal(grads[1], wanted[1])
-    for got, true in zip((grads[0], *grads[2:]), (wanted[0], *wanted[2:]), strict=True):
-        assert torch.equal(got[mask], true)
-        assert not got[~mask].any()
-
-
 @pytest.mark.parametrize("entropy", ["metric", False])
 def test_entropy_without_a_gradient(entropy: Any) -> None:
     problem = p.draw()
@@ -214,95 +186,6 @@ def test_entropy_without_a_gradient(entropy: Any) -> None:
     assert torch.equal(total, again)
     assert p.value_error(out.entropy, want.entropy) == 0
     assert max(map(p.relative_norm, grads, wanted)) < GRADIENT
-
-
-def test_no_tokens_and_a_loss_without_a_gradient() -> None:
-    weight = torch.ones(16, 8, requires_grad=True)
-    for T, loss_fn in ((0, ppo), (3, lambda logprobs, *_: torch.ones_like(logprobs))):
-        hidden, own = torch.zeros(T, 8, requires_grad=True), [torch.zeros(T), torch.zeros(T, 2)]
-        total, out = linear_loss(loss_fn, hidden, weight, torch.zeros(T, dtype=torch.int64), *own)
-        assert out.entropy.shape == (T,)
-        assert total.item() == T
-        assert not any(grad.any() for grad in torch.autograd.grad(total, (hidden, weight)))
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_frozen(frozen: str) -> None:
-    problem, own = p.draw(T=MANY), arguments(p.draw(T=MANY))
-    grads = []
-    for names in (("hidden", "weight"), (("weight", "hidden")[("hidden", "weight").index(frozen)],)):
-        leaves = problem.leaves()
-        for name in {"hidden", "weight"} - set(names):
-            getattr(leaves, name).requires_grad_(False)
-        total, _ = linear_loss(ppo, *leaves, *own, bias=BIAS.clone().requires_grad_(), chunk_bytes=p.THREE_CHUNKS)
-        grads.append(torch.autograd.grad(total, getattr(leaves, names[-1] if len(names) == 1 else "hidden")))
-    other = "weight" if frozen == "hidden" else "hidden"
-    _, _, want = evaluate(problem, factor=1.0, bias=BIAS, chunk_bytes=p.THREE_CHUNKS)
-    assert torch.equal(grads[1][0], want[("hidden", "weight").index(other)])
-
-
-def test_without_a_gradient_it_is_a_plain_forward() -> None:
-    """In the per-token arguments, and in whatever loss_fn closes over, autograd differentiates as usual."""
-    problem, own = p.draw(T=60), [x.requires_grad_() for x in arguments(p.draw(T=60))]
-    scale = torch.tensor(2.0, requires_grad=True)
-    total, out = linear_loss(lambda *given: scale * ppo(*given), *problem, *own)
-    again, want = two_passes(lambda *given: scale * ppo(*given), *problem, *own)
-    inputs = (*own, scale)
-    grads, wanted = (torch.autograd.grad(x, inputs) for x in (total, again))
-    assert all(map(torch.equal, (total, *out[:3], *grads), (again, *want[:3], *wanted)))
-    with torch.no_grad():
-        assert torch.equal(linear_loss(lambda *given: scale * ppo(*given), *problem.leaves(), *own)[0], total)
-
-
-@pytest.mark.parametrize("T", [300, MANY])
-@pytest.mark.parametrize("cast", [False, True], ids=["", "autocast"])
-def test_main_grad(cast: bool, T: int) -> None:
-    """Two micro-batches, forwards before backwards, add up in float32."""
-    dtype = torch.float32 if cast else torch.bfloat16
-    problem = p.draw(T=T, dtype=dtype)
-    weight = torch.nn.Parameter(problem.weight.clone())
-    weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros(weight.shape), False, True
-    want = torch.zeros_like(weight.main_grad, dtype=torch.float64)
-    totals = []
-    for seed in (0, 1):
-        batch = p.draw(T=T, dtype=dtype, seed=seed)._replace(weight=weight)
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            total, _ = linear_loss(ppo, *batch, *arguments(problem), wgrad="main_grad", chunk_bytes=p.THREE_CHUNKS)
-        totals.append(total)
-        seen = p.Problem(batch.hidden.bfloat16().double(), problem.weight.bfloat16().double(), batch.labels).leaves()
-        true, _ = two_passes(ppo, *seen, *arguments(problem), call=p.stored)
-        want += torch.autograd.grad(true / 37, seen.weight)[0]
-    (sum(totals) / 37).backward()
-    assert weight.grad_added_to_main_grad
-    assert not weight.grad.to_dense().any()  # the placeholder of zero_out_wgrad
-    assert p.relative_norm(weight.main_grad, want) < (GRADIENT if T == MANY else 1.2 * ROUNDING)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant: bool) -> None:
-    problem, own = p.draw(T=60), arguments(p.draw(T=60))
-    _, _, want = evaluate(problem, factor=1.0)
-    leaves = problem.leaves()
-
-    def call(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return linear_loss(ppo, hidden, weight, problem.labels, *own)[0]
-
-    checkpoint(call, *leaves[:2], use_reentrant=reentrant).backward()
-    assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(leaves[:2], want, strict=False))
-
-
-def test_the_graph_can_be_retained() -> None:
-    leaves = p.draw().leaves()
-    total, _ = linear_loss(ppo, *leaves, *arguments(p.draw()))
-    first = torch.autograd.grad(total, leaves[:2], retain_graph=True)
-    assert all(map(torch.equal, torch.autograd.grad(total, leaves[:2]), first))
-
-
-def test_only_gradients_are_kept() -> None:
-    leaves, saved = p.draw(T=MANY).leaves(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
-        linear_loss(lambda logprobs, *_: logprobs, *leaves, chunk_bytes=p.THREE_CHUNKS)
-    assert sorted(saved) == sorted([leaves.hidden.shape, leaves.weight.shape])
 
 
 def test_the_sum_of_dweight_is_overwritten() -> None:

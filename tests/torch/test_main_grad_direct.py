@@ -17,6 +17,8 @@ from tests.torch import problem as p
 from tests.torch.launched import launched_directly
 from tests.torch.test_main_grad import backward, parameter
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 
 @pytest.fixture
 def direct() -> Iterator[None]:

@@ -13,6 +13,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from lce_torch_bridge import LogprobOutput, linear_logprobs
 from tests.torch import problem as p
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 PROBLEM = p.draw(T=24, H=8, V=50)
 
 

@@ -14,6 +14,8 @@ from lce_torch_bridge import verl
 from tests.torch import problem as p
 from tests.torch.launched import launched_directly
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 GOOD = p.draw(T=6, H=8, V=10)
 IDS, KEEP, BIAS = p.candidates_like(GOOD.labels, K=2, V=10), torch.tensor([True, False] * 3), torch.linspace(0, 1, 10)
 WAYS: dict[str, Callable[[], Any]] = {"jax": contextlib.nullcontext, "direct": launched_directly}

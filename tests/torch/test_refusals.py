@@ -1,103 +1,254 @@
-"""Bad input: the right exception, with the offending values, before anything is computed."""
+"""Bad input: the right exception, with the offending values, before anything is computed; what it advises is right."""
 
 from __future__ import annotations
 
+import ast
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from lce_jax import UnsupportedError
-from lce_torch_bridge import explain, linear_cross_entropy, linear_entropy, linear_logprobs
+import lce_torch_bridge
+from lce_torch_bridge import explain, linear_cross_entropy, linear_entropy, linear_kl, linear_logprobs, linear_loss
 from lce_torch_bridge.call import _checks
 from tests.torch import problem as p
 
 GOOD = p.draw(T=6, H=8, V=10)
-MASK = r"a mask of zeros and ones must be bool: pass where\.bool\(\)"
+ONES = torch.ones(6, 2, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        (dict(hidden=[1.0]), TypeError, r"hidden must be a torch.Tensor, got list"),
-        (dict(hidden=torch.ones(6, 8, dtype=torch.float64)), TypeError, r"got torch.float64, which JAX would round"),
-        (dict(weight=torch.ones(10, 8, dtype=torch.int8)), TypeError, r"weight must be .* got torch.int8"),
-        (dict(labels=torch.ones(6)), TypeError, r"labels must be integers \(vocabulary ids\), got torch.float32"),
-        (dict(labels=torch.ones(6, dtype=torch.bool)), TypeError, r"labels must be integers .*, got torch.bool"),
-        (dict(weight=torch.ones(10)), ValueError, r"weight must be \[V, H\].* got shape \(10,\)"),
-        (dict(weight=torch.ones(0, 8)), ValueError, r"neither of them 0, got shape \(0, 8\)"),
-        (dict(weight=torch.ones(10, 7)), ValueError, r"hidden \(6, 8\) must end in the H of weight .* \(10, 7\)"),
-        (dict(labels=torch.ones(5, dtype=int)), ValueError, r"labels \(5,\) must have hidden's leading shape \(6,\)"),
-        (dict(labels=GOOD.labels.to("meta")), ValueError, r"labels is on meta, hidden on cpu"),
-        (dict(tp_group="tp"), TypeError, r"tp_group must be a torch.distributed.ProcessGroup .* got 'tp'"),
-        (dict(temperature=0.0), ValueError, r"temperature must be positive in float32, got 0.0"),
-        (dict(temperature=float("nan")), ValueError, r"temperature must be finite in float32, got nan"),
-        (dict(temperature=1e-46), ValueError, r"temperature must be positive in float32, got 1e-46"),
-        (dict(temperature=torch.full((6,), 1e-46).double()), ValueError, r"in float32, got 0.0 in its values"),
-        (dict(temperature=torch.tensor([1, 1, torch.inf, 1, 1, 1])), ValueError, r"finite in float32, got inf in its"),
-        (dict(temperature=torch.tensor([1, torch.nan, 1, 1, 1, 1])), ValueError, r"finite in float32, got nan in its"),
-        (dict(temperature="1"), TypeError, r"temperature must be a Python number, got str '1'"),
-        (dict(temperature=torch.ones(5)), ValueError, r"temperature \(5,\) must broadcast to the tokens' shape \(6,\)"),
-        (dict(temperature=torch.ones(2, 6)), ValueError, r"\(2, 6\) must broadcast to the tokens' shape \(6,\)"),
-        (dict(temperature=torch.ones(6, dtype=int)), TypeError, r"temperature must be floating point"),
-        (dict(temperature=torch.ones(6, requires_grad=True)), ValueError, r"pass temperature.detach\(\)"),
-        (dict(temperature=torch.ones(6, device="meta")), ValueError, r"temperature is on meta, hidden on cpu"),
-        (dict(logit_scale=float("inf")), ValueError, r"logit_scale must be finite in float32, got inf"),
-        (dict(logit_scale=True), TypeError, r"logit_scale must be a Python number, got bool True"),
-        (dict(logit_softcap=1e39), ValueError, r"logit_softcap must be finite in float32, got 1e\+39"),
-        (dict(logit_softcap=0), ValueError, r"logit_softcap must be positive in float32, got 0.0"),
-        (dict(vocab_size=11), ValueError, r"vocab_size must lie in \[1, 10\].* got 11"),
-        (dict(vocab_size=0), ValueError, r"vocab_size must lie in \[1, 10\].* got 0"),
-        (dict(vocab_size=9.0), TypeError, r"vocab_size must be a Python integer, got 9.0"),
-        (dict(entropy="grad"), TypeError, r'entropy must be True, False or "metric", got .grad.'),
-        (dict(out_of_vocab="nan"), ValueError, r"""out_of_vocab must be "zero" or "megatron", got 'nan'"""),
-        (dict(wgrad="add"), ValueError, r"""wgrad must be "return" or "main_grad", got 'add'"""),
-        (dict(stats=1), TypeError, r"stats must be True or False, got 1"),
-        (dict(reduce_grad_hidden=None), TypeError, r"reduce_grad_hidden must be True or False, got None"),
-        (dict(mean_logit="yes"), TypeError, r"mean_logit must be True or False, got 'yes'"),
-        (dict(bias=[0.0] * 10), TypeError, r"bias must be a torch.Tensor, got list"),
-        (dict(bias=torch.ones(10).double()), TypeError, r"bias must be bfloat16, .* torch.float64, which JAX would"),
-        (dict(bias=torch.ones(6)), ValueError, r"bias \(6,\) must have one number for each .*\(10, 8\): \(10,\)"),
-        (dict(bias=torch.ones(1, 10)), ValueError, r"bias \(1, 10\) must have one number .*: \(10,\)"),
-        (dict(bias=torch.ones(10, device="meta")), ValueError, r"bias is on meta, weight on cpu"),
-        (dict(vocab_part_size=12), ValueError, r"vocab_part_size must be a positive multiple of 8, got 12"),
-        (dict(vocab_part_size=8, cache_bytes=5), ValueError, r"vocab_part_size=8 with cache_bytes=5: .* Write"),
-        (dict(cache_bytes=-1), ValueError, r"cache_bytes must be a whole number of bytes, .* got -1"),
-        (dict(cache_bytes=1e9), ValueError, r"cache_bytes must be a whole number of bytes, at least 0, got 1000000000"),
-        (dict(where=[True] * 6), TypeError, r"where must be a torch.Tensor, got list"),
-        (dict(where=torch.ones(5, dtype=bool)), ValueError, r"where \(5,\) must have the tokens' shape \(6,\)"),
-        (dict(where=torch.ones(6)), TypeError, rf"where must be bool, or .* index of rows, got torch.float32; {MASK}"),
-        (dict(where=torch.ones(6).byte()), TypeError, rf"where must be bool, or .*, got torch.uint8; {MASK}"),
-        (dict(where=torch.tensor([0, 1] * 3)), ValueError, rf"must hold each row at most once, got 4 repeats; {MASK}"),
-        (dict(where=torch.ones(2, 2, dtype=int)), ValueError, r"must have one dimension, got shape \(2, 2\)$"),
-        (dict(where=torch.tensor([0, 6])), ValueError, r"where holds row 6, and there are 6 rows"),
-        (dict(where=torch.tensor([-1])), ValueError, r"where holds row -1, and there are 6 rows"),
-        (dict(where=torch.tensor([2, 2, 2])), ValueError, r"must hold each row at most once, got 2 repeats$"),
-        (dict(candidates=[[1]] * 6), TypeError, r"candidates must be a torch.Tensor, got list"),
-        (dict(candidates=torch.ones(6, 2)), TypeError, r"candidates must be integers \(vocabulary ids\), got torch"),
-        (dict(candidates=GOOD.labels[:, None][:, :0]), ValueError, r"candidates \(6, 0\) must end in K, from 1 to 512"),
-        (dict(candidates=torch.ones(6, 513, dtype=int)), ValueError, r"\(6, 513\) must end in K, from 1 to 512 ids"),
-        (dict(candidates=torch.tensor(3)), ValueError, r"candidates \(\) must end in K"),
-        (dict(candidates=torch.ones(5, 2, dtype=int)), ValueError, r"\(5, 2\) must be .* the shape of labels \(6,\)"),
-        (dict(candidates=torch.ones(6, 2, dtype=int).to("meta")), ValueError, r"candidates is on meta, hidden on cpu"),
-        (dict(ignore_index=-100.0), TypeError, r"ignore_index must be a Python integer, got -100.0"),
-        (dict(ignore_index=True), TypeError, r"ignore_index must be a Python integer, got True"),
-        (dict(implementation=7), TypeError, r"implementation must be None, a name or a tuple of names, got 7"),
-        (dict(implementation=()), TypeError, r"implementation must be None, a name or a tuple of names, got \(\)"),
-        (dict(implementation="cutlass"), ValueError, r"unknown implementation 'cutlass'; known: .*\"xla\""),
-        (dict(implementation="mosaic_gpu"), UnsupportedError, r"needs an NVIDIA GPU of compute capability 9.0"),
+def plain(logprobs: torch.Tensor, _entropy: Any, lse: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
+    return lse - sum(own, logprobs)
+
+
+HEAD = {"hidden": GOOD.hidden, "weight": GOOD.weight}
+TEACHER = {"teacher_hidden": torch.ones(6, 4), "teacher_weight": torch.ones(10, 4)}
+ARGUMENTS: dict[str, dict[str, Any]] = {  # by position, in this order; options follow
+    "linear_logprobs": HEAD | {"labels": GOOD.labels},
+    "linear_loss": {"loss_fn": plain} | HEAD | {"labels": GOOD.labels, "own": ()},
+    "linear_cross_entropy": HEAD | {"labels": GOOD.labels},
+    "linear_entropy": HEAD,
+    "linear_logits": HEAD | {"ids": ONES},
+    "linear_topk": HEAD | {"k": 2},
+    "linear_kl": HEAD | TEACHER,
+    "masked_logprobs": {"logits": torch.ones(6, 2), "ids": ONES, "labels": GOOD.labels},
+}
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "linear_logprobs": [
+        (dict(hidden=[1.0]), r"TypeError: .*hidden must be a torch.Tensor, got list"),
+        (dict(hidden=torch.ones(6, 8, dtype=torch.float64)), r"TypeError: .*got torch.float64, which JAX would round"),
+        (dict(weight=torch.ones(10, 8, dtype=torch.int8)), r"TypeError: .*weight must be .* got torch.int8"),
+        (dict(labels=torch.ones(6)), r"TypeError: .*labels must be integers \(vocabulary ids\), got torch.float32"),
+        (dict(labels=torch.ones(6, dtype=torch.bool)), r"TypeError: .*labels must be integers .*, got torch.bool"),
+        (dict(weight=torch.ones(10)), r"ValueError: .*weight must be \[V, H\].* got shape \(10,\)"),
+        (dict(weight=torch.ones(0, 8)), r"ValueError: .*neither of them 0, got shape \(0, 8\)"),
+        (dict(weight=torch.ones(10, 7)), r"ValueError: .*hidden \(6, 8\) must end in the H of weight .* \(10, 7\)"),
+        (dict(labels=torch.ones(5, dtype=int)), r"ValueError: .*labels \(5,\) must have hidden's leading shape \(6,\)"),
+        (dict(labels=GOOD.labels.to("meta")), r"ValueError: .*labels is on meta, hidden on cpu"),
+        (dict(tp_group="tp"), r"TypeError: .*tp_group must be a torch.distributed.ProcessGroup .* got 'tp'"),
+        (dict(temperature=0.0), r"ValueError: .*temperature must be positive in float32, got 0.0"),
+        (dict(temperature=float("nan")), r"ValueError: .*temperature must be finite in float32, got nan"),
+        (dict(temperature=1e-46), r"ValueError: .*temperature must be positive in float32, got 1e-46"),
+        (dict(temperature=torch.full((6,), 1e-46).double()), r"ValueError: .*in float32, got 0.0 in its values"),
+        (dict(temperature=torch.tensor([1, 1, torch.inf, 1, 1, 1])),
+         r"ValueError: .*finite in float32, got inf in its"),
+        (dict(temperature=torch.tensor([1, torch.nan, 1, 1, 1, 1])),
+         r"ValueError: .*finite in float32, got nan in its"),
+        (dict(temperature="1"), r"TypeError: .*temperature must be a Python number, got str '1'"),
+        (dict(temperature=torch.ones(5)),
+         r"ValueError: .*temperature \(5,\) must broadcast to the tokens' shape \(6,\)"),
+        (dict(temperature=torch.ones(2, 6)), r"ValueError: .*\(2, 6\) must broadcast to the tokens' shape \(6,\)"),
+        (dict(temperature=torch.ones(6, dtype=int)), r"TypeError: .*temperature must be floating point"),
+        (dict(temperature=torch.ones(6, requires_grad=True)), r"ValueError: .*pass temperature.detach\(\)"),
+        (dict(temperature=torch.ones(6, device="meta")), r"ValueError: .*temperature is on meta, hidden on cpu"),
+        (dict(logit_scale=float("inf")), r"ValueError: .*logit_scale must be finite in float32, got inf"),
+        (dict(logit_scale=True), r"TypeError: .*logit_scale must be a Python number, got bool True"),
+        (dict(logit_softcap=1e39), r"ValueError: .*logit_softcap must be finite in float32, got 1e\+39"),
+        (dict(logit_softcap=0), r"ValueError: .*logit_softcap must be positive in float32, got 0.0"),
+        (dict(vocab_size=11), r"ValueError: .*vocab_size must lie in \[1, 10\].* got 11"),
+        (dict(vocab_size=0), r"ValueError: .*vocab_size must lie in \[1, 10\].* got 0"),
+        (dict(vocab_size=9.0), r"TypeError: .*vocab_size must be a Python integer, got 9.0"),
+        (dict(entropy="grad"), r'TypeError: .*entropy must be True, False or "metric", got .grad.'),
+        (dict(out_of_vocab="nan"), r"""ValueError: .*out_of_vocab must be "zero" or "megatron", got 'nan'"""),
+        (dict(wgrad="add"), r"""ValueError: .*wgrad must be "return" or "main_grad", got 'add'"""),
+        (dict(stats=1), r"TypeError: .*stats must be True or False, got 1"),
+        (dict(reduce_grad_hidden=None), r"TypeError: .*reduce_grad_hidden must be True or False, got None"),
+        (dict(mean_logit="yes"), r"TypeError: .*mean_logit must be True or False, got 'yes'"),
+        (dict(bias=[0.0] * 10), r"TypeError: .*bias must be a torch.Tensor, got list"),
+        (dict(bias=torch.ones(10).double()), r"TypeError: .*bias must be bfloat16, .* torch.float64, which JAX would"),
+        (dict(bias=torch.ones(6)), r"ValueError: .*bias \(6,\) must have one number for each .*\(10, 8\): \(10,\)"),
+        (dict(bias=torch.ones(1, 10)), r"ValueError: .*bias \(1, 10\) must have one number .*: \(10,\)"),
+        (dict(bias=torch.ones(10, device="meta")), r"ValueError: .*bias is on meta, weight on cpu"),
+        (dict(vocab_part_size=12), r"ValueError: .*vocab_part_size must be a positive multiple of 8, got 12"),
+        (dict(vocab_part_size=8, cache_bytes=5), r"ValueError: .*vocab_part_size=8 with cache_bytes=5: .* Write"),
+        (dict(cache_bytes=-1), r"ValueError: .*cache_bytes must be a whole number of bytes, .* got -1"),
+        (dict(cache_bytes=1e9),
+         r"ValueError: .*cache_bytes must be a whole number of bytes, at least 0, got 1000000000"),
+        (dict(where=[True] * 6), r"TypeError: .*where must be a torch.Tensor, got list"),
+        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(where=torch.ones(6)),
+         r"TypeError: .*where must be bool, or .* index of rows, got torch.float32; .* pass where\.bool"),
+        (dict(where=torch.ones(6).byte()),
+         r"TypeError: .*where must be bool, or .*, got torch.uint8; .* pass where\.bool"),
+        (dict(where=torch.tensor([0, 1] * 3)),
+         r"ValueError: .*must hold each row at most once, got 4 repeats; .* pass where\.bool"),
+        (dict(where=torch.ones(2, 2, dtype=int)), r"ValueError: .*must have one dimension, got shape \(2, 2\)$"),
+        (dict(where=torch.tensor([0, 6])), r"ValueError: .*where holds row 6, and there are 6 rows"),
+        (dict(where=torch.tensor([-1])), r"ValueError: .*where holds row -1, and there are 6 rows"),
+        (dict(where=torch.tensor([2, 2, 2])), r"ValueError: .*must hold each row at most once, got 2 repeats$"),
+        (dict(candidates=[[1]] * 6), r"TypeError: .*candidates must be a torch.Tensor, got list"),
+        (dict(candidates=torch.ones(6, 2)), r"TypeError: .*candidates must be integers \(vocabulary ids\), got torch"),
+        (dict(candidates=GOOD.labels[:, None][:, :0]),
+         r"ValueError: .*candidates \(6, 0\) must end in K, from 1 to 512"),
+        (dict(candidates=torch.ones(6, 513, dtype=int)), r"ValueError: .*\(6, 513\) must end in K, from 1 to 512 ids"),
+        (dict(candidates=torch.tensor(3)), r"ValueError: .*candidates \(\) must end in K"),
+        (dict(candidates=torch.ones(5, 2, dtype=int)), r"ValueError: .*\(5, 2\) must be .* the shape of labels \(6,\)"),
+        (dict(candidates=torch.ones(6, 2, dtype=int).to("meta")),
+         r"ValueError: .*candidates is on meta, hidden on cpu"),
+        (dict(ignore_index=-100.0), r"TypeError: .*ignore_index must be a Python integer, got -100.0"),
+        (dict(ignore_index=True), r"TypeError: .*ignore_index must be a Python integer, got True"),
+        (dict(implementation=7), r"TypeError: .*implementation must be None, a name or a tuple of names, got 7"),
+        (dict(implementation=()), r"TypeError: .*implementation must be None, a name or a tuple of names, got \(\)"),
+        (dict(implementation="cutlass"), r"ValueError: .*unknown implementation 'cutlass'; known: "),
+        (dict(implementation="mosaic_gpu"), r"UnsupportedError: .*needs an NVIDIA GPU of compute capability 9.0"),
+        (dict(logit_floor=float("nan")), r"ValueError: .*logit_floor must be finite in float32, got nan"),
+        (dict(logit_floor=torch.full((6,), torch.nan)), r"ValueError: .*logit_floor must be .* is nan in 6 places"),
+        (dict(logit_floor=torch.ones(3)), r"ValueError: .*logit_floor \(3,\) must broadcast to .* \(6,\)"),
+        (dict(logit_floor=torch.ones(6).int()), r"TypeError: .*logit_floor must be floating point, got torch\.int32"),
+        (dict(logit_floor=torch.ones(6).requires_grad_()), r"ValueError: .*pass logit_floor\.detach\(\)"),
+        (dict(logit_floor=0.0, mean_logit=True), r"ValueError: .*logit_floor with label_smoothing \(or mean_logit\)"),
+        (dict(logit_floor=0.0, candidates=torch.zeros(6, 2).int()),
+         r"ValueError: .*logit_floor with candidates, 2 per"),
     ],
-)  # fmt: skip
-def test_refusal(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        linear_logprobs(**{**GOOD._asdict(), **given})
+    "linear_loss": [
+        (dict(loss_fn=lambda *_: 1.0), r"TypeError: .*loss_fn must return a tensor .* per token, got float"),
+        (dict(loss_fn=lambda x, *_: x.sum()), r"ValueError: .*one floating-point number per token, .* got \(\)"),
+        (dict(loss_fn=lambda x, *_: x > 0), r"ValueError: .*got \(6,\) of torch.bool"),
+        (dict(own=(torch.ones(5),)), r"ValueError: .*per_token\[0\] \(5,\) must begin with the shape of labels \(6,\)"),
+        (dict(own=(torch.ones(6), [1.0])), r"TypeError: .*per_token\[1\] must be a torch.Tensor, got list"),
+        (dict(own=(torch.ones(6, device="meta"),)), r"ValueError: .*per_token\[0\] is on meta, hidden on cpu"),
+        (dict(cache_bytes=1), r"TypeError: .*cache_bytes=1: .* chunk_bytes says"),
+        (dict(vocab_part_size=8), r"TypeError: .*vocab_part_size=8: .* no backward can use"),
+        (dict(mean_logit=True), r"TypeError: .*mean_logit=True: loss_fn gets .*; linear_logprobs has this option"),
+        (dict(candidates=GOOD.labels[:, None]), r"TypeError: .*linear_logprobs has this option"),
+        (dict(temprature=1.0), r"TypeError: linear_loss: unknown option temprature; known: where, .*chunk_bytes"),
+        (dict(chunk_bytes=-1), r"ValueError: .*chunk_bytes must be a whole number of bytes, at least 0, got -1"),
+        (dict(wgrad="add"), r"""ValueError: .*wgrad must be "return" or "main_grad", got 'add'"""),
+        (dict(entropy="none"), r'TypeError: .*entropy must be True, False or "metric", got .none.'),
+        (dict(implementation="cutlass"), r"ValueError: .*unknown implementation 'cutlass'"),
+    ],
+    "linear_logits": [
+        (dict(hidden=torch.ones(6, 8).double()), r"TypeError: .*hidden must be .* got torch.float64"),
+        (dict(ids=[[1]] * 6), r"TypeError: .*ids must be a torch.Tensor, got list"),
+        (dict(ids=torch.ones(6, 2)), r"TypeError: .*ids must be integers \(vocabulary ids\), got torch.float32"),
+        (dict(ids=torch.ones(6, 513, dtype=int)), r"ValueError: .*ids \(6, 513\) must end in K, from 1 to 512"),
+        (dict(ids=torch.ones(5, 2, dtype=int)), r"ValueError: .*ids \(5, 2\) .* shape of hidden before H \(6,\)"),
+        (dict(ids=ONES.to("meta")), r"ValueError: .*ids is on meta, hidden on cpu"),
+        (dict(weight=torch.ones(10, 7)), r"ValueError: .*hidden \(6, 8\) must end in the H of weight"),
+        (dict(temperature=torch.ones(5)),
+         r"ValueError: .*temperature \(5,\) must broadcast to the tokens' shape \(6,\)"),
+        (dict(vocab_size=11), r"ValueError: .*vocab_size must lie in \[1, 10\].* got 11"),
+        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(implementation="mosaic_gpu"), r"UnsupportedError: .*linear_logits runs no kernel"),
+    ],
+    "linear_topk": [
+        (dict(k=0), r"ValueError: .*k must lie in \[1, 512\], got 0"),
+        (dict(k=513), r"ValueError: .*k must lie in \[1, 512\], got 513"),
+        (dict(k=11), r"ValueError: .*k must be at most the vocabulary, 10, got 11"),
+        (dict(k=9, vocab_size=8), r"ValueError: .*k must be at most the vocabulary, 8, got 9"),
+        (dict(k=2.0), r"TypeError: .*k must be a Python integer, got 2.0"),
+        (dict(hidden=torch.ones(6, 8).double()), r"TypeError: .*hidden must be .* got torch.float64"),
+        (dict(weight=torch.ones(10, 7)), r"ValueError: .*hidden \(6, 8\) must end in the H of weight"),
+        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(implementation="mosaic_gpu"), r"UnsupportedError: .*mosaic_gpu"),
+    ],
+    "linear_kl": [
+        (dict(direction="sideways"), r'ValueError: .*direction must be "forward", .* got .sideways'),
+        (dict(beta=0.5), r'ValueError: .*beta=0.5 is a weight of direction="jsd"'),
+        (dict(direction="jsd", beta=1.0), r"ValueError: .*beta must lie in \(0, 1\), got 1.0"),
+        (dict(hidden=torch.ones(6, 8).double()), r"TypeError: hidden must be .* got torch.float64"),
+        (dict(teacher_hidden=torch.ones(6, 4).double()),
+         r"TypeError: .*the teacher's hidden must be .* got torch.float64"),
+        (dict(teacher_hidden=torch.ones(5, 4)), r"ValueError: .*the teacher's hidden \(5, 4\) must have .*\(6,\s*8\)"),
+        (dict(teacher_weight=torch.ones(10, 5)), r"ValueError: .*the teacher's hidden \(6, 4\) must end in the H of"),
+        (dict(teacher_weight=torch.ones(9, 4)),
+         r"ValueError: .*weight has 10 rows, the teacher's 9: .*at most 9, as voc"),
+        (dict(weight=torch.ones(80)), r"ValueError: weight must be \[V, H\].* got shape \(80,\)\..* gather"),
+        (dict(teacher_weight=torch.ones(0, 4)),
+         r"ValueError: .*the teacher's weight must be \[V, H\].* \(0, 4\)\..* gath"),
+        (dict(teacher_weight=torch.ones(9, 4), vocab_size=10),
+         r"ValueError: .*the teacher's vocab_size must .* got 10"),
+        (dict(teacher_weight=[1]), r"TypeError: .*the teacher's weight must be a torch.Tensor, got list"),
+        (dict(teacher_hidden=torch.ones(6, 4, device="meta")), r"ValueError: .*the teacher's .* meta"),
+        (dict(teacher_temperature=torch.ones(5)), r"ValueError: .*the teacher's temperature \(5,\) must broadcast"),
+        (dict(teacher_temperature=-1.0), r"ValueError: .*the teacher's temperature must be .* got -1.0"),
+        (dict(teacher_temperature="mine"), r"(Value|Type)Error: .*the teacher's temperature"),
+        (dict(teacher_logit_softcap=0.0), r"ValueError: .*the teacher's logit_softcap must be .* got 0.0"),
+        (dict(logit_scale=0.5), r"ValueError: logit_scale=0.5 is the student's alone: write teacher_logit_scale="),
+        (dict(logit_softcap=4.0, teacher_logit_scale=1.0), r"ValueError: logit_softcap=4.0 is the student's alone"),
+        (dict(cache_bytes=-1), r"ValueError: .*cache_bytes must .* got -1"),
+        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(bias=torch.ones(9)), r"ValueError: bias \(9,\) must have one number"),
+        (dict(teacher_bias=torch.ones(9)), r"ValueError: .*the teacher's bias \(9,\) must have one number"),
+        (dict(implementation="mosaic_gpu"), r"UnsupportedError: .*cpu"),
+    ],
+    "linear_cross_entropy": [
+        (dict(reduction="avg"), r"""ValueError: .*reduction must be "mean", "sum" or "none", got 'avg'"""),
+        (dict(label_smoothing=1.0), r"ValueError: .*label_smoothing must lie in \[0, 1\), got 1.0"),
+        (dict(label_smoothing="0.1"), r"TypeError: .*label_smoothing must be a Python number, got str '0.1'"),
+        (dict(z_loss=-1e-4), r"ValueError: .*z_loss must not be negative, got -0.0001"),
+        (dict(ignore_index=-100.0), r"TypeError: .*ignore_index must be a Python integer, got -100.0"),
+        (dict(entropy="metric"), r"TypeError: .*entropy='metric': a loss has no such output"),
+        (dict(stats=True), r"TypeError: .*stats=True: a loss has no such output"),
+        (dict(labels=[1, 2]), r"TypeError: .*labels must be a torch.Tensor, got list"),
+        (dict(labels=torch.ones(6)), r"TypeError: .*labels must be integers .* got torch.float32"),
+        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(smoothing=0.1), r"TypeError: .*unknown option smoothing; known: reduction, .*label_smoothing"),
+    ],
+    "linear_entropy": [
+        (dict(entropy=False), r"TypeError: .*entropy=False: linear_entropy returns entropy and lse"),
+        (dict(ignore_index=-100), r"TypeError: .*ignore_index=-100: linear_entropy returns"),
+        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*the tokens' shape \(6,\)"),
+        (dict(hidden=torch.ones(6, 7)), r"ValueError: .*hidden \(6, 7\) must end in the H of weight .* \(10, 8\)"),
+        (dict(hidden=[1.0]), r"TypeError: .*hidden must be a torch.Tensor, got list"),
+        (dict(hidden=torch.tensor(1.0)), r"ValueError: .*hidden must be \[\.\.\., H\]"),
+    ],
+    "masked_logprobs": [
+        (dict(logits=torch.ones(6, 3)), r"ValueError: logits \(6, 3\) of torch.float32 must be floating .*\(6, 2\)"),
+        (dict(labels=GOOD.labels[:5]), r"ValueError: ids \(6, 2\) must be .* the shape of labels \(5,\) before K"),
+        (dict(labels=torch.ones(6)), r"TypeError: labels must be integers"),
+    ],
+}  # fmt: skip
+ROWS = [(function, *row) for function, rows in REFUSED.items() for row in rows]
+
+
+def said(function: str, **given: Any) -> str:
+    """The error and its words."""
+    options = ARGUMENTS[function] | given
+    positional = [options.pop(name) for name in ARGUMENTS[function]]
+    if function == "linear_loss":
+        positional += positional.pop()
+    try:
+        getattr(lce_torch_bridge, function)(*positional, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(("function", "given", "message"), ROWS, ids=[f"{row[0]}, {', '.join(row[1])}" for row in ROWS])
+def test_refusal(function: str, given: dict[str, Any], message: str) -> None:
+    found = [said(function, **given)]
+    if function == "linear_loss":  # which looks at some things only where it is differentiated
+        found.append(said(function, **GOOD.leaves()._asdict() | given))
+    assert all(re.match(message, text) for text in found), found
 
 
 def test_a_mask_of_numbers() -> None:
     """As a bool it serves, as the message says."""
     two = p.Problem(GOOD.hidden.view(2, 3, 8), GOOD.weight, GOOD.labels.view(2, 3))
     keep = torch.tensor([[0, 1, 1], [0, 1, 1]])
-    with pytest.raises(ValueError, match=rf"must have one dimension, got shape \(2, 3\); {MASK}"):
+    with pytest.raises(ValueError, match=r"must have one dimension, got shape \(2, 3\); .* pass where\.bool\(\)"):
         linear_logprobs(*two, where=keep)
     want = linear_logprobs(*two).logprobs
     assert torch.equal(linear_logprobs(*two, where=keep.bool()).logprobs, want * keep)
@@ -116,7 +267,10 @@ def test_options_of_other_functions(call: Any, known: str) -> None:
     given = GOOD[:2] if call is linear_entropy else GOOD
     with pytest.raises(TypeError, match=rf"^{call.__name__}: unknown option temprature; {known}"):
         call(*given, temprature=1.0)
-    if call is not explain:
+    if call is explain:
+        with pytest.raises(ValueError, match=r"logit_floor with candidates, 2 per"):
+            call(*given, logit_floor=0.0, candidates=ONES)
+    else:
         with pytest.raises(TypeError, match=r"^candidates=torch.int64 \(6, 100\): .*linear_logprobs has this option$"):
             call(*given, candidates=torch.zeros(6, 100, dtype=torch.int64))
 
@@ -140,3 +294,71 @@ def test_a_temperature_that_is_not_looked_at_stays_in_its_token(wrong: float, mo
         assert got[damaged].isnan().all()
         assert torch.equal(got[rest], true[rest])
     assert all(p.relative_norm(got, true) < 1e-6 for got, true in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize(("name", "own"), [("logit_scale", 1 / 16), ("logit_softcap", 4.0)])
+def test_what_the_message_on_scale_and_cap_says_is_right(name: str, own: float) -> None:
+    """As in `tests.ops.test_kl_advice`, whose words it has."""
+    refused = said("linear_kl", **{name: own})
+    advice = re.findall(rf'\bteacher_{name}=("same"|[\w.]+)', refused)
+    assert len(advice) == 2
+    scale = {name: own}
+    z, y = p.capped(HEAD["hidden"] @ HEAD["weight"].T, **scale), TEACHER["teacher_hidden"] @ TEACHER["teacher_weight"].T
+    for teachers in map(ast.literal_eval, advice):
+        kl = linear_kl(*HEAD.values(), *TEACHER.values(), **scale, **{f"teacher_{name}": teachers})
+        others = {"same": scale}.get(teachers, {name: teachers})
+        log_p = p.capped(y, **others).log_softmax(-1)
+        want = (log_p.exp() * (log_p - z.log_softmax(-1))).sum(-1)
+        assert torch.allclose(kl, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_a_tensor_that_loss_fn_closes_over() -> None:
+    """Its gradient would be lost. Each of the remedies in the message."""
+    leaves, scale = GOOD.leaves(), torch.nn.Parameter(torch.tensor(2.0))
+    per_token = torch.randn(6, requires_grad=True)
+    for closed in (scale, scale * 3, per_token):
+        with pytest.raises(ValueError, match=r"loss_fn uses a tensor \((6,)?\) that requires a gradient and is none"):
+            linear_loss(lambda logprobs, *_, x=closed: x * logprobs, *leaves)
+
+    want = torch.autograd.grad((per_token * linear_logprobs(*leaves).logprobs).sum(), (leaves.hidden, per_token))
+    total, _ = linear_loss(lambda logprobs, _entropy, _lse, x: x * logprobs, *leaves, per_token)  # as an argument
+    grads = torch.autograd.grad(total, (leaves.hidden, per_token))
+    total, _ = linear_loss(lambda logprobs, *_: per_token.detach() * logprobs, *leaves)  # detached
+    detached = torch.autograd.grad(total, leaves.hidden)
+    assert max(map(p.relative_norm, (*grads, *detached), (*want, want[0]))) < 1e-6
+    logprobs = linear_logprobs(*leaves).logprobs  # applied to the results, and summed
+    (dscale,) = torch.autograd.grad((scale * logprobs).sum(), scale)
+    assert p.relative_norm(dscale, logprobs.sum()) < 1e-6
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_transforms_of_a_loss() -> None:
+    leaves = GOOD.leaves()
+    remedy = r"linear_loss differentiates loss_fn as it runs, .* apply loss_fn to the results of linear_logprobs, and"
+    with pytest.raises(NotImplementedError, match=remedy):
+        torch.func.grad(lambda w: linear_loss(plain, GOOD.hidden, w, GOOD.labels)[0])(GOOD.weight)
+    with pytest.raises(NotImplementedError, match=remedy):
+        linear_loss(plain, *(x.to("meta") for x in GOOD))
+
+    def summed(weight: torch.Tensor) -> torch.Tensor:
+        return plain(*linear_logprobs(GOOD.hidden, weight, GOOD.labels)[:3]).sum()
+
+    (want,) = torch.autograd.grad(linear_loss(plain, *leaves)[0], leaves.weight)
+    assert p.relative_norm(torch.func.grad(summed)(GOOD.weight), want) < 1e-6
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, after a break
+def test_compile_leaves_a_loss_out_of_its_graphs() -> None:
+    torch._dynamo.reset()
+    leaves = GOOD.leaves()
+
+    def call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return 2 * linear_loss(plain, hidden * 1, weight, labels)[0]
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="linear_loss differentiates loss_fn as it runs"):
+        torch.compile(call, fullgraph=True, backend="eager")(*leaves)
+    got = torch.autograd.grad(torch.compile(call, backend="aot_eager")(*leaves), leaves[:2])
+    assert all(map(torch.equal, got, torch.autograd.grad(call(*leaves), leaves[:2])))

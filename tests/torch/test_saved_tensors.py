@@ -15,14 +15,6 @@ from lce_torch_bridge.through_jax import _logprobs
 from tests.torch import problem as p
 
 
-def test_no_gradient_keeps_nothing() -> None:
-    problem = p.draw()
-    with torch.no_grad():
-        assert not any(field.requires_grad for field in linear_logprobs(*problem.leaves())[:3])
-    with torch.inference_mode():
-        assert torch.equal(linear_logprobs(*problem).lse, linear_logprobs(*problem.leaves()).lse)
-
-
 def test_gradients_do_not_pile_up() -> None:
     """Memory is flat over 15 steps, torch's and JAX's: what torch has dropped, JAX frees at its next call."""
     problem = p.draw(T=512, H=16, V=64)

@@ -1,6 +1,6 @@
 """One of four ranks with tokens of its own: FSDP2, HSDP, tensor parallelism under FSDP2, and DDP, over gloo.
 
-`test_wrapped` starts them: ``torchrun --nproc-per-node 4 -m tests.torch.wrapped_worker <name of a check>...``
+`test_wrapped` starts them, with the names of checks. What is computed is float64's (`executor`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lce_torch_bridge import LogprobOutput, linear_logits, linear_logprobs, linear_loss, linear_topk
+from tests.torch import executor
 from tests.torch import problem as p
 from tests.torch.wrapped_models import (
     FAR,
@@ -253,9 +254,10 @@ def ddp() -> None:
 def main() -> None:
     warnings.filterwarnings("error", module=r"lce_(jax|torch_bridge)")
     dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        globals()[name]()
-        print("done", name, flush=True)
+    with executor.in_float64():
+        for name in sys.argv[1:]:
+            globals()[name]()
+            print("done", name, flush=True)
     dist.destroy_process_group()
 
 
