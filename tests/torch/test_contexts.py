@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from lce_torch_bridge import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk
 from lce_torch_bridge.through_jax import _runtime as runtime
+from tests.pairs import pairs_of
 from tests.torch import problem as p
 
 T = 37
@@ -65,11 +66,10 @@ def run(call: Any, forward: Any = contextlib.nullcontext, backward: Any = contex
         return [*found, *(torch.autograd.grad(total, leaves[:2]) if isinstance(total, torch.Tensor) else [])]
 
 
-@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
-@pytest.mark.parametrize("call", [logprobs, loss, kl, logits, topk])
-def test_the_bits_of_a_call_outside(call: Any, context: Any) -> None:
-    want = run(call)
-    for passes in ({"forward": context}, {"backward": context}, {"forward": context, "backward": context}):
+@pairs_of(1, call=[logprobs, loss, kl, logits, topk], context=list(CONTEXTS))
+def test_the_bits_of_a_call_outside(call: Any, context: str) -> None:
+    want, inside = run(call), CONTEXTS[context]
+    for passes in ({"forward": inside}, {"backward": inside}, {"forward": inside, "backward": inside}):
         runtime.shapes_on.cache_clear()
         found = run(call, **passes)
         assert all(map(torch.equal, found, want)), passes

@@ -36,6 +36,7 @@ def gradients(call: Any, problem: p.Problem, loss_scale: float, **options: Any) 
 
 @pytest.mark.usefixtures("rounded")
 @pairs_of(
+    1,
     magnitudes=[(1e-6, 1e-6, 1e-6), (1e-12, 1e-6, 1e-9), (0.0, 1e-9, 1e3)],
     chunk_bytes=[p.THREE_CHUNKS, None],
     way=[contextlib.nullcontext, launched_directly],

@@ -66,6 +66,7 @@ def test_gradients_with_rows_left_out() -> None:
     assert p.relative_norm(dweight, want[1]) < 1e-6
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 @pytest.mark.parametrize("ignored", [-100, 7])
 def test_an_ignored_label_leaves_its_token_out(ignored: int, dtype: torch.dtype) -> None:
@@ -92,6 +93,7 @@ def test_an_ignored_label_leaves_its_token_out(ignored: int, dtype: torch.dtype)
     assert not any(x.any() for x in (*nothing[:3], dhidden, dweight))
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_memory_falls_with_the_kept_share() -> None:
     """Only the kept rows are saved for the backward; nothing else is [T, H]."""
     hidden, weight, labels = p.draw(T=1000, H=64).leaves()

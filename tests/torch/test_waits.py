@@ -15,6 +15,7 @@ import torch
 
 from lce_torch_bridge import linear_entropy, linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk
 from lce_torch_bridge.through_jax import _programs
+from tests.pairs import pairs_of
 from tests.torch import problem as p
 
 T, H, V = 300, 16, 96
@@ -108,8 +109,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("wanted", [(0, 1, 2), (0,), (1,)], ids=str)
-@pytest.mark.parametrize("name", CALLS)
+@pairs_of(1, wanted=[(0, 1, 2), (0,), (1,)], name=list(CALLS))
 def test_the_input_that_waits_is_read(name: str, wanted: tuple[int, ...], reads: list[bool]) -> None:
     differentiated(CALLS[name], wanted)
     assert reads
