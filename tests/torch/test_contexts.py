@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import pytest
 import torch
 from jax.sharding import AbstractMesh, AxisType
 
