@@ -33,7 +33,7 @@ def test_length() -> None:
 # What the two packages are today. Less is better: lower the numbers with it.
 PACKAGES_LINES = 26_072
 PACKAGES_FILES = 161
-TESTS_LINES = 33_714
+TESTS_LINES = 33_441
 
 
 def test_size() -> None:
