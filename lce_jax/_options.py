@@ -7,7 +7,6 @@ and lists in its messages follows from it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -167,16 +166,6 @@ OPTIONS: dict[str, Option] = {
     "teacher_weight_layout": Option("same", _later, _ALL_BUT_KL),
     "teacher_bias": Option(None, _later, _ALL_BUT_KL),
 }
-# What others call an option, or what they have and these functions need not.
-OTHER_NAMES = {
-    "softcap": "logit_softcap",
-    "softcapping": "logit_softcap",
-    "final_logit_softcapping": "logit_softcap",
-    "scale": "logit_scale",
-    "lse_square_scale": "z_loss",
-    "mask": "where",
-    "shift": "labels shifted by lce_jax.rows.next_tokens",
-}
 
 
 @functools.cache
@@ -198,10 +187,7 @@ def check_names(function: Callable[..., Any], given: Mapping[str, Any], like: st
     if unknown := [name for name in given if name not in OPTIONS]:
         parameters = inspect.signature(function).parameters.items()
         own = (name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known)
-        known = (*own, *known)
-        meant = OTHER_NAMES.get(unknown[0]) or next(iter(difflib.get_close_matches(unknown[0], known, 1)), None)
-        hint = f" (did you mean {meant}?)" if meant else ""
-        raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
+        raise scalars.unknown_options(function.__name__, unknown, (*own, *known))
     refuse(function.__name__, given, like)
 
 

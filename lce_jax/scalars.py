@@ -6,6 +6,7 @@ So errors read alike. Each takes an argument's name and value, and returns a pla
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ __all__ = [
     "INT32_MAX",
     "MOST_CANDIDATES",
     "MOST_MASS",
+    "OTHER_NAMES",
     "RESTS",
     "alone_with_floor",
     "bound",
@@ -41,6 +43,7 @@ __all__ = [
     "part_size",
     "positive",
     "real",
+    "unknown_options",
     "weight_of_jsd",
     "whole_parts",
 ]
@@ -163,6 +166,25 @@ def part_size(value: Any, cache_bytes: int, gradient_threshold: float) -> int | 
                 f"backward, whose tiles know no parts. Write {name}=0, or vocab_part_size=None"
             )
     return value
+
+
+# What others call an option, or what they have and these functions need not.
+OTHER_NAMES = {
+    "softcap": "logit_softcap",
+    "softcapping": "logit_softcap",
+    "final_logit_softcapping": "logit_softcap",
+    "scale": "logit_scale",
+    "lse_square_scale": "z_loss",
+    "mask": "where",
+    "shift": "labels shifted by rows.next_tokens",
+}
+
+
+def unknown_options(function: str, unknown: Sequence[str], known: Sequence[str]) -> TypeError:
+    """The refusal of names that are no options of a function, with the one that the first may mean."""
+    meant = OTHER_NAMES.get(unknown[0]) or next(iter(difflib.get_close_matches(unknown[0], known, 1)), None)
+    hint = f" (did you mean {meant}?)" if meant else ""
+    return TypeError(f"{function}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
 
 
 def alone_with_floor(num_candidates: int, mean_logit: bool) -> None:

@@ -78,7 +78,7 @@ def check_names(function: Callable[..., Any], given: Mapping[str, Any], refused:
     if unknown:
         own = [each.name for each in inspect.signature(function).parameters.values() if each.kind == each.KEYWORD_ONLY]
         known = dict.fromkeys([*own, *(name for name in Options._fields if name not in refused)])
-        raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}; known: {', '.join(known)}")
+        raise scalars.unknown_options(function.__name__, unknown, list(known))
 
 
 def _shown(value: Any) -> str:
