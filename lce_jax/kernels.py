@@ -23,30 +23,15 @@ import jax.numpy as jnp
 
 from lce_jax._dispatch import for_device
 from lce_jax._types import Case, Device, Operands, Options
-from lce_jax.mosaic import (
-    _backward,
-    _cache,
-    _candidates,
-    _dhidden,
-    _forward,
-    _generations,
-    _kept_candidates,
-    _operands,
-    _partial_statistics,
-    _threshold,
-    _threshold_backward,
-)
-from lce_jax.mosaic._cache import Cache
-from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic import _backward, _candidates, _chunks, _forward, _generations, _operands, _threshold
+from lce_jax.mosaic._call import Generation, KernelCall
+from lce_jax.mosaic._chunks import Cache
 from lce_jax.mosaic._compiler import Kernel, compiled, traced, why_not
-from lce_jax.mosaic._generation import Generation
-from lce_jax.mosaic._geometry import Geometry, geometry
 from lce_jax.mosaic._host import Host
-from lce_jax.mosaic._operands import Prepared
-from lce_jax.mosaic.common import _hidden_rows, _tiles
-from lce_jax.mosaic.common._hidden_rows import scale
+from lce_jax.mosaic._operands import Geometry, Prepared, geometry
+from lce_jax.mosaic.common import _tiles, _tokens
 from lce_jax.mosaic.common._select import select
-from lce_jax.mosaic.common._tokens import coefficients, finish, prepare
+from lce_jax.mosaic.common._tokens import coefficients, finish, prepare, scale
 
 __all__ = [
     "SERVED",
@@ -162,7 +147,7 @@ class CallKind:
     @property
     def saved_fields(self) -> int:
         """How many numbers are saved of each token."""
-        return self.first_statistic + len(_partial_statistics.kept(self.case.options)) + self.num_candidates
+        return self.first_statistic + len(_operands.kept_statistics(self.case.options)) + self.num_candidates
 
     @property
     def first_statistic(self) -> int:
@@ -244,7 +229,7 @@ class Pass(NamedTuple):
         """Hidden as kernels read it: all their rows, in the weight's dtype."""
         if not self.kind.copies_hidden:
             return hidden
-        return self.host.launch(_hidden_rows.rows, self.kind.case, hidden, self.count)
+        return self.host.launch(_tokens.rows, self.kind.case, hidden, self.count)
 
     def ids(self, saved: Buffer) -> Buffer:
         """The labels among what is saved."""
@@ -280,11 +265,11 @@ def forward(
     marked, _ = host.launch(prepare, case, tokens.labels, *of_labels)
     call = run.call(run.rows(hidden), weight, marked)
     cached = cached_tiles(kind, keep_cache)
-    cache = _cache.empty(host, case, kind.shape, cached) if cached else None
+    cache = _chunks.empty_cache(host, case, kind.shape, cached) if cached else None
     fields_of_tiles = int(keep_cache and kind.gradient_threshold > 0.0)
     how = _forward.num_live_tiles(call), cache, fields_of_tiles, int(exchange is not None)
     groups, cache, maxima = _forward.joined(call, *how)
-    columns = None if ids is None else host.compute(_kept_candidates.columns_of, ids, kind)
+    columns = None if ids is None else host.compute(_candidates.columns_of, ids, kind)
     x = None if columns is None else _candidates.unscaled(call, columns)
     tags = None
     if exchange is not None:
@@ -293,9 +278,9 @@ def forward(
     joined = _forward.join_all(host, case, call.prepared.scale, kind.num_tokens, groups)
     more = run.of_rows, saved, kind.vocab_size, kind.megatron, tags, floor
     results, saved = host.launch(finish, case, joined, run.ids(saved), temperature, *more)
-    named = dict(zip(_partial_statistics.results(case.options), results, strict=True))
+    named = dict(zip(_operands.result_statistics(case.options), results, strict=True))
     if ids is not None:
-        saved, named[PER_CANDIDATE] = host.compute(_kept_candidates.keep, saved, ids, x, kind)
+        saved, named[PER_CANDIDATE] = host.compute(_candidates.keep, saved, ids, x, kind)
     kept: list[Buffer] = jax.tree.leaves(cache)
     if maxima is not None:
         numbers = host.numbers(kind.num_tokens, kind.stride, _threshold.always_live(call))
@@ -309,7 +294,7 @@ def cached_tiles(kind: CallKind, keep_cache: bool) -> int:
     if not keep_cache:
         return 0
     live = kind.num_columns if kind.live_columns is None else max(kind.live_columns, 1)
-    return min(_cache.num_cached_tiles(kind.case, kind.shape), -(-live // kind.shape.tile))
+    return min(_chunks.num_cached_tiles(kind.case, kind.shape), -(-live // kind.shape.tile))
 
 
 def backward(
@@ -348,18 +333,18 @@ def backward(
     seed, of_candidates, candidates = given.pop(PER_CANDIDATE, None), None, None
     if seed is not None:
         memory = host.empty((kind.rows,), jnp.float32)
-        *each, of_candidates = host.compute(_kept_candidates.terms, saved, seed, memory, kind)
+        *each, of_candidates = host.compute(_candidates.terms, saved, seed, memory, kind)
     how = given, run.of_rows, kind.vocab_size, of_candidates
     factors = host.launch(coefficients, case, saved, kind.has_temperature, *how)
     if seed is not None:
         candidates = _candidates.placed(call, factors, *each)
     if kind.gradient_threshold:
-        sums, dweight = _threshold_backward.walk(call, factors, candidates, kept[0], total)
+        sums, dweight = _threshold.walk(call, factors, candidates, kept[0], total)
     else:
         cache, shape = Cache(*kept) if kept else None, (1, kind.rows, kind.hidden_size)
-        is_dhidden = not kind.copies_hidden and _dhidden.sums_shape(case, kind.shape) == shape
+        is_dhidden = not kind.copies_hidden and _chunks.dhidden_shape(case, kind.shape) == shape
         may_round = is_dhidden and dhidden_dtype == kind.dtype
         sums, dweight = _backward.walk(call, factors, candidates, cache, may_round, owns_cache, total)
     if sums.dtype == jnp.float32:
-        sums = host.launch(_hidden_rows.total, case, sums, jnp.dtype(dhidden_dtype), run.count)
+        sums = host.launch(_tokens.total, case, sums, jnp.dtype(dhidden_dtype), run.count)
     return sums, dweight

@@ -14,9 +14,8 @@ import pytest
 from lce_jax import mosaic
 from lce_jax._types import Case, Device, LogprobOutput, Operands, Options, Results, RowCoefficients, ShardStatistics
 from lce_jax.mathematics import _logprobs
-from lce_jax.mosaic._cache import Cache
-from lce_jax.mosaic._chunks import Budget
-from lce_jax.mosaic._geometry import Tiling
+from lce_jax.mosaic._chunks import Budget, Cache
+from lce_jax.mosaic._operands import Tiling
 from tests.devices import H200
 from tests.mosaic_interpreter import afresh, races_found
 

@@ -34,19 +34,9 @@ from lce_jax._types import (
 )
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Mixture, MixtureCoefficients, MixtureSums, Pair
 from lce_jax.mathematics._statistics import Normalizer, Parts
-from lce_jax.mosaic import (
-    _backward,
-    _forward,
-    _generations,
-    _kl,
-    _kl_backward,
-    _pallas,
-    _plan,
-    _threshold,
-    _threshold_backward,
-)
-from lce_jax.mosaic._generation import Generation
-from lce_jax.mosaic.common import _per_token, _refusal
+from lce_jax.mosaic import _backward, _forward, _generations, _kl, _pallas, _plan, _threshold
+from lce_jax.mosaic._call import Generation
+from lce_jax.mosaic.common import _refusal, _tokens
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
 
@@ -104,7 +94,7 @@ def merged(parts: Parts, case: Case, inverse_temperature: Any, num_rows: Any) ->
 @_promotes_ranks
 def per_token(function: Callable[..., Any], *operands: Any) -> Any:
     """In a kernel."""
-    return _per_token.per_token(function, *operands)
+    return _tokens.per_token(function, *operands)
 
 
 def serves(device: Device) -> bool:
@@ -152,7 +142,7 @@ def gradients(
                 f"gradient_threshold={threshold:g}: the live tiles are known from what local.statistics(..., "
                 "keep_cache=True) keeps; give that as cache=, or leave the threshold out"
             )
-        return Primals(*_threshold_backward.gradients(operands, case, _generation_of(case), rows, cache, dweight))
+        return Primals(*_threshold.gradients(operands, case, _generation_of(case), rows, cache, dweight))
     allowed = (may_round_dhidden, may_overwrite_cache)
     return Primals(*_backward.gradients(operands, case, _generation_of(case), rows, cache, *allowed, dweight))
 
@@ -186,7 +176,7 @@ def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
 @_promotes_ranks
 def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: Any = None) -> Primals:
     """`lce_jax.xla._kl.gradients`, with kernels."""
-    return _kl_backward.gradients(plan, shard, rows, cache, _generation_of(plan.cases.student))
+    return _kl.gradients(plan, shard, rows, cache, _generation_of(plan.cases.student))
 
 
 def _generation_of(case: Case) -> Generation:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from lce_jax._types import Case, Operands, RowCoefficients
-from lce_jax.mosaic import _cache, _candidates, _chunks, _dhidden, _edge, _mean, _operands
-from lce_jax.mosaic._cache import Cache
-from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands
+from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
-from lce_jax.mosaic._generation import Generation
+from lce_jax.mosaic._chunks import Cache
 from lce_jax.mosaic._host import greatest, least
 from lce_jax.mosaic.common._cached_dlogits import cached_dlogits
 from lce_jax.mosaic.common._dlogits import dlogits
@@ -59,7 +58,7 @@ def gradients(
     may_round = may_round_dhidden and rows.uniform is None
     candidates = _candidates.of_rows(call, factors, rows)
     sums, total = walk(call, factors, candidates, cache, may_round, may_overwrite_cache, dweight)
-    dhidden = _dhidden.total(sums, case)
+    dhidden = _chunks.total_dhidden(sums, case)
     if rows.uniform is not None:
         dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
     return dhidden, total
@@ -80,7 +79,7 @@ def walk(
     has_edge = _edge.is_left(call)
     rounds = may_round_dhidden and not has_edge and sum(len(part.chunks) for part in parts) == 1
     total = host.empty(call.prepared.weight.shape, case.dtype) if dweight is None else dweight
-    start = _dhidden.empty_sums(host, case, call.shape, rounds), total
+    start = _chunks.empty_dhidden(host, case, call.shape, rounds), total
     carry: Carry = host.vary_like(start, (call.prepared, factors, candidates, cache))
     for i, part in enumerate(parts):
         carry = walk_chunks(call, part, candidates, carry, i > 0, dweight is not None)
@@ -93,7 +92,7 @@ def _parts(
 ) -> list[Part]:
     """The tiles in the cache, if any, and the tiles to recompute, if any."""
     arrays, case, launch = call.arrays, call.case, call.host.launch
-    overwrites = may_overwrite_cache and _cache.can_be_overwritten(call.shape)
+    overwrites = may_overwrite_cache and _chunks.can_overwrite_cache(call.shape)
 
     def recomputed(span: Array, columns: int, weight: Array) -> Array:
         return launch(dlogits, call.generation, arrays, weight, case, factors, span, columns)

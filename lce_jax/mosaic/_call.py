@@ -1,16 +1,76 @@
-"""One call on its way through the kernels: its operands, as given and prepared, and the generation that serves it."""
+"""One call on its way through the kernels: its operands, as given and prepared, and the generation that serves it.
+
+What a generation of GPUs gives: its tiles, what a launch covers, its tunings, and how it multiplies.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lce_jax._types import Case, Operands
 from lce_jax.mosaic import _operands
-from lce_jax.mosaic._generation import Generation
-from lce_jax.mosaic._geometry import Geometry, geometry
+from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import TRACED, Host
-from lce_jax.mosaic._operands import Prepared
-from lce_jax.mosaic._span import Span
+from lce_jax.mosaic._operands import Geometry, Prepared, Span, Tiling, geometry
+
+
+class Machine(NamedTuple):
+    """How a generation multiplies tiles, and what it makes of them.
+
+    Attributes:
+        kernel: ``(matmul, body, outputs, name, updated=None)``: ``body`` on every multiprocessor. Axes: "sm" is the
+            cluster, "cluster" the block in it.
+        walk_tiles: ``(matmul, lhs, rhs, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply,
+            scratch)`` for every tile that ``visit_all`` visits, in every warpgroup with an epilogue. ``multiply()``
+            waits for the products.
+        staging: ``(matmul, columns, dtype)``: the scratch through which an epilogue sends a [rows, columns] output.
+        send_product: ``(multiply, slots, row, output, column, add)`` sends a tile to ``output[row:, column:]``,
+            each number rounded to the output's dtype. ``add`` may be traced: whether it adds to what is there.
+        statistics: the epilogue of the forward's tiles: `lce_jax.mosaic.common._statistics`.
+        dlogits: the epilogue of the backward's: `lce_jax.mosaic.common._dlogits`.
+        walk_products: ``(products, offset, visit_all, consume, scratch)``: as ``walk_tiles``, of two heads.
+            ``multiply`` has a function for each `Product`, to be called in turn.
+        held: ``()``: the scratch in which a tile of p waits.
+        kl_statistics: the epilogue of the forward's tiles of two heads: `lce_jax.mosaic.common._kl`.
+        kl_mixture_sums: that of the second pass, for a mixture.
+        kl_dlogits: the epilogue of the backward's.
+    """
+
+    kernel: Callable[..., Callable[..., Any]]
+    walk_tiles: Callable[..., None]
+    staging: Callable[..., Any]
+    send_product: Callable[..., None]
+    statistics: Callable[..., None]
+    dlogits: Callable[..., None]
+    walk_products: Callable[..., None]
+    held: Callable[..., Any]
+    kl_statistics: Callable[..., None]
+    kl_mixture_sums: Callable[..., None]
+    kl_dlogits: Callable[..., None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Generation:
+    """What the host code and the kernels with tensor cores read of a generation.
+
+    Attributes:
+        compute_capabilities: those that the kernels run on, the best known first: "9.0".
+        devices: parts of the names of devices with that capability, the best known first.
+        tiling: the tile sizes.
+        budget: what decides how much of the vocabulary one launch covers.
+        tunings: the free choices of a kernel, ``tunings.of(case, kernel)``, and ``tunings.smem_bytes(case)``: what
+            a block of each needs of shared memory.
+        machine: how tiles are multiplied, and what becomes of them.
+    """
+
+    compute_capabilities: tuple[str, ...]
+    devices: tuple[str, ...]
+    tiling: Tiling
+    budget: Budget
+    tunings: Any
+    machine: Machine
 
 
 class KernelCall(NamedTuple):

@@ -2,6 +2,13 @@
 
 A chunk of dlogits lies in memory as a whole, so a chunk is bounded by a budget of bytes. Within the budget the size is
 chosen by time: each chunk leaves multiprocessors idle in its last wave of tiles, and reads and writes dhidden once.
+
+What dhidden is summed in, and where it is rounded.
+
+The product of each chunk of dlogits with its part of the weight adds to fp32 sums, which the caller rounds once. Where
+one launch writes all of dhidden, and the caller allows it, the kernel rounds: its output then has the weight's dtype.
+
+The cache: the exponentials that the forward keeps, which spare the backward their recomputation.
 """
 
 from __future__ import annotations
@@ -9,12 +16,83 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
 
 from lce_jax._types import Case
-from lce_jax.mosaic import _dhidden, _partial_statistics
-from lce_jax.mosaic._geometry import Geometry
-from lce_jax.mosaic._host import greatest, least
+from lce_jax.mosaic import _operands
+from lce_jax.mosaic._host import Host, greatest, least
+from lce_jax.mosaic._operands import Geometry
+
+if TYPE_CHECKING:
+    from lce_jax._shapes import Array, Float
+
+
+MAX_SPLITS = 4  # of the contraction over the vocabulary
+
+
+def dhidden_shape(case: Case, shape: Geometry) -> tuple[int, int, int]:
+    """(splits, tokens, hidden): whole tiles, and several arrays where one has fewer tiles than there are cores."""
+    rows, columns = shape.padded_tokens, -(-case.hidden_size // shape.tile) * shape.tile
+    num_tiles = rows // shape.row_block * (columns // shape.tile)
+    most = MAX_SPLITS if num_tiles < case.device.core_count else 1  # each array is read and written once a chunk
+
+    def waves(splits: int) -> float:
+        return -(-num_tiles * splits // case.device.core_count) / splits
+
+    return min(range(1, most + 1), key=waves), rows, columns
+
+
+def empty_dhidden(host: Host, case: Case, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
+    """The memory for the kernels' output, in the weight's dtype if they round.
+
+    Splits are added up after the kernels, so they stay fp32.
+    """
+    splits = dhidden_shape(case, shape)
+    return host.empty(splits, case.dtype if rounds and splits[0] == 1 else jnp.float32)
+
+
+def total_dhidden(sums: Float[Array, "splits Tp Hp"], case: Case) -> Float[Array, "T H"]:
+    """The sum of the splits, without padding."""
+    dhidden = sums[0] if sums.shape[0] == 1 else jnp.sum(sums, axis=0)
+    return dhidden[: case.num_tokens, : case.hidden_size]
+
+
+class Cache(NamedTuple):
+    """What the backward needs of the first vocabulary tiles to spare their recomputation."""
+
+    exponentials: Float[Array, "T columns"]  # e^((x - max) k), in the weight's dtype; whole tiles
+    max: Float[Array, "tiles Tp"]  # each tile's largest x
+
+
+def empty_cache(host: Host, case: Case, shape: Geometry, num_tiles: int) -> Cache:
+    """Memory for the forward to fill."""
+    return Cache(
+        host.empty((shape.tokens, num_tiles * shape.tile), case.dtype),
+        host.empty((num_tiles, shape.padded_tokens), jnp.float32),
+    )
+
+
+def num_cached_tiles(case: Case, shape: Geometry) -> int:
+    """The vocabulary tiles whose exponentials fit ``cache_bytes``; none if the backward visits live tiles alone."""
+    if case.options.gradient_threshold:
+        return 0
+    return min(shape.num_tiles, case.options.cache_bytes // cached_tile_bytes(case, shape))
+
+
+def cached_tile_bytes(case: Case, shape: Geometry) -> int:
+    """The bytes of one tile's exponentials and of its maximum per token."""
+    return shape.tokens * shape.tile * case.dtype.itemsize + shape.padded_tokens * 4
+
+
+def can_overwrite_cache(shape: Geometry) -> bool:
+    """Whether dlogits can take the place of the exponentials, all cached tiles as one chunk.
+
+    Where V is no multiple of the atom, a chunk's part of the weight is copied, so chunks must stay small.
+    """
+    return shape.whole_atoms
+
 
 type Piece = tuple[int, int, bool]  # tiles [start, stop), and which of two kinds of launch they take
 
@@ -38,7 +116,7 @@ def chunk_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> 
     The cost is counted in waves of tiles over the multiprocessors; each chunk also reads and writes dhidden.
     """
     tile_bytes = shape.tokens * shape.tile * case.dtype.itemsize
-    for_dlogits = budget.temporary_bytes - math.prod(_dhidden.sums_shape(case, shape)) * 4
+    for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(case, shape)) * 4
     most = min(num_tiles, max(for_dlogits // tile_bytes, _least_tiles(shape, budget, tile_bytes)))
 
     def cost(chunk: int) -> float:
@@ -51,7 +129,7 @@ def chunk_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> 
 
 def launch_groups(case: Case, shape: Geometry, budget: Budget) -> int:
     """Groups of vocabulary tiles per launch of the forward: partial statistics within the budget, even launches."""
-    tile_bytes = 4 * math.prod(_partial_statistics.array_shape(case, shape, 1))
+    tile_bytes = 4 * math.prod(_operands.statistics_shape(case, shape, 1))
     groups = num_groups(shape)
     most = max(budget.statistics_bytes // tile_bytes - groups, 1)  # the groups' statistics lie beside them
     if shape.num_tiles <= most:
@@ -97,7 +175,7 @@ def live_slots(case: Case, shape: Geometry, budget: Budget, group: int) -> int:
     """Tiles of dlogits that a batch of live tiles may take: within the budget, and whole waves where it has several."""
     of_tile = -(-shape.row_blocks // group) * group
     slot_bytes = shape.row_block * shape.tile * case.dtype.itemsize
-    for_dlogits = budget.temporary_bytes - math.prod(_dhidden.sums_shape(case, shape)) * 4
+    for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(case, shape)) * 4
     least = max(_least_tiles(shape, budget, of_tile * slot_bytes), 2) * of_tile
     most = max(for_dlogits // slot_bytes, least)
     cores = case.device.core_count

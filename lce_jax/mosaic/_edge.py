@@ -20,8 +20,8 @@ from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._host import least
 from lce_jax.mosaic.common._dlogits import dlogits
-from lce_jax.mosaic.common._hidden_rows import copy
 from lce_jax.mosaic.common._products import update_dhidden as add_product
+from lce_jax.mosaic.common._tokens import copy
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int

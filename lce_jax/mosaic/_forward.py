@@ -15,17 +15,15 @@ import jax.numpy as jnp
 from lce_jax._types import Case, Operands, ShardStatistics
 from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._statistics import Parts
-from lce_jax.mosaic import _cache, _candidates, _chunks, _edge, _mean, _operands, _partial_statistics, _threshold
-from lce_jax.mosaic._cache import Cache
-from lce_jax.mosaic._call import KernelCall
-from lce_jax.mosaic._chunks import GROUP, Piece
-from lce_jax.mosaic._generation import Generation
-from lce_jax.mosaic._geometry import geometry
+from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands, _threshold
+from lce_jax.mosaic._call import Generation, KernelCall
+from lce_jax.mosaic._chunks import GROUP, Cache, Piece
 from lce_jax.mosaic._host import TRACED, Host, greatest, least
+from lce_jax.mosaic._operands import geometry
 from lce_jax.mosaic._threshold import TileStatistics
 from lce_jax.mosaic.common import _statistics as kernels
 from lce_jax.mosaic.common._join import join, join_keeping
-from lce_jax.mosaic.common._parts import Parted
+from lce_jax.mosaic.common._tiles import Parted
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
@@ -50,8 +48,8 @@ def in_parts(
     """The same of each group of tiles, in base 2, beside what no kernel computes of each column."""
     call = KernelCall.prepare(operands, case, generation)
     num_tiles = num_live_tiles(call)
-    cached = min(_cache.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
-    cache = _cache.empty(call.host, case, call.shape, cached) if cached else None
+    cached = min(_chunks.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
+    cache = _chunks.empty_cache(call.host, case, call.shape, cached) if cached else None
     groups, cache, maxima = joined(call, num_tiles, cache, _kept_fields(case, keep_cache))
     total = _mean.total(operands, case) if case.options.mean_logit else None
     x = None if operands.candidates is None else _candidates.unscaled(call, operands.candidates)
@@ -72,7 +70,7 @@ def merged(
     groups = parts.groups.reshape(-1, *parts.groups.shape[2:])
     found = join_all(TRACED, case, scale, num_rows, groups)[0]
     total, candidates = parts.beside.total, parts.beside.candidates
-    return _partial_statistics.unstacked(case, found)._replace(
+    return _operands.unstacked_statistics(case, found)._replace(
         total=None if total is None else jnp.sum(total, axis=0),
         candidates=None if candidates is None else jnp.max(candidates, axis=0),
     )
@@ -107,7 +105,7 @@ def joined(
     parted = Parted(per_launch, shape.part_tiles) if shape.has_parts else None
 
     def memory(count: int, more_fields: int = 0) -> Any:
-        return host.empty(_partial_statistics.array_shape(case, shape, count, more_fields), jnp.float32)
+        return host.empty(_operands.statistics_shape(case, shape, count, more_fields), jnp.float32)
 
     def window(group: Any, carry: Any) -> Any:
         cache, groups, maxima = carry
@@ -145,7 +143,7 @@ def join_all(
 ) -> Float[Array, "1 fields Tp"]:
     """The union of all groups, in nats."""
     numbers = host.numbers(num_rows, len(groups), 0)
-    joined = host.empty((1, len(_partial_statistics.names(case.options)), groups.shape[2]), groups.dtype)
+    joined = host.empty((1, len(_operands.statistic_names(case.options)), groups.shape[2]), groups.dtype)
     joined = host.vary_like(joined, (groups, scale))
     with jax.named_scope("join_tiles"):
         return host.launch(join, scale, groups, joined, case, -(-len(groups) // GROUP) * GROUP, numbers, True)

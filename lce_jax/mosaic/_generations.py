@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 
 from lce_jax._types import Case, Device
-from lce_jax.mosaic._generation import Generation
+from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic.common import _refusal
 from lce_jax.mosaic.sm90 import HOPPER
 

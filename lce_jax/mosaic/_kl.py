@@ -6,6 +6,11 @@ backward   the same tiles again, turned into the gradient in the student's raw p
 
 With ``cache_bytes`` the first pass keeps what the backward needs of the first tiles. The functions are those of
 `lce_jax.xla._kl`, with the same arguments and results.
+
+The backward of `lce_jax.linear_kl` on one shard with kernels: dlogits chunk by chunk, and two products of each.
+
+The tiles that the forward kept come first, as one chunk whose dlogits take their place. The others come from the kernel
+that computes both heads' tiles again. The tile where padding begins is contracted after them (`_edge`).
 """
 
 from __future__ import annotations
@@ -18,24 +23,33 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _jax
-from lce_jax._types import Case, Operands
+from lce_jax._types import Case, Operands, Primals
 from lce_jax.mathematics import _kl, _logprobs
-from lce_jax.mathematics._kl import KLStatistics, Mixture, MixtureSums, Pair
+from lce_jax.mathematics._kl import (
+    Direction,
+    KLCoefficients,
+    KLStatistics,
+    Mixture,
+    MixtureCoefficients,
+    MixtureSums,
+    Pair,
+)
 from lce_jax.mathematics._statistics import MASKED
-from lce_jax.mosaic import _chunks, _mixture
-from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic import _chunks, _edge, _kl_operands
+from lce_jax.mosaic._backward import Carry, parts_of, walk_chunks
+from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._chunks import Budget
-from lce_jax.mosaic._generation import Generation
-from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._host import least
 from lce_jax.mosaic._kl_operands import KLCache, KLHead, KLOperands
-from lce_jax.mosaic._operands import LOG2E
-from lce_jax.mosaic.common._kl import kl_mixture_sums, kl_statistics
+from lce_jax.mosaic._operands import LOG2E, Geometry
+from lce_jax.mosaic.common._kl import cached_kl_dlogits, kl_dlogits, kl_mixture_sums, kl_statistics
+from lce_jax.mosaic.common._products import update_dhidden
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
+
 
 FIELDS = len(KLStatistics._fields)
 MERGED = FIELDS + 3  # numbers of each token and tile: XLA stores three more as it merges them
@@ -139,7 +153,7 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, generation: Generati
     """Eq. 9 of the whole shard, [T] each."""
     calls = Calls.prepare(plan, shard, generation)
     call, operands = calls.student, calls.operands(calls.weights)
-    factors = _mixture.factors(rows, call.shape.padded_tokens)
+    factors = _kl_operands.mixture_factors(rows, call.shape.padded_tokens)
 
     def launch(span: Array, parts: Array, cache: None) -> tuple[Array, None]:
         return call.host.launch(kl_mixture_sums, generation, calls.cases, operands, factors, span, parts), cache
@@ -212,3 +226,79 @@ def _of_tiles(parts: Float[Array, "tiles 6 T"], count: Any) -> KLStatistics:
 def _there(parts: Float[Array, "tiles fields T"], count: Any) -> Bool[Array, "tiles 1"]:
     """The first ``count`` tiles."""
     return jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] < count
+
+
+def gradients(
+    plan: KLPlan,
+    shard: Shard,
+    rows: KLCoefficients | MixtureCoefficients,
+    cache: KLCache | None,
+    generation: Generation,
+) -> Primals:
+    """The student's part of dhidden, in float32, and its dweight in the weight's dtype."""
+    calls = Calls.prepare(plan, shard, generation)
+    call, shape = calls.student, calls.student.shape
+    gradient = Gradient(calls, _factors(rows, shape.padded_tokens, plan.direction), cache)
+    carry: Carry = (
+        _chunks.empty_dhidden(call.host, call.case, shape, rounds=False),
+        call.host.empty(call.prepared.weight.shape, call.case.dtype),
+    )
+    carry = _jax.vary_like(carry, (shard, rows, cache))
+    cached = 0 if cache is None else cache.references.shape[0]
+    for i, part in enumerate(parts_of(call, cached, gradient.from_cache, gradient.recomputed, overwrites=True)):
+        carry = walk_chunks(call, part, None, carry, i > 0, adds_dweight=False)
+    sums, dweight = carry
+    if _edge.is_left(call):
+        sums = _update_dhidden_at_the_edge(gradient, sums)
+    return Primals(_chunks.total_dhidden(sums, call.case), dweight)
+
+
+class Gradient(NamedTuple):
+    """What makes a tile's dlogits."""
+
+    calls: Calls
+    factors: Float[Array, "fields Tp"]  # the coefficients as the kernels take them
+    cache: KLCache | None
+
+    def recomputed(self, span: Array, columns: int, _: Array) -> Float[Array, "Tp columns"]:
+        """Of the span's tiles, from both weights where they lie: V is whole atoms."""
+        return self.of_weights(span, columns, self.calls.weights)
+
+    def of_weights(self, span: Array, columns: int, weights: Pair[Array]) -> Float[Array, "Tp columns"]:
+        """Of the span's tiles, whose weights may lie elsewhere."""
+        calls, operands = self.calls, self.calls.operands(weights)
+        given = calls.cases, operands, self.factors, span, columns, calls.plan.direction
+        return calls.student.host.launch(kl_dlogits, calls.student.generation, *given)
+
+    def from_cache(self, span: Array, columns: int, _: Array) -> Float[Array, "Tp columns"]:
+        """Of tiles that are kept, in the place of their exponentials."""
+        assert self.cache is not None
+        calls, given = self.calls, (self.factors, self.cache, span, columns)
+        operands = calls.operands(calls.weights)
+        launch = calls.student.host.launch
+        return launch(cached_kl_dlogits, calls.cases, operands, *given, calls.plan.direction)
+
+
+def _factors(
+    rows: KLCoefficients | MixtureCoefficients, length: int, direction: Direction
+) -> Float[Array, "fields Tp"]:
+    """In base 2, where u_p - v_q is log2 e times that of eq. 8; 0 from the call's tokens to ``length``."""
+    if isinstance(rows, MixtureCoefficients):
+        return _kl_operands.mixture_factors(rows, length)
+    if direction == "reverse":
+        rows = rows._replace(of_p=rows.of_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
+    factors = jnp.stack(rows)
+    return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
+
+
+@jax.named_scope("edge")
+def _update_dhidden_at_the_edge(gradient: Gradient, sums: Array) -> Array:
+    """``sums`` with the true columns added of the tile where padding begins: `_edge.update_dhidden` of two heads."""
+    call = gradient.calls.student
+    tile = _edge.contracted_tiles(call)
+    column = tile * call.shape.tile
+    copied = Pair(*(_edge.weight(own, tile) for own in gradient.calls.heads))
+    depth = call.prepared.num_columns - column
+    span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
+    d = gradient.of_weights(span, call.shape.tile, copied)
+    return call.host.launch(update_dhidden, call.generation, sums, d, copied.student, call.case, span)

@@ -1,17 +1,112 @@
-"""The operands as the kernels take them: padded, scaled to base 2, with padding columns and targets marked."""
+"""The operands as the kernels take them: padded, scaled to base 2, with padding columns and targets marked.
+
+How a call is cut into tiles: padded tokens, row blocks, vocabulary tiles, what is left over.
+
+The part of the vocabulary that one launch covers, as the scalars that a kernel is given.
+
+The forward kernels' output: eq. 1 of each vocabulary tile, in base 2, as an array [tiles, fields, tokens].
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Case, Operands, RowCoefficients
-from lce_jax.mosaic._geometry import Geometry
+from lce_jax._types import RESULTS, Case, Operands, Options, RowCoefficients, ShardStatistics
+from lce_jax.mathematics import _statistics
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
+
+
+class Tiling(NamedTuple):
+    """The tile sizes of a generation."""
+
+    row_block: int  # tokens of a tile of logits
+    tile: int  # vocabulary columns of a tile of logits
+    atom: int  # rows of an array: a copy into shared memory moves whole atoms
+    most_clustered: int  # row blocks that may share an operand; per-token vectors are padded to whole groups of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The shapes of a call as the kernels see them."""
+
+    row_block: int  # tokens of a tile of logits
+    tile: int  # vocabulary columns of a tile of logits
+    atom: int  # rows that a copy into shared memory moves at least
+    tokens: int  # T, padded to whole atoms and to one row block
+    padded_tokens: int  # the length of per-token vectors: whole groups of row blocks
+    row_blocks: int
+    num_tiles: int  # of the vocabulary; the last one of a part may be ragged
+    whole_atoms: bool  # V is a multiple of the atom, so kernels read and write part of the weight where it lies
+    part_columns: int  # of a part of the vocabulary, whose tiles begin at its first column; V if it has one part
+    part_tiles: int
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the vocabulary has several parts, of which the last may be smaller."""
+        return self.part_tiles < self.num_tiles
+
+    @property
+    def overhang(self) -> int:
+        """The columns by which the tiles of a part reach beyond it."""
+        return self.part_tiles * self.tile - self.part_columns
+
+    def column(self, tile: Any) -> Any:
+        """The first column of a tile."""
+        return tile * self.tile - (tile // self.part_tiles * self.overhang if self.has_parts else 0)
+
+    def place(self, column: Any) -> Any:
+        """Where a column lies in the row of all tiles: its tile, times the tile's size, and its place in the tile."""
+        return column + (column // self.part_columns * self.overhang if self.has_parts else 0)
+
+    def tiles_of(self, columns: int) -> int:
+        """The tiles that hold the first so many columns."""
+        parts, rest = divmod(columns, self.part_columns)
+        return parts * self.part_tiles + -(-rest // self.tile)
+
+
+def geometry(case: Case, tiling: Tiling) -> Geometry:
+    """The shapes of ``case``."""
+    tokens = max(-(-case.num_tokens // tiling.atom) * tiling.atom, tiling.row_block)
+    row_blocks = -(-tokens // tiling.row_block)
+    part = min(case.options.vocab_part_size or case.vocab_size, case.vocab_size)
+    part_tiles, (parts, rest) = -(-part // tiling.tile), divmod(case.vocab_size, part)
+    return Geometry(
+        row_block=tiling.row_block,
+        tile=tiling.tile,
+        atom=tiling.atom,
+        tokens=tokens,
+        padded_tokens=-(-row_blocks // tiling.most_clustered) * tiling.most_clustered * tiling.row_block,
+        row_blocks=row_blocks,
+        num_tiles=parts * part_tiles + -(-rest // tiling.tile),
+        whole_atoms=case.vocab_size % tiling.atom == 0,
+        part_columns=part,
+        part_tiles=part_tiles,
+    )
+
+
+class Span(NamedTuple):
+    """What one launch covers. The numbers are known at run time, so one compiled kernel serves every chunk."""
+
+    num_rows: Any  # live rows
+    num_columns: Any  # live columns of the shard
+    column: Any  # the first one: the number of its tile in the shard, times the tile's columns
+    num_tiles: Any  # of the vocabulary
+    depth: Any = 0  # columns that a product contracts
+    offset: Any = 0  # where its first column lies in the weight and in dweight that the kernel is given
+    slot: Any = 0  # of its first tile in the array of partial statistics
+    adds: Any = 0  # 1: the product is added to dhidden's sums, which it otherwise overwrites
+
+    @classmethod
+    def unpack(cls, scalars: Any) -> Span:
+        """In a kernel."""
+        return cls(*(scalars[i] for i in range(len(cls._fields))))
+
 
 LOG2E = 1.4426950408889634  # from nats to base 2
 
@@ -106,3 +201,48 @@ def row_factors(rows: RowCoefficients, length: int) -> Float[Array, "factors Tp"
     """The coefficients in base 2, zero from the last token to ``length``."""
     factors = jnp.stack(jax.tree.leaves(in_base_2(rows)))
     return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
+
+
+FLOOR = -1e10  # a tile's maximum where all its columns are padding: below every raw product, and finite
+UNWRITTEN: Any = _statistics.NO_COLUMNS._replace(max=FLOOR, min=-FLOOR)
+
+
+def statistic_names(options: Options) -> list[str]:
+    """The fields of `ShardStatistics` that the kernels compute, one number per token each.
+
+    Σ z (`_mean`) and the logits of candidates (`_candidates`) are computed beside them.
+    """
+    return [name for name in options.statistics if name not in _statistics.BESIDE]
+
+
+def kept_statistics(options: Options) -> list[str]:
+    """Those of them that gradients have, which `lce_jax.kernels` saves of each token."""
+    return [name for name in statistic_names(options) if name not in _statistics.WITHOUT_GRADIENT]
+
+
+def result_statistics(options: Options) -> list[str]:
+    """Those of `RESULTS` that the call has."""
+    there = {"entropy": options.entropy, "support": options.stats and options.has_floor}
+    return [name for i, name in enumerate(RESULTS) if there.get(name, i < 3 or options.stats)]
+
+
+def statistics_shape(case: Case, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:
+    """(tiles, fields, tokens)."""
+    return num_tiles, len(statistic_names(case.options)) + more_fields, shape.padded_tokens
+
+
+def unstacked_statistics(case: Case, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
+    """The fields of the call's own tokens, in base 2, [..., T] each."""
+    fields = zip(statistic_names(case.options), jnp.moveaxis(parts[..., : case.num_tokens], -2, 0), strict=True)
+    return _statistics.of_fields(dict(fields))
+
+
+def to_nats(stats: ShardStatistics) -> ShardStatistics:
+    """Statistics as eq. 1 has them, [T] each."""
+    none, lowest = stats.sumexp == 0.0, stats.min
+    return stats._replace(
+        max=jnp.where(none, _statistics.MASKED, stats.max),
+        min=None if lowest is None else jnp.where(none, -_statistics.MASKED, lowest),
+        weighted=None if stats.weighted is None else stats.weighted * (1.0 / LOG2E),
+        target=stats.target * (1.0 / LOG2E),
+    )

@@ -6,9 +6,9 @@ import math
 from typing import NamedTuple
 
 from lce_jax._types import OVERWRITES, Case, Plan, Surroundings, cache_notes, candidate_notes, format_bytes
-from lce_jax.mosaic import _cache, _chunks, _dhidden, _kl, _partial_statistics
-from lce_jax.mosaic._generation import Generation
-from lce_jax.mosaic._geometry import Geometry, geometry
+from lce_jax.mosaic import _chunks, _kl, _operands
+from lce_jax.mosaic._call import Generation
+from lce_jax.mosaic._operands import Geometry, geometry
 from lce_jax.mosaic.common._tiles import live_shape
 from lce_jax.xla._kl import KLPlan
 
@@ -22,11 +22,11 @@ def plan(case: Case, generation: Generation, name: str, around: Surroundings) ->
     groups = _chunks.num_groups(shape)
     gathered = groups * around.shards if around.shards > 1 else 0
     arrays = _chunks.launch_tiles(case, shape, generation.budget) + groups + gathered
-    statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, arrays))
+    statistics = 4 * math.prod(_operands.statistics_shape(case, shape, arrays))
     live = case.options.gradient_threshold > 0
     maxima = (1 + case.options.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if live else 0
     mask = 4 * math.prod(live_shape(case)) if live else 0
-    cached = _cache.num_cached_tiles(case, shape)
+    cached = _chunks.num_cached_tiles(case, shape)
     return Plan(
         implementation=name,
         refused={},
@@ -39,10 +39,10 @@ def plan(case: Case, generation: Generation, name: str, around: Surroundings) ->
         },
         forward_bytes=statistics + maxima + copied + case.candidate_bytes,
         backward_bytes=backward.num_bytes + copied + case.candidate_bytes,
-        kept_bytes=case.statistics_bytes + cached * _cache.tile_bytes(case, shape) + mask,
+        kept_bytes=case.statistics_bytes + cached * _chunks.cached_tile_bytes(case, shape) + mask,
         logits_bytes=case.num_tokens * case.vocab_size * 4,
         notes=_notes(case, shape),
-        full_cache_bytes=of_gradients.num_tiles * _cache.tile_bytes(case, shape),
+        full_cache_bytes=of_gradients.num_tiles * _chunks.cached_tile_bytes(case, shape),
         same_bits=_same_bits(case, shape, around),
     )
 
@@ -56,7 +56,7 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str, around: Surroundings)
     left = shape.num_tiles - cached
     chunk = _chunks.chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
     statistics = 4 * shape.padded_tokens * _kl.FIELDS * _kl.launch_tiles(shape, generation.budget, kl.columns)
-    sums = 4 * math.prod(_dhidden.sums_shape(student, shape))
+    sums = 4 * math.prod(_chunks.dhidden_shape(student, shape))
     return Plan(
         implementation=name,
         refused={},
@@ -105,9 +105,9 @@ class _Backward(NamedTuple):
 
 def _backward(case: Case, shape: Geometry, generation: Generation, around: Surroundings) -> _Backward:
     item = case.dtype.itemsize
-    sums = 4 * math.prod(_dhidden.sums_shape(case, shape))
-    cached = _cache.num_cached_tiles(case, shape)
-    overwritten = cached if _cache.can_be_overwritten(shape) else 0
+    sums = 4 * math.prod(_chunks.dhidden_shape(case, shape))
+    cached = _chunks.num_cached_tiles(case, shape)
+    overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
     columns = max((_chunks.chunk_tiles(case, shape, generation.budget, part) for part in parts), default=0) * shape.tile
     if case.options.gradient_threshold:
@@ -123,7 +123,7 @@ def _backward(case: Case, shape: Geometry, generation: Generation, around: Surro
 def _writes_dhidden_once(case: Case, shape: Geometry, around: Surroundings) -> bool:
     """Whether the one chunk that there is is contracted by one launch, which rounds."""
     whole = around.shards == 1 and around.true_columns == case.vocab_size
-    return whole and not case.options.mean_logit and _dhidden.sums_shape(case, shape)[0] == 1
+    return whole and not case.options.mean_logit and _chunks.dhidden_shape(case, shape)[0] == 1
 
 
 def _copied_bytes(case: Case, shape: Geometry, around: Surroundings) -> int:
@@ -154,12 +154,12 @@ def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:
             f"in place of {-(-case.vocab_size // shape.tile)}"
         )
     if case.options.cache_bytes and not case.options.gradient_threshold:
-        cached = _cache.num_cached_tiles(case, shape)
+        cached = _chunks.num_cached_tiles(case, shape)
         notes.append(
             f"the forward keeps {cached} of {shape.num_tiles} vocabulary tiles, "
-            f"{format_bytes(_cache.tile_bytes(case, shape))} each"
+            f"{format_bytes(_chunks.cached_tile_bytes(case, shape))} each"
         )
-        if cached and _cache.can_be_overwritten(shape):
+        if cached and _chunks.can_overwrite_cache(shape):
             notes.append(OVERWRITES)
     if not shape.whole_atoms:
         notes.append(

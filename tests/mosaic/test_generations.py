@@ -13,7 +13,7 @@ import pytest
 from lce_jax import _dispatch, mosaic
 from lce_jax._types import ALONE, Case, Device, Options, UnsupportedError
 from lce_jax.mosaic import _generations, sm90
-from lce_jax.mosaic._generation import Generation
+from lce_jax.mosaic._call import Generation
 from tests.devices import B200, H200
 
 A100 = Device("gpu", "NVIDIA A100", "8.0", 108)

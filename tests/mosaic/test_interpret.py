@@ -18,7 +18,7 @@ from lce_jax import mosaic
 from lce_jax._types import Case, LogprobOutput, Operands, Options
 from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic import _generations, sm90
-from lce_jax.mosaic._generation import Generation
+from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
 from tests.devices import H200

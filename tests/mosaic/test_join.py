@@ -13,7 +13,7 @@ import pytest
 from lce_jax import mosaic
 from lce_jax._types import Operands
 from lce_jax.mathematics import _statistics
-from lce_jax.mosaic import _generations, _partial_statistics
+from lce_jax.mosaic import _generations, _operands
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.common._join import join
 from tests.mosaic.test_interpret import kernels_of
@@ -44,13 +44,13 @@ def test_a_union(parts: int, count: int, group: int) -> None:
     assert not races_found()
     assert np.isnan(found[0]).all()
     for number in range(groups):
-        of_group = _partial_statistics.unstacked(case, given[number * group : min((number + 1) * group, count)])
-        want: Any = _partial_statistics.UNWRITTEN
+        of_group = _operands.unstacked_statistics(case, given[number * group : min((number + 1) * group, count)])
+        want: Any = _operands.UNWRITTEN
         if number * group < count:
             nats = of_group._replace(weighted=of_group.weighted * np.log(2), target=of_group.target * np.log(2))
             want = _statistics.merge(nats, scale * np.log(2))
             want = want._replace(weighted=want.weighted / np.log(2), target=want.target / np.log(2))
-        for i, name in enumerate(_partial_statistics.names(case.options)):
+        for i, name in enumerate(_operands.statistic_names(case.options)):
             expected = np.broadcast_to(getattr(want, name), TOKENS)
             np.testing.assert_allclose(found[1 + number, i, :130], expected[:130], rtol=1e-5, err_msg=name)
 

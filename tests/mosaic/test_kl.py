@@ -13,7 +13,7 @@ import pytest
 from lce_jax import UnsupportedError, _call, _dispatch, explain, linear_kl
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
-from lce_jax.mosaic._generation import Generation
+from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.programs import _kl
 from lce_jax.programs._kl import KLArguments, KLSpec, bind

@@ -11,8 +11,8 @@ import pytest
 import lce_jax
 from lce_jax import mosaic
 from lce_jax._types import Case, Device, Options
-from lce_jax.mosaic import _dhidden, sm90
-from lce_jax.mosaic._geometry import geometry
+from lce_jax.mosaic import _chunks, sm90
+from lce_jax.mosaic._operands import geometry
 from lce_jax.mosaic.common._tiles import SMEM_LIMIT
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, H100, NARROW, SHORT
 from tests.devices import H200
@@ -82,7 +82,9 @@ def test_partial_statistics_stay_small() -> None:
     assert sums <= 65536 * 4096 * 4  # dhidden in float32, once
     assert mosaic.plan(case(num_tokens=205280, vocab_size=76032)).backward_bytes < 6 << 30
     few = case(num_tokens=512)
-    assert _dhidden.sums_shape(few, geometry(few, sm90.HOPPER.tiling))[0] == 2  # too few tiles for 132 multiprocessors
+    assert (
+        _chunks.dhidden_shape(few, geometry(few, sm90.HOPPER.tiling))[0] == 2
+    )  # too few tiles for 132 multiprocessors
 
 
 def test_every_kernel_fits_shared_memory() -> None:

@@ -19,7 +19,7 @@ from lce_jax._types import Operands
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations, sm90
-from lce_jax.mosaic._generation import Generation
+from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
 from tests.mosaic_calls import Call, Oracle, budget_of, call, case_of, coefficients, draw, draw_floor, traced

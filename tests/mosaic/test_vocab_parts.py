@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 import lce_jax
 from lce_jax._dispatch import for_device
 from lce_jax.mosaic import _chunks
-from lce_jax.mosaic._geometry import geometry
+from lce_jax.mosaic._operands import geometry
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import HOPPER
 from tests import one_device_shards, oracle

@@ -19,7 +19,7 @@ from examples.demo.cli import _parser as demo_parser
 from lce_jax import floors, local, losses, rows
 from lce_jax.explain.__main__ import parser as explain_parser
 from lce_jax.flax import linen, nnx
-from lce_jax.mosaic._generation import Generation
+from lce_jax.mosaic._call import Generation
 from lce_torch_bridge import megatron, verl
 from tests.doc_blocks import IN_ORDER, PAGES, ROOT, WITHOUT_A_GPU, in_order, parts
 from tests.site.test_figures import script

@@ -12,7 +12,7 @@ import torch
 
 from lce_jax import kernels
 from lce_jax.kernels import CallKind, Device, Kernel
-from lce_jax.mosaic import _cache
+from lce_jax.mosaic import _chunks
 from lce_torch_bridge._types import PER_CANDIDATE
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._host import Buffer, Plan, Tape, needed
@@ -186,5 +186,5 @@ def held_bytes(tape: Tape) -> int:
 def test_a_cache_is_what_the_forward_allocates() -> None:
     of = head(cache_bytes=1 << 30)
     kept = forward(of, keep_cache=True).outputs[3:]
-    structs = _cache.empty(Tape(), of.case, of.shape, kernels.cached_tiles(of, True))  # type: ignore[arg-type]
+    structs = _chunks.empty_cache(Tape(), of.case, of.shape, kernels.cached_tiles(of, True))  # type: ignore[arg-type]
     assert [x.shape for x in kept] == [x.shape for x in structs]

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from lce_jax._types import Case
-from lce_jax.mosaic._generation import Generation, Machine
+from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
-from lce_jax.mosaic._operands import Prepared
+from lce_jax.mosaic._operands import Prepared, Span
 from lce_jax.mosaic._pallas import plgpu
-from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.common import _logits
-from lce_jax.mosaic.common._machine import Matmul, Tile
-from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, Matmul, Tile
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -70,12 +68,12 @@ def _kernel(
     *floor_and_output: Any,  # [Tp] if there is a floor, and [T, columns]
 ) -> None:
     *floor, output = floor_and_output
-    span, refs = Span.unpack(scalars), Refs(targets, scale, holds_target, mask, factors, output, *floor)
+    span, refs = Span.unpack(scalars), DlogitsRefs(targets, scale, holds_target, mask, factors, output, *floor)
     first_tile = _logits.first_tile(span)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         column, number = span.column + tile.column, first_tile + tile.vocabulary_tile
-        where = Where(column, number, span.num_columns, tile.row, tile.column)
+        where = DlogitsWhere(column, number, span.num_columns, tile.row, tile.column)
         machine.dlogits(matmul.case.options, refs, tile, where, multiply, slots)
 
     slots = machine.staging(matmul, output.shape[1], output.dtype)
@@ -121,10 +119,13 @@ def _live_kernel(
     *floor_and_output: Any,  # [Tp] if there is a floor, and [slots · 128, 256]
 ) -> None:
     *floor, output = floor_and_output
-    batch, refs = Batch.unpack(scalars, number[0]), Refs(targets, scale, holds_target, mask, factors, output, *floor)
+    batch, refs = (
+        Batch.unpack(scalars, number[0]),
+        DlogitsRefs(targets, scale, holds_target, mask, factors, output, *floor),
+    )
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
-        where = Where(tile.column, tile.vocabulary_tile, batch.num_columns, tile.slot * ROW_BLOCK, 0)
+        where = DlogitsWhere(tile.column, tile.vocabulary_tile, batch.num_columns, tile.slot * ROW_BLOCK, 0)
         machine.dlogits(matmul.case.options, refs, tile, where, multiply, slots)
 
     slots = machine.staging(matmul, TILE_N, output.dtype)
@@ -132,7 +133,7 @@ def _live_kernel(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-class Refs(NamedTuple):
+class DlogitsRefs(NamedTuple):
     """What the epilogue reads and writes."""
 
     targets: Any
@@ -144,7 +145,7 @@ class Refs(NamedTuple):
     floor: Any = None
 
 
-class Where(NamedTuple):
+class DlogitsWhere(NamedTuple):
     """Where a tile lies, and where its gradient goes."""
 
     column: Any  # its first one, in the shard

@@ -19,11 +19,11 @@ from jax import lax
 
 from lce_jax._types import Case, ShardStatistics
 from lce_jax.mathematics import _statistics
-from lce_jax.mosaic import _pallas, _partial_statistics
+from lce_jax.mosaic import _operands, _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common import _parts
-from lce_jax.mosaic.common._parts import Parted
-from lce_jax.mosaic.common._threads import THREADS, along, block_rows
+from lce_jax.mosaic.common import _tiles
+from lce_jax.mosaic.common._tiles import Parted
+from lce_jax.mosaic.common._tokens import THREADS, along, block_rows
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -104,14 +104,12 @@ def _kernel(
 ) -> None:
     output, *maxima = results[len(results) // 2 :]
     most_groups = output.shape[0]
-    names, block, number = _partial_statistics.names(case.options), lax.axis_index("rows"), lax.axis_index("group")
+    names, block, number = _operands.statistic_names(case.options), lax.axis_index("rows"), lax.axis_index("group")
     rows, num_parts = block_rows(block), numbers[1]
     begin, stop = None, num_parts
     if parted is not None:
-        begin, stop = _parts.tiles_of_group(parted, group, numbers[2], number, num_parts)
-    none = _statistics.of_fields(
-        {name: along(getattr(_partial_statistics.UNWRITTEN, name), jnp.float32) for name in names}
-    )
+        begin, stop = _tiles.tiles_of_group(parted, group, numbers[2], number, num_parts)
+    none = _statistics.of_fields({name: along(getattr(_operands.UNWRITTEN, name), jnp.float32) for name in names})
 
     def load(i: Any) -> ShardStatistics:
         there, at = along(i) < stop, jnp.maximum(jnp.minimum(i, stop - 1), 0)
@@ -130,7 +128,7 @@ def _kernel(
             return _statistics.union([union, *of_step], row_scale, jnp.exp2)
 
         union = lax.fori_loop(0, -(-group // AT_A_TIME), step, none)
-        union = _partial_statistics.to_nats(union) if in_nats else union
+        union = _operands.to_nats(union) if in_nats else union
         for f, name in enumerate(names):
             output.at[numbers[2] + number, f, rows][...] = getattr(union, name)
 

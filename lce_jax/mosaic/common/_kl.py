@@ -2,6 +2,15 @@
 
 The tile of p is computed first and waits until that of q is there. Both products go through the same stages of shared
 memory, so the operands of the second arrive while the first is multiplied. Inside, everything is in base 2.
+
+`lce_jax.mathematics._kl` in a kernel: base 2, no division, and the hardware's own logarithm far from 1.
+
+That one is off by up to 2^-22 wherever its result lies, so near 1 a polynomial is in its place.
+
+The dlogits of two heads (eqs. 8, 10) from what their forward kept, one pass at the speed of memory.
+
+`lce_jax.mathematics._kl` in base 2: what makes a tile's numbers those of the whole vocabulary is one number
+per row and tile.
 """
 
 from __future__ import annotations
@@ -16,16 +25,56 @@ from jax import lax
 
 from lce_jax._types import Case, Options
 from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics
-from lce_jax.mosaic._generation import Generation, Machine
-from lce_jax.mosaic._kl_operands import KLCache, KLOperands
-from lce_jax.mosaic._mixture import MixtureFactors
-from lce_jax.mosaic._span import Span
-from lce_jax.mosaic.common import _logits
-from lce_jax.mosaic.common._machine import Matmul, Offset, Product, Tile
-from lce_jax.mosaic.common._tiles import TILE_N
+from lce_jax.mosaic._call import Generation, Machine
+from lce_jax.mosaic._kl_operands import KLCache, KLOperands, MixtureFactors
+from lce_jax.mosaic._operands import Span
+from lce_jax.mosaic.common import _cached_dlogits, _logits
+from lce_jax.mosaic.common._cached_dlogits import HELD, Block, Walk, along, cap_derivative, of_cache
+from lce_jax.mosaic.common._tiles import TILE_N, Matmul, Offset, Product, Tile
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
+
+
+NEAR_ONE = 0.25
+# (2^x - 1) / x up to 1 and log2(1 + x) / x up to NEAR_ONE: both are off by at most 3e-8 of what they are.
+EXPM1 = (0.693147186, 0.2402266472, 0.0555040203, 0.0096169856, 0.0013335338, 0.0001563451, 0.0000152525)
+LOG1P = (1.4426950194, -0.7213474397, 0.4809092734, -0.3606914640, 0.2876754352, -0.2394193308, 0.2276765902,
+         -0.2020801817)  # fmt: skip
+
+
+class Reference(NamedTuple):
+    """What a logarithm is relative to, a number per row each: `lce_jax.mosaic._kl_operands.MixtureFactors`."""
+
+    own: Any
+    other: Any
+    start: Any
+    most: Any
+
+
+def relative_log_ratio(d: Array, distance: Array, rows: Reference) -> Array:
+    """The t - t₀ of eq. 9 in base 2, from d and d - d₀."""
+    return relative_log_ratios(d, distance, rows)[0]
+
+
+def relative_log_ratios(d: Array, distance: Array, rows: Reference) -> tuple[Array, Array]:
+    """The t - t₀ and d + t - t₀ of eq. 9 in base 2, from d and d - d₀.
+
+    The second is off by the rounding of d. It approaches -ln β: where that is small, the ratio is better taken from -d.
+    """
+    bounded = jnp.minimum(d, rows.most)
+    e = jnp.exp2(bounded) * rows.other
+    near = rows.start * (distance * _polynomial(EXPM1, distance))
+    x = jnp.where(jnp.abs(distance) < 1.0, near, e - rows.start)
+    log = jnp.where(jnp.abs(x) < NEAR_ONE, x * _polynomial(LOG1P, x), jnp.log2(e + rows.own))
+    return -log - (d - bounded), bounded - log
+
+
+def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
+    value = x * coefficients[-1] + coefficients[-2]
+    for coefficient in coefficients[-3::-1]:
+        value = value * x + coefficient
+    return value
 
 
 class HeadOperands(NamedTuple):
@@ -35,7 +84,7 @@ class HeadOperands(NamedTuple):
     scale: Any  # [Tp]
 
 
-class Refs(NamedTuple):
+class KLRefs(NamedTuple):
     """What an epilogue reads and writes."""
 
     heads: tuple[HeadOperands, HeadOperands]  # that of p first
@@ -45,7 +94,7 @@ class Refs(NamedTuple):
     cache: Any = None  # a `KLCache` of refs, if tiles are kept
 
 
-class Where(NamedTuple):
+class KLWhere(NamedTuple):
     """Where a tile lies, and where its results go."""
 
     column: Any  # its first one, in the shard
@@ -75,7 +124,7 @@ def kl_statistics(
     given, name = _arrays(operands, span), "lce_kl_statistics" if cache is None else "lce_kl_statistics_cached"
     updated = [parts, *jax.tree.leaves(cache)]
 
-    def epilogue(refs: Refs, *of_tile: Any) -> None:
+    def epilogue(refs: KLRefs, *of_tile: Any) -> None:
         generation.machine.kl_statistics(refs, direction, *of_tile)
 
     parts, *kept = _updated(generation, cases, epilogue, "kl_statistics", name, given, updated)
@@ -130,10 +179,10 @@ def _kernel_per_tile(
     factors, (output, *kept) = rest[: -2 * num_updated] or [None], rest[-num_updated:]
     span = Span.unpack(scalars)
     cache = KLCache(*kept) if kept else None
-    of_kernel = Refs(_heads(matmuls, scales), mask, output, factors[0], cache)
+    of_kernel = KLRefs(_heads(matmuls, scales), mask, output, factors[0], cache)
 
     def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
-        where = Where(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
+        where = KLWhere(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
         epilogue(of_kernel, tile, where, multiply, scratch)
 
     _walk(machine, matmuls, arrays, span, consume, machine.held())
@@ -163,10 +212,10 @@ def kl_dlogits(
 def _dlogits_kernel(machine: Machine, matmuls: tuple[Matmul, Matmul], direction: Direction, *refs: Any) -> None:
     *arrays, scales, mask, scalars, (factors, output) = _unpacked(refs)
     span = Span.unpack(scalars)
-    of_kernel = Refs(_heads(matmuls, scales), mask, output, factors)
+    of_kernel = KLRefs(_heads(matmuls, scales), mask, output, factors)
 
     def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
-        where = Where(span.column + tile.column, None, span.num_columns)
+        where = KLWhere(span.column + tile.column, None, span.num_columns)
         machine.kl_dlogits(of_kernel, direction, tile, where, multiply, scratch)
 
     _walk(machine, matmuls, arrays, span, consume, machine.held())
@@ -177,13 +226,13 @@ def of_rows[F: (KLCoefficients, MixtureFactors)](kind: type[F], factors: Any, lo
     return kind(*(load(factors.at[i]) for i in range(len(kind._fields))))
 
 
-def store(refs: Refs, where: Where, rows: Callable[[], Any], fields: Sequence[Array]) -> None:
+def store(refs: KLRefs, where: KLWhere, rows: Callable[[], Any], fields: Sequence[Array]) -> None:
     """Writes a tile's numbers of these rows, whose places are computed when they are needed."""
     for i, field in enumerate(fields):
         refs.output.at[where.number, i, rows()][...] = field
 
 
-def store_references(cache: Any, where: Where, rows: Callable[[], Any], stats: KLStatistics) -> None:
+def store_references(cache: Any, where: KLWhere, rows: Callable[[], Any], stats: KLStatistics) -> None:
     """Writes those of a tile that is kept."""
     tile = lax.div(where.column, jnp.int32(TILE_N))
     for i, field in enumerate(stats.references):
@@ -218,3 +267,72 @@ def _walk(
     of_heads = zip(matmuls, arrays[::2], arrays[1::2], strict=True)
     products = [Product(matmul, hidden, weight, _logits.num_steps(matmul)) for matmul, hidden, weight in of_heads]
     machine.walk_products(products, Offset(column=span.offset), visit_all, consume, scratch)
+
+
+def cached_kl_dlogits(
+    cases: tuple[Case, Case],
+    operands: KLOperands,
+    factors: Float[Array, "fields Tp"],
+    cache: KLCache,
+    span: Int[Array, "fields"],
+    columns: int,
+    direction: Direction,
+) -> Float[Array, "Tp columns"]:
+    """As `kl_dlogits`, in the place of the cache's exponentials: a block is read before it is written."""
+    case = cases[direction == "forward"]  # the student's
+    output = jax.ShapeDtypeStruct((factors.shape[1], columns), case.dtype)
+    body = functools.partial(_kernel, case, direction)
+    scales = [head.scale for head in operands.heads]
+    run = _cached_dlogits.kernel(body, output, case, "lce_cached_kl_dlogits", cache[:2], {0: 0})
+    return run(*cache, *scales, factors, span)[0]
+
+
+def _kernel(
+    case: Case,
+    direction: Direction,
+    e: Any,
+    ratio: Any,
+    references: Any,  # [tiles of the cache, 3, Tp]
+    scale_p: Any,  # [Tp]
+    scale_q: Any,
+    factors: Any,  # [fields, Tp]
+    scalars: Any,  # a `Span`
+    output: Any,
+) -> None:
+    gradient = functools.partial(_block_gradient, case, direction, references, (scale_p, scale_q), factors)
+    _cached_dlogits.walk_blocks(Walk.of(Span.unpack(scalars)), [e, ratio], output, gradient)
+
+
+def _block_gradient(
+    case: Case,
+    direction: Direction,
+    references: Any,
+    scales: Sequence[Any],
+    factors: Any,
+    block: Block,
+    values: Sequence[Array],
+) -> Array:
+    """The gradient of one block: loads what its rows need, then eq. 8 or 10 and the cap's derivative."""
+    load = functools.partial(HELD.load_rows, rows=block.rows)
+    k_p, k_q = map(load, scales)
+    max_p, max_q, at_p = (load(references.at[block.tile, i]) for i in range(3))
+    rows: KLCoefficients | MixtureFactors
+    rows = of_rows(MixtureFactors, factors, load) if direction == "jsd" else of_rows(KLCoefficients, factors, load)
+    (e, log2_e), ratio = of_cache(values[0], case.dtype), values[1]
+    down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
+    of_p, u = along(rows.of_p * jnp.exp2(down_p)), log2_e
+    if isinstance(rows, MixtureFactors):
+        reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
+        d, to_distance = ratio + along(down_q - down_p + rows.log_sums), (max_q - rows.at_p) * k_q - down_p
+        log = relative_log_ratio(d, ratio + along(to_distance), reference)
+        gradient = e * of_p * (log - along(rows.mean))
+    elif direction == "reverse":
+        to_distance = (at_p - rows.at_p) * k_q - down_p
+        gradient = e * of_p * -(ratio + along(to_distance) + along(rows.mean))
+    else:
+        below_p, below_q = jnp.minimum(-ratio, 0.0), jnp.minimum(ratio, 0.0)
+        of_q, u = along(rows.of_q * jnp.exp2(down_q)), log2_e + below_q
+        gradient = e * (jnp.exp2(below_q) * of_q - jnp.exp2(below_p) * of_p)
+    if case.options.logit_softcap is not None:
+        gradient = gradient * cap_derivative(u, *((max_q, k_q) if direction == "forward" else (max_p, k_p)))
+    return jnp.where(e > 0.0, gradient, 0.0)  # on padding the ratio says nothing

@@ -4,6 +4,14 @@
 
 XLA would copy the chunk of the weight before its product and the chunk of dweight after it. Here both are read and
 written where they lie, and the contraction ends with the last live column or row, known at run time.
+
+The two products of a batch of live tiles of dlogits, each contracted over its own list.
+
+    dhidden[row block] += Σ dlogits[slot] · weight[tile]          over the row block's live vocabulary tiles
+    dweight[tile]       = Σ dlogits[slot]ᵀ · hidden[row block]    over the vocabulary tile's live row blocks
+
+The steps of a contraction are counted through the list, and the memory warpgroup looks up where each step's operands
+lie. The slots of one vocabulary tile are side by side.
 """
 
 from __future__ import annotations
@@ -16,12 +24,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case
-from lce_jax.mosaic._generation import Generation, Machine
+from lce_jax.mosaic._call import Generation, Machine
+from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
+from lce_jax.mosaic._operands import Span
 from lce_jax.mosaic._pallas import plgpu
-from lce_jax.mosaic._span import Span
-from lce_jax.mosaic.common._machine import Matmul, Offset, Tile, Visit, ceil_div, row_groups
-from lce_jax.mosaic.common._order import snake_index
-from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
+from lce_jax.mosaic.common._tiles import (
+    ROW_BLOCK,
+    TILE_N,
+    Matmul,
+    Offset,
+    Place,
+    Tile,
+    Visit,
+    ceil_div,
+    longest_first_index,
+    row_groups,
+    snake_index,
+    turning_snake_index,
+)
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -136,3 +156,154 @@ def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps
         return visit(Tile(row_block * ROW_BLOCK, column * matmul.tuning.tile_n, count, first, split=split), carry)
 
     return plgpu.nd_loop((area * splits,), collective_axes="sm", init_carry=carry)(tile)
+
+
+def update_live_dhidden(
+    generation: Generation,
+    sums: Float[Array, "splits Tp Hp"],
+    dlogits: Float[Array, "slots*128 256"],
+    weight: Float[Array, "V H"],
+    case: Case,
+    work: Worklist,
+    batches: Batches,
+    batch: Int[Array, "1"],
+) -> Float[Array, "splits Tp Hp"]:
+    """``sums`` with a batch's part added; each list is cut into as many parts as there are arrays of sums.
+
+    ``batch`` is its number.
+    """
+    machine, tuning = generation.machine, generation.tunings.of(case, "live_dhidden")
+    matmul = Matmul(case, tuning, 1, case.options.vocab_dim, shares_lhs=True)
+    body = functools.partial(_live_dhidden_kernel, machine, matmul)
+    lists = (*batches.rows, work.by_row, work.tile_by_row, batches.scalars, batch)
+    return update(machine, matmul, body, "lce_live_dhidden", (dlogits, weight, *lists), sums)
+
+
+def _live_dhidden_kernel(
+    machine: Machine,
+    matmul: Matmul,
+    dlogits: Any,  # [slots · 128, 256]
+    weight: Any,  # [V, H] or [H, V]
+    row_blocks: Any,  # [batches, blocks], and the next two: a `RowLists`
+    first: Any,
+    counts: Any,
+    by_row: Any,  # [entries]
+    tile_by_row: Any,  # [entries]
+    scalars: Any,  # [batches, fields], a `Batch` each
+    number: Any,  # of the batch
+    sums: Any,  # [splits, Tp, Hp] as they were
+    output: Any,  # as they will be, in the same place
+) -> None:
+    del sums
+    of_batch, tile_k, cluster = number[0], matmul.tuning.tile_k, matmul.tuning.cluster
+    batch = Batch.unpack(scalars, of_batch)
+    splits, _, hidden_size = output.shape
+    steps_of_tile, columns = TILE_N // tile_k, hidden_size // TILE_N // cluster  # clusters lie side by side
+    groups = batch.num_row_blocks
+
+    def visit_all(visit: Visit, carry: Any) -> Any:
+        def tile(info: Any, carry: Any) -> Any:
+            split, index = lax.div(info.index[0], groups * columns), lax.rem(info.index[0], groups * columns)
+            group, column = turning_snake_index(matmul.tuning, matmul.clusters, index, groups, columns)
+            column = column * cluster + lax.axis_index("cluster")
+            start, every = first[of_batch, group], counts[of_batch, group]
+            per_split = lax.div(every + (splits - 1), jnp.int32(splits))
+            count = jnp.clip(every - split * per_split, 0, per_split)
+
+            def locate(number: Any) -> Place:
+                place = start + lax.div(number, jnp.int32(steps_of_tile))
+                within = lax.rem(number, jnp.int32(steps_of_tile)) * tile_k
+                slot = by_row[place] - batch.entry
+                return Place(slot * ROW_BLOCK, within, tile_by_row[place] * TILE_N + within)
+
+            row, steps = row_blocks[of_batch, group] * ROW_BLOCK, count * steps_of_tile
+            before = split * per_split * steps_of_tile
+            return visit(Tile(row, column * TILE_N, steps, before, split=split, locate=locate), carry)
+
+        return plgpu.nd_loop((groups * columns * splits,), collective_axes="sm", init_carry=carry)(tile)
+
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
+        # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
+        machine.send_product(multiply, slots, tile.row, output.at[tile.split], tile.column, True)
+
+    slots = machine.staging(matmul, hidden_size, output.dtype)
+    machine.walk_tiles(matmul, dlogits, weight, Offset(), visit_all, consume, slots)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def write_live_dweight(
+    generation: Generation,
+    dweight: Float[Array, "V H"],
+    dlogits: Float[Array, "slots*128 256"],
+    hidden: Float[Array, "T H"],
+    case: Case,
+    work: Worklist,
+    batches: Batches,
+    batch: Int[Array, "1"],
+    add: bool,
+) -> Float[Array, "V H"]:
+    """``dweight`` with a batch's vocabulary tiles written, or added; zeros where nothing is live."""
+    machine, matmul = generation.machine, Matmul(case, generation.tunings.of(case, "live_dweight"), 0, 0)
+    by_rows = case.options.vocab_dim == 0
+    operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
+    lists = (batches.ranks, work.row_blocks, work.order, work.counts, work.first, batches.scalars, batch)
+    body = functools.partial(_live_dweight_kernel, machine, matmul, by_rows, add)
+    return update(machine, matmul, body, "lce_live_dweight", (*operands, *lists), dweight)
+
+
+def _live_dweight_kernel(
+    machine: Machine,
+    matmul: Matmul,
+    by_rows: bool,  # whether dweight is [V, H]
+    add: bool,
+    lhs: Any,  # dlogits [slots · 128, 256], or hidden [T, H]: what runs down the rows of dweight
+    rhs: Any,  # hidden [T, H], or dlogits
+    ranks: Any,  # [ranks], by batch
+    row_blocks: Any,  # [entries]
+    order: Any,  # [ranks]
+    counts: Any,  # [ranks]
+    firsts: Any,  # [ranks + 1]
+    scalars: Any,  # [batches, fields], a `Batch` each
+    number: Any,  # of the batch
+    dweight: Any,  # [V, H] or [H, V]; what no batch has written is in it already
+    output: Any,  # the same place
+) -> None:
+    del dweight
+    batch, tuning = Batch.unpack(scalars, number[0]), matmul.tuning
+    hidden = rhs if by_rows else lhs
+    blocks_of_tile, steps_of_block = TILE_N // ROW_BLOCK, ROW_BLOCK // tuning.tile_k
+    if by_rows:
+        groups, columns = row_groups(matmul, batch.num_ranks * TILE_N), -(-hidden.shape[1] // TILE_N)
+    else:
+        groups, columns = row_groups(matmul, hidden.shape[1]), batch.num_ranks
+
+    def visit_all(visit: Visit, carry: Any) -> Any:
+        def tile(info: Any, carry: Any) -> Any:
+            if by_rows:
+                group, column = longest_first_index(matmul.clusters, info.index[0], groups, columns)
+            else:
+                column, group = longest_first_index(matmul.clusters, info.index[0], columns, groups)
+            block = group * tuning.cluster + lax.axis_index("cluster")
+            rank = ranks[batch.rank + (lax.div(block, jnp.int32(blocks_of_tile)) if by_rows else column)]
+            part = lax.rem(block, jnp.int32(blocks_of_tile)) * ROW_BLOCK
+            entry = firsts[rank]
+
+            def locate(number: Any) -> Place:
+                row_block = row_blocks[entry + lax.div(number, jnp.int32(steps_of_block))]
+                token = row_block * ROW_BLOCK + lax.rem(number, jnp.int32(steps_of_block)) * tuning.tile_k
+                in_slots = (entry - batch.entry) * ROW_BLOCK + number * tuning.tile_k
+                return Place(part, in_slots, token) if by_rows else Place(block * ROW_BLOCK, token, in_slots)
+
+            steps, vocabulary_tile = counts[rank] * steps_of_block, order[rank] * TILE_N
+            row, to = (vocabulary_tile + part, column * TILE_N) if by_rows else (block * ROW_BLOCK, vocabulary_tile)
+            read = column * TILE_N if by_rows else 0
+            return visit(Tile(row, read, steps, written=to, locate=locate), carry)
+
+        return plgpu.nd_loop((groups * columns,), collective_axes="sm", init_carry=carry)(tile)
+
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
+        machine.send_product(multiply, slots, tile.row, output, tile.written, add)
+
+    slots = machine.staging(matmul, output.shape[1], output.dtype)
+    machine.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

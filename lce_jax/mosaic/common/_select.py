@@ -15,13 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case
-from lce_jax.mosaic._geometry import geometry
-from lce_jax.mosaic._operands import LOG2E
+from lce_jax.mosaic._operands import FLOOR, LOG2E, geometry
 from lce_jax.mosaic._pallas import pl
-from lce_jax.mosaic._partial_statistics import FLOOR
-from lce_jax.mosaic.common._threads import THREADS, along, as_int, block_rows, numbered
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING, live_shape
-from lce_jax.mosaic.common._tokens import kernel
+from lce_jax.mosaic.common._tokens import THREADS, along, as_int, block_rows, kernel, numbered
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int

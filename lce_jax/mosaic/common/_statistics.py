@@ -17,15 +17,12 @@ import jax.numpy as jnp
 from lce_jax._types import Case, Options, ShardStatistics
 from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mathematics._statistics import SUMS, of_fields
-from lce_jax.mosaic._cache import Cache
-from lce_jax.mosaic._generation import Generation, Machine
-from lce_jax.mosaic._geometry import geometry
-from lce_jax.mosaic._operands import Prepared
+from lce_jax.mosaic._call import Generation, Machine
+from lce_jax.mosaic._chunks import Cache
+from lce_jax.mosaic._operands import Prepared, Span, geometry
 from lce_jax.mosaic._pallas import plgpu
-from lce_jax.mosaic._span import Span
-from lce_jax.mosaic.common import _logits, _parts
-from lce_jax.mosaic.common._machine import Matmul, Tile
-from lce_jax.mosaic.common._tiles import TILE_N, TILING
+from lce_jax.mosaic.common import _logits, _tiles
+from lce_jax.mosaic.common._tiles import TILE_N, TILING, Matmul, Tile
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -61,7 +58,7 @@ def statistics(
     return parts, Cache(*kept) if kept else None
 
 
-class Refs(NamedTuple):
+class StatisticsRefs(NamedTuple):
     """What the epilogue reads and writes."""
 
     targets: Any  # [Tp]
@@ -73,7 +70,7 @@ class Refs(NamedTuple):
     floor: Any  # [Tp], or None
 
 
-class Where(NamedTuple):
+class StatisticsWhere(NamedTuple):
     """Where a tile of logits lies."""
 
     column: Any  # its first one, in the shard
@@ -100,7 +97,7 @@ def _kernel(
     # [tiles, fields, Tp] and the cache, if any, as they were; both as they will be, in the same places
     partial, *kept = results[len(results) // 2 :]
     cache: Any = Cache(*kept) if kept else None
-    refs, span = Refs(targets, scale, holds_target, mask, partial, cache, floor), Span.unpack(scalars)
+    refs, span = StatisticsRefs(targets, scale, holds_target, mask, partial, cache, floor), Span.unpack(scalars)
     first_tile, shape = _logits.first_tile(span), geometry(matmul.case, TILING)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
@@ -108,8 +105,8 @@ def _kernel(
         column = span.column + (number * TILE_N if shape.has_parts else tile.column)
         edge: Any = (column, span.num_columns, mask)
         if shape.has_parts:
-            edge = _parts.edge(shape, first_tile + number, span.num_columns, mask)
-        where = Where(column, number, first_tile, span.slot, edge)
+            edge = _tiles.edge(shape, first_tile + number, span.num_columns, mask)
+        where = StatisticsWhere(column, number, first_tile, span.slot, edge)
         machine.statistics(matmul.case.options, refs, tile, where, multiply, slots)
 
     slots = None if cache is None else machine.staging(matmul, TILE_N, hidden.dtype)
@@ -128,7 +125,7 @@ def of_sums(options: Options, found: Sequence[Array], **extremes: Array | None) 
     return of_fields(extremes | dict(zip(names, found, strict=True)))
 
 
-def store(refs: Refs, where: Where, rows: Callable[[], Any], stats: ShardStatistics) -> None:
+def store(refs: StatisticsRefs, where: StatisticsWhere, rows: Callable[[], Any], stats: ShardStatistics) -> None:
     """Writes a tile's statistics of these rows, whose places are computed when they are needed."""
     for i, field in enumerate(jax.tree.leaves(stats)):
         refs.partial.at[where.first_slot + where.number, i, rows()][...] = field

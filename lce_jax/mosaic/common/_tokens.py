@@ -8,13 +8,21 @@ They are for `lce_jax.kernels`. Elsewhere XLA compiles these steps, from the fun
 mathematics is written once.
 
 A program serves every number of tokens up to its own, R. The caller's arrays have T rows, or `THREADS` if that is more.
+
+What kernels with one thread per token share: a block is one warpgroup, its tokens lie side by side in memory.
+
+Any step on a few numbers per token, as a kernel: one thread per token, rounded as the other kernels round.
+
+XLA has another logarithm and another division, so its results differ from theirs in the last bit.
+
+The steps that move rows of H numbers, as kernels: dhidden from its sums, a tile of the weight copied, a multiple.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +31,69 @@ from jax import lax
 from lce_jax import scalars
 from lce_jax._types import Case, LogprobOutput, Results, RowCoefficients
 from lce_jax.mathematics import _logprobs, _statistics
-from lce_jax.mosaic import _operands, _pallas, _partial_statistics
+from lce_jax.mosaic import _operands, _pallas
 from lce_jax.mosaic._chunks import num_groups
-from lce_jax.mosaic._geometry import Geometry, geometry
-from lce_jax.mosaic._operands import LOG2E, Marked
+from lce_jax.mosaic._operands import LOG2E, Geometry, Marked, geometry
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._threads import THREADS, Rows, along, block_rows, numbered
-from lce_jax.mosaic.common._tiles import TILE_N, TILING
+from lce_jax.mosaic.common._tiles import SCALED, TILE_N, TILING
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
+
+
+THREADS = 128  # of a block, a token each
+
+
+def along(value: Any, dtype: Any = jnp.int32) -> Any:
+    """One number for all threads."""
+    return per_thread(jnp.full((THREADS,), value, dtype))
+
+
+def numbered() -> Any:
+    """The number of each thread."""
+    return per_thread(lax.iota(jnp.int32, THREADS))
+
+
+def per_thread(values: Any) -> Any:
+    """``values`` [128] as each thread holds its own."""
+    return plgpu.layout_cast(values, plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1))
+
+
+def as_int(mask: Any) -> Any:
+    """1 where a thread's own is true, else 0."""
+    return jnp.where(mask, along(1), along(0))
+
+
+def block_rows(block: Any) -> Any:
+    """The rows of a block."""
+    return pl.ds(pl.multiple_of(block * THREADS, THREADS), THREADS)
+
+
+class Rows(NamedTuple):
+    """The rows of a block where arrays end with the last row: their last `THREADS` rows, if its own are not all there.
+
+    So it computes some rows that the block before it computes too.
+    """
+
+    first: Any  # of `THREADS` rows that are there
+    live: Any  # whether any of its own is there
+    whole: Any  # whether all of its own are
+
+    @classmethod
+    def of(cls, block: Any, count: Any) -> Rows:
+        """The rows of a block where there are ``count``."""
+        first = jnp.minimum(block * THREADS, jnp.maximum(count - THREADS, 0))
+        return cls(first, block * THREADS < count, (block + 1) * THREADS <= count)
+
+    @property
+    def here(self) -> Any:
+        """The rows of an array of one field."""
+        return pl.ds(self.first, THREADS)
+
+    def of_field(self, field: Any, stride: Any) -> Any:
+        """The rows of a field of a flat array, whose fields lie one after the other, ``stride`` numbers each."""
+        return pl.ds(field * stride + self.first, THREADS)
+
 
 STEP = 16  # tokens whose tiles are compared with the threads' at a time
 TILE_BITS = TILE_N.bit_length() - 1
@@ -188,7 +249,7 @@ def finish(
         floors: in logits. None: every column counts.
     """
     options = case.options
-    count = len(_partial_statistics.results(options))
+    count = len(_operands.result_statistics(options))
     outputs = [jax.ShapeDtypeStruct((case.num_tokens,), jnp.float32)] * count
     outputs.append(jax.ShapeDtypeStruct(kept.shape, kept.dtype))
     given = [joined, ids, *(x for x in (temperatures, tags, floors) if x is not None)]
@@ -213,7 +274,7 @@ def _finish(
     floors: Any = refs[has_temperature + is_split] if case.options.has_floor else None
     numbers, _, *results, kept = refs[has_temperature + is_split + case.options.has_floor :]
     rows, stride = Rows.of(lax.axis_index("rows"), numbers[0]), numbers[1]
-    names, nan = _partial_statistics.names(case.options), along(jnp.nan, jnp.float32)
+    names, nan = _operands.statistic_names(case.options), along(jnp.nan, jnp.float32)
 
     def write() -> None:
         temperature = temperatures[rows.here] if has_temperature else None
@@ -232,14 +293,14 @@ def _finish(
         if megatron:
             sumexp = stats.sumexp if counts is None else jnp.where(counts, stats.sumexp, 1.0)
             out = out._replace(logprobs=jnp.where(labels >= 0, out.logprobs, -jnp.log(sumexp)))
-        for ref, name in zip(results, _partial_statistics.results(case.options), strict=True):
+        for ref, name in zip(results, _operands.result_statistics(case.options), strict=True):
             ref.at[rows.here][...] = getattr(out, name)
         if temperature is not None:
             kept.at[rows.of_field(1, stride)][...] = temperature
         if floor is not None:
             kept.at[rows.of_field(1 + has_temperature, stride)][...] = floor
         first = 1 + has_temperature + case.options.has_floor + case.options.num_candidates
-        for field, name in enumerate(_partial_statistics.kept(case.options), first):
+        for field, name in enumerate(_operands.kept_statistics(case.options), first):
             kept.at[rows.of_field(field, stride)][...] = getattr(stats, name)
 
     pl.when(rows.live)(write)
@@ -272,7 +333,7 @@ def _coefficients(
     seeds, of_candidates, factors = refs[: len(names)], refs[len(names) : -1], refs[-1]
     block, stride, options = lax.axis_index("rows"), numbers[1], case.options
     rows, padded = Rows.of(block, numbers[0]), block_rows(block)
-    fields = _partial_statistics.kept(options)
+    fields = _operands.kept_statistics(options)
 
     def pad() -> None:
         for f in range(factors.shape[0]):
@@ -311,3 +372,154 @@ def wrong_rows(temperature: Any, floor: Any) -> list[Any]:
 def is_wrong(temperature: Any) -> Any:
     """Where there is no such temperature. The kernel language cannot negate a mask."""
     return jnp.where(scalars.is_temperature(temperature), along(0), along(1)) > 0
+
+
+def per_token(function: Callable[..., Any], *operands: Any) -> Any:
+    """``function(*operands)`` of trees of arrays [T], computed for `THREADS` tokens at a time."""
+    leaves: list[Any] = jax.tree.leaves(operands)
+    tree: Any = jax.tree.structure(operands)
+    count = leaves[0].shape[0]
+    missing = max(THREADS - count, 0)
+    given = [jnp.pad(x, (0, missing)) for x in leaves] if missing else leaves
+    of_block = [jax.ShapeDtypeStruct((THREADS,), x.dtype) for x in given]
+    found = jax.eval_shape(function, *tree.unflatten(of_block))
+    results, out_tree = jax.tree.leaves(found), jax.tree.structure(found)
+    run = _pallas.kernel(
+        functools.partial(_kernel, function, tree, count + missing),
+        out_type=[jax.ShapeDtypeStruct((count + missing,), x.dtype) for x in results],
+        grid=(-(-count // THREADS),),
+        grid_names=("rows",),
+        compiler_params=plgpu.CompilerParams(approx_math=False),
+        kernel_name="lce_per_token",
+    )
+    return jax.tree.unflatten(out_tree, [x[:count] for x in run(*given)])
+
+
+def _kernel(function: Callable[..., Any], tree: Any, count: int, *refs: Any) -> None:
+    given, results = refs[: tree.num_leaves], refs[tree.num_leaves :]
+    rows = Rows.of(lax.axis_index("rows"), count)
+
+    def write() -> None:
+        found = function(*tree.unflatten([ref[rows.here] for ref in given]))
+        for ref, x in zip(results, jax.tree.leaves(found), strict=True):
+            ref.at[rows.here][...] = x
+
+    pl.when(rows.live)(write)
+
+
+COPIED = 512  # numbers that a block copies at a time
+SUMMED_ROWS = 4  # rows that a block adds up, or copies
+
+
+def total(case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+    """dhidden: the splits added up in their order, rounded once. ``numbers``: how many rows there are."""
+    width, grid = _pieces(case)
+    output = jax.ShapeDtypeStruct((case.num_tokens, case.hidden_size), dtype)
+
+    def body(sums: Any, numbers: Any, dhidden: Any) -> None:
+        columns = _columns(case, width)
+        first, last = lax.axis_index("rows") * SUMMED_ROWS, numbers[0] - 1
+
+        def rows() -> None:
+            for i in range(SUMMED_ROWS):
+                row = jnp.minimum(first + i, last)  # after the last one, that one again
+                x = functools.reduce(jnp.add, (sums[split, row, columns] for split in range(sums.shape[0])))
+                dhidden.at[row, columns][...] = x.astype(dtype)
+
+        pl.when(first <= last)(rows)
+
+    return kernel(body, [output], "lce_total", grid)(sums, numbers)[0]
+
+
+def _pieces(case: Case) -> tuple[int, dict[str, int]]:
+    """The columns that a block takes at a time, and the grid. Its last axis is the one that may exceed 65,535."""
+    width = next(width for width in (COPIED, THREADS) if case.hidden_size >= width)
+    return width, {"part": -(-case.hidden_size // width), "rows": case.num_tokens // SUMMED_ROWS}
+
+
+def _columns(case: Case, width: int) -> Any:
+    """Those of a block. The last part ends with the last column: it takes some of the part before it too."""
+    return pl.ds(jnp.minimum(lax.axis_index("part") * width, case.hidden_size - width), width)
+
+
+def rows(case: Case, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+    """The rows that there are, in the weight's dtype, then rows of zeros as far as any kernel looks beyond the last.
+
+    ``numbers``: how many there are.
+    """
+    width, grid = _pieces(case)
+    output = jax.ShapeDtypeStruct(hidden.shape, case.dtype)
+    seen = TILING.row_block * TILING.most_clustered
+
+    def body(hidden: Any, numbers: Any, copied: Any) -> None:
+        columns = _columns(case, width)
+        first, count = lax.axis_index("rows") * SUMMED_ROWS, numbers[0]
+
+        def copy(row: Any) -> None:
+            copied.at[row, columns][...] = hidden[row, columns].astype(case.dtype)
+
+        def pad(row: Any) -> None:
+            copied.at[row, columns][...] = jnp.zeros((width,), case.dtype)
+
+        for row in [first + i for i in range(SUMMED_ROWS)]:
+            pl.when(row < count)(functools.partial(copy, row))
+            pl.when((row >= count) & (row < count + seen))(functools.partial(pad, row))
+
+    return kernel(body, [output], "lce_rows", grid)(hidden, numbers)[0]
+
+
+def copy(case: Case, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) -> Float[Array, "tile_atoms n"]:
+    """A tile of the weight's rows, of both in whole atoms: [V / 8, 8 H]. ``numbers``: its first atom, its true rows.
+
+    The rows after these are zero.
+    """
+    atom_size = TILING.atom * case.hidden_size
+    output = jax.ShapeDtypeStruct((TILE_N // TILING.atom, atom_size), weight.dtype)
+    layout = plgpu.Layout.WG_STRIDED((COPIED,), vec_size=COPIED // THREADS)
+
+    def body(weight: Any, numbers: Any, copied: Any) -> None:
+        atom, first = lax.axis_index("atom"), lax.axis_index("part") * COPIED
+        columns = pl.ds(pl.multiple_of(first, COPIED), COPIED)
+        source = jnp.minimum(numbers[0] + atom, weight.shape[0] - 1)
+        there = (numbers[1] - atom * TILING.atom) * case.hidden_size - first
+        number = plgpu.layout_cast(lax.iota(jnp.int32, COPIED), layout)
+        values = plgpu.load(weight.at[source, columns], layout=layout, optimized=False)
+        copied.at[atom, columns][...] = jnp.where(number < there, values, jnp.zeros((), values.dtype))
+
+    return kernel(body, [output], "lce_copy", {"atom": output.shape[0], "part": atom_size // COPIED})(weight, numbers)[
+        0
+    ]
+
+
+def scale(x: Float[Array, "n"], factor: Float[Array, "1"], dtype: Any) -> Float[Array, "n"]:
+    """``factor · x`` in float32, rounded once. n is a multiple of `SCALED`."""
+    layout = plgpu.Layout.WG_STRIDED((COPIED,), vec_size=COPIED // THREADS)
+
+    def body(x: Any, factor: Any, scaled: Any) -> None:
+        k = plgpu.layout_cast(jnp.full((COPIED,), factor[0], jnp.float32), layout)
+        for i in range(SCALED // COPIED):
+            first = lax.axis_index("part") * SCALED + i * COPIED
+            numbers = pl.ds(pl.multiple_of(first, COPIED), COPIED)
+            values = plgpu.load(x.at[numbers], layout=layout, optimized=False)
+            scaled.at[numbers][...] = (k * values.astype(jnp.float32)).astype(dtype)
+
+    output = jax.ShapeDtypeStruct(x.shape, dtype)
+    return kernel(body, [output], "lce_scale", {"part": x.shape[0] // SCALED})(x, factor)[0]
+
+
+def zeros(shape: tuple[int, int, int], numbers: Int[Array, "1"]) -> Float[Array, "splits Tp Hp"]:
+    """The first rows of an array, so many as ``numbers`` says, in float32; the others are left unwritten."""
+    output, width = jax.ShapeDtypeStruct(shape, jnp.float32), 2 * THREADS
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // THREADS)
+
+    def body(numbers: Any, output: Any) -> None:
+        split, row = lax.axis_index("split"), lax.axis_index("row")
+
+        def clear() -> None:
+            for column in range(0, shape[2], width):
+                value = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
+                output.at[split, row, pl.ds(column, width)][...] = value
+
+        pl.when(row < numbers[0])(clear)
+
+    return kernel(body, [output], "lce_zeros", {"split": shape[0], "row": shape[1]})(numbers)[0]

@@ -8,12 +8,11 @@ two heads   _kl.py, _kl_tile.py      both epilogues of `lce_jax.linear_kl`; the 
 
 from __future__ import annotations
 
+from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._chunks import Budget
-from lce_jax.mosaic._generation import Generation
 from lce_jax.mosaic.common._tiles import TILING
-from lce_jax.mosaic.sm90._hardware import DHIDDEN_WAVES
 from lce_jax.mosaic.sm90._machine import MACHINE
-from lce_jax.mosaic.sm90._tuning import Tunings
+from lce_jax.mosaic.sm90._tuning import DHIDDEN_WAVES, Tunings
 
 HOPPER = Generation(
     compute_capabilities=("9.0",),

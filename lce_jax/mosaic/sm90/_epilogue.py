@@ -1,4 +1,11 @@
-"""What the kernels' epilogues share: the rows of a warpgroup, and the way out through shared memory."""
+"""What the kernels' epilogues share: the rows of a warpgroup, and the way out through shared memory.
+
+The mask of the vocabulary: padding columns of a tile of logits get a value that adds nothing.
+
+The epilogue of the forward's tiles: statistics (eq. 1) of [64, 256] logits in registers.
+
+The epilogue of the backward's tiles: the gradient (eqs. 4, 5) in [64, 256] raw products that registers hold.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +15,62 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax._types import Options
+from lce_jax.mosaic._operands import FLOOR
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._held import Held
-from lce_jax.mosaic.common._machine import Matmul, multiple_of, swizzled
-from lce_jax.mosaic.common._tiles import ATOM_ROWS, STAGING_BYTES
-from lce_jax.mosaic.sm90._hardware import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
+from lce_jax.mosaic.common._dlogits import DlogitsRefs, DlogitsWhere
+from lce_jax.mosaic.common._logits import PADDING, Held, LabelBelow, extent, softcap
+from lce_jax.mosaic.common._statistics import StatisticsRefs, StatisticsWhere, as_cached, of_sums, store, sums
+from lce_jax.mosaic.common._tiles import (
+    ATOM_ROWS,
+    STAGING_BYTES,
+    STAGING_COLUMNS,
+    TILE_N,
+    Matmul,
+    Tile,
+    multiple_of,
+    swizzled,
+)
+from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
+
+
+def without_padding(
+    z: Float[Array, "64 n"], column: Any, num_columns: Any, mask: Any, start: Any = 0
+) -> Float[Array, "64 n"]:
+    """A tile, or its columns from ``start`` on, with `PADDING` on those that are padding, whatever they held.
+
+    Only a tile that holds padding reads the mask. The first half of the mask says which columns of the ragged tile are
+    padding, the second half says it of a tile of nothing but padding. A comparison with an iota would cost every tile,
+    because the compiler hoists it out of the branch.
+    """
+    replace = functools.partial(_replaced, z, column, num_columns, mask, PADDING, start)
+    return lax.cond(column + TILE_N > num_columns, replace, lambda: z)
+
+
+def lowest_live(
+    z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, start: Any = 0
+) -> Float[Array, "64"]:
+    """The smallest number of each row that is no padding.
+
+    Inside the branch, so that no second tile is alive beside ``z``, which would spill its registers.
+    """
+
+    def of_real() -> Array:
+        return jnp.min(_replaced(z, column, num_columns, mask, -PADDING, start), axis=1)
+
+    return lax.cond(column + TILE_N > num_columns, of_real, lambda: jnp.min(z, axis=1))
+
+
+def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: Any = 0) -> Array:
+    ragged, width = lax.div(num_columns, TILE_N) * TILE_N, z.shape[1]
+    first = jnp.clip(column - ragged, 0, TILE_N) + start
+    padding = plgpu.load(mask.at[pl.ds(first, width)], layout=HELD.per_column, optimized=False)
+    padding = lax.broadcast_in_dim(padding, (WARPGROUP_ROWS, width), (1,))
+    return jnp.where(padding > 0, value, z)
+
 
 HELD = Held(WARPGROUP_ROWS)
 
@@ -72,3 +127,105 @@ def _send_tile(values: Float[Array, "64 n"], slots: Any, rows: Any, output: Any,
     width = slots.shape[-1]
     for i, start in enumerate(range(0, values.shape[1], width)):
         send(values[:, start : start + width], i, slots, rows, output, column + start, add)
+
+
+def statistics(
+    options: Options, refs: StatisticsRefs, tile: Tile, where: StatisticsWhere, multiply: Any, slots: Any
+) -> None:
+    """A warpgroup's part of a tile, from its products to the partial statistics and the cache."""
+    rows = functools.partial(rows_of, tile.row)  # computed where they are needed: no register holds them
+    row_scale = HELD.load_rows(refs.scale, rows())
+    target = HELD.load_rows(refs.targets, rows()) - where.column
+    holds = refs.holds_target[tile.row_block, where.first_tile + where.number] > 0
+    floor = None if refs.floor is None else HELD.load_rows(refs.floor, rows())
+    z = multiply()
+    if options.logit_softcap is not None:
+        z = softcap(z, options.logit_softcap, options)
+    lowest = lowest_live(z, *where.edge) if options.stats and floor is None else None
+    z = without_padding(z, *where.edge)
+    at_target = None if floor is None else _target_logit(z, target, holds)
+    label = None if floor is None or at_target is None else LabelBelow.of(at_target, target, floor)
+    z = HELD.reaching(z, floor)
+    highest = jnp.maximum(jnp.max(z, axis=1), FLOOR)
+    highest = highest if label is None else label.highest(highest)
+    # With a cache the target comes first, so that z dies block by block; without one the exponentials come first.
+    # The other order spills registers, in either case. With a floor the target is known already.
+    if refs.cache is not None:
+        at_target = _target_logit(z, target, holds) if at_target is None else at_target
+        send = functools.partial(_send_exponentials, slots, rows(), refs.cache.exponentials, where.column)
+        found = _sums(z, row_scale, highest, options, send)
+        refs.cache.max.at[where.first_tile + where.number, rows()][...] = highest
+    else:
+        found = _sums(z, row_scale, highest, options, None)
+        at_target = _target_logit(z, target, holds) if at_target is None else at_target
+    support = None
+    if floor is not None and options.stats:
+        lowest, support = _extent(z)
+    owned = (target >= 0) & (target < TILE_N)
+    at_target = jnp.where(owned, (at_target - highest) * row_scale, -jnp.inf)
+    of_tile = of_sums(options, found, max=highest, target=at_target, min=lowest, support=support)
+    store(refs, where, rows, of_tile if label is None else label.added(of_tile, row_scale))
+
+
+def _extent(z: Array) -> tuple[Array, Array]:
+    """The smallest logit of each row that counts, and how many do, a block of columns at a time."""
+    blocks = [extent(z[:, start : start + STAGING_COLUMNS]) for start in range(0, TILE_N, STAGING_COLUMNS)]
+    lowest, support = zip(*blocks, strict=True)
+    return functools.reduce(jnp.minimum, lowest), functools.reduce(jnp.add, support)
+
+
+def _sums(z: Array, row_scale: Array, highest: Array, options: Options, send: Any) -> list[Array]:
+    """The `sums` of the tile, a block of columns at a time, each block's e handed to ``send``.
+
+    u takes one instruction more than a fused multiply-add, which would not be 0 at the largest column.
+    """
+    found: list[Array] = []
+    for i, start in enumerate(range(0, TILE_N, STAGING_COLUMNS)):
+        u = z[:, start : start + STAGING_COLUMNS] - HELD.along_rows(highest, STAGING_COLUMNS)
+        u = u * HELD.along_rows(row_scale, STAGING_COLUMNS)
+        e = jnp.exp2(u)
+        parts = sums(options, u, e)
+        found = [a + b for a, b in zip(found, parts, strict=True)] if found else parts
+        if send is not None:
+            send(i, e)
+    return found
+
+
+def _send_exponentials(slots: Any, rows: Any, output: Any, column: Any, i: int, e: Array) -> None:
+    send(as_cached(e, output.dtype), i, slots, rows, output, column + i * STAGING_COLUMNS)
+
+
+def _target_logit(z: Array, target: Array, holds: Any) -> Array:
+    """The logit, unscaled, at each row's target, 0 where the tile has none; only tiles that hold some target look."""
+
+    def look() -> Array:
+        columns = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=HELD.layout)
+        return jnp.sum(jnp.where(columns == HELD.along_rows(target), z, 0.0), axis=1)
+
+    def none() -> Array:
+        return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), HELD.per_row)
+
+    return lax.cond(holds, look, none)
+
+
+def dlogits(options: Options, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere, multiply: Any, slots: Any) -> None:
+    """A warpgroup's part of a tile, from its products to the output."""
+    output_rows, cap = rows_of(where.output_row), options.logit_softcap
+    row_scale = HELD.load_rows(refs.scale, rows_of(tile.row))
+    rows = HELD.load_factors(refs.factors, rows_of(tile.row))
+    target = HELD.load_rows(refs.targets, rows_of(tile.row)) - where.column
+    holds = refs.holds_target[tile.row_block, where.number] > 0
+    floor = None if refs.floor is None else HELD.load_rows(refs.floor, rows_of(tile.row))
+    z = multiply()
+    real = functools.partial(without_padding, column=where.column, num_columns=where.num_columns, mask=refs.mask)
+    z = real(z) if cap is None else z
+    for i in range(TILE_N // STAGING_COLUMNS):
+        start = i * STAGING_COLUMNS
+        block = z[:, start : start + STAGING_COLUMNS]
+        if cap is not None:  # a block at a time: a second tile beside the first would spill its registers
+            block = real(softcap(block, cap, options), start=start)
+        block = HELD.reaching(block, floor)
+        d = HELD.gradient(block, row_scale, rows)
+        d = d if cap is None else d * (1.0 - block * block)
+        d = HELD.with_target(d, rows, target - start, holds)
+        send(d, i, slots, output_rows, refs.output, where.output_column + start)

@@ -1,4 +1,9 @@
-"""The epilogues of two heads' tiles: statistics (eq. 6), sums (eq. 9), the gradient in raw products (eqs. 8, 10)."""
+"""The epilogues of two heads' tiles: statistics (eq. 6), sums (eq. 9), the gradient in raw products (eqs. 8, 10).
+
+Two heads' [64, 256] tiles in one warpgroup: the first waits in shared memory for the second.
+
+Two accumulators of 64 x 256 would take all 256 registers of a thread, and narrower tiles read the operands more often.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +18,93 @@ from lce_jax._types import Options
 from lce_jax.mathematics._kl import MOST_DISTANCE, Direction, KLCoefficients, KLStatistics
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _pallas
-from lce_jax.mosaic._kl_operands import KLCache
-from lce_jax.mosaic._mixture import MixtureFactors
-from lce_jax.mosaic._operands import LOG2E
-from lce_jax.mosaic._pallas import pl
-from lce_jax.mosaic._partial_statistics import FLOOR
-from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store, store_references
-from lce_jax.mosaic.common._log_ratios import Reference, relative_log_ratio, relative_log_ratios
-from lce_jax.mosaic.common._machine import Tile, multiple_of
+from lce_jax.mosaic._kl_operands import KLCache, MixtureFactors
+from lce_jax.mosaic._operands import FLOOR, LOG2E
+from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.common._kl import (
+    KLRefs,
+    KLWhere,
+    Multiply,
+    Reference,
+    of_rows,
+    relative_log_ratio,
+    relative_log_ratios,
+    store,
+    store_references,
+)
+from lce_jax.mosaic.common._logits import softcap
 from lce_jax.mosaic.common._statistics import as_cached
-from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N
+from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N, Tile, multiple_of, swizzled
 from lce_jax.mosaic.sm90 import _epilogue
-from lce_jax.mosaic.sm90._epilogue import HELD
-from lce_jax.mosaic.sm90._kl_tile import BLOCKS, STRIP, HeldTile, along, block_of, strip_of, x_of
+from lce_jax.mosaic.sm90._epilogue import HELD, without_padding
+from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
+
+BLOCKS = TILE_N // STAGING_COLUMNS
+STRIP = 32  # columns
+
+
+def held() -> Any:
+    """Shared memory for a tile of each compute warpgroup."""
+    shape = (COMPUTE_WARPGROUPS, BLOCKS, WARPGROUP_ROWS, STAGING_COLUMNS)
+    return plgpu.SMEM(shape, jnp.float32, transforms=swizzled(STAGING_COLUMNS, 4))
+
+
+class HeldTile(NamedTuple):
+    """A tile of x that waits for that of the other head."""
+
+    blocks: Any  # [blocks, 64, 64], of this warpgroup
+
+    @classmethod
+    def of(cls, x: Float[Array, "64 256"], scratch: Any) -> HeldTile:
+        """``x``, written to ``scratch``."""
+        blocks = scratch.at[lax.axis_index("wg")]
+        plgpu.commit_smem()  # all threads have read the tile before
+        for i in range(BLOCKS):
+            blocks.at[i][...] = block_of(x, i)
+        return cls(blocks)
+
+    def block(self, i: int) -> Float[Array, "64 64"]:
+        """Columns 64 i to 64 i + 63."""
+        # A barrier, beyond which the compiler moves no load: the whole tile at once would spill registers.
+        plgpu.commit_smem()
+        return plgpu.load(self.blocks.at[i], layout=HELD.layout)
+
+    def strip(self, column: int) -> Float[Array, "64 32"]:
+        """Half of a block, for what takes many registers for each column."""
+        plgpu.commit_smem()
+        block, first = divmod(column, STAGING_COLUMNS)
+        return plgpu.load(self.blocks.at[block, :, pl.ds(first, STRIP)], layout=HELD.layout)
+
+
+def block_of(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
+    """The same of a tile in registers."""
+    return x[:, i * STAGING_COLUMNS : (i + 1) * STAGING_COLUMNS]
+
+
+def strip_of(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
+    """The same of a tile in registers."""
+    return x[:, column : column + STRIP]
+
+
+def x_of(options: Options, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
+    """The x of eq. 0 from raw products but for the scale, padding marked."""
+    x = z if options.logit_softcap is None else softcap(z, options.logit_softcap, options)
+    return without_padding(x, where.column, where.num_columns, mask)
+
+
+along = functools.partial(HELD.along_rows, columns=STAGING_COLUMNS)
+
+
 MOST = MOST_DISTANCE * LOG2E  # as `MixtureFactors.most`, of a logarithm that is relative to that of 1
 
 
-def statistics(refs: Refs, direction: Direction, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
+def statistics(
+    refs: KLRefs, direction: Direction, tile: Tile, where: KLWhere, multiply: Multiply, scratch: Any
+) -> None:
     """A warpgroup's part of a tile, from its products to the partial statistics."""
     rows = functools.partial(_epilogue.rows_of, tile.row)  # computed where they are needed: no register holds them
     p, q = refs.heads
@@ -93,7 +164,7 @@ def _relative(x: Float[Array, "64 n"], reference: Float[Array, "64"], scale: Flo
     return (x - HELD.along_rows(reference, columns)) * HELD.along_rows(scale, columns)
 
 
-def mixture_sums(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
+def mixture_sums(refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multiply, scratch: Any) -> None:
     """A warpgroup's part of a tile, from its products to the partial sums of a mixture."""
     rows = functools.partial(_epilogue.rows_of, tile.row)
     p, q = refs.heads
@@ -119,7 +190,7 @@ def mixture_sums(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scrat
 
 
 def _unless_padding[S](
-    where: Where, column: int, compute: Callable[[S], S], otherwise: Callable[[S], S], given: S
+    where: KLWhere, column: int, compute: Callable[[S], S], otherwise: Callable[[S], S], given: S
 ) -> S:
     """``compute(given)`` for a strip with a column that counts.
 
@@ -128,7 +199,7 @@ def _unless_padding[S](
     return lax.cond(where.column + column < where.num_columns, compute, otherwise, given)
 
 
-def _mixture_factors(refs: Refs, rows: Callable[[], Any]) -> tuple[MixtureFactors, tuple[Array, Array]]:
+def _mixture_factors(refs: KLRefs, rows: Callable[[], Any]) -> tuple[MixtureFactors, tuple[Array, Array]]:
     """Those of these rows, and both scales: read anew for each strip, so that no register holds them between two."""
     p, q = refs.heads
     factors = of_rows(MixtureFactors, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
@@ -170,7 +241,7 @@ def _times_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array
     return jnp.where(e > 0.0, e * x, 0.0)
 
 
-def dlogits(refs: Refs, direction: Direction, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
+def dlogits(refs: KLRefs, direction: Direction, tile: Tile, where: KLWhere, multiply: Multiply, scratch: Any) -> None:
     """A warpgroup's part of a tile, from its products to the output."""
     rows = functools.partial(_epilogue.rows_of, tile.row)
     p, q = refs.heads
@@ -188,7 +259,7 @@ def dlogits(refs: Refs, direction: Direction, tile: Tile, where: Where, multiply
 type Gradient = Callable[[HeldTile, Array, int], Array]  # [64, 64], of a block by its number
 
 
-def _of_kl(refs: Refs, rows: Callable[[], Any], reverse: bool) -> Gradient:
+def _of_kl(refs: KLRefs, rows: Callable[[], Any], reverse: bool) -> Gradient:
     """`lce_jax.mathematics._kl.dlogits` in base 2, and the cap's derivative."""
     p, q = refs.heads
     factors = of_rows(KLCoefficients, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
@@ -202,7 +273,7 @@ def _of_kl(refs: Refs, rows: Callable[[], Any], reverse: bool) -> Gradient:
     return of_block
 
 
-def _of_mixture(refs: Refs, rows: Callable[[], Any], where: Where) -> Gradient:
+def _of_mixture(refs: KLRefs, rows: Callable[[], Any], where: KLWhere) -> Gradient:
     """`lce_jax.mathematics._kl.dlogits` in base 2, and the cap's derivative."""
 
     def of_strip(held: HeldTile, column: int, x: Array) -> Array:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from lce_jax.mosaic._generation import Machine
-from lce_jax.mosaic.sm90 import _dlogits_epilogue, _epilogue, _kl, _kl_tile, _pipeline, _statistics_epilogue
+from lce_jax.mosaic._call import Machine
+from lce_jax.mosaic.sm90 import _epilogue, _kl, _pipeline
 
 MACHINE = Machine(
     kernel=_pipeline.kernel,
     walk_tiles=_pipeline.walk_tiles,
     staging=_epilogue.staging,
     send_product=_epilogue.send_product,
-    statistics=_statistics_epilogue.statistics,
-    dlogits=_dlogits_epilogue.dlogits,
+    statistics=_epilogue.statistics,
+    dlogits=_epilogue.dlogits,
     walk_products=_pipeline.walk_products,
-    held=_kl_tile.held,
+    held=_kl.held,
     kl_statistics=_kl.statistics,
     kl_mixture_sums=_kl.mixture_sums,
     kl_dlogits=_kl.dlogits,

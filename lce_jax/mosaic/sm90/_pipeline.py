@@ -31,7 +31,8 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._machine import (
+from lce_jax.mosaic.common._tiles import (
+    ROW_BLOCK,
     Matmul,
     Offset,
     Product,
@@ -40,10 +41,9 @@ from lce_jax.mosaic.common._machine import (
     multiple_of,
     next_place,
     swizzled,
+    widest_swizzle,
 )
-from lce_jax.mosaic.common._tiles import ROW_BLOCK, widest_swizzle
-from lce_jax.mosaic.sm90._hardware import COMPUTE_REGISTERS, COMPUTE_WARPGROUPS, MEMORY_REGISTERS, WARPGROUP_ROWS
-from lce_jax.mosaic.sm90._tuning import Tuning
+from lce_jax.mosaic.sm90._tuning import COMPUTE_REGISTERS, COMPUTE_WARPGROUPS, MEMORY_REGISTERS, WARPGROUP_ROWS, Tuning
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
