@@ -2,14 +2,12 @@
 
 forward    both heads' products tile by tile, statistics (eq. 6) from the accumulators, merged by eq. 7
 mixture    the same tiles again, when the whole vocabulary's statistics are known: the sums of eq. 9
-backward   the same tiles again, turned into the gradient in the student's raw products (eq. 8 or 10): `_kl_backward`
+backward   the same tiles again, turned into the gradient in the student's raw products (eq. 8 or 10): `gradients`
 
 With ``cache_bytes`` the first pass keeps what the backward needs of the first tiles. The functions are those of
 `lce_jax.xla._kl`, with the same arguments and results.
 
-The backward of `lce_jax.linear_kl` on one shard with kernels: dlogits chunk by chunk, and two products of each.
-
-The tiles that the forward kept come first, as one chunk whose dlogits take their place. The others come from the kernel
+The backward computes dlogits chunk by chunk, and two products of each. The tiles that the forward kept come first, as one chunk whose dlogits take their place. The others come from the kernel
 that computes both heads' tiles again. The tile where padding begins is contracted after them (`_edge`).
 """
 

@@ -118,7 +118,7 @@ def kl_statistics(
 
     The cache, if any, gets what the direction's gradient needs of these tiles.
 
-    A tile of padding alone has a maximum of `_partial_statistics.FLOOR` and sums of 0. Tiles after the span and row
+    A tile of padding alone has a maximum of `_operands.FLOOR` and sums of 0. Tiles after the span and row
     blocks without a live row are left unwritten. Cases come as the heads do, that of p first.
     """
     given, name = _arrays(operands, span), "lce_kl_statistics" if cache is None else "lce_kl_statistics_cached"

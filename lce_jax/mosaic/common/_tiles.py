@@ -222,7 +222,7 @@ def first_column(shape: Geometry, tile: Any) -> Int[Array, ""]:
 
 
 def edge(shape: Geometry, tile: Any, num_columns: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
-    """What `_vocabulary_mask` is given of a tile: columns counted from its part's first one, and where its mask begins.
+    """What masks of padding are given of a tile: columns counted from its part's first one, and where its mask begins.
 
     The part in which padding begins has the second mask. In a part of nothing but padding every tile is like one after
     the tile with the first padding column.

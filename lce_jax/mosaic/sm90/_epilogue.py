@@ -111,7 +111,7 @@ def send_product(multiply: Any, slots: Any, row: Any, output: Any, column: Any, 
     """Copies a warpgroup's part of a tile to ``output[row:, column:]``, or adds it there, block by block.
 
     Each block is rounded to the output's dtype: dweight's is the weight's, or fp32 if it is added; dhidden's is chosen
-    in `_dhidden`.
+    in `_chunks`.
     """
     values, rows = multiply(), rows_of(row)
     rows = pl.ds(pl.multiple_of(rows.start, ATOM_ROWS), rows.size)
