@@ -3,8 +3,9 @@
 A chunk of dlogits lies in memory as a whole, so a chunk is bounded by a budget of bytes. Within the budget the size is
 chosen by time: each chunk leaves multiprocessors idle in its last wave of tiles, and reads and writes dhidden once.
 
-dhidden is summed in fp32. The product of each chunk of dlogits with its part of the weight adds to fp32 sums, which the caller rounds once. Where
-one launch writes all of dhidden, and the caller allows it, the kernel rounds: its output then has the weight's dtype.
+The product of each chunk of dlogits with its part of the weight adds to fp32 sums of dhidden, which the caller rounds
+once. Where one launch writes all of dhidden, and the caller allows it, the kernel rounds: its output then has the
+weight's dtype.
 
 The cache are the exponentials that the forward keeps, which spare the backward their recomputation.
 """

@@ -7,8 +7,9 @@ backward   the same tiles again, turned into the gradient in the student's raw p
 With ``cache_bytes`` the first pass keeps what the backward needs of the first tiles. The functions are those of
 `lce_jax.xla._kl`, with the same arguments and results.
 
-The backward computes dlogits chunk by chunk, and two products of each. The tiles that the forward kept come first, as one chunk whose dlogits take their place. The others come from the kernel
-that computes both heads' tiles again. The tile where padding begins is contracted after them (`_edge`).
+The backward computes dlogits chunk by chunk, and two products of each. The tiles that the forward kept come first, as
+one chunk whose dlogits take their place. The others come from the kernel that computes both heads' tiles again. The
+tile where padding begins is contracted after them (`_edge`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 For each chunk of tokens and tile of the vocabulary: one matrix product, its statistics (eq. 1), a merge (eq. 2). The
 backward recomputes the product, turns it into dlogits (eqs. 4, 5) and feeds the two gradient products. `_walk` goes
 over the tiles, so exactly one tile of logits exists at a time, whatever the vocabulary. With ``cache_bytes`` the
-forward keeps the exponentials of the first tiles, of which the backward makes dlogits without a product (`_walk.Cache`).
+forward keeps the exponentials of the first tiles, of which the backward makes dlogits without a product.
 """
 
 from __future__ import annotations
