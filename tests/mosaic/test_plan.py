@@ -81,10 +81,8 @@ def test_partial_statistics_stay_small() -> None:
     sums = mosaic.plan(case(num_tokens=65536)).backward_bytes - 65536 * budget.chunk_columns * 2
     assert sums <= 65536 * 4096 * 4  # dhidden in float32, once
     assert mosaic.plan(case(num_tokens=205280, vocab_size=76032)).backward_bytes < 6 << 30
-    few = case(num_tokens=512)
-    assert (
-        _chunks.dhidden_shape(few, geometry(few, sm90.HOPPER.tiling))[0] == 2
-    )  # too few tiles for 132 multiprocessors
+    few = case(num_tokens=512)  # too few tiles for 132 multiprocessors
+    assert _chunks.dhidden_shape(few, geometry(few, sm90.HOPPER.tiling))[0] == 2
 
 
 def test_every_kernel_fits_shared_memory() -> None:

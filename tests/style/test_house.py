@@ -31,8 +31,8 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 26_072
-PACKAGES_FILES = 161
+PACKAGES_LINES = 25_771
+PACKAGES_FILES = 134
 TESTS_LINES = 33_441
 
 

@@ -132,7 +132,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         (dict(vocab_part_size=8), r"TypeError: .*vocab_part_size=8: .* no backward can use"),
         (dict(mean_logit=True), r"TypeError: .*mean_logit=True: loss_fn gets .*; linear_logprobs has this option"),
         (dict(candidates=GOOD.labels[:, None]), r"TypeError: .*linear_logprobs has this option"),
-        (dict(temprature=1.0), r"TypeError: linear_loss: unknown option temprature; known: where, .*chunk_bytes"),
+        (dict(temprature=1.0), r"TypeError: linear_loss: unknown option temprature .*; known: where, .*chunk_bytes"),
         (dict(chunk_bytes=-1), r"ValueError: .*chunk_bytes must be a whole number of bytes, at least 0, got -1"),
         (dict(wgrad="add"), r"""ValueError: .*wgrad must be "return" or "main_grad", got 'add'"""),
         (dict(entropy="none"), r'TypeError: .*entropy must be True, False or "metric", got .none.'),
@@ -204,7 +204,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         (dict(labels=[1, 2]), r"TypeError: .*labels must be a torch.Tensor, got list"),
         (dict(labels=torch.ones(6)), r"TypeError: .*labels must be integers .* got torch.float32"),
         (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) must have the tokens' shape \(6,\)"),
-        (dict(smoothing=0.1), r"TypeError: .*unknown option smoothing; known: reduction, .*label_smoothing"),
+        (dict(smoothing=0.1), r"TypeError: .*unknown option smoothing .*; known: reduction, .*label_smoothing"),
     ],
     "linear_entropy": [
         (dict(entropy=False), r"TypeError: .*entropy=False: linear_entropy returns entropy and lse"),
@@ -265,7 +265,7 @@ def test_a_mask_of_numbers() -> None:
 def test_options_of_other_functions(call: Any, known: str) -> None:
     """Unknown ones are refused by the function's own name, and no message holds a tensor's numbers."""
     given = GOOD[:2] if call is linear_entropy else GOOD
-    with pytest.raises(TypeError, match=rf"^{call.__name__}: unknown option temprature; {known}"):
+    with pytest.raises(TypeError, match=rf"^{call.__name__}: unknown option temprature .did.*; {known}"):
         call(*given, temprature=1.0)
     if call is explain:
         with pytest.raises(ValueError, match=r"logit_floor with candidates, 2 per"):
