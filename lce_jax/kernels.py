@@ -26,7 +26,7 @@ from lce_jax._types import Case, Device, Operands, Options
 from lce_jax.mosaic import _backward, _candidates, _chunks, _forward, _generations, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._chunks import Cache
-from lce_jax.mosaic._compiler import Kernel, compiled, traced, why_not
+from lce_jax.mosaic._compiler import Bind, Kernel, compiled, traced, why_not
 from lce_jax.mosaic._host import Host
 from lce_jax.mosaic._operands import Geometry, Prepared, geometry
 from lce_jax.mosaic.common import _tiles, _tokens
@@ -36,6 +36,7 @@ from lce_jax.mosaic.common._tokens import coefficients, finish, prepare, scale
 __all__ = [
     "SERVED",
     "THREADS",
+    "Bind",
     "CallKind",
     "Device",
     "Forward",
@@ -135,8 +136,10 @@ class CallKind:
 
     @property
     def copies_hidden(self) -> bool:
-        """Whether hidden is copied first: kernels read it where it lies if it has all rows, in the weight's dtype."""
-        return self.rows != self.num_tokens or self.hidden_dtype != self.dtype
+        """Whether hidden is copied first: kernels read its dtype, the weight's, and whole tiles of rows."""
+        tiling = self.generation.tiling
+        has_rows = self.num_tokens % (tiling.row_block * tiling.most_clustered) == 0 or self.num_tokens == self.rows
+        return not has_rows or self.hidden_dtype != self.dtype
 
     @property
     def live_columns(self) -> int | None:
@@ -220,16 +223,10 @@ class Pass(NamedTuple):
         kind = self.kind
         return self.host.numbers(kind.num_tokens, kind.stride, kind.start, kind.vocab_size)
 
-    @property
-    def count(self) -> Buffer:
-        """How many tokens there are."""
-        return self.host.numbers(self.kind.num_tokens)
-
     def rows(self, hidden: Buffer) -> Buffer:
         """Hidden as kernels read it: all their rows, in the weight's dtype."""
-        if not self.kind.copies_hidden:
-            return hidden
-        return self.host.launch(_tokens.rows, self.kind.case, hidden, self.count)
+        given = self.kind.case, hidden, self.host.numbers(self.kind.num_tokens)
+        return self.host.launch(_tokens.rows, *given) if self.kind.copies_hidden else hidden
 
     def ids(self, saved: Buffer) -> Buffer:
         """The labels among what is saved."""
@@ -341,10 +338,9 @@ def backward(
     if kind.gradient_threshold:
         sums, dweight = _threshold.walk(call, factors, candidates, kept[0], total)
     else:
-        cache, shape = Cache(*kept) if kept else None, (1, kind.rows, kind.hidden_size)
-        is_dhidden = not kind.copies_hidden and _chunks.dhidden_shape(case, kind.shape) == shape
-        may_round = is_dhidden and dhidden_dtype == kind.dtype
+        cache, shape = Cache(*kept) if kept else None, (1, kind.num_tokens, kind.hidden_size)
+        may_round = _chunks.dhidden_shape(case, kind.shape) == shape and dhidden_dtype == kind.dtype
         sums, dweight = _backward.walk(call, factors, candidates, cache, may_round, owns_cache, total)
     if sums.dtype == jnp.float32:
-        sums = host.launch(_tokens.total, case, sums, jnp.dtype(dhidden_dtype), run.count)
+        sums = host.launch(_tokens.total, case, sums, jnp.dtype(dhidden_dtype), host.numbers(kind.num_tokens))
     return sums, dweight

@@ -17,13 +17,14 @@ from lce_jax.mosaic._pallas import interpreting, plgpu
 FILL = 0xFF  # every byte of memory that nothing has written: NaN as a float of any size
 
 
-def compiled(kernels: Sequence[Kernel], *_: Any) -> list[Callable[..., None]]:
+def compiled(kernels: Sequence[Kernel], *_: Any) -> list[Callable[..., Any]]:
     """What `lce_jax.kernels.compiled` returns, for memory of the CPU."""
-    return [functools.partial(_launch, kernel) for kernel in kernels]
+    return [lambda _, at, kernel=kernel: functools.partial(_launch, kernel, at) for kernel in kernels]
 
 
-def _launch(kernel: Kernel, _: Any, addresses: Sequence[int]) -> None:
+def _launch(kernel: Kernel, at: int) -> None:
     structs = [kernel.arrays[i] for i in kernel.operands]
+    addresses = (ctypes.c_uint64 * (len(structs) + len(kernel.results))).from_address(at)
     given = [memory(address, x).copy() for address, x in zip(addresses, structs, strict=False)]
     arrays = [np.zeros(x.shape, x.dtype) for x in kernel.arrays]
     for place, x in zip(kernel.operands, given, strict=True):

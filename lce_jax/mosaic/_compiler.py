@@ -26,7 +26,7 @@ from lce_jax.mosaic import _pallas
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 COMPILERS = 8  # threads
 
-type Launch = Callable[[ctypes.c_void_p, Any], None]  # (a stream, the addresses: an array of C's)
+type Bind = Callable[[int, int], Callable[[], None]]  # (the handle of a stream, where the addresses are) -> launch()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,8 +87,8 @@ def traced(launch: Callable[..., Any], tree: Any, leaves: tuple[Any, ...]) -> Ke
     return Kernel(name, function, arrays, tuple(operands), structs, updated, tuple(returned), out_tree)
 
 
-def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Launch]:
-    """What launches each kernel, on the addresses of its operands and results, on the current CUDA device ``number``.
+def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Bind]:
+    """What binds each kernel to the addresses of its operands and results, on the current CUDA device ``number``.
 
     Lowering is Python's work, and takes about as long as compiling. So threads compile what is lowered already, those
     on the largest arrays first: they hold the products, and take longest. A kernel is never unloaded.
@@ -96,7 +96,7 @@ def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Lau
     Raises:
         RuntimeError: Mosaic does not compile one; the reason is in the process's standard error.
     """
-    missing = [kernel for kernel in dict.fromkeys(kernels) if (kernel, number) not in _launches]
+    missing = [kernel for kernel in dict.fromkeys(kernels) if (kernel, number) not in _binds]
     if missing:
         importlib.import_module("jax.experimental.mosaic.gpu")  # sets what the compiler reads from the environment
         driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
@@ -104,11 +104,11 @@ def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Lau
         with ThreadPoolExecutor(COMPILERS, "lce_compiler", driver.cuCtxSetCurrent, (context,)) as pool:
             missing.sort(key=lambda each: -sum(x.size * x.dtype.itemsize for x in each.arrays))
             jobs = {each: pool.submit(_compiled, module(each, device), number) for each in missing}
-            _launches.update({(each, number): job.result() for each, job in jobs.items()})
-    return [_launches[kernel, number] for kernel in kernels]
+            _binds.update({(each, number): job.result() for each, job in jobs.items()})
+    return [_binds[kernel, number] for kernel in kernels]
 
 
-_launches: dict[tuple[Kernel, int], Launch] = {}
+_binds: dict[tuple[Kernel, int], Bind] = {}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -180,13 +180,13 @@ def _takes_device() -> bool:
     return bool(getattr(core, "_ABI_V2", False))
 
 
-def _compiled(module: bytes, number: int) -> Launch:
-    """What launches a kernel. Its arguments are C's already: it costs the host time to convert them."""
+def _compiled(module: bytes, number: int) -> Bind:
+    """What makes launches of a kernel, whose arguments are C's already: it costs the host time to convert them."""
     found = _compiler().MosaicGpuCompile(module, len(module))
     if not found:
         raise RuntimeError("Mosaic did not compile a kernel; standard error says why")
     pointer, launch = ctypes.c_void_p, ctypes.CFUNCTYPE(None)(found[1])
     function, kernel, device = pointer(found[0]), pointer(found[2] if _takes_device() else None), ctypes.c_int(number)
     if _takes_device():
-        return lambda stream, addresses: launch(kernel, function, stream, addresses, device)
-    return lambda stream, addresses: launch(function, stream, addresses)
+        return lambda stream, at: functools.partial(launch, kernel, function, pointer(stream), pointer(at), device)
+    return lambda stream, at: functools.partial(launch, function, pointer(stream), pointer(at))

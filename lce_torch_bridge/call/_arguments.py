@@ -92,7 +92,7 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     where, candidates, logit_floor = options.where, options.candidates, options.logit_floor
     if tp_group is not None:
         _checks.group(tp_group)
-    known = _fit(hidden, weight, labels)
+    known = not torch.compiler.is_compiling() and _described(hidden, weight, labels) in _known
     if not known and _dtensor.spans(hidden, tp_group):
         options = options._replace(reduce_grad_hidden=True)  # its placement says that the gradient is whole
     if not (known and where is None and candidates is logit_floor is None and type(temperature) is float):
@@ -125,11 +125,6 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
 
 MOST_KNOWN = 4096
 _known: set[Any] = set()  # shapes, dtypes and devices of operands that fit each other
-
-
-def _fit(hidden: Any, weight: Any, labels: Any) -> bool:
-    """Whether the three are plain tensors like those of an earlier call, so that they need no checks."""
-    return not torch.compiler.is_compiling() and _described(hidden, weight, labels) in _known
 
 
 def _remember(hidden: Any, weight: Any, labels: Any) -> None:

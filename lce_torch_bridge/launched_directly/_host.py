@@ -1,8 +1,7 @@
 """torch as the host of a pass: its memory, its current stream, and Python's own loop.
 
 The host code of `lce_jax.kernels` runs once for calls of the same shapes and options. A `Tape` writes down what it asks
-for: kernels, and functions of torch between them. A `Plan` runs that for each call: results get memory where they are
-computed, and lose it after the last step that reads them. torch gives memory back in the stream's order.
+for: kernels, and functions of torch between them. A `Plan` runs that for each call.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,8 @@ from lce_torch_bridge.tensors._device import Allocated, allocated
 
 ALIGNMENT = 256  # bytes
 ALIGNED_NUMBERS = 16  # int32 numbers whose bytes kernels may load at once
-SMALL = 1 << 22  # bytes of a piece of memory that is not allocated alone, which costs the host time
 GATHERED_BYTES = 32 << 20  # of rows of the weight: less than an H100's second cache holds
+KEPT = 16  # runs of a plan whose launches are kept, each with a few KiB
 MOST = 4096  # plans of all shapes together; each takes a few KiB
 
 _plans: dict[Any, Any] = {}
@@ -38,17 +37,8 @@ class Buffer:
     """An array that a step is given, at the beginning of what is in a slot."""
 
     slot: int
-    struct: jax.ShapeDtypeStruct
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As the kernels see it: the caller's arrays may have fewer rows."""
-        return self.struct.shape
-
-    @property
-    def dtype(self) -> Any:
-        """JAX's."""
-        return self.struct.dtype
+    shape: tuple[int, ...]  # as the kernels see it: the caller's arrays may have fewer rows
+    dtype: Any  # JAX's
 
     def __len__(self) -> int:
         """The size of its first dimension."""
@@ -56,7 +46,7 @@ class Buffer:
 
     def view(self, shape: Sequence[int], dtype: Any = None) -> Buffer:
         """The same memory, seen otherwise."""
-        return Buffer(self.slot, jax.ShapeDtypeStruct(tuple(shape), dtype or self.dtype))
+        return Buffer(self.slot, tuple(shape), jnp.dtype(dtype or self.dtype))
 
 
 class Step(NamedTuple):
@@ -71,6 +61,11 @@ class Step(NamedTuple):
         """All of them, in order."""
         return dict.fromkeys(x.slot for x in (*self.operands, *self.results))
 
+    @property
+    def made(self) -> set[int]:
+        """Those of results that are no operands."""
+        return {x.slot for x in self.results} - {x.slot for x in self.operands}
+
 
 class Tape:
     """A `lce_jax.mosaic._host.Host` that writes down steps. The memory of each is described, and not there."""
@@ -84,9 +79,8 @@ class Tape:
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Buffer:
         """Memory of its own."""
-        struct = jax.ShapeDtypeStruct(tuple(shape), dtype)
-        self.memory.append(allocated(struct.shape, getattr(torch, struct.dtype.name)))
-        return Buffer(len(self.memory) - 1, struct)
+        self.memory.append(allocated(shape, getattr(torch, jnp.dtype(dtype).name)))
+        return Buffer(len(self.memory) - 1, tuple(shape), jnp.dtype(dtype))
 
     def input(self, shape: Sequence[int], dtype: Any) -> Buffer:
         """An operand of each call, the next one."""
@@ -127,7 +121,8 @@ class Tape:
         assert not more
         leaves, tree = jax.tree.flatten(operands)
         arrays = [x for x in leaves if isinstance(x, Buffer)]
-        traced = kernels.traced(kernel, tree, tuple(x.struct if isinstance(x, Buffer) else x for x in leaves))
+        static = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Buffer) else x for x in leaves]
+        traced = kernels.traced(kernel, tree, tuple(static))
         given, results = tuple(arrays[i] for i in traced.operands), []
         for i, x in enumerate(traced.results):
             results.append(given[traced.updated[i]] if i in traced.updated else self.empty(x.shape, x.dtype))
@@ -136,7 +131,10 @@ class Tape:
         return found
 
     def compute(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """A step that is ``function(torch, *operands)``. A result that is an operand has been updated in place."""
+        """A step that is ``function(torch, *operands)``. A result that is an operand has been updated in place.
+
+        All others live as long as the pass.
+        """
         leaves, tree = jax.tree.flatten(operands)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Buffer)]
 
@@ -172,96 +170,51 @@ class Tape:
         return results
 
 
-class Numbers(NamedTuple):
-    """Where the numbers of a tape are, and slot by slot; anything of other slots."""
-
-    written: torch.Tensor
-    addresses: list[int]
-    tensors: list[Any]
-
-
 class Plan:
-    """Runs a tape on the current CUDA device."""
+    """Runs a tape on the current CUDA device: kernels in groups, between which functions of torch may stand."""
 
     def __init__(self, tape: Tape, device: kernels.Device) -> None:
-        self._tape = tape
+        steps = needed(tape)
         self._inputs, self._outputs = ([x.slot for x in of] for of in (tape.inputs, tape.outputs))
-        steps, self._steps = needed(tape), []
-        used = [step.run for step in steps if isinstance(step.run, kernels.Kernel)]
-        launches = iter(kernels.compiled(used, device, torch.cuda.current_device()))
-        last = {slot: i for i, step in enumerate(steps) for slot in step.slots}
-        there = {x.slot for x in (*tape.inputs, *tape.numbers_given.values())}
-        kept = {*there, *self._outputs}
-        self._small, self._small_bytes = _in_one_piece(steps, tape.memory, kept)
-        for slots in (there, kept):
-            slots.update(slot for slot, _ in self._small)
-        for i, step in enumerate(steps):
-            operands, results = ([x.slot for x in of] for of in (step.operands, step.results))
-            if isinstance(step.run, kernels.Kernel):
-                run: Any = next(launches)
-                operands = [*operands, *results]
-                how: Any = ctypes.c_uint64 * len(operands), operator.itemgetter(*operands)
-            else:
-                run, how = step.run, (None, operands)
-            new = [(slot, tape.memory[slot]) for slot in dict.fromkeys(operands) if slot not in there]
-            there.update(step.slots)
-            dropped = [slot for slot in step.slots if last[slot] == i and slot not in kept]
-            self._steps.append((new, run, *how, results, dropped))
-        self._numbers: dict[int, Numbers] = {}  # by stream
+        self._memory = Memory(tape, steps)
+        used: Any = [step.run for step in steps if isinstance(step.run, kernels.Kernel)]
+        binds = dict(zip(used, kernels.compiled(used, device, torch.cuda.current_device()), strict=True))
+        self._groups: list[tuple[list[int], Any] | Step] = []
+        for of_kernels, some in itertools.groupby(steps, lambda step: isinstance(step.run, kernels.Kernel)):
+            group = list(some)
+            self._groups += [_launches(self._memory, group, binds)] if of_kernels else group
+        self._numbers: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}  # by stream; those of functions
 
     def run(self, device: int, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs, given the inputs."""
-        stream = _device.current_stream(device)
+        stream, memory, empty = _device.current_stream(device), self._memory, _device.empty
         numbers = None if torch.cuda.is_current_stream_capturing() else self._numbers.get(stream)
-        _, *of_slots = self._written(stream, given[0]) if numbers is None else numbers
-        addresses, tensors = map(list, of_slots)
-        for slot, x in zip(self._inputs, given, strict=True):
-            tensors[slot], addresses[slot] = x, x.data_ptr()
-        handle, empty = ctypes.c_void_p(stream), _device.empty
-        piece = empty((self._small_bytes,), (1,), torch.uint8)
-        start = piece.data_ptr()
-        for slot, place in self._small:
-            addresses[slot] = start + place
-        for new, run, table, operands, results, dropped in self._steps:
-            for slot, memory in new:
-                tensors[slot] = empty(*memory)  # and no other name holds it when it is dropped
-                addresses[slot] = tensors[slot].data_ptr()
-            if table is not None:  # a kernel
-                run(handle, table(*operands(addresses)))
-            else:
-                self._call(run, operands, results, addresses, tensors)
-            for slot in dropped:
-                tensors[slot] = None
+        written, of_functions = self._written(stream, given[0]) if numbers is None else numbers
+        piece = empty((memory.num_bytes,), (1,), torch.uint8)
+        tensors = {slot: empty(*of) for slot, of in memory.own} | of_functions
+        tensors.update(zip(self._inputs, given, strict=True))
+        for group in self._groups:
+            if isinstance(group, Step):
+                _call(group, tensors, memory.home)
+                continue
+            slots, bound = group
+            of_tensors = [tensors[slot].data_ptr() for slot in slots]
+            for launch in bound(stream, written.data_ptr(), piece.data_ptr(), *of_tensors)[0]:
+                launch()
         return [tensors[slot] for slot in self._outputs]
 
-    def _call(
-        self, run: Any, operands: list[int], results: list[int], addresses: list[int], tensors: list[Any]
-    ) -> None:
-        """A function's step. No name that outlives it holds a tensor."""
-        for slot, x in zip(results, run(*[tensors[slot] for slot in operands]), strict=True):
-            if slot not in operands:  # else it has been updated in place
-                tensors[slot], addresses[slot] = x, x.data_ptr()
-
-    def _written(self, stream: int, like: torch.Tensor) -> Numbers:
-        """Those of the plan, written on the stream that reads them."""
+    def _written(self, stream: int, like: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The numbers, written beside ``like`` on the stream that reads them: nothing waits."""
         if torch.cuda.is_current_stream_capturing():
-            refuse_capture(not self._numbers)
+            if not self._numbers:
+                refuse_capture()
             # Written by an earlier call on any stream: a capture begins when all of it is done.
             found = next(iter(self._numbers.values()))
-            _captured[found.written.data_ptr()] = found.written
+            _captured[found[0].data_ptr()] = found[0]
             return found
-        flat: list[int] = []
-        addresses = [0] * len(self._tape.memory)
-        for numbers, x in self._tape.numbers_given.items():
-            addresses[x.slot] = 4 * len(flat)
-            flat += [*numbers, *[0] * (-len(numbers) % ALIGNED_NUMBERS)]
-        given = torch.tensor(flat, dtype=torch.int32, pin_memory=like.is_cuda)
+        given = torch.tensor(self._memory.numbers, dtype=torch.int32, pin_memory=like.is_cuda)
         written = given.to(like.device, non_blocking=True)
-        tensors: list[Any] = [None] * len(addresses)
-        for numbers, x in self._tape.numbers_given.items():
-            tensors[x.slot] = written[addresses[x.slot] // 4 :][: len(numbers)]
-        addresses = [written.data_ptr() + first for first in addresses]
-        found = self._numbers[stream] = Numbers(written, addresses, tensors)
+        found = self._numbers[stream] = written, {slot: written[part] for slot, part in self._memory.of_functions}
         return found
 
 
@@ -275,22 +228,79 @@ def needed(tape: Tape) -> list[Step]:
     return found[::-1]
 
 
-def _in_one_piece(
-    steps: Sequence[Step], memory: Sequence[Allocated], kept: set[int]
-) -> tuple[list[tuple[int, int]], int]:
-    """The slots that need no memory of their own, and where each lies in one piece; and the bytes of that.
+class Memory:
+    """Where the slots of a tape are.
 
-    They are small, and kernels alone read them: no two have the same place.
+    What kernels alone use lies in one piece, because each piece costs the host time. Arrays of the same shape have the
+    same place, if the last step that uses one comes before the first that uses the other: those of chunks.
     """
-    of_functions = {slot for step in steps if not isinstance(step.run, kernels.Kernel) for slot in step.slots}
-    found, total = [], 0
-    for slot in dict.fromkeys(slot for step in steps for slot in step.slots):
-        shape, _, dtype = memory[slot]
-        size = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        if size <= SMALL and slot not in kept and slot not in of_functions:
-            found.append((slot, total))
-            total += size
-    return found, total
+
+    def __init__(self, tape: Tape, steps: Sequence[Step]) -> None:
+        functions = [step for step in steps if not isinstance(step.run, kernels.Kernel)]
+        made = {slot for step in functions for slot in step.made}
+        fixed = [*made, *(x.slot for x in (*tape.inputs, *tape.outputs, *tape.numbers_given.values()))]
+        self.home = dict(zip(fixed, fixed, strict=True))
+        given = {*made, *(x.slot for x in tape.inputs)}
+        alone = {x.slot for x in tape.outputs} - given
+        self._share(tape, steps)
+        read = {self.home[slot] for step in functions for slot in step.slots}
+        alone |= read - given - {x.slot for x in tape.numbers_given.values()}
+        self.own = [(slot, tape.memory[slot]) for slot in alone]  # with a tensor each
+        self.numbers: list[int] = []
+        self.places: dict[int, tuple[int, int]] = {}  # 0 and a byte of the numbers, 1 and a byte of the piece
+        self.of_functions: list[tuple[int, slice]] = []
+        for numbers, x in tape.numbers_given.items():
+            first = len(self.numbers)
+            self.places[x.slot] = 0, 4 * first
+            self.of_functions += [(x.slot, slice(first, first + len(numbers)))] if x.slot in read else []
+            self.numbers += [*numbers, *[0] * (-len(numbers) % ALIGNED_NUMBERS)]
+        self.num_bytes = 0
+        for slot in dict.fromkeys(self.home.values()):
+            if slot not in self.places and slot not in alone and slot not in given:
+                shape, _, dtype = tape.memory[slot]
+                self.places[slot] = 1, self.num_bytes
+                self.num_bytes += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+    def _share(self, tape: Tape, steps: Sequence[Step]) -> None:
+        """Gives each slot its own place, or that of one like it which nothing uses any more."""
+        last = {slot: i for i, step in enumerate(steps) for slot in step.slots}
+        free: dict[Allocated, list[int]] = {}
+        fixed = set(self.home)
+        for i, step in enumerate(steps):
+            for slot in step.slots:
+                if slot not in self.home:
+                    left = free.get(tape.memory[slot])
+                    self.home[slot] = left.pop() if left else slot
+            for slot in step.slots:
+                if last[slot] == i and slot not in fixed:
+                    free.setdefault(tape.memory[slot], []).append(self.home[slot])
+
+
+def _launches(memory: Memory, steps: Sequence[Step], binds: dict[Any, kernels.Bind]) -> tuple[list[int], Any]:
+    """The slots with a tensor that kernels use, and what binds launches to the addresses of all that they use."""
+    homes = [[memory.home[x.slot] for x in (*step.operands, *step.results)] for step in steps]
+    every = list(itertools.chain(*homes))
+    slots = [slot for slot in dict.fromkeys(every) if slot not in memory.places]
+    places = memory.places | {slot: (2 + i, 0) for i, slot in enumerate(slots)}
+    entries = [places[slot] for slot in every]  # an index into what `bound` is given, and a byte
+    firsts = itertools.accumulate(map(len, homes), initial=0)
+    told = [(binds[step.run], 8 * first) for step, first in zip(steps, firsts, strict=False)]
+
+    @functools.lru_cache(KEPT)
+    def bound(stream: int, *given: int) -> tuple[list[Callable[[], None]], Any]:
+        """The launches, given the addresses of the numbers, of the piece and of the tensors; and what they read."""
+        table = (ctypes.c_uint64 * len(entries))(*[given[i] + byte for i, byte in entries])
+        start = ctypes.addressof(table)  # nothing writes to it, so threads may share it
+        return [bind(stream, start + byte) for bind, byte in told], table
+
+    return slots, bound
+
+
+def _call(step: Step, tensors: dict[int, torch.Tensor], home: dict[int, int]) -> None:
+    """Calls a function. No name that outlives it holds a tensor."""
+    function: Any = step.run
+    found = function(*[tensors[home[x.slot]] for x in step.operands])
+    tensors.update((x.slot, y) for x, y in zip(step.results, found, strict=True) if x.slot in step.made)
 
 
 def _products(hidden: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor) -> list[torch.Tensor]:
@@ -310,24 +320,24 @@ def _products(hidden: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor)
 def _as(x: torch.Tensor, buffer: Buffer) -> torch.Tensor:
     """``x`` of this dtype and shape; of another shape where it has fewer rows than kernels see."""
     x = x.view(getattr(torch, buffer.dtype.name))
-    return x.view(buffer.shape) if x.numel() == buffer.struct.size else x
+    return x.view(buffer.shape) if x.numel() == math.prod(buffer.shape) else x
 
 
 def plan_of[T](key: Any, make: Callable[[], T]) -> T:
     """What ``make()`` is, or was when this key came first. A text says why kernels do not serve such calls."""
     plan: T | None = _plans.get(key)  # a key is long: its hash is taken once
     if plan is None:
-        refuse_capture(torch.cuda.is_current_stream_capturing())
+        if torch.cuda.is_current_stream_capturing():
+            refuse_capture()
         if len(_plans) >= MOST:
             _plans.clear()
         plan = _plans[key] = make()
     return plan
 
 
-def refuse_capture(is_new: bool) -> None:
+def refuse_capture() -> NoReturn:
     """Refuses what is done once for all calls of the same shapes and options."""
-    if is_new:
-        raise RuntimeError(
-            "lce_torch_bridge has not run such a call, which a CUDA graph cannot capture for the first time: make the "
-            "call once before the capture, with tensors of the same shapes, and its backward"
-        )
+    raise RuntimeError(
+        "lce_torch_bridge has not run such a call, which a CUDA graph cannot capture for the first time: make the call "
+        "once before the capture, with tensors of the same shapes, and its backward"
+    )

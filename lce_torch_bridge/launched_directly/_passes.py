@@ -224,7 +224,7 @@ def gradients_tape(
     seeds: Sequence[str],
     wanted: Sequence[bool],
     dtype: torch.dtype,
-    kept: Sequence[jax.ShapeDtypeStruct] = (),
+    kept: Sequence[jax.ShapeDtypeStruct | Buffer] = (),
     adds: bool = False,
     owns_cache: bool = False,
 ) -> Tape:
@@ -265,8 +265,7 @@ def _plan_of_scale(x: torch.Tensor, dtype: torch.dtype) -> Plan | str:
     device, reason = _device.device_of(x.device), _device.why_not(x.device)
     if device is None or reason is not None:
         return str(reason)
-    reason = kernels.refusal_to_scale(x.numel(), device)
-    return reason or Plan(scale_tape(x.shape, name_of(x.dtype), dtype), device)
+    return kernels.refusal_to_scale(x.numel(), device) or Plan(scale_tape(x.shape, name_of(x.dtype), dtype), device)
 
 
 def scale_tape(shape: torch.Size, dtype: str, to: torch.dtype) -> Tape:

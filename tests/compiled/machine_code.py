@@ -108,7 +108,7 @@ def tapes(of: CallKind) -> Iterator[Tape]:
     for group in ("", "8 ranks"):
         with mock.patch.object(_tensor_parallel, "size_and_rank", lambda name: (8, 0) if name else (1, 0)):
             yield _passes.forward_tape(of, caches, seeds, group)
-    kept = [x.struct for x in _passes.forward_tape(of, caches, seeds).outputs[1 + len(seeds) :]]
+    kept = _passes.forward_tape(of, caches, seeds).outputs[1 + len(seeds) :]
     dtype = getattr(torch, of.hidden_dtype)
     yield _passes.gradients_tape(of, seeds, (True, True), dtype, kept, owns_cache=caches)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -15,7 +15,7 @@ from lce_jax.kernels import CallKind, Device, Kernel
 from lce_jax.mosaic import _chunks
 from lce_torch_bridge._types import PER_CANDIDATE
 from lce_torch_bridge.launched_directly import _passes
-from lce_torch_bridge.launched_directly._host import Buffer, Plan, Tape, needed
+from lce_torch_bridge.launched_directly._host import Buffer, Memory, Plan, Tape, needed
 from tests.devices import H200
 from tests.torch.as_gpu import as_gpu
 
@@ -37,7 +37,7 @@ def backward(
     of: CallKind, wanted: tuple[bool, bool] = (True, True), seeds: Any = ("logprobs", "entropy"), **how: Any
 ) -> Tape:
     """Given what the forward kept, if it keeps anything."""
-    kept = [x.struct for x in forward(of, keep_cache=True).outputs[3 + (of.num_candidates > 0) :]]
+    kept = forward(of, keep_cache=True).outputs[3 + (of.num_candidates > 0) :]
     return _passes.gradients_tape(of, seeds, wanted, torch.bfloat16, kept, **how)
 
 
@@ -151,36 +151,27 @@ def test_functions_of_torch_between_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         assert Plan(tape, H200).run(0, given)[0].tolist() == [5.0, 5.0, 7.0, 3.0]
 
 
-def test_memory_is_given_back_after_the_last_step_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_gpu(monkeypatch)
-    tape, made, most = Tape(), [], []
-
-    def step(xp: Any, x: torch.Tensor) -> torch.Tensor:
-        most.append(sum(ref() is not None for ref in made))
-        found: torch.Tensor = xp.ones_like(x)
-        made.append(weakref.ref(found))
-        return found
-
-    x: Any = tape.input((8,), jnp.float32)
-    for _ in range(6):
-        x = tape.compute(step, x)
-    tape.outputs.append(x)
-    Plan(tape, H200).run(0, [torch.ones(8)])
-    assert max(most) == 1
+def test_chunks_have_the_same_place() -> None:
+    """Nothing else has: what lives at the same time lies apart."""
+    tape = backward(head(num_tokens=8192, vocab_size=151643))
+    steps = needed(tape)
+    memory = Memory(tape, steps)
+    chunks = [step.results[0].slot for step in steps if isinstance(step.run, Kernel) and step.run.name == "dlogits"]
+    assert len(chunks) > 3
+    assert len({memory.home[slot] for slot in chunks}) == 2  # the other is that of the tile with padding
+    life: dict[int, list[int]] = {}
+    for i, step in enumerate(steps):
+        for slot in step.slots:
+            life.setdefault(slot, []).append(i)
+    for one, other in itertools.combinations(life, 2):
+        if memory.home[one] == memory.home[other]:
+            assert life[one][-1] < life[other][0]
+    assert memory.num_bytes < 0.7 * 2**30
 
 
 def held_bytes(tape: Tape) -> int:
-    """The most that a pass holds besides what it is given and returns."""
-    steps, most = needed(tape), 0
-    apart = {x.slot for x in (*tape.inputs, *tape.outputs, *tape.numbers_given.values())}
-    first: dict[int, int] = {}
-    last = {slot: i for i, step in enumerate(steps) for slot in step.slots if slot not in apart}
-    for i, step in enumerate(steps):
-        first |= {slot: i for slot in step.slots if slot in last and slot not in first}
-    for i in range(len(steps)):
-        held = [tape.memory[slot] for slot in last if first[slot] <= i <= last[slot]]
-        most = max(most, sum(strides[0] * shape[0] * dtype.itemsize for shape, strides, dtype in held))
-    return most
+    """What a pass holds besides what it is given and returns."""
+    return Memory(tape, needed(tape)).num_bytes
 
 
 def test_a_cache_is_what_the_forward_allocates() -> None:
