@@ -80,7 +80,7 @@ IN_TORCH = {
     "through JAX": {
         of_torch: ((221, 29), (51, 15)), loss_of_torch: ((247, 30), (67, 16)), topk_of_torch: ((158, 33), (48, 14))
     },
-    "directly": {of_torch: ((305, 40), (38, 13)), loss_of_torch: ((328, 41), (50, 15))},
+    "directly": {of_torch: ((303, 40), (38, 13)), loss_of_torch: ((326, 41), (50, 15))},
 }  # fmt: skip
 
 
