@@ -88,9 +88,9 @@ def calls(device: Device) -> dict[str, CallKind]:
             name: head(name)
             for name in ("qwen3-8b", "llama3-70b", "gpt-oss", "gemma2-9b", "mixtral-8x7b", "qwen2.5-0.5b")
         },
-        "qwen3-8b, 128 tokens": head("qwen3-8b", num_tokens=128, rows=128),
+        "qwen3-8b, 128 tokens": head("qwen3-8b", num_tokens=100, rows=128),
         "qwen3-8b, every option": head("qwen3-8b", **everything),
-        "qwen3-8b, no entropy, float16": head("qwen3-8b", entropy=False, dtype="float16"),
+        "qwen3-8b, no entropy, float16": head("qwen3-8b", entropy=False, dtype="float16", hidden_dtype="float16"),
         "qwen3-8b, a full cache": head("qwen3-8b", cache_bytes=1 << 40),
         "qwen3-8b, parts": head("qwen3-8b", vocab_part_size=18992, stats=True, has_temperature=True, vocab_size=151643),
         "qwen3-8b, a threshold": head("qwen3-8b", **threshold),
