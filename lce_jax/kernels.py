@@ -30,6 +30,7 @@ from lce_jax.mosaic._compiler import Bind, Kernel, compiled, traced, why_not
 from lce_jax.mosaic._host import Host
 from lce_jax.mosaic._operands import Geometry, Prepared, geometry
 from lce_jax.mosaic.common import _tiles, _tokens
+from lce_jax.mosaic.common._gathered import products, put
 from lce_jax.mosaic.common._select import select
 from lce_jax.mosaic.common._tokens import coefficients, finish, prepare, scale
 
@@ -47,6 +48,8 @@ __all__ = [
     "for_device",
     "forward",
     "live_shape",
+    "products",
+    "put",
     "refusal",
     "refusal_to_scale",
     "scale",

@@ -31,7 +31,7 @@ from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
 from lce_jax.mosaic._operands import RowFactors
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 @jax.named_scope("candidates")
@@ -43,7 +43,9 @@ def unscaled(call: KernelCall, columns: Int[Array, "T K"]) -> Float[Array, "T K"
 
 
 def _unscaled(xp: Any, raw: Array, columns: Array, raw_scale: Array | None, options: Options) -> Float[Array, "T K"]:
-    x = _logprobs.unscaled_logits(raw, options, raw_scale, _logprobs.softcap_tanh if xp is jnp else xp.tanh)
+    x = _logprobs.unscaled_logits(
+        raw[: len(columns)], options, raw_scale, _logprobs.softcap_tanh if xp is jnp else xp.tanh
+    )
     return xp.where(columns >= 0, x, -xp.inf)
 
 
@@ -58,14 +60,17 @@ class PlacedCandidates(NamedTuple):
         self, call: KernelCall, dlogits: Float[Array, "Tp columns"], column: Any, stop: Any
     ) -> Float[Array, "Tp columns"]:
         """A chunk's ``dlogits``, of columns from ``column`` on, with the values of the candidates before ``stop``."""
-        return call.host.compute(_put, dlogits, self, column, stop)
+        places = call.host.compute(_places, self.columns, column, stop)
+        return call.host.put(dlogits, *places, self.values, call.prepared.num_rows)
 
     @jax.named_scope("candidates")
     def put_live(
         self, call: KernelCall, dlogits: Float[Array, "slots*blocks tile"], work: Worklist, batches: Batches, i: Any
     ) -> Float[Array, "slots*blocks tile"]:
         """The same of batch ``i`` of live tiles."""
-        return call.host.compute(_put_live, dlogits, self, work.places, batches.scalars, i, call.shape.row_block)
+        sizes = call.shape.row_block, call.shape.tile
+        places = call.host.compute(_live_places, self.columns, work.places, batches.scalars, i, sizes)
+        return call.host.put(dlogits, *places, self.values, call.prepared.num_rows)
 
 
 @jax.named_scope("candidates")
@@ -101,39 +106,20 @@ def _placed(
     return PlacedCandidates(xp.where(counts, columns, -1), values)
 
 
-def _put(xp: Any, dlogits: Any, candidates: PlacedCandidates, column: Any, stop: Any) -> Any:
-    token, at = xp.arange(len(candidates.columns), dtype=xp.int32)[:, None], candidates.columns - column
-    return _scattered(xp, dlogits, (at >= 0) & (candidates.columns < stop), token, at, candidates.values)
+def _places(xp: Any, columns: Any, column: Any, stop: Any) -> tuple[Any, Any]:
+    """The row of each in a chunk of dlogits, and its column, -1 where it is none of the chunk's."""
+    token = xp.arange(len(columns), dtype=xp.int32)[:, None]
+    return xp.zeros_like(columns) + token, xp.where((columns >= column) & (columns < stop), columns - column, -1)
 
 
-def _put_live(
-    xp: Any, dlogits: Any, candidates: PlacedCandidates, places: Any, scalars: Any, i: Any, row_block: int
-) -> Any:
-    batch, tile = Batch.unpack(scalars, i), dlogits.shape[1]
-    token, known = xp.arange(len(candidates.columns), dtype=xp.int32)[:, None], xp.clip(candidates.columns, 0, None)
-    entry = places[known // tile, token // row_block]
+def _live_places(xp: Any, columns: Any, entries: Any, scalars: Any, i: Any, sizes: tuple[int, int]) -> tuple[Any, Any]:
+    """The same in a batch of live tiles."""
+    batch, (row_block, tile), known = Batch.unpack(scalars, i), sizes, xp.clip(columns, 0, None)
+    token = xp.arange(len(columns), dtype=xp.int32)[:, None]
+    entry = entries[known // tile, token // row_block]
     slot = entry - batch.entry
-    is_here = (candidates.columns >= 0) & (entry >= 0) & (slot >= 0) & (slot < batch.num_entries)
-    return _scattered(xp, dlogits, is_here, slot * row_block + token % row_block, known % tile, candidates.values)
-
-
-def _scattered(
-    xp: Any, x: Float[Array, "n m"], is_here: Bool[Array, "T K"], row: Any, column: Any, values: Float[Array, "T K"]
-) -> Float[Array, "n m"]:
-    """``x`` with the values that are here, each in a place of its own, rounded; torch's in the same memory."""
-    values = xp.asarray(values, dtype=x.dtype)
-    if xp is jnp:
-        token, k = jnp.indices(values.shape, jnp.int32)  # the others get places outside
-        places = jnp.where(is_here, row, x.shape[0] + token), jnp.where(is_here, column, k)
-        return x.at[places].set(values, mode="drop", unique_indices=True)
-    # torch leaves no place out: the others store what one of those here stores too, or else what stands there.
-    flat, values = x.reshape(-1), values.reshape(-1)
-    at = xp.where(is_here, xp.asarray(row, dtype=xp.int64) * x.shape[1] + column, -1).reshape(-1)
-    one = xp.argmax(at, 0, keepdim=True)
-    place, there = at[one], at >= 0
-    spare = xp.where(place >= 0, values[one], flat[:1])
-    flat[xp.where(there, at, xp.clip(place, 0, None))] = xp.where(there, values, spare)
-    return x
+    is_here = (columns >= 0) & (entry >= 0) & (slot >= 0) & (slot < batch.num_entries)
+    return slot * row_block + token % row_block, xp.where(is_here, known % tile, -1)
 
 
 type Kind = Any  # that of `lce_jax.kernels`, which imports this module

@@ -48,6 +48,9 @@ class Host(Protocol):
     def products(self, hidden: Any, weight: Any, columns: Any, options: Options, num_rows: Any) -> Any:
         """H · w of each token's columns of the vocabulary, [T, K], summed in float32; anything at the column -1."""
 
+    def put(self, x: Any, rows: Any, columns: Any, values: Any, num_rows: Any) -> Any:
+        """``x`` with the values [T, K] rounded at their places, which differ; none at the column -1."""
+
     def vary_like[T](self, tree: T, like: Any) -> T:
         """``tree`` with the type that a loop's carry needs, where it is to hold what is computed from ``like``."""
 
@@ -91,6 +94,13 @@ class Traced:
         """Rows of the weight are gathered for a chunk of tokens at a time, and XLA stores none."""
         given = hidden, weight, columns, options, jnp.float32, num_rows
         return _logits.products(*given, gathered_bytes=_logits.FUSED_BYTES)
+
+    def put(self, x: Array, rows: Array, columns: Array, values: Array, num_rows: Any) -> Array:
+        """A scatter. What has no place gets one outside."""
+        del num_rows  # the others have no place
+        token, k = jnp.indices(values.shape, jnp.int32)
+        places = jnp.where(columns >= 0, rows, x.shape[0] + token), jnp.where(columns >= 0, columns, k)
+        return x.at[places].set(values.astype(x.dtype), mode="drop", unique_indices=True)
 
     def vary_like[T](self, tree: T, like: Any) -> T:
         """Varying over as many manual axes."""

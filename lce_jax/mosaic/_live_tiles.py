@@ -61,7 +61,7 @@ class Worklist(NamedTuple):
     order: Int[Array, "ranks"]  # the vocabulary tile at each rank
     counts: Int[Array, "ranks"]  # its live row blocks
     first: Int[Array, "ranks+1"]  # its first entry
-    places: Int[Array, "tiles blocks"]  # the entry of each tile, -1 where it is not live
+    places: Int[Array, "tiles blocks"] | None  # the entry of each tile, -1 where it is not live, if that was asked for
     by_row: Int[Array, "blocks*tiles"]  # the entries that dhidden contracts, once more, by row block and then by rank
     tile_by_row: Int[Array, "blocks*tiles"]  # the vocabulary tile of each of these
 
@@ -107,7 +107,9 @@ def mixed(n: int) -> list[int]:
     return np.argsort(fractions, kind="stable").tolist()
 
 
-def lists(xp: Any, sizes: Sizes, mixed: Any, live: Any, contracted: Any, num_columns: Any) -> tuple[Worklist, Batches]:
+def lists(
+    xp: Any, sizes: Sizes, mixed: Any, live: Any, contracted: Any, num_columns: Any, has_places: bool
+) -> tuple[Worklist, Batches]:
     """All of a shard's lists.
 
     Args:
@@ -117,10 +119,11 @@ def lists(xp: Any, sizes: Sizes, mixed: Any, live: Any, contracted: Any, num_col
         live: [tiles, blocks or more], 1 where a tile is live.
         contracted: how many of the first vocabulary tiles dhidden contracts in place: those in the lists by row block.
         num_columns: live columns of the shard.
+        has_places: whether `Worklist.places` is asked for.
     """
     live = live[:, : sizes.blocks]
     order = _argsort(xp, xp.sum(live, 1, dtype=xp.int32))[mixed]
-    rank, live = xp.arange(sizes.tiles, dtype=xp.int32), live[order]
+    live = live[order]
     counts, block = xp.sum(live, 1, dtype=xp.int32), xp.arange(sizes.blocks, dtype=xp.int32)
     first = _sums_before(xp, (counts + (sizes.group - 1)) & -sizes.group)
     entry = first[:-1, None] + xp.cumsum(live, 1, dtype=xp.int32) - live
@@ -130,15 +133,21 @@ def lists(xp: Any, sizes: Sizes, mixed: Any, live: Any, contracted: Any, num_col
     places = xp.where(of_rows > 0, block * sizes.tiles + before[:-1], sizes.blocks * sizes.tiles)
     in_entries = xp.where(live > 0, entry, sizes.entries)
     whole_groups = xp.where(in_tile < (first[1:] - first[:-1])[:, None], first[:-1, None] + in_tile, sizes.entries)
+    tiles = put(xp, sizes.entries, whole_groups, order[:, None])
+    by_row = put(xp, sizes.blocks * sizes.tiles, places, entry)
+    of_tiles = None
+    if has_places:
+        rank_of = put(xp, sizes.tiles, order, xp.arange(sizes.tiles, dtype=xp.int32))
+        of_tiles = xp.where(live > 0, entry, -1)[rank_of]
     work = Worklist(
         row_blocks=put(xp, sizes.entries, in_entries, block[None]),
-        tiles=put(xp, sizes.entries, whole_groups, order[:, None]),
+        tiles=tiles,
         order=order,
         counts=counts,
         first=first,
-        places=xp.where(live > 0, entry, -1)[put(xp, sizes.tiles, order, rank)],
-        by_row=put(xp, sizes.blocks * sizes.tiles, places, entry),
-        tile_by_row=put(xp, sizes.blocks * sizes.tiles, places, order[:, None]),
+        places=of_tiles,
+        by_row=by_row,
+        tile_by_row=tiles[by_row],
     )
     return work, _batches(xp, sizes, work, before, num_columns)
 
@@ -187,5 +196,5 @@ def held(xp: Any, columns: Any, num_rows: Any, sizes: tuple[int, int], shape: tu
 def put(xp: Any, size: int, places: Any, values: Any) -> Any:
     """``size`` numbers with the values at their places, and 0 elsewhere. Place ``size`` is nowhere."""
     values, padded = xp.broadcast_to(values, places.shape), xp.zeros(size + 1, dtype=xp.int32)
-    put = padded.at[places].set if hasattr(padded, "at") else lambda values: padded.index_put((places,), values)
+    put = padded.at[places].set if hasattr(padded, "at") else lambda values: padded.index_put_((places,), values)
     return put(values)[:size]

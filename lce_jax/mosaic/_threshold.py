@@ -119,7 +119,7 @@ def walk(
     sizes = sizes_of(call)
     with jax.named_scope("worklist"):
         given = host.numbers(*mixed(sizes.tiles)), live, _edge.contracted_tiles(call), prepared.num_columns
-        work, batches = host.compute(lists, sizes, *given)
+        work, batches = host.compute(lists, sizes, *given, candidates is not None)
     sums = host.launch(zeros, _chunks.dhidden_shape(case, call.shape), host.numbers(prepared.num_rows))
     total = host.empty(prepared.weight.shape, case.dtype) if dweight is None else dweight
 

@@ -24,7 +24,6 @@ from lce_torch_bridge.tensors._device import Allocated, allocated
 
 ALIGNMENT = 256  # bytes
 ALIGNED_NUMBERS = 16  # int32 numbers whose bytes kernels may load at once
-GATHERED_BYTES = 32 << 20  # of rows of the weight: less than an H100's second cache holds
 KEPT = 16  # runs of a plan whose launches are kept, each with a few KiB
 MOST = 4096  # plans of all shapes together; each takes a few KiB
 
@@ -160,9 +159,16 @@ class Tape:
 
         return jax.tree.unflatten(out_tree, self.call(run, buffers, *results))
 
-    def products(self, hidden: Buffer, weight: Buffer, columns: Buffer, *_: Any) -> Buffer:
-        """By a matrix product for each token."""
-        return self.call(_products, [hidden, weight, columns], self.empty(columns.shape, jnp.float32))[0]
+    def products(self, hidden: Buffer, weight: Buffer, columns: Buffer, options: Any, num_rows: int) -> Any:
+        """A kernel, which gathers no copy of the rows."""
+        del options  # the weight is [V, H]
+        given: Any = hidden, weight, columns, self.numbers(num_rows)
+        return self.launch(kernels.products, *given)
+
+    def put(self, x: Buffer, rows: Buffer, columns: Buffer, values: Buffer, num_rows: int) -> Any:
+        """A kernel."""
+        given: Any = x, rows, columns, values, self.numbers(num_rows)
+        return self.launch(kernels.put, *given)
 
     def call(self, function: Callable[..., Any], operands: Sequence[Buffer], *results: Buffer) -> tuple[Buffer, ...]:
         """A step that is a function of tensors. It returns ``results``, its own or what it updated."""
@@ -301,20 +307,6 @@ def _call(step: Step, tensors: dict[int, torch.Tensor], home: dict[int, int]) ->
     function: Any = step.run
     found = function(*[tensors[home[x.slot]] for x in step.operands])
     tensors.update((x.slot, y) for x, y in zip(step.results, found, strict=True) if x.slot in step.made)
-
-
-def _products(hidden: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor) -> list[torch.Tensor]:
-    """Rows of the weight are gathered for some tokens at a time."""
-    found = torch.empty(columns.shape, dtype=torch.float32, device=weight.device)
-    size = max(1, GATHERED_BYTES // (columns.shape[1] * weight.shape[1] * weight.element_size()))
-    for begin in range(0, len(columns), size):
-        at = columns[begin : begin + size].clamp(0)
-        rows = weight.index_select(0, at.flatten()).view(*at.shape, -1)
-        own = hidden[begin:][: len(at), :, None]
-        on_gpu = weight.is_cuda
-        raw = torch.bmm(rows, own, out_dtype=torch.float32) if on_gpu else torch.bmm(rows.float(), own.float())
-        found[begin : begin + size] = raw[..., 0]
-    return [found]
 
 
 def _as(x: torch.Tensor, buffer: Buffer) -> torch.Tensor:

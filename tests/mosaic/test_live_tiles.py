@@ -23,7 +23,7 @@ def lists(live: np.ndarray, sizes: Sizes, contracted: int) -> Any:
     beside = np.pad(live.astype(np.int32), ((0, 0), (0, 3)), constant_values=COLUMNS)
     mixed, found = np.asarray(_live_tiles.mixed(sizes.tiles), np.int32), []
     for xp, array in ((jnp, jnp.asarray), (torch, torch.from_numpy)):
-        found.append(_live_tiles.lists(xp, sizes, array(mixed), array(beside), contracted, COLUMNS))
+        found.append(_live_tiles.lists(xp, sizes, array(mixed), array(beside), contracted, COLUMNS, True))
     of_jax, of_torch = (jax.tree.map(np.asarray, each) for each in found)
     jax.tree.map(np.testing.assert_array_equal, of_jax, of_torch)
     assert {x.dtype for x in jax.tree.leaves((of_jax, of_torch))} == {np.dtype(np.int32)}
