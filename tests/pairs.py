@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,12 @@ def pairs_of(strength: int = 2, **values: Sequence[Any]) -> pytest.MarkDecorator
         row = [some[place] for some, place in zip(values.values(), places, strict=True)]
         params.append(pytest.param(*row, marks=() if places in chosen else pytest.mark.slow))
     return pytest.mark.parametrize(tuple(values), params, ids=name)
+
+
+def values_of(parameter: str, values: Iterable[Any], *, slow: Collection[Any]) -> pytest.MarkDecorator:
+    """Parametrizes with the values, of which some are slow."""
+    params = [pytest.param(x, marks=pytest.mark.slow if x in slow else ()) for x in values]
+    return pytest.mark.parametrize(parameter, params, ids=name)
 
 
 def name(value: Any) -> str:

@@ -40,7 +40,9 @@ def test_it_is_what_xla_holds() -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {"k": 4}, {"ids": struct((T, 3), "int32")}, {"teacher": CALL[:2], "direction": "reverse"},
+    # `test_the_command` has these as well.
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ({"k": 4}, {"ids": struct((T, 3), "int32")})),
+    {"teacher": CALL[:2], "direction": "reverse"},
     {"gradients_in_forward": True, "chunk_bytes": 128 * V * 4},
     {"label_smoothing": 0.1, "z_loss": struct((), "float32")},
     {"temperature": struct((T,), "float32"), "bias": struct((V,), "float32")},

@@ -32,7 +32,7 @@ from tests.flax_cases import (
     teacher_batch,
     token_batch,
 )
-from tests.pairs import pairs_of
+from tests.pairs import values_of
 
 
 def make_head(**options):
@@ -43,7 +43,8 @@ def initialise(head):
     return head.init(jax.random.key(0), jnp.zeros((1, HIDDEN)))
 
 
-@pairs_of(1, name=[*HEADS], temperature=[1.0, 0.5])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
+@values_of("name", HEADS, slow=["plain", "scale", "softcap"])
 def test_logprobs_are_those_of_its_logits(name, temperature):
     head = make_head(**HEADS[name])
     variables = initialise(head)
@@ -55,7 +56,7 @@ def test_logprobs_are_those_of_its_logits(name, temperature):
     assert_trees_close(tuple(out[:3]), from_logits(logits / temperature, labels))
 
 
-@pytest.mark.parametrize("name", ["plain", "padded", "scale", "softcap"])
+@values_of("name", ["plain", "padded", "scale", "softcap"], slow=["plain", "padded", "scale"])
 def test_loss_and_gradients_are_those_of_its_logits(name):
     head = make_head(**HEADS[name])
     variables = initialise(head)
@@ -93,7 +94,7 @@ def test_logprobs_of_candidates():
     assert_trees_close(out.candidate_logprobs, wanted(head.apply(variables, hidden)))
 
 
-@pytest.mark.parametrize("options", [BIASED, HEADS["bfloat16 products"]], ids=["bias", "bfloat16 products"])
+@pytest.mark.parametrize("options", [BIASED, pytest.param(HEADS["bfloat16 products"], marks=pytest.mark.slow)])
 def test_topk_is_that_of_its_logits(options):
     hidden, _ = batch()
     head, variables = make_head(**options), initialise(make_head(**options))

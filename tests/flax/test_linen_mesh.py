@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from tests.flax.test_linen import BIASED, Model, biased, initialise, losses_of, make_head
 from tests.flax_cases import MESHES, PADDED, assert_trees_close, batch, data_by_tensor, optimizer, token_batch
-from tests.pairs import pairs_of
+from tests.pairs import values_of
 
 
-@pairs_of(1, kind=[*MESHES], mesh_is_given=[False, True])
+@pytest.mark.parametrize("mesh_is_given", [pytest.param(False, marks=pytest.mark.slow), True])
+@values_of("kind", MESHES, slow=["explicit", "auto, sequence parallel"])
 def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given):
     axis_type, sequence_axis = MESHES[kind]
     mesh = data_by_tensor(axis_type)
@@ -36,7 +37,7 @@ def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given):
         assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@values_of("axis_type", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])
 def test_a_bias_over_a_mesh(axis_type):
     mesh = data_by_tensor(axis_type)
     single, (hidden, labels) = make_head(**BIASED), batch()
@@ -85,7 +86,8 @@ def train(variables, loss_function, tokens, labels, steps=3):
     return variables, losses
 
 
-@pairs_of(1, tied=[False, True], sequence_axis=[None, "tensor"])
+@values_of("sequence_axis", [None, "tensor"], slow=[None])
+@values_of("tied", [False, True], slow=[False])
 def test_training_over_a_mesh_equals_one_device_with_logits(tied, sequence_axis):
     tokens, labels = token_batch()
     single = Model(tied)

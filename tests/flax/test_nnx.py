@@ -36,6 +36,7 @@ from tests.flax_cases import (
     token_batch,
 )
 from tests.nnx_heads import Model, biased_head, fused_loss, make_head, stored_loss
+from tests.pairs import pairs_of, values_of
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
@@ -53,16 +54,15 @@ def test_logits_are_float32_over_the_true_vocabulary(options):
     assert_trees_close(logits, expected)
 
 
-@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_logprobs_are_those_of_its_logits(options, temperature):
-    head = make_head(**options)
+@pairs_of(1, name=[*HEADS], temperature=[1.0, 0.5])
+def test_logprobs_are_those_of_its_logits(name, temperature):
+    head = make_head(**HEADS[name])
     hidden, labels = batch()
     out = head.logprobs(hidden, labels, temperature=temperature)
     assert_trees_close(tuple(out[:3]), from_logits(head(hidden) / temperature, labels))
 
 
-@pytest.mark.parametrize("name", ["plain", "padded", "scale", "softcap"])
+@values_of("name", ["plain", "padded", "scale", "softcap"], slow=["plain", "scale"])
 def test_gradients_are_those_of_its_logits(name):
     head = make_head(**HEADS[name])
     hidden, labels = batch()
@@ -102,8 +102,9 @@ def test_logprobs_of_candidates():
     assert_trees_close(split.candidate_logprobs, out.candidate_logprobs)
 
 
-@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-def test_topk_is_that_of_its_logits(options):
+@values_of("name", HEADS, slow=HEADS.keys() - {"bias", "bfloat16 products"})
+def test_topk_is_that_of_its_logits(name):
+    options = HEADS[name]
     head, (hidden, _) = make_head(**options), batch()
     assert_topk_of_logits(head.topk(hidden, 5, temperature=0.5), head(hidden) / 0.5)
     over_mesh = make_head(mesh=data_by_tensor(), vocab_axis="tensor", batch_axes="data", **{**options, **PADDED})

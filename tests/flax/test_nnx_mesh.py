@@ -20,10 +20,10 @@ from tests.flax_cases import (
     token_batch,
 )
 from tests.nnx_heads import Model, biased_head, fused_loss, make_head, stored_loss
-from tests.pairs import pairs_of
+from tests.pairs import values_of
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@values_of("axis_type", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])
 def test_a_bias_over_a_mesh(axis_type):
     mesh = data_by_tensor(axis_type)
     hidden, labels = batch()
@@ -36,7 +36,8 @@ def test_a_bias_over_a_mesh(axis_type):
         assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
 
 
-@pairs_of(1, kind=[*MESHES], mesh_is_given=[False, True])
+@pytest.mark.parametrize("mesh_is_given", [False, pytest.param(True, marks=pytest.mark.slow)])
+@values_of("kind", MESHES, slow=["explicit", "auto, sequence parallel"])
 def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given):
     axis_type, sequence_axis = MESHES[kind]
     mesh = data_by_tensor(axis_type)
@@ -57,7 +58,7 @@ def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given):
         assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@values_of("axis_type", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Explicit])
 def test_data_parallelism_alone(axis_type):
     """A batch split over the mesh, the weight whole on every device."""
     hidden, labels = batch()
@@ -106,7 +107,8 @@ def train(model, loss_function, tokens, labels, steps=3):
     return [float(step(model, state, tokens, labels)) for _ in range(steps)]
 
 
-@pairs_of(1, tied=[False, True], sequence_axis=[None, "tensor"])
+@values_of("sequence_axis", [None, "tensor"], slow=[None])
+@values_of("tied", [False, True], slow=[False])
 def test_training_over_a_mesh_equals_one_device_with_logits(tied, sequence_axis):
     tokens, labels = token_batch()
     single = Model(tied, nnx.Rngs(0))

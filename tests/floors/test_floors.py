@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import LogprobOutput, TopK, floors, linear_logprobs, linear_topk, masked_logprobs
+from tests.pairs import pairs_of, values_of
 
 T, H, V = 1000, 64, 300
 NONE = jnp.full(T, -100)  # a label would be in its set, whatever its logit
@@ -35,8 +36,7 @@ def lse_of_largest(hidden: jax.Array, weight: jax.Array, counts: Any, temperatur
     return np.log(np.exp(z).cumsum(-1)[np.arange(T), np.asarray(counts) - 1])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pairs_of(1, dtype=["float32", "bfloat16"], temperature=[0.1, 1.0])
 def test_equal_logits_are_all_in_the_set(dtype: str, temperature: float) -> None:
     hidden, weight = head(dtype)
     twice, options = jnp.concatenate([weight, weight]), {"temperature": temperature}
@@ -159,7 +159,7 @@ def test_a_traced_share_that_is_none_stays_in_its_row() -> None:
         assert np.array_equal(np.isnan(jax.jit(call)(wrong)), [False, True, True, True, True, False])
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@values_of("kind", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])
 def test_of_split_tokens(kind: AxisType) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
     top, shares = top_of((4, 3)), jnp.linspace(0.1, 0.65, 12).reshape(4, 3)

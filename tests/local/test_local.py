@@ -12,53 +12,73 @@ import pytest
 from lce_jax import LogprobOutput, local
 from tests import cases, oracle
 
-NAMES = ("plain", "padded vocabulary", "everything", "where hides NaN", "no entropy", "stats", "no tokens")
+NAMES = (
+    "plain", "padded vocabulary", "everything", "where hides NaN", "no entropy", "stats", "no tokens",
+    "bias and everything", "candidates and everything", "floor and everything",
+)  # fmt: skip
+CALLS = [test for test in cases.MATRIX + cases.BIASED + cases.CANDIDATES + cases.FLOORS if test.name in NAMES]
 
 
-@pytest.mark.parametrize("test", [t for t in cases.MATRIX if t.name in NAMES], ids=str)
+@pytest.mark.parametrize("test", CALLS, ids=str)
 def test_four_shards(test: cases.TestCase) -> None:
     hidden, weight, labels, options, seeds = cases.draw(test)
-    vocab_dim = options.get("weight_layout", "vh").index("v")
-    hidden, labels, seeds = hidden.reshape(-1, test.H), labels.reshape(-1), [seed.reshape(-1) for seed in seeds]
-    for key in ("where", "temperature"):
-        if key in options:
-            options[key] = jnp.broadcast_to(options[key], test.leading).reshape(-1)
-    width = test.V // 4
-    shards = [(i * width, weight.take(jnp.arange(i * width, (i + 1) * width), axis=vocab_dim)) for i in range(4)]
-    common = {**options, "precision": "highest"}
-    factors = {name: options[name] for name in ("temperature", "logit_softcap", "logit_scale") if name in options}
+    rows = {"hidden": hidden, "labels": labels, "seeds": seeds}
+    rows |= {
+        name: options.pop(name) for name in ("where", "candidates", "temperature", "logit_floor") if name in options
+    }
+    rows = jax.tree.map(lambda x: np.reshape(x, (-1, *x.shape[labels.ndim :])), rows)
+    hidden, labels, seeds = (rows.pop(name) for name in ("hidden", "labels", "seeds"))
+    head = {"weight": np.moveaxis(weight, options.get("weight_layout", "vh").index("v"), 0)}
+    head |= {"bias": np.asarray(options.pop("bias"))} if test.bias else {}
+    shards = [
+        (i * test.V // 4, {name: x[i * test.V // 4 :][: test.V // 4] for name, x in head.items()}) for i in range(4)
+    ]
+    has_entropy = options.get("entropy", True)
+    seeds = seeds if has_entropy else [seeds[0], 0 * seeds[1], *seeds[2:]]
+    factors = {name: options[name] for name in ("logit_softcap", "logit_scale") if name in options}
+
+    def told(start: int, shard: Any, rows: Any) -> dict[str, Any]:
+        own = {**shard, "weight": shard["weight"].T if options.get("weight_layout") == "hv" else shard["weight"]}
+        return {**options, **rows, **own, "vocab_start": start, "precision": "highest", "labels": labels}
 
     @jax.jit
-    def statistics(shard, start):
-        return local.statistics(hidden, shard, labels, vocab_start=start, keep_cache=True, **common)
+    def run(hidden: Any, shards: Any, rows: Any, seeds: Any) -> Any:
+        found = [local.statistics(hidden, **told(*shard, rows), keep_cache=True) for shard in shards]
+        of_rows = factors | {name: rows[name] for name in ("temperature",) if name in rows}
+        packed = jnp.stack([local.pack(stats) for stats, _ in found])
+        widths = local.fields(
+            **{name: options[name] for name in ("entropy", "stats") if name in options}, num_candidates=test.K,
+            has_floor=test.floor > 0,
+        )  # fmt: skip
+        merged = local.merge(local.unpack(packed, widths), **of_rows)
+        out = local.finish(
+            merged, labels, vocab_size=options.get("vocab_size", test.V), where=rows.get("where"), **of_rows
+        )
+        cotangent = LogprobOutput(seeds[0], seeds[1] if has_entropy else None, seeds[2])
+        if test.K:
+            cotangent = cotangent._replace(candidate_logprobs=seeds[3])
+        given = {"merged": merged, "cotangent": cotangent}
+        parts = [
+            local.gradients(hidden, **told(*shard, rows), **given, cache=cache)
+            for shard, (_, cache) in zip(shards, found, strict=True)
+        ]
+        first = told(*shards[0], rows)
+        before = jnp.full(first["weight"].shape, 0.5, jnp.float32)
+        added = local.gradients(hidden, **first, **given, cache=found[0][1], dweight=before)[1] - before
+        dhidden = sum(part[0] for part in parts)
+        axis = options.get("weight_layout", "vh").index("v")
+        of_head = [jnp.concatenate(x, axis=axis if x[0].ndim == 2 else 0) for x in list(zip(*parts, strict=True))[1:]]
+        return out, (dhidden, *of_head), (added, parts[0][1])
 
-    results = [statistics(shard, jnp.int32(start)) for start, shard in shards]
-    merged = local.merge(jax.tree.map(lambda *x: jnp.stack(x), *(stats for stats, _ in results)), **factors)
-    vocab_size = options.get("vocab_size", test.V)
-    out = local.finish(merged, labels, vocab_size=vocab_size, where=options.get("where"), **factors)
-    want = oracle.logprobs(hidden, weight, labels, **options)
-    for name, true in want._asdict().items():
+    out, gradients, (added, alone) = run(hidden, shards, rows, seeds)
+    assert oracle.relative_norm(added, np.asarray(alone)) < 1e-6
+    whole = {**options, **rows, **({"bias": head["bias"]} if test.bias else {})}
+    for name, true in oracle.logprobs(hidden, weight, labels, **whole)._asdict().items():
         got = getattr(out, name)
         assert got is None or oracle.value_error(got, true) < 2e-6, name
-
-    entropy = seeds[1] if options.get("entropy", True) else None
-    cotangent = LogprobOutput(seeds[0], entropy, seeds[2])
-    parts = [
-        local.gradients(hidden, shard, labels, merged, cotangent, vocab_start=start, cache=cache, **common)
-        for (start, shard), (_, cache) in zip(shards, results, strict=True)
-    ]
-    for (start, shard), (_, cache), part in zip(shards[:1], results, parts, strict=False):
-        before = jnp.full(shard.shape, 0.5, jnp.float32)
-        told = dict(vocab_start=start, cache=cache, dweight=before)
-        after = local.gradients(hidden, shard, labels, merged, cotangent, **told, **common)[1]
-        assert oracle.relative_norm(after - before, part[1]) < 1e-6
-    dhidden = sum(part[0] for part in parts)
-    dweight = jnp.concatenate([part[1] for part in parts], axis=vocab_dim)
-    seeds[1] = seeds[1] if entropy is not None else 0 * seeds[1]
-    wanted = oracle.gradients(hidden, weight, labels, seeds, **options)
-    assert dhidden.dtype == jnp.float32
-    assert oracle.relative_norm(dhidden, wanted[0]) < 1e-5
-    assert oracle.relative_norm(dweight, wanted[1]) < 1e-5
+    assert gradients[0].dtype == jnp.float32
+    for got, true in zip(gradients, oracle.gradients(hidden, weight, labels, seeds, **whole), strict=True):
+        assert oracle.relative_norm(got, true) < 1e-5
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((8, 4), jnp.bfloat16), ((4, 8), jnp.float32)])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lce_jax import linear_logits, linear_logprobs, linear_topk, masked_logprobs
+from tests.pairs import pairs_of
 
 CALLS, T, H, V, K = 80, 64, 16, 1003, 6  # those of `make test` have 100,000 rows together
 
@@ -37,11 +38,11 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("rest", MORE)
-@pytest.mark.parametrize(
-    "scale_and_softcap", [(1.0, None), (0.7, 30.0), (-1.3, jnp.float32(3.0)), (jnp.float32(0.7), None)], ids=str
+@pairs_of(
+    function=list(FUNCTIONS),
+    scale_and_softcap=[(1.0, None), (0.7, 30.0), (-1.3, jnp.float32(3.0)), (jnp.float32(0.7), None)],
+    rest=list(MORE),
 )
-@pytest.mark.parametrize("function", FUNCTIONS)
 def test_no_logprob_is_above_zero(function: str, scale_and_softcap: Any, rest: str) -> None:
     keys = jax.random.split(jax.random.key(0), 2)
     weight = jax.random.normal(keys[0], (V, H))

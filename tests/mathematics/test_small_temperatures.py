@@ -17,6 +17,7 @@ import pytest
 from lce_jax import linear_cross_entropy, linear_logprobs, linear_loss, sharded_linear_logprobs, sharded_linear_loss
 from tests import cases, oracle
 from tests.mathematics.test_numerics import plain
+from tests.pairs import pairs_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
@@ -117,8 +118,7 @@ def assert_as_exact_as_stored(problem: Problem, found: Any) -> None:
     assert np.all(ours <= np.maximum(2 * stored, FLOOR)), (ours, stored)
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("name", OPTIONS)
+@pairs_of(1, name=list(OPTIONS), greedy=[True, False])
 def test_gradients(name: str, greedy: bool) -> None:
     problem = draw(greedy, **OPTIONS[name])
     call = functools.partial(linear_logprobs, precision="highest")
@@ -138,8 +138,7 @@ def loss(function: Any, problem: Problem, **more: Any) -> Any:
     return jax.jit(jax.grad(total, argnums=(0, 1)))(problem.hidden, problem.weight)
 
 
-@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "random"])
-@pytest.mark.parametrize("sharded", [False, True], ids=["one device", "mesh"])
+@pairs_of(1, sharded=[False, True], greedy=[True, False])
 def test_linear_loss(sharded: bool, greedy: bool) -> None:
     problem, function = draw(greedy), linear_loss
     if sharded:
@@ -151,8 +150,7 @@ def mesh() -> Any:
     return jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "random"])
-@pytest.mark.parametrize("name", ["padded vocabulary, cache, threshold", "candidates, softcap"])
+@pairs_of(1, name=["padded vocabulary, cache, threshold", "candidates, softcap"], greedy=[True, False])
 def test_a_split_vocabulary(name: str, greedy: bool) -> None:
     """Its shards' statistics are merged as those of tiles are."""
     problem = draw(greedy, **OPTIONS[name])

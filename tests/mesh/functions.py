@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -109,37 +109,53 @@ FUNCTIONS = [
     Function("linear_kl", _kl),
     Function("linear_topk", _topk, gradients=()),
 ]
+BY_NAME = {function.name: function for function in FUNCTIONS}
 
 
 class Found(NamedTuple):
     results: Results
     gradients: dict[str, jax.Array]
-    flops: float  # of one device's program
+    flops: float  # of one device's program, which has all functions
 
 
-def found(function: Function, run: Callable[[Operands], Results], x: Operands, **jit: Any) -> Found:
-    """Results, and the gradients of their sum with fixed cotangents."""
+type Runs = dict[str, Callable[[Operands], Results]]
 
-    def total(own: Operands, others: Operands) -> tuple[jax.Array, Results]:
-        results = run(own | others)
+
+def found(runs: Runs, x: Operands, **jit: Any) -> dict[str, Found]:
+    """Of each function in one program, results and the gradients of their sum with fixed cotangents."""
+
+    def total(own: Operands, others: Operands, run: Callable[[Operands], Results]) -> tuple[jax.Array, Results]:
+        results = run(others | own)
         floats = [y for y in results if jnp.issubdtype(y.dtype, jnp.floating)]
         return sum(jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)) for y in floats), results
 
-    own = {name: x[name] for name in function.gradients}
-    others = {name: y for name, y in x.items() if name not in own}
-    step = jax.value_and_grad(total, has_aux=True) if own else lambda own, others: (total(own, others), {})
-    compiled = jax.jit(step, **jit).lower(own, others).compile()
-    (_, results), gradients = compiled(own, others)
-    return Found(results, gradients, compiled.cost_analysis()["flops"])
+    def step(x: Operands) -> dict[str, tuple[Results, Operands]]:
+        all_of = {}
+        for name, run in runs.items():
+            own = {key: x[key] for key in BY_NAME[name].gradients}
+            if own:
+                gradients, results = jax.grad(total, has_aux=True)(own, x, run)
+            else:
+                gradients, results = {}, run(x)
+            all_of[name] = results, gradients
+        return all_of
+
+    compiled = jax.jit(step, **jit).lower(x).compile()
+    flops = compiled.cost_analysis()["flops"]
+    return {name: Found(*of_function, flops) for name, of_function in compiled(x).items()}
+
+
+def each(*args: Any, **axes: Any) -> Runs:
+    return {function.name: function.of(*args, **axes) for function in FUNCTIONS}
 
 
 @functools.cache
-def on_one_device(function: Function) -> Found:
-    return found(function, function.of(), OPERANDS)
+def on_one_device() -> dict[str, Found]:
+    return found(each(), OPERANDS)
 
 
 def assert_same(got: Found, function: Function) -> None:
-    want = on_one_device(function)
+    want = on_one_device()[function.name]
     for x, y in zip(got.results, want.results, strict=True):
         assert oracle.value_error(x, y) < 5e-6
     for name, gradient in got.gradients.items():
@@ -151,11 +167,12 @@ class Split(NamedTuple):
 
     hidden: P
     weight: P
+    tokens: P = P("data")  # what belongs to each
 
     @property
     def specs(self) -> dict[str, P]:
-        """Of each operand. What belongs to a token is split as the batch is, and the bias as the vocabulary."""
-        by_name = dict.fromkeys(OPERANDS, P(*self.hidden[:1]))
+        """Of each operand. The bias is split as the vocabulary."""
+        by_name = dict.fromkeys(OPERANDS, self.tokens)
         heads = {"hidden": self.hidden, "teacher_hidden": self.hidden}
         return (
             by_name | heads | dict.fromkeys(("weight", "teacher_weight"), self.weight) | {"bias": P(*self.weight[:1])}
@@ -165,37 +182,42 @@ class Split(NamedTuple):
 WIDEST = Split(P("data"), P("tensor"))
 SPLITS = {
     "batch": Split(P("data"), P()),
+    "tokens alone": Split(P(), P()),
     "sequence on the vocabulary's axis": Split(P("data", "tensor"), P("tensor")),
     "one axis for both": Split(P("data"), P("data")),
     "hidden dimension": Split(P("data", None, "tensor"), P("tensor")),
+    "weight over both axes": Split(P("data"), P("tensor", "data")),
 }
 
 
 @functools.cache
-def over_named_axes(function: Function, kind: AxisType = AUTO) -> Found:
-    """By its ``sharded_`` form, from operands that no device has a part of."""
+def over_named_axes(kind: AxisType = AUTO) -> dict[str, Found]:
+    """By ``sharded_`` forms, from operands that no device has a part of."""
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
-        return found(function, function.of(sharded=True, mesh=mesh, batch_axes="data"), OPERANDS)
+        return found(each(sharded=True, mesh=mesh, batch_axes="data"), OPERANDS)
 
 
 def over_layout(function: Function, layout: str, kind: AxisType) -> Found:
-    """The same over the axes of `LAYOUTS`."""
+    """The same over the axes of `LAYOUTS`, of one function."""
     mesh = mesh_of_layout(layout, kind)
     with jax.set_mesh(mesh):
-        return found(function, function.of(sharded=True, mesh=mesh, **LAYOUTS[layout][2]), OPERANDS)
+        run = function.of(sharded=True, mesh=mesh, **LAYOUTS[layout][2])
+        return found({function.name: run}, OPERANDS)[function.name]
 
 
-def inside_shard_map(function: Function, check_vma: bool = True) -> Found:
+def inside_shard_map(check_vma: bool = True) -> dict[str, Found]:
     """By each shard, with ``axis_name``; the gradient is taken outside."""
 
-    def body(x: Operands) -> Results:
-        results = function.of(axis_name="tensor")(x)
-        return tuple(lax.psum(y, "data") for y in results) if function.sums else results
+    def mapped(function: Function) -> Callable[[Operands], Results]:
+        def body(x: Operands) -> Results:
+            results = function.of(axis_name="tensor")(x)
+            return tuple(lax.psum(y, "data") for y in results) if function.sums else results
 
-    rows = P() if function.sums else P("data")
-    mapped = jax.shard_map(body, mesh=mesh_of(AUTO), in_specs=(WIDEST.specs,), out_specs=rows, check_vma=check_vma)
-    return found(function, mapped, OPERANDS)
+        rows = P() if function.sums else P("data")
+        return jax.shard_map(body, mesh=mesh_of(AUTO), in_specs=(WIDEST.specs,), out_specs=rows, check_vma=check_vma)
+
+    return found({function.name: mapped(function) for function in FUNCTIONS}, OPERANDS)
 
 
 @contextmanager
@@ -205,44 +227,46 @@ def split_operands(split: Split, kind: AxisType) -> Iterator[Operands]:
         yield {name: put(x, mesh, split.specs[name]) for name, x in OPERANDS.items()}
 
 
-def where_operands_are(function: Function, split: Split, kind: AxisType) -> Found:
+def where_operands_are(split: Split, kind: AxisType, functions: Sequence[Function] = FUNCTIONS) -> dict[str, Found]:
     """Under plain ``jit``, from operands that are split: their gradients are split as they are, by types."""
     with split_operands(split, kind) as x:
-        got = found(function, function.of(), x)
-    if kind == EXPLICIT:
-        for name, gradient in got.gradients.items():
+        got = found({function.name: function.of() for function in functions}, x)
+    for of_function in got.values() if kind == EXPLICIT else ():
+        for name, gradient in of_function.gradients.items():
             assert names(gradient) == names(x[name]), name
     return got
 
 
-def by_in_shardings(function: Function) -> Found:
+def by_in_shardings() -> dict[str, Found]:
     """No type shows how the operands are split, and they need not be there when the program is compiled."""
     mesh = mesh_of(AUTO)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in WIDEST.specs.items()}
-    own = {name: shardings.pop(name) for name in function.gradients}
-    return found(function, function.of(), OPERANDS, in_shardings=(own, shardings))
+    return found(each(), OPERANDS, in_shardings=(shardings,))
 
 
-def of_examples(function: Function, kind: AxisType) -> Found:
+def of_examples(kind: AxisType) -> dict[str, Found]:
     """Under ``vmap`` over the batch, which the mesh splits, with weights that the examples share."""
 
-    def run(x: Operands) -> Results:
-        shared = {name: None if name in ("weight", "teacher_weight", "bias") else 0 for name in x}
-        results = jax.vmap(function.of(), in_axes=(shared,))(x)
-        return tuple(y.sum() for y in results) if function.sums else results
+    def mapped(function: Function) -> Callable[[Operands], Results]:
+        def run(x: Operands) -> Results:
+            shared = {name: None if name in ("weight", "teacher_weight", "bias") else 0 for name in x}
+            results = jax.vmap(function.of(), in_axes=(shared,))(x)
+            return tuple(y.sum() for y in results) if function.sums else results
+
+        return run
 
     with split_operands(WIDEST, kind) as x:
-        return found(function, run, x)
+        return found({function.name: mapped(function) for function in FUNCTIONS}, x)
 
 
-PLACES: dict[str, Callable[[Function], Found]] = {
+PLACES: dict[str, Callable[[], dict[str, Found]]] = {
     "named, Auto": over_named_axes,
-    "named, Explicit": lambda function: over_named_axes(function, EXPLICIT),
+    "named, Explicit": lambda: over_named_axes(EXPLICIT),
     "shard_map": inside_shard_map,
-    "shard_map without types": lambda function: inside_shard_map(function, check_vma=False),
-    "Auto": lambda function: where_operands_are(function, WIDEST, AUTO),
-    "Explicit": lambda function: where_operands_are(function, WIDEST, EXPLICIT),
+    "shard_map without types": lambda: inside_shard_map(check_vma=False),
+    "Auto": lambda: where_operands_are(WIDEST, AUTO),
+    "Explicit": lambda: where_operands_are(WIDEST, EXPLICIT),
     "in_shardings": by_in_shardings,
-    "vmap, Auto": lambda function: of_examples(function, AUTO),
-    "vmap, Explicit": lambda function: of_examples(function, EXPLICIT),
+    "vmap, Auto": lambda: of_examples(AUTO),
+    "vmap, Explicit": lambda: of_examples(EXPLICIT),
 }

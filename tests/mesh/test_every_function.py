@@ -1,6 +1,6 @@
 """Every function in every place that spreads it over a mesh: results and all gradients as on one device.
 
-`functions` has both as data: a new function is one line there.
+`functions` has both as data: a new function is one line there. A place is one program of all functions.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from tests.mesh.functions import (
     over_named_axes,
     where_operands_are,
 )
-from tests.pairs import pairs_of
+from tests.pairs import pairs_of, values_of
 
 PARTITIONED = ("Auto", "Explicit", "in_shardings")  # as XLA and the types say: with no more work than when told
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
-def test_places(function: Function, place: str, caplog: pytest.LogCaptureFixture) -> None:
+# Those that are slow differ from others in what does not depend on the function.
+@values_of("place", PLACES, slow=["named, Explicit", "in_shardings", "vmap, Explicit"])
+def test_places(place: str, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "lce_jax"):
-        got = PLACES[place](function)
+        got = PLACES[place]()
     assert not caplog.text
-    assert_same(got, function)
-    if place in PARTITIONED:
-        assert got.flops < 1.1 * over_named_axes(function).flops
+    for function in FUNCTIONS:
+        assert_same(got[function.name], function)
+        if place in PARTITIONED:
+            assert got[function.name].flops < 1.1 * over_named_axes()[function.name].flops
 
 
 @pairs_of(1, function=FUNCTIONS, split=list(SPLITS), kind=[AUTO, EXPLICIT])
 def test_splits(function: Function, split: str, kind: AxisType) -> None:
-    assert_same(where_operands_are(function, SPLITS[split], kind), function)
+    assert_same(where_operands_are(SPLITS[split], kind, [function])[function.name], function)
 
 
 @pairs_of(

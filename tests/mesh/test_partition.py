@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import (
     linear_logprobs,
-    sharded_linear_logprobs,
 )
 from lce_jax.mesh._layout import layout_of_specs
 from tests import oracle
@@ -23,75 +21,10 @@ from tests.partition_cases import (
     HIDDEN,
     KINDS,
     LABELS,
-    TEMPERATURE,
     WEIGHT,
-    WHERE,
-    V,
-    assert_same,
-    flops,
     mesh_of,
-    names,
-    objective,
     put,
-    step,
 )
-
-# How hidden, weight and the per-token arrays are split, and the arguments of `sharded_linear_logprobs` for it.
-PLACES: dict[str, tuple[P, P, P, dict[str, Any]]] = {
-    "batch": (P("data"), P(), P("data"), {"batch_axes": "data", "vocab_axis": None}),
-    "batch and vocabulary": (P("data"), P("tensor"), P("data"), {"batch_axes": "data"}),
-    "labels alone": (P(), P(), P("data"), {"batch_axes": "data", "vocab_axis": None}),
-    "sequence on the vocabulary's axis": (
-        P("data", "tensor"), P("tensor"), P("data"), {"batch_axes": "data", "sequence_axis": "tensor"},
-    ),
-    "weight split twice": (P("data"), P("tensor", "data"), P("data"), {"batch_axes": "data"}),
-    "hidden dimension split": (P("data", None, "tensor"), P("tensor"), P("data"), {"batch_axes": "data"}),
-}  # fmt: skip
-
-
-@functools.cache
-def single() -> Any:
-    return step()(HIDDEN, WEIGHT, LABELS, WHERE, TEMPERATURE)
-
-
-@functools.cache
-def told_flops(place: str) -> float:
-    function = functools.partial(sharded_linear_logprobs, mesh=mesh_of(AxisType.Auto), **PLACES[place][3])
-    return flops(step(function), HIDDEN, WEIGHT, LABELS, WHERE, TEMPERATURE)
-
-
-@pairs_of(1, place=[*PLACES], kind=KINDS)
-def test_split_operands_split_the_work(place: str, kind: AxisType) -> None:
-    mesh = mesh_of(kind)
-    specs = (*PLACES[place][:2], *(PLACES[place][2],) * 3)
-    operands = [put(x, mesh, s) for x, s in zip((HIDDEN, WEIGHT, LABELS, WHERE, TEMPERATURE), specs, strict=True)]
-    compiled = step().lower(*operands).compile()
-    got = compiled(*operands)
-    assert_same(got, single())
-    assert compiled.cost_analysis()["flops"] < 1.1 * told_flops(place)
-    if kind == AxisType.Explicit:
-        for gradient, operand in zip(got[1], operands, strict=False):
-            assert names(gradient) == names(operand)
-
-
-@pairs_of(1, place=["set_mesh", "batch of both"], kind=KINDS)
-def test_one_axis_for_tokens_and_vocabulary(place: str, kind: AxisType) -> None:
-    """An axis cannot split both at once: the smaller operand is gathered, or the mesh comes from the context."""
-    mesh = mesh_of(kind)
-    if place == "set_mesh":
-        with jax.set_mesh(mesh):
-
-            def run(hidden: jax.Array, weight: jax.Array, *rows: jax.Array) -> Any:
-                split = jax.sharding.reshard if kind == AxisType.Explicit else lax.with_sharding_constraint
-                return objective(linear_logprobs, split(hidden, P("data")), split(weight, P("tensor")), *rows)
-
-            got = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(HIDDEN, WEIGHT, LABELS)
-            assert_same(got, step()(HIDDEN, WEIGHT, LABELS))
-        return
-    hidden, labels = put(HIDDEN, mesh, P("data")), put(LABELS, mesh, P("data"))
-    for size in (V, 128):  # hidden states are the smaller operand, then the larger one
-        weight = put(WEIGHT[:size], mesh, P("data"))
-        assert_same(step()(hidden, weight, labels), step()(HIDDEN, WEIGHT[:size], LABELS))
 
 
 @pytest.mark.parametrize(("tokens", "gathers_hidden"), [(4096, True), (1 << 20, False)])

@@ -34,7 +34,20 @@ WIDEST = "data 2, tensor 4"
 LAYOUTS_OF_ALL = (WIDEST, "data 4, tensor 2, sequence over tensor")
 
 
-@pairs_of(1, layout=list(LAYOUTS), test=[PLAIN, EVERYTHING], axis_type=KINDS)
+# `test_every_function` has those of all functions as well.
+MANY = {
+    "tensor 2",
+    "tensor 8",
+    "data 2, tensor 2",
+    "data 2, tensor 4",
+    "data, sequence over context and tensor",
+    "data alone",
+}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow if x in MANY else ()) for x in LAYOUTS])
+@pytest.mark.parametrize("test", [pytest.param(PLAIN, marks=pytest.mark.slow), EVERYTHING], ids=str)
 def test_over_named_axes(test: cases.TestCase, layout: str, axis_type: AxisType) -> None:
     assert_same(over_named_axes(test, layout, axis_type), on_one_device(test))
 
@@ -68,7 +81,7 @@ def test_explicit_axes_tell_the_batch_and_keep_their_types() -> None:
     assert oracle.value_error(out.logprobs, on_one_device(PLAIN)[0].logprobs) < 2e-6
 
 
-@pairs_of(1, test=CALLS, check_vma=[True, False])
+@pairs_of(1, test=CALLS[2:], check_vma=[True, False])
 def test_inside_shard_map(test: cases.TestCase, check_vma: bool) -> None:
     assert_same(inside_shard_map(test, WIDEST, check_vma), on_one_device(test))
 
@@ -121,7 +134,7 @@ def test_gradient_inside_shard_map_follows_jax(check_vma: bool, gathered: bool) 
         assert oracle.relative_norm(got, true) < 1e-5
 
 
-@pairs_of(1, test=CALLS[:3], check_vma=[True, False])
+@pairs_of(1, test=CALLS[1:3], check_vma=[True, False])
 def test_shards_agree_bitwise(test: cases.TestCase, check_vma: bool) -> None:
     hidden, weight, labels, options, _ = cases.draw(test)
     where = options.pop("where", None)

@@ -111,19 +111,3 @@ def test_a_whole_weight_inside_shard_map_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"weight .* is the same on every shard of 'tensor'"):
         run(HIDDEN, WEIGHT)
-
-
-MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "an unknown option": (dict(temprature=2.0), TypeError, "unknown option temprature .did you mean temperature"),
-    "an option of others": (dict(stats=True), TypeError, "sharded_linear_topk has no option stats"),
-    "axis_name": (dict(axis_name="tensor"), ValueError, "axis_name='tensor' is for callers inside shard_map"),
-    "k above vocab_size": (dict(k=31, vocab_size=30), ValueError, "at most the vocabulary, 30, got 31"),
-    "V does not divide": (dict(weight=jnp.ones((30, 64))), ValueError, "pass vocab_size=30"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("changed", "error", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes(changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(AxisType.Auto,))
-    with pytest.raises(error, match=message):
-        sharded_linear_topk(**{"hidden": HIDDEN, "weight": WEIGHT, "k": 3, "mesh": mesh, **changed})

@@ -124,15 +124,16 @@ def name_of(function: Any) -> str:
     return function.__name__
 
 
-def by_shards(function: Any, varying: tuple[str, ...], mesh_name: str) -> Any:
+def by_shards(calls: list[tuple[Any, tuple[str, ...]]], mesh_name: str) -> Any:
+    """Of each function in one program, its sum and gradients with these operands typed as varying."""
     sizes, axis_name, typed = MESHES[mesh_name]
     kinds = (AxisType.Auto,) * len(sizes)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=jax.devices("cpu")[:4])
     data = tuple(axis for axis in sizes if axis == "data")
     specs = {name: P(axis_name) if name in SPLIT else P(data) if name in PER_TOKEN else P() for name in OPERANDS}
 
-    def body(x: dict[str, Any]) -> Any:
-        x |= {name: lax.pcast(x[name], typed, to="varying") for name in varying}
+    def of_call(function: Any, varying: tuple[str, ...], x: dict[str, Any]) -> Any:
+        x = x | {name: lax.pcast(x[name], typed, to="varying") for name in varying}
 
         def total(floats: dict[str, Any]) -> Any:
             return function(x | floats, axis_name)
@@ -141,43 +142,51 @@ def by_shards(function: Any, varying: tuple[str, ...], mesh_name: str) -> Any:
         grads |= {name: lax.psum(grads[name], typed) for name in varying if name in grads}  # of each shard's own copy
         return lax.pmean(lax.psum(value, data), axis_name), grads
 
-    out_specs = P(), {name: specs[name] for name in DIFFERENTIABLE}
+    def body(x: dict[str, Any]) -> Any:
+        return [of_call(*call, x) for call in calls]
+
+    out_specs = [(P(), {name: specs[name] for name in DIFFERENTIABLE})] * len(calls)
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out_specs))(OPERANDS)
 
 
 @functools.cache
-def by_one_device(function: Any, parts: int) -> Any:
-    """The sum over as many parts of the tokens."""
+def by_one_device(parts: int) -> Any:
+    """Of each function, the sum over as many parts of the tokens."""
 
-    def total(floats: dict[str, Any]) -> Any:
+    def total(floats: dict[str, Any], function: Any) -> Any:
         x = OPERANDS | floats
         size = B // parts
         each = [{k: v[i * size : (i + 1) * size] if k in PER_TOKEN else v for k, v in x.items()} for i in range(parts)]
         return sum(function(part, None) for part in each)
 
-    return jax.jit(jax.value_and_grad(total))({name: OPERANDS[name] for name in DIFFERENTIABLE})
+    def every(floats: dict[str, Any]) -> Any:
+        return [jax.value_and_grad(total)(floats, function) for function in FUNCTIONS]
+
+    found = jax.jit(every)({name: OPERANDS[name] for name in DIFFERENTIABLE})
+    return dict(zip(FUNCTIONS, found, strict=True))
 
 
-def calls() -> list[Any]:
-    """Every function with all operands typed so, and with each; what is quick has each function and each mesh."""
-    params = []
-    for function, operands in FUNCTIONS.items():
-        for varying in (operands, *((operand,) for operand in operands)):
-            for mesh in MESHES:
-                quick = len(varying) > 1 and mesh == ("one of two" if function is logprobs else "data and tensor")
-                quick = quick or (function in (cross_entropy, with_normalizer) and mesh == "tensor")
-                name = f"{name_of(function)}: {' '.join(varying)}: {mesh}"
-                params.append(pytest.param(function, varying, mesh, id=name, marks=() if quick else pytest.mark.slow))
-    return params
+CALLS = {  # every function with all operands typed so, and with each of them
+    "all": list(FUNCTIONS.items()),
+    "each": [(function, (name,)) for function, operands in FUNCTIONS.items() for name in operands],
+}
+WAYS = [
+    pytest.param(varying, mesh, marks=() if (varying, mesh) == ("all", "data and tensor") else pytest.mark.slow)
+    for varying in CALLS
+    for mesh in MESHES
+]
 
 
-@pytest.mark.parametrize(("function", "varying", "mesh"), calls())
-def test_as_on_one_device(function: Any, varying: tuple[str, ...], mesh: str) -> None:
-    value, grads = by_shards(function, varying, mesh)
-    want, wanted = by_one_device(function, MESHES[mesh][0].get("data", 1))
-    assert oracle.value_error(value, want) < 2e-6
-    for name in DIFFERENTIABLE:
-        assert oracle.relative_norm(grads[name], wanted[name]) < 5e-6, name
+@pytest.mark.parametrize(("varying", "mesh"), [*WAYS, pytest.param("normalizer", "tensor"), ("logprobs", "one of two")])
+def test_as_on_one_device(varying: str, mesh: str) -> None:
+    some = [call for call in CALLS["each"] if call[0] in (with_normalizer, cross_entropy)]
+    calls = {"normalizer": some, "logprobs": CALLS["all"][:1], **CALLS}[varying]
+    want = by_one_device(MESHES[mesh][0].get("data", 1))
+    for (function, operands), (value, grads) in zip(calls, by_shards(calls, mesh), strict=True):
+        named = f"{name_of(function)}: {' '.join(operands)}"
+        assert oracle.value_error(value, want[function][0]) < 2e-6, named
+        for name in DIFFERENTIABLE:
+            assert oracle.relative_norm(grads[name], want[function][1][name]) < 5e-6, (named, name)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -7,14 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from jax import lax
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
-from lce_jax import linear_logprobs, local, sharded_linear_logprobs
-
-pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
+from lce_jax import linear_logprobs, sharded_linear_logprobs
+from tests.pairs import pairs_of, values_of
 
 T, H, V = 640, 8, 1600
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -47,8 +43,7 @@ def from_logits(hidden, weight, labels, where=None, vocab_size=V, logit_scale=1.
     return np.asarray(correct if where is None else correct & where)
 
 
-@pytest.mark.parametrize("with_where", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
+@pairs_of(1, name=list(OPTIONS), with_where=[True, False])
 def test_equals_stored_logits(name: str, with_where: bool) -> None:
     options = OPTIONS[name]
     hidden, weight, labels, where = draw(**options)
@@ -87,7 +82,7 @@ def test_under_vmap_and_without_tokens() -> None:
     assert (nothing.shape, nothing.dtype) == ((0,), jnp.bool_)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@values_of("axis_type", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])
 def test_over_a_mesh(axis_type: AxisType) -> None:
     options = OPTIONS["padded"]
     hidden, weight, labels, where = draw(**options)
@@ -97,31 +92,3 @@ def test_over_a_mesh(axis_type: AxisType) -> None:
         got = jax.jit(lambda h, w: sharded_linear_logprobs(h, w, labels, **call).correct)(hidden, weight)
     assert got.dtype == jnp.bool_
     assert np.array_equal(got, from_logits(hidden, weight, labels, where, **options))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shards_agree_bitwise(check_vma: bool) -> None:
-    hidden, weight, labels, _ = draw()
-    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(AxisType.Auto,))
-
-    def body(hidden, weight, labels):
-        correct = linear_logprobs(hidden, weight, labels, axis_name="tensor", stats=True).correct
-        return (lax.pcast(correct, ("tensor",), to="varying") if check_vma else correct)[None]
-
-    specs = (P(), P("tensor"), P())
-    copies = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("tensor"), check_vma=check_vma))(
-        hidden, weight, labels
-    )
-    want = from_logits(hidden, weight, labels)
-    assert all(np.array_equal(copy, want) for copy in copies)
-
-
-def test_of_shards_that_the_caller_merges() -> None:
-    hidden, weight, labels, where = draw()
-    parts = [
-        local.statistics(hidden, weight[start : start + 400], labels, vocab_start=start, stats=True)[0]
-        for start in range(0, V, 400)
-    ]
-    merged = local.merge(jax.tree.map(lambda *x: jnp.stack(x), *parts))
-    out = local.finish(merged, labels, vocab_size=V, where=where)
-    assert np.array_equal(out.correct, from_logits(hidden, weight, labels, where))

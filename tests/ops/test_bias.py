@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import LogprobOutput, UnsupportedError, explain, linear_cross_entropy, linear_logprobs, local
+from lce_jax import UnsupportedError, explain, linear_cross_entropy
 from tests import cases, oracle
-from tests.agreement import assert_same, evaluate, on_one_device
+from tests.agreement import assert_same, evaluate
 
 PLAIN = cases.case("plain", leading=(4, 8), H=16, V=128, bias="float32")
 
@@ -37,36 +37,11 @@ def test_under_vmap(bias_batched: bool) -> None:
         assert all(oracle.relative_norm(a[i], b) < 1e-5 for a, b in zip(got, want, strict=True))
 
 
-def test_of_shards_that_the_caller_merges() -> None:
-    test = cases.case("local", leading=(24,), V=104, bias="float32")
-    hidden, weight, labels, options, seeds = cases.draw(test)
-    bias, starts = options["bias"], range(0, 104, 52)
-    shards = [dict(weight=weight[i : i + 52], bias=bias[i : i + 52], vocab_start=i) for i in starts]
-    parts = [local.statistics(hidden, labels=labels, **shard)[0] for shard in shards]
-    merged = local.merge(jax.tree.map(lambda *x: jnp.stack(x), *parts))
-    seed = LogprobOutput(*seeds)
-    grads = [local.gradients(hidden, labels=labels, merged=merged, cotangent=seed, **shard) for shard in shards]
-    got = (sum(g[0] for g in grads), *(jnp.concatenate([g[i] for g in grads]) for i in (1, 2)))
-    out, want = on_one_device(test)
-    assert oracle.value_error(local.finish(merged, labels, vocab_size=104).logprobs, out.logprobs) < 2e-6
-    assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
-
-
 def test_a_loss_of_no_tokens_has_a_zero_gradient() -> None:
     def loss(bias):
         return linear_cross_entropy(jnp.ones((0, 8)), jnp.ones((32, 8)), jnp.zeros((0,), int), bias=bias)
 
     assert np.all(np.asarray(jax.grad(loss)(jnp.ones((32,)))) == 0)
-
-
-def test_refusals() -> None:
-    call = (jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), int))
-    with pytest.raises(ValueError, match=r"bias \(8,\) must have one number per vocabulary column of weight \(32, 8\)"):
-        linear_logprobs(*call, bias=jnp.ones((8,)))
-    with pytest.raises(TypeError, match=r"bias must be one of bfloat16, .* got int32"):
-        linear_logprobs(*call, bias=jnp.ones((32,), int))
-    with pytest.raises(TypeError, match="bias must be an array, got float"):
-        linear_logprobs(*call, bias=1.0)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import LogprobOutput, explain, linear_cross_entropy, linear_logprobs, local
+from lce_jax import explain, linear_logprobs
 from tests import cases, oracle
 from tests.agreement import assert_same, evaluate, on_one_device
 
@@ -134,23 +132,6 @@ def test_a_wrong_temperature_affects_its_own_row_alone() -> None:
     assert np.all(np.asarray(grads[0])[3] == 0)
 
 
-@pytest.mark.parametrize("rows", [{}, {"where": jnp.arange(24) % 3 > 0}, {"num_rows": 17}], ids=str)
-def test_of_shards_that_the_caller_merges(rows: dict[str, Any]) -> None:
-    test = cases.case("local", leading=(24,), V=104, K=4)
-    hidden, weight, labels, options, seeds = cases.draw(test)
-    where = rows.get("where", jnp.arange(24) < rows.get("num_rows", 24))
-    shards = [dict(weight=weight[i : i + 52], vocab_start=i, **rows, **options) for i in (0, 52)]
-    parts = [local.statistics(hidden, labels=labels, **shard)[0] for shard in shards]
-    widths = local.fields(num_candidates=4)
-    assert local.pack(parts[0]).shape == (sum(widths.values()), 24)
-    merged = local.merge(local.unpack(jnp.stack([local.pack(part) for part in parts]), widths))
-    out = local.finish(merged, labels, vocab_size=104, where=where)
-    seed = LogprobOutput(*(jnp.where(where, x, 0) for x in seeds[:3]), candidate_logprobs=seeds[3])
-    grads = [local.gradients(hidden, labels=labels, merged=merged, cotangent=seed, **shard) for shard in shards]
-    got = grads[0][0] + grads[1][0], jnp.concatenate([g[1] for g in grads])
-    assert_same((out, got), evaluate(test, where=where))
-
-
 def test_no_tokens() -> None:
     out = linear_logprobs(
         jnp.ones((2, 0, 8)), jnp.ones((32, 8)), jnp.zeros((2, 0), int), candidates=jnp.zeros((2, 0, 5), int)
@@ -166,30 +147,6 @@ def test_ids_of_every_integer_type() -> None:
     assert np.array_equal(linear_logprobs(hidden, weight, labels, candidates=wide).candidate_logprobs, want)
     small = linear_logprobs(hidden, weight, labels, candidates=np.clip(ids, -1, 127).astype(np.int8))
     assert np.array_equal(small.candidate_logprobs, want)
-
-
-MISTAKES = {
-    "none": (jnp.zeros((4, 0), int), ValueError, r"candidates \(4, 0\) must end in K, from 1 to 512"),
-    "too many": (jnp.zeros((4, 513), int), ValueError, r"candidates \(4, 513\) must end in K, from 1 to 512"),
-    "floats": (jnp.zeros((4, 3)), TypeError, "candidates must be integers .* got float32"),
-    "a list": ([[1, 2]] * 4, TypeError, "candidates must be an array, got list"),
-    "one rank too few": (jnp.zeros((4,), int), ValueError, r"candidates \(4,\) must be \[..., K\] .* labels \(4,\)"),
-    "a scalar": (jnp.zeros((), int), ValueError, r"candidates \(\) must end in K"),
-    "another leading shape": (jnp.zeros((5, 3), int), ValueError, r"candidates \(5, 3\) must be .* labels \(4,\)"),
-}
-
-
-@pytest.mark.parametrize(("candidates", "error", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes(candidates: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        linear_logprobs(jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), int), candidates=candidates)
-
-
-def test_a_loss_has_no_candidates() -> None:
-    with pytest.raises(ValueError, match="candidates, but a loss has no such output"):
-        linear_cross_entropy(
-            jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), int), candidates=jnp.zeros((4, 3), int)
-        )
 
 
 def test_top_k_distillation_of_verl() -> None:

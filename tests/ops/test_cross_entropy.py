@@ -27,6 +27,7 @@ def definition(hidden, weight, labels, where, label_smoothing, z_loss, temperatu
 
 
 @pairs_of(
+    1,
     reduction=["mean", "sum", "none"], label_smoothing=[0.0, 0.1], z_loss=[0.0, 1e-2],
     masked=["none", "where", "ignore_index", "both"],
 )  # fmt: skip

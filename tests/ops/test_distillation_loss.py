@@ -12,6 +12,7 @@ import pytest
 from lce_jax import linear_logprobs
 from lce_jax.losses import distillation_loss
 from tests import cases, oracle
+from tests.pairs import pairs_of
 
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
 RESTS = ["bin", "drop", "renormalize"]
@@ -76,8 +77,7 @@ def test_formulas(divergence: str, rest: str) -> None:
     assert (np.asarray(loss) >= -1e-7).all() == (rest != "drop" or divergence == "jsd")
 
 
-@pytest.mark.parametrize("rest", RESTS)
-@pytest.mark.parametrize("beta", [1e-30, 1e-8, 1e-4, 1 - 1e-4, 1 - 1e-8, 1 - 2**-50])
+@pairs_of(1, beta=[1e-30, 1e-8, 1e-4, 1 - 1e-4, 1 - 1e-8, 1 - 2**-50], rest=RESTS)
 def test_a_jsd_is_exact_to_its_ends(beta: float, rest: str) -> None:
     q, p, ids = draw()
     loss, gradient = evaluate(q, p, ids, divergence="jsd", rest=rest, beta=beta)

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from lce_jax import LogprobOutput, explain, linear_cross_entropy, linear_logprobs, linear_loss, linear_topk, local
+from lce_jax import explain, linear_logprobs, linear_loss
 from tests import cases, oracle
-from tests.agreement import assert_same, evaluate, on_one_device
+from tests.agreement import evaluate
 from tests.small_call import HIDDEN, LABELS, WEIGHT
 
 PLAIN = cases.case("plain", leading=(24,), V=104, floor=7, stats=True, labels="foreign")
-
-
-def test_of_shards_that_the_caller_merges() -> None:
-    hidden, weight, labels, options, seeds = cases.draw(PLAIN)
-    floor, starts = options["logit_floor"], range(0, 104, 52)
-    shards = [dict(weight=weight[i : i + 52], vocab_start=i, logit_floor=floor, stats=True) for i in starts]
-    parts = [local.pack(local.statistics(hidden, labels=labels, **shard)[0]) for shard in shards]
-    merged = local.merge(local.unpack(jnp.stack(parts), local.fields(stats=True, has_floor=True)))
-    seed = LogprobOutput(*seeds)
-    grads = [local.gradients(hidden, labels=labels, merged=merged, cotangent=seed, **shard) for shard in shards]
-    got = sum(g[0] for g in grads), jnp.concatenate([g[1] for g in grads])
-    assert_same((local.finish(merged, labels, vocab_size=104), got), on_one_device(PLAIN))
 
 
 def test_a_loss_in_the_forward_and_vmap() -> None:
@@ -89,35 +74,3 @@ def test_a_row_without_a_token_is_zero_and_one_with_nan_is_nan() -> None:
     assert out.logprobs[3] == out.entropy[3] == 0
     assert np.all(np.isfinite(grads[1]))
     assert np.all(np.asarray(grads[0])[1:3] == 0)
-
-
-MISTAKES = {
-    "NaN": (dict(logit_floor=float("nan")), ValueError, "logit_floor must be finite in float32, got nan"),
-    "a NaN among others": (
-        dict(logit_floor=jnp.array([0, jnp.nan, 1, jnp.nan])),
-        ValueError,
-        r"logit_floor must be a number or infinite, but is nan.* in 2 of 4 rows, the first of them \(1,\)",
-    ),
-    "a shape": (dict(logit_floor=jnp.ones((3,))), ValueError, r"logit_floor \(3,\) must broadcast to labels \(4,\)"),
-    "integers": (dict(logit_floor=jnp.ones((4,), int)), TypeError, "logit_floor must be floating point, got int32"),
-    "a string": (dict(logit_floor="low"), TypeError, "logit_floor must be a Python number, got str 'low'"),
-    "candidates": (
-        dict(logit_floor=0.0, candidates=jnp.zeros((4, 2), int)),
-        ValueError,
-        "logit_floor with candidates, 2 per token: .* Write candidates=None",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "kind", "message"), MISTAKES.values(), ids=MISTAKES)
-@pytest.mark.parametrize("function", [linear_logprobs, explain], ids=lambda f: f.__name__)
-def test_mistakes(function: Any, options: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        function(HIDDEN, WEIGHT, LABELS, **options)
-
-
-def test_mistakes_of_other_functions() -> None:
-    with pytest.raises(ValueError, match=r"logit_floor with label_smoothing.* Write label_smoothing=0"):
-        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, logit_floor=0.0, label_smoothing=0.1)
-    with pytest.raises(TypeError, match="linear_topk has no option logit_floor"):
-        linear_topk(HIDDEN, WEIGHT, 3, logit_floor=0.0)

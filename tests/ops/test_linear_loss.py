@@ -15,6 +15,7 @@ from jax import lax
 
 from lce_jax import linear_logprobs, linear_loss
 from tests import cases, oracle
+from tests.pairs import values_of
 
 # Sums in another order: a few units of the last place of float32, and of each dtype in which a gradient is rounded.
 ROUNDING = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}
@@ -57,11 +58,12 @@ def compare(
         return two_passes(loss_fn, hidden, weight, labels, *own, *per_token[len(own) :], **floats, **options)
 
     own = tuple(x for x in per_token if jnp.issubdtype(x.dtype, jnp.floating))
-    args = hidden, weight, floats, own
-    value, got = jax.jit(jax.value_and_grad(one, argnums=(0, 1, 2, 3)))(*args)
-    expected, want = jax.jit(jax.value_and_grad(two, argnums=(0, 1, 2, 3)))(*args)
+    steps = one, *(jax.value_and_grad(f, argnums=(0, 1, 2, 3)) for f in (one, two))
+    alone, (value, got), (expected, want) = jax.jit(lambda *args: [step(*args) for step in steps])(
+        hidden, weight, floats, own
+    )
     assert oracle.value_error(value, expected) < 1e-5
-    assert oracle.value_error(jax.jit(one)(*args), expected) < 1e-5
+    assert oracle.value_error(alone, expected) < 1e-5
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert x.dtype == y.dtype
         assert x.shape == y.shape
@@ -89,7 +91,10 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("test", CASES, ids=str)
+# Those that are slow have a half of what another one has.
+@values_of(
+    "test", CASES, slow=[test for test in CASES if test.name in ("one chunk", "equal chunks", "every row counts")]
+)
 def test_equals_two_passes(test: cases.TestCase) -> None:
     hidden, weight, labels, options, _ = cases.draw(test)
     compare(ppo, hidden, weight, labels, *arguments(labels), **options)
@@ -310,21 +315,13 @@ def test_what_a_loss_fn_reads_may_change_between_calls_outside_jit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "own", "options", "message"),
+    ("own", "message"),
     [
-        (ppo, (), {"chunk_byte": 3}, r"unknown option chunk_byte \(did you mean chunk_bytes\?\)"),
-        (ppo, (), {"cache_bytes": 3}, "cache_bytes=3: linear_loss keeps nothing"),
-        (ppo, (), {"vocab_part_size": 8}, r"vocab_part_size=8: linear_loss .* Call linear_logprobs"),
-        (ppo, (), {"candidates": np.zeros((1, 1), int)}, "candidates: a loss_fn gets the label's"),
-        (ppo, (), {"chunk_bytes": -1}, "chunk_bytes"),
-        (3, (), {}, "loss_fn must be a function"),
-        (lambda *_: 1, (), {}, "one floating-point scalar for one token, got int32"),
-        (lambda a, _, c: (a, c), (), {}, r"got float32\[\], float32\[\]"),
-        (lambda a, *_: a, (np.zeros((23,), np.float32),), {}, r"\(23,\) must begin with the shape of labels \(24,\)"),
-        (lambda a, *_: a, (1.0,), {}, "per-token argument 0 of loss_fn must be an array, got float"),
+        (np.zeros((23,), np.float32), r"\(23,\) must begin with the shape of labels \(24,\)"),
+        (1.0, "per-token argument 0 of loss_fn must be an array, got float"),
     ],
-)  # fmt: skip
-def test_errors(loss_fn: Any, own: Any, options: Any, message: str) -> None:
+)
+def test_errors(own: Any, message: str) -> None:
     hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))
     with pytest.raises((TypeError, ValueError), match=message):
-        linear_loss(loss_fn, hidden, weight, labels, *own, **options)
+        linear_loss(lambda logprob, *_: logprob, hidden, weight, labels, own)

@@ -14,9 +14,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import UnsupportedError, linear_logits, masked_logprobs
+from lce_jax import linear_logits, masked_logprobs
 from lce_jax.xla import _logits
 from tests import cases, oracle
+from tests.pairs import pairs_of, values_of
 
 CALLS = [
     cases.case("plain", K=5),
@@ -79,11 +80,20 @@ def evaluate(operands: Any, ids: Any, seed: Any, options: dict[str, Any], functi
     return z, gradients
 
 
-@pytest.mark.parametrize("way", ["one chunk", "chunks"])
 @pytest.mark.parametrize("test", CALLS, ids=str)
-def test_matches_float64(test: cases.TestCase, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_logits, "GATHERED_BYTES", 3000 if way == "chunks" else 32 << 20)
+def test_matches_float64(test: cases.TestCase) -> None:
+    check(test)
+
+
+@values_of("test", CALLS, slow=[test for test in CALLS if test.name not in ("ragged", "everything", "bfloat16")])
+def test_chunks(test: cases.TestCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_logits, "GATHERED_BYTES", 3000)
     jax.clear_caches()  # the bytes are read while tracing
+    check(test)
+    jax.clear_caches()
+
+
+def check(test: cases.TestCase) -> None:
     operands, ids, seed, options = call(test)
     z, gradients = evaluate(operands, ids, seed, {**options, "precision": "highest"})
     want, wanted = expected(operands, ids, seed, options)
@@ -93,7 +103,6 @@ def test_matches_float64(test: cases.TestCase, way: str, monkeypatch: pytest.Mon
         assert (got.shape, got.dtype) == (operand.shape, operand.dtype)
         rounding = 0.0 if got.dtype == jnp.float32 else float(jnp.finfo(got.dtype).eps) / 2
         assert oracle.relative_norm(got, true) <= 1e-6 + rounding
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("axis_name", [None, "tensor"])
@@ -114,8 +123,7 @@ def test_ids_that_all_data_shards_share(axis_name: str | None) -> None:
     assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(gradients, wanted, strict=True))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("shards", [1, 2, 8])
+@pairs_of(1, shards=[8, 2, 1], check_vma=[True, False])
 def test_inside_shard_map(shards: int, check_vma: bool) -> None:
     test = cases.case("shards", leading=(8, 3), V=104, K=6, temperature="token", logit_softcap=3.0, bias="float32")
     operands, ids, seed, options = call(test)
@@ -241,24 +249,6 @@ def test_sampling_mask_of_skyrl() -> None:
 
 
 IDS = jnp.zeros((4, 3), int)
-MISTAKES = {
-    "no ids": (dict(ids=jnp.zeros((4, 0), int)), ValueError, r"ids \(4, 0\) must end in K, from 1 to 512"),
-    "float ids": (dict(ids=jnp.zeros((4, 3))), TypeError, "ids must be integers .* got float32"),
-    "another leading shape": (dict(ids=jnp.zeros((5, 3), int)), ValueError, r"ids \(5, 3\) must be .* \(4,\)"),
-    "hidden a list": (dict(hidden=[[1.0]]), TypeError, "hidden must be an array, got list"),
-    "hidden sizes differ": (dict(weight=jnp.ones((32, 9))), ValueError, r"\(4, 8\) ends in H = 8"),
-    "where of another shape": (dict(where=jnp.ones((4, 1), bool)), ValueError, r"where \(4, 1\) must have .*\(4,\)"),
-    "vocab_size": (dict(vocab_size=33), ValueError, r"vocab_size must lie in \[1, 32\], .* got 33"),
-    "kernels by name": (dict(implementation="mosaic_gpu"), UnsupportedError, "linear_logits runs no kernel"),
-    "precision": (dict(precision="exact"), ValueError, "precision 'exact' is not a jax.lax.PrecisionLike"),
-    "axis not bound": (dict(axis_name="tensor"), ValueError, "axis_name 'tensor' is not bound here"),
-}
-
-
-@pytest.mark.parametrize(("changed", "error", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes(changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        linear_logits(**{"hidden": jnp.ones((4, 8)), "weight": jnp.ones((32, 8)), "ids": IDS, **changed})
 
 
 def test_mistakes_of_masked_logprobs() -> None:

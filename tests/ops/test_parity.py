@@ -6,6 +6,8 @@ The kernels: `tests.mosaic.test_interpret`, and on a GPU `tests.gpu.test_parity`
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,32 +15,135 @@ import numpy as np
 import pytest
 
 from lce_jax import LogprobOutput, linear_logprobs
+from lce_jax._types import is_array
 from tests import cases, oracle
 
-pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
-
+# Rounding as users get it, of `cases.MATRIX`.
+OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 CALLS = cases.MATRIX + cases.BIASED + cases.CANDIDATES + cases.FLOORS
 # float32: the issue's bounds, a few roundings. 16 bit: the products are exact in float32, so values stay near float64's
 # for the same inputs; gradients carry one rounding of dlogits and are held to the materialised path's own error below.
 VALUE_BOUND = {"float32": 2e-6, "bfloat16": 1e-4, "float16": 1e-4}
 GRADIENT_BOUND = 1e-5
 
+# Cases that differ in their rows alone: blocks of 24 rows of one call. All calls of a list and dtype are one program.
+BLOCKS = {
+    "plain", "three leading dimensions", "foreign labels", "where", "where with everything live", "where hides NaN",
+    "temperature per token", "temperature per sequence", "peaked", "precision",
+}  # fmt: skip
+LEADING = (2, 3, 4)
+
+
+class Call(NamedTuple):
+    """A case's operands, what its results are seeded with, and its options."""
+
+    hidden: jax.Array
+    weight: jax.Array
+    labels: jax.Array
+    seeds: list[jax.Array]
+    options: dict[str, Any]
+
+    @property
+    def operands(self) -> tuple[jax.Array, ...]:
+        return (self.hidden, self.weight, *([self.options["bias"]] if "bias" in self.options else []))
+
 
 @functools.cache
-def evaluate(test: cases.TestCase, implementation: str = "xla"):
-    """Outputs, gradients and the call, once for all tests that judge them."""
+def drawn(test: cases.TestCase) -> Call:
+    """A block has the weight that all blocks share; its logits are spread by its hidden states."""
     hidden, weight, labels, options, seeds = cases.draw(test)
     options = {"precision": "highest"} | options
+    if is_block(test):
+        weight = cases.draw(cases.MATRIX[0])[1]
+        hidden, seeds = np.asarray(hidden) * test.spread, [np.asarray(seed) / test.spread for seed in seeds]
+    return Call(hidden, weight, labels, seeds, options)
 
-    def objective(*operands):
-        out = linear_logprobs(*operands[:2], labels, implementation=implementation, **with_bias(options, operands))
-        return cases.objective(out, seeds), out
 
-    operands = (hidden, weight, options["bias"]) if test.bias else (hidden, weight)
-    argnums = tuple(range(len(operands)))
-    (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=argnums, has_aux=True))(*operands)
-    seeds = seeds if options.get("entropy", True) else [seeds[0], 0 * seeds[1], *seeds[2:]]
-    return out, grads, (hidden, weight, labels, seeds, options)
+def is_block(test: cases.TestCase) -> bool:
+    return test.name in BLOCKS and test in cases.MATRIX
+
+
+def of_blocks(blocks: list[Call]) -> Call:
+    """One call of all their rows."""
+
+    def rows(each: Iterable[Any]) -> np.ndarray:
+        return np.stack([np.reshape(x, (*LEADING, -1) if np.size(x) > 24 else LEADING) for x in each])
+
+    def option(name: str, default: Any) -> np.ndarray:
+        return rows(np.broadcast_to(call.options.get(name, default), call.labels.shape) for call in blocks)
+
+    options = {"where": option("where", True), "temperature": option("temperature", np.float32(1.0))}
+    hidden, labels = (rows(getattr(call, name) for call in blocks) for name in ("hidden", "labels"))
+    seeds = [rows(each) for each in zip(*(call.seeds for call in blocks), strict=True)]
+    return Call(hidden, blocks[0].weight, labels, seeds, options | {"precision": "highest"})
+
+
+def step(call: Call, implementation: str, with_stored: bool) -> Any:
+    """Outputs and gradients of a call, and what stored logits have for gradients."""
+
+    def objective(*operands: Any) -> Any:
+        options = with_bias(call.options, operands)
+        out = linear_logprobs(*operands[:2], call.labels, implementation=implementation, **options)
+        return cases.objective(out, call.seeds), out
+
+    argnums = tuple(range(len(call.operands)))
+    gradients, out = jax.grad(objective, argnums=argnums, has_aux=True)(*call.operands)
+    return out, gradients, materialised(*call) if with_stored else None
+
+
+@functools.cache
+def together(tests: tuple[cases.TestCase, ...], implementation: str) -> dict[str, Any]:
+    """By name, what `step` returns: a block has its rows' part, and of dweight the sum over all blocks."""
+    calls = {test.name: drawn(test) for test in tests}
+    blocks = [test.name for test in tests if is_block(test)]
+    joined = calls if not blocks else {"blocks": of_blocks([calls[name] for name in blocks])}
+    joined |= {name: call for name, call in calls.items() if name not in blocks}
+    with_stored = tests[0].dtype != "float32"
+    static = {name: {k: x for k, x in call.options.items() if not is_array(x)} for name, call in joined.items()}
+    arrays = {
+        name: call._replace(options={k: x for k, x in call.options.items() if is_array(x)})
+        for name, call in joined.items()
+    }
+
+    @functools.partial(jax.jit, compiler_options=OPTIMIZED if tests[0] in cases.MATRIX else None)
+    def run(arrays: dict[str, Call]) -> Any:
+        return {
+            name: step(call._replace(options=call.options | static[name]), implementation, with_stored)
+            for name, call in arrays.items()
+        }
+
+    found = run(arrays)
+    if blocks:
+        out, (dhidden, dweight), _ = found.pop("blocks")
+        for i, name in enumerate(blocks):
+            shape = calls[name].labels.shape
+            own = jax.tree.map(lambda x, i=i, shape=shape: np.asarray(x[i]).reshape(shape), out)
+            found[name] = own, (dhidden[i].reshape(*shape, -1), dweight), None
+    return found
+
+
+@functools.cache
+def group_of(test: cases.TestCase) -> tuple[cases.TestCase, ...]:
+    """The cases of its program."""
+    for some in (cases.MATRIX, cases.BIASED, cases.CANDIDATES, cases.FLOORS):
+        if test in some:
+            return tuple(one for one in some if (one.dtype == "float32") == (test.dtype == "float32"))
+    return (test,)
+
+
+def evaluate(test: cases.TestCase, implementation: str = "xla") -> Any:
+    """Outputs, gradients, those of stored logits, and the call."""
+    hidden, weight, labels, seeds, options = drawn(test)
+    if not options.get("entropy", True):
+        seeds = [seeds[0], 0 * seeds[1], *seeds[2:]]
+    return *together(group_of(test), implementation)[test.name], Call(hidden, weight, labels, seeds, options)
+
+
+@functools.cache
+def dweight_of_blocks() -> np.ndarray:
+    """In float64, summed as the call sums it."""
+    calls = [drawn(test) for test in cases.MATRIX if is_block(test)]
+    return sum(oracle.gradients(*call[:4], **call.options)[1] for call in calls)
 
 
 def with_bias(options, operands):
@@ -68,7 +173,7 @@ def materialised(hidden, weight, labels, seeds, options):
         return cases.objective(LogprobOutput(logprobs, entropy, lse, candidate_logprobs=of_candidates), seeds)
 
     operands = (hidden, weight, options["bias"]) if "bias" in options else (hidden, weight)
-    return jax.jit(jax.grad(objective, argnums=tuple(range(len(operands)))))(*operands)
+    return jax.grad(objective, argnums=tuple(range(len(operands))))(*operands)
 
 
 @pytest.mark.parametrize("test", CALLS, ids=str)
@@ -78,7 +183,7 @@ def test_matches_float64(test: cases.TestCase) -> None:
 
 def check(test: cases.TestCase, implementation: str = "xla", slack: float = 1.0) -> None:
     """All results and gradients; those of 16 bits are at most ``slack`` times as far off as the materialised path's."""
-    out, (dhidden, dweight, *dbias), (hidden, weight, labels, seeds, options) = evaluate(test, implementation)
+    out, (dhidden, dweight, *dbias), plain, (hidden, weight, labels, seeds, options) = evaluate(test, implementation)
     product_hidden = hidden.astype(weight.dtype)  # what the products see, by contract
     want = oracle.logprobs(product_hidden, weight, labels, **options)
     for name, got in out._asdict().items():
@@ -96,7 +201,9 @@ def check(test: cases.TestCase, implementation: str = "xla", slack: float = 1.0)
         assert oracle.value_error(got, getattr(want, name)) <= bound, name
     assert dhidden.dtype == hidden.dtype
     assert dweight.dtype == weight.dtype
-    wanted = oracle.gradients(product_hidden, weight, labels, seeds, **options)
+    wanted = list(oracle.gradients(product_hidden, weight, labels, seeds, **options))
+    if is_block(test):
+        wanted[1] = dweight_of_blocks()
     if weight.dtype == jnp.float32:
         # A 16-bit hidden beside a float32 weight gets its gradient rounded once, to half a unit in the last place.
         rounding = float(jnp.finfo(hidden.dtype).eps) / 2 if hidden.dtype != jnp.float32 else 0.0
@@ -107,7 +214,6 @@ def check(test: cases.TestCase, implementation: str = "xla", slack: float = 1.0)
             rounding = float(jnp.finfo(got.dtype).eps) / 2 if got.dtype != jnp.float32 else 0.0
             assert oracle.relative_norm(got, wanted[2]) <= GRADIENT_BOUND + rounding
     else:
-        plain = materialised(hidden, weight, labels, seeds, options)
         for got, theirs, true in zip((dhidden, dweight, *dbias), plain, wanted, strict=True):
             # A float32 dbias has a few of float32's roundings, and so has theirs: which are larger is chance.
             chance = 1.5 if got.dtype == jnp.float32 else slack
@@ -116,7 +222,7 @@ def check(test: cases.TestCase, implementation: str = "xla", slack: float = 1.0)
 
 @pytest.mark.parametrize("test", [t for t in CALLS if t.where and t.where != "all"], ids=str)
 def test_rows_left_out_are_exactly_zero(test: cases.TestCase) -> None:
-    out, (dhidden, dweight, *_), (*_, options) = evaluate(test)
+    out, (dhidden, dweight, *_), _, (*_, options) = evaluate(test)
     dead = ~np.asarray(options["where"])
     for field in jax.tree.leaves(out):
         assert np.all(np.asarray(field)[dead] == 0)
@@ -128,7 +234,7 @@ def test_rows_left_out_are_exactly_zero(test: cases.TestCase) -> None:
 
 @pytest.mark.parametrize("test", [t for t in CALLS if dict(t.options).get("vocab_size")], ids=str)
 def test_padding_columns_have_zero_gradient(test: cases.TestCase) -> None:
-    _, (_, dweight, *dbias), (*_, options) = evaluate(test)
+    _, (_, dweight, *dbias), _, (*_, options) = evaluate(test)
     dweight = dweight if options.get("weight_layout", "vh") == "vh" else dweight.T
     assert all(np.all(np.asarray(x[options["vocab_size"] :]) == 0) for x in (dweight, *dbias))
 
@@ -148,7 +254,7 @@ def test_float64_follows_the_weight() -> None:
 
 def test_two_runs_are_bitwise_equal() -> None:
     test = cases.case("repeat", leading=(700,), V=1000, where="some")
-    first, second = (jax.tree.leaves(evaluate(test)[:2]) for _ in range(2))
+    first, second = (jax.tree.leaves(together.__wrapped__((test,), "xla")) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 

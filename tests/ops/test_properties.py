@@ -8,6 +8,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,9 +37,15 @@ def calls(draw: st.DrawFn):
     )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)  # a program each
-@given(test=calls(), seed=st.integers(0, 2**31))
-def test_ragged_calls(test: cases.TestCase, seed: int) -> None:
+@pytest.mark.parametrize("examples", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_ragged_calls(examples: int) -> None:
+    """Each is a program."""
+    given(test=calls(), seed=st.integers(0, 2**31))(
+        settings(max_examples=examples, deadline=None, derandomize=True)(check)
+    )()
+
+
+def check(test: cases.TestCase, seed: int) -> None:
     hidden, weight, labels, options, seeds = cases.draw(test, seed)
 
     @jax.jit

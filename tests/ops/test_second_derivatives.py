@@ -49,7 +49,7 @@ def inner(hidden, gradient):
     return jnp.sum(hidden * jax.lax.stop_gradient(gradient))
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("jitted", [pytest.param(False, marks=pytest.mark.slow, id="eager"), True])
 @pytest.mark.parametrize("name", ["plain", "scan", "remat", "vmap"])
 def test_a_gradient_under_stop_gradient_is_no_second_derivative(name: str, jitted: bool) -> None:
     def objective(hidden):

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from lce_jax import UnsupportedError, linear_logprobs, linear_topk, sharded_linear_topk
+from lce_jax import linear_logprobs, linear_topk, sharded_linear_topk
 from lce_jax.mathematics import _largest
 from lce_jax.xla import _topk
 from tests import cases, oracle
+from tests.pairs import pairs_of
 from tests.topk_cases import assert_exact, integers
 
 CALLS = {
@@ -92,8 +93,7 @@ def test_equal_logits_come_by_id(V: int, k: int, dtype: str) -> None:
     assert_exact(out, hidden, weight, k)
 
 
-@pytest.mark.parametrize("softcap", [None, 1.0])
-@pytest.mark.parametrize("scale", [3.0, -3.0, 0.0])
+@pairs_of(1, scale=[-3.0, 3.0, 0.0], softcap=[1.0, None])
 def test_order_is_that_of_the_products(scale: float, softcap: float | None) -> None:
     """Also where the cap makes 1.0 of most logits, with a bias, and with a scale and a cap that are traced."""
     hidden, weight = integers(9, 700, "float32")
@@ -122,8 +122,7 @@ def test_order_does_not_depend_on_the_temperature() -> None:
     assert np.array_equal(ids[0], ids[2])
 
 
-@pytest.mark.parametrize("scale", [-1.3, 0.0, 2.0])
-@pytest.mark.parametrize("softcap", [None, 4.0])
+@pairs_of(1, scale=[-1.3, 0.0, 2.0], softcap=[None, 4.0])
 def test_traced_scale_and_softcap(scale: float, softcap: float | None) -> None:
     hidden, weight, *_ = cases.draw(cases.case("plain", V=300))
     given = {"logit_scale": scale} | ({} if softcap is None else {"logit_softcap": softcap})
@@ -243,29 +242,6 @@ def test_no_implicit_transfers() -> None:
     linear_topk(hidden, weight, 3)
     with jax.transfer_guard("disallow"):
         linear_topk(hidden, weight, 3)
-
-
-MISTAKES = {
-    "k 0": (dict(k=0), ValueError, r"k must lie in \[1, 512\], got 0"),
-    "k negative": (dict(k=-1), ValueError, r"k must lie in \[1, 512\], got -1"),
-    "k above 512": (dict(k=513), ValueError, r"k must lie in \[1, 512\], got 513"),
-    "k above V": (dict(k=33), ValueError, "at most the vocabulary, 32, got 33"),
-    "k above vocab_size": (dict(k=31, vocab_size=30), ValueError, "at most the vocabulary, 30, got 31"),
-    "k a float": (dict(k=3.0), TypeError, "k must be a Python integer, got 3.0"),
-    "k a bool": (dict(k=True), TypeError, "k must be a Python integer, got True"),
-    "k an array": (dict(k=jnp.array(3)), TypeError, "k must be a Python integer, got Array"),
-    "hidden a list": (dict(hidden=[[1.0]]), TypeError, "hidden must be an array, got list"),
-    "hidden sizes differ": (dict(weight=jnp.ones((32, 9))), ValueError, r"\(4, 8\) ends in H = 8"),
-    "where of another shape": (dict(where=jnp.ones((4, 1), bool)), ValueError, r"where \(4, 1\) must have .*\(4,\)"),
-    "axis not bound": (dict(axis_name="tensor"), ValueError, "axis_name 'tensor' is not bound here"),
-    "kernels by name": (dict(implementation="mosaic_gpu"), UnsupportedError, "linear_topk runs no kernel"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("changed", "error", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes(changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        linear_topk(**{"hidden": jnp.ones((4, 8)), "weight": jnp.ones((32, 8)), "k": 3, **changed})
 
 
 def test_a_traced_k_is_refused() -> None:

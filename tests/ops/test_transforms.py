@@ -44,7 +44,9 @@ def close(got, want) -> bool:
     return all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable], ids=["nothing", "everything"])
+@pytest.mark.parametrize(
+    "policy", [None, pytest.param(jax.checkpoint_policies.everything_saveable, marks=pytest.mark.slow)]
+)
 def test_remat(policy) -> None:
     assert close(jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1)))(HIDDEN, WEIGHT), plain()[1])
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import explain, linear_cross_entropy, sharded_linear_cross_entropy
 from lce_jax.programs import _token_chunks
 from tests.mesh.test_linear_loss import BIAS, HIDDEN, LABELS, WEIGHT, WHERE, assert_same, mesh_of
+from tests.pairs import pairs_of, values_of
 
 GIB = 1 << 30
 T, H, V = 32768, 4096, 151936  # a full cache has 9.3 GiB, dweight in float32 2.3
@@ -147,8 +148,7 @@ def test_labels_of_64_bits_are_clamped(forced: Any) -> None:
     assert float(found[0]) == pytest.approx(float(found[1]))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
-@pytest.mark.parametrize("divided", [True, False])
+@pairs_of(1, kind=[AxisType.Auto, AxisType.Explicit], divided=[True, False])
 def test_on_a_mesh(kind: AxisType, divided: bool, forced: Any) -> None:
     """By types or by XLA, and by names."""
     forced(False)
@@ -163,7 +163,7 @@ def test_on_a_mesh(kind: AxisType, divided: bool, forced: Any) -> None:
         assert_same(jax.jit(step(by_name, divided=divided))(*placed), want)
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
+@values_of("checked", [True, False], slow=[False])
 def test_inside_shard_map(checked: bool, forced: Any) -> None:
     forced(False)
     want = jax.jit(step(linear_cross_entropy))(*GIVEN)
