@@ -29,7 +29,7 @@ demo: $(VENV)/.ready
 	$(RUN) -m examples.demo $(DEMO_ARGS)
 
 test: $(VENV)/.ready
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not site and not gpu and not multi_gpu and not slow"
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal --durations=15 -m "not site and not gpu and not multi_gpu and not slow"
 
 test-site: $(VENV)/.ready
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "site and not gpu and not multi_gpu and not slow"
