@@ -244,6 +244,7 @@ OF_KL: Mistakes = [
     (dict(teacher_weight=ONES((32, 7))), ValueError, r"teacher's hidden \(4, 6\) ends in"),
     (dict(teacher_weight=ONES((40, 6))), ValueError, r"32 .* teacher's 40: give .* vocab_size"),
     (dict(teacher_weight=ONES((40, 6)), vocab_size=33), ValueError, r"lie in \[1, 32\]"),
+    (dict(gradient_threshold=0.1), TypeError, "linear_kl has no option gradient_threshold"),
     (dict(teacher_weight=ONES((32, 6), int)), TypeError, "the teacher's weight must be one of"),
 ]
 OF_TOPK: Mistakes = [
@@ -273,8 +274,16 @@ MISTAKES: dict[str, Mistakes] = {
     ],
     "linear_cross_entropy": OF_LOSSES,
     "linear_loss": OF_ROW_LOSSES,
-    "linear_logits": [(dict(implementation="mosaic_gpu"), UnsupportedError, "linear_logits runs no kernel")],
-    "linear_topk": [*OF_TOPK, (dict(implementation="mosaic_gpu"), UnsupportedError, "linear_topk runs no kernel")],
+    "linear_logits": [
+        (dict(stats=True), TypeError, "linear_logits has no option stats"),
+        (dict(implementation="mosaic_gpu"), UnsupportedError, "linear_logits runs no kernel"),
+    ],
+    "linear_topk": [
+        *OF_TOPK,
+        (dict(stats=True), TypeError, "linear_topk has no option stats"),
+        (dict(logit_floor=0.0), TypeError, "linear_topk has no option logit_floor"),
+        (dict(implementation="mosaic_gpu"), UnsupportedError, "linear_topk runs no kernel"),
+    ],
     "linear_kl": OF_KL,
     "sharded_linear_logprobs": [
         (dict(weight=ONES((30, 8))), ValueError, r"\(30, 8\) must divide by the 4 .*vocab_size=30"),

@@ -16,6 +16,7 @@ from lce_jax import (
 )
 from lce_jax.mesh._layout import layout_of_specs
 from tests import oracle
+from tests.mesh.functions import SPLITS
 from tests.pairs import pairs_of
 from tests.partition_cases import (
     HIDDEN,
@@ -37,6 +38,24 @@ def test_what_a_device_would_hold_decides_what_is_gathered(tokens: int, gathers_
         found = layout_of_specs(mesh, hidden, weight, P("data", "tensor"), P("tensor"), [], 0)
         assert (found.gather_dim == 1, found.vocab_axes == "tensor") == (gathers_hidden, gathers_hidden)
         assert found.token_shards == replicas * (1 if gathers_hidden else 8)
+
+
+@pytest.mark.parametrize(
+    ("split", "token_shards", "vocab_axes", "gather_dim"),
+    [
+        ("batch", 4, None, None),
+        ("tokens alone", 4, None, None),
+        ("sequence on the vocabulary's axis", 4, "tensor", 1),
+        ("one axis for both", 1, "data", 0),
+        ("hidden dimension", 4, "tensor", None),
+        ("weight over both axes", 4, "tensor", None),
+    ],
+)
+def test_splits_of_operands_split_the_work(split: str, token_shards: int, vocab_axes: Any, gather_dim: Any) -> None:
+    """`test_every_function` has the results."""
+    given, mesh = SPLITS[split], AbstractMesh((4, 2), ("data", "tensor"))
+    found = layout_of_specs(mesh, HIDDEN, WEIGHT, given.hidden, given.weight, [given.tokens], 0)
+    assert (found.token_shards, found.vocab_axes, found.gather_dim) == (token_shards, vocab_axes, gather_dim)
 
 
 @pytest.mark.parametrize("outside", [True, False])
