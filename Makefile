@@ -14,7 +14,7 @@ REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -E 's,^git@([^
 .PHONY: demo test test-site test-all test-gpu test-frameworks test-compile test-tpu lint docs bench clean help
 help:
 	@echo "make demo      train a small transformer on this machine and compare with stored logits"
-	@echo "make test      the packages' tests that need no GPU, doctests included"
+	@echo "make test      the packages' tests that need no GPU, doctests included: each mechanism once"
 	@echo "make test-site the documentation's blocks, notebooks, examples, the wheel, the demo and the bench"
 	@echo "make test-all  both, every combination of parameters, and sweeps that take many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
