@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +17,8 @@ PADDED = {"pad_to_multiple": 8}  # VOCAB to ROWS
 
 HEADS = {
     "plain": {},
-    "padded": PADDED,
+    "bias, scale, softcap": {"use_bias": True, "logit_scale": 0.5, "logit_softcap": 3.0, **PADDED},
     "scale": {"logit_scale": 0.25, **PADDED},
-    "softcap": {"logit_softcap": 3.0, **PADDED},
-    "bias": {"use_bias": True, "logit_scale": 0.5, **PADDED},
-    "bfloat16 products": {"dtype": jnp.bfloat16, **PADDED},
 }
 MESHES = {  # axis types, sequence_axis
     "auto": (AxisType.Auto, None),
@@ -39,22 +39,54 @@ def batch():
     return jax.random.normal(hidden, (*shape, HIDDEN)), jax.random.randint(labels, shape, 0, VOCAB)
 
 
-def candidate_ids():
-    """Three ids of each token, one of them none, and their log-probabilities from logits."""
-    ids = jax.random.randint(jax.random.key(4), (BATCH, SEQUENCE, 3), 0, VOCAB).at[..., 1].set(-1)
-
-    def from_logits(logits):
-        log_p = jax.nn.log_softmax(logits)
-        return jnp.where(ids < 0, 0.0, jnp.take_along_axis(log_p, jnp.maximum(ids, 0), axis=-1))
-
-    return ids, from_logits
+IDS = jax.random.randint(jax.random.key(4), (BATCH, SEQUENCE, 3), 0, VOCAB).at[..., 1].set(-1)
 
 
-def assert_topk_of_logits(top, logits):
-    """The five largest of the logits, in any order that rounding allows, and their log-probabilities."""
-    values, _ = jax.lax.top_k(jax.nn.log_softmax(logits), 5)
-    assert_trees_close(top.logprobs, values)
-    assert_trees_close(jnp.take_along_axis(jax.nn.log_softmax(logits), top.ids, axis=-1), values)
+class Head(NamedTuple):
+    """A head of either library: a method by its name, as a function of the parameters too."""
+
+    call: Callable[..., Any]
+    params: Any
+
+
+def results(head, hidden, labels, stored=False):
+    """In one program its logits, what its methods return and the gradients, or what stored logits have for them."""
+
+    def of_methods(params, hidden):
+        out = head.call(params, "logprobs", hidden, labels, temperature=0.5, candidates=IDS)
+        options = {"ignore_index": 3, "z_loss": 1e-3, "label_smoothing": 0.1}
+        return *out[:3], out.candidate_logprobs, head.call(params, "loss", hidden, labels, **options)
+
+    def of_logits(params, hidden):
+        logits = head.call(params, "__call__", hidden)
+        log_p = jax.nn.log_softmax(logits / 0.5)
+        candidates = jnp.where(IDS < 0, 0.0, jnp.take_along_axis(log_p, jnp.maximum(IDS, 0), axis=-1))
+        logprobs, _, lse = from_logits(logits, labels)
+        losses = -0.9 * logprobs + 0.1 * (lse - jnp.mean(logits, axis=-1)) + 1e-3 * lse**2
+        loss = jnp.sum(jnp.where(labels != 3, losses, 0.0)) / jnp.sum(labels != 3)
+        return *from_logits(logits / 0.5, labels), candidates, loss
+
+    def total(params, hidden):
+        found = (of_logits if stored else of_methods)(params, hidden)
+        logprobs, entropy, lse, candidates, loss = found
+        return jnp.sum(logprobs + 0.3 * entropy + 0.1 * lse) + jnp.sum(candidates) + loss, found
+
+    def step(params, hidden):
+        logits = head.call(params, "__call__", hidden)
+        top = head.call(params, "topk", hidden, 5) if not stored else jax.lax.top_k(jax.nn.log_softmax(logits), 5)[0]
+        return jax.grad(total, argnums=(0, 1), has_aux=True)(params, hidden), logits, top
+
+    return jax.jit(step)(head.params, hidden)
+
+
+def assert_same_results(got, want):
+    """Of two heads: everything but the ids of the most likely tokens, which rounding may swap."""
+    (gradients, logits, top), (expected, stored, best) = got, want
+    assert_trees_close(jax.tree.leaves(gradients), jax.tree.leaves(expected))
+    assert_trees_close(logits, stored)
+    best = best if isinstance(best, jax.Array) else best.logprobs
+    assert_trees_close(top.logprobs, best)
+    assert_trees_close(jnp.take_along_axis(jax.nn.log_softmax(logits), top.ids, axis=-1), best)
     assert_trees_close(top.lse, jax.nn.logsumexp(logits, axis=-1))
 
 

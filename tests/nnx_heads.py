@@ -13,22 +13,26 @@ from tests.flax_cases import (
     PADDED,
     ROWS,
     VOCAB,
+    Head,
     loss_from_logits,
     spoiled_padding,
 )
 
 
-def make_head(**options):
-    return LMHead(HIDDEN, VOCAB, weight_init=spoiled_padding, rngs=nnx.Rngs(0), **options)
-
-
-def biased_head(**options):
-    head = make_head(use_bias=True, logit_scale=0.5, logit_softcap=3.0, **PADDED, **options)
-    assert head.bias.shape == (ROWS,)
-    assert not np.any(head.bias[...])
-    bias = spoiled_padding(jax.random.key(3), (ROWS,), jnp.float32)
-    head.bias[...] = jax.device_put(bias, head.bias[...].sharding)
+def make_head(use_bias=False, **options):
+    head = LMHead(HIDDEN, VOCAB, weight_init=spoiled_padding, rngs=nnx.Rngs(0), use_bias=use_bias, **options)
+    if use_bias:
+        assert head.bias.shape == (ROWS,)
+        assert not np.any(head.bias[...])
+        bias = spoiled_padding(jax.random.key(3), (ROWS,), jnp.float32)
+        head.bias[...] = jax.device_put(bias, head.bias[...].sharding)
     return head
+
+
+def functional(head):
+    """The head as a function of its parameters."""
+    graph, state = nnx.split(head)
+    return Head(lambda state, name, *args, **options: getattr(nnx.merge(graph, state), name)(*args, **options), state)
 
 
 class Model(nnx.Module):

@@ -21,13 +21,13 @@ from tests.flax_cases import (
     SEQUENCE,
     TEACHER,
     VOCAB,
-    assert_topk_of_logits,
+    Head,
+    assert_same_results,
     assert_trees_close,
     batch,
-    candidate_ids,
-    from_logits,
     kl_of_logits,
     loss_from_logits,
+    results,
     spoiled_padding,
     teacher_batch,
     token_batch,
@@ -43,36 +43,7 @@ def initialise(head):
     return head.init(jax.random.key(0), jnp.zeros((1, HIDDEN)))
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
-@values_of("name", HEADS, slow=["plain", "scale", "softcap"])
-def test_logprobs_are_those_of_its_logits(name, temperature):
-    head = make_head(**HEADS[name])
-    variables = initialise(head)
-    hidden, labels = batch()
-    logits = head.apply(variables, hidden)
-    assert logits.shape == (BATCH, SEQUENCE, VOCAB)
-    assert logits.dtype == jnp.float32
-    out = head.apply(variables, hidden, labels, temperature=temperature, method="logprobs")
-    assert_trees_close(tuple(out[:3]), from_logits(logits / temperature, labels))
-
-
-@values_of("name", ["plain", "padded", "scale", "softcap"], slow=["plain", "padded", "scale"])
-def test_loss_and_gradients_are_those_of_its_logits(name):
-    head = make_head(**HEADS[name])
-    variables = initialise(head)
-    hidden, labels = batch()
-    labels = labels.at[:, 0].set(-100)
-
-    def fused(variables, hidden):
-        return head.apply(variables, hidden, labels, ignore_index=-100, z_loss=1e-3, method="loss")
-
-    def stored(variables, hidden):
-        logprobs, _, lse = from_logits(head.apply(variables, hidden), jnp.maximum(labels, 0))
-        return jnp.mean((1e-3 * lse**2 - logprobs)[:, 1:])
-
-    got, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(variables, hidden) for f in (fused, stored))
-    assert_trees_close(got, expected)
-    assert not np.any(got[1][0]["params"]["weight"][VOCAB:])
+BIASED = HEADS["bias, scale, softcap"]
 
 
 def biased(variables):
@@ -83,22 +54,30 @@ def biased(variables):
     return {"params": variables["params"] | {"bias": jax.tree.map(lambda _: value, variables["params"]["bias"])}}
 
 
-BIASED = {"use_bias": True, "logit_scale": 0.5, "logit_softcap": 3.0, **PADDED}
+def functional(head, variables):
+    """The head as a function of its variables."""
+
+    def call(variables, name, *args, **options):
+        return head.apply(variables, *args, method=name, **options)
+
+    return Head(call, biased(variables) if head.use_bias else variables)
 
 
-def test_logprobs_of_candidates():
-    ids, wanted = candidate_ids()
-    hidden, labels = batch()
-    head, variables = make_head(**PADDED), initialise(make_head(**PADDED))
-    out = head.apply(variables, hidden, labels, candidates=ids, method="logprobs")
-    assert_trees_close(out.candidate_logprobs, wanted(head.apply(variables, hidden)))
-
-
-@pytest.mark.parametrize("options", [BIASED, pytest.param(HEADS["bfloat16 products"], marks=pytest.mark.slow)])
-def test_topk_is_that_of_its_logits(options):
-    hidden, _ = batch()
-    head, variables = make_head(**options), initialise(make_head(**options))
-    assert_topk_of_logits(head.apply(variables, hidden, 5, method="topk"), head.apply(variables, hidden))
+@values_of("name", HEADS, slow=["plain", "scale"])
+def test_results_are_those_of_its_logits(name):
+    module, (hidden, labels) = make_head(**HEADS[name]), batch()
+    head = functional(module, initialise(module))
+    got = results(head, hidden, labels)
+    assert_same_results(got, results(head, hidden, labels, stored=True))
+    (of_head, _), _ = got[0]
+    for gradient in jax.tree.leaves(of_head):
+        assert np.any(gradient[:VOCAB])
+        assert not np.any(gradient[VOCAB:])
+    _, logits, _ = got
+    assert logits.shape == (BATCH, SEQUENCE, VOCAB)
+    raw = hidden @ head.params["params"]["weight"][:VOCAB].T
+    if module.use_bias:
+        assert_trees_close(logits, 3 * jnp.tanh(0.5 * (raw + head.params["params"]["bias"][:VOCAB]) / 3))
 
 
 def test_kl_is_that_of_the_logits_of_both_heads():
@@ -108,22 +87,6 @@ def test_kl_is_that_of_the_logits_of_both_heads():
     teacher = teacher.bind(teacher.init(jax.random.key(1), teacher_hidden))
     want = kl_of_logits(head.apply(variables, hidden), teacher(teacher_hidden))
     assert_trees_close(head.apply(variables, hidden, teacher, teacher_hidden, method="kl"), want)
-
-
-def test_a_bias_is_in_logits_logprobs_and_loss():
-    head = make_head(**BIASED)
-    variables = biased(initialise(head))
-    hidden, labels = batch()
-    weight, bias = (variables["params"][name][:VOCAB] for name in ("weight", "bias"))
-    logits = head.apply(variables, hidden)
-    raw = jnp.matmul(hidden, weight.T, precision="highest") + bias
-    assert_trees_close(logits, 3 * jnp.tanh(0.5 * raw / 3))
-    out = head.apply(variables, hidden, labels, method="logprobs")
-    assert_trees_close(tuple(out[:3]), from_logits(logits, labels))
-    fused = jax.jit(jax.grad(lambda variables: head.apply(variables, hidden, labels, method="loss")))(variables)
-    stored = jax.jit(jax.grad(lambda variables: loss_from_logits(head.apply(variables, hidden), labels)))(variables)
-    assert_trees_close(fused, stored)
-    assert np.any(fused["params"]["bias"][:VOCAB])
 
 
 def test_own_weight_has_padded_rows_in_its_own_dtype():

@@ -2,70 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import flax.linen as nn
 import jax
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.flax.test_linen import BIASED, Model, biased, initialise, losses_of, make_head
-from tests.flax_cases import MESHES, PADDED, assert_trees_close, batch, data_by_tensor, optimizer, token_batch
+from tests.flax.test_linen import BIASED, Model, functional, initialise, losses_of, make_head
+from tests.flax_cases import (
+    MESHES,
+    PADDED,
+    assert_same_results,
+    assert_trees_close,
+    batch,
+    data_by_tensor,
+    optimizer,
+    results,
+    token_batch,
+)
 from tests.pairs import values_of
 
 
+@values_of("options", [PADDED, BIASED], slow=[PADDED])
 @pytest.mark.parametrize("mesh_is_given", [pytest.param(False, marks=pytest.mark.slow), True])
 @values_of("kind", MESHES, slow=["explicit", "auto, sequence parallel"])
-def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given):
+def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given, options):
     axis_type, sequence_axis = MESHES[kind]
     mesh = data_by_tensor(axis_type)
-    single = make_head(**PADDED)
-    hidden, labels = batch()
-    options = {"vocab_axis": "tensor", "batch_axes": "data", "sequence_axis": sequence_axis, **PADDED}
+    single, (hidden, labels) = make_head(**options), batch()
+    axes = {"vocab_axis": "tensor", "batch_axes": "data", "sequence_axis": sequence_axis}
     split = jax.device_put(hidden, NamedSharding(mesh, P("data", sequence_axis, None)))
     targets = jax.device_put(labels, NamedSharding(mesh, P("data", None)))
-    if mesh_is_given:
-        head = make_head(mesh=mesh, **options)
-        got = every_result(head, born_split(head, mesh, split), split, targets)
-    else:
-        with jax.set_mesh(mesh):
-            head = make_head(**options)
-            got = every_result(head, born_split(head, mesh, split), split, targets)
-    for a, b in zip(got, every_result(single, initialise(single), hidden, labels), strict=True):
-        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
-
-
-@values_of("axis_type", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])
-def test_a_bias_over_a_mesh(axis_type):
-    mesh = data_by_tensor(axis_type)
-    single, (hidden, labels) = make_head(**BIASED), batch()
-    want = every_result(single, biased(initialise(single)), hidden, labels)
-    with jax.set_mesh(mesh):
-        head = make_head(vocab_axis="tensor", batch_axes="data", **BIASED)
-        split = jax.device_put(hidden, NamedSharding(mesh, P("data")))
-        variables = biased(born_split(head, mesh, split))
-        assert jax.tree.leaves(variables["params"]["bias"])[0].sharding.spec == P("tensor")
-        got = every_result(head, variables, split, jax.device_put(labels, NamedSharding(mesh, P("data"))))
-    for a, b in zip(got, want, strict=True):
-        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
+    with contextlib.nullcontext() if mesh_is_given else jax.set_mesh(mesh):
+        head = make_head(**options, **axes, **({"mesh": mesh} if mesh_is_given else {}))
+        own = functional(head, born_split(head, mesh, split))
+        if options is BIASED:
+            assert jax.tree.leaves(own.params["params"]["bias"])[0].sharding.spec == P("tensor")
+        got = results(own, split, targets)
+    assert_same_results(jax.device_get(got), results(functional(single, initialise(single)), hidden, labels))
 
 
 def born_split(model, mesh, example):
     """Variables created by jit in the shardings that their annotations name."""
     init = functools.partial(model.init, jax.random.key(0), example)
     return jax.jit(init, out_shardings=nn.get_sharding(jax.eval_shape(init), mesh))()
-
-
-def every_result(head, variables, hidden, labels):
-    """Logits, log-probabilities, and the loss's gradients, jitted."""
-    gradients = jax.grad(functools.partial(head.apply, method="loss"), argnums=(0, 1))
-    return (
-        jax.jit(head.apply)(variables, hidden),
-        jax.jit(functools.partial(head.apply, method="logprobs"))(variables, hidden, labels),
-        jax.jit(gradients)(variables, hidden, labels),
-    )
 
 
 def train(variables, loss_function, tokens, labels, steps=3):

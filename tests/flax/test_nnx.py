@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 
@@ -24,22 +23,23 @@ from tests.flax_cases import (
     SEQUENCE,
     TEACHER,
     VOCAB,
-    assert_topk_of_logits,
+    assert_same_results,
     assert_trees_close,
     batch,
-    candidate_ids,
     data_by_tensor,
-    from_logits,
     kl_of_logits,
     loss_from_logits,
+    results,
     teacher_batch,
     token_batch,
 )
-from tests.nnx_heads import Model, biased_head, fused_loss, make_head, stored_loss
-from tests.pairs import pairs_of, values_of
+from tests.nnx_heads import Model, functional, fused_loss, make_head, stored_loss
+from tests.pairs import values_of
+
+BIASED = HEADS["bias, scale, softcap"]
 
 
-@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("options", [BIASED, {"dtype": jnp.bfloat16, **PADDED}], ids=["bias", "bfloat16 products"])
 def test_logits_are_float32_over_the_true_vocabulary(options):
     head = make_head(**options)
     hidden, _ = batch()
@@ -48,78 +48,33 @@ def test_logits_are_float32_over_the_true_vocabulary(options):
     assert logits.dtype == jnp.float32
     dtype = options.get("dtype", jnp.float32)
     rounded, weight = (np.asarray(x.astype(dtype), np.float64) for x in (hidden, head.weight[:VOCAB]))
-    expected = options.get("logit_scale", 1.0) * rounded @ weight.T
+    raw = rounded @ weight.T + (head.bias[:VOCAB] if "use_bias" in options else 0.0)
+    expected = options.get("logit_scale", 1.0) * raw
     if cap := options.get("logit_softcap"):
         expected = cap * np.tanh(expected / cap)
     assert_trees_close(logits, expected)
 
 
-@pairs_of(1, name=[*HEADS], temperature=[1.0, 0.5])
-def test_logprobs_are_those_of_its_logits(name, temperature):
-    head = make_head(**HEADS[name])
-    hidden, labels = batch()
-    out = head.logprobs(hidden, labels, temperature=temperature)
-    assert_trees_close(tuple(out[:3]), from_logits(head(hidden) / temperature, labels))
-
-
-@values_of("name", ["plain", "padded", "scale", "softcap"], slow=["plain", "scale"])
-def test_gradients_are_those_of_its_logits(name):
-    head = make_head(**HEADS[name])
-    hidden, labels = batch()
-
-    def objective(fields, head, hidden):
-        logprobs, entropy, lse = fields(head, hidden)
-        return jnp.sum(logprobs + 0.3 * entropy + 0.1 * lse)
-
-    fused = functools.partial(objective, lambda head, hidden: head.logprobs(hidden, labels)[:3])
-    stored = functools.partial(objective, lambda head, hidden: from_logits(head(hidden), labels))
-    got, expected = (nnx.grad(function, argnums=(0, 1))(head, hidden) for function in (fused, stored))
-    assert_trees_close(got, expected)
-    assert not np.any(got[0]["weight"][VOCAB:])
-
-
-def test_a_bias_is_in_logits_logprobs_and_loss():
-    head = biased_head()
-    hidden, labels = batch()
-    raw = jnp.matmul(hidden, head.weight[:VOCAB].T, precision="highest") + head.bias[:VOCAB]
-    assert_trees_close(head(hidden), 3 * jnp.tanh(0.5 * raw / 3))
-    assert_trees_close(tuple(head.logprobs(hidden, labels)[:3]), from_logits(head(hidden), labels))
-    fused = nnx.grad(lambda head: head.loss(hidden, labels))(head)
-    stored = nnx.grad(lambda head: loss_from_logits(head(hidden), labels))(head)
-    assert_trees_close(fused, stored)
-    assert np.any(fused["bias"][:VOCAB])
-    assert not np.any(fused["bias"][VOCAB:])
-
-
-def test_logprobs_of_candidates():
-    ids, wanted = candidate_ids()
-    hidden, labels = batch()
-    head, mesh = make_head(**PADDED), data_by_tensor()
-    out = head.logprobs(hidden, labels, candidates=ids)
-    assert_trees_close(out.candidate_logprobs, wanted(head(hidden)))
-    over_mesh = make_head(mesh=mesh, vocab_axis="tensor", batch_axes="data", **PADDED)
-    split = over_mesh.logprobs(hidden, labels, candidates=ids)
-    assert_trees_close(split.candidate_logprobs, out.candidate_logprobs)
-
-
-@values_of("name", HEADS, slow=HEADS.keys() - {"bias", "bfloat16 products"})
-def test_topk_is_that_of_its_logits(name):
-    options = HEADS[name]
-    head, (hidden, _) = make_head(**options), batch()
-    assert_topk_of_logits(head.topk(hidden, 5, temperature=0.5), head(hidden) / 0.5)
-    over_mesh = make_head(mesh=data_by_tensor(), vocab_axis="tensor", batch_axes="data", **{**options, **PADDED})
-    assert_topk_of_logits(over_mesh.topk(hidden, 5), over_mesh(hidden))
+@values_of("name", HEADS, slow=["scale"])
+def test_results_are_those_of_its_logits(name):
+    head, given = functional(make_head(**HEADS[name])), batch()
+    got = results(head, *given)
+    assert_same_results(got, results(head, *given, stored=True))
+    (of_head, _), _ = got[0]
+    for gradient in jax.tree.leaves(of_head):
+        assert np.any(gradient[:VOCAB])
+        assert not np.any(gradient[VOCAB:])
 
 
 def test_kl_is_that_of_the_logits_of_both_heads():
     """Each head has its own scale, cap, bias, padding and hidden size."""
-    head, teacher = biased_head(), LMHead(2 * HIDDEN, VOCAB, rngs=nnx.Rngs(1), **TEACHER)
+    head, teacher = make_head(**BIASED), LMHead(2 * HIDDEN, VOCAB, rngs=nnx.Rngs(1), **TEACHER)
     (hidden, _), teacher_hidden = batch(), teacher_batch()
     want = kl_of_logits(head(hidden) / 0.5, teacher(teacher_hidden) / 2.0)
     got = head.kl(hidden, teacher, teacher_hidden, temperature=0.5, teacher_temperature=2.0)
     assert_trees_close(got, want)
     axes = {"mesh": data_by_tensor(), "vocab_axis": "tensor", "batch_axes": "data"}
-    over_mesh = biased_head(**axes)
+    over_mesh = make_head(**BIASED, **axes)
     padded = LMHead(2 * HIDDEN, VOCAB, rngs=nnx.Rngs(1), **{**TEACHER, **PADDED}, **axes)
     padded.weight[...] = jnp.pad(teacher.weight[...], ((0, 4), (0, 0)))
     got = over_mesh.kl(hidden, padded, teacher_hidden, direction="reverse")
@@ -149,23 +104,6 @@ def test_an_adapter_on_the_head_is_refused():
     assert_trees_close(plain.loss(hidden, labels), loss_from_logits(logits, labels))
     pair = lora_head.with_lora(hidden, head.weight[...], a, b.T, 0.5)
     assert_trees_close(linear_cross_entropy(*pair, labels), loss_from_logits(logits, labels))
-
-
-def test_loss_passes_every_option_on():
-    head = make_head(logit_scale=0.5, **PADDED)
-    hidden, labels = batch()
-    labels = labels.at[:, 0].set(-100)
-    where = jax.random.bernoulli(jax.random.key(2), 0.7, labels.shape)
-    counts = where & (labels != -100)
-    loss = functools.partial(
-        head.loss, hidden, labels, where=where, ignore_index=-100, label_smoothing=0.1, z_loss=1e-3, temperature=0.7
-    )
-    logits = head(hidden) / 0.7
-    logprobs, _, lse = from_logits(logits, jnp.maximum(labels, 0))
-    expected = -0.9 * logprobs + 0.1 * (lse - jnp.mean(logits, axis=-1)) + 1e-3 * lse**2
-    expected = jnp.where(counts, expected, 0.0)
-    assert_trees_close(loss(reduction="none"), expected)
-    assert_trees_close(loss(), expected.sum() / counts.sum())
 
 
 def test_an_option_of_the_call_reaches_the_function():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -11,74 +12,48 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.flax_cases import (
+    HEADS,
     MESHES,
     PADDED,
+    assert_same_results,
     assert_trees_close,
     batch,
     data_by_tensor,
     optimizer,
+    results,
     token_batch,
 )
-from tests.nnx_heads import Model, biased_head, fused_loss, make_head, stored_loss
+from tests.nnx_heads import Model, functional, fused_loss, make_head, stored_loss
 from tests.pairs import values_of
 
 
-@values_of("axis_type", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])
-def test_a_bias_over_a_mesh(axis_type):
-    mesh = data_by_tensor(axis_type)
-    hidden, labels = batch()
-    with jax.set_mesh(mesh):
-        head = biased_head(vocab_axis="tensor", batch_axes="data")
-        assert head.bias[...].sharding.spec == P("tensor")
-        split = jax.device_put(hidden, NamedSharding(mesh, P("data")))
-        got = every_result(head, split, jax.device_put(labels, NamedSharding(mesh, P("data"))))
-    for a, b in zip(got, every_result(biased_head(), hidden, labels), strict=True):
-        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
-
-
+@values_of("options", [PADDED, HEADS["bias, scale, softcap"]], slow=[PADDED])
 @pytest.mark.parametrize("mesh_is_given", [False, pytest.param(True, marks=pytest.mark.slow)])
 @values_of("kind", MESHES, slow=["explicit", "auto, sequence parallel"])
-def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given):
+def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given, options):
     axis_type, sequence_axis = MESHES[kind]
     mesh = data_by_tensor(axis_type)
-    single = make_head(**PADDED)
     hidden, labels = batch()
-    options = {"vocab_axis": "tensor", "batch_axes": "data", "sequence_axis": sequence_axis, **PADDED}
+    axes = {"vocab_axis": "tensor", "batch_axes": "data", "sequence_axis": sequence_axis}
     split = jax.device_put(hidden, NamedSharding(mesh, P("data", sequence_axis, None)))
     targets = jax.device_put(labels, NamedSharding(mesh, P("data", None)))
-    if mesh_is_given:
-        head = make_head(mesh=mesh, **options)
-        got = every_result(head, split, targets)
-    else:
-        with jax.set_mesh(mesh):
-            head = make_head(**options)
-            got = every_result(head, split, targets)
-    assert head.weight.sharding.spec == got[-1][0]["weight"].sharding.spec == P("tensor", None)
-    for a, b in zip(got, every_result(single, hidden, labels), strict=True):
-        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
+    with contextlib.nullcontext() if mesh_is_given else jax.set_mesh(mesh):
+        head = make_head(**options, **axes, **({"mesh": mesh} if mesh_is_given else {}))
+        got = results(functional(head), split, targets)
+    (of_head, _), _ = got[0]
+    assert head.weight.sharding.spec == of_head["weight"].sharding.spec == P("tensor", None)
+    assert_same_results(jax.device_get(got), results(functional(make_head(**options)), hidden, labels))
 
 
 @values_of("axis_type", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Explicit])
 def test_data_parallelism_alone(axis_type):
     """A batch split over the mesh, the weight whole on every device."""
-    hidden, labels = batch()
+    given = batch()
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         head = make_head(batch_axes="data", **PADDED)
-        placed = (jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (hidden, labels))
-        got = every_result(head, *placed)
-    for a, b in zip(got, every_result(make_head(**PADDED), hidden, labels), strict=True):
-        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
-
-
-def every_result(head, hidden, labels):
-    """Logits, log-probabilities, and the loss's gradients, jitted."""
-    gradients = nnx.grad(lambda head, hidden, labels: head.loss(hidden, labels), argnums=(0, 1))
-    return (
-        nnx.jit(lambda head, hidden: head(hidden))(head, hidden),
-        nnx.jit(lambda head, hidden, labels: head.logprobs(hidden, labels))(head, hidden, labels),
-        nnx.jit(gradients)(head, hidden, labels),
-    )
+        got = results(functional(head), *(jax.device_put(x, NamedSharding(mesh, P("data"))) for x in given))
+    assert_same_results(jax.device_get(got), results(functional(make_head(**PADDED)), *given))
 
 
 def test_inside_shard_map_the_caller_names_the_axis():
