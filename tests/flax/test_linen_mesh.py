@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.flax.test_linen import BIASED, Model, functional, initialise, losses_of, make_head
+from tests.flax.test_linen import Model, functional, initialise, losses_of, make_head
 from tests.flax_cases import (
+    HEADS,
     MESHES,
     PADDED,
     assert_same_results,
@@ -27,10 +28,11 @@ from tests.flax_cases import (
 from tests.pairs import values_of
 
 
-@values_of("options", [PADDED, BIASED], slow=[PADDED])
+@values_of("name", HEADS, slow=["plain", "scale"])
 @pytest.mark.parametrize("mesh_is_given", [pytest.param(False, marks=pytest.mark.slow), True])
 @values_of("kind", MESHES, slow=["explicit", "auto, sequence parallel"])
-def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given, options):
+def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given, name):
+    options = {**HEADS[name], **PADDED}
     axis_type, sequence_axis = MESHES[kind]
     mesh = data_by_tensor(axis_type)
     single, (hidden, labels) = make_head(**options), batch()
@@ -40,7 +42,7 @@ def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given, options):
     with contextlib.nullcontext() if mesh_is_given else jax.set_mesh(mesh):
         head = make_head(**options, **axes, **({"mesh": mesh} if mesh_is_given else {}))
         own = functional(head, born_split(head, mesh, split))
-        if options is BIASED:
+        if head.use_bias:
             assert jax.tree.leaves(own.params["params"]["bias"])[0].sharding.spec == P("tensor")
         got = results(own, split, targets)
     assert_same_results(jax.device_get(got), results(functional(single, initialise(single)), hidden, labels))
