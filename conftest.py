@@ -1,6 +1,6 @@
 """Before JAX is imported: eight CPU devices for meshes, unless the run is for GPUs (``make test-gpu``).
 
-Most of the suite's time is XLA's, to compile some four thousand small programs. On CPUs, two settings shorten it:
+Most of the suite's time is XLA's, to compile small programs. On CPUs, two settings shorten it:
 
 * JAX asks LLVM for no optimization: a quarter less CPU time. What XLA itself does with a program stays: fusion,
   layouts, partitioning, scheduling. Modules that judge the rounding of results ask for the fixture `optimized` instead.

@@ -40,19 +40,10 @@ def test_values() -> None:
     assert found[4] == pytest.approx(0.5)
 
 
-def test_shards_merge() -> None:
-    """Over a mesh, and by hand through packed statistics."""
-    hidden, weight, labels = operands()
+def test_over_a_mesh() -> None:
     mesh, options = jax.make_mesh((4,), ("tensor",)), {"temperature": 1.7, "stats": True, "precision": "highest"}
-    over_mesh = sharded_linear_logprobs(hidden, weight, labels, mesh=mesh, **options).sum_p_squared
-    parts = [
-        local.pack(local.statistics(hidden, part, labels, vocab_start=start, **options)[0])
-        for start, part in zip((0, V // 2), jnp.split(weight, 2), strict=True)
-    ]
-    merged = local.merge(local.unpack(jnp.stack(parts), local.fields(stats=True)), temperature=1.7)
-    by_hand = local.finish(merged, labels, vocab_size=V, temperature=1.7).sum_p_squared
-    for found in (over_mesh, by_hand):
-        assert np.all((np.abs(found - wanted()) / wanted())[:5] <= NEAR)
+    found = sharded_linear_logprobs(*operands(), mesh=mesh, **options).sum_p_squared
+    assert np.all((np.abs(found - wanted()) / wanted())[:5] <= NEAR)
 
 
 def test_it_costs_nothing_unless_asked_for() -> None:
