@@ -44,7 +44,7 @@ FUNCTIONS = [
 ]
 
 
-def value_and_gradients(mesh: Any, weight_spec: P, axes: set[str] | None, **how: Any) -> Any:
+def value_and_gradients(mesh: Any, weight_spec: P, axes: set[str] | None, how: dict[str, Any]) -> Any:
     """Of each function's sum over the data, and the gradients that are taken inside."""
 
     def body(*operands: Any) -> Any:
@@ -73,8 +73,8 @@ def test_gradients_over_both_axes(kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):
         given = {"mesh": mesh} if kind == AxisType.Auto else {}
-        inside = value_and_gradients(mesh, P(), {"data"}, sharded=True, **given)
-        by_hand = value_and_gradients(mesh, P("tensor"), None, sharded=False, axis_name="tensor")
+        inside = value_and_gradients(mesh, P(), {"data"}, {"sharded": True, **given})
+        by_hand = value_and_gradients(mesh, P("tensor"), None, {"sharded": False, "axis_name": "tensor"})
     for found in (inside, by_hand):
         for function, (value, gradients), (want, wanted) in zip(FUNCTIONS, found, on_one_device(), strict=True):
             assert oracle.value_error(value, want) < 5e-6, function.name
