@@ -20,6 +20,7 @@ from lce_jax import (
     linear_cross_entropy,
     linear_logprobs,
     local,
+    scalars,
     sharded_linear_cross_entropy,
     sharded_linear_logprobs,
 )
@@ -346,7 +347,7 @@ def test_an_unknown_option_lists_those_of_the_function(function: Any, known: set
     assert not listed & unknown
 
 
-@pytest.mark.parametrize(("name", "meant"), [("smoothing", "label_smoothing"), *_options.OTHER_NAMES.items()])
+@pytest.mark.parametrize(("name", "meant"), [("smoothing", "label_smoothing"), *scalars.OTHER_NAMES.items()])
 def test_another_name(name: str, meant: str) -> None:
     with pytest.raises(TypeError, match=rf"unknown option {name} \(did you mean {meant}\?\)"):
         linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **{name: 0.1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -19,58 +20,49 @@ NAMES = (
 CALLS = [test for test in cases.MATRIX + cases.BIASED + cases.CANDIDATES + cases.FLOORS if test.name in NAMES]
 
 
-@pytest.mark.parametrize("test", CALLS, ids=str)
-def test_four_shards(test: cases.TestCase) -> None:
-    hidden, weight, labels, options, seeds = cases.draw(test)
-    rows = {"hidden": hidden, "labels": labels, "seeds": seeds}
-    rows |= {
-        name: options.pop(name) for name in ("where", "candidates", "temperature", "logit_floor") if name in options
-    }
-    rows = jax.tree.map(lambda x: np.reshape(x, (-1, *x.shape[labels.ndim :])), rows)
-    hidden, labels, seeds = (rows.pop(name) for name in ("hidden", "labels", "seeds"))
-    head = {"weight": np.moveaxis(weight, options.get("weight_layout", "vh").index("v"), 0)}
-    head |= {"bias": np.asarray(options.pop("bias"))} if test.bias else {}
-    shards = [
-        (i * test.V // 4, {name: x[i * test.V // 4 :][: test.V // 4] for name, x in head.items()}) for i in range(4)
-    ]
-    has_entropy = options.get("entropy", True)
-    seeds = seeds if has_entropy else [seeds[0], 0 * seeds[1], *seeds[2:]]
-    factors = {name: options[name] for name in ("logit_softcap", "logit_scale") if name in options}
+def of_shards(
+    test: cases.TestCase, options: dict[str, Any], hidden: Any, labels: Any, shards: Any, rows: Any, seeds: Any
+) -> Any:
+    """Results and gradients, and a shard's dweight that is added to a sum, less the sum, and alone."""
 
-    def told(start: int, shard: Any, rows: Any) -> dict[str, Any]:
+    def told(start: int, shard: Any) -> dict[str, Any]:
         own = {**shard, "weight": shard["weight"].T if options.get("weight_layout") == "hv" else shard["weight"]}
         return {**options, **rows, **own, "vocab_start": start, "precision": "highest", "labels": labels}
 
-    @jax.jit
-    def run(hidden: Any, shards: Any, rows: Any, seeds: Any) -> Any:
-        found = [local.statistics(hidden, **told(*shard, rows), keep_cache=True) for shard in shards]
-        of_rows = factors | {name: rows[name] for name in ("temperature",) if name in rows}
-        packed = jnp.stack([local.pack(stats) for stats, _ in found])
-        widths = local.fields(
-            **{name: options[name] for name in ("entropy", "stats") if name in options}, num_candidates=test.K,
-            has_floor=test.floor > 0,
-        )  # fmt: skip
-        merged = local.merge(local.unpack(packed, widths), **of_rows)
-        out = local.finish(
-            merged, labels, vocab_size=options.get("vocab_size", test.V), where=rows.get("where"), **of_rows
-        )
-        cotangent = LogprobOutput(seeds[0], seeds[1] if has_entropy else None, seeds[2])
-        if test.K:
-            cotangent = cotangent._replace(candidate_logprobs=seeds[3])
-        given = {"merged": merged, "cotangent": cotangent}
-        parts = [
-            local.gradients(hidden, **told(*shard, rows), **given, cache=cache)
-            for shard, (_, cache) in zip(shards, found, strict=True)
-        ]
-        first = told(*shards[0], rows)
-        before = jnp.full(first["weight"].shape, 0.5, jnp.float32)
-        added = local.gradients(hidden, **first, **given, cache=found[0][1], dweight=before)[1] - before
-        dhidden = sum(part[0] for part in parts)
-        axis = options.get("weight_layout", "vh").index("v")
-        of_head = [jnp.concatenate(x, axis=axis if x[0].ndim == 2 else 0) for x in list(zip(*parts, strict=True))[1:]]
-        return out, (dhidden, *of_head), (added, parts[0][1])
+    found = [local.statistics(hidden, **told(*shard), keep_cache=True) for shard in shards]
+    asked = {name: options[name] for name in ("entropy", "stats") if name in options}
+    widths = local.fields(**asked, num_candidates=test.K, has_floor=test.floor > 0)
+    factors = {name: options[name] for name in ("logit_softcap", "logit_scale") if name in options}
+    factors |= {name: rows[name] for name in ("temperature",) if name in rows}
+    merged = local.merge(local.unpack(jnp.stack([local.pack(stats) for stats, _ in found]), widths), **factors)
+    size = options.get("vocab_size", test.V)
+    out = local.finish(merged, labels, vocab_size=size, where=rows.get("where"), **factors)
+    cotangent = LogprobOutput(seeds[0], seeds[1] if options.get("entropy", True) else None, seeds[2])
+    given = {"merged": merged, "cotangent": cotangent._replace(candidate_logprobs=seeds[3] if test.K else None)}
+    each = zip(shards, found, strict=True)
+    parts = [local.gradients(hidden, **told(*shard), **given, cache=cache) for shard, (_, cache) in each]
+    first, before = told(*shards[0]), jnp.full(parts[0][1].shape, 0.5, jnp.float32)
+    added = local.gradients(hidden, **first, **given, cache=found[0][1], dweight=before)[1] - before
+    axis = options.get("weight_layout", "vh").index("v")
+    of_head = [jnp.concatenate(x, axis=axis if x[0].ndim == 2 else 0) for x in list(zip(*parts, strict=True))[1:]]
+    return out, (sum(part[0] for part in parts), *of_head), (added, parts[0][1])
 
-    out, gradients, (added, alone) = run(hidden, shards, rows, seeds)
+
+@pytest.mark.parametrize("test", CALLS, ids=str)
+def test_four_shards(test: cases.TestCase) -> None:
+    hidden, weight, labels, options, seeds = cases.draw(test)
+    per_token = [name for name in ("where", "candidates", "temperature", "logit_floor") if name in options]
+    rows = {"hidden": hidden, "labels": labels, "seeds": seeds, **{name: options.pop(name) for name in per_token}}
+    rows = jax.tree.map(lambda x: np.reshape(x, (-1, *x.shape[labels.ndim :])), rows)
+    hidden, labels, seeds = (rows.pop(name) for name in ("hidden", "labels", "seeds"))
+    seeds = seeds if options.get("entropy", True) else [seeds[0], 0 * seeds[1], *seeds[2:]]
+    head = {"weight": np.moveaxis(weight, options.get("weight_layout", "vh").index("v"), 0)}
+    head |= {"bias": np.asarray(options.pop("bias"))} if test.bias else {}
+    starts = range(0, test.V, test.V // 4)
+    shards = [(start, {name: x[start : start + test.V // 4] for name, x in head.items()}) for start in starts]
+
+    run = jax.jit(functools.partial(of_shards, test, options))
+    out, gradients, (added, alone) = run(hidden, labels, shards, rows, seeds)
     assert oracle.relative_norm(added, np.asarray(alone)) < 1e-6
     whole = {**options, **rows, **({"bias": head["bias"]} if test.bias else {})}
     for name, true in oracle.logprobs(hidden, weight, labels, **whole)._asdict().items():
