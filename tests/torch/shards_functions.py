@@ -1,4 +1,4 @@
-"""Checks of `shards_worker`: logits at chosen ids, a loss with its gradients in the forward, the most likely tokens."""
+"""Checks of `shards_worker`: every function of a vocabulary that is split, against float64 of the whole one."""
 
 from __future__ import annotations
 
@@ -10,37 +10,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lce_torch_bridge import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk, masked_logprobs
+from lce_torch_bridge import (
+    launch_with,
+    linear_kl,
+    linear_logits,
+    linear_logprobs,
+    linear_loss,
+    linear_topk,
+    masked_logprobs,
+    verl,
+)
+from tests.torch import executor
 from tests.torch import problem as p
+from tests.torch import test_every_function as f
 from tests.torch.shards import DEVICE, GRADIENT, VALUE, draw, same_on_all_ranks, shard
-
-
-def chosen_logits(group: dist.ProcessGroup) -> None:
-    """Logits at ids of any rank, eager and compiled, the same bits on all; parts of different sizes are NaN."""
-    problem, bias = draw(), torch.linspace(-2, 2, 104, device=DEVICE)
-    problem.hidden[3] = torch.nan  # of a token whose ids are all none
-    ids, told = p.candidates_like(problem.labels), dict(temperature=0.7, logit_softcap=4.0, vocab_size=97)
-    ids[3] = -1
-    seed = p.seeds_like(problem.labels, K=5)[3]
-
-    def measured(call: Any, problem: p.Problem, bias: torch.Tensor, **more: Any) -> Any:
-        leaves, leaf = problem.leaves(), bias.clone().requires_grad_()
-        z = call(leaves.hidden, leaves.weight, ids, bias=leaf, **told, **more)
-        return z, torch.autograd.grad((seed.to(z.dtype) * z).sum(), (*leaves[:2], leaf))
-
-    true = problem.hidden.double().nan_to_num(), problem.weight.double(), problem.labels
-    want, wanted = measured(p.stored_logits, p.Problem(*true), bias.double())
-    local = problem._replace(weight=shard(problem.weight, group)), shard(bias, group)
-    for call in (linear_logits, torch.compile(linear_logits, fullgraph=True, backend="aot_eager")):
-        z, (dhidden, dweight, dbias) = measured(call, *local, tp_group=group, reduce_grad_hidden=True)
-        assert p.value_error(z, want) < VALUE
-        assert same_on_all_ranks(z, group)
-        assert same_on_all_ranks(dhidden, group)
-        assert p.relative_norm(dhidden, wanted[0]) < GRADIENT
-        assert p.relative_norm(dweight, shard(wanted[1], group)) < GRADIENT
-        assert p.relative_norm(dbias, shard(wanted[2], group)) < GRADIENT
-    odd = problem.weight[: 51 + group.rank()]
-    assert linear_logits(problem.hidden, odd, ids, tp_group=group).isnan().all()
 
 
 def loss_in_forward(group: dist.ProcessGroup) -> None:
@@ -66,36 +49,88 @@ def loss_in_forward(group: dist.ProcessGroup) -> None:
     assert p.relative_norm(part, wanted[0]) > 0.3
 
 
-def floors(group: dist.ProcessGroup) -> None:
-    """A floor that some ranks have no token above: values and gradients against float64, the same bits on all ranks."""
-    problem = draw(T=37, V=104)
-    problem.labels[:2] = torch.tensor([-100, 104], device=DEVICE)
-    z = p.stored_logits(problem.hidden.double(), problem.weight.double(), torch.arange(104).expand(37, -1)).sort(-1)[0]
-    options: Any = dict(logit_floor=((z[:, -3] + z[:, -4]) / 2).float())
-    seeds, leaves = p.seeds_like(problem.labels), problem._replace(weight=shard(problem.weight, group)).leaves()
-    out = linear_logprobs(*leaves, tp_group=group, reduce_grad_hidden=True, stats=True, **options)
-    dhidden, dweight = torch.autograd.grad(p.objective(out, seeds), leaves[:2])
-    want, (true_hidden, true_weight) = p.exact(problem, seeds, **options)
-    assert max(map(p.value_error, out[:3], want[:3])) < VALUE
-    assert p.relative_norm(dhidden, true_hidden) < GRADIENT
-    assert p.relative_norm(dweight, shard(true_weight, group)) < GRADIENT
-    assert out.support is not None
-    assert set(out.support.tolist()) == {3, 4}
-    assert all(same_on_all_ranks(x, group) for x in (*out[:5], out.support, dhidden))
+TEACHER, OF_TEACHER = draw(T=f.T, H=16, seed=1), torch.linspace(2, -2, f.V, device=DEVICE)
 
 
-def most_likely(group: dist.ProcessGroup) -> None:
-    """Those of one rank that holds all columns, of which some are equal on several ranks: the smaller ids first."""
-    problem = draw()
-    problem.weight[60:90] = problem.weight[:30].clone()
-    for V, k in ((104, 64), (97, 5), (40, 40)):  # with padding, and ranks of padding alone
-        options: Any = dict(vocab_size=V, temperature=0.7, logit_softcap=4.0)
-        want = linear_topk(problem.hidden, problem.weight, k, **options)
-        for call in (linear_topk, torch.compile(linear_topk, fullgraph=True, backend="aot_eager")):
-            got = call(problem.hidden, shard(problem.weight, group), k, tp_group=group, **options)
-            assert all(same_on_all_ranks(x, group) for x in got)
-            assert torch.equal(got.ids, want.ids)
-            assert max(map(p.value_error, got[1:], want[1:])) < VALUE
+def divergence(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """`linear_kl` with a teacher whose head is split as the student's."""
+    heads, group = [TEACHER.weight, OF_TEACHER], options.get("tp_group")
+    heads = heads if group is None else [shard(x, group) for x in heads]
+    return [linear_kl(hidden, weight, TEACHER.hidden, heads[0], bias=bias, teacher_bias=heads[1], **options)]
+
+
+def floored(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """With a floor that some ranks have no token above."""
+    z = p.capped(f.PROBLEM.hidden.double() @ f.PROBLEM.weight.double().T, bias=f.BIAS).sort(-1)[0]
+    floor = ((z[:, -3] + z[:, -4]) / 2).float().to(DEVICE)
+    labels, told = f.PROBLEM.labels.to(DEVICE), dict(bias=bias, logit_floor=floor, stats=True)
+    out = linear_logprobs(hidden, weight, labels, **told, **options)
+    return [*out[:3], out.support]
+
+
+def twice_the_same(hidden: torch.Tensor, weight: torch.Tensor, _: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """The most likely where some columns are equal, on several ranks: the smaller ids first."""
+    del weight
+    whole = f.PROBLEM.weight.clone().to(DEVICE)
+    whole[60:90] = whole[:30]
+    group = options.get("tp_group")
+    return list(linear_topk(hidden, whole if group is None else shard(whole, group), 40, **options))
+
+
+def of_verl(hidden: torch.Tensor, weight: torch.Tensor, _: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """It leaves dhidden each rank's own part, as verl's kernel does."""
+    return list(verl.linear_cross_entropy(hidden, weight, f.PROBLEM.labels.to(DEVICE), 0.7, "none", *options.values()))
+
+
+SCALED: Any = dict(temperature=0.7, logit_scale=1.3, logit_softcap=4.0)
+CAPPED: Any = SCALED | dict(teacher_logit_softcap="same", teacher_logit_scale="same", teacher_temperature=1.2)
+CASES: list[tuple[Any, dict[str, Any]]] = [  # of 97 columns the last one's some are padding, of 40 all
+    (f.logprobs, SCALED), (f.logprobs, dict(vocab_size=97)), (f.logprobs, dict(vocab_size=40)),
+    (f.cross_entropy, {}), (f.entropy, {}), (f.logits, SCALED | dict(vocab_size=97)), (floored, {}),
+    (f.loss, dict(vocab_size=97)), (twice_the_same, SCALED | dict(vocab_size=97)),
+    (twice_the_same, dict(vocab_size=40)), (divergence, dict(vocab_size=40)),
+    (divergence, CAPPED | dict(vocab_size=97, direction="reverse")),
+    (divergence, dict(direction="jsd", cache_bytes=1 << 20)), (of_verl, {}),
+]  # fmt: skip
+COMPILED = (f.logprobs, f.cross_entropy, f.logits, divergence, twice_the_same)
+
+
+def every_function(group: dist.ProcessGroup) -> None:
+    """Eager and in one graph: what float64 has of the whole vocabulary, with the same bits on all ranks."""
+    operands = [x.to(DEVICE) for x in (f.PROBLEM.hidden, f.PROBLEM.weight, f.BIAS)]
+    seen = set()
+    for function, options in CASES:
+        launch_with("jax")
+        with executor.in_float64():
+            want = f.measured(function, [x.clone().requires_grad_() for x in operands], **options)
+        launch_with(None)
+        told: Any = dict(tp_group=group)
+        if function not in (twice_the_same, of_verl):
+            told |= dict(reduce_grad_hidden=True)
+        calls = [function]
+        if function in COMPILED and function not in seen:
+            calls.append(torch.compile(function, fullgraph=True, backend="aot_eager"))
+        seen.add(function)
+        for call in calls:
+            parts = operands[0], *(shard(x, group) for x in operands[1:])
+            got = f.measured(call, [x.clone().requires_grad_() for x in parts], **options, **told)
+            _compare(f"{function.__name__}, {', '.join(options)}", got, want, group, function is not twice_the_same)
+
+
+def _compare(name: str, got: list[Any], want: list[Any], group: dist.ProcessGroup, differentiable: bool) -> None:
+    results = len(want) - 3 * differentiable
+    for x, y in zip(got[:results], want[:results], strict=True):
+        assert same_on_all_ranks(x, group), name
+        assert torch.equal(x, y) if x.dtype == torch.int64 else p.value_error(x, y) < 5 * VALUE, name
+    if not differentiable:
+        return
+    (dhidden, *of_head), (whole, *wanted) = got[results:], want[results:]
+    if name.startswith("of_verl"):
+        dist.all_reduce(dhidden, group=group)
+    assert same_on_all_ranks(dhidden, group), name
+    assert p.relative_norm(dhidden, whole) < 2 * GRADIENT, name
+    for x, y in zip(of_head, wanted, strict=True):
+        assert x is y is None or p.relative_norm(x, shard(y, group)) < 2 * GRADIENT, name
 
 
 def chosen_on_one_rank(group: dist.ProcessGroup) -> None:
@@ -127,42 +162,19 @@ def chosen_on_one_rank(group: dist.ProcessGroup) -> None:
         assert max(errors) < torch.finfo(torch.bfloat16).eps / 2  # one rounding
 
 
-def divergences(group: dist.ProcessGroup) -> None:
-    """Those of one rank that holds all columns, eager and compiled, the same bits on all; of padding alone too."""
-    problem, teacher, bias = draw(), draw(H=16, seed=1), torch.linspace(-2, 2, 104, device=DEVICE)
-    seed = p.seeds_like(problem.labels)[0]
-
-    def measured(function: Any, own: Any, teachers: Any, **told: Any) -> Any:
-        leaves = [x.clone().requires_grad_() for x in (problem.hidden, *own)]
-        kl = function(*leaves[:2], teacher.hidden, teachers[0], bias=leaves[2], teacher_bias=teachers[1], **told)
-        return kl, torch.autograd.grad((seed * kl).sum(), leaves)
-
-    heads = (problem.weight, bias), (teacher.weight, bias.flip(0))
-    local = [[shard(x, group) for x in head] for head in heads]
-    split: Any = dict(tp_group=group, reduce_grad_hidden=True)
-    compiled = torch.compile(linear_kl, fullgraph=True, backend="aot_eager")
-    cap = dict(logit_softcap=4.0, teacher_logit_softcap="same")
-    for direction, function, further in (
-        ("forward", linear_kl, dict(vocab_size=40)),
-        ("reverse", linear_kl, dict(vocab_size=97, temperature=0.7, teacher_temperature=1.2, **cap)),
-        ("jsd", compiled, dict(cache_bytes=1 << 20)),
-    ):
-        told: Any = dict(direction=direction, **further)
-        want, wanted = measured(linear_kl, *heads, **told)
-        kl, (dhidden, dweight, dbias) = measured(function, *local, **told, **split)
-        assert p.value_error(kl, want) < VALUE, direction
-        assert same_on_all_ranks(kl, group)
-        assert same_on_all_ranks(dhidden, group)
-        assert p.relative_norm(dhidden, wanted[0]) < GRADIENT, direction
-        assert p.relative_norm(dweight, shard(wanted[1], group)) < GRADIENT, direction
-        assert p.relative_norm(dbias, shard(wanted[2], group)) < GRADIENT, direction
+def of_dtensors(group: dist.ProcessGroup) -> None:
+    """A DTensor beside a plain part: of the student's head, or of the teacher's."""
+    problem, teacher = draw(), draw(H=16, seed=1)
     mesh = init_device_mesh(problem.hidden.device.type, (group.size(),))
-    (weight, _), (teachers, _) = local
+    weight, teachers = shard(problem.weight, group), shard(teacher.weight, group)
     want = linear_kl(problem.hidden, weight, teacher.hidden, teachers, tp_group=group)
-    for own, other in ((True, False), (False, True)):  # a DTensor beside a plain part
+    for own, other in ((True, False), (False, True)):
         heads = [DTensor.from_local(x, mesh, [Shard(0)]) if y else x for x, y in ((weight, own), (teachers, other))]
         got = linear_kl(problem.hidden, heads[0], teacher.hidden, heads[1], tp_group=mesh.get_group())
         assert torch.equal(got, want)
+    odd = problem.weight[: 51 + group.rank()]
+    ids = p.candidates_like(problem.labels)
+    assert linear_logits(problem.hidden, odd, ids, tp_group=group).isnan().all()
     _parts_of_other_sizes(problem, teacher, group)
 
 

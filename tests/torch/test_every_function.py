@@ -99,7 +99,7 @@ def measured(function: Function, operands: list[torch.Tensor], **options: Any) -
     """The results, and the gradients of all operands that require them."""
     found, wanted = function(*operands, **options), [x for x in operands if x.requires_grad]
     has_gradients = bool(wanted) and any(x.requires_grad for x in found)
-    return [*found, *(torch.autograd.grad(objective(found), wanted) if has_gradients else [])]
+    return [*found, *(torch.autograd.grad(objective(found), wanted, allow_unused=True) if has_gradients else [])]
 
 
 def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:

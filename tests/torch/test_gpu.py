@@ -139,9 +139,9 @@ def test_a_process_may_end_while_the_gpu_works(way: str) -> None:
 def test_two_ranks_that_see_every_gpu(tmp_path: Path) -> None:
     """NCCL on the caller's group; the same bits on both ranks; torch's current device stays as it was."""
     checks = (
-        "parity", "negative_controls", "collectives", "kept_rows", "uneven", "rounding", "verls",
-        "chosen_logits", "chosen_on_one_rank", "most_likely", "divergences", "rows_that_differ", "in_16_bits",
-        "whole_weights", "right_groups",
+        "foreign_labels", "negative_controls", "collectives", "kept_rows", "uneven", "rounding",
+        "every_function", "of_dtensors",
+        "chosen_on_one_rank", "rows_that_differ", "in_16_bits", "whole_weights", "right_groups",
     )  # fmt: skip
     command = ["-W", "error", "-m", "tests.torch.shards_worker", *checks]
     for said in ranks(2, command, tmp_path / "logs", 400, torchrun, DEVICE="cuda", JAX_PLATFORMS="cuda,cpu"):

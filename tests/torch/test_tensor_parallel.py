@@ -14,9 +14,9 @@ from tests.torch.processes import ranks
 
 WORKER = ["-m", "tests.torch.shards_worker"]
 CHECKS = (
-    "parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding", "verls",
-    "biased", "losses", "chosen_logits", "chosen_on_one_rank", "loss_in_forward", "most_likely",
-    "floors", "divergences",
+    "foreign_labels", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding",
+    "every_function",
+    "of_dtensors", "chosen_on_one_rank", "loss_in_forward",
 )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def test_groups_that_hold_something_else(size: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
-    checks = ("parity", "chosen_logits", "loss_in_forward", "most_likely", "divergences")
+    checks = ("every_function", "of_dtensors", "loss_in_forward")
     for said in ranks(4, [*WORKER, *checks], tmp_path / "logs"):
         assert said.count("done ") == len(checks)
 
