@@ -55,22 +55,22 @@ test-frameworks:
 	.venv-frameworks/bin/python -m pip install --quiet --no-deps \
 		'skyrl==0.3.0' 'liger-kernel==0.8.5' 'cut-cross-entropy==25.1.1'
 	.venv-frameworks/bin/python -m pytest \
-		tests/recipes/test_tunix.py tests/recipes/test_trl.py tests/recipes/test_hugging_face.py tests/recipes/test_frameworks.py \
+		examples/frameworks/test_tunix.py examples/frameworks/test_trl.py examples/frameworks/test_hugging_face.py examples/frameworks/test_frameworks.py \
 		tests/recipes/test_migration.py
 	$(PYTHON) -m venv .venv-marin
 	.venv-marin/bin/python -m pip install --quiet --editable '.[flax]' pytest 'marin-levanter==0.2.227.dev40316220070'
-	.venv-marin/bin/python -m pytest tests/recipes/test_marin.py
+	.venv-marin/bin/python -m pytest examples/frameworks/test_marin.py
 	$(PYTHON) -m venv .venv-maxtext
 	.venv-maxtext/bin/python -m pip install --quiet --editable '.[flax]' pytest $(MAXTEXT)
 	.venv-maxtext/bin/python -m pip install --quiet --no-deps 'maxtext==0.2.5'
-	.venv-maxtext/bin/python -m pytest tests/recipes/test_maxtext.py
+	.venv-maxtext/bin/python -m pytest examples/frameworks/test_maxtext.py
 	$(PYTHON) -m venv .venv-areal
 	.venv-areal/bin/python -m pip install --quiet --editable '.[torch]' pytest $(AREAL)
 	.venv-areal/bin/python -m pip install --quiet --no-deps 'areal==1.0.4'
-	.venv-areal/bin/python -m pytest tests/recipes/test_areal.py
+	.venv-areal/bin/python -m pytest examples/frameworks/test_areal.py
 	$(PYTHON) -m venv .venv-torchtitan
 	.venv-torchtitan/bin/python -m pip install --quiet --editable '.[torch]' pytest 'torchtitan==0.3.0'
-	.venv-torchtitan/bin/python -m pytest tests/recipes/test_torchtitan.py
+	.venv-torchtitan/bin/python -m pytest examples/frameworks/test_torchtitan.py
 
 # No driver and no GPU: JAX's plugin and NVIDIA's compiler alone, beside what .venv has. JAX=, FLAX=: other versions.
 CUDA := nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-nvrtc nvidia-nvjitlink

@@ -5,7 +5,7 @@ SkyRL 0.3.0, skyrl/backends/skyrl_train/distributed/megatron/model_utils.py, ``_
 NeMo RL at 7ea279a (2026-08-22), nemo_rl/distributed/model_utils.py, ``from_parallel_hidden_states_to_logprobs``,
 ``from_parallel_logits_to_logprobs`` and ``from_parallel_logits_to_logprobs_packed_sequences``;
 TRL 1.16.0, trl/kernels/chunked_logprob.py, ``ChunkedLogProbFunction.apply``.
-What they compute is written anew, in float64, on the whole vocabulary: ``tests/recipes/test_trl.py`` runs TRL's own.
+What they compute is written anew, in float64, on the whole vocabulary. ``examples/frameworks/test_trl.py`` runs TRL's.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ from tests.site.test_figures import script
 pytestmark = pytest.mark.site
 ROOT = Path(__file__).parents[2]
 PROGRAMS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").glob("[a-z]*.py"))]
+TESTS = "".join(
+    path.read_text() for folder in ("tests", "examples/frameworks") for path in (ROOT / folder).rglob("*.py")
+)
 programs = script("programs")
 
 
@@ -23,18 +26,16 @@ def test_a_page_shows_its_programs_whole(page: Path) -> None:
     assert text.count("```python") == len(programs.PLACE.findall(text))
     for name in re.findall(r"`((?:examples|tests)/[\w/.]+)`", text):
         assert (ROOT / name).exists(), name
-    tests = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("*.py")))
     for code in re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         shown = [name for _, name, *_ in programs.PLACE.findall(text)]
-        assert any(code.strip() in (ROOT / name).read_text() for name in shown) or code.strip() in tests, code
+        assert any(code.strip() in (ROOT / name).read_text() for name in shown) or code.strip() in TESTS, code
 
 
 def test_every_program_is_on_one_page_and_in_a_test() -> None:
     shown = [name for page in programs.PAGES for _, name, *_ in programs.PLACE.findall(page.read_text())]
     assert sorted(shown) == PROGRAMS
-    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for name in PROGRAMS:
-        assert re.search(rf"\bimport (?:\(?[\w, ]*\b)?{Path(name).stem}\b|{re.escape(name)}", tests), name
+        assert re.search(rf"\bimport (?:\(?[\w, ]*\b)?{Path(name).stem}\b|{re.escape(name)}", TESTS), name
 
 
 def test_every_program_has_a_recorded_run_with_versions() -> None:

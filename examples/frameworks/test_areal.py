@@ -18,7 +18,7 @@ CALLS = 14  # micro-batches: two in each of six steps, and two of the forward
 @pytest.mark.parametrize(("backend", "size"), [("fsdp:d1", 1), ("fsdp:d2", 2), ("fsdp:d1c2", 2)])
 def test_its_engine_takes_the_steps_of_its_own_head(backend: str, size: int, tmp_path: Path) -> None:
     """One rank, two ranks with other rows, and two that share a sequence (Ulysses)."""
-    command = ["-m", "tests.recipes.areal_worker", backend]
+    command = ["-m", "examples.frameworks.areal_worker", backend]
     for said in ranks(size, command, tmp_path / "logs", launcher=torchrun):
         assert LINE in said
         found = json.loads(said.splitlines()[-1])

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_losses_are_those_of_logits(size: int, tmp_path: Path) -> None:
-    for said in ranks(size, ["-m", "tests.recipes.hugging_face_worker"], tmp_path / "logs", JAX_PLATFORMS="cpu"):
+    for said in ranks(size, ["-m", "examples.frameworks.hugging_face_worker"], tmp_path / "logs", JAX_PLATFORMS="cpu"):
         found = json.loads(next(line for line in said.splitlines() if line.startswith('{"got"')))
         assert found["ranks"] == size
         assert found["calls"] == 8  # four steps of two micro-batches

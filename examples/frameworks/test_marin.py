@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_five_steps_are_those_of_its_own_loss() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.recipes.marin_worker"],
+        [sys.executable, "-m", "examples.frameworks.marin_worker"],
         capture_output=True, text=True, timeout=500, check=False, cwd=ROOT, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

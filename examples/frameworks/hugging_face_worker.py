@@ -1,7 +1,7 @@
 """The Trainer of Hugging Face with logits and without; prints JSON.
 
-``python -m tests.recipes.hugging_face_worker``, in an environment with transformers and accelerate. With ``torchrun``,
-two ranks under DDP.
+``python -m examples.frameworks.hugging_face_worker``, in an environment with transformers and accelerate. With
+``torchrun``, two ranks under DDP.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """verl's own patch of a model with ``examples/verl_head.py``, and with verl's head in PyTorch; prints JSON.
 
-``python -m tests.recipes.verl_worker``, in an environment with verl.
+``python -m examples.frameworks.verl_worker``, in an environment with verl.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SkyRL's own functions with its fused head and with ``examples/skyrl_head.py``; prints JSON.
 
-``python -m tests.recipes.skyrl_worker``, in an environment with skyrl and megatron-core.
+``python -m examples.frameworks.skyrl_worker``, in an environment with skyrl and megatron-core.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def framework(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def results(framework: str) -> dict[str, Any]:
-    said = run(f"tests.recipes.{framework}_worker")
+    said = run(f"examples.frameworks.{framework}_worker")
     assert said.count(f"{framework}_head: {LINE}\n") == {"verl": 2}.get(framework, 1)  # verl's calls are counted anew
     return json.loads(said.splitlines()[-1])
 
@@ -61,14 +61,14 @@ def test_nothing_else_computes_the_head(framework: str, results: dict[str, Any])
 
 
 def test_workers_that_ray_starts_have_ours(framework: str) -> None:
-    said = run("tests.recipes.ray_worker", framework, VERL_USE_EXTERNAL_MODULES="verl_head")
+    said = run("examples.frameworks.ray_worker", framework, VERL_USE_EXTERNAL_MODULES="verl_head")
     assert said.splitlines()[-1] == f"{framework}_head"
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="needs verl: make test-frameworks")
 def test_the_update_of_verls_actor() -> None:
     ours, logits = (
-        json.loads(run("tests.recipes.verl_engine_worker", way).splitlines()[-1]) for way in ("ours", "logits")
+        json.loads(run("examples.frameworks.verl_engine_worker", way).splitlines()[-1]) for way in ("ours", "logits")
     )
     assert ours["losses"] == pytest.approx(logits["losses"], rel=1e-6)  # of three steps
     assert ours["losses"][-1] < ours["losses"][0]

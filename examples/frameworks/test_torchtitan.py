@@ -24,7 +24,7 @@ CHUNKS = ("--loss.num-chunks", "4")
 
 def trained(folder: Path, size: int, *options: str) -> tuple[list[dict[str, Any]], list[dict[str, torch.Tensor]]]:
     """What each rank says, and its parts of the parameters after the steps."""
-    command = ["-m", "tests.recipes.torchtitan_worker", str(folder / "parameters"), *options]
+    command = ["-m", "examples.frameworks.torchtitan_worker", str(folder / "parameters"), *options]
     told = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "JAX_PLATFORMS": "cpu"}
     folder.mkdir()
     said = ranks(size, command, folder / "logs", launcher=torchrun, **told)

@@ -1,8 +1,8 @@
 """torchtitan's trainer, from its own entry point, with its loss or ours; prints JSON.
 
-``torchrun -m tests.recipes.torchtitan_worker FILE [OPTION ...]``, in an environment with torchtitan. FILE gets this
-rank's parts of the parameters after the steps. What torchtitan asks of GPUs and of NCCL alone is replaced: reports of a
-device's memory, shorter timeouts, and the factor 1 of FSDP2's sums, which gloo takes without a factor.
+``torchrun -m examples.frameworks.torchtitan_worker FILE [OPTION ...]``, in an environment with torchtitan. FILE gets
+this rank's parts of the parameters after the steps. What torchtitan asks of GPUs and of NCCL alone is replaced: reports
+of a device's memory, shorter timeouts, and the factor 1 of FSDP2's sums, which gloo takes without a factor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def train(file: str, *options: str) -> list[float]:
         parts = {name: x.to_local().detach().clone() for name, x in trainer.model_parts[0].named_parameters()}
         torch.save(parts, f"{file}.{torch.distributed.get_rank()}")
 
-    told = ["train", "--module", "tests.recipes.torchtitan_model", "--config", "tiny", *options]
+    told = ["train", "--module", "examples.frameworks.torchtitan_model", "--config", "tiny", *options]
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(MetricsProcessor, "log") as logged,

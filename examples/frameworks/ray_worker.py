@@ -1,4 +1,4 @@
-"""``python -m tests.recipes.ray_worker FRAMEWORK``: prints whose head a worker process has that Ray starts."""
+"""``python -m examples.frameworks.ray_worker FRAMEWORK``: prints whose head a worker process has that Ray starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """MaxText's trainer with its loss and with ``examples/maxtext_head.py``; prints JSON.
 
-``python -m tests.recipes.maxtext_worker``, in an environment with maxtext.
+``python -m examples.frameworks.maxtext_worker``, in an environment with maxtext.
 """
 
 from __future__ import annotations

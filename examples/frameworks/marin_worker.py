@@ -1,6 +1,6 @@
 """Levanter's own loss and that of ``examples/marin_head.py`` in a training; prints JSON.
 
-``python -m tests.recipes.marin_worker``, in an environment with marin-levanter.
+``python -m examples.frameworks.marin_worker``, in an environment with marin-levanter.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ NEAR = 1e-6  # of float32 sums in another order
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.recipes.trl_worker"]
+    command = [sys.executable, "-m", "examples.frameworks.trl_worker"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=root)
     assert done.returncode == 0, done.stderr[-4000:]

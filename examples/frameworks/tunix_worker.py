@@ -1,6 +1,6 @@
 """Tunix's trainers with stored logits and with ``examples/tunix_head.py``, in a process of their own; prints JSON.
 
-``python -m tests.recipes.tunix_worker``, in an environment with google-tunix.
+``python -m examples.frameworks.tunix_worker``, in an environment with google-tunix.
 """
 
 from __future__ import annotations

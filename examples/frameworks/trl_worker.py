@@ -1,6 +1,6 @@
 """TRL's trainers with its own function and with ``examples/trl_head.py``, in a process of their own; prints JSON.
 
-``python -m tests.recipes.trl_worker``, in an environment with trl.
+``python -m examples.frameworks.trl_worker``, in an environment with trl.
 """
 
 from __future__ import annotations

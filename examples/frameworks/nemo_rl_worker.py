@@ -1,6 +1,6 @@
 """NeMo RL's own function with its fused head and with ``examples/nemo_rl_head.py``; prints JSON.
 
-``python -m tests.recipes.nemo_rl_worker``, with a checkout of NeMo RL on the path.
+``python -m examples.frameworks.nemo_rl_worker``, with a checkout of NeMo RL on the path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Three steps of verl's FSDP2 engine, as its actor's update calls it, with our head or with logits; prints JSON.
 
-``python -m tests.recipes.verl_engine_worker WAY``, "ours" or "logits". The engine asks a platform for its device; verl
-has none for CPUs, so here is one.
+``python -m examples.frameworks.verl_engine_worker WAY``, "ours" or "logits". The engine asks a platform for its device;
+verl has none for CPUs, so here is one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """AReaL's FSDP engine with logits and with ``examples/areal_head.py``; prints JSON.
 
-``torchrun -m tests.recipes.areal_worker BACKEND``, in an environment with areal; AReaL's name of a backend: "fsdp:d2".
+``torchrun -m examples.frameworks.areal_worker BACKEND``, in an environment with areal; a BACKEND as AReaL names it:
+"fsdp:d2".
 """
 
 from __future__ import annotations

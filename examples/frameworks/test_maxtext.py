@@ -28,7 +28,7 @@ def said(*command: str) -> str:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return json.loads(said("-m", "tests.recipes.maxtext_worker").splitlines()[-1])
+    return json.loads(said("-m", "examples.frameworks.maxtext_worker").splitlines()[-1])
 
 
 @pytest.mark.parametrize("mesh", ["4", "2 x 2", "explicit 2 x 2"])

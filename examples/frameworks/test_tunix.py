@@ -21,7 +21,7 @@ MOVED = 1e-2  # the least that training has changed
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.recipes.tunix_worker"]
+    command = [sys.executable, "-m", "examples.frameworks.tunix_worker"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=root)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""A configuration of torchtitan's trainer for CPUs: ``--module tests.recipes.torchtitan_model --config tiny``."""
+"""A configuration of torchtitan's trainer for CPUs: ``--module examples.frameworks.torchtitan_model --config tiny``."""
 
 from __future__ import annotations
 
