@@ -21,7 +21,7 @@ from benchmarks.measure import Run, rows, show
 from benchmarks.problem import Problem, Shape, default_dtype, random_problem, sizes
 from benchmarks.records import Job, Measured
 from lce_jax import UnsupportedError, explain
-from lce_jax._types import Case
+from lce_jax._types import Call
 from lce_jax.mosaic import NAME, _generations, sm90
 from lce_jax.mosaic.common._tiles import SMEM_LIMIT
 from lce_jax.mosaic.sm90._tuning import Tuning, stages_output
@@ -52,7 +52,7 @@ def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
 
 def _measure(kernel: str, shape: Shape, rounds: int) -> Measured:
     problem = random_problem(shape, default_dtype())
-    case = explain(*problem[:3], implementation=NAME).case
+    case = explain(*problem[:3], implementation=NAME).call
     seconds = sweep(kernel, case, functools.partial(_time, kernel, problem, case, rounds))
     best = next(iter(seconds))
     entry = f'("{case.device.kind}", "{kernel}"): (({case.hidden_size}, {best}),)'
@@ -61,7 +61,7 @@ def _measure(kernel: str, shape: Shape, rounds: int) -> Measured:
     return Measured({kernel: row}, {"shape": sizes(shape), "dtype": problem.hidden.dtype.name})
 
 
-def sweep(kernel: str, case: Case, time: Callable[[Sequence[Tuning]], dict[Tuning, float]]) -> dict[Tuning, float]:
+def sweep(kernel: str, case: Call, time: Callable[[Sequence[Tuning]], dict[Tuning, float]]) -> dict[Tuning, float]:
     """Seconds of the whole direction by tuning, of the last step, the fastest first.
 
     It starts from the kernel's own tuning; each step varies a few fields of the best so far. Only timings of one
@@ -76,7 +76,7 @@ def sweep(kernel: str, case: Case, time: Callable[[Sequence[Tuning]], dict[Tunin
     return seconds
 
 
-def around(case: Case, kernel: str, tuning: Tuning, fields: Mapping[str, Sequence[int]]) -> list[Tuning]:
+def around(case: Call, kernel: str, tuning: Tuning, fields: Mapping[str, Sequence[int]]) -> list[Tuning]:
     """``tuning`` with every choice of the fields that is valid and fits shared memory."""
     made = []
     for values in itertools.product(*fields.values()):
@@ -87,7 +87,7 @@ def around(case: Case, kernel: str, tuning: Tuning, fields: Mapping[str, Sequenc
 
 
 @contextlib.contextmanager
-def tuned(case: Case, kernel: str, tuning: Tuning) -> Iterator[None]:
+def tuned(case: Call, kernel: str, tuning: Tuning) -> Iterator[None]:
     """Within it, calls on this device kind use ``tuning``. It is read while tracing, so traces must be fresh."""
     tunings = sm90.HOPPER.tunings
     table = {**tunings.tuned, (case.device.kind, kernel): ((0, tuning),)}
@@ -100,7 +100,7 @@ def tuned(case: Case, kernel: str, tuning: Tuning) -> Iterator[None]:
         jax.clear_caches()
 
 
-def _time(kernel: str, problem: Problem, case: Case, rounds: int, choices: Sequence[Tuning]) -> dict[Tuning, float]:
+def _time(kernel: str, problem: Problem, case: Call, rounds: int, choices: Sequence[Tuning]) -> dict[Tuning, float]:
     """Seconds of the direction by tuning, the fastest first. All are printed; of one that fails or is wrong, why."""
     ours = next(one for one in jax_candidates(problem, NAME) if (one.key, one.direction) == ("ours", KERNELS[kernel]))
 

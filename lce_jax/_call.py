@@ -1,6 +1,6 @@
 """A call: its arguments checked once, where they lie, the implementation that serves it, its rows, and what is static.
 
-    hidden, weight, labels, where, options ─ `case` ─ where they lie ─ `spec` ─ `operands` ─▶ Call
+    hidden, weight, labels, where, options ─ `describe` ─ where they lie ─ `choose` ─ `operands` ─▶ Bound
 
 Rows that ``where`` leaves out move to the end, after the live ones: tiles that hold only dead rows are never computed.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lce_jax import _checks, _dispatch, _jax, _options, scalars
 from lce_jax._options import CallOptions, LogprobOptions
-from lce_jax._types import ALONE, Case, Device, Primals, Surroundings, is_array
+from lce_jax._types import ALONE, Call, Primals, Surroundings, is_array
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives, _layout
@@ -261,49 +261,7 @@ def expand(order: Compaction, tree: Any) -> Any:
     return jax.tree.map(lambda x: x[order.position], tree)
 
 
-# The static part, and where a call runs
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """What to compute, by which implementation, split over which axis."""
-
-    case: Case
-    implementation: str
-    requested: tuple[str, ...] | None  # the names to choose from again, for a shard's shapes
-    vocab_size: int  # the true size of the whole vocabulary
-    padded: bool = False  # whether the shards together have more columns
-    axis_name: Any = None
-    gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
-    # The axes that split the tokens, in a program of `runner._over_devices`. No types say there what to sum, so the
-    # program sums over these axes, and cotangents arrive whole. None: the types of ``shard_map`` say what to sum.
-    token_axes: tuple[str, ...] | None = None
-    # Where `runner._over_devices` finds global operands: a `Layout`, or the mesh of their types, empty if they name
-    # none. None: on this device.
-    mesh: Any = None
-
-    def implementation_on(self, device: Device) -> str:
-        """The one that would serve the call on ``device``."""
-        return _dispatch.choose(dataclasses.replace(self.case, device=device), self.requested)[0].NAME
-
-    def with_tokens(self, num_tokens: int) -> Spec:
-        """The same call with so many tokens."""
-        return dataclasses.replace(self, case=dataclasses.replace(self.case, num_tokens=num_tokens))
-
-    def share(self, layout: Layout, num_tokens: int, columns: Sequence[int]) -> Spec:
-        """The spec of one device's share, its implementation chosen for the share's shapes."""
-        case = dataclasses.replace(_dispatch.over(self.case, layout.mesh), num_tokens=num_tokens, vocab_size=columns[0])
-        scalars.whole_parts(case.options.vocab_part_size, self.case.vocab_size, case.vocab_size)
-        chosen, _ = _dispatch.choose(case, self.requested)
-        return dataclasses.replace(
-            self,
-            case=case,
-            implementation=chosen.NAME,
-            axis_name=layout.vocab_axes,
-            gather_dim=layout.gather_dim,
-            token_axes=layout.token_axes,
-            mesh=None,
-        )
+# Where a call runs
 
 
 class Place(NamedTuple):
@@ -324,10 +282,10 @@ class Place(NamedTuple):
         """Whether the caller names any."""
         return self.mesh is not None or bool(self.vocab_axis or self.batch_axes or self.sequence_axis)
 
-    def layout(self, hidden: Any, weight: Any, options: CallOptions) -> Layout:
+    def layout(self, hidden: Any, weight: Any, call: Call) -> Layout:
         """How the names split checked operands."""
-        _options.no_axis_name(options)
-        return layout_of_names(hidden, weight, options.static.vocab_dim, **self._asdict())
+        _options.no_axis_name(call)
+        return layout_of_names(hidden, weight, call.vocab_dim, **self._asdict())
 
 
 class Placed(NamedTuple):
@@ -339,21 +297,21 @@ class Placed(NamedTuple):
     by_xla: bool  # whether XLA partitions the call over Auto axes
 
 
-def placed(hidden: Any, weight: Any, per_token: list[Any], case: Case, options: CallOptions, place: Place) -> Placed:
+def placed(hidden: Any, weight: Any, per_token: list[Any], call: Call, options: CallOptions, place: Place) -> Placed:
     """How the operands lie on the mesh."""
-    layout, around, columns, vocab_dim = None, ALONE, case.vocab_size, case.options.vocab_dim
+    layout, around, columns = None, ALONE, call.columns
     if place.is_named:
-        layout = place.layout(hidden, weight, options)
-    elif options.axis_name is None:
-        layout = layout_of_arrays(hidden, weight, per_token, vocab_dim)
+        layout = place.layout(hidden, weight, call)
+    elif call.axis_name is None:
+        layout = layout_of_arrays(hidden, weight, per_token, call.vocab_dim)
     else:
         columns = scalars.INT32_MAX  # the columns of all shards: how many shards there are is not known here
     by_xla = layout is not None and not place.is_named and AxisType.Explicit not in layout.mesh.axis_types
     if layout is not None:
         if by_xla:
-            check_rules_are_read(case.device.platform, layout.mesh, case.options)
+            check_rules_are_read(call.device.platform, layout.mesh, call)
         around = Surroundings(gathers_hidden=layout.gather_dim is not None, shards=layout.vocab_shards)
-    elif options.axis_name is None:
+    elif call.axis_name is None:
         around = Surroundings(true_columns=_checks.vocabulary(options.vocab_size, columns))
     return Placed(layout, around, columns, by_xla)
 
@@ -361,12 +319,12 @@ def placed(hidden: Any, weight: Any, per_token: list[Any], case: Case, options: 
 # The door of every function
 
 
-class Call[S](NamedTuple):
-    """What is computed: a static part and arrays."""
+class Bound(NamedTuple):
+    """A call and its arrays; of `lce_jax.linear_kl` a `Pair` of these."""
 
-    spec: S
-    primals: Primals
-    rows: Rows
+    call: Call
+    primals: Any  # `Primals`
+    rows: Any  # `Rows`
     agree: Bool[Array, "*b"] | None  # inside ``shard_map``: the rows that all shards of the vocabulary were given alike
 
 
@@ -378,60 +336,54 @@ def bind(
     options: CallOptions,
     place: Place | None = None,
     others: Any = (),
-    checked: Case | None = None,
-) -> Call[Spec]:
+    described: Call | None = None,
+) -> Bound:
     """A call over the mesh at ``place``, over the one that the operands name, or of this device.
 
     ``labels`` are None for a function that has none. ``others`` are further operands, which may name the mesh too.
-    ``checked`` is the `case` of the arguments where it is known.
+    ``described`` is what `describe` returns, where it is known.
     """
-    found = case(hidden, weight, labels, where, options) if checked is None else checked
-    static, axis_name = options.static, options.axis_name
+    found = describe(hidden, weight, labels, where, options) if described is None else described
     mesh: Layout | AbstractMesh | None
     if place is not None:
-        mesh = place.layout(hidden, weight, options)
+        mesh = place.layout(hidden, weight, found)
     else:
         arrays = (hidden, weight, labels, where, options.bias, options.temperature, options.candidates, others)
-        mesh = _layout.mesh_of(arrays, static.function, static.keeps_tiles)
-        mesh = mesh if axis_name is None else None
-    shards = 1 if axis_name is None else _checks.axis_size(axis_name)
-    bound = spec(found, options, found.vocab_size * shards, mesh)
-    primals, rows = operands(bound, hidden, weight, labels, where, options)
-    if axis_name is None:
-        return Call(dataclasses.replace(bound, mesh=mesh), primals, rows, None)
-    _checks.split(primals.weight, axis_name, found.vocab_size)
-    rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, axis_name)
-    return Call(bound, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
+        mesh = _layout.mesh_of(arrays, found.function, found.keeps_tiles)
+        mesh = mesh if found.axis_name is None else None
+    shards = 1 if found.axis_name is None else _checks.axis_size(found.axis_name)
+    call = choose(found, options, found.columns * shards, mesh)
+    primals, rows = operands(call, hidden, weight, labels, where, options)
+    if call.axis_name is None:
+        return Bound(dataclasses.replace(call, mesh=mesh), primals, rows, None)
+    _checks.split(primals.weight, call.axis_name, found.columns)
+    rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, call.axis_name)
+    return Bound(call, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
 
 
 def bind_shard(
     hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions, mean_logit: bool
-) -> tuple[Spec, Primals, Rows]:
+) -> tuple[Call, Primals, Rows]:
     """The call of one shard of a vocabulary, for `lce_jax.local`: who calls it knows the other shards."""
     checked = _options.of_call(options, mean_logit)
-    _options.no_axis_name_of_shard(checked)
-    found = case(hidden, weight, labels, where, checked)
+    _options.no_axis_name_of_shard(checked.static)
+    found = describe(hidden, weight, labels, where, checked)
     if num_rows is not None:
         if where is not None:
             raise ValueError("where and num_rows both say which rows count: give one of them")
         found = dataclasses.replace(found, partial_rows=True)
     if labels.ndim != 1:
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
-    bound = shard_spec(found, checked)
-    primals, rows = operands(bound, hidden, weight, labels, where, checked)
+    call = choose_shard(found, checked)
+    primals, rows = operands(call, hidden, weight, labels, where, checked)
     if num_rows is not None:
         count = count_of("num_rows", num_rows, found.num_tokens, ", the rows of labels")
         rows = rows._replace(num_rows=jnp.clip(count, 0, found.num_tokens))  # a traced one may lie outside
-    return bound, primals, rows
+    return call, primals, rows
 
 
-def shard_spec(case: Case, options: CallOptions) -> Spec:
-    """The static part of a call of one shard, of how many its caller alone knows: any vocab_size may leave padding."""
-    return dataclasses.replace(spec(case, options, scalars.INT32_MAX), padded=options.vocab_size is not None)
-
-
-def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions) -> Case:
-    """A call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
+def describe(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions) -> Call:
+    """With a call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
     static = options.static
     if labels is None:
         _checks.array("hidden", hidden)
@@ -440,42 +392,44 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
     if options.candidates is not None:
         scalars.candidate_shape("candidates", options.candidates.shape, labels.shape, "labels")
     dtype, given = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
-    return Case(
+    return dataclasses.replace(
+        static,
         num_tokens=math.prod(labels.shape),
         hidden_size=weight.shape[static.hidden_dim],
-        vocab_size=weight.shape[static.vocab_dim],
+        columns=weight.shape[static.vocab_dim],
         dtype=dtype,
-        options=static,
         given_dtype=None if given == dtype else given,
         partial_rows=where is not None,
         device=_dispatch.current_device(weight, hidden, labels, where),
     )
 
 
-def spec(case: Case, options: CallOptions, columns: int, mesh: Layout | AbstractMesh | None = None) -> Spec:
-    """The static part of a call whose vocabulary has ``columns``; over a layout, of one device's share of it."""
+def choose(call: Call, options: CallOptions, columns: int, mesh: Layout | AbstractMesh | None = None) -> Call:
+    """With the implementation, where the vocabulary has ``columns``; over a layout, of one device's share."""
     vocab_size = _checks.vocabulary(options.vocab_size, columns)
+    call = dataclasses.replace(call, vocab_size=vocab_size, padded=vocab_size < columns)
     if isinstance(mesh, Layout):
-        case = dataclasses.replace(
-            _dispatch.over(case, mesh.mesh),
-            num_tokens=case.num_tokens // mesh.token_shards,
-            vocab_size=case.vocab_size // mesh.vocab_shards,
-        )
-    if case.options.top_k:
-        scalars.num_largest(case.options.top_k, vocab_size)
+        tokens, size = call.num_tokens // mesh.token_shards, call.columns // mesh.vocab_shards
+        call = dataclasses.replace(_dispatch.over(call, mesh.mesh), num_tokens=tokens, columns=size)
+    if call.top_k:
+        scalars.num_largest(call.top_k, vocab_size)
     if columns < scalars.INT32_MAX:  # else how many shards there are is not known here
-        scalars.whole_parts(case.options.vocab_part_size, columns, case.vocab_size)
-    name = _dispatch.choose(case, options.implementation)[0].NAME
-    return Spec(case, name, options.implementation, vocab_size, vocab_size < columns, options.axis_name)
+        scalars.whole_parts(call.vocab_part_size, columns, call.columns)
+    return dataclasses.replace(call, implementation=_dispatch.choose(call)[0].NAME)
+
+
+def choose_shard(call: Call, options: CallOptions) -> Call:
+    """That of one shard, of how many its caller alone knows: any vocab_size may leave padding."""
+    return dataclasses.replace(choose(call, options, scalars.INT32_MAX), padded=options.vocab_size is not None)
 
 
 def operands(
-    spec: Spec, hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
+    call: Call, hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
 ) -> tuple[Primals, Rows]:
     """The arrays of a call: those with gradients, and the per-token ones."""
     if labels is None:
         labels = no_labels(jnp.asarray(hidden), tuple(hidden.shape[:-1]))
     given = Primals(hidden, weight, options.bias)
     primals = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), given)
-    factors = (options.temperature, spec.vocab_size, spec.case.stat_dtype, options.logit_scale, options.logit_softcap)
+    factors = (options.temperature, call.vocab_size, call.stat_dtype, options.logit_scale, options.logit_softcap)
     return primals, rows_of_call(labels, where, *factors, options.candidates, options.logit_floor)

@@ -11,12 +11,12 @@ import numpy as np
 from jax import lax
 
 from lce_jax import _jax, scalars
-from lce_jax._types import Options, UnsupportedError, is_array
+from lce_jax._types import Call, UnsupportedError, is_array
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
-def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, options: Options) -> None:
+def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call: Call) -> None:
     """Checks the arrays of a call against each other. They may be tracers or ShapeDtypeStructs."""
     for name, x in (("hidden", hidden), ("weight", weight)):
         array(name, x)
@@ -28,13 +28,13 @@ def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, optio
         raise ValueError("hidden must have at least the hidden dimension, got a scalar")
     if weight.ndim != 2:
         raise ValueError(f"weight must have two dimensions ([V, H] or [H, V]), got shape {tuple(weight.shape)}")
-    vocab, size = weight.shape[options.vocab_dim], weight.shape[options.hidden_dim]
+    vocab, size = weight.shape[call.vocab_dim], weight.shape[call.hidden_dim]
     if hidden.shape[-1] != size:
-        other = "hv" if options.weight_layout == "vh" else "vh"
+        other = "hv" if call.weight_layout == "vh" else "vh"
         hint = f' (it fits weight_layout="{other}")' if hidden.shape[-1] == vocab else ""
         raise ValueError(
             f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
-            f'weight_layout="{options.weight_layout}" has H = {size}{hint}'
+            f'weight_layout="{call.weight_layout}" has H = {size}{hint}'
         )
     if tuple(labels.shape) != tuple(hidden.shape[:-1]):
         raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
@@ -43,7 +43,7 @@ def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, optio
     if where is not None:
         where_array(where, labels.shape)
     if bias is not None:
-        _bias(bias, weight, options)
+        _bias(bias, weight, call)
 
 
 def vocabulary(vocab_size: Any, columns: int) -> int:
@@ -206,13 +206,13 @@ def axis_size(axis_name: Any) -> int:
         ) from None
 
 
-def _bias(bias: Any, weight: Any, options: Options) -> None:
+def _bias(bias: Any, weight: Any, call: Call) -> None:
     if not is_array(bias):
         raise TypeError(f"bias must be an array, got {type(bias).__name__}")
     if jnp.dtype(bias.dtype).name not in FLOATS:
         raise TypeError(f"bias must be one of {', '.join(FLOATS)}, got {bias.dtype}")
-    if tuple(bias.shape) != (weight.shape[options.vocab_dim],):
+    if tuple(bias.shape) != (weight.shape[call.vocab_dim],):
         raise ValueError(
             f"bias {tuple(bias.shape)} must have one number per vocabulary column of weight {tuple(weight.shape)}: "
-            f"({weight.shape[options.vocab_dim]},), also where a mesh axis splits them"
+            f"({weight.shape[call.vocab_dim]},), also where a mesh axis splits them"
         )

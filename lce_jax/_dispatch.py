@@ -15,7 +15,7 @@ import contextvars
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 from lce_jax import _jax, mosaic
 from lce_jax._types import (
     ALONE,
-    Case,
+    Call,
     Device,
     Operands,
     Plan,
@@ -34,7 +34,6 @@ from lce_jax._types import (
     Surroundings,
     UnsupportedError,
 )
-from lce_jax.mathematics._kl import Pair
 from lce_jax.xla import _logprobs as xla
 
 _described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("described", default=None)
@@ -119,13 +118,13 @@ class Implementation(Protocol):
 
     NAME: str
 
-    def supports(self, case: Case) -> str | None:
-        """Why it cannot serve ``case``, in words for the user; None if it can."""
+    def supports(self, call: Call) -> str | None:
+        """Why it cannot serve ``call``, in words for the user; None if it can."""
 
-    def plan(self, case: Case, around: Surroundings = ALONE) -> Plan:
-        """Its tiles and its bytes for ``case``, without running anything."""
+    def plan(self, call: Call, around: Surroundings = ALONE) -> Plan:
+        """Its tiles and its bytes for ``call``, without running anything."""
 
-    def statistics(self, operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
+    def statistics(self, operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
         """Eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``).
 
         With a ``gradient_threshold`` the cache may also hold what `lce_jax.mosaic.selected` needs.
@@ -134,7 +133,7 @@ class Implementation(Protocol):
     def gradients(
         self,
         operands: Operands,
-        case: Case,
+        call: Call,
         rows: RowCoefficients,
         cache: Any = None,
         *,
@@ -155,61 +154,33 @@ IMPLEMENTATIONS: dict[str, Implementation] = {module.NAME: module for module in 
 _logger = logging.getLogger("lce_jax")
 
 
-def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implementation, dict[str, str]]:
-    """The first implementation that serves ``case``, and the reasons of those before it.
+def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
+    """The first implementation requested that serves ``call``, and the reasons of those before it. The log tells, once.
 
     Raises:
-        UnsupportedError: none of those asked for can.
+        UnsupportedError: none of them can.
     """
-    name, refused = _first(
-        implementation, lambda name: IMPLEMENTATIONS[name].supports(case), "linear log-probabilities", case
-    )
-    return IMPLEMENTATIONS[name], refused
-
-
-def choose_kl(cases: Pair[Case], implementation: tuple[str, ...] | None = None) -> tuple[str, dict[str, str]]:
-    """Which implementation serves `lce_jax.linear_kl` of two heads, and the reasons of those before it.
-
-    Raises:
-        UnsupportedError: none of those asked for can.
-    """
-    return _first(
-        implementation,
-        lambda name: mosaic.kl_supports(cases) if name == mosaic.NAME else None,
-        "divergences of two heads",
-        cases.student,
-    )
-
-
-def _first(
-    implementation: tuple[str, ...] | None,
-    refusal: Callable[[str], str | None],
-    what: str,
-    case: Case,
-) -> tuple[str, dict[str, str]]:
-    """The first name that serves ``what``, and the reasons of those before it. The log tells, once."""
     refused: dict[str, str] = {}
-    for name in IMPLEMENTATIONS if implementation is None else implementation:
-        reason = refusal(name)
+    for name in IMPLEMENTATIONS if call.requested is None else call.requested:
+        reason = IMPLEMENTATIONS[name].supports(call)
         if reason is None:
-            if implementation is None:
-                _log_choice(what, case.device.platform, name, tuple(refused.items()))
-            return name, refused
+            if call.requested is None:
+                what = "linear log-probabilities" if call.teacher is None else "divergences of two heads"
+                _log_choice(what, call.device.platform, name, tuple(refused.items()))
+            return IMPLEMENTATIONS[name], refused
         refused[name] = reason
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
 
 
-def explain(case: Case, implementation: tuple[str, ...] | None, around: Surroundings) -> Plan:
+def explain(call: Call, around: Surroundings) -> Plan:
     """The plan of the implementation that `choose` picks, with the reasons of those before it."""
-    chosen, refused = choose(case, implementation)
-    return dataclasses.replace(chosen.plan(case, around), refused=refused)
+    chosen, refused = choose(call)
+    return dataclasses.replace(chosen.plan(call, around), refused=refused)
 
 
-def over(case: Case, mesh: Any) -> Case:
-    """``case`` on the devices of ``mesh``, if it names them."""
-    if device_of_mesh(mesh) is None:
-        return case
-    return dataclasses.replace(case, device=current_device(mesh=mesh))
+def over(call: Call, mesh: Any) -> Call:
+    """``call`` on the devices of ``mesh``, if it names them."""
+    return call if device_of_mesh(mesh) is None else call.of_heads(device=current_device(mesh=mesh))
 
 
 @functools.cache

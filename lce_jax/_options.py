@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from lce_jax import _checks, _dispatch, scalars
-from lce_jax._types import Options, is_array
+from lce_jax._types import Call, is_array
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -207,9 +207,9 @@ def refuse(function: str, given: Mapping[str, Any], like: str = "") -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CallOptions:
-    """`LogprobOptions`, validated: the static ones, for every implementation, and those that the call itself uses."""
+    """`LogprobOptions`, validated: the static ones, in a call that has no shapes yet, and the others."""
 
-    static: Options
+    static: Call
     temperature: Any
     logit_scale: Any  # this and the next: None unless one of them is an array; else `static` has both
     logit_softcap: Any
@@ -217,8 +217,6 @@ class CallOptions:
     candidates: Any
     logit_floor: Any
     vocab_size: int | None
-    axis_name: Any
-    implementation: tuple[str, ...] | None
 
 
 def checked(name: str, given: Mapping[str, Any]) -> Any:
@@ -238,10 +236,10 @@ def of_call(
     of = {name: checked(name, given) for name in LogprobOptions.__annotations__}
     scale, softcap, candidates = of["logit_scale"], of["logit_softcap"], of["candidates"]
     traced = is_array(scale) or is_array(softcap)
-    named = {name: of[name] for name in ("entropy", "stats", "weight_layout", "precision")}
+    named = {name: of[name] for name in ("entropy", "stats", "weight_layout", "precision", "axis_name")}
     kept = {name: of[name] for name in ("cache_bytes", "gradient_threshold")}
     part_size = of["vocab_part_size"]
-    static = Options(
+    static = Call(
         logit_scale=1.0 if traced else scale,
         logit_softcap=1.0 if traced and softcap is not None else softcap,
         mean_logit=mean_logit,
@@ -252,22 +250,24 @@ def of_call(
         has_floor=of["logit_floor"] is not None,
         top_k=0 if top_k is None else scalars.num_largest(top_k),
         function=function,
+        requested=of["implementation"],
         **named,
         **kept,
     )
     if static.has_floor:
         scalars.alone_with_floor(static.num_candidates, mean_logit)
     factors = {"logit_scale": scale, "logit_softcap": softcap} if traced else {}
-    others = ("temperature", "bias", "candidates", "logit_floor", "vocab_size", "axis_name", "implementation")
+    others = ("temperature", "bias", "candidates", "logit_floor", "vocab_size")
     return CallOptions(static, **{"logit_scale": None, "logit_softcap": None} | factors | {x: of[x] for x in others})
 
 
 def of_ids(given: Mapping[str, Any], hidden: Any, ids: Any) -> CallOptions:
-    """The options of `linear_logits`, whose ids are a call's candidates."""
+    """The options of `linear_logits`, whose ids are a call's candidates. XLA serves it unless others are asked for."""
     _checks.array("hidden", hidden)
     _checks.num_candidates(ids, "ids")
     scalars.candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
-    return of_call({**given, "candidates": ids}, function="linear_logits")
+    told = {"implementation": "xla"} if given.get("implementation") is None else {}
+    return of_call({**given, "candidates": ids, **told}, function="linear_logits")
 
 
 def loss_call(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,13 +295,13 @@ def of_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any =
     return scalars.fraction("label_smoothing", label_smoothing), z_loss, normalizer
 
 
-def no_axis_name(given: CallOptions) -> None:
+def no_axis_name(given: Call) -> None:
     """Refuses ``axis_name`` outside ``shard_map``, where ``vocab_axis`` names the axis."""
     if given.axis_name is not None:
         raise ValueError(f"axis_name={given.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
 
 
-def no_axis_name_of_shard(given: CallOptions) -> None:
+def no_axis_name_of_shard(given: Call) -> None:
     """Refuses ``axis_name`` where the caller merges the shards."""
     if given.axis_name is not None:
         raise ValueError(f"axis_name={given.axis_name!r}: functions of lce_jax.local know no axis, use local.merge")

@@ -22,8 +22,8 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _dispatch, _jax, mosaic
-from lce_jax._types import Device, Primals, UnsupportedError
+from lce_jax import _dispatch, _jax, mosaic, scalars
+from lce_jax._types import Call, Device, Primals, UnsupportedError
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
 from lce_jax.mesh._layout import Layout, auto_axes, layout_of_specs, mesh_of_types
 from lce_jax.xla import _logprobs as xla
@@ -127,7 +127,7 @@ class Program:
     """What one device computes of its share, with its collectives.
 
     Attributes:
-        run: ``run(spec, *operands)``, with the spec of the share, whose ``axis_name``, ``gather_dim`` and
+        run: ``run(call, *operands)``, with the call of the share, whose ``axis_name``, ``gather_dim`` and
             ``token_axes`` say which collectives it needs.
         operands: a `Kind` in place of each array, or of a tree of them. There is a `Kind.HIDDEN` and a weight.
         results: the same.
@@ -142,43 +142,43 @@ class Program:
     unused: tuple[str, ...] = ()
 
 
-def spread(spec: Any, program: Program, *operands: Any) -> Any:
+def spread(call: Call, program: Program, *operands: Any) -> Any:
     """``program`` of global arrays, or of this device's."""
 
     @jax.custom_batching.custom_vmap
-    def call(*operands: Any) -> Any:
-        if spec.mesh is None:
+    def run_here(*operands: Any) -> Any:
+        if call.mesh is None:
             first, *others = jax.tree.leaves(operands)
-            told = [_traced_for_p.bind(first, spec=spec), *others]
-            return program.run(spec, *jax.tree.unflatten(jax.tree.structure(operands), told))
-        layout = spec.mesh if isinstance(spec.mesh, Layout) else _layout_of_types(spec, program, operands)
+            told = [_traced_for_p.bind(first, call=call), *others]
+            return program.run(call, *jax.tree.unflatten(jax.tree.structure(operands), told))
+        layout = call.mesh if isinstance(call.mesh, Layout) else _layout_of_types(call, program, operands)
         run = _by_xla if layout is None else functools.partial(_over_devices, layout)
-        return run(spec, program, *operands)
+        return run(call, program, *operands)
 
-    @call.def_vmap
+    @run_here.def_vmap
     def batched(size: int, in_batched: Any, *operands: Any) -> Any:
         if program.joins and not has_own_columns(in_batched):
             operands = with_batch(size, in_batched, operands)
-            out = spread(_of_batch(spec, program, operands), program, *operands)
+            out = spread(_of_batch(call, program, operands), program, *operands)
         else:
-            out = one_by_one(functools.partial(spread, spec, program), in_batched, operands)
+            out = one_by_one(functools.partial(spread, call, program), in_batched, operands)
         return out, jax.tree.map(lambda _: True, out)
 
-    return call(*operands)
+    return run_here(*operands)
 
 
-def _of_batch(spec: Any, program: Program, operands: Any) -> Any:
-    """The spec of a batch of calls, which is one with a dimension of tokens more."""
+def _of_batch(call: Call, program: Program, operands: Any) -> Call:
+    """A batch of calls as one, with a dimension of tokens more."""
     hidden = _hidden(program, operands)
-    spec = spec.with_tokens(math.prod(hidden.shape[:-1]))
-    if not isinstance(spec.mesh, Layout):
-        return spec
-    return dataclasses.replace(spec, mesh=spec.mesh.with_batch(jax.typeof(hidden).sharding.spec))
+    call = call.of_heads(num_tokens=math.prod(hidden.shape[:-1]))
+    if not isinstance(call.mesh, Layout):
+        return call
+    return dataclasses.replace(call, mesh=call.mesh.with_batch(jax.typeof(hidden).sharding.spec))
 
 
-def is_left_to_xla(spec: Any, operands: Any) -> bool:
+def is_left_to_xla(call: Call, operands: Any) -> bool:
     """Whether XLA decides how operands are split: nothing can be kept there that is no global array."""
-    if spec.mesh is None or isinstance(spec.mesh, Layout):
+    if call.mesh is None or isinstance(call.mesh, Layout):
         return False
     return all(kind == AxisType.Auto for kind in mesh_of_types(operands).axis_types)
 
@@ -217,13 +217,23 @@ def _hidden(program: Program, operands: Any) -> Any:
     return next(x for kind, x in _pairs(program.operands, operands) if kind is Kind.HIDDEN)
 
 
-def _share(spec: Any, layout: Layout, program: Program, operands: Any) -> Any:
-    """The spec of one device's ``operands``."""
+def _share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
+    """What one device computes of its ``operands``, by the implementation that serves their shapes."""
     hidden = _hidden(program, operands)
     gathered = 1 if layout.gather_dim is None else layout.vocab_shards
     pairs = _pairs(program.operands, operands)
     columns = [x.shape[kind.vocab_dim] for kind, x in pairs if kind.vocab_dim is not None and x.ndim == 2]
-    return spec.share(layout, math.prod(hidden.shape[:-1]) * gathered, columns)
+    teacher = call.teacher and dataclasses.replace(call.teacher, columns=columns[1])
+    share = dataclasses.replace(call, columns=columns[0], teacher=teacher).of_heads(
+        num_tokens=math.prod(hidden.shape[:-1]) * gathered,
+        axis_name=layout.vocab_axes,
+        gather_dim=layout.gather_dim,
+        token_axes=layout.token_axes,
+        mesh=None,
+    )
+    share = _dispatch.over(share, layout.mesh)
+    scalars.whole_parts(call.vocab_part_size, call.columns, share.columns)
+    return dataclasses.replace(share, implementation=_dispatch.choose(share)[0].NAME)
 
 
 def _split_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layout:
@@ -243,21 +253,20 @@ def _split_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Lay
 # By names, and by types
 
 
-def _layout_of_types(spec: Any, program: Program, operands: Any) -> Layout | None:
+def _layout_of_types(call: Call, program: Program, operands: Any) -> Layout | None:
     """The layout that the operands' types name; None if all axes of their mesh are Auto."""
     mesh = mesh_of_types(operands)
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return None
     if auto := auto_axes(mesh):
-        options = spec.case.options
         warn_once(
-            f"{options.function} takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of a mesh "
-            f"that also has Explicit ones: make them Explicit, or call {options.sharded_function}"
+            f"{call.function} takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of a mesh "
+            f"that also has Explicit ones: make them Explicit, or call {call.sharded_function}"
         )
     return _split_layout(mesh, program, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
 
 
-def _over_devices(layout: Layout, spec: Any, program: Program, *operands: Any) -> Any:
+def _over_devices(layout: Layout, call: Call, program: Program, *operands: Any) -> Any:
     """The program on every device of a layout.
 
     It writes all collectives itself, so no types are checked; inside a ``shard_map`` over other axes, results vary over
@@ -268,15 +277,15 @@ def _over_devices(layout: Layout, spec: Any, program: Program, *operands: Any) -
     pairs = _pairs(program.operands, operands)
     placed = [x if kind is Kind.DEVICE else layout.placed(x, kind.spec(layout)) for kind, x in pairs]
     in_specs, out_specs = _specs(layout, program)
-    device = functools.partial(_of_device, layout, spec, program)
+    device = functools.partial(_of_device, layout, call, program)
     mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     found = mapped(*jax.tree.unflatten(jax.tree.structure(operands), placed))
     return _jax.vary_over(found, _jax.varying_axes(operands))
 
 
-def _of_device(layout: Layout, spec: Any, program: Program, *operands: Any) -> Any:
+def _of_device(layout: Layout, call: Call, program: Program, *operands: Any) -> Any:
     """The program of one device's share: of what is by token, its own part."""
-    share = _share(spec, layout, program, operands)
+    share = _share(call, layout, program, operands)
     kinds, flat = zip(*_pairs(program.operands, operands), strict=True)
     gathered = iter(layout.gathered([x for kind, x in zip(kinds, flat, strict=True) if kind is Kind.RESULTS]))
     whole = [next(gathered) if kind is Kind.RESULTS else x for kind, x in zip(kinds, flat, strict=True)]
@@ -294,13 +303,13 @@ def _specs(layout: Layout, program: Program) -> tuple[Any, Any]:
 # By XLA
 
 
-def _by_xla(spec: Any, program: Program, *operands: Any) -> Any:
+def _by_xla(call: Call, program: Program, *operands: Any) -> Any:
     """The program of global arrays, which XLA partitions."""
-    whole = functools.partial(program.run, spec)
-    if spec.mesh.empty:  # then it may be lowered for one device
-        whole = functools.partial(spread, dataclasses.replace(spec, mesh=None), program)
-    rule, dimensions = functools.partial(_rule, spec, program), functools.partial(_dimensions, program)
-    return Partitioned(whole, rule, dimensions, spec.mesh, spec.case, program.unused)(*operands)
+    whole = functools.partial(program.run, call)
+    if call.mesh.empty:  # then it may be lowered for one device
+        whole = functools.partial(spread, dataclasses.replace(call, mesh=None), program)
+    rule, dimensions = functools.partial(_rule, call, program), functools.partial(_dimensions, program)
+    return Partitioned(whole, rule, dimensions, call.mesh, call, program.unused)(*operands)
 
 
 def _dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tuple[str, ...]]:
@@ -323,10 +332,10 @@ def _dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tup
     return " -> ".join(sides), tuple(dict.fromkeys(unsplit))
 
 
-def _rule(spec: Any, program: Program, mesh: Any, operands: Any, specs: Any) -> Partition:
+def _rule(call: Call, program: Program, mesh: Any, operands: Any, specs: Any) -> Partition:
     layout = _split_layout(mesh, program, operands, jax.tree.leaves(specs, is_leaf=_is_spec))
     in_specs, out_specs = _specs(layout, program)
-    device = functools.partial(_of_device, layout, spec, program)
+    device = functools.partial(_of_device, layout, call, program)
     return Partition(device, jax.tree.broadcast(in_specs, operands, is_leaf=_is_spec), out_specs)
 
 
@@ -342,18 +351,18 @@ _traced_for_p.def_abstract_eval(lambda x, **_: x)
 _traced_for_p.def_impl(lambda x, **_: x)
 
 
-def _lower_traced(context: Any, x: Any, *, spec: Any) -> list[Any]:
+def _lower_traced(context: Any, x: Any, *, call: Call) -> list[Any]:
     """Refuses a program that is lowered for other devices than it was traced for.
 
     Tracing chooses the implementation, for the device that the mesh, the arrays or JAX's default name. ``jit`` may
     lower the program for another: where ``in_shardings`` or the operands' own devices name one, or by ``jax.export``.
     """
-    module, options, traced = context.module_context, spec.case.options, spec.case.device
+    module, traced = context.module_context, call.device
     count = getattr(module.axis_context, "num_devices", 1)
     if count > 1:
         raise UnsupportedError(
-            f"{options.function} is lowered for {count} devices, and tracing saw no mesh: each device would compute "
-            f"all of it. Call it under jax.set_mesh(mesh), or call {options.sharded_function}"
+            f"{call.function} is lowered for {count} devices, and tracing saw no mesh: each device would compute "
+            f"all of it. Call it under jax.set_mesh(mesh), or call {call.sharded_function}"
         )
     kinds = {"cuda": "gpu", "rocm": "gpu"}
     for platform in module.platforms:
@@ -362,30 +371,30 @@ def _lower_traced(context: Any, x: Any, *, spec: Any) -> list[Any]:
         if backend is not None and kinds.get(backend.platform, backend.platform) == kind:
             there = _dispatch.device_of(backend.devices()[0])
         if there != traced:
-            _check(spec, there, platform)
+            _check(call, there, platform)
     return [x]
 
 
 mlir.register_lowering(_traced_for_p, _lower_traced)
 
 
-def _check(spec: Any, there: Device | None, platform: str) -> None:
+def _check(call: Call, there: Device | None, platform: str) -> None:
     """Raises unless what was traced serves the call on a device as well; ``there`` is None for one that is not here."""
-    traced, reason = spec.case.device, f"{platform}, for a device that is not known here"
-    if spec.requested == (spec.implementation,) == (xla.NAME,) or (there is None and mosaic.without_kernels(spec.case)):
+    traced, reason = call.device, f"{platform}, for a device that is not known here"
+    if call.requested == (call.implementation,) == (xla.NAME,) or (there is None and mosaic.without_kernels(call)):
         return
     if there is not None:
         try:
-            chosen = spec.implementation_on(there)
+            chosen = _dispatch.choose(call.of_heads(device=there))[0].NAME
         except UnsupportedError as error:
             reason = f"{there.kind or there.platform}: {error}"
         else:
-            if chosen == spec.implementation:
+            if chosen == call.implementation:
                 return
             reason = f'{there.kind or there.platform}, where "{chosen}" serves it'
     raise UnsupportedError(
-        f"{spec.case.options.function} was traced for {traced.kind or traced.platform}, where implementation "
-        f'"{spec.implementation}" serves it, and is lowered for {reason}. Call it under jax.set_mesh(mesh) with a mesh '
+        f"{call.function} was traced for {traced.kind or traced.platform}, where implementation "
+        f'"{call.implementation}" serves it, and is lowered for {reason}. Call it under jax.set_mesh(mesh) with a mesh '
         'of the devices that it is for, such as jax.sharding.Mesh([device], ("device",)), or give implementation="xla"'
     )
 
@@ -393,37 +402,37 @@ def _check(spec: Any, there: Device | None, platform: str) -> None:
 class Capability(NamedTuple):
     """A function of global arrays, differentiable in its first operands. Everything else is ``rest``."""
 
-    forward: Callable[..., Any]  # (spec, primals, rest, differentiated) -> results, what is kept for the backward
-    backward: Callable[..., Primals]  # (spec, primals, rest, kept, cotangent) -> gradients
-    of_no_tokens: Callable[..., Any]  # (spec, rest) -> results
+    forward: Callable[..., Any]  # (call, primals, rest, differentiated) -> results, what is kept for the backward
+    backward: Callable[..., Primals]  # (call, primals, rest, kept, cotangent) -> gradients
+    of_no_tokens: Callable[..., Any]  # (call, rest) -> results
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def run(capability: Capability, spec: Any, primals: Primals, rest: Any) -> Any:
+def run(capability: Capability, call: Call, primals: Primals, rest: Any) -> Any:
     """The results, differentiable in ``primals``.
 
     Jitted, so that calls outside ``jit`` compile once; within ``jit`` it is inlined.
     """
-    if not spec.case.num_tokens:
-        return _jax.vary_like(capability.of_no_tokens(spec, rest), (primals.hidden, rest))
-    marked = functools.partial(_jax.only_in_reverse.bind, function=spec.case.options.function)
-    return _run(capability, spec, jax.tree.map(marked, primals), rest)
+    if not call.num_tokens:
+        return _jax.vary_like(capability.of_no_tokens(call, rest), (primals.hidden, rest))
+    marked = functools.partial(_jax.only_in_reverse.bind, function=call.function)
+    return _run(capability, call, jax.tree.map(marked, primals), rest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(capability: Capability, spec: Any, primals: Primals, rest: Any) -> Any:
-    return capability.forward(spec, primals, rest, False)[0]
+def _run(capability: Capability, call: Call, primals: Primals, rest: Any) -> Any:
+    return capability.forward(call, primals, rest, False)[0]
 
 
-def _fwd(capability: Capability, spec: Any, primals: Primals, rest: Any) -> tuple[Any, Any]:
-    forward = _jax.not_differentiable(lambda primals, rest: capability.forward(spec, primals, rest, True))
+def _fwd(capability: Capability, call: Call, primals: Primals, rest: Any) -> tuple[Any, Any]:
+    forward = _jax.not_differentiable(lambda primals, rest: capability.forward(call, primals, rest, True))
     out, kept = forward(primals, rest)
     return out, (primals, rest, kept)
 
 
-def _bwd(capability: Capability, spec: Any, residuals: Any, cotangent: Any) -> tuple[Primals, None]:
-    gradients = _jax.not_differentiable(functools.partial(capability.backward, spec))(*residuals, cotangent)
-    return (gradients if spec.mesh is None else typed_as(gradients, residuals[0])), None
+def _bwd(capability: Capability, call: Call, residuals: Any, cotangent: Any) -> tuple[Primals, None]:
+    gradients = _jax.not_differentiable(functools.partial(capability.backward, call))(*residuals, cotangent)
+    return (gradients if call.mesh is None else typed_as(gradients, residuals[0])), None
 
 
 _run.defvjp(_fwd, _bwd)

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _call, _dispatch, _jax, _runner, mosaic
-from lce_jax._call import Rows, Scales, Spec
+from lce_jax._call import Rows, Scales
 from lce_jax._runner import Capability, Kind, Program, spread
-from lce_jax._types import LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
+from lce_jax._types import Call, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, Parts, along, as_parts, merge_parts
 from lce_jax.mesh import _collectives
@@ -40,7 +40,7 @@ def as_operand(primals: Primals) -> Primals:
 
 
 def statistics(
-    spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache: bool, stacked: Stacked | None = None
+    call: Call, primals: Primals, rows: Rows, start: Any, keep_cache: bool, stacked: Stacked | None = None
 ) -> tuple[ShardStatistics, Any, Bool[Array, "T"] | None]:
     """The statistics of the shard whose first column is ``start``, in the call's row order, and the cache.
 
@@ -48,13 +48,13 @@ def statistics(
     returns the arrays of all shards, the statistics are those of the whole vocabulary. The last result are the rows
     that all shards were given alike, if these were compared; the statistics of the others are NaN.
     """
-    operands, order = operands_of(spec, primals, rows, start, scales_of(spec, rows))
-    stats, cache = _statistics(spec, operands, stacked is not None, keep_cache)
+    operands, order = operands_of(call, primals, rows, start, scales_of(call, rows))
+    stats, cache = _statistics(call, operands, stacked is not None, keep_cache)
     same = None
     if stacked is not None:
         with jax.named_scope("lce_merge"):
-            stats, every = stacked((stats, given_to(spec, primals, rows, start)))
-            stats, same = _merged(spec, stats, operands), agree(spec, every, rows, primals.weight)
+            stats, every = stacked((stats, given_to(call, primals, rows, start)))
+            stats, same = _merged(call, stats, operands), agree(call, every, rows, primals.weight)
     stats = stats if order is None else _call.expand(order, stats)
     wrong = _call.wrong_rows(rows)
     if wrong is not None:
@@ -65,67 +65,66 @@ def statistics(
 type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
 
 
-def given_to(spec: Spec, primals: Primals, rows: Rows, start: Any) -> _collectives.Given | None:
+def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectives.Given | None:
     """What the shard says of its operands, flat as in `statistics`; None where it need not."""
     if rows.tags is None:
         return None
-    dim = spec.case.options.vocab_dim
-    columns = jnp.clip(spec.vocab_size - start, 0, primals.weight.shape[dim])
+    dim = call.vocab_dim
+    columns = jnp.clip(call.vocab_size - start, 0, primals.weight.shape[dim])
     sketches, probes = _collectives.sketch(primals.hidden), _collectives.probe(primals.weight, dim, columns)
     sketches = sketches if rows.where is None else jnp.where(rows.where, sketches, 0)  # the others may hold anything
     return _collectives.Given(rows.tags, sketches[None], probes[None])
 
 
-def agree(spec: Spec, every: _collectives.Given | None, rows: Rows, weight: Array) -> Bool[Array, "T"] | None:
+def agree(call: Call, every: _collectives.Given | None, rows: Rows, weight: Array) -> Bool[Array, "T"] | None:
     """The rows that all shards were given alike, by what they say, or that do not count; None if they say nothing."""
     if every is None:
         return None
     ids = rows.labels if rows.candidates is None else rows.candidates
-    found = _collectives.agree(every, ids, weight.shape[spec.case.options.vocab_dim])
+    found = _collectives.agree(every, ids, weight.shape[call.vocab_dim])
     return _collectives.where_it_counts(found, rows.where)
 
 
-def _statistics(spec: Spec, operands: Operands, in_parts: bool, keep_cache: bool) -> tuple[Any, Any]:
+def _statistics(call: Call, operands: Operands, in_parts: bool, keep_cache: bool) -> tuple[Any, Any]:
     """Of one shard, and its cache; as `Parts` where it is one among others.
 
     The kernels send those of each group of tiles, XLA those of the shard.
     """
-    if in_parts and spec.implementation == mosaic.NAME:
-        return mosaic.in_parts(operands, spec.case, keep_cache)
-    stats, cache = _dispatch.IMPLEMENTATIONS[spec.implementation].statistics(operands, spec.case, keep_cache)
+    if in_parts and call.implementation == mosaic.NAME:
+        return mosaic.in_parts(operands, call, keep_cache)
+    stats, cache = _dispatch.IMPLEMENTATIONS[call.implementation].statistics(operands, call, keep_cache)
     return as_parts(stats) if in_parts else stats, cache
 
 
-def _merged(spec: Spec, parts: Parts, operands: Operands) -> ShardStatistics:
+def _merged(call: Call, parts: Parts, operands: Operands) -> ShardStatistics:
     """Eq. 1 of the whole vocabulary, from the parts of all shards, stacked."""
-    case, inverse_temperature = spec.case, operands.inverse_temperature
-    if spec.implementation == mosaic.NAME:
-        return mosaic.merged(parts, case, inverse_temperature, operands.num_rows)
-    scale = _logprobs.row_scale(case.options, inverse_temperature)
-    return merge_parts(parts, case.options, case.num_tokens, scale)
+    if call.implementation == mosaic.NAME:
+        return mosaic.merged(parts, call, operands.inverse_temperature, operands.num_rows)
+    scale = _logprobs.row_scale(call, operands.inverse_temperature)
+    return merge_parts(parts, call, call.num_tokens, scale)
 
 
 def finish(
-    spec: Spec,
+    call: Call,
     rows: Rows,
     stats: ShardStatistics,
     where: Bool[Array, "T"] | None,
     dropped_mass: Float[Array, "T"] | None,
 ) -> Results:
     """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
-    per_token = functools.partial(_in_arithmetic_of, spec)
-    where = _logprobs.without_empty(where, stats.sumexp) if spec.case.options.has_floor else where
-    scale = _logprobs.row_scale(spec.case.options, scales_of(spec, rows).logits)
-    return _logprobs.finish(stats, scale, rows.labels, where, spec.vocab_size, dropped_mass, per_token)
+    per_token = functools.partial(_in_arithmetic_of, call)
+    where = _logprobs.without_empty(where, stats.sumexp) if call.has_floor else where
+    scale = _logprobs.row_scale(call, scales_of(call, rows).logits)
+    return _logprobs.finish(stats, scale, rows.labels, where, call.vocab_size, dropped_mass, per_token)
 
 
-def _in_arithmetic_of(spec: Spec, function: Callable[..., Any], *operands: Any) -> Any:
+def _in_arithmetic_of(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
     """``function(*operands)`` of trees of [T] and of numbers, in the implementation's arithmetic.
 
     XLA and the kernels round logarithms and quotients differently, so a token's results keep their bits only where all
     such steps are of one kind.
     """
-    if spec.implementation != mosaic.NAME:
+    if call.implementation != mosaic.NAME:
         return function(*operands)
     run, arrays = of_arrays(function, operands)
     return mosaic.per_token(run, *arrays)
@@ -142,12 +141,12 @@ def of_arrays(function: Callable[..., Any], operands: Any) -> tuple[Callable[...
     return run, list(filter(is_array, leaves))
 
 
-def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
+def selected(call: Call, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
     """What `gradients` needs of the cache, known after the merge, and the shard's part of ``dropped_mass``.
 
     The part is None if nothing is ever left out. ``stats`` are those of the whole vocabulary, in the call's row order.
     """
-    if spec.implementation != mosaic.NAME:
+    if call.implementation != mosaic.NAME:
         return cache, None
     order = None if rows.where is None else _call.compaction(rows.where)
     num_rows = rows.num_rows if order is None else order.num_rows
@@ -155,12 +154,12 @@ def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
     if order is not None:
         of_rows = jax.tree.map(lambda x: x[order.source], of_rows)
 
-    cache, dropped = mosaic.selected(spec.case, cache, of_rows, num_rows)
+    cache, dropped = mosaic.selected(call, cache, of_rows, num_rows)
     return cache, dropped if order is None or dropped is None else _call.expand(order, dropped)
 
 
 def gradients(
-    spec: Spec,
+    call: Call,
     primals: Primals,
     rows: Rows,
     start: Any,
@@ -177,14 +176,14 @@ def gradients(
     ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
     in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead.
     """
-    scales = scales_of(spec, rows)
-    operands, order = operands_of(spec, primals, rows, start, scales)
-    coefficients = _coefficients(spec, rows, stats, cotangent, scales)
+    scales = scales_of(call, rows)
+    operands, order = operands_of(call, primals, rows, start, scales)
+    coefficients = _coefficients(call, rows, stats, cotangent, scales)
     if order is not None:
         coefficients = _call.compact(order, coefficients)
 
-    found = _dispatch.IMPLEMENTATIONS[spec.implementation].gradients(
-        operands, spec.case, coefficients, cache,
+    found = _dispatch.IMPLEMENTATIONS[call.implementation].gradients(
+        operands, call, coefficients, cache,
         may_round_dhidden=may_round_dhidden, may_overwrite_cache=may_overwrite_cache, dweight=dweight,
     )  # fmt: skip
     dhidden = found.hidden if order is None else _call.expand(order, found.hidden)
@@ -193,13 +192,12 @@ def gradients(
 
 
 def _coefficients(
-    spec: Spec, rows: Rows, stats: ShardStatistics, cotangent: Results, scales: Scales
+    call: Call, rows: Rows, stats: ShardStatistics, cotangent: Results, scales: Scales
 ) -> RowCoefficients:
     """What eqs. 4 and 5 need of each token, in the call's row order."""
-    options = spec.case.options
-    factors = _logprobs.row_scale(options, scales.logits), _logprobs.row_factor(options, scales.derivative)
-    of_rows = functools.partial(_logprobs.row_coefficients, options=options, vocab_size=spec.vocab_size)
-    live = _logprobs.without_empty(rows.live, stats.sumexp) if options.has_floor else rows.live
+    factors = _logprobs.row_scale(call, scales.logits), _logprobs.row_factor(call, scales.derivative)
+    of_rows = functools.partial(_logprobs.row_coefficients, call=call, vocab_size=call.vocab_size)
+    live = _logprobs.without_empty(rows.live, stats.sumexp) if call.has_floor else rows.live
     if stats.candidates is not None:
         found = of_rows(stats, cotangent, *factors, live)
     else:
@@ -207,46 +205,46 @@ def _coefficients(
         unread: Any = dict.fromkeys((*WITHOUT_GRADIENT, "total"))
         read = stats._replace(**unread)
         read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
-        found = _in_arithmetic_of(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
+        found = _in_arithmetic_of(call, functools.partial(of_rows, where=None), read, of_results, *factors)
         found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
     wrong = _call.wrong_rows(rows)
     return found if wrong is None else _logprobs.without_gradient(found, wrong)
 
 
 def operands_of(
-    spec: Spec, primals: Primals, rows: Rows, start: Any, scales: Scales
+    call: Call, primals: Primals, rows: Rows, start: Any, scales: Scales
 ) -> tuple[Operands, _call.Compaction | None]:
     """What an implementation is given, the live rows first, and how to undo their order."""
     hidden, weight, bias = primals
-    columns = weight.shape[spec.case.options.vocab_dim]
+    columns = weight.shape[call.vocab_dim]
     num_columns = None
-    if spec.padded:
-        left = spec.vocab_size - start
+    if call.padded:
+        left = call.vocab_size - start
         num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
-        if spec.implementation == mosaic.NAME:
+        if call.implementation == mosaic.NAME:
             num_columns = jnp.asarray(num_columns, jnp.int32)  # one set of kernels for every vocab_size
 
     targets = _call.owned(rows.labels, start, columns)
     candidates = None if rows.candidates is None else _call.owned(rows.candidates, start, columns)
     hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, rows.floor
     if floor is not None:
-        scale = _logprobs.row_scale(spec.case.options, scales.logits)
-        floor = _in_arithmetic_of(spec, _logprobs.unscaled_floor, floor, scale)
+        scale = _logprobs.row_scale(call, scales.logits)
+        floor = _in_arithmetic_of(call, _logprobs.unscaled_floor, floor, scale)
     if rows.where is not None:
         order = _call.compaction(rows.where)
         hidden, targets, candidates, scales, floor = _call.compact(order, (hidden, targets, candidates, scales, floor))
         num_rows = order.num_rows
     elif rows.live is not None:  # NaN or inf in the other rows cannot spread
         hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
-    bias = None if bias is None else bias.astype(spec.case.stat_dtype)
+    bias = None if bias is None else bias.astype(call.stat_dtype)
     of_shard = Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias, candidates)
     return of_shard._replace(floor=floor), order
 
 
-def scales_of(spec: Spec, rows: Rows) -> Scales:
+def scales_of(call: Call, rows: Rows) -> Scales:
     """The factors of eq. 0, in the implementation's arithmetic."""
-    invert = functools.partial(_in_arithmetic_of, spec, _logprobs.inverse_of)
-    return _call.scales(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
+    invert = functools.partial(_in_arithmetic_of, call, _logprobs.inverse_of)
+    return _call.scales(rows, call.stat_dtype, call.signs_hidden, invert)
 
 
 def _signed(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:
@@ -259,148 +257,147 @@ def _signed(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:
 type Kept = tuple[ShardStatistics, Any]  # for the backward: also the implementation's cache
 
 
-def device_forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, Kept]:
+def device_forward(call: Call, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, Kept]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape = rows.labels.shape
     rows = _call.flattened(rows, len(shape))
     with jax.named_scope("lce_statistics"):
-        stats, cache, agree = statistics_of_all(spec, flat_operands(spec, primals), rows, keep_cache)
-    cache, dropped = selected_of_all(spec, rows, stats, cache)
-    out = finish(spec, rows, stats, rows.where, dropped)
+        stats, cache, agree = statistics_of_all(call, flat_operands(call, primals), rows, keep_cache)
+    cache, dropped = selected_of_all(call, rows, stats, cache)
+    out = finish(call, rows, stats, rows.where, dropped)
     out = out if agree is None else _collectives.nan_where_different(agree, out)
     out, stats = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats))
     return out, (stats, cache if keep_cache else None)
 
 
 def statistics_of_all(
-    spec: Spec, flat: Primals, rows: Rows, keep_cache: bool
+    call: Call, flat: Primals, rows: Rows, keep_cache: bool
 ) -> tuple[ShardStatistics, Any, Bool[Array, "T"] | None]:
     """The whole vocabulary's statistics, the shard's cache, and the rows that agree, from `flat_operands`."""
-    stacked = None if spec.axis_name is None else functools.partial(_collectives.stacked, axis_name=spec.axis_name)
-    return statistics(spec, flat, rows, first_column(spec, flat.weight), keep_cache, stacked)
+    stacked = None if call.axis_name is None else functools.partial(_collectives.stacked, axis_name=call.axis_name)
+    return statistics(call, flat, rows, first_column(call, flat.weight), keep_cache, stacked)
 
 
-def selected_of_all(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
+def selected_of_all(call: Call, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
     """What the backward needs of the cache, and the whole vocabulary's ``dropped_mass`` if the call reports it."""
-    if not spec.case.options.gradient_threshold:
+    if not call.gradient_threshold:
         return cache, None
     with jax.named_scope("lce_select"):
-        cache, dropped = selected(spec, rows, stats, cache)
-        if not spec.case.options.reports_dropped_mass:
+        cache, dropped = selected(call, rows, stats, cache)
+        if not call.reports_dropped_mass:
             return cache, None
         if dropped is None:
             return cache, jnp.zeros_like(stats.max)
-        return cache, dropped if spec.axis_name is None else lax.psum(dropped, spec.axis_name)
+        return cache, dropped if call.axis_name is None else lax.psum(dropped, call.axis_name)
 
 
-def device_backward(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
+def device_backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
     """The gradients, in the shapes, dtypes and types of their operands."""
     (hidden, weight, _), (stats, cache) = primals, kept
     varying = _jax.varying_axes((primals, rows, stats, cache))
     rows, stats, cotangent = _call.flattened((rows, stats, cotangent), rows.labels.ndim)
-    if spec.axis_name is not None and spec.token_axes is None:
-        cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
-    summed = spec.axis_name is not None or varying != _jax.varying_axes(hidden)
+    if call.axis_name is not None and call.token_axes is None:
+        cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
+    summed = call.axis_name is not None or varying != _jax.varying_axes(hidden)
     may_round = not summed and hidden.dtype == weight.dtype
     with jax.named_scope("lce_gradients"):
-        flat, start = flat_operands(spec, primals), first_column(spec, weight)
-        found = gradients(spec, flat, rows, start, stats, cotangent, cache, may_round_dhidden=may_round)
-    return reduced(spec, found, primals)
+        flat, start = flat_operands(call, primals), first_column(call, weight)
+        found = gradients(call, flat, rows, start, stats, cotangent, cache, may_round_dhidden=may_round)
+    return reduced(call, found, primals)
 
 
-def reduced(spec: Spec, found: Primals, given: Primals) -> Primals:
+def reduced(call: Call, found: Primals, given: Primals) -> Primals:
     """This device's gradients summed over the devices that share an operand, in the shapes and dtypes of ``given``."""
-    if spec.axis_name is not None or spec.token_axes or _jax.varying_axes(found):
+    if call.axis_name is not None or call.token_axes or _jax.varying_axes(found):
         # A Hopper kernel occupies every multiprocessor. A collective beside it waits for it on one device and delays
         # the next kernel on another, so collectives start after both gradients.
         found = lax.optimization_barrier(found)
     with jax.named_scope("lce_reduce"):
         (hidden, weight, bias), dhidden = given, found.hidden
-        if spec.gather_dim is not None:
-            dhidden = scattered(spec, dhidden, hidden)
-        elif spec.token_axes is not None and spec.axis_name is not None:
-            dhidden = lax.psum(dhidden, spec.axis_name)
+        if call.gather_dim is not None:
+            dhidden = scattered(call, dhidden, hidden)
+        elif call.token_axes is not None and call.axis_name is not None:
+            dhidden = lax.psum(dhidden, call.axis_name)
         return Primals(
             _jax.psum_to_axes(dhidden.reshape(hidden.shape), _jax.varying_axes(hidden)).astype(hidden.dtype),
-            _total_dweight(spec, found.weight, weight),
-            None if found.bias is None or bias is None else _total_dweight(spec, found.bias, bias).astype(bias.dtype),
+            _total_dweight(call, found.weight, weight),
+            None if found.bias is None or bias is None else _total_dweight(call, found.bias, bias).astype(bias.dtype),
         )
 
 
-def scattered(spec: Spec, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
+def scattered(call: Call, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
     """The sum over the shards of the vocabulary, each keeping its own part of the sequence."""
-    assert spec.gather_dim is not None
-    shards = lax.axis_size(spec.axis_name)
-    whole = [n * shards if i == spec.gather_dim else n for i, n in enumerate(hidden.shape)]
-    return _collectives.scatter_sequence(dhidden.reshape(whole), spec.axis_name, spec.gather_dim)
+    assert call.gather_dim is not None
+    shards = lax.axis_size(call.axis_name)
+    whole = [n * shards if i == call.gather_dim else n for i, n in enumerate(hidden.shape)]
+    return _collectives.scatter_sequence(dhidden.reshape(whole), call.axis_name, call.gather_dim)
 
 
-def _total_dweight(spec: Spec, dweight: Array, weight: Array) -> Array:
+def _total_dweight(call: Call, dweight: Array, weight: Array) -> Array:
     """The sum over the devices that hold other tokens of the same call."""
-    if spec.token_axes:
-        dweight = lax.psum(dweight, spec.token_axes)
+    if call.token_axes:
+        dweight = lax.psum(dweight, call.token_axes)
     return _jax.psum_to_axes(dweight, _jax.varying_axes(weight))
 
 
-def flat_operands(spec: Spec, primals: Primals) -> Primals:
+def flat_operands(call: Call, primals: Primals) -> Primals:
     """The operands with hidden in the weight's dtype, gathered and flattened."""
     primals = as_operand(primals)
     hidden = primals.hidden
-    if spec.gather_dim is not None:
-        hidden = _collectives.gather_sequence(hidden, spec.axis_name, spec.gather_dim)
+    if call.gather_dim is not None:
+        hidden = _collectives.gather_sequence(hidden, call.axis_name, call.gather_dim)
     return primals._replace(hidden=hidden.reshape(-1, hidden.shape[-1]))
 
 
-def first_column(spec: Spec, weight: Array) -> Int[Array, ""] | int:
+def first_column(call: Call, weight: Array) -> Int[Array, ""] | int:
     """The first global column of this shard."""
-    if spec.axis_name is None:
+    if call.axis_name is None:
         return 0
-    return lax.axis_index(spec.axis_name) * weight.shape[spec.case.options.vocab_dim]
+    return lax.axis_index(call.axis_name) * weight.shape[call.vocab_dim]
 
 
 # `lce_jax.linear_logprobs` as the runner takes it
 
 
-def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Results, Kept]:
+def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Results, Kept]:
     """The results, and what a backward needs. Where XLA decides how operands are split, no tile is kept."""
-    options, keeps, unused = spec.case.options, differentiated, []
-    left = _runner.is_left_to_xla(spec, (primals, rows))
+    given, keeps, unused = call, differentiated, []
+    left = _runner.is_left_to_xla(call, (primals, rows))
     if left:
-        if differentiated and options.cache_bytes:
+        if differentiated and given.cache_bytes:
             unused.append("cache_bytes keeps nothing")
-        if differentiated and options.gradient_threshold:
+        if differentiated and given.gradient_threshold:
             unused.append("gradient_threshold is not used, and the gradients are exact,")
-        spec, keeps = _exact(spec), False
-    apart = bool(keeps and options.keeps_tiles)
-    operands = _runner.head(options.vocab_dim), Kind.TOKENS
+        call, keeps = _exact(call), False
+    apart = bool(keeps and given.keeps_tiles)
+    operands = _runner.head(call.vocab_dim), Kind.TOKENS
     results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
     run = functools.partial(device_forward, keep_cache=keeps)
     program = Program(run, operands, results, joins=not apart, unused=tuple(unused))
-    out, kept = spread(spec, program, primals, rows)
-    if left and options.reports_dropped_mass:
+    out, kept = spread(call, program, primals, rows)
+    if left and given.reports_dropped_mass:
         out = out._replace(outputs=out.outputs._replace(dropped_mass=jnp.zeros_like(out.outputs.lse)))
     return out, kept
 
 
-def backward(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
+def backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
     """The gradients of the operands."""
-    spec = _exact(spec) if _runner.is_left_to_xla(spec, (primals, rows)) else spec
-    own = _runner.head(spec.case.options.vocab_dim)
+    call = _exact(call) if _runner.is_left_to_xla(call, (primals, rows)) else call
+    own = _runner.head(call.vocab_dim)
     operands = own, Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS
     program = Program(device_backward, operands, own)
-    return spread(spec, program, primals, rows, kept, cotangent)
+    return spread(call, program, primals, rows, kept, cotangent)
 
 
-def of_no_tokens(spec: Spec, rows: Rows) -> Results:
+def of_no_tokens(call: Call, rows: Rows) -> Results:
     """The results of a call without tokens, in the shape of its labels."""
-    shapes = jax.eval_shape(lambda: _logprobs.results_of_none(0, spec.case.stat_dtype, spec.case.options))
+    shapes = jax.eval_shape(lambda: _logprobs.results_of_none(0, call.stat_dtype, call))
     return jax.tree.map(lambda x: jnp.zeros(rows.labels.shape + x.shape[1:], x.dtype), shapes)
 
 
 LOGPROBS = Capability(forward, backward, of_no_tokens)
 
 
-def _exact(spec: Spec) -> Spec:
+def _exact(call: Call) -> Call:
     """The same call without a ``gradient_threshold``."""
-    options = dataclasses.replace(spec.case.options, gradient_threshold=0.0)
-    return dataclasses.replace(spec, case=dataclasses.replace(spec.case, options=options))
+    return dataclasses.replace(call, gradient_threshold=0.0)

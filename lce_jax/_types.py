@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,70 +92,6 @@ def _with_types(correct: Array, support: Array | None) -> dict[str, Array | None
     return {"correct": correct > 0, "support": whole}
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The static options of a call: hashable, validated, the same for every implementation."""
-
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    entropy: bool = True
-    stats: bool = False
-    weight_layout: str = "vh"
-    cache_bytes: int = 0
-    precision: Any = None
-    mean_logit: bool = False  # label smoothing needs it
-    has_bias: bool = False
-    num_candidates: int = 0  # K; 0: none are asked for
-    traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1
-    gradient_threshold: float = 0.0  # tiles whose every probability is below it are left out of the gradients
-    vocab_part_size: int | None = None  # columns of a part of the vocabulary, whose tiles begin at its first column
-    has_floor: bool = False
-    top_k: int = 0  # k of `linear_topk`; 0: another function
-    function: str = "linear_logprobs"  # the public function that messages name
-
-    @property
-    def sharded_function(self) -> str:
-        """The one that takes the axes of a mesh by name."""
-        return f"sharded_{self.function}"
-
-    @property
-    def statistics(self) -> dict[str, int]:
-        """The fields of `ShardStatistics` that the call has, in order, and how many numbers per token each has."""
-        asked: dict[str, int] = {"weighted": self.entropy, "min": self.stats, "squares": self.stats}
-        asked |= {"total": self.mean_logit, "candidates": self.num_candidates}
-        asked |= {"support": self.stats and self.has_floor}
-        widths = {name: int(asked.get(name, True)) for name in ShardStatistics._fields}
-        return {name: width for name, width in widths.items() if width}
-
-    @property
-    def signs_hidden(self) -> bool:
-        """Whether hidden is multiplied by the sign of a traced scale."""
-        return self.traced_scale and self.logit_softcap is None and not self.has_bias
-
-    @property
-    def reports_dropped_mass(self) -> bool:
-        """Whether the results have ``dropped_mass``."""
-        return self.stats and self.gradient_threshold > 0
-
-    @property
-    def keeps_tiles(self) -> bool:
-        """Whether a backward may need tiles of the forward, whose number depends on how the tokens are split.
-
-        That of `linear_loss`, whose gradients are computed in the forward, needs none.
-        """
-        return (self.cache_bytes > 0 or self.gradient_threshold > 0) and self.function != "linear_loss"
-
-    @property
-    def vocab_dim(self) -> int:
-        """The dimension of the weight that runs over the vocabulary."""
-        return self.weight_layout.index("v")
-
-    @property
-    def hidden_dim(self) -> int:
-        """The dimension of the weight that runs over the hidden size."""
-        return self.weight_layout.index("h")
-
-
 class Operands(NamedTuple):
     """The arrays of one shard, as an implementation receives them.
 
@@ -163,7 +99,7 @@ class Operands(NamedTuple):
     """
 
     hidden: Float[Array, "T H"]  # in the weight's dtype
-    weight: Float[Array, "V H"]  # or [H, V]: Options.weight_layout
+    weight: Float[Array, "V H"]  # or [H, V]: Call.weight_layout
     targets: Int[Array, "T"]  # int32 column of the label in this shard, -1 where the shard does not own it
     inverse_temperature: Float[Array, "T"] | None  # 1 / temperature times a traced scale or cap; None: 1
     num_rows: Int[Array, ""] | None  # None: T
@@ -212,7 +148,7 @@ class Primals[A](NamedTuple):
     """The operands with gradients, of a call or of one device's part. Or these gradients, or a spec of each."""
 
     hidden: A  # [..., H]
-    weight: A  # [V, H], or [H, V]: Options.weight_layout
+    weight: A  # [V, H], or [H, V]: Call.weight_layout
     bias: A | None = None  # [V]
 
 
@@ -241,27 +177,113 @@ class Device(NamedTuple):
 
 
 CPU = Device()
+FLOAT32 = jnp.dtype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A call reduced to what decides support and tiling: shapes, dtypes, options and the device. No arrays."""
+class Call:
+    """All that is static about a call of any function: shapes, dtypes, device, options, and how it runs. Hashable.
 
-    num_tokens: int
-    hidden_size: int
-    vocab_size: int  # columns of this shard's weight
-    dtype: jnp.dtype  # of the weight, hence of the matrix products
-    options: Options
+    `lce_jax._options` writes the options, which are validated, and `lce_jax._call` the rest. ``columns`` are those of
+    the weight that is here, a shard's or with padding; ``vocab_size`` is the true size of the whole vocabulary.
+    """
+
+    num_tokens: int = 0
+    hidden_size: int = 0
+    columns: int = 0
+    dtype: jnp.dtype = FLOAT32  # of the weight, hence of the matrix products
     given_dtype: jnp.dtype | None = None  # of hidden as the caller gave it, if not the weight's
     partial_rows: bool = False  # some rows may not count: ``where``, or a number of rows
     device: Device = CPU
 
+    function: str = "linear_logprobs"  # the public function that messages name
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    entropy: bool = True
+    stats: bool = False
+    weight_layout: str = "vh"
+    cache_bytes: int = 0
+    precision: Any = None
+    mean_logit: bool = False  # label smoothing needs it
+    has_bias: bool = False
+    num_candidates: int = 0  # K; 0: none are asked for
+    traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1
+    gradient_threshold: float = 0.0  # tiles whose every probability is below it are left out of the gradients
+    vocab_part_size: int | None = None  # columns of a part of the vocabulary, whose tiles begin at its first column
+    has_floor: bool = False
+    top_k: int = 0  # k of `linear_topk`; 0: another function
+    direction: Literal["forward", "reverse", "jsd"] = "forward"  # of `linear_kl`
+    teacher: Call | None = None  # the other head of `linear_kl`
+
+    implementation: str = ""  # chosen among those requested
+    requested: tuple[str, ...] | None = None  # the names to choose from again, for a shard's shapes; None: all
+    vocab_size: int = 0
+    padded: bool = False  # whether the shards together have more columns
+    axis_name: Any = None  # of the mesh, over which the vocabulary is split here
+    gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
+    # The axes that split the tokens, in a program of `runner._over_devices`. No types say there what to sum, so the
+    # program sums over these axes, and cotangents arrive whole. None: the types of ``shard_map`` say what to sum.
+    token_axes: tuple[str, ...] | None = None
+    # Where `runner._over_devices` finds global operands: a `Layout`, or the mesh of their types, empty if they name
+    # none. None: on this device.
+    mesh: Any = None
+
     @property
-    def without_parts(self) -> Case:
+    def heads(self) -> tuple[Call, ...]:
+        """The call, and its teacher's if there is one."""
+        return (self,) if self.teacher is None else (self, self.teacher)
+
+    def of_heads(self, **fields: Any) -> Call:
+        """The same with other ``fields``, also those of the teacher."""
+        teacher = self.teacher and dataclasses.replace(self.teacher, **fields)
+        return dataclasses.replace(self, teacher=teacher, **fields)
+
+    @property
+    def sharded_function(self) -> str:
+        """The one that takes the axes of a mesh by name."""
+        return f"sharded_{self.function}"
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """The fields of `ShardStatistics` that the call has, in order, and how many numbers per token each has."""
+        asked: dict[str, int] = {"weighted": self.entropy, "min": self.stats, "squares": self.stats}
+        asked |= {"total": self.mean_logit, "candidates": self.num_candidates}
+        asked |= {"support": self.stats and self.has_floor}
+        widths = {name: int(asked.get(name, True)) for name in ShardStatistics._fields}
+        return {name: width for name, width in widths.items() if width}
+
+    @property
+    def signs_hidden(self) -> bool:
+        """Whether hidden is multiplied by the sign of a traced scale."""
+        return self.traced_scale and self.logit_softcap is None and not self.has_bias
+
+    @property
+    def reports_dropped_mass(self) -> bool:
+        """Whether the results have ``dropped_mass``."""
+        return self.stats and self.gradient_threshold > 0
+
+    @property
+    def keeps_tiles(self) -> bool:
+        """Whether a backward may need tiles of the forward, whose number depends on how the tokens are split.
+
+        That of `linear_loss`, whose gradients are computed in the forward, needs none.
+        """
+        return (self.cache_bytes > 0 or self.gradient_threshold > 0) and self.function != "linear_loss"
+
+    @property
+    def vocab_dim(self) -> int:
+        """The dimension of the weight that runs over the vocabulary."""
+        return self.weight_layout.index("v")
+
+    @property
+    def hidden_dim(self) -> int:
+        """The dimension of the weight that runs over the hidden size."""
+        return self.weight_layout.index("h")
+
+    @property
+    def without_parts(self) -> Call:
         """The same of a vocabulary that is laid out in one part."""
-        if self.options.vocab_part_size is None:
-            return self
-        return dataclasses.replace(self, options=dataclasses.replace(self.options, vocab_part_size=None))
+        return dataclasses.replace(self, vocab_part_size=None)
 
     @property
     def hidden_dtype(self) -> jnp.dtype:
@@ -271,17 +293,22 @@ class Case:
     @property
     def stat_dtype(self) -> jnp.dtype:
         """The dtype of every sum and softmax: float32, or float64 for a float64 weight."""
-        return self.dtype if self.dtype == jnp.float64 else jnp.dtype(jnp.float32)
+        return self.dtype if self.dtype == jnp.float64 else FLOAT32
+
+    @property
+    def result_dtype(self) -> jnp.dtype:
+        """The dtype of what all heads enter."""
+        return functools.reduce(jnp.promote_types, (head.stat_dtype for head in self.heads))
 
     @property
     def statistics_bytes(self) -> int:
         """What every implementation keeps from forward to backward: the merged statistics."""
-        return sum(self.options.statistics.values()) * self.num_tokens * self.stat_dtype.itemsize
+        return sum(self.statistics.values()) * self.num_tokens * self.stat_dtype.itemsize
 
     @property
     def candidate_bytes(self) -> int:
         """What each pass holds of candidates: their logits, ids and gradients, or sorted copies of these."""
-        return 3 * self.options.num_candidates * self.num_tokens * self.stat_dtype.itemsize
+        return 3 * self.num_candidates * self.num_tokens * self.stat_dtype.itemsize
 
 
 def is_array(x: Any) -> bool:
@@ -323,7 +350,7 @@ class Plan:
     Attributes:
         implementation: the implementation that will run.
         refused: each implementation tried before it, and why it cannot serve the call.
-        case: the shapes, dtypes and device the plan is for.
+        call: the shapes, dtypes, device and options the plan is for.
         tiles: tile sizes by name.
         forward_bytes: what the forward takes.
         backward_bytes: what the backward takes, beside what is kept.
@@ -338,7 +365,7 @@ class Plan:
 
     implementation: str
     refused: dict[str, str]
-    case: Case
+    call: Call
     tiles: dict[str, int]
     forward_bytes: int
     backward_bytes: int
@@ -355,11 +382,11 @@ class Plan:
         return self.kept_bytes + max(self.forward_bytes, self.backward_bytes)
 
     def __str__(self) -> str:
-        case = self.case
-        where = case.device.kind or case.device.platform
+        call = self.call
+        where = call.device.kind or call.device.platform
         lines = [
-            f"{self.implementation}: {case.num_tokens:,} tokens, hidden size {case.hidden_size:,}, "
-            f"{case.vocab_size:,} vocabulary columns, {case.dtype.name}, on {where}",
+            f"{self.implementation}: {call.num_tokens:,} tokens, hidden size {call.hidden_size:,}, "
+            f"{call.columns:,} vocabulary columns, {call.dtype.name}, on {where}",
             "  tiles      " + ", ".join(f"{name} {size:,}" for name, size in self.tiles.items()),
             f"  forward    {format_bytes(self.forward_bytes)} in tiles and copies",
             f"  backward   {format_bytes(self.backward_bytes)} in tiles, sums and copies; gradients not counted",
@@ -376,16 +403,16 @@ class Plan:
         return "\n".join(lines)
 
 
-def unused_notes(options: Options) -> tuple[str, ...]:
+def unused_notes(call: Call) -> tuple[str, ...]:
     """The plan's notes on options that an implementation without kernels has no use for."""
     notes = []
-    if options.gradient_threshold:
+    if call.gradient_threshold:
         notes.append(
-            f"gradient_threshold={options.gradient_threshold:g} is not used: this implementation's gradients are exact"
+            f"gradient_threshold={call.gradient_threshold:g} is not used: this implementation's gradients are exact"
         )
-    if options.vocab_part_size is not None:
+    if call.vocab_part_size is not None:
         notes.append(
-            f"vocab_part_size={options.vocab_part_size} is not used: this implementation's bits depend on the number "
+            f"vocab_part_size={call.vocab_part_size} is not used: this implementation's bits depend on the number "
             "of shards"
         )
     return tuple(notes)
@@ -394,19 +421,19 @@ def unused_notes(options: Options) -> tuple[str, ...]:
 OVERWRITES = "the backward overwrites what was kept; outside jax.jit, a copy of it"
 
 
-def cache_notes(case: Case, kept: int, of: int, tile_bytes: int) -> tuple[str, ...]:
+def cache_notes(call: Call, kept: int, of: int, tile_bytes: int) -> tuple[str, ...]:
     """What of ``cache_bytes`` is used."""
-    if not case.options.cache_bytes:
+    if not call.cache_bytes:
         return ()
     return (f"the forward keeps {kept} of {of} vocabulary tiles, {format_bytes(tile_bytes)} each",)
 
 
-def candidate_notes(case: Case) -> tuple[str, ...]:
+def candidate_notes(call: Call) -> tuple[str, ...]:
     """The plan's note on what candidates add to its bytes."""
-    if not case.options.num_candidates:
+    if not call.num_candidates:
         return ()
-    held, kept = format_bytes(case.candidate_bytes), format_bytes(case.candidate_bytes // 3)
-    return (f"{case.options.num_candidates} candidates per token add {held} to each pass and {kept} to what is kept",)
+    held, kept = format_bytes(call.candidate_bytes), format_bytes(call.candidate_bytes // 3)
+    return (f"{call.num_candidates} candidates per token add {held} to each pass and {kept} to what is kept",)
 
 
 def format_bytes(count: float) -> str:

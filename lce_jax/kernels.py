@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._dispatch import for_device
-from lce_jax._types import Case, Device, Operands, Options
+from lce_jax._types import Call, Device, Operands
 from lce_jax.mosaic import _backward, _candidates, _chunks, _forward, _generations, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._chunks import Cache
@@ -110,16 +110,14 @@ class CallKind:
     megatron: bool = False
 
     @functools.cached_property
-    def case(self) -> Case:
+    def case(self) -> Call:
         """As the kernels know it."""
-        options = Options(
+        return Call(
+            num_tokens=self.rows, hidden_size=self.hidden_size, columns=self.num_columns,
+            dtype=jnp.dtype(self.dtype), device=self.device,
             logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, entropy=self.entropy, stats=self.stats,
             cache_bytes=self.cache_bytes, gradient_threshold=self.gradient_threshold,
             num_candidates=self.num_candidates, vocab_part_size=self.vocab_part_size, has_floor=self.has_floor,
-        )  # fmt: skip
-        return Case(
-            num_tokens=self.rows, hidden_size=self.hidden_size, vocab_size=self.num_columns,
-            dtype=jnp.dtype(self.dtype), options=options, device=self.device,
         )  # fmt: skip
 
     @property
@@ -153,7 +151,7 @@ class CallKind:
     @property
     def saved_fields(self) -> int:
         """How many numbers are saved of each token."""
-        return self.first_statistic + len(_operands.kept_statistics(self.case.options)) + self.num_candidates
+        return self.first_statistic + len(_operands.kept_statistics(self.case)) + self.num_candidates
 
     @property
     def first_statistic(self) -> int:
@@ -278,7 +276,7 @@ def forward(
     joined = _forward.join_all(host, case, call.prepared.scale, kind.num_tokens, groups)
     more = run.of_rows, saved, kind.vocab_size, kind.megatron, tags, floor
     results, saved = host.launch(finish, case, joined, run.ids(saved), temperature, *more)
-    named = dict(zip(_operands.result_statistics(case.options), results, strict=True))
+    named = dict(zip(_operands.result_statistics(case), results, strict=True))
     if ids is not None:
         saved, named[PER_CANDIDATE] = host.compute(_candidates.keep, saved, ids, x, kind)
     kept: list[Buffer] = jax.tree.leaves(cache)

@@ -21,7 +21,6 @@ jit them. They are not differentiable themselves.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
@@ -30,14 +29,14 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _call, _checks, _dispatch, _jax, _options, _shard, mosaic, scalars
-from lce_jax._call import Rows, Spec
+from lce_jax._call import Rows
 from lce_jax._options import KLOptions, LogprobOptions
-from lce_jax._types import LogprobOutput, Options, Primals, Results, ShardStatistics
+from lce_jax._types import Call, LogprobOutput, Primals, Results, ShardStatistics
 from lce_jax.mathematics import _kl, _logprobs, _statistics
 from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
 from lce_jax.mesh._collectives import differences, tags
 from lce_jax.programs import _kl as programs
-from lce_jax.programs._kl import KLArguments, KLSpec, Part
+from lce_jax.programs._kl import KLArguments, Part
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -141,13 +140,13 @@ def statistics(
         unless this shard owns the label.
     """
     _options.check_names(statistics, options, "sharded_linear_logprobs")
-    spec, primals, rows = _call.bind_shard(
+    call, primals, rows = _call.bind_shard(
         hidden, weight, labels, where, num_rows, options, scalars.flag("total", total)
     )
-    if spec.case.num_tokens == 0:
-        return _statistics.empty(0, spec.case.stat_dtype, spec.case.options), None
+    if call.num_tokens == 0:
+        return _statistics.empty(0, call.stat_dtype, call), None
     return _compiled_statistics(
-        spec, primals, rows, _call.count_of("vocab_start", vocab_start, scalars.INT32_MAX - 1), keep_cache
+        call, primals, rows, _call.count_of("vocab_start", vocab_start, scalars.INT32_MAX - 1), keep_cache
     )
 
 
@@ -159,8 +158,8 @@ def fields(
     Returns:
         How many numbers per token each field holds, in the order in which `pack` lays them out.
     """
-    options = Options(entropy=entropy, stats=stats, mean_logit=total, num_candidates=num_candidates)
-    return dataclasses.replace(options, has_floor=has_floor).statistics
+    call = Call(entropy=entropy, stats=stats, mean_logit=total, num_candidates=num_candidates, has_floor=has_floor)
+    return call.statistics
 
 
 def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
@@ -216,19 +215,19 @@ def gradients(
         without ``round_dhidden``.
     """
     _options.check_names(gradients, options, "sharded_linear_logprobs")
-    spec, primals, rows = _call.bind_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
-    zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
+    call, primals, rows = _call.bind_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
+    zero = jnp.zeros((call.num_tokens,), call.stat_dtype)
     _checks.sum_of_dweight(dweight, primals.weight, zero.dtype)
-    if spec.case.num_tokens == 0:
+    if call.num_tokens == 0:
         found = jax.tree.map(lambda x: jnp.zeros(x.shape, zero.dtype), primals)
         found = found._replace(weight=jnp.zeros_like(primals.weight) if dweight is None else dweight)
     else:
-        dmean = None if dtotal is None else dtotal * spec.vocab_size  # what eq. 4 divides by again
+        dmean = None if dtotal is None else dtotal * call.vocab_size  # what eq. 4 divides by again
         given = LogprobOutput(*(zero if field is None else field for field in cotangent[:3]))
         seed = Results(given._replace(candidate_logprobs=cotangent.candidate_logprobs), dmean)
         start = _call.count_of("vocab_start", vocab_start, scalars.INT32_MAX - 1)
         allowed = scalars.flag("overwrite_cache", overwrite_cache), scalars.flag("round_dhidden", round_dhidden)
-        found = _compiled_gradients(spec, *allowed, primals, rows, start, merged, seed, cache, dweight)
+        found = _compiled_gradients(call, *allowed, primals, rows, start, merged, seed, cache, dweight)
     if round_dhidden:
         found = found._replace(hidden=found.hidden.astype(hidden.dtype))
     return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
@@ -236,25 +235,25 @@ def gradients(
 
 @functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
 def _compiled_statistics(
-    spec: Spec, primals: Primals, rows: Rows, start: Array, keep_cache: bool
+    call: Call, primals: Primals, rows: Rows, start: Array, keep_cache: bool
 ) -> tuple[ShardStatistics, Any]:
     """`_shard.statistics` of operands as they are given. Not differentiable."""
-    run = _jax.not_differentiable(lambda own, rows, start: _shard.statistics(spec, own, rows, start, keep_cache)[:2])
+    run = _jax.not_differentiable(lambda own, rows, start: _shard.statistics(call, own, rows, start, keep_cache)[:2])
     return run(_shard.as_operand(primals), rows, start)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _compiled_gradients(
-    spec: Spec, overwrite_cache: bool, round_dhidden: bool, primals: Primals, *rest: Any
+    call: Call, overwrite_cache: bool, round_dhidden: bool, primals: Primals, *rest: Any
 ) -> Primals:
     """`_shard.gradients` of operands as they are given, with what `statistics` kept. Not differentiable."""
-    rounds = round_dhidden and primals.hidden.dtype == spec.case.dtype
+    rounds = round_dhidden and primals.hidden.dtype == call.dtype
     allowed = {"may_overwrite_cache": overwrite_cache, "may_round_dhidden": rounds}
 
     def run(primals: Primals, rows: Rows, start: Any, stats: Any, seed: Any, cache: Any, dweight: Any) -> Primals:
-        if spec.case.options.gradient_threshold:
-            cache, _ = _shard.selected(spec, rows, stats, cache)
-        return _shard.gradients(spec, primals, rows, start, stats, seed, cache, dweight=dweight, **allowed)
+        if call.gradient_threshold:
+            cache, _ = _shard.selected(call, rows, stats, cache)
+        return _shard.gradients(call, primals, rows, start, stats, seed, cache, dweight=dweight, **allowed)
 
     return _jax.not_differentiable(run)(_shard.as_operand(primals), *rest)
 
@@ -276,21 +275,20 @@ def dropped_mass(
         ``[T]``, to be added up over the shards; 0 where the implementation leaves nothing out.
     """
     _options.check_names(dropped_mass, options, "sharded_linear_logprobs")
-    spec, _, rows = _call.bind_shard(hidden, weight, labels, where, num_rows, options, False)
-    found = spec.case.options
-    if not found.reports_dropped_mass:
+    call, _, rows = _call.bind_shard(hidden, weight, labels, where, num_rows, options, False)
+    if not call.reports_dropped_mass:
         raise ValueError(
-            f"stats={found.stats}, gradient_threshold={found.gradient_threshold:g}: dropped_mass needs stats=True and "
+            f"stats={call.stats}, gradient_threshold={call.gradient_threshold:g}: dropped_mass needs stats=True and "
             "a threshold above 0, here and in local.statistics"
         )
-    if spec.case.num_tokens == 0:
+    if call.num_tokens == 0:
         return jnp.zeros_like(merged.max)
-    return _compiled_dropped_mass(spec, rows, merged, cache)
+    return _compiled_dropped_mass(call, rows, merged, cache)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _compiled_dropped_mass(spec: Spec, rows: Rows, merged: ShardStatistics, cache: Any) -> Array:
-    _, dropped = _shard.selected(spec, rows, merged, cache)
+def _compiled_dropped_mass(call: Call, rows: Rows, merged: ShardStatistics, cache: Any) -> Array:
+    _, dropped = _shard.selected(call, rows, merged, cache)
     if dropped is None:
         return jnp.zeros_like(merged.max)
     return dropped if rows.live is None else jnp.where(rows.live, dropped, 0.0)
@@ -326,9 +324,9 @@ class KLShard:
         _options.check_names(KLShard, options, "sharded_linear_kl")
         start = _call.count_of("vocab_start", vocab_start, scalars.INT32_MAX - 1)
         arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
-        call = programs.bind_shard(KLArguments.of(arrays, where, direction, options))
-        self._spec = call.spec
-        self._arrays = _Arrays(call.primals, call.rows, start)
+        bound = programs.bind_shard(KLArguments.of(arrays, where, direction, options))
+        self._call = bound.call
+        self._arrays = _Arrays(bound.primals, bound.rows, start)
 
     def statistics(self, keep_cache: bool = False) -> tuple[KLStatistics, object]:
         """Six numbers per token over the columns of this shard.
@@ -336,28 +334,28 @@ class KLShard:
         Returns:
             A named tuple of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept).
         """
-        if self._spec.case.num_tokens == 0:
-            return _kl.no_columns(0, self._spec.dtype), None
-        keeps = keep_cache and self._spec.case.options.cache_bytes > 0
-        return _run(self._spec, Part.statistics, (keeps,), self._arrays)
+        if self._call.num_tokens == 0:
+            return _kl.no_columns(0, self._call.result_dtype), None
+        keeps = keep_cache and self._call.cache_bytes > 0
+        return _run(self._call, Part.statistics, (keeps,), self._arrays)
 
     def merge(self, parts: Float[Array, "N 6 T"]) -> KLStatistics:
         """The whole vocabulary's statistics."""
-        shape, T = getattr(parts, "shape", None), self._spec.case.num_tokens
+        shape, T = getattr(parts, "shape", None), self._call.num_tokens
         if shape is None or len(shape) != 3 or tuple(shape[1:]) != (len(KLStatistics._fields), T):
             raise ValueError(f"parts must be an array [N, 6, T = {T}], got {type(parts).__name__} of shape {shape}")
-        return _run(self._spec, Part.merge, (), self._arrays, parts)
+        return _run(self._call, Part.merge, (), self._arrays, parts)
 
     def mixture_sums(self, merged: KLStatistics) -> MixtureSums | None:
         """Of "jsd", two numbers per token over these columns, to be added up over the shards. Else None."""
         if not self._has_sums:
             return None
-        return _run(self._spec, Part.mixture_sums, (), self._arrays, merged)
+        return _run(self._call, Part.mixture_sums, (), self._arrays, merged)
 
     def finish(self, merged: KLStatistics, sums: MixtureSums | None = None) -> Float[Array, "T"]:
         """The divergence of each token, in nats."""
         self._check(sums)
-        return _run(self._spec, Part.finish, (), self._arrays, merged, sums)
+        return _run(self._call, Part.finish, (), self._arrays, merged, sums)
 
     def gradients(
         self, merged: KLStatistics, sums: MixtureSums | None, cotangent: Float[Array, "T"], cache: object = None
@@ -372,25 +370,25 @@ class KLShard:
             float64.)
         """
         self._check(sums)
-        if tuple(jnp.shape(cotangent)) != (self._spec.case.num_tokens,):
-            raise ValueError(f"cotangent {tuple(jnp.shape(cotangent))} must be [T = {self._spec.case.num_tokens}]")
-        if self._spec.case.num_tokens == 0:
+        if tuple(jnp.shape(cotangent)) != (self._call.num_tokens,):
+            raise ValueError(f"cotangent {tuple(jnp.shape(cotangent))} must be [T = {self._call.num_tokens}]")
+        if self._call.num_tokens == 0:
             own = self._arrays.primals.student
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, self._spec.dtype), own)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, self._call.result_dtype), own)
             found = zeros._replace(weight=jnp.zeros_like(own.weight))
         else:
-            found = _run(self._spec, Part.gradients, (), self._arrays, merged, sums, cache, cotangent)
+            found = _run(self._call, Part.gradients, (), self._arrays, merged, sums, cache, cotangent)
         return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
 
     @property
     def _has_sums(self) -> bool:
-        return self._arrays.rows.student.weights is not None and self._spec.case.num_tokens > 0
+        return self._arrays.rows.student.weights is not None and self._call.num_tokens > 0
 
     def _check(self, sums: MixtureSums | None) -> None:
         """Without its sums, a JSD would be a KL."""
         if self._has_sums != (sums is not None):
             which = "needs" if self._has_sums else "has no"
-            raise ValueError(f'direction="{self._spec.direction}" {which} sums: those that `mixture_sums` returns')
+            raise ValueError(f'direction="{self._call.direction}" {which} sums: those that `mixture_sums` returns')
 
 
 class _Arrays(NamedTuple):
@@ -400,11 +398,11 @@ class _Arrays(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _run(spec: KLSpec, method: Callable[..., Any], static: tuple[Any, ...], arrays: _Arrays, *more: Any) -> Any:
+def _run(call: Call, method: Callable[..., Any], static: tuple[Any, ...], arrays: _Arrays, *more: Any) -> Any:
     """A method of `Part`, with ``static`` as its last arguments. Not differentiable."""
 
     def run(arrays: _Arrays, *more: Any) -> Any:
-        return method(Part.of(spec, *arrays), *more, *static)
+        return method(Part.of(call, *arrays), *more, *static)
 
     return _jax.not_differentiable(run)(arrays, *more)
 

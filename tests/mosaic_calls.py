@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import mosaic
-from lce_jax._types import Case, Device, LogprobOutput, Operands, Options, Results, RowCoefficients, ShardStatistics
+from lce_jax import _types, mosaic
+from lce_jax._types import Device, LogprobOutput, Operands, Results, RowCoefficients, ShardStatistics
 from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic._chunks import Budget, Cache
 from lce_jax.mosaic._operands import Tiling
@@ -40,7 +40,7 @@ class Call:
     rounds_dhidden: bool = False
     adds_dweight: bool = False  # to a sum in float32
     chunk: int | None = None  # tiles of a chunk of dlogits
-    options: Options = Options()  # noqa: RUF009 - frozen
+    options: _types.Call = _types.Call()  # noqa: RUF009 - frozen
 
     def __str__(self) -> str:
         return self.name
@@ -48,7 +48,7 @@ class Call:
 
 def call(name: str, **fields: Any) -> Call:
     own = {field.name for field in dataclasses.fields(Call)}
-    options = Options(**{key: value for key, value in fields.items() if key not in own})
+    options = _types.Call(**{key: value for key, value in fields.items() if key not in own})
     return Call(name, options=options, **{key: value for key, value in fields.items() if key in own})
 
 
@@ -166,9 +166,9 @@ def draw_candidates(test: Call, columns: int) -> jax.Array:
     return jnp.asarray(ids, jnp.int32)
 
 
-def case_of(test: Call, device: Device = H200) -> Case:
-    return Case(
-        num_tokens=test.T, hidden_size=test.H, vocab_size=test.V, dtype=jnp.dtype(test.dtype), options=test.options,
+def case_of(test: Call, device: Device = H200) -> _types.Call:
+    return dataclasses.replace(
+        test.options, num_tokens=test.T, hidden_size=test.H, columns=test.V, dtype=jnp.dtype(test.dtype),
         partial_rows=test.num_rows is not None,
         device=device._replace(core_count=MULTIPROCESSORS),
     )  # fmt: skip
@@ -211,7 +211,7 @@ def expected(test: Call, operands: Operands, cotangent: Results) -> Any:
 class Oracle:
     """One shard's stored logits in float64, and eqs. 1, 4 and 5 of them."""
 
-    def __init__(self, operands: Operands, options: Options) -> None:
+    def __init__(self, operands: Operands, options: _types.Call) -> None:
         self.operands, self.options = operands, options
         self.hidden, weight = (np.asarray(x, np.float64) for x in operands[:2])
         self.weight = weight if options.vocab_dim == 0 else weight.T
@@ -286,7 +286,7 @@ def traced(function: Any, operands: Operands, *rest: Any) -> Any:
     return jax.jit(call)(operands, *rest)
 
 
-def check_statistics(test: Call, case: Case, operands: Operands, want: Any) -> Cache | None:
+def check_statistics(test: Call, case: _types.Call, operands: Operands, want: Any) -> Cache | None:
     """Returns the cache."""
     stats, cache = traced(lambda operands: mosaic.statistics(operands, case, True), operands)
     for name, got in stats._asdict().items():
@@ -302,7 +302,7 @@ def check_statistics(test: Call, case: Case, operands: Operands, want: Any) -> C
 
 
 def check_gradients(
-    test: Call, case: Case, operands: Operands, rows: Any, cache: Cache | None, want: tuple[jax.Array, jax.Array]
+    test: Call, case: _types.Call, operands: Operands, rows: Any, cache: Cache | None, want: tuple[jax.Array, jax.Array]
 ) -> None:
     allowed = {"may_round_dhidden": test.rounds_dhidden, "may_overwrite_cache": test.owns_cache}
     before = jnp.full(operands.weight.shape, 0.5, jnp.float32) if test.adds_dweight else None

@@ -202,7 +202,7 @@ def _table(call: ExplainedCall, ways: list[Way], logits_bytes: int, compiles: bo
 def _heading(call: ExplainedCall, plan: Plan) -> Iterator[str]:
     head, weight = call.head, call.columns * call.head.hidden_size * call.dtype.itemsize
     tied = ", tied to the embedding" if head.tied else ""
-    yield f"{head}{tied}; {call.dtype.name} on {plan.case.device.kind}, implementation {plan.implementation}"
+    yield f"{head}{tied}; {call.dtype.name} on {plan.call.device.kind}, implementation {plan.implementation}"
     share = f"{call.shards} devices with {call.columns:,} columns each" if call.shards > 1 else "one device"
     padding = call.columns * call.shards - head.vocab_size
     padded = f" ({padding} of padding: pass vocab_size={head.vocab_size})" if padding else ""

@@ -18,16 +18,16 @@ from lce_jax._types import PassBytes, Plan, is_array
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.ops._cross_entropy import Reduction, chunk_in_place
 from lce_jax.programs import _token_chunks
-from lce_jax.programs._kl import KLArguments, KLSpec
+from lce_jax.programs._kl import KLArguments
 from lce_jax.xla import _kl, _logits
+from lce_jax.xla._kl import KLPlan
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
 
-    from lce_jax._call import Spec
     from lce_jax._options import KLOptions, LogprobOptions
     from lce_jax._shapes import Bool, Float, Int, Shaped
-    from lce_jax._types import Surroundings
+    from lce_jax._types import Call, Surroundings
     from lce_jax.mesh._layout import Axes
 
 
@@ -88,7 +88,7 @@ def _check_devices(plan: Plan, operands: Iterable[jax.ShapeDtypeStruct], place: 
     named = [mesh for mesh in meshes if mesh is not None and not mesh.empty]
     if any(isinstance(mesh, Mesh) for mesh in named) or len(shardings) > sum(hasattr(x, "mesh") for x in shardings):
         return
-    device = plan.case.device
+    device = plan.call.device
     with _dispatch.for_device(None):
         is_here = device == _dispatch.current_device()
     if named or not is_here:
@@ -123,11 +123,10 @@ def of_logits(
 ) -> Plan:
     """That of `lce_jax.linear_logits` at ``ids``."""
     checked = _options.of_ids(options, hidden, ids)
-    case = _call.case(hidden, weight, labels, where, checked)
-    case = dataclasses.replace(case, partial_rows=False)  # it moves no rows
-    found = placed(hidden, weight, [ids], case, checked, place)
-    spec = _call.spec(case, checked, found.columns, found.layout)
-    return _logits.plan(spec.case, found.around)
+    call = _call.describe(hidden, weight, labels, where, checked)
+    call = dataclasses.replace(call, partial_rows=False)  # it moves no rows
+    found = placed(hidden, weight, [ids], call, checked, place)
+    return _logits.plan(_call.choose(call, checked, found.columns, found.layout), found.around)
 
 
 def of_kl(
@@ -144,21 +143,21 @@ def of_kl(
     if not isinstance(teacher, tuple | list) or len(teacher) != 2:
         raise TypeError(f"teacher must be the pair of its hidden states and its weight, got {type(teacher).__name__}")
     arrays = Pair((hidden, weight), tuple(teacher))
-    call = KLArguments.of(arrays, where, direction, options)
-    cases, checked = call.cases(), call.options.student
-    _call.case(hidden, weight, labels, where, checked)
+    given = KLArguments.of(arrays, where, direction, options)
+    calls, checked = given.describe(), given.options.student
+    _call.describe(hidden, weight, labels, where, checked)
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
-    found = placed(hidden, weight, [tokens if where is None else where], cases.student, checked, place)
-    layout, names_axis = found.layout, checked.axis_name is not None
-    call.check_columns(cases, names_axis or (layout is not None and layout.vocab_axes is not None))
-    pairs = zip(cases, call.options, strict=True)
-    models = Pair(*(_call.spec(x, own, max(x.vocab_size, found.columns), layout) for x, own in pairs))
-    columns = min(model.case.vocab_size for model in models)
+    found = placed(hidden, weight, [tokens if where is None else where], calls.student, checked, place)
+    layout, names_axis = found.layout, calls.student.axis_name is not None
+    given.check_columns(calls, names_axis or (layout is not None and layout.vocab_axes is not None))
+    pairs = zip(calls, given.options, strict=True)
+    call = given.of_both(*(_call.choose(x, own, max(x.columns, found.columns), layout) for x, own in pairs))
+    columns = min(head.columns for head in call.heads)
     if not names_axis and (layout is None or layout.vocab_shards == 1):
-        columns = min(columns, models.student.vocab_size)
-    planned = KLSpec(models, call.direction, call.implementation).plan(columns)
-    name, refused = _dispatch.choose_kl(planned.cases, implementation=call.implementation)
-    plan = mosaic.kl_plan if name == mosaic.NAME else _kl.explained
+        columns = min(columns, call.vocab_size)
+    planned = KLPlan(Pair(*call.heads), call.direction, columns)
+    chosen, refused = _dispatch.choose(call)
+    plan = mosaic.kl_plan if chosen.NAME == mosaic.NAME else _kl.explained
     return dataclasses.replace(plan(planned, found.around), refused=refused)
 
 
@@ -260,7 +259,7 @@ def explain(
         logits     1.0 GiB if they were stored
         >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
         >>> plan = explain(*call, implementation="xla", mesh=mesh, vocab_axis="tensor", batch_axes="data")
-        >>> plan.case.num_tokens, plan.case.vocab_size
+        >>> plan.call.num_tokens, plan.call.columns
         (1024, 32768)
         >>> call = struct((64, 8), jnp.float32), struct((4096, 8), jnp.float32), struct((64,), jnp.int32)
         >>> explain(*call, compile=True).compiled.forward < 64 * 4096 * 4  # of the program, on this machine
@@ -327,36 +326,35 @@ def _of_one_head(
     told = options if loss is None else _options.loss_call(options)
     smooths = loss is not None and loss.smoothing > 0
     checked = _options.of_call(told, smooths, top_k=k)
-    case = _call.case(hidden, weight, labels, where, checked)
+    described = _call.describe(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
     if checked.logit_floor is not None:
         _checks.logit_floor(checked.logit_floor, labels.shape, where)
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)
-        case = dataclasses.replace(case, partial_rows=True)
-    found = placed(hidden, weight, [labels, *([] if where is None else [where])], case, checked, place)
-    spec = _call.spec(case, checked, found.columns, found.layout)
+        described = dataclasses.replace(described, partial_rows=True)
+    found = placed(hidden, weight, [labels, *([] if where is None else [where])], described, checked, place)
+    call = _call.choose(described, checked, found.columns, found.layout)
     if gradients_in_forward:
         budget = _token_chunks.budget(chunk_bytes, options)
-        return _token_chunks.plan(spec.case, spec.requested, budget, found.around)
+        return _token_chunks.plan(call, budget, found.around)
     if chunk_bytes is not None:
         raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
-    chunk = None if loss is None else chunk_in_place(loss.reduction, loss.smoothing, case, checked, found)
+    chunk = None if loss is None else chunk_in_place(loss.reduction, loss.smoothing, described, checked, found)
     if chunk is not None:
-        return _token_chunks.plan(spec.case, spec.requested, _token_chunks.Budget(chunk), found.around)
+        return _token_chunks.plan(call, _token_chunks.Budget(chunk), found.around)
     if found.by_xla:
-        return _partitioned_by_xla(spec, found.around)
-    return _dispatch.explain(spec.case, spec.requested, found.around)
+        return _partitioned_by_xla(call, found.around)
+    return _dispatch.explain(call, found.around)
 
 
-def _partitioned_by_xla(spec: Spec, around: Surroundings) -> Plan:
+def _partitioned_by_xla(call: Call, around: Surroundings) -> Plan:
     """The plan over Auto axes, where tiles of the forward have no global shape: nothing is kept."""
-    given, advice = spec.case.options, "call sharded_linear_logprobs, or make them Explicit"
-    options = dataclasses.replace(given, cache_bytes=0, gradient_threshold=0.0)
-    plan = _dispatch.explain(dataclasses.replace(spec.case, options=options), spec.requested, around)
+    advice = "call sharded_linear_logprobs, or make them Explicit"
+    plan = _dispatch.explain(dataclasses.replace(call, cache_bytes=0, gradient_threshold=0.0), around)
     notes = []
-    if given.cache_bytes:
-        notes.append(f"cache_bytes={given.cache_bytes} keeps nothing over Auto axes: {advice}")
-    if given.gradient_threshold:
-        notes.append(f"gradient_threshold={given.gradient_threshold:g} is not used over Auto axes: {advice}")
+    if call.cache_bytes:
+        notes.append(f"cache_bytes={call.cache_bytes} keeps nothing over Auto axes: {advice}")
+    if call.gradient_threshold:
+        notes.append(f"gradient_threshold={call.gradient_threshold:g} is not used over Auto axes: {advice}")
     return dataclasses.replace(plan, notes=(*plan.notes, *notes))

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import _checks, _jax, _options, scalars
-from lce_jax._types import Options
+from lce_jax._types import Call
 from lce_jax.mathematics import _logprobs
 from lce_jax.ops import _sharded
 from lce_jax.ops._cross_entropy import linear_cross_entropy
@@ -156,8 +156,8 @@ class Head:
             if sharding is not None:
                 bias = jax.sharding.reshard(bias, NamedSharding(sharding.mesh, P(None)))
             raw = raw + bias.astype(raw.dtype)
-        options = Options(logit_scale=self.logit_scale, logit_softcap=self.logit_softcap)
-        logits, _ = _logprobs.transform_logits(raw, options, None)
+        call = Call(logit_scale=self.logit_scale, logit_softcap=self.logit_softcap)
+        logits, _ = _logprobs.transform_logits(raw, call, None)
         return logits[..., : self.vocab_size]
 
     def call(self, function: str, hidden: Any, own: tuple[Any, Any], *arguments: Any, **options: Any) -> Any:

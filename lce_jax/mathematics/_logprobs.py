@@ -86,7 +86,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import scalars
-from lce_jax._types import LogprobOutput, Operands, Options, Results, RowCoefficients, ShardStatistics
+from lce_jax._types import Call, LogprobOutput, Operands, Results, RowCoefficients, ShardStatistics
 from lce_jax.mathematics._statistics import MASKED, SUMS, along, distance, empty
 
 if TYPE_CHECKING:
@@ -108,42 +108,42 @@ def cap_derivative(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return (1.0 - x) * (1.0 + x)
 
 
-def row_scale(options: Options, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
+def row_scale(call: Call, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
     """The k of eq. 0."""
-    scale = abs(options.logit_scale) if options.logit_softcap is None else options.logit_softcap
+    scale = abs(call.logit_scale) if call.logit_softcap is None else call.logit_softcap
     return scale if inverse_temperature is None else scale * inverse_temperature
 
 
-def row_factor(options: Options, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
+def row_factor(call: Call, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
     """The row factor a / τ of eq. 5; with a traced scale ``inverse_temperature`` holds both."""
-    return options.logit_scale if inverse_temperature is None else options.logit_scale * inverse_temperature
+    return call.logit_scale if inverse_temperature is None else call.logit_scale * inverse_temperature
 
 
 def unscaled_logits(
     raw: Float[Array, "T n"],
-    options: Options,
+    call: Call,
     raw_scale: Float[Array, "T"] | None = None,
     tanh: Callable[[Array], Array] = softcap_tanh,
 ) -> Float[Array, "T n"]:
     """The x of eq. 0, from raw products; ``raw_scale`` is a / c, or the sign of a, if these are traced."""
-    if options.logit_softcap is not None:
-        scale = options.logit_scale / options.logit_softcap if raw_scale is None else raw_scale
+    if call.logit_softcap is not None:
+        scale = call.logit_scale / call.logit_softcap if raw_scale is None else raw_scale
         return tanh(raw * along_rows(scale))
     if raw_scale is not None:
         return raw * along_rows(raw_scale)
-    return -raw if options.logit_scale < 0 else raw
+    return -raw if call.logit_scale < 0 else raw
 
 
 def transform_logits(
     raw: Float[Array, "T n"],
-    options: Options,
+    call: Call,
     inverse_temperature: Float[Array, "T"] | None,
     raw_scale: Float[Array, "T"] | None = None,
 ) -> tuple[Float[Array, "T n"], Float[Array, "T n"] | None]:
     """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
-    x = unscaled_logits(raw, options, raw_scale)
-    dcap = None if options.logit_softcap is None else cap_derivative(x)
-    return x * along_rows(row_scale(options, inverse_temperature)), dcap
+    x = unscaled_logits(raw, call, raw_scale)
+    dcap = None if call.logit_softcap is None else cap_derivative(x)
+    return x * along_rows(row_scale(call, inverse_temperature)), dcap
 
 
 def along_rows(scale: Float[Array, "T"] | float) -> Float[Array, "T 1"] | float:
@@ -156,7 +156,7 @@ def tile_statistics(
     scale: Float[Array, "T"] | float,
     targets: Int[Array, "T"],
     live: Bool[Array, "n"] | None,
-    options: Options,
+    call: Call,
     candidates: Int[Array, "T K"] | None = None,
     floor: Float[Array, "T"] | None = None,
 ) -> tuple[ShardStatistics, Float[Array, "T n"]]:
@@ -178,18 +178,18 @@ def tile_statistics(
     u = u if counts is None else jnp.where(counts, u, MASKED)
     e = jnp.exp(u)
     lowest = support = None
-    if options.stats:
+    if call.stats:
         lowest = jnp.min(x if counts is None else jnp.where(counts, x, -MASKED), axis=1)
-    if options.stats and counts is not None and floor is not None:
+    if call.stats and counts is not None and floor is not None:
         support = jnp.sum(jnp.where(counts, jnp.ones((), x.dtype), 0.0), axis=1)
-    asked = options.statistics
+    asked = call.statistics
     sums: Any = {name: jnp.sum(one.term(u, e), axis=1) if name in asked else None for name, one in SUMS.items()}
     stats = ShardStatistics(
         max=m,
         **sums,
         target=jnp.where(owned, distance(at_target, m, scale), -jnp.inf),
         min=lowest,
-        total=jnp.sum(x if counts is None else jnp.where(counts, x, 0.0), axis=1) if options.mean_logit else None,
+        total=jnp.sum(x if counts is None else jnp.where(counts, x, 0.0), axis=1) if call.mean_logit else None,
         candidates=at_candidates,
         support=support,
     )
@@ -240,10 +240,10 @@ def results(stats: ShardStatistics, scale: Float[Array, "T"] | float, labels: In
     )
 
 
-def results_of_none(num_tokens: int, dtype: jnp.dtype, options: Options) -> Results:
+def results_of_none(num_tokens: int, dtype: jnp.dtype, call: Call) -> Results:
     """Eq. 3 of tokens without columns: their shapes and dtypes are those of the call's results."""
-    stats, labels = empty(num_tokens, dtype, options), jnp.full((num_tokens,), -1, jnp.int32)
-    return finish(stats, 1.0, labels, None, 1, stats.sumexp if options.reports_dropped_mass else None)
+    stats, labels = empty(num_tokens, dtype, call), jnp.full((num_tokens,), -1, jnp.int32)
+    return finish(stats, 1.0, labels, None, 1, stats.sumexp if call.reports_dropped_mass else None)
 
 
 def row_coefficients(
@@ -252,7 +252,7 @@ def row_coefficients(
     scale: Float[Array, "T"] | float,
     factor: Float[Array, "T"] | float,
     where: Bool[Array, "T"] | None,
-    options: Options,
+    call: Call,
     vocab_size: int,
     of_candidates: Float[Array, "T"] | None = None,
 ) -> RowCoefficients:
@@ -271,14 +271,14 @@ def row_coefficients(
     if cotangent.mean_logit is not None:
         uniform = cotangent.mean_logit / vocab_size * factor
     if stats.candidates is not None and of.candidate_logprobs is not None:
-        dcap = None if options.logit_softcap is None else cap_derivative
+        dcap = None if call.logit_softcap is None else cap_derivative
         given, candidates = candidate_terms(stats.candidates, of.candidate_logprobs, along_rows(factor), dcap)
         of_candidates = jnp.sum(given, axis=1)
     if of_candidates is not None:
         rest = rest - of_candidates
     target = of.logprobs * ((sumexp - at_label) / sumexp) + at_label * (rest / sumexp)
     target = target if slope is None else target + slope * (t * at_label)
-    if options.logit_softcap is not None:
+    if call.logit_softcap is not None:
         target = target * cap_derivative(stats.max + t / scale)
     constant = (rest - of.logprobs) / sumexp * factor
     slope = None if slope is None else slope * factor
@@ -297,11 +297,11 @@ def live_columns(start: Any, size: int, num_columns: Int[Array, ""] | int | None
     return None if num_columns is None else start + jnp.arange(size, dtype=jnp.int32) < num_columns
 
 
-def without_padding(weight: Float[Array, "V H"], live: Bool[Array, "V"] | None, options: Options) -> Array:
+def without_padding(weight: Float[Array, "V H"], live: Bool[Array, "V"] | None, call: Call) -> Array:
     """The weight with its padding set to zero, because 0 times NaN or inf is NaN."""
     if live is None:
         return weight
-    return jnp.where(jnp.expand_dims(live, options.hidden_dim), weight, jnp.zeros((), weight.dtype))
+    return jnp.where(jnp.expand_dims(live, call.hidden_dim), weight, jnp.zeros((), weight.dtype))
 
 
 def counting(
@@ -413,12 +413,12 @@ def unique_places(columns: Int[Array, "T K"], first: Any, last: Any, size: int) 
 FP16_SHIFT = 15.0  # fp16 exponentials are kept times 2^15: in (0, 1] they would waste half of fp16's exponents
 
 
-def keeps_exponentials(options: Options) -> bool:
+def keeps_exponentials(call: Call) -> bool:
     """Whether the gradient can be made from exponentials.
 
     Not where a capped logit far below the maximum has a gradient too, as in a mean: there e^u is 0 and says nothing.
     """
-    return options.logit_softcap is None or not options.mean_logit
+    return call.logit_softcap is None or not call.mean_logit
 
 
 def to_keep(e: Float[Array, "T n"], dtype: jnp.dtype) -> Float[Array, "T n"]:
@@ -439,7 +439,7 @@ def dlogits_from_logits(
     rows: RowCoefficients,
     targets: Int[Array, "T"],
     live: Bool[Array, "n"] | None,
-    options: Options,
+    call: Call,
     candidates: Int[Array, "T K"] | None = None,
     floor: Float[Array, "T"] | None = None,
 ) -> Float[Array, "T n"]:
@@ -448,7 +448,7 @@ def dlogits_from_logits(
     ``candidates`` are columns of this tile, once each (`add_repeats`), or lie outside [0, n).
     """
     u = jnp.minimum(distance(x, rows.max[:, None], along_rows(scale)), 0.0)
-    return _gradient(u, jnp.exp(u), x, rows, targets, live, options, candidates, floor)
+    return _gradient(u, jnp.exp(u), x, rows, targets, live, call, candidates, floor)
 
 
 def dlogits_from_exponentials(
@@ -458,17 +458,17 @@ def dlogits_from_exponentials(
     rows: RowCoefficients,
     targets: Int[Array, "T"],
     live: Bool[Array, "n"] | None,
-    options: Options,
+    call: Call,
     candidates: Int[Array, "T K"] | None = None,
 ) -> Float[Array, "T n"]:
     """Of what `to_keep` made, and the tile's largest x. A floor is in them already."""
     e, log_e = from_kept(kept, highest.dtype)
     down = jnp.minimum(distance(highest, rows.max, scale), 0.0)
     x = None
-    if options.logit_softcap is not None:
+    if call.logit_softcap is not None:
         x = jnp.clip(highest[:, None] + log_e / along_rows(positive(scale)), -1.0, 1.0)
     e = e * jnp.exp(down)[:, None]
-    return _gradient(log_e + down[:, None], e, x, rows, targets, live, options, candidates, None)
+    return _gradient(log_e + down[:, None], e, x, rows, targets, live, call, candidates, None)
 
 
 def positive(scale: Float[Array, "T"] | float) -> Float[Array, "T"] | float:
@@ -483,7 +483,7 @@ def _gradient(
     rows: RowCoefficients,
     targets: Int[Array, "T"],
     live: Bool[Array, "n"] | None,
-    options: Options,
+    call: Call,
     candidates: Int[Array, "T K"] | None,
     floor: Float[Array, "T"] | None,
 ) -> Float[Array, "T n"]:
@@ -492,7 +492,7 @@ def _gradient(
     if rows.slope is not None:
         d = d + rows.slope[:, None] * (u * e)
     columns = lax.broadcasted_iota(jnp.int32, e.shape, 1)
-    dcap = 1.0 if options.logit_softcap is None or x is None else cap_derivative(x)
+    dcap = 1.0 if call.logit_softcap is None or x is None else cap_derivative(x)
     d = d * dcap
     if x is not None and floor is not None:
         d = jnp.where(x < floor[:, None], 0.0, d)

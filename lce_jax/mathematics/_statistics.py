@@ -1,7 +1,7 @@
 """Statistics of each token over some columns (eq. 1): the empty ones, unions (eq. 2), and packing into one array.
 
 They are in the units of x (eq. 0) everywhere: over a tile, a shard, a mesh, and from the forward to the backward.
-`ShardStatistics` declares the fields; `Options.statistics` says which of them a call has, and how wide they are.
+`ShardStatistics` declares the fields; `Call.statistics` says which of them a call has, and how wide they are.
 Everything that holds, sends or counts statistics does so through this module.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Options, ShardStatistics
+from lce_jax._types import Call, ShardStatistics
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
@@ -29,7 +29,7 @@ class Sum(NamedTuple):
     moved: Callable[[ShardStatistics, Any, Any], Any]  # a part's sum relative to the union's maximum, from a and d
 
 
-# Every implementation computes, merges and sends what stands here, if `Options.statistics` says that the call has it.
+# Every implementation computes, merges and sends what stands here, if `Call.statistics` says that the call has it.
 SUMS = {
     "sumexp": Sum(lambda _, e: e, lambda part, a, _: part.sumexp * a),
     "weighted": Sum(lambda u, e: e * u, lambda part, a, d: (part.weighted + d * part.sumexp) * a),
@@ -68,10 +68,10 @@ def of_fields(fields: Mapping[str, Any]) -> ShardStatistics:
     return ShardStatistics(**{**dict.fromkeys(ShardStatistics._fields), **fields})
 
 
-def empty(num_tokens: int, dtype: jnp.dtype, options: Options) -> ShardStatistics:
+def empty(num_tokens: int, dtype: jnp.dtype, call: Call) -> ShardStatistics:
     """The statistics of no columns: the neutral element of `merge`."""
     fields = {}
-    for name, width in options.statistics.items():
+    for name, width in call.statistics.items():
         shape = (num_tokens, width) if name in PER_CANDIDATE else (num_tokens,)
         fields[name] = jnp.full(shape, getattr(NO_COLUMNS, name), dtype)
     return of_fields(fields)
@@ -88,7 +88,7 @@ def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
 
 
 def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardStatistics:
-    """The inverse of `pack`, also for several shards at once; ``widths`` are `Options.statistics`."""
+    """The inverse of `pack`, also for several shards at once; ``widths`` are `Call.statistics`."""
     fields, row = {}, 0
     for name, width in widths.items():
         rows = packed[..., row : row + width, :]
@@ -103,9 +103,9 @@ def as_parts(stats: ShardStatistics) -> Parts:
     return Parts(pack(stats._replace(total=None, candidates=None))[None], beside)
 
 
-def merge_parts(parts: Parts, options: Options, num_tokens: int, scale: Float[Array, "T"] | float) -> ShardStatistics:
+def merge_parts(parts: Parts, call: Call, num_tokens: int, scale: Float[Array, "T"] | float) -> ShardStatistics:
     """`merge` of all shards' `as_parts`, or of what `like` made of them."""
-    widths = {name: width for name, width in options.statistics.items() if name not in BESIDE}
+    widths = {name: width for name, width in call.statistics.items() if name not in BESIDE}
     stats = unpack(parts.groups[:, 0, :, :num_tokens], widths)
     return merge(stats._replace(total=parts.beside.total, candidates=parts.beside.candidates), scale)
 

@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax._types import Case, Options, UnsupportedError
+from lce_jax._types import Call, UnsupportedError
 
 _logger = logging.getLogger("lce_jax")
 
@@ -46,7 +46,7 @@ class Partitioned:
         dimensions: of operands and results, the names of all dimensions in order, ``"b h, v h -> b"``, and of those
             that each device needs whole.
         mesh: the mesh that the operands' types or `jax.set_mesh` name; empty if they name none.
-        case: the call.
+        call: what is static about it.
         unused: what the rule loses of the call, in words.
     """
 
@@ -54,13 +54,13 @@ class Partitioned:
     rule: Callable[[Mesh, Any, Any], Partition]
     dimensions: Callable[[Any, Any], tuple[str, tuple[str, ...]]]
     mesh: AbstractMesh
-    case: Case
+    call: Call
     unused: tuple[str, ...] = ()
 
     def __call__(self, *operands: Any) -> Any:
         """The function's results."""
         if self.mesh.size > 1:
-            check_rules_are_read(self.case.device.platform, self.mesh, self.case.options)
+            check_rules_are_read(self.call.device.platform, self.mesh, self.call)
             _say_what_xla_loses(self)
         tree: Any = jax.tree.structure(operands)
         flat = jax.tree.leaves(operands)
@@ -78,15 +78,15 @@ dispatch.prim_requires_devices_during_lowering.add(_partitioned_p)
 
 
 def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, trees: Any, names: Any) -> Any:
-    run, options, module = jaxpr_as_fun(whole), function.case.options, context.module_context
+    run, call, module = jaxpr_as_fun(whole), function.call, context.module_context
     if module.lowering_parameters.for_export:
         if function.mesh.size > 1:
             warn_once(
-                f"jax.export cannot carry the rule by which XLA partitions {options.function}: every device of the "
-                f"exported program will compute all of it. Export {options.sharded_function} instead."
+                f"jax.export cannot carry the rule by which XLA partitions {call.function}: every device of the "
+                f"exported program will compute all of it. Export {call.sharded_function} instead."
             )
     elif getattr(module.axis_context, "num_devices", 1) > 1:
-        check_rules_are_read(module.platforms[0], function.mesh, options)
+        check_rules_are_read(module.platforms[0], function.mesh, call)
         run = _with_rule(run, function, trees, *names)
     return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
@@ -94,7 +94,7 @@ def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, tree
 mlir.register_lowering(_partitioned_p, _lower)
 
 
-def check_rules_are_read(platform: str | None, mesh: Any, options: Options) -> None:
+def check_rules_are_read(platform: str | None, mesh: Any, call: Call) -> None:
     """Refuses Auto axes of TPUs, whose compiler reads no partitioning rule; ``mesh`` may be empty.
 
     libtpu's table of functions has no place to register one, with a TPU as without:
@@ -103,17 +103,17 @@ def check_rules_are_read(platform: str | None, mesh: Any, options: Options) -> N
     if platform == "tpu":
         axes = f"the axes of {dict(mesh.shape)}" if mesh.size > 1 else "the mesh's axes"
         raise UnsupportedError(
-            f"{options.function} over Auto axes of several TPUs: XLA reads no partitioning rule there, and would "
-            f"gather the whole weight. Give {options.sharded_function} {axes} as vocab_axis= and batch_axes=, or make "
+            f"{call.function} over Auto axes of several TPUs: XLA reads no partitioning rule there, and would "
+            f"gather the whole weight. Give {call.sharded_function} {axes} as vocab_axis= and batch_axes=, or make "
             "them Explicit"
         )
 
 
 def _say_what_xla_loses(function: Partitioned) -> None:
-    options = function.case.options
+    call = function.call
     for what in function.unused:
         warn_once(
-            f"{what} where XLA partitions {options.function} over Auto axes: call {options.sharded_function}, or make "
+            f"{what} where XLA partitions {call.function} over Auto axes: call {call.sharded_function}, or make "
             "the mesh's axes Explicit"
         )
 
@@ -147,10 +147,10 @@ def _named(mesh: Mesh, function: Partitioned, operands: Any) -> tuple[Mesh, list
         return mesh, [x.sharding.spec for x in operands]
     devices = np.array(operands[0].sharding._device_assignment)
     if function.mesh.empty:
-        options = function.case.options
+        call = function.call
         raise UnsupportedError(
-            f"{options.function} is called on several devices, and the mesh is not known where it is partitioned: call "
-            f"it under jax.set_mesh(mesh), or call {options.sharded_function}"
+            f"{call.function} is called on several devices, and the mesh is not known where it is partitioned: call "
+            f"it under jax.set_mesh(mesh), or call {call.sharded_function}"
         )
     mesh = Mesh(devices.reshape(function.mesh.axis_sizes), function.mesh.axis_names)
     return mesh, [P(*parse_flatten_op_sharding(x.sharding._hlo_sharding, mesh)[0]) for x in operands]

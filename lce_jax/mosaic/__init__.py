@@ -22,7 +22,7 @@ import jax
 
 from lce_jax._types import (
     ALONE,
-    Case,
+    Call,
     Device,
     Operands,
     Plan,
@@ -32,7 +32,7 @@ from lce_jax._types import (
     Surroundings,
     UnsupportedError,
 )
-from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Mixture, MixtureCoefficients, MixtureSums, Pair
+from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Mixture, MixtureCoefficients, MixtureSums
 from lce_jax.mathematics._statistics import Normalizer, Parts
 from lce_jax.mosaic import _backward, _forward, _generations, _kl, _pallas, _plan, _threshold
 from lce_jax.mosaic._call import Generation
@@ -54,39 +54,43 @@ def _promotes_ranks[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def supports(case: Case) -> str | None:
+def supports(case: Call) -> str | None:
     """Why the kernels cannot serve ``case``: the function, the device, the dtype, or a shape they cannot tile."""
-    return without_kernels(case) or _generations.refusal(case)
+    reason = without_kernels(case) or _generations.refusal(case)
+    if reason is not None or case.teacher is None:
+        return reason
+    of_teacher = _generations.refusal(case.teacher)
+    return _refusal.kl_refusal(case.heads) if of_teacher is None else f"the teacher: {of_teacher}"
 
 
-def without_kernels(case: Case) -> str | None:
+def without_kernels(case: Call) -> str | None:
     """Why no device has kernels for the function of ``case``; None if some have."""
-    if case.options.top_k:
+    if case.top_k:
         return "linear_topk runs no kernel: XLA's product of a few hundred tokens at a time and a selection serve it"
-    if case.options.function == "linear_logits":
+    if case.function == "linear_logits":
         return "linear_logits runs no kernel: it is a few dot products per token, and never visits the vocabulary"
     return None
 
 
-def plan(case: Case, around: Surroundings = ALONE) -> Plan:
+def plan(case: Call, around: Surroundings = ALONE) -> Plan:
     """Tiles and bytes; what ``cache_bytes`` will keep."""
     return _plan.plan(case, _generation_of(case), NAME, around)
 
 
 @_promotes_ranks
-def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
+def statistics(operands: Operands, case: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
     """Eq. 1 of the whole shard, and the cache."""
     return _forward.statistics(operands, case, _generation_of(case), keep_cache)
 
 
 @_promotes_ranks
-def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, Any]:
+def in_parts(operands: Operands, case: Call, keep_cache: bool = False) -> tuple[Parts, Any]:
     """Eq. 1 of each group of tiles, and the cache."""
     return _forward.in_parts(operands, case, _generation_of(case), keep_cache)
 
 
 @_promotes_ranks
-def merged(parts: Parts, case: Case, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
+def merged(parts: Parts, case: Call, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
     """All shards' groups joined in their order."""
     return _forward.merged(parts, case, _generation_of(case), inverse_temperature, num_rows)
 
@@ -111,7 +115,7 @@ def lowering_for(device: Device) -> contextlib.AbstractContextManager[None]:
 
 
 @_promotes_ranks
-def selected(case: Case, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
+def selected(case: Call, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
     """The live tiles, and the dropped mass."""
     if cache is None:
         return None, None
@@ -121,7 +125,7 @@ def selected(case: Case, cache: Any, of_rows: Normalizer, num_rows: Any) -> tupl
 @_promotes_ranks
 def gradients(
     operands: Operands,
-    case: Case,
+    case: Call,
     rows: RowCoefficients,
     cache: Any = None,
     *,
@@ -135,9 +139,9 @@ def gradients(
     no parts of the vocabulary.
     """
     case = case.without_parts
-    if case.options.gradient_threshold:
+    if case.gradient_threshold:
         if cache is None:
-            threshold = case.options.gradient_threshold
+            threshold = case.gradient_threshold
             raise ValueError(
                 f"gradient_threshold={threshold:g}: the live tiles are known from what local.statistics(..., "
                 "keep_cache=True) keeps; give that as cache=, or leave the threshold out"
@@ -145,15 +149,6 @@ def gradients(
         return Primals(*_threshold.gradients(operands, case, _generation_of(case), rows, cache, dweight))
     allowed = (may_round_dhidden, may_overwrite_cache)
     return Primals(*_backward.gradients(operands, case, _generation_of(case), rows, cache, *allowed, dweight))
-
-
-def kl_supports(cases: Pair[Case]) -> str | None:
-    """Why the kernels cannot serve `lce_jax.linear_kl` of two heads."""
-    for whose, case in zip(("", "the teacher: "), cases, strict=True):
-        reason = _generations.refusal(case)
-        if reason is not None:
-            return whose + reason
-    return _refusal.kl_refusal(cases)
 
 
 def kl_plan(plan: KLPlan, around: Surroundings = ALONE) -> Plan:
@@ -179,7 +174,7 @@ def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoeff
     return _kl.gradients(plan, shard, rows, cache, _generation_of(plan.cases.student))
 
 
-def _generation_of(case: Case) -> Generation:
+def _generation_of(case: Call) -> Generation:
     generation = _generations.serving(case.device)
     if generation is None:
         raise UnsupportedError(f'implementation "{NAME}": {_generations.refusal(case)}')

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from lce_jax._types import Case, Operands, RowCoefficients
+from lce_jax._types import Call, Operands, RowCoefficients
 from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 def gradients(
     operands: Operands,
-    case: Case,
+    case: Call,
     generation: Generation,
     rows: RowCoefficients,
     cache: Cache | None,

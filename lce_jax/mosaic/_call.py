@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lce_jax._types import Case, Operands
+from lce_jax._types import Call, Operands
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import TRACED, Host
@@ -78,7 +78,7 @@ class KernelCall(NamedTuple):
 
     operands: Operands
     prepared: Prepared
-    case: Case
+    case: Call
     shape: Geometry
     generation: Generation
     host: Host = TRACED
@@ -93,7 +93,7 @@ class KernelCall(NamedTuple):
         return self.prepared._replace(num_rows=None, num_columns=None)
 
     @classmethod
-    def prepare(cls, operands: Operands, case: Case, generation: Generation) -> KernelCall:
+    def prepare(cls, operands: Operands, case: Call, generation: Generation) -> KernelCall:
         """The call of ``operands``, padded and marked."""
         shape = geometry(case, generation.tiling)
         return cls(operands, _operands.prepare(operands, case, shape), case, shape, generation)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import scalars
-from lce_jax._types import Options, RowCoefficients
+from lce_jax._types import Call, RowCoefficients
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _operands
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 @jax.named_scope("candidates")
 def unscaled(call: KernelCall, columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
     """The x of the candidates at these columns of the shard, -inf at -1."""
-    x, options = call.operands, call.case.options
-    raw = call.host.products(x.hidden, x.weight, columns, options, x.num_rows)
-    return call.host.compute(_unscaled, raw, columns, x.raw_scale, options)
+    x = call.operands
+    raw = call.host.products(x.hidden, x.weight, columns, call.case, x.num_rows)
+    return call.host.compute(_unscaled, raw, columns, x.raw_scale, call.case)
 
 
-def _unscaled(xp: Any, raw: Array, columns: Array, raw_scale: Array | None, options: Options) -> Float[Array, "T K"]:
+def _unscaled(xp: Any, raw: Array, columns: Array, raw_scale: Array | None, case: Call) -> Float[Array, "T K"]:
     x = _logprobs.unscaled_logits(
-        raw[: len(columns)], options, raw_scale, _logprobs.softcap_tanh if xp is jnp else xp.tanh
+        raw[: len(columns)], case, raw_scale, _logprobs.softcap_tanh if xp is jnp else xp.tanh
     )
     return xp.where(columns >= 0, x, -xp.inf)
 
@@ -86,7 +86,7 @@ def placed(
 ) -> PlacedCandidates:
     """What stands at their places, from what each adds there, and from its x all else."""
     of_rows = call.prepared.targets, call.prepared.scale, factors, call.prepared.num_rows
-    return call.host.compute(_placed, columns, terms, x, *of_rows, call.case.options.logit_softcap is not None)
+    return call.host.compute(_placed, columns, terms, x, *of_rows, call.case.logit_softcap is not None)
 
 
 def _placed(
@@ -136,9 +136,9 @@ def keep(xp: Any, saved: Any, ids: Any, x: Any, kind: Kind) -> tuple[Any, Any]:
     fields, (first, last) = _fields(saved, kind), (kind.first_statistic, kind.saved_fields)
     fields.view(xp.int32)[first - kind.num_candidates : first] = ids.T
     fields[last - kind.num_candidates : last] = x.T
-    names = _operands.kept_statistics(kind.case.options)
+    names = _operands.kept_statistics(kind.case)
     highest, sumexp = (fields[first + names.index(name), :, None] for name in ("max", "sumexp"))
-    scale = _logprobs.row_scale(kind.case.options, _inverse_temperature(xp, fields, kind)[0])
+    scale = _logprobs.row_scale(kind.case, _inverse_temperature(xp, fields, kind)[0])
     found = _logprobs.candidate_logprobs(x, highest, scale, xp.log(sumexp), xp)
     return saved, xp.where(highest == highest, found, xp.nan)
 
@@ -148,7 +148,7 @@ def terms(xp: Any, saved: Any, seed: Any, total: Any, kind: Kind) -> tuple[Any, 
     fields, first = _fields(saved, kind), kind.first_statistic
     ids, x = fields.view(xp.int32)[first - kind.num_candidates : first].T, fields[-kind.num_candidates :].T
     inverse, there = _inverse_temperature(xp, fields, kind)
-    factor = _logprobs.row_factor(kind.case.options, inverse)
+    factor = _logprobs.row_factor(kind.case, inverse)
     dcap = None if kind.logit_softcap is None else _logprobs.cap_derivative
     g, added = _logprobs.candidate_terms(x, seed, factor, dcap, xp)
     total[: len(g)] = g.sum(1)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
-from lce_jax._types import Case
+from lce_jax._types import Call
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._host import Host, greatest, least
 from lce_jax.mosaic._operands import Geometry
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MAX_SPLITS = 4  # of the contraction over the vocabulary
 
 
-def dhidden_shape(case: Case, shape: Geometry) -> tuple[int, int, int]:
+def dhidden_shape(case: Call, shape: Geometry) -> tuple[int, int, int]:
     """(splits, tokens, hidden): whole tiles, and several arrays where one has fewer tiles than there are cores."""
     rows, columns = shape.padded_tokens, -(-case.hidden_size // shape.tile) * shape.tile
     num_tiles = rows // shape.row_block * (columns // shape.tile)
@@ -43,7 +43,7 @@ def dhidden_shape(case: Case, shape: Geometry) -> tuple[int, int, int]:
     return min(range(1, most + 1), key=waves), rows, columns
 
 
-def empty_dhidden(host: Host, case: Case, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
+def empty_dhidden(host: Host, case: Call, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
     """The memory for the kernels' output, in the weight's dtype if they round.
 
     Splits are added up after the kernels, so they stay fp32.
@@ -52,7 +52,7 @@ def empty_dhidden(host: Host, case: Case, shape: Geometry, rounds: bool) -> Floa
     return host.empty(splits, case.dtype if rounds and splits[0] == 1 else jnp.float32)
 
 
-def total_dhidden(sums: Float[Array, "splits Tp Hp"], case: Case) -> Float[Array, "T H"]:
+def total_dhidden(sums: Float[Array, "splits Tp Hp"], case: Call) -> Float[Array, "T H"]:
     """The sum of the splits, without padding."""
     dhidden = sums[0] if sums.shape[0] == 1 else jnp.sum(sums, axis=0)
     return dhidden[: case.num_tokens, : case.hidden_size]
@@ -65,7 +65,7 @@ class Cache(NamedTuple):
     max: Float[Array, "tiles Tp"]  # each tile's largest x
 
 
-def empty_cache(host: Host, case: Case, shape: Geometry, num_tiles: int) -> Cache:
+def empty_cache(host: Host, case: Call, shape: Geometry, num_tiles: int) -> Cache:
     """Memory for the forward to fill."""
     return Cache(
         host.empty((shape.tokens, num_tiles * shape.tile), case.dtype),
@@ -73,14 +73,14 @@ def empty_cache(host: Host, case: Case, shape: Geometry, num_tiles: int) -> Cach
     )
 
 
-def num_cached_tiles(case: Case, shape: Geometry) -> int:
+def num_cached_tiles(case: Call, shape: Geometry) -> int:
     """The vocabulary tiles whose exponentials fit ``cache_bytes``; none if the backward visits live tiles alone."""
-    if case.options.gradient_threshold:
+    if case.gradient_threshold:
         return 0
-    return min(shape.num_tiles, case.options.cache_bytes // cached_tile_bytes(case, shape))
+    return min(shape.num_tiles, case.cache_bytes // cached_tile_bytes(case, shape))
 
 
-def cached_tile_bytes(case: Case, shape: Geometry) -> int:
+def cached_tile_bytes(case: Call, shape: Geometry) -> int:
     """The bytes of one tile's exponentials and of its maximum per token."""
     return shape.tokens * shape.tile * case.dtype.itemsize + shape.padded_tokens * 4
 
@@ -109,7 +109,7 @@ class Budget:
     statistics_bytes: int = 160 << 20  # of the forward's partial statistics; more take several launches
 
 
-def chunk_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> int:
+def chunk_tiles(case: Call, shape: Geometry, budget: Budget, num_tiles: int) -> int:
     """Vocabulary tiles per chunk of the backward, of ``num_tiles``: within the budget, the fastest number.
 
     The cost is counted in waves of tiles over the multiprocessors; each chunk also reads and writes dhidden.
@@ -126,7 +126,7 @@ def chunk_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> 
     return min(range(most, most // 2, -1), key=cost)
 
 
-def launch_groups(case: Case, shape: Geometry, budget: Budget) -> int:
+def launch_groups(case: Call, shape: Geometry, budget: Budget) -> int:
     """Groups of vocabulary tiles per launch of the forward: partial statistics within the budget, even launches."""
     tile_bytes = 4 * math.prod(_operands.statistics_shape(case, shape, 1))
     groups = num_groups(shape)
@@ -136,7 +136,7 @@ def launch_groups(case: Case, shape: Geometry, budget: Budget) -> int:
     return -(-groups // -(-groups // max(most // GROUP, 1)))
 
 
-def launch_tiles(case: Case, shape: Geometry, budget: Budget) -> int:
+def launch_tiles(case: Call, shape: Geometry, budget: Budget) -> int:
     """Vocabulary tiles that a launch of the forward has at most."""
     return min(launch_groups(case, shape, budget) * GROUP, shape.num_tiles)
 
@@ -170,7 +170,7 @@ def first_tile(shape: Geometry, group: Any) -> Any:
     return group * GROUP - (group // part_groups(shape) * missing if shape.has_parts else 0)
 
 
-def live_slots(case: Case, shape: Geometry, budget: Budget, group: int) -> int:
+def live_slots(case: Call, shape: Geometry, budget: Budget, group: int) -> int:
     """Tiles of dlogits that a batch of live tiles may take: within the budget, and whole waves where it has several."""
     of_tile = -(-shape.row_blocks // group) * group
     slot_bytes = shape.row_block * shape.tile * case.dtype.itemsize

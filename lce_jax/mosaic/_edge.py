@@ -52,16 +52,16 @@ def _is_whole(columns: Any, tile: int) -> bool:
 def contracted_columns(call: KernelCall) -> Int[Array, ""] | int:
     """Where dhidden's product ends: it reads copies of chunks whole, and the weight up to the tile with padding."""
     if call.operands.num_columns is None or not call.shape.whole_atoms:
-        return call.case.vocab_size
+        return call.case.columns
     return contracted_tiles(call) * call.shape.tile
 
 
 def weight(call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
     """The copy of one tile."""
     column, (case, shape) = call.shape.column(tile), (call.case, call.shape)
-    if not shape.whole_atoms or case.options.vocab_dim == 1:
+    if not shape.whole_atoms or case.vocab_dim == 1:
         return columns_from(call, column, shape.tile)
-    rows, width = case.vocab_size // shape.atom, shape.atom * case.hidden_size
+    rows, width = case.columns // shape.atom, shape.atom * case.hidden_size
     numbers = call.host.numbers(column // shape.atom, call.prepared.num_columns - column)
     copied = call.host.launch(copy, case, call.host.reshape(call.prepared.weight, (rows, width)), numbers)
     return call.host.reshape(copied, (shape.tile, case.hidden_size))
@@ -70,9 +70,9 @@ def weight(call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
 def columns_from(call: KernelCall, column: Any, size: int) -> Float[Array, "size H"]:
     """A copy of so many columns of the vocabulary, zero where they are padding or do not exist."""
     columns = column + jnp.arange(size, dtype=jnp.int32)
-    last = call.case.vocab_size if call.operands.num_columns is None else call.operands.num_columns
-    copied = jnp.take(call.operands.weight, columns, axis=call.case.options.vocab_dim, mode="clip")
-    return _logprobs.without_padding(copied, columns < last, call.case.options)
+    last = call.case.columns if call.operands.num_columns is None else call.operands.num_columns
+    copied = jnp.take(call.operands.weight, columns, axis=call.case.vocab_dim, mode="clip")
+    return _logprobs.without_padding(copied, columns < last, call.case)
 
 
 def put_columns(
@@ -81,7 +81,7 @@ def put_columns(
     """``dweight`` with the first ``count`` columns of ``part`` written, or added, from ``column`` on."""
     places = column + jnp.arange(part.shape[0], dtype=jnp.int32)
     # The others get a place outside dweight, where nothing is written.
-    places = jnp.where(places < column + count, places, places + call.case.vocab_size)
+    places = jnp.where(places < column + count, places, places + call.case.columns)
     put = dweight.at[places].add if add else dweight.at[places].set
     return put(part, mode="drop", indices_are_sorted=True, unique_indices=True)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Case, Operands, ShardStatistics
+from lce_jax._types import Call, Operands, ShardStatistics
 from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._statistics import Parts
 from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands, _threshold
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def statistics(
-    operands: Operands, case: Case, generation: Generation, keep_cache: bool
+    operands: Operands, case: Call, generation: Generation, keep_cache: bool
 ) -> tuple[ShardStatistics, Cache | TileStatistics | None]:
     """Eq. 1 of the whole shard, and as many tiles' exponentials as fit ``cache_bytes``.
 
@@ -43,7 +43,7 @@ def statistics(
 
 
 def in_parts(
-    operands: Operands, case: Case, generation: Generation, keep_cache: bool
+    operands: Operands, case: Call, generation: Generation, keep_cache: bool
 ) -> tuple[Parts, Cache | TileStatistics | None]:
     """The same of each group of tiles, in base 2, beside what no kernel computes of each column."""
     call = KernelCall.prepare(operands, case, generation)
@@ -51,14 +51,14 @@ def in_parts(
     cached = min(_chunks.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
     cache = _chunks.empty_cache(call.host, case, call.shape, cached) if cached else None
     groups, cache, maxima = joined(call, num_tiles, cache, _kept_fields(case, keep_cache))
-    total = _mean.total(operands, case) if case.options.mean_logit else None
+    total = _mean.total(operands, case) if case.mean_logit else None
     x = None if operands.candidates is None else _candidates.unscaled(call, operands.candidates)
     beside = _statistics.of_fields({"total": total, "candidates": x})
     return Parts(groups, beside), cache if maxima is None else _threshold.tile_statistics(call, maxima)
 
 
 def merged(
-    parts: Parts, case: Case, generation: Generation, inverse_temperature: Float[Array, "T"] | None, num_rows: Any
+    parts: Parts, case: Call, generation: Generation, inverse_temperature: Float[Array, "T"] | None, num_rows: Any
 ) -> ShardStatistics:
     """Eq. 1 of all shards whose `in_parts` are stacked, joined in the order of the groups.
 
@@ -76,11 +76,11 @@ def merged(
     )
 
 
-def _kept_fields(case: Case, keep_cache: bool) -> int:
+def _kept_fields(case: Call, keep_cache: bool) -> int:
     """What is kept of each tile, where what is left out of the gradients must be known: for a backward, as a result."""
-    if not case.options.gradient_threshold:
+    if not case.gradient_threshold:
         return 0
-    return 2 if case.options.reports_dropped_mass else int(keep_cache)
+    return 2 if case.reports_dropped_mass else int(keep_cache)
 
 
 def num_live_tiles(call: KernelCall) -> int:
@@ -136,14 +136,14 @@ def maxima_shape(call: KernelCall, kept_fields: int) -> tuple[int, int, int]:
 
 def join_all(
     host: Host,
-    case: Case,
+    case: Call,
     scale: Float[Array, "Tp"],
     num_rows: Any,
     groups: Float[Array, "groups fields Tp"],
 ) -> Float[Array, "1 fields Tp"]:
     """The union of all groups, in nats."""
     numbers = host.numbers(num_rows, len(groups), 0)
-    joined = host.empty((1, len(_operands.statistic_names(case.options)), groups.shape[2]), groups.dtype)
+    joined = host.empty((1, len(_operands.statistic_names(case)), groups.shape[2]), groups.dtype)
     joined = host.vary_like(joined, (groups, scale))
     with jax.named_scope("join_tiles"):
         return host.launch(join, scale, groups, joined, case, -(-len(groups) // GROUP) * GROUP, numbers, True)
@@ -158,8 +158,8 @@ def _window(
     """
     case, shape, whole = call.case, call.shape, _edge.whole_tiles(call)
     # Copies into shared memory count whole atoms.
-    in_atoms = case.vocab_size // shape.atom * shape.atom
-    weight = call.host.prefix(call.prepared.weight, in_atoms, case.options.vocab_dim)
+    in_atoms = case.columns // shape.atom * shape.atom
+    weight = call.host.prefix(call.prepared.weight, in_atoms, case.vocab_dim)
     cached = 0 if cache is None else cache.max.shape[0]
     parts = call.host.vary_like(parts, call.prepared)
     for begin, count, (start, stop, copied) in _chunks.launches(first, last, _pieces(cached, whole, shape.num_tiles)):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
-from lce_jax._types import Case, Device
+from lce_jax._types import Call, Device
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic.common import _refusal
 from lce_jax.mosaic.sm90 import HOPPER
@@ -44,7 +44,7 @@ def using(generation: Generation) -> Iterator[None]:
         GENERATIONS = before
 
 
-def refusal(case: Case) -> str | None:
+def refusal(case: Call) -> str | None:
     """Why no kernels can serve ``case``; None where one can."""
     device = case.device
     each = (f"{', '.join(one.compute_capabilities)} ({', '.join(one.devices[:3])})" for one in GENERATIONS)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
-from lce_jax._types import Options
+from lce_jax._types import Call
 from lce_jax.xla import _logits
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Host(Protocol):
     def compute[R](self, function: Callable[..., R], *operands: Any) -> R:
         """``function(xp, *operands)``: array code between kernels, over ``jax.numpy`` or a namespace like it."""
 
-    def products(self, hidden: Any, weight: Any, columns: Any, options: Options, num_rows: Any) -> Any:
+    def products(self, hidden: Any, weight: Any, columns: Any, case: Call, num_rows: Any) -> Any:
         """H · w of each token's columns of the vocabulary, [T, K], summed in float32; anything at the column -1."""
 
     def put(self, x: Any, rows: Any, columns: Any, values: Any, num_rows: Any) -> Any:
@@ -90,9 +90,9 @@ class Traced:
         """By XLA."""
         return function(jnp, *operands)
 
-    def products(self, hidden: Array, weight: Array, columns: Array, options: Options, num_rows: Any) -> Array:
+    def products(self, hidden: Array, weight: Array, columns: Array, case: Call, num_rows: Any) -> Array:
         """Rows of the weight are gathered for a chunk of tokens at a time, and XLA stores none."""
-        given = hidden, weight, columns, options, jnp.float32, num_rows
+        given = hidden, weight, columns, case, jnp.float32, num_rows
         return _logits.products(*given, gathered_bytes=_logits.FUSED_BYTES)
 
     def put(self, x: Array, rows: Array, columns: Array, values: Array, num_rows: Any) -> Array:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _jax
-from lce_jax._types import Case, Operands, Primals
+from lce_jax._types import Call, Operands, Primals
 from lce_jax.mathematics import _kl, _logprobs
 from lce_jax.mathematics._kl import (
     Direction,
@@ -67,9 +67,9 @@ class Calls(NamedTuple):
         if columns is None and plan.columns < max(head.weight.shape[0] for head in shard.heads):
             columns = plan.columns
 
-        def call(case: Case, i: int) -> KernelCall:
+        def call(case: Call, i: int) -> KernelCall:
             tokens, weight = shard.tokens[i], shard.heads[i].weight
-            case = dataclasses.replace(case, num_tokens=tokens.hidden.shape[0], vocab_size=weight.shape[0])
+            case = dataclasses.replace(case, num_tokens=tokens.hidden.shape[0], columns=weight.shape[0])
             targets = jnp.full((case.num_tokens,), -1, jnp.int32)
             given = Operands(tokens.hidden, weight, targets, tokens.inverse_temperature, shard.num_rows, columns)
             return KernelCall.prepare(given, case, generation)
@@ -82,14 +82,14 @@ class Calls(NamedTuple):
         return self.heads.student
 
     @property
-    def cases(self) -> tuple[Case, Case]:
+    def cases(self) -> tuple[Call, Call]:
         """That of p first."""
         return Pair(*(call.case for call in self.heads)).ordered(self.plan.student_first)
 
     @property
     def scales(self) -> tuple[Any, Any]:
         """The k of eq. 0, that of p first."""
-        each = (_logprobs.row_scale(call.case.options, call.operands.inverse_temperature) for call in self.heads)
+        each = (_logprobs.row_scale(call.case, call.operands.inverse_temperature) for call in self.heads)
         return Pair(*each).ordered(self.plan.student_first)
 
     def operands(self, weights: Pair[Array]) -> KLOperands:
@@ -133,7 +133,7 @@ def statistics(
 
 def num_cached_tiles(plan: KLPlan, shape: Geometry) -> int:
     """The vocabulary tiles of which ``cache_bytes`` hold what spares the backward their products."""
-    return min(shape.tiles_of(plan.columns), plan.cases.student.options.cache_bytes // tile_bytes(plan, shape))
+    return min(shape.tiles_of(plan.columns), plan.cases.student.cache_bytes // tile_bytes(plan, shape))
 
 
 def tile_bytes(plan: KLPlan, shape: Geometry) -> int:

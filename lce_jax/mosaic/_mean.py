@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from lce_jax._types import Case, Operands
+from lce_jax._types import Call, Operands
 from lce_jax.mathematics import _logprobs
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
 
 
-def total(operands: Operands, case: Case) -> Float[Array, "T"]:
+def total(operands: Operands, case: Call) -> Float[Array, "T"]:
     """Σ x over the shard's true columns."""
     return jnp.matmul(operands.hidden.astype(jnp.float32), _summed_weight(operands, case), precision="highest")
 
 
 def add_gradients(
     operands: Operands,
-    case: Case,
+    case: Call,
     uniform: Float[Array, "T"],
     dhidden: Float[Array, "T H"],
     dweight: Float[Array, "V H"],
@@ -33,15 +33,15 @@ def add_gradients(
     """Both gradients with the mean logit's part added; dweight is rounded a second time."""
     dhidden = dhidden + uniform[:, None] * _summed_weight(operands, case)[None, :]
     row = jnp.matmul(uniform, operands.hidden.astype(jnp.float32), precision="highest")
-    part = jnp.broadcast_to(jnp.expand_dims(row, case.options.vocab_dim), dweight.shape)
-    part = _logprobs.without_padding(part, _live(operands, case), case.options)
+    part = jnp.broadcast_to(jnp.expand_dims(row, case.vocab_dim), dweight.shape)
+    part = _logprobs.without_padding(part, _live(operands, case), case)
     return dhidden, (dweight.astype(jnp.float32) + part).astype(dweight.dtype)
 
 
-def _summed_weight(operands: Operands, case: Case) -> Float[Array, "H"]:
-    weight = _logprobs.without_padding(operands.weight, _live(operands, case), case.options)
-    return jnp.sum(weight.astype(jnp.float32), axis=case.options.vocab_dim)
+def _summed_weight(operands: Operands, case: Call) -> Float[Array, "H"]:
+    weight = _logprobs.without_padding(operands.weight, _live(operands, case), case)
+    return jnp.sum(weight.astype(jnp.float32), axis=case.vocab_dim)
 
 
-def _live(operands: Operands, case: Case) -> Bool[Array, "V"] | None:
-    return _logprobs.live_columns(0, case.vocab_size, operands.num_columns)
+def _live(operands: Operands, case: Call) -> Bool[Array, "V"] | None:
+    return _logprobs.live_columns(0, case.columns, operands.num_columns)

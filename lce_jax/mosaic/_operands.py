@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import RESULTS, Case, Operands, Options, RowCoefficients, ShardStatistics
+from lce_jax._types import RESULTS, Call, Operands, RowCoefficients, ShardStatistics
 from lce_jax.mathematics import _statistics
 
 if TYPE_CHECKING:
@@ -70,12 +70,12 @@ class Geometry:
         return parts * self.part_tiles + -(-rest // self.tile)
 
 
-def geometry(case: Case, tiling: Tiling) -> Geometry:
+def geometry(case: Call, tiling: Tiling) -> Geometry:
     """The shapes of ``case``."""
     tokens = max(-(-case.num_tokens // tiling.atom) * tiling.atom, tiling.row_block)
     row_blocks = -(-tokens // tiling.row_block)
-    part = min(case.options.vocab_part_size or case.vocab_size, case.vocab_size)
-    part_tiles, (parts, rest) = -(-part // tiling.tile), divmod(case.vocab_size, part)
+    part = min(case.vocab_part_size or case.columns, case.columns)
+    part_tiles, (parts, rest) = -(-part // tiling.tile), divmod(case.columns, part)
     return Geometry(
         row_block=tiling.row_block,
         tile=tiling.tile,
@@ -84,7 +84,7 @@ def geometry(case: Case, tiling: Tiling) -> Geometry:
         padded_tokens=-(-row_blocks // tiling.most_clustered) * tiling.most_clustered * tiling.row_block,
         row_blocks=row_blocks,
         num_tiles=parts * part_tiles + -(-rest // tiling.tile),
-        whole_atoms=case.vocab_size % tiling.atom == 0,
+        whole_atoms=case.columns % tiling.atom == 0,
         part_columns=part,
         part_tiles=part_tiles,
     )
@@ -136,7 +136,7 @@ class Marked(NamedTuple):
     floor: Float[Array, "Tp"] | None = None  # as in `Prepared`
 
 
-def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
+def prepare(operands: Operands, case: Call, shape: Geometry) -> Prepared:
     """Pads the per-token operands, marks the tiles that hold a target and the columns that are padding."""
     hidden = pad(operands.hidden, shape.tokens)
     targets = pad(operands.targets, shape.padded_tokens, -1)
@@ -144,7 +144,7 @@ def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
     scale = scale_in_base_2(operands.inverse_temperature, case, shape)
     tile = jnp.where(targets < 0, -1, targets // shape.tile).reshape(-1, shape.row_block, 1)
     flags = jnp.max((tile == jnp.arange(shape.num_tiles, dtype=jnp.int32)).astype(jnp.int32), axis=1)
-    columns = jnp.asarray(case.vocab_size if operands.num_columns is None else operands.num_columns, jnp.int32)
+    columns = jnp.asarray(case.columns if operands.num_columns is None else operands.num_columns, jnp.int32)
     places = jnp.arange(2 * shape.tile, dtype=jnp.int32)
     mask = jnp.concatenate([(places >= first).astype(jnp.int32) for first in first_padding(columns, shape)])
     num_rows = num_live_rows(operands.num_rows, shape)
@@ -159,9 +159,9 @@ def first_padding(columns: Any, shape: Geometry) -> list[Any]:
     return [shape.part_columns % shape.tile, columns % shape.part_columns % shape.tile]
 
 
-def scale_in_base_2(inverse_temperature: Float[Array, "T"] | None, case: Case, shape: Geometry) -> Float[Array, "Tp"]:
+def scale_in_base_2(inverse_temperature: Float[Array, "T"] | None, case: Call, shape: Geometry) -> Float[Array, "Tp"]:
     """The k of eq. 0 times log2 e, so that e^((x - m) k) is a power of 2."""
-    k = case.options.logit_softcap or case.options.logit_scale
+    k = case.logit_softcap or case.logit_scale
     scale = jnp.full((shape.padded_tokens,), LOG2E * k, jnp.float32)
     return scale if inverse_temperature is None else scale * pad(inverse_temperature, shape.padded_tokens)
 
@@ -207,33 +207,33 @@ FLOOR = -1e10  # a tile's maximum where all its columns are padding: below every
 UNWRITTEN: Any = _statistics.NO_COLUMNS._replace(max=FLOOR, min=-FLOOR)
 
 
-def statistic_names(options: Options) -> list[str]:
+def statistic_names(case: Call) -> list[str]:
     """The fields of `ShardStatistics` that the kernels compute, one number per token each.
 
     Σ z (`_mean`) and the logits of candidates (`_candidates`) are computed beside them.
     """
-    return [name for name in options.statistics if name not in _statistics.BESIDE]
+    return [name for name in case.statistics if name not in _statistics.BESIDE]
 
 
-def kept_statistics(options: Options) -> list[str]:
+def kept_statistics(case: Call) -> list[str]:
     """Those of them that gradients have, which `lce_jax.kernels` saves of each token."""
-    return [name for name in statistic_names(options) if name not in _statistics.WITHOUT_GRADIENT]
+    return [name for name in statistic_names(case) if name not in _statistics.WITHOUT_GRADIENT]
 
 
-def result_statistics(options: Options) -> list[str]:
+def result_statistics(case: Call) -> list[str]:
     """Those of `RESULTS` that the call has."""
-    there = {"entropy": options.entropy, "support": options.stats and options.has_floor}
-    return [name for i, name in enumerate(RESULTS) if there.get(name, i < 3 or options.stats)]
+    there = {"entropy": case.entropy, "support": case.stats and case.has_floor}
+    return [name for i, name in enumerate(RESULTS) if there.get(name, i < 3 or case.stats)]
 
 
-def statistics_shape(case: Case, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:
+def statistics_shape(case: Call, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:
     """(tiles, fields, tokens)."""
-    return num_tiles, len(statistic_names(case.options)) + more_fields, shape.padded_tokens
+    return num_tiles, len(statistic_names(case)) + more_fields, shape.padded_tokens
 
 
-def unstacked_statistics(case: Case, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
+def unstacked_statistics(case: Call, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
     """The fields of the call's own tokens, in base 2, [..., T] each."""
-    fields = zip(statistic_names(case.options), jnp.moveaxis(parts[..., : case.num_tokens], -2, 0), strict=True)
+    fields = zip(statistic_names(case), jnp.moveaxis(parts[..., : case.num_tokens], -2, 0), strict=True)
     return _statistics.of_fields(dict(fields))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lce_jax._types import OVERWRITES, Case, Plan, Surroundings, cache_notes, candidate_notes, format_bytes
+from lce_jax._types import OVERWRITES, Call, Plan, Surroundings, cache_notes, candidate_notes, format_bytes
 from lce_jax.mosaic import _chunks, _kl, _operands
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._operands import Geometry, geometry
@@ -13,7 +13,7 @@ from lce_jax.mosaic.common._tiles import live_shape
 from lce_jax.xla._kl import KLPlan
 
 
-def plan(case: Case, generation: Generation, name: str, around: Surroundings) -> Plan:
+def plan(case: Call, generation: Generation, name: str, around: Surroundings) -> Plan:
     """Tiles and bytes of ``case``."""
     shape = geometry(case, generation.tiling)
     of_gradients = geometry(case.without_parts, generation.tiling)
@@ -23,14 +23,14 @@ def plan(case: Case, generation: Generation, name: str, around: Surroundings) ->
     gathered = groups * around.shards if around.shards > 1 else 0
     arrays = _chunks.launch_tiles(case, shape, generation.budget) + groups + gathered
     statistics = 4 * math.prod(_operands.statistics_shape(case, shape, arrays))
-    live = case.options.gradient_threshold > 0
-    maxima = (1 + case.options.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if live else 0
+    live = case.gradient_threshold > 0
+    maxima = (1 + case.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if live else 0
     mask = 4 * math.prod(live_shape(case)) if live else 0
     cached = _chunks.num_cached_tiles(case, shape)
     return Plan(
         implementation=name,
         refused={},
-        case=case,
+        call=case,
         tiles={
             "tokens": shape.row_block,
             "vocabulary": shape.tile,
@@ -40,7 +40,7 @@ def plan(case: Case, generation: Generation, name: str, around: Surroundings) ->
         forward_bytes=statistics + maxima + copied + case.candidate_bytes,
         backward_bytes=backward.num_bytes + copied + case.candidate_bytes,
         kept_bytes=case.statistics_bytes + cached * _chunks.cached_tile_bytes(case, shape) + mask,
-        logits_bytes=case.num_tokens * case.vocab_size * 4,
+        logits_bytes=case.num_tokens * case.columns * 4,
         notes=_notes(case, shape),
         full_cache_bytes=of_gradients.num_tiles * _chunks.cached_tile_bytes(case, shape),
         same_bits=_same_bits(case, shape, around),
@@ -60,7 +60,7 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str, around: Surroundings)
     return Plan(
         implementation=name,
         refused={},
-        case=student,
+        call=student,
         tiles={
             "tokens": shape.row_block,
             "vocabulary": shape.tile,
@@ -70,7 +70,7 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str, around: Surroundings)
         forward_bytes=statistics + sum(copied),
         backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize + sums + sum(copied),
         kept_bytes=kl.numbers_kept * 4 * student.num_tokens + cached * _kl.tile_bytes(kl, shape),
-        logits_bytes=student.num_tokens * min(student.vocab_size, teacher.vocab_size) * 4,
+        logits_bytes=student.num_tokens * min(student.columns, teacher.columns) * 4,
         notes=(
             f"linear_kl: the teacher (hidden size {teacher.hidden_size:,}, {teacher.dtype.name}) adds a product to "
             f"each pass, and {format_bytes(copied[1])} for copies of its hidden states",
@@ -81,7 +81,7 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str, around: Surroundings)
     )
 
 
-def _tile_sizes(case: Case, generation: Generation) -> dict[str, int]:
+def _tile_sizes(case: Call, generation: Generation) -> dict[str, int]:
     """Of the two kernels that contract H."""
     forward, backward = (generation.tunings.of(case, kernel) for kernel in ("forward", "dlogits"))
     return {
@@ -92,7 +92,7 @@ def _tile_sizes(case: Case, generation: Generation) -> dict[str, int]:
     }
 
 
-def _kl_tile_sizes(student: Case, generation: Generation) -> dict[str, int]:
+def _kl_tile_sizes(student: Call, generation: Generation) -> dict[str, int]:
     """Of both kernels that see two heads."""
     forward, backward = (generation.tunings.of(student, f"kl_{kernel}") for kernel in ("statistics", "dlogits"))
     return {"hidden": forward.tile_k, "stages forward": forward.stages, "stages backward": backward.stages}
@@ -103,14 +103,14 @@ class _Backward(NamedTuple):
     num_bytes: int  # of it, unless it lies where the cache was, of what it is copied from and to, and of dhidden
 
 
-def _backward(case: Case, shape: Geometry, generation: Generation, around: Surroundings) -> _Backward:
+def _backward(case: Call, shape: Geometry, generation: Generation, around: Surroundings) -> _Backward:
     item = case.dtype.itemsize
     sums = 4 * math.prod(_chunks.dhidden_shape(case, shape))
     cached = _chunks.num_cached_tiles(case, shape)
     overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
     columns = max((_chunks.chunk_tiles(case, shape, generation.budget, part) for part in parts), default=0) * shape.tile
-    if case.options.gradient_threshold:
+    if case.gradient_threshold:
         slots = _chunks.live_slots(case, shape, generation.budget, generation.tunings.of(case, "dlogits").cluster)
         lists = 5 * 4 * shape.num_tiles * shape.row_blocks
         return _Backward(columns, slots * shape.row_block * shape.tile * item + lists + sums)
@@ -120,23 +120,23 @@ def _backward(case: Case, shape: Geometry, generation: Generation, around: Surro
     return _Backward(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
 
 
-def _writes_dhidden_once(case: Case, shape: Geometry, around: Surroundings) -> bool:
+def _writes_dhidden_once(case: Call, shape: Geometry, around: Surroundings) -> bool:
     """Whether the one chunk that there is is contracted by one launch, which rounds."""
-    whole = around.shards == 1 and around.true_columns == case.vocab_size
-    return whole and not case.options.mean_logit and _chunks.dhidden_shape(case, shape)[0] == 1
+    whole = around.shards == 1 and around.true_columns == case.columns
+    return whole and not case.mean_logit and _chunks.dhidden_shape(case, shape)[0] == 1
 
 
-def _copied_bytes(case: Case, shape: Geometry, around: Surroundings) -> int:
+def _copied_bytes(case: Call, shape: Geometry, around: Surroundings) -> int:
     """Of copies of hidden: cast or its rows moved, padded, gathered, and in float32 for its mean logit."""
     hidden = case.num_tokens * case.hidden_size * case.dtype.itemsize
     moved = hidden if case.partial_rows or case.hidden_dtype != case.dtype else 0
     padded = shape.tokens * case.hidden_size * case.dtype.itemsize if shape.tokens != case.num_tokens else 0
     gathered = hidden if around.gathers_hidden else 0
-    return moved + padded + gathered + (case.num_tokens * case.hidden_size * 4 if case.options.mean_logit else 0)
+    return moved + padded + gathered + (case.num_tokens * case.hidden_size * 4 if case.mean_logit else 0)
 
 
-def _same_bits(case: Case, shape: Geometry, around: Surroundings) -> str:
-    columns, size, part = case.vocab_size, _chunks.GROUP * shape.tile, case.options.vocab_part_size
+def _same_bits(case: Call, shape: Geometry, around: Surroundings) -> str:
+    columns, size, part = case.columns, _chunks.GROUP * shape.tile, case.vocab_part_size
     if part is not None:
         return f"in every call, over any number of shards of whole parts of {part:,} columns"
     if columns % size == 0:
@@ -146,14 +146,14 @@ def _same_bits(case: Case, shape: Geometry, around: Surroundings) -> str:
     return f"in every call over {around.shards} shards: {columns:,} columns are no whole groups of {size:,}"
 
 
-def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:
+def _notes(case: Call, shape: Geometry) -> tuple[str, ...]:
     notes = [*_threshold_notes(case, shape)]
     if shape.has_parts:
         notes.append(
             f"vocab_part_size={shape.part_columns}: {shape.part_tiles} tiles a part, {shape.num_tiles} in the forward "
-            f"in place of {-(-case.vocab_size // shape.tile)}"
+            f"in place of {-(-case.columns // shape.tile)}"
         )
-    if case.options.cache_bytes and not case.options.gradient_threshold:
+    if case.cache_bytes and not case.gradient_threshold:
         cached = _chunks.num_cached_tiles(case, shape)
         notes.append(
             f"the forward keeps {cached} of {shape.num_tiles} vocabulary tiles, "
@@ -168,19 +168,19 @@ def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:
     return *notes, *candidate_notes(case)
 
 
-def _threshold_notes(case: Case, shape: Geometry) -> tuple[str, ...]:
+def _threshold_notes(case: Call, shape: Geometry) -> tuple[str, ...]:
     """What is left out, and how far off it puts the gradient in a logit: p (|g| + |g'| (|ln p| + entropy))."""
-    threshold = case.options.gradient_threshold
+    threshold = case.gradient_threshold
     if not threshold:
         return ()
     of_entropy = -math.log(threshold) if threshold < math.exp(-1) else math.exp(-1) / threshold  # p |ln p| rises to 1/e
     notes = [
         f"gradient_threshold={threshold:g}: the gradients leave out tiles of {shape.row_block} tokens by {shape.tile} "
-        f"columns without a label{' or a candidate' if case.options.num_candidates else ''} and without a probability "
+        f"columns without a label{' or a candidate' if case.num_candidates else ''} and without a probability "
         "of at least that",
         f"what is left out of a logit's gradient is below {threshold:g} (|dlogprob - dlse| + |dentropy| "
         f"({of_entropy:.3g} + entropy))",
     ]
-    if case.options.cache_bytes:
-        notes.append(f"cache_bytes={case.options.cache_bytes} is not used: a backward over live tiles recomputes them")
+    if case.cache_bytes:
+        notes.append(f"cache_bytes={case.cache_bytes} is not used: a backward over live tiles recomputes them")
     return tuple(notes)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Case, Operands, RowCoefficients
+from lce_jax._types import Call, Operands, RowCoefficients
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _candidates, _chunks, _edge, _live_tiles, _mean, _operands
 from lce_jax.mosaic._call import Generation, KernelCall
@@ -69,7 +69,7 @@ def always_live(call: KernelCall) -> Int[Array, ""] | int:
 
 
 def select(
-    case: Case, tiles: TileStatistics, of_rows: Normalizer, num_rows: Any
+    case: Call, tiles: TileStatistics, of_rows: Normalizer, num_rows: Any
 ) -> tuple[Int[Array, "tiles blocks"], Float[Array, "T"] | None]:
     """The live tiles, and the probability of each token in the others, 0 after the first ``num_rows``; None: all.
 
@@ -87,7 +87,7 @@ def select(
 
 def gradients(
     operands: Operands,
-    case: Case,
+    case: Call,
     generation: Generation,
     rows: RowCoefficients,
     live: Int[Array, "tiles blocks"],

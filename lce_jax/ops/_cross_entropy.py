@@ -13,7 +13,7 @@ import numpy as np
 from lce_jax import _call, _checks, _options, scalars
 from lce_jax._call import Place, Placed, placed
 from lce_jax._options import CallOptions, LogprobOptions
-from lce_jax._types import Case, Results, is_array
+from lce_jax._types import Call, Results, is_array
 from lce_jax.mesh import _collectives
 from lce_jax.ops._logprobs import results
 from lce_jax.ops._loss import sum_of_losses
@@ -115,7 +115,7 @@ def of_call(
     checked = _options.of_call(_options.loss_call(options), label_smoothing > 0, "linear_cross_entropy")
     divisor = None if normalizer is None else _call.on_device(normalizer, labels)
     traced = None if isinstance(z_loss, float) else _call.on_device(z_loss, labels)
-    (labels, where), (traced, divisor), agree = _agreed(labels, where, (traced, divisor), checked.axis_name)
+    (labels, where), (traced, divisor), agree = _agreed(labels, where, (traced, divisor), checked.static.axis_name)
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
     chunk_bytes = _chunk_bytes(loss, hidden, weight, labels, where, checked, place)
     if chunk_bytes is None:
@@ -158,22 +158,22 @@ def _chunk_bytes(
     """What a chunk's exponentials may take where `linear_loss` is the faster way; None where it is not."""
     if not options.static.cache_bytes:
         return None
-    case = _call.case(hidden, weight, labels, where, options)
+    call = _call.describe(hidden, weight, labels, where, options)
     _checks.temperature(options.temperature, labels.shape, where)
     per_token = [labels] if where is None else [labels, where]
-    found = placed(hidden, weight, per_token, case, options, place or Place())
-    return chunk_in_place(loss.reduction, loss.label_smoothing, case, options, found)
+    found = placed(hidden, weight, per_token, call, options, place or Place())
+    return chunk_in_place(loss.reduction, loss.label_smoothing, call, options, found)
 
 
 def chunk_in_place(
-    reduction: Reduction | None, label_smoothing: float, case: Case, options: CallOptions, found: Placed
+    reduction: Reduction | None, label_smoothing: float, call: Call, options: CallOptions, found: Placed
 ) -> int | None:
     """`instead_of_cache` of a call that lies so; None too for losses that `linear_loss` does not sum."""
     if reduction == "none" or label_smoothing:
         return None
     # Over Auto axes of the whole call: a traced call does not know how XLA will split it.
-    spec = _call.spec(case, options, found.columns, None if found.by_xla else found.layout)
-    return _token_chunks.instead_of_cache(spec.case, spec.requested, found.around)
+    call = _call.choose(call, options, found.columns, None if found.by_xla else found.layout)
+    return _token_chunks.instead_of_cache(call, found.around)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from lce_jax import _options, _runner
+from lce_jax._call import Bound
 from lce_jax._options import LogprobOptions, Same, Unset
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives
 from lce_jax.programs import _kl
-from lce_jax.programs._kl import KL, KLArguments, KLCall
+from lce_jax.programs._kl import KL, KLArguments
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
@@ -126,7 +127,7 @@ def linear_kl(
     return divergence(_kl.bind(KLArguments.of(arrays, where, direction, options | own)))
 
 
-def divergence(call: KLCall) -> Array:
+def divergence(bound: Bound) -> Array:
     """Of a call, NaN in the rows of which its shards were given different ones."""
-    found = _runner.run(KL, call.spec, call.primals.student, (call.primals.teacher, call.rows))
-    return found if call.agree is None else _collectives.nan_where_different(call.agree, found)
+    found = _runner.run(KL, bound.call, bound.primals.student, (bound.primals.teacher, bound.rows))
+    return found if bound.agree is None else _collectives.nan_where_different(bound.agree, found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Unpack
 
@@ -15,7 +14,6 @@ from lce_jax._call import Place
 from lce_jax._options import LogprobOptions
 from lce_jax.mesh import _collectives
 from lce_jax.programs._logits import LOGITS
-from lce_jax.xla import _logprobs as xla
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -149,7 +147,6 @@ def at_ids(
 ) -> Array:
     """`linear_logits`, over the mesh at ``place`` if there is one."""
     options = _options.of_ids(given, hidden, ids)
-    options = dataclasses.replace(options, implementation=options.implementation or (xla.NAME,))
-    spec, primals, rows, agree = _call.bind(hidden, weight, None, where, options, place)
-    found = _runner.run(LOGITS, spec, primals, rows)
+    call, primals, rows, agree = _call.bind(hidden, weight, None, where, options, place)
+    found = _runner.run(LOGITS, call, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

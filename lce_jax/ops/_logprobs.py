@@ -183,6 +183,6 @@ def results(
     place: Place | None = None,
 ) -> Results:
     """What `linear_logprobs` returns, and what losses are made of; over the mesh at ``place`` if there is one."""
-    spec, primals, rows, agree = _call.bind(hidden, weight, labels, where, options, place)
-    found = _runner.run(LOGPROBS, spec, primals, rows)
+    call, primals, rows, agree = _call.bind(hidden, weight, labels, where, options, place)
+    found = _runner.run(LOGPROBS, call, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

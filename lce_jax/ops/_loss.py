@@ -120,22 +120,22 @@ def sum_of_losses(
 ) -> tuple[Array, LogprobOutput]:
     """`linear_loss`, over the mesh at ``place`` if there is one."""
     checked, most = _options.of_call(options, function="linear_loss"), budget(chunk_bytes, options)
-    spec, primals, rows, agree = _call.bind(hidden, weight, labels, where, checked, place, per_token)
+    call, primals, rows, agree = _call.bind(hidden, weight, labels, where, checked, place, per_token)
     flat, own = _loss.flat_arguments(per_token, rows.labels)
-    if checked.axis_name is not None:
-        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, checked.axis_name)
+    if checked.static.axis_name is not None:
+        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, checked.static.axis_name)
         agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
     inputs = Inputs(primals, rows, flat, ())
-    axes = axes_of_tokens(spec, inputs)
+    axes = axes_of_tokens(call, inputs)
     run, held = (_loss.run, loss_fn) if _jax.is_traced() else _loss.outside_jit(loss_fn)
-    loss, constants = _loss.trace(held, own, spec.case, inputs, axes)
+    loss, constants = _loss.trace(held, own, call, inputs, axes)
     _loss.check_closure(constants, axes)
     inputs = inputs._replace(constants=constants)
-    traced_there = spec.mesh is not None and not _runner.is_left_to_xla(spec, inputs)
+    traced_there = call.mesh is not None and not _runner.is_left_to_xla(call, inputs)
     loss = loss if traced_there else dataclasses.replace(loss, retrace=None)  # which keeps nothing alive
     if run is not _loss.run:
         loss, inputs = _loss.outliving(loss, inputs)
-    total, out = run(spec, loss, most, inputs)
+    total, out = run(call, loss, most, inputs)
     if agree is not None:
         total = _collectives.nan_where_different(jnp.all(agree), total)
         out = _collectives.nan_where_different(agree, out)

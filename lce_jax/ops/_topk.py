@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _call, _jax, _options, _runner
-from lce_jax._call import Place, Rows, Spec
+from lce_jax._call import Place, Rows
 from lce_jax._options import CallOptions, LogprobOptions
 from lce_jax._runner import Kind, Program, spread
-from lce_jax._types import Primals, TopK
+from lce_jax._types import Call, Primals, TopK
 from lce_jax.mathematics._statistics import along
 from lce_jax.mesh import _collectives
 from lce_jax.programs import _topk
@@ -96,8 +96,8 @@ def most_likely(
     hidden: Array, weight: Array, where: Array | None, options: CallOptions, place: Place | None = None
 ) -> TopK:
     """The results of a call, over the mesh at ``place`` if there is one."""
-    spec, primals, rows, agree = _call.bind(hidden, weight, None, where, options, place)
-    out = _program(spec, primals, rows)
+    call, primals, rows, agree = _call.bind(hidden, weight, None, where, options, place)
+    out = _program(call, primals, rows)
     if agree is None:
         return out
     ids = jnp.where(along(agree, out.ids), out.ids, -1)
@@ -105,13 +105,13 @@ def most_likely(
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _program(spec: Spec, primals: Primals, rows: Rows) -> TopK:
+def _program(call: Call, primals: Primals, rows: Rows) -> TopK:
     """The results of global arrays or of one device's, outside ``jit`` compiled once."""
     shape = rows.labels.shape
-    if spec.case.num_tokens == 0:
-        k, dtype = spec.case.options.top_k, spec.case.stat_dtype
+    if call.num_tokens == 0:
+        k, dtype = call.top_k, call.stat_dtype
         none = TopK(jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k), dtype), jnp.zeros(shape, dtype))
         return _jax.vary_like(none, (primals.hidden, rows.labels))
-    operands = _runner.head(spec.case.options.vocab_dim), Kind.TOKENS
-    run = functools.partial(spread, spec, Program(_topk.forward, operands, Kind.RESULTS, joins=True))
+    operands = _runner.head(call.vocab_dim), Kind.TOKENS
+    run = functools.partial(spread, call, Program(_topk.forward, operands, Kind.RESULTS, joins=True))
     return _jax.not_differentiable(run, _NO_DERIVATIVE)(primals, rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _call, _checks, _dispatch, _options, _runner, _shard, mosaic, scalars
-from lce_jax._call import Place, Rows, Scales, Spec
+from lce_jax._call import Bound, Place, Rows, Scales
 from lce_jax._options import CallOptions
 from lce_jax._runner import Capability, Kind, Program, spread
-from lce_jax._types import Case, Device, Primals
+from lce_jax._types import Call, Primals
 from lce_jax.mathematics import _kl, _logprobs
 from lce_jax.mathematics._kl import Direction, KLStatistics, Mixture, MixtureSums, Pair
 from lce_jax.mathematics._statistics import MASKED
@@ -29,55 +29,6 @@ from lce_jax.xla._walk import Head, Shard, Tokens
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax.mesh._layout import Layout
-
-
-@dataclasses.dataclass(frozen=True)
-class KLSpec:
-    """A call's static part."""
-
-    models: Pair[Spec]
-    direction: Direction
-    requested: tuple[str, ...] | None = None  # as `Spec.requested`
-    mesh: Any = None  # as `Spec.mesh`
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the result."""
-        return self.plan(0).dtype
-
-    @property
-    def case(self) -> Case:
-        """The student's."""
-        return self.models.student.case
-
-    @property
-    def implementation(self) -> str:
-        """The one that serves it, with kernels or without."""
-        return _dispatch.choose_kl(self._cases, self.requested)[0]
-
-    def implementation_on(self, device: Device) -> str:
-        """The one that would serve the call on ``device``."""
-        cases = Pair(*(dataclasses.replace(case, device=device) for case in self._cases))
-        return _dispatch.choose_kl(cases, self.requested)[0]
-
-    def with_tokens(self, num_tokens: int) -> KLSpec:
-        """The same call with so many tokens."""
-        return dataclasses.replace(self, models=Pair(*(model.with_tokens(num_tokens) for model in self.models)))
-
-    def share(self, layout: Layout, num_tokens: int, columns: Sequence[int]) -> KLSpec:
-        """The spec of one device's share."""
-        of_models = zip(self.models, columns, strict=True)
-        models = Pair(*(model.share(layout, num_tokens, [size]) for model, size in of_models))
-        return dataclasses.replace(self, models=models, mesh=None)
-
-    def plan(self, columns: int) -> KLPlan:
-        """That of a shard with ``columns``."""
-        return KLPlan(self._cases, self.direction, columns)
-
-    @property
-    def _cases(self) -> Pair[Case]:
-        return Pair(*(spec.case for spec in self.models))
 
 
 NEUTRAL: dict[str, float | None] = {"logit_scale": 1.0, "logit_softcap": None}  # what changes no logit
@@ -121,10 +72,10 @@ class KLArguments(NamedTuple):
         named = _options.checked("implementation", given)
         return cls(arrays, where, Pair(own, teachers), direction, beta, named)
 
-    def cases(self) -> Pair[Case]:
-        """The case of each model."""
+    def describe(self) -> Pair[Call]:
+        """Each model's call, with its shapes."""
         (hidden, weight), (teacher_hidden, teacher_weight) = self.arrays
-        student = _call.case(hidden, weight, None, self.where, self.options.student)
+        student = _call.describe(hidden, weight, None, self.where, self.options.student)
         with _of_the_teacher():
             _checks.array("hidden", teacher_hidden)
             if tuple(teacher_hidden.shape[:-1]) != tuple(hidden.shape[:-1]):
@@ -132,14 +83,15 @@ class KLArguments(NamedTuple):
                     f"hidden {tuple(teacher_hidden.shape)} must have the leading shape of the student's "
                     f"{tuple(hidden.shape)}"
                 )
-            return Pair(student, _call.case(teacher_hidden, teacher_weight, None, self.where, self.options.teacher))
+            options = self.options.teacher
+            return Pair(student, _call.describe(teacher_hidden, teacher_weight, None, self.where, options))
 
-    def check_columns(self, cases: Pair[Case], is_split: bool) -> None:
+    def check_columns(self, calls: Pair[Call], is_split: bool) -> None:
         """Refuses weights of which one has more columns, unless ``vocab_size`` says which of them count.
 
         A mesh axis splits both alike, so there they must have as many.
         """
-        student, teacher = (case.vocab_size for case in cases)
+        student, teacher = (call.columns for call in calls)
         if student != teacher and (is_split or self.options.student.vocab_size is None):
             least, most = sorted((student, teacher))
             raise ValueError(
@@ -148,60 +100,55 @@ class KLArguments(NamedTuple):
                 f"{most} columns too"
             )
 
-
-class KLCall(NamedTuple):
-    """What `linear_kl` computes: a static part, and the arrays of both models."""
-
-    spec: KLSpec
-    primals: Pair[Primals]  # the teacher's have no gradient
-    rows: Pair[Rows]
-    agree: Any  # as `Call.agree`
+    def of_both(self, student: Call, teacher: Call) -> Call:
+        """One call of both, and the implementation that serves it."""
+        call = dataclasses.replace(student, teacher=teacher, direction=self.direction, requested=self.implementation)
+        return dataclasses.replace(call, implementation=_dispatch.choose(call)[0].NAME)
 
 
-def bind(given: KLArguments, place: Place | None = None) -> KLCall:
+def bind(given: KLArguments, place: Place | None = None) -> Bound:
     """The call, over the mesh at ``place``, over the one that the operands name, or of this device."""
-    cases, axis_name = given.cases(), given.options.student.axis_name
-    given.check_columns(cases, axis_name is not None)
+    calls, axis_name = given.describe(), given.options.student.static.axis_name
+    given.check_columns(calls, axis_name is not None)
     (own, teachers), where, (first, second) = given.arrays, given.where, given.options
-    student = _call.bind(*own, None, where, first, place, teachers, cases.student)
+    student = _call.bind(*own, None, where, first, place, teachers, calls.student)
     if place is not None:
-        given.check_columns(cases, student.spec.mesh.vocab_axes is not None)
+        given.check_columns(calls, student.call.mesh.vocab_axes is not None)
     with _of_the_teacher():
-        teacher = _call.bind(*teachers, None, where, second, place, own, cases.teacher)
-    models, mesh = Pair(student.spec, teacher.spec), student.spec.mesh
-    spec = KLSpec(models, given.direction, given.implementation, mesh)
+        teacher = _call.bind(*teachers, None, where, second, place, own, calls.teacher)
+    call = given.of_both(student.call, teacher.call)
     rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
     if given.beta is not None:
-        weights = _call.weights(given.beta, rows.labels.shape, spec.dtype, rows.labels)
+        weights = _call.weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels)
         if axis_name is not None:
             weights, also = _collectives.same_on_all_shards(weights, rows.labels.ndim, axis_name)
             agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
         rows = rows._replace(weights=weights)
         rows = rows if axis_name is None else _call.tagged(rows)
     primals = Pair(student.primals, jax.tree.map(lax.stop_gradient, teacher.primals))
-    return KLCall(spec, primals, Pair(rows, teacher.rows), agree)
+    return Bound(call, primals, Pair(rows, teacher.rows), agree)
 
 
-def bind_shard(given: KLArguments) -> KLCall:
+def bind_shard(given: KLArguments) -> Bound:
     """The call of one shard of a vocabulary, for `lce_jax.local`: who calls it knows the other shards."""
-    _options.no_axis_name_of_shard(given.options.student)
-    cases = given.cases()
-    given.check_columns(cases, is_split=True)
+    _options.no_axis_name_of_shard(given.options.student.static)
+    calls = given.describe()
+    given.check_columns(calls, is_split=True)
     (hidden, _), _ = given.arrays
     if hidden.ndim != 2:
         raise ValueError(f"hidden {tuple(hidden.shape)} must be flat here: [T, H]")
 
-    def bound(arrays: tuple[Any, Any], options: CallOptions, case: Case) -> tuple[Spec, Primals, Rows]:
-        spec = _call.shard_spec(case, options)
-        return spec, *_call.operands(spec, *arrays, None, given.where, options)
+    def bound(arrays: tuple[Any, Any], options: CallOptions, call: Call) -> tuple[Call, Primals, Rows]:
+        call = _call.choose_shard(call, options)
+        return call, *_call.operands(call, *arrays, None, given.where, options)
 
-    student, own, rows = bound(given.arrays.student, given.options.student, cases.student)
+    student, own, rows = bound(given.arrays.student, given.options.student, calls.student)
     with _of_the_teacher():
-        teacher, others, teachers_rows = bound(given.arrays.teacher, given.options.teacher, cases.teacher)
-    spec = KLSpec(Pair(student, teacher), given.direction, given.implementation)
+        teacher, others, teachers_rows = bound(given.arrays.teacher, given.options.teacher, calls.teacher)
+    call = given.of_both(student, teacher)
     if given.beta is not None:
-        rows = rows._replace(weights=_call.weights(given.beta, rows.labels.shape, spec.dtype, rows.labels))
-    return KLCall(spec, Pair(own, others), Pair(rows, teachers_rows), None)
+        rows = rows._replace(weights=_call.weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels))
+    return Bound(call, Pair(own, others), Pair(rows, teachers_rows), None)
 
 
 def _options_of_each(given: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -226,58 +173,58 @@ type Kept = tuple[Found, Any]  # from forward to backward: also the implementati
 type Rest = tuple[Primals, Pair[Rows]]  # the teacher, and the rows of both
 
 
-def forward(spec: KLSpec, student: Primals, rest: Rest, differentiated: bool) -> tuple[Array, Kept]:
+def forward(call: Call, student: Primals, rest: Rest, differentiated: bool) -> tuple[Array, Kept]:
     """The divergence of each token, and what a backward needs. Where XLA splits the operands, no tile is kept."""
-    asked = differentiated and spec.case.options.cache_bytes > 0
-    keeps = asked and not _runner.is_left_to_xla(spec, (student, rest))
+    asked = differentiated and call.cache_bytes > 0
+    keeps = asked and not _runner.is_left_to_xla(call, (student, rest))
     unused = ("cache_bytes keeps nothing",) if asked and not keeps else ()
 
-    def run(spec: KLSpec, student: Primals, rest: Rest) -> tuple[Array, Kept]:
+    def run(call: Call, student: Primals, rest: Rest) -> tuple[Array, Kept]:
         teacher, rows = rest
-        return device_forward(spec, Pair(student, teacher), rows, keeps)
+        return device_forward(call, Pair(student, teacher), rows, keeps)
 
-    own, others = _heads(spec)
+    own, others = _heads(call)
     results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
     program = Program(run, (own, (others, Kind.TOKENS)), results, joins=not keeps, unused=unused)
-    return spread(spec, program, student, rest)
+    return spread(call, program, student, rest)
 
 
-def backward(spec: KLSpec, student: Primals, rest: Rest, kept: Kept, cotangent: Array) -> Primals:
+def backward(call: Call, student: Primals, rest: Rest, kept: Kept, cotangent: Array) -> Primals:
     """The student's gradients."""
 
-    def run(spec: KLSpec, student: Primals, rest: Rest, kept: Kept, cotangent: Array) -> Primals:
+    def run(call: Call, student: Primals, rest: Rest, kept: Kept, cotangent: Array) -> Primals:
         teacher, rows = rest
-        return device_backward(spec, Pair(student, teacher), rows, kept, cotangent)
+        return device_backward(call, Pair(student, teacher), rows, kept, cotangent)
 
-    own, others = _heads(spec)
+    own, others = _heads(call)
     operands = own, (others, Kind.TOKENS), (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS
-    return spread(spec, Program(run, operands, own), student, rest, kept, cotangent)
+    return spread(call, Program(run, operands, own), student, rest, kept, cotangent)
 
 
-def _of_no_tokens(spec: KLSpec, rest: Rest) -> Array:
-    return jnp.zeros(rest[1].student.labels.shape, spec.dtype)
+def _of_no_tokens(call: Call, rest: Rest) -> Array:
+    return jnp.zeros(rest[1].student.labels.shape, call.result_dtype)
 
 
 KL = Capability(forward, backward, _of_no_tokens)
 
 
-def _heads(spec: KLSpec) -> tuple[Any, Any]:
-    own, others = (_runner.head(model.case.options.vocab_dim) for model in spec.models)
+def _heads(call: Call) -> tuple[Any, Any]:
+    own, others = (_runner.head(one.vocab_dim) for one in call.heads)
     return own, others
 
 
 def device_forward(
-    spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], keep_cache: bool = False
+    call: Call, primals: Pair[Primals], rows: Pair[Rows], keep_cache: bool = False
 ) -> tuple[Array, Kept]:
     """One device's result, the whole vocabulary's statistics and sums of each row, and the device's cache."""
-    shape, axis_name = rows.student.labels.shape, spec.models.student.axis_name
-    part, agree = Part.of(spec, primals, _call.flattened(rows, len(shape))), None
+    shape, axis_name = rows.student.labels.shape, call.axis_name
+    part, agree = Part.of(call, primals, _call.flattened(rows, len(shape))), None
     stats, cache = part.statistics(keep_cache)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
-            parts, every = _collectives.stacked((jnp.stack(stats), _given_to(spec, primals, part.rows)), axis_name)
+            parts, every = _collectives.stacked((jnp.stack(stats), _given_to(call, primals, part.rows)), axis_name)
             stats = part.merge(parts)
-            agree = _shard.agree(spec.models.student, every, part.rows.student, primals.student.weight)
+            agree = _shard.agree(call, every, part.rows.student, primals.student.weight)
     stats = stats if agree is None else KLStatistics(*_collectives.nan_where_different(agree, (*stats,)))
     sums = None
     if part.is_of_mixture:
@@ -291,32 +238,31 @@ def device_forward(
     return out, (found, cache)
 
 
-def _given_to(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.Given | None:
+def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.Given | None:
     """What the shard says of both heads, flat; None where it need not."""
-    start = _shard.first_column(spec.models.student, primals.student.weight)
-    flat = map(_shard.flat_operands, spec.models, primals)
-    one, other = (_shard.given_to(*each, start) for each in zip(spec.models, flat, rows, strict=True))
+    start = _shard.first_column(call, primals.student.weight)
+    flat = map(_shard.flat_operands, call.heads, primals)
+    one, other = (_shard.given_to(*each, start) for each in zip(call.heads, flat, rows, strict=True))
     if one is None or other is None:
         return None
     tags = _collectives.tags([one.tags, other.tags])
     return _collectives.Given(tags, *map(jnp.concatenate, zip(one[1:], other[1:], strict=True)))
 
 
-def device_backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
+def device_backward(call: Call, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
     """The student's gradients, in the shapes, dtypes and types of its operands."""
-    own = spec.models.student
     found, cache = kept
     rows, found, cotangent = _call.flattened((rows, found, cotangent), rows.student.labels.ndim)
-    if own.axis_name is not None and own.token_axes is None:
-        cotangent = _collectives.total_cotangent(cotangent, own.axis_name)
-    gradients = Part.of(spec, primals, rows).gradients(*found, cache, cotangent)
-    return _shard.reduced(own, gradients, primals.student)
+    if call.axis_name is not None and call.token_axes is None:
+        cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
+    gradients = Part.of(call, primals, rows).gradients(*found, cache, cotangent)
+    return _shard.reduced(call, gradients, primals.student)
 
 
 class Part(NamedTuple):
     """One device's part of a call: its columns, and all tokens, flat. Nothing in here is a collective."""
 
-    spec: KLSpec
+    call: Call
     rows: Pair[Rows]
     scales: Pair[Scales]
     plan: KLPlan
@@ -324,12 +270,12 @@ class Part(NamedTuple):
     order: _call.Compaction | None  # of these; None: all count
 
     @classmethod
-    def of(cls, spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> Part:
+    def of(cls, call: Call, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> Part:
         """From the arrays of this device; ``first_column`` is its global id, None that of its place in the mesh."""
-        scales = Pair(*(_call.scales(own, spec.dtype, signs_hidden=False) for own in rows))
+        scales = Pair(*(_call.scales(own, call.result_dtype, signs_hidden=False) for own in rows))
         if first_column is None:
-            first_column = _shard.first_column(spec.models.student, primals.student.weight)
-        return cls(spec, rows, scales, *_shard_of(spec, primals, rows, scales, first_column))
+            first_column = _shard.first_column(call, primals.student.weight)
+        return cls(call, rows, scales, *_shard_of(call, primals, rows, scales, first_column))
 
     @property
     def is_of_mixture(self) -> bool:
@@ -370,7 +316,7 @@ class Part(NamedTuple):
         """The student's part of dhidden and dbias, in the statistics' dtype, and its dweight in the weight's."""
         live, wrong = self.rows.student.where, _wrong_temperature(self.rows)
         counts = live if wrong is None else ~wrong if live is None else live & ~wrong
-        factor = _logprobs.row_factor(self.spec.case.options, self.scales.student.derivative)
+        factor = _logprobs.row_factor(self.call, self.scales.student.derivative)
         coefficients: Any
         if sums is None:
             coefficients = _kl.coefficients(stats, cotangent, factor, counts)
@@ -386,8 +332,8 @@ class Part(NamedTuple):
     @property
     def _row_scales(self) -> tuple[Any, Any]:
         """The k of eq. 0, that of p first."""
-        pairs = zip(self.spec.models, self.scales, strict=True)
-        each = (_logprobs.row_scale(model.case.options, own.logits) for model, own in pairs)
+        pairs = zip(self.call.heads, self.scales, strict=True)
+        each = (_logprobs.row_scale(head, own.logits) for head, own in pairs)
         return Pair(*each).ordered(self.plan.student_first)
 
     def _mixture(self, stats: KLStatistics, live: Bool[Array, "T"] | None) -> Mixture:
@@ -407,7 +353,7 @@ class Part(NamedTuple):
     @property
     def _has_kernels(self) -> bool:
         """Whether kernels serve the call, both passes alike, so that the backward's logits have the forward's bits."""
-        return self.spec.implementation == mosaic.NAME
+        return self.call.implementation == mosaic.NAME
 
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
@@ -417,10 +363,10 @@ def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
 
 
 def _shard_of(
-    spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], scales: Pair[Scales], first_column: Any
+    call: Call, primals: Pair[Primals], rows: Pair[Rows], scales: Pair[Scales], first_column: Any
 ) -> tuple[KLPlan, Shard, _call.Compaction | None]:
     """The arrays of this device, with the rows that count first."""
-    operands = Pair(*map(_shard.flat_operands, spec.models, primals))
+    operands = Pair(*map(_shard.flat_operands, call.heads, primals))
     tokens = Pair(*(Tokens(x.hidden, own.logits, own.raw) for x, own in zip(operands, scales, strict=True)))
     order = None if rows.student.where is None else _call.compaction(rows.student.where)
     num_rows = None if order is None else order.num_rows
@@ -428,19 +374,19 @@ def _shard_of(
     heads = Pair(
         *(
             # What both models rule out with -inf is a difference of two infinities otherwise.
-            Head(x.weight, None if x.bias is None else jnp.maximum(x.bias.astype(model.case.stat_dtype), MASKED))
-            for x, model in zip(operands, spec.models, strict=True)
+            Head(x.weight, None if x.bias is None else jnp.maximum(x.bias.astype(head.stat_dtype), MASKED))
+            for x, head in zip(operands, call.heads, strict=True)
         )
     )
-    columns, num_columns = _true_columns(spec, primals, first_column)
-    return spec.plan(columns), Shard(tokens, heads, None, num_rows, num_columns), order
+    columns, num_columns = _true_columns(call, primals, first_column)
+    return KLPlan(Pair(*call.heads), call.direction, columns), Shard(tokens, heads, None, num_rows, num_columns), order
 
 
-def _true_columns(spec: KLSpec, primals: Pair[Primals], first_column: Any) -> tuple[int, Int[Array, ""] | None]:
+def _true_columns(call: Call, primals: Pair[Primals], first_column: Any) -> tuple[int, Int[Array, ""] | None]:
     """The columns to walk over, and how many of these are no padding if that is known only to the shard."""
-    sizes = (x.weight.shape[model.case.options.vocab_dim] for x, model in zip(primals, spec.models, strict=True))
-    columns, student = min(sizes), spec.models.student
-    left = student.vocab_size - first_column
+    sizes = (x.weight.shape[head.vocab_dim] for x, head in zip(primals, call.heads, strict=True))
+    columns = min(sizes)
+    left = call.vocab_size - first_column
     if isinstance(left, int):
         return min(left, columns), None
-    return columns, jnp.clip(left, 0, columns) if any(model.padded for model in spec.models) else None
+    return columns, jnp.clip(left, 0, columns) if any(head.padded for head in call.heads) else None

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _call, _runner, _shard
-from lce_jax._call import Rows, Spec
+from lce_jax._call import Rows
 from lce_jax._runner import Capability, Kind, Program, spread
-from lce_jax._types import Primals
+from lce_jax._types import Call, Primals
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.xla import _logits
@@ -20,49 +20,49 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
 
 
-def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Array, Array | None]:
+def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Array, Array | None]:
     """The logits [..., K], and what the backward needs: their derivatives in the raw products."""
 
-    def run(spec: Spec, primals: Primals, rows: Rows) -> tuple[Array, Array | None]:
-        z, slope = _forward(spec, primals, rows)
+    def run(call: Call, primals: Primals, rows: Rows) -> tuple[Array, Array | None]:
+        z, slope = _forward(call, primals, rows)
         return z, slope if differentiated else None
 
-    operands = _runner.head(spec.case.options.vocab_dim), Kind.TOKENS
-    return spread(spec, Program(run, operands, (Kind.RESULTS, Kind.TOKENS), joins=True), primals, rows)
+    operands = _runner.head(call.vocab_dim), Kind.TOKENS
+    return spread(call, Program(run, operands, (Kind.RESULTS, Kind.TOKENS), joins=True), primals, rows)
 
 
-def backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
+def backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """The gradients of the operands."""
-    own = _runner.head(spec.case.options.vocab_dim)
+    own = _runner.head(call.vocab_dim)
     program = Program(_backward, (own, Kind.TOKENS, Kind.TOKENS, Kind.RESULTS), own)
-    return spread(spec, program, primals, rows, slope, cotangent)
+    return spread(call, program, primals, rows, slope, cotangent)
 
 
-def _of_no_tokens(spec: Spec, rows: Rows) -> Array:
+def _of_no_tokens(call: Call, rows: Rows) -> Array:
     assert rows.candidates is not None
-    return jnp.zeros(rows.candidates.shape, spec.case.stat_dtype)
+    return jnp.zeros(rows.candidates.shape, call.stat_dtype)
 
 
 LOGITS = Capability(forward, backward, _of_no_tokens)
 
 
-def _forward(spec: Spec, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b K"], Float[Array, "*b K"]]:
+def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b K"], Float[Array, "*b K"]]:
     """The logits and their slopes; 0 where an id is none, out of vocabulary, or in a row that does not count."""
     assert rows.candidates is not None
-    shape, options, dtype = rows.candidates.shape, spec.case.options, spec.case.stat_dtype
+    shape, dtype = rows.candidates.shape, call.stat_dtype
     rows = _call.flattened(rows, rows.labels.ndim)
-    columns, wrong = _columns(spec, primals, rows), _call.wrong_rows(rows)
-    hidden = _shard.flat_operands(spec, primals).hidden
-    raw = _logits.products(hidden, primals.weight, columns, options, dtype)
+    columns, wrong = _columns(call, primals, rows), _call.wrong_rows(rows)
+    hidden = _shard.flat_operands(call, primals).hidden
+    raw = _logits.products(hidden, primals.weight, columns, call, dtype)
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(dtype)
     scales = _call.scales(rows, dtype, signs_hidden=False)
-    z, slope = _logprobs.transform_logits(raw, options, scales.logits, scales.raw)
-    factor = _logprobs.row_factor(options, scales.derivative)
+    z, slope = _logprobs.transform_logits(raw, call, scales.logits, scales.raw)
+    factor = _logprobs.row_factor(call, scales.derivative)
     factor = factor if isinstance(factor, float) else factor[:, None]
     slope = jnp.full_like(raw, factor) if slope is None else slope * factor
     found = jax.tree.map(lambda x: jnp.where(columns >= 0, x, 0.0), (z, slope))
-    z, slope = found if spec.axis_name is None else _summed(found, rows, spec.axis_name)
+    z, slope = found if call.axis_name is None else _summed(found, rows, call.axis_name)
     z = z if wrong is None else jnp.where(wrong[:, None], jnp.nan, z)
     return z.reshape(shape), slope.reshape(shape)
 
@@ -79,24 +79,24 @@ def _summed(found: tuple[Array, Array], rows: Rows, axis_name: _collectives.Axis
     return z, slope
 
 
-def _backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
+def _backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """One device's gradients, in the shapes, dtypes and types of their operands."""
     rows, slope, cotangent = _call.flattened((rows, slope, cotangent), rows.labels.ndim)
-    if spec.axis_name is not None and spec.token_axes is None:
-        cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
-    columns = _columns(spec, primals, rows)
+    if call.axis_name is not None and call.token_axes is None:
+        cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
+    columns = _columns(call, primals, rows)
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
-    hidden, options = _shard.flat_operands(spec, primals).hidden, spec.case.options
-    dweight = _logits.dweight(terms, hidden, columns, primals.weight, options).astype(primals.weight.dtype)
+    hidden = _shard.flat_operands(call, primals).hidden
+    dweight = _logits.dweight(terms, hidden, columns, primals.weight, call).astype(primals.weight.dtype)
     dbias = None if primals.bias is None else _logits.dbias(terms, columns, primals.bias.shape[0])
-    dhidden = _logits.dhidden(terms, primals.weight, columns, options)
-    return _shard.reduced(spec, Primals(dhidden, dweight, dbias), primals)
+    dhidden = _logits.dhidden(terms, primals.weight, columns, call)
+    return _shard.reduced(call, Primals(dhidden, dweight, dbias), primals)
 
 
-def _columns(spec: Spec, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
+def _columns(call: Call, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
     """The ids as columns of this shard; -1 where it does not own them, and in rows that do not count."""
     assert rows.candidates is not None
-    start, size = _shard.first_column(spec, primals.weight), primals.weight.shape[spec.case.options.vocab_dim]
+    start, size = _shard.first_column(call, primals.weight), primals.weight.shape[call.vocab_dim]
     columns = _call.owned(rows.candidates, start, size)
     live = _live(rows)
     return columns if live is None else jnp.where(live[:, None], columns, -1)

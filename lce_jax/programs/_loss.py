@@ -19,12 +19,12 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # type: ignore[attr-defined]
 
 from lce_jax import _call, _checks, _dispatch, _jax, _runner, _shard
-from lce_jax._call import Rows, Spec
+from lce_jax._call import Rows
 from lce_jax._runner import Kind, Program, spread
-from lce_jax._types import Case, LogprobOutput, Primals, Results
+from lce_jax._types import Call, LogprobOutput, Primals, Results
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
-from lce_jax.programs._token_chunks import Budget, TokenChunk, chunk_case
+from lce_jax.programs._token_chunks import Budget, TokenChunk, of_chunk
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
@@ -160,18 +160,18 @@ def _impl(x: Any) -> Any:
 
 
 def trace(
-    loss_fn: Callable[..., Any], own: LossArguments, case: Case, inputs: Inputs, axes: frozenset[Any]
+    loss_fn: Callable[..., Any], own: LossArguments, call: Call, inputs: Inputs, axes: frozenset[Any]
 ) -> tuple[TokenLoss, tuple[Any, ...]]:
     """The loss of one token, and the traced arrays that it closes over; everything per token varies over ``axes``."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {loss_fn!r}")
-    entropy = case.options.entropy
+    entropy = call.entropy
 
     def retrace(scalar: Any, *flat: Any) -> ClosedJaxpr:
         results = scalar, scalar if entropy else None, scalar
         return jax.make_jaxpr(lambda results, *flat: loss_fn(*results, *own.of(flat)))(results, *flat)
 
-    examples = _examples(case.stat_dtype, inputs)
+    examples = _examples(call.stat_dtype, inputs)
     if axes:
         examples = _jax.vary_over([jnp.zeros(x.shape, x.dtype) for x in examples], axes)
     loss, constants = TokenLoss.of(retrace, *examples)
@@ -224,43 +224,43 @@ def _is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
-def sum_of_losses(spec: Spec, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
+def sum_of_losses(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
     """The sum over this device's tokens and the results, without gradients."""
     primals, rows, per_token, constants = inputs
-    results, _ = _shard.device_forward(spec, primals, rows, keep_cache=False)
+    results, _ = _shard.device_forward(call, primals, rows, keep_cache=False)
     live, outputs, per_token = _call.flattened((rows.where, results.outputs, per_token), rows.labels.ndim)
-    outputs, per_token = _jax.vary_over((outputs, per_token), axes_of_tokens(spec, inputs))
-    return _total(spec, jnp.sum(loss(live, outputs, per_token, constants))), results.outputs
+    outputs, per_token = _jax.vary_over((outputs, per_token), axes_of_tokens(call, inputs))
+    return _total(call, jnp.sum(loss(live, outputs, per_token, constants))), results.outputs
 
 
 def forward_and_gradients(
-    spec: Spec, loss: TokenLoss, inputs: Inputs, budget: Budget
+    call: Call, loss: TokenLoss, inputs: Inputs, budget: Budget
 ) -> tuple[Array, LogprobOutput, Gradients]:
     """The same, and the gradients for a cotangent of 1, `scaled` of which the caller sums and rounds."""
-    whole = _Chunks.of(spec, loss, budget, inputs).run()
+    whole = _Chunks.of(call, loss, budget, inputs).run()
     shape = inputs.rows.labels.shape
     losses, outputs = whole.losses, jax.tree.map(lambda x: x.reshape(shape), whole.outputs)
     per_token = tuple(
         None if dx is None else dx.reshape(x.shape) for dx, x in zip(whole.per_token, inputs.per_token, strict=True)
     )
-    constants = tuple(None if dx is None else _total(spec, dx) for dx in whole.constants)
+    constants = tuple(None if dx is None else _total(call, dx) for dx in whole.constants)
     (dhidden, dweight, dbias), (hidden, weight, _) = whole.gradients, inputs.primals
-    dweight = _total(spec, dweight.astype(weight.dtype))
-    dbias = None if dbias is None else _total(spec, dbias)
-    if spec.gather_dim is not None:
-        dhidden = _shard.scattered(spec, dhidden, hidden).astype(hidden.dtype)
+    dweight = _total(call, dweight.astype(weight.dtype))
+    dbias = None if dbias is None else _total(call, dbias)
+    if call.gather_dim is not None:
+        dhidden = _shard.scattered(call, dhidden, hidden).astype(hidden.dtype)
     primals = Primals(dhidden.reshape(hidden.shape), dweight, dbias)
-    return _total(spec, jnp.sum(losses)), outputs, Gradients(primals, per_token, constants)
+    return _total(call, jnp.sum(losses)), outputs, Gradients(primals, per_token, constants)
 
 
-def _total(spec: Spec, x: Array) -> Array:
+def _total(call: Call, x: Array) -> Array:
     """The sum over the devices that hold other tokens of the same call, where no types say so."""
-    return lax.psum(x, spec.token_axes) if spec.token_axes else x
+    return lax.psum(x, call.token_axes) if call.token_axes else x
 
 
-def axes_of_tokens(spec: Spec, inputs: Inputs) -> frozenset[Any]:
+def axes_of_tokens(call: Call, inputs: Inputs) -> frozenset[Any]:
     """The axes over which results, and so losses, may differ by their types."""
-    return _jax.varying_axes(inputs) - frozenset(_jax.as_axes(spec.axis_name))
+    return _jax.varying_axes(inputs) - frozenset(_jax.as_axes(call.axis_name))
 
 
 class _Whole(NamedTuple):
@@ -277,7 +277,7 @@ class _Whole(NamedTuple):
 class _Chunks:
     """The chunks of one call, in turn."""
 
-    spec: Spec  # of a chunk
+    call: Call  # of a chunk
     loss: TokenLoss
     primals: Primals  # hidden flat; cast already if it was gathered
     rows: Rows  # flat
@@ -295,25 +295,25 @@ class _Chunks:
     hidden_dtype: jnp.dtype
 
     @classmethod
-    def of(cls, spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> _Chunks:
+    def of(cls, call: Call, loss: TokenLoss, budget: Budget, inputs: Inputs) -> _Chunks:
         primals, rows = inputs.primals, inputs.rows
-        size, tokens = budget.chunk_rows(spec.case), rows.labels.size
-        tracked = spec.axis_name is not None and _jax.tracks_varying(spec.axis_name)
+        size, tokens = budget.chunk_rows(call), rows.labels.size
+        tracked = call.axis_name is not None and _jax.tracks_varying(call.axis_name)
         given, all_axes = _jax.varying_axes(primals.hidden), _jax.varying_axes(inputs)
-        names = frozenset(_jax.as_axes(spec.axis_name))
+        names = frozenset(_jax.as_axes(call.axis_name))
         psum = names - given if tracked else frozenset()
-        if spec.token_axes is not None and spec.gather_dim is None:
+        if call.token_axes is not None and call.gather_dim is None:
             psum = names
         weight_axes = all_axes | names if tracked else all_axes
         hidden_axes = weight_axes - psum
         hidden = primals.hidden.reshape(-1, primals.hidden.shape[-1])
-        if spec.gather_dim is not None:
-            hidden = _shard.flat_operands(spec, primals).hidden
+        if call.gather_dim is not None:
+            hidden = _shard.flat_operands(call, primals).hidden
         flat_rows, per_token = _call.flattened((rows, inputs.per_token), rows.labels.ndim)
-        case = chunk_case(spec.case, size, rows.where is not None or tokens % size != 0)
-        chosen, _ = _dispatch.choose(case, spec.requested)
+        chunk = of_chunk(call, size, rows.where is not None or tokens % size != 0)
+        implementation = _dispatch.choose(chunk)[0].NAME
         return cls(
-            spec=dataclasses.replace(spec, case=case, implementation=chosen.NAME, gather_dim=None),  # it is gathered
+            call=dataclasses.replace(chunk, implementation=implementation, gather_dim=None),  # it is gathered
             loss=loss,
             primals=primals._replace(hidden=hidden),
             rows=flat_rows._replace(where=None),
@@ -323,11 +323,11 @@ class _Chunks:
             size=size,
             tokens=tokens,
             adds=size < tokens,
-            token_axes=axes_of_tokens(spec, inputs),
+            token_axes=axes_of_tokens(call, inputs),
             psum_axes=tuple(sorted(psum, key=str)),
             hidden_axes=hidden_axes,
             weight_axes=weight_axes,
-            rounds=spec.gather_dim is None and hidden_axes == given,
+            rounds=call.gather_dim is None and hidden_axes == given,
             hidden_dtype=primals.hidden.dtype,
         )
 
@@ -339,16 +339,16 @@ class _Chunks:
         count: Any = -(-self.tokens // self.size)
         if self.order is not None:
             count = -(-self.order.num_rows // self.size)
-            if self.spec.axis_name is not None and not _jax.tracks_varying(self.spec.axis_name):
-                count = lax.pmax(count, self.spec.axis_name)  # or a shard given other rows would wait for ever
+            if self.call.axis_name is not None and not _jax.tracks_varying(self.call.axis_name):
+                count = lax.pmax(count, self.call.axis_name)  # or a shard given other rows would wait for ever
         return lax.fori_loop(0, count, lambda i, whole: self._step(i * self.size, whole), empty)
 
     def _empty(self) -> _Whole:
-        case, weight = self.spec.case, self.primals.weight
-        zeros = functools.partial(jnp.zeros, dtype=case.stat_dtype)
-        outputs = jax.eval_shape(lambda: _logprobs.results_of_none(self.tokens, case.stat_dtype, case.options).outputs)
-        dhidden = jnp.zeros(self.primals.hidden.shape, self.hidden_dtype if self.rounds else case.stat_dtype)
-        dweight = jnp.zeros(weight.shape, case.stat_dtype if self.adds else case.dtype)
+        call, weight = self.call, self.primals.weight
+        zeros = functools.partial(jnp.zeros, dtype=call.stat_dtype)
+        outputs = jax.eval_shape(lambda: _logprobs.results_of_none(self.tokens, call.stat_dtype, call).outputs)
+        dhidden = jnp.zeros(self.primals.hidden.shape, self.hidden_dtype if self.rounds else call.stat_dtype)
+        dweight = jnp.zeros(weight.shape, call.stat_dtype if self.adds else call.dtype)
         dbias = None if self.primals.bias is None else zeros(self.primals.bias.shape)
         of_tokens = _Whole(
             zeros(self.tokens),
@@ -363,24 +363,24 @@ class _Chunks:
     @jax.named_scope("chunk_of_tokens")
     def _step(self, first: Any, whole: _Whole) -> _Whole:
         """``whole`` with the results and gradients of the chunk that begins at ``first``."""
-        chunk, spec = TokenChunk.starting_at(first, self.size, self.tokens, self.order), self.spec
+        chunk, call = TokenChunk.starting_at(first, self.size, self.tokens, self.order), self.call
         hidden, rows, per_token = jax.tree.map(
             lambda x: chunk.take(x, self.size), (self.primals.hidden, self.rows, self.per_token)
         )
         rows = rows._replace(num_rows=chunk.num_rows)
         primals = _shard.as_operand(self.primals._replace(hidden=hidden))
-        start = _shard.first_column(spec, primals.weight)
-        stats, cache, agree = _shard.statistics_of_all(spec, primals, rows, keep_cache=True)
-        cache, dropped = _shard.selected_of_all(spec, rows, stats, cache)
-        outputs = _shard.finish(spec, rows, stats, None, dropped).outputs
+        start = _shard.first_column(call, primals.weight)
+        stats, cache, agree = _shard.statistics_of_all(call, primals, rows, keep_cache=True)
+        cache, dropped = _shard.selected_of_all(call, rows, stats, cache)
+        outputs = _shard.finish(call, rows, stats, None, dropped).outputs
         outputs = outputs if agree is None else _collectives.nan_where_different(agree, outputs)
         live = rows.live
         if live is not None:
             outputs = jax.tree.map(lambda x: jnp.where(live, x, x[0]), outputs)
         losses, cotangent, dper_token, dconstants = self._of_loss(live, outputs, per_token)
         found = _shard.gradients(
-            spec, primals, rows, start, stats, cotangent, cache,
-            may_round_dhidden=self.rounds and not self.psum_axes and self.hidden_dtype == spec.case.dtype,
+            call, primals, rows, start, stats, cotangent, cache,
+            may_round_dhidden=self.rounds and not self.psum_axes and self.hidden_dtype == call.dtype,
             dweight=whole.gradients.weight if self.adds else None,
         )  # fmt: skip
         return _Whole(
@@ -430,14 +430,14 @@ def _filled(floats: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]
     return tuple(x if own is None else own for own, x in zip(floats, arrays, strict=True))
 
 
-def run(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
+def run(call: Call, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
     """The sum of the losses, differentiable in all inputs, and the results, which carry no gradient."""
-    if not spec.case.num_tokens:
-        out = _shard.of_no_tokens(spec, inputs.rows).outputs
-        return _jax.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))
-    marked = functools.partial(_jax.only_in_reverse.bind, function=spec.case.options.function)
+    if not call.num_tokens:
+        out = _shard.of_no_tokens(call, inputs.rows).outputs
+        return _jax.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(call, inputs))
+    marked = functools.partial(_jax.only_in_reverse.bind, function=call.function)
     primals, per_token, constants = jax.tree.map(marked, (inputs.primals, inputs.per_token, inputs.constants))
-    return _run(spec, loss, budget, Inputs(primals, inputs.rows, per_token, constants))
+    return _run(call, loss, budget, Inputs(primals, inputs.rows, per_token, constants))
 
 
 _programs: dict[int, Any] = {}  # `run` of each loss_fn that is alive, by its id
@@ -459,24 +459,24 @@ def outside_jit(loss_fn: Any) -> tuple[Any, Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
+def _run(call: Call, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
     del budget
-    return _spread_over(spec, loss, inputs, sum_of_losses, OF_A_FORWARD)
+    return _spread_over(call, loss, inputs, sum_of_losses, OF_A_FORWARD)
 
 
 OF_A_FORWARD = (Kind.WHOLE, Kind.RESULTS)  # the sum, and the results
 
 
-def _spread_over(spec: Spec, loss: TokenLoss, inputs: Inputs, run: Callable[..., Any], results: tuple[Any, ...]) -> Any:
+def _spread_over(call: Call, loss: TokenLoss, inputs: Inputs, run: Callable[..., Any], results: tuple[Any, ...]) -> Any:
     """``run(spec, loss, inputs)`` on every device that holds the inputs."""
-    left = _runner.is_left_to_xla(spec, inputs)
+    left = _runner.is_left_to_xla(call, inputs)
     loss, inputs = loss.with_arguments(inputs) if left else (loss, inputs)
 
-    def device(share: Spec, inputs: Inputs) -> Any:
-        return run(share, loss if left or spec.mesh is None else loss.here(inputs), inputs)
+    def device(share: Call, inputs: Inputs) -> Any:
+        return run(share, loss if left or call.mesh is None else loss.here(inputs), inputs)
 
-    operands: Any = Inputs(_runner.head(spec.case.options.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
-    return spread(spec, Program(device, (operands,), results), inputs)
+    operands: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    return spread(call, Program(device, (operands,), results), inputs)
 
 
 @jax.tree_util.register_static
@@ -488,26 +488,26 @@ class _Kind:
     varying: frozenset[Any]
 
 
-def _fwd(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
-    kinds: Any = Gradients(_runner.head(spec.case.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+def _fwd(call: Call, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
+    kinds: Any = Gradients(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
     run = functools.partial(forward_and_gradients, budget=budget)
     results = (*OF_A_FORWARD, kinds)
-    of_inputs = _jax.not_differentiable(lambda inputs: _spread_over(spec, loss, inputs, run, results))
+    of_inputs = _jax.not_differentiable(lambda inputs: _spread_over(call, loss, inputs, run, results))
     total, outputs, gradients = of_inputs(inputs)
     if len(gradients.constants) == len(loss.known):  # as XLA takes them, of arrays that are known too
         pairs = zip(gradients.constants, loss.known, strict=True)
         gradients = gradients._replace(constants=tuple(dx for dx, known in pairs if known is None))
     given = Gradients(inputs.primals, inputs.per_token, inputs.constants)
-    gradients = gradients if spec.mesh is None else _runner.split_as(gradients, given)
+    gradients = gradients if call.mesh is None else _runner.split_as(gradients, given)
     kinds = jax.tree.map(lambda x: _Kind(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
     return (total, outputs), (gradients, kinds)
 
 
-def _bwd(spec: Spec, loss: TokenLoss, budget: Budget, residuals: Any, cotangent: Any) -> tuple[Inputs]:
+def _bwd(call: Call, loss: TokenLoss, budget: Budget, residuals: Any, cotangent: Any) -> tuple[Inputs]:
     del loss, budget
     (gradients, kinds), (own, _) = residuals, cotangent
     own = jnp.asarray(own)  # a number, where the caller of ``jax.vjp`` gives one
-    shared = own if spec.axis_name is None else _collectives.total_cotangent(own, spec.axis_name)
+    shared = own if call.axis_name is None else _collectives.total_cotangent(own, call.axis_name)
 
     def scaled(by: Array, gradient: Array | None, kind: _Kind) -> Array | None:
         if gradient is None:

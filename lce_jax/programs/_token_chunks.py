@@ -11,7 +11,7 @@ from jax import lax
 from lce_jax import _dispatch, scalars
 from lce_jax._call import Compaction
 from lce_jax._options import LogprobOptions
-from lce_jax._types import Case, Plan, Surroundings, format_bytes
+from lce_jax._types import Call, Plan, Surroundings, format_bytes
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Int
@@ -29,7 +29,7 @@ class Budget(NamedTuple):
 
     chunk_bytes: int | None  # of its exponentials; None: the default of the device
 
-    def chunk_rows(self, case: Case) -> int:
+    def chunk_rows(self, call: Call) -> int:
         """Rows per chunk: of all sizes that fit, the one that costs least.
 
         The products take the same time in any chunks. What chunks add is that each reads and writes the sum of dweight,
@@ -40,12 +40,12 @@ class Budget(NamedTuple):
         one chunk where they take no more than a chunk and what the sum has beyond dweight: it is faster and holds less.
         Not on a CPU, nor with a threshold, where chunks keep no exponentials that could take the sum's place.
         """
-        tokens, on_cpu, spared = case.num_tokens, case.device.platform == "cpu", 0
-        row_bytes = case.vocab_size * (case.stat_dtype if on_cpu else case.dtype).itemsize
+        tokens, on_cpu, spared = call.num_tokens, call.device.platform == "cpu", 0
+        row_bytes = call.columns * (call.stat_dtype if on_cpu else call.dtype).itemsize
         given = ON_CPU if on_cpu else ELSEWHERE
         given = given if self.chunk_bytes is None else self.chunk_bytes
-        if not on_cpu and not case.options.gradient_threshold:
-            spared = case.vocab_size * case.hidden_size * (case.stat_dtype.itemsize - case.dtype.itemsize)
+        if not on_cpu and not call.gradient_threshold:
+            spared = call.columns * call.hidden_size * (call.stat_dtype.itemsize - call.dtype.itemsize)
         most = max(given // row_bytes // GRAIN, 1) * GRAIN
         if tokens <= most or tokens * row_bytes <= given + spared:
             return tokens
@@ -74,50 +74,49 @@ def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
     return Budget(None if chunk_bytes is None else scalars.num_bytes("chunk_bytes", chunk_bytes))
 
 
-def instead_of_cache(case: Case, requested: tuple[str, ...] | None, around: Surroundings) -> int | None:
+def instead_of_cache(call: Call, around: Surroundings) -> int | None:
     """What a chunk may take, where gradients in the forward beat the call's ``cache_bytes`` as a cache; else None.
 
     With a share f of all exponentials kept, forward and backward take about 4 - 0.9·f matrix products. Gradients in the
     forward take 3.3 whatever the number of tokens is. They need what they sum dweight in, and a chunk. Not in float16,
     where a sum over all tokens might overflow before it is scaled.
     """
-    given, half = case.options, jnp.dtype(jnp.float16)
-    if not given.cache_bytes or given.gradient_threshold or half in (case.dtype, case.hidden_dtype):
+    half = jnp.dtype(jnp.float16)
+    if not call.cache_bytes or call.gradient_threshold or half in (call.dtype, call.hidden_dtype):
         return None
-    full = _dispatch.explain(case, requested, around).full_cache_bytes
-    if given.cache_bytes >= WORTH_KEEPING * full:
+    full = _dispatch.explain(call, around).full_cache_bytes
+    if call.cache_bytes >= WORTH_KEEPING * full:
         return None
-    left = given.cache_bytes - case.vocab_size * case.hidden_size * case.stat_dtype.itemsize
-    return left if left >= LEAST_TOKENS * case.vocab_size * case.dtype.itemsize else None
+    left = call.cache_bytes - call.columns * call.hidden_size * call.stat_dtype.itemsize
+    return left if left >= LEAST_TOKENS * call.columns * call.dtype.itemsize else None
 
 
-def chunk_case(case: Case, size: int, partial_rows: bool) -> Case:
-    """The case of a chunk, which keeps all its exponentials, or with a threshold recomputes those of live tiles."""
-    options = dataclasses.replace(case.options, cache_bytes=0 if case.options.gradient_threshold else ALL)
-    return dataclasses.replace(case, num_tokens=size, partial_rows=partial_rows, options=options)
+def of_chunk(call: Call, size: int, partial_rows: bool) -> Call:
+    """The call of a chunk, which keeps all its exponentials, or with a threshold recomputes those of live tiles."""
+    cache_bytes = 0 if call.gradient_threshold else ALL
+    return dataclasses.replace(call, num_tokens=size, partial_rows=partial_rows, cache_bytes=cache_bytes)
 
 
-def plan(case: Case, requested: tuple[str, ...] | None, budget: Budget, around: Surroundings) -> Plan:
+def plan(call: Call, budget: Budget, around: Surroundings) -> Plan:
     """What `explain` says of a call: the plan of one chunk, and what all chunks share."""
-    size = budget.chunk_rows(case)
-    chunks = -(-case.num_tokens // max(size, 1))
-    chunk = chunk_case(case, size, case.partial_rows or case.num_tokens % max(size, 1) != 0)
-    found = _dispatch.explain(chunk, requested, around)
-    without = dataclasses.replace(case, options=dataclasses.replace(case.options, cache_bytes=0))
-    whole = _dispatch.explain(without, requested, around)
-    item, columns = case.stat_dtype.itemsize, case.vocab_size * case.hidden_size
-    total = columns * item if chunks > 1 and case.dtype != case.stat_dtype else 0  # else the gradient is the sum
-    taken = size * case.hidden_size * (case.hidden_dtype.itemsize + item) if chunks > 1 else 0  # hidden and dhidden
+    size = budget.chunk_rows(call)
+    chunks = -(-call.num_tokens // max(size, 1))
+    chunk = of_chunk(call, size, call.partial_rows or call.num_tokens % max(size, 1) != 0)
+    found = _dispatch.explain(chunk, around)
+    whole = _dispatch.explain(dataclasses.replace(call, cache_bytes=0), around)
+    item, columns = call.stat_dtype.itemsize, call.columns * call.hidden_size
+    total = columns * item if chunks > 1 and call.dtype != call.stat_dtype else 0  # else the gradient is the sum
+    taken = size * call.hidden_size * (call.hidden_dtype.itemsize + item) if chunks > 1 else 0  # hidden and dhidden
     cache = max(found.kept_bytes - chunk.statistics_bytes, 0)
-    per_token = (2 + len(case.options.statistics)) * case.num_tokens * item
+    per_token = (2 + len(call.statistics)) * call.num_tokens * item
     notes = [f"{chunks} chunks of {size:,} tokens, gradients in the forward; kept are the gradients alone"]
     if total:
         notes.append(f"backward: of it {format_bytes(total)} for the sum of dweight over the chunks")
-    if cache and not case.options.gradient_threshold:
+    if cache and not call.gradient_threshold:
         notes.append(f"backward: of it {format_bytes(cache)} for a chunk's exponentials, which its dlogits overwrite")
     return dataclasses.replace(
         whole,
-        case=case,
+        call=call,
         tiles={"chunk of tokens": size, **found.tiles},
         backward_bytes=max(found.forward_bytes, found.backward_bytes) + total + taken + cache + per_token,
         kept_bytes=0,

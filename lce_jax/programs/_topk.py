@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _call, _shard
-from lce_jax._call import Rows, Spec
-from lce_jax._types import Primals, TopK
+from lce_jax._call import Rows
+from lce_jax._types import Call, Primals, TopK
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
 
 
-def forward(spec: Spec, primals: Primals, rows: Rows) -> TopK:
+def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
     """The results, in the shape of labels with k more, the same on every shard of the vocabulary."""
     shape = rows.labels.shape
     rows = _call.flattened(rows, len(shape))
     with jax.named_scope("lce_topk"):
-        flat, start = _shard.flat_operands(spec, primals), _shard.first_column(spec, primals.weight)
-        operands, order = _shard.operands_of(spec, flat, rows, start, _shard.scales_of(spec, rows))
-        found = _products.largest(operands, spec.case)
+        flat, start = _shard.flat_operands(call, primals), _shard.first_column(call, primals.weight)
+        operands, order = _shard.operands_of(call, flat, rows, start, _shard.scales_of(call, rows))
+        found = _products.largest(operands, call)
         found = found._replace(ids=found.ids + start)
         found = found if order is None else _call.expand(order, found)
     agree = None
-    if spec.axis_name is not None:
+    if call.axis_name is not None:
         with jax.named_scope("lce_merge"):
-            given = _shard.given_to(spec, flat, rows, start)
-            parts, every = _collectives.stacked((found, given), spec.axis_name)
-            found, agree = _merge(spec, rows, parts), _shard.agree(spec, every, rows, primals.weight)
-    out = _finish(spec, rows, found, agree)
+            given = _shard.given_to(call, flat, rows, start)
+            parts, every = _collectives.stacked((found, given), call.axis_name)
+            found, agree = _merge(call, rows, parts), _shard.agree(call, every, rows, primals.weight)
+    out = _finish(call, rows, found, agree)
     return jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), out)
 
 
-def _finish(spec: Spec, rows: Rows, found: Largest, agree: Bool[Array, "T"] | None) -> TopK:
+def _finish(call: Call, rows: Rows, found: Largest, agree: Bool[Array, "T"] | None) -> TopK:
     """Eq. 3 at the largest; ids are -1 where there is no result."""
-    scale, log_sumexp = _scale(spec, rows), jnp.log(found.sumexp)
+    scale, log_sumexp = _scale(call, rows), jnp.log(found.sumexp)
     logprobs = (found.x - found.max[:, None]) * scale - log_sumexp[:, None]
     out = TopK(found.ids, logprobs, found.max * scale[:, 0] + log_sumexp)
     left_out, differ = (None if kept is None else ~kept for kept in (rows.where, agree))
@@ -60,20 +60,20 @@ def _finish(spec: Spec, rows: Rows, found: Largest, agree: Bool[Array, "T"] | No
     return out
 
 
-def _scale(spec: Spec, rows: Rows) -> Float[Array, "#T 1"]:
+def _scale(call: Call, rows: Rows) -> Float[Array, "#T 1"]:
     """The k of eq. 0."""
-    scale = _logprobs.row_scale(spec.case.options, _shard.scales_of(spec, rows).logits)
-    return jnp.asarray(scale, spec.case.stat_dtype).reshape(-1, 1)
+    scale = _logprobs.row_scale(call, _shard.scales_of(call, rows).logits)
+    return jnp.asarray(scale, call.stat_dtype).reshape(-1, 1)
 
 
-def _merge(spec: Spec, rows: Rows, parts: Largest) -> Largest:
+def _merge(call: Call, rows: Rows, parts: Largest) -> Largest:
     """The k largest of all shards, and eq. 2 of their sums, in the same order on every shard."""
 
     def side_by_side(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
 
-    k, per_id = spec.case.options.top_k, jax.tree.map(side_by_side, (-parts.products, parts.ids, parts.capped))
+    k, per_id = call.top_k, jax.tree.map(side_by_side, (-parts.products, parts.ids, parts.capped))
     falling, ids, *capped = (x[:, :k] for x in lax.sort(jax.tree.leaves(per_id), dimension=1, num_keys=2))
     merged = Largest(-falling, ids, capped[0] if capped else None, jnp.zeros_like(parts.sumexp[0]))
-    shift = jnp.clip((parts.max - merged.max[None]) * _scale(spec, rows).T, MASKED, 0.0)
+    shift = jnp.clip((parts.max - merged.max[None]) * _scale(call, rows).T, MASKED, 0.0)
     return merged._replace(sumexp=jnp.sum(parts.sumexp * jnp.exp(shift), axis=0))

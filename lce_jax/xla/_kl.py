@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import OVERWRITES, Case, Plan, Primals, Surroundings, cache_notes, format_bytes
+from lce_jax._types import OVERWRITES, Call, Plan, Primals, Surroundings, cache_notes, format_bytes
 from lce_jax.mathematics import _kl, _logprobs, _statistics
 from lce_jax.mathematics._kl import (
     Direction,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class KLPlan:
     """What is known when a call is traced."""
 
-    cases: Pair[Case]
+    cases: Pair[Call]
     direction: Direction
     columns: int  # to walk over
 
@@ -70,7 +70,7 @@ class KLPlan:
         """
         student, teacher = self.cases
         size = max(student.hidden_size, teacher.hidden_size)
-        tile_t, tile_v = _walk.tile_sizes(dataclasses.replace(student, hidden_size=size, vocab_size=self.columns))
+        tile_t, tile_v = _walk.tile_sizes(dataclasses.replace(student, hidden_size=size, columns=self.columns))
         parts = 2 if student.device.platform == "cpu" else 4
         return tile_t, tile_v // parts // 128 * 128 or tile_v
 
@@ -88,7 +88,7 @@ class KLPlan:
     def kept_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
         """Of a `Kept`."""
         student = self.cases.student
-        return _kl.dtypes(_walk.gradient_dtype(student), self.direction, student.options.logit_softcap is not None)
+        return _kl.dtypes(_walk.gradient_dtype(student), self.direction, student.logit_softcap is not None)
 
     @property
     def kept_item_bytes(self) -> int:
@@ -105,17 +105,17 @@ def explained(kl: KLPlan, around: Surroundings) -> Plan:
     """What `explain` says of a call: its tiles and their bytes."""
     student, teacher = kl.cases
     tile_t, tile_v = kl.tiles
-    columns, kept, sizes = min(student.vocab_size, teacher.vocab_size), kl.kept_columns, (tile_v, kl.per_tile)
-    has_padding = around.true_columns != student.vocab_size  # or may have
+    columns, kept, sizes = min(student.columns, teacher.columns), kl.kept_columns, (tile_v, kl.per_tile)
+    has_padding = around.true_columns != student.columns  # or may have
     in_place = _walk.is_one_piece(student, kept, tile_t, has_padding, adds_dweight=False)
     of_tile = _walk.kept_bytes_of_tile(student, *sizes)
     own, others = (
-        _walk.tile_bytes(case, tile_t, min(tile_v, columns)) + _walk.copied_bytes(case, around) for case in kl.cases
+        _walk.tile_bytes(call, tile_t, min(tile_v, columns)) + _walk.copied_bytes(call, around) for call in kl.cases
     )
     return Plan(
         implementation="xla",
         refused={},
-        case=student,
+        call=student,
         tiles={"tokens": tile_t, "vocabulary": tile_v},
         forward_bytes=own + others,
         backward_bytes=own + others + _walk.sum_bytes(student, around),
@@ -134,7 +134,7 @@ def explained(kl: KLPlan, around: Surroundings) -> Plan:
 def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Cache | None]:
     """Eqs. 1 and 6 of the whole shard, [T] each, and what ``cache_bytes`` hold of the first tiles."""
     walk, cache = plan.walk, None
-    if keep_cache and plan.cases.student.options.cache_bytes:
+    if keep_cache and plan.cases.student.cache_bytes:
         walk = dataclasses.replace(walk, kept_columns=plan.kept_columns)
         cache = _walk.empty_cache(walk, shard, plan.per_tile)
 
@@ -174,7 +174,7 @@ def gradients(
     plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: Cache | None = None
 ) -> Primals:
     """The student's part of dhidden and its dbias, in its statistics' dtype, and its dweight in the weight's."""
-    case, shard = plan.cases.student, shard._replace(rows=rows)
+    call, shard = plan.cases.student, shard._replace(rows=rows)
 
     def dlogits(tile: Tile, cache: Cache | None) -> Float[Array, "t v"]:
         """Eqs. 5 and 8 or 10."""
@@ -183,15 +183,15 @@ def gradients(
             d = _kl.mixture_dlogits(own, tile.rows)
         else:
             d = _kl.dlogits(own, tile.rows, plan.student_first)
-        if case.options.logit_softcap is not None:
+        if call.logit_softcap is not None:
             d = d * _logprobs.cap_derivative(x())
-        return (d if tile.live is None else jnp.where(tile.live[None, :], d, 0.0)).astype(case.stat_dtype)
+        return (d if tile.live is None else jnp.where(tile.live[None, :], d, 0.0)).astype(call.stat_dtype)
 
     if cache is None:
         return plan.walk.gradients(shard, functools.partial(dlogits, cache=None))
     walk = dataclasses.replace(plan.walk, kept_columns=cache.num_columns)
-    if _walk.is_one_piece(case, walk.kept_columns, walk.tile_t, shard.num_columns is not None, False):
-        return _walk.gradients_with_cache(walk, shard, cache, dlogits, case.stat_dtype, None)
+    if _walk.is_one_piece(call, walk.kept_columns, walk.tile_t, shard.num_columns is not None, False):
+        return _walk.gradients_with_cache(walk, shard, cache, dlogits, call.stat_dtype, None)
     return walk.gradients(shard, functools.partial(dlogits, cache=cache))
 
 
@@ -218,8 +218,8 @@ def _x(plan: KLPlan, tile: Tile) -> Pair[Float[Array, "t v"]]:
     another.
     """
     found = []
-    for case, tokens, raw in zip(plan.cases, tile.tokens, tile.products(), strict=True):
-        x = _logprobs.unscaled_logits(lax.optimization_barrier(raw), case.options, tokens.raw_scale)
+    for call, tokens, raw in zip(plan.cases, tile.tokens, tile.products(), strict=True):
+        x = _logprobs.unscaled_logits(lax.optimization_barrier(raw), call, tokens.raw_scale)
         found.append(lax.optimization_barrier(x.astype(plan.dtype)))
     return Pair(*found)
 
@@ -227,5 +227,5 @@ def _x(plan: KLPlan, tile: Tile) -> Pair[Float[Array, "t v"]]:
 def _scales(plan: KLPlan, tokens: tuple[Tokens, ...]) -> tuple[Any, Any]:
     """The k of eq. 0, that of p first."""
     pairs = zip(plan.cases, tokens, strict=True)
-    scales = Pair(*(_logprobs.row_scale(case.options, own.inverse_temperature) for case, own in pairs))
+    scales = Pair(*(_logprobs.row_scale(call, own.inverse_temperature) for call, own in pairs))
     return scales.ordered(plan.student_first)

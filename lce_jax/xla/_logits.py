@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
-from lce_jax._types import Case, Options, Plan, Surroundings, format_bytes
+from lce_jax._types import Call, Plan, Surroundings, format_bytes
 from lce_jax.mathematics._statistics import along
 from lce_jax.xla import _walk
 
@@ -32,23 +32,23 @@ def chunk_tokens(num_columns: int, hidden_size: int, itemsize: int, gathered_byt
     return max(1, most // (num_columns * hidden_size * itemsize))
 
 
-def plan(case: Case, around: Surroundings) -> Plan:
-    """What `explain` says of `lce_jax.linear_logits`: the case's candidates are the ids."""
-    num_ids, stat, item = case.options.num_candidates, case.stat_dtype.itemsize, case.dtype.itemsize
-    size = min(max(case.num_tokens, 1), chunk_tokens(max(num_ids, 1), case.hidden_size, item))
-    rows = size * num_ids * case.hidden_size * item
-    held = rows + _walk.copied_bytes(case, around) if num_ids and case.num_tokens else 0
+def plan(call: Call, around: Surroundings) -> Plan:
+    """What `explain` says of `lce_jax.linear_logits`: the call's candidates are the ids."""
+    num_ids, stat, item = call.num_candidates, call.stat_dtype.itemsize, call.dtype.itemsize
+    size = min(max(call.num_tokens, 1), chunk_tokens(max(num_ids, 1), call.hidden_size, item))
+    rows = size * num_ids * call.hidden_size * item
+    held = rows + _walk.copied_bytes(call, around) if num_ids and call.num_tokens else 0
     return Plan(
         implementation="xla",
         refused={},
-        case=case,
+        call=call,
         tiles={"tokens": size},
         forward_bytes=held,
-        backward_bytes=held + (_walk.sum_bytes(case, around) if held else 0),
-        kept_bytes=case.num_tokens * num_ids * stat,
-        logits_bytes=case.num_tokens * case.vocab_size * stat,
+        backward_bytes=held + (_walk.sum_bytes(call, around) if held else 0),
+        kept_bytes=call.num_tokens * num_ids * stat,
+        logits_bytes=call.num_tokens * call.columns * stat,
         notes=(
-            f"linear_logits: {num_ids} ids per token, {case.num_tokens * num_ids:,} products with one row of the "
+            f"linear_logits: {num_ids} ids per token, {call.num_tokens * num_ids:,} products with one row of the "
             f"weight each, at most {format_bytes(rows)} of rows at a time; a GPU stores none of the forward's",
         ),
     )
@@ -58,7 +58,7 @@ def products(
     hidden: Float[Array, "T H"],
     weight: Float[Array, "V H"],
     columns: Int[Array, "T K"],
-    options: Options,
+    call: Call,
     dtype: Any,
     num_rows: Int[Array, ""] | None = None,
     gathered_bytes: int | None = None,
@@ -67,39 +67,39 @@ def products(
     size = chunk_tokens(columns.shape[1], hidden.shape[1], weight.dtype.itemsize, gathered_bytes)
 
     def chunk(per_token: tuple[Array, Array]) -> Array:
-        return _products(per_token[0], weight, per_token[1], options, dtype)
+        return _products(per_token[0], weight, per_token[1], call, dtype)
 
     return _walk.by_chunks(chunk, (hidden, columns), size, num_rows, (weight, num_rows))
 
 
-def _products(hidden: Array, weight: Array, columns: Array, options: Options, dtype: Any) -> Float[Array, "T K"]:
+def _products(hidden: Array, weight: Array, columns: Array, call: Call, dtype: Any) -> Float[Array, "T K"]:
     """A product and a sum, not a ``dot_general``, whose operand XLA would have to store."""
-    rows = _rows_of(weight, columns, options).astype(dtype)
+    rows = _rows_of(weight, columns, call).astype(dtype)
     wide = hidden.astype(dtype)
-    if options.vocab_dim == 0:
+    if call.vocab_dim == 0:
         raw = jnp.sum(wide[:, None, :] * rows, axis=2)
     else:
         raw = jnp.sum(wide.T[:, :, None] * rows, axis=0)
     return jnp.where(columns >= 0, raw, 0.0)
 
 
-def _rows_of(weight: Array, columns: Array, options: Options) -> Array:
+def _rows_of(weight: Array, columns: Array, call: Call) -> Array:
     """The weight's row of each column, along `Options.vocab_dim`."""
-    if weight.shape[1] == 1 and options.vocab_dim == 1:  # XLA of JAX 0.12.0 reads past it on CPUs
+    if weight.shape[1] == 1 and call.vocab_dim == 1:  # XLA of JAX 0.12.0 reads past it on CPUs
         weight = jnp.pad(weight, ((0, 0), (0, 1)))
-    return jnp.take(weight, columns, axis=options.vocab_dim, mode="clip")
+    return jnp.take(weight, columns, axis=call.vocab_dim, mode="clip")
 
 
 def dhidden(
-    terms: Float[Array, "T K"], weight: Float[Array, "V H"], columns: Int[Array, "T K"], options: Options
+    terms: Float[Array, "T K"], weight: Float[Array, "V H"], columns: Int[Array, "T K"], call: Call
 ) -> Float[Array, "T H"]:
     """Σ_k terms · w of each token's columns, summed in the dtype of ``terms``."""
-    size = chunk_tokens(terms.shape[1], weight.shape[options.hidden_dim], weight.dtype.itemsize)
+    size = chunk_tokens(terms.shape[1], weight.shape[call.hidden_dim], weight.dtype.itemsize)
 
     def chunk(per_token: tuple[Array, Array]) -> Array:
         own, at = per_token
-        rows = _rows_of(weight, at, options).astype(terms.dtype)
-        rows = rows if options.vocab_dim == 0 else jnp.moveaxis(rows, 0, 2)
+        rows = _rows_of(weight, at, call).astype(terms.dtype)
+        rows = rows if call.vocab_dim == 0 else jnp.moveaxis(rows, 0, 2)
         return jnp.sum(jnp.where((at >= 0)[:, :, None], own[:, :, None] * rows, 0.0), axis=1)
 
     return _walk.by_chunks(chunk, (terms, columns), size, None, weight)
@@ -161,14 +161,14 @@ def dbias(terms: Float[Array, "T K"], columns: Int[Array, "T K"], num_columns: i
 
 
 def dweight(
-    terms: Float[Array, "T K"], hidden: Float[Array, "T H"], columns: Int[Array, "T K"], weight: Array, options: Options
+    terms: Float[Array, "T K"], hidden: Float[Array, "T H"], columns: Int[Array, "T K"], weight: Array, call: Call
 ) -> Float[Array, "V H"]:
     """Σ terms · h of each column, summed in the dtype of ``terms`` and rounded once; two runs are bitwise equal.
 
     The sorted pairs go by chunks, and a chunk by blocks, each a matrix product. The sum of a column that the next block
     or chunk continues goes on with it, and the others are written, each once.
     """
-    num_columns = weight.shape[options.vocab_dim]
+    num_columns = weight.shape[call.vocab_dim]
     terms, columns = _jax.vary_like((terms, columns), (terms, hidden, columns, weight))  # as what is carried does
     shape = blocks(terms.size, hidden.shape[1], terms.dtype.itemsize)
     pairs = sorted_pairs(terms, columns, num_columns, shape.size)
@@ -179,7 +179,7 @@ def dweight(
         sums, last = _sums_of_blocks(own, hidden, shape, num_columns, last, column)
         places = _places(own.columns, own.ends, num_columns)
         rounded = sums.astype(weight.dtype)
-        if options.vocab_dim == 0:
+        if call.vocab_dim == 0:
             written = written.at[places].set(rounded, mode="drop", unique_indices=True)
         else:
             written = written.at[:, places].set(rounded.T, mode="drop", unique_indices=True)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
-from lce_jax._types import ALONE, Case, Operands, Plan, Primals, RowCoefficients, ShardStatistics, Surroundings
+from lce_jax._types import ALONE, Call, Operands, Plan, Primals, RowCoefficients, ShardStatistics, Surroundings
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mathematics._statistics import Running
 from lce_jax.xla import _topk, _walk
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 NAME = "xla"
 
 
-def supports(case: Case) -> str | None:
-    """Why this implementation cannot serve ``case``: never, it serves everything."""
-    del case
+def supports(call: Call) -> str | None:
+    """Why this implementation cannot serve ``call``: never, it serves everything."""
+    del call
     return None
 
 
-def plan(case: Case, around: Surroundings = ALONE) -> Plan:
+def plan(call: Call, around: Surroundings = ALONE) -> Plan:
     """Tiles and bytes."""
-    if case.options.top_k:
-        return _topk.plan(case, NAME, around)
-    return _walk.plan(case, NAME, around)
+    if call.top_k:
+        return _topk.plan(call, NAME, around)
+    return _walk.plan(call, NAME, around)
 
 
 class _Rows(NamedTuple):
@@ -50,29 +50,29 @@ class _Rows(NamedTuple):
         return self.targets - start, None if self.candidates is None else self.candidates - start, self.floor
 
 
-def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Cache | None]:
+def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Cache | None]:
     """Eq. 1 of the whole shard, [T] each, and the exponentials of the first tiles, as many as ``cache_bytes`` hold."""
-    options, (walk, shard), cache = case.options, _walk_of(operands, case), None
-    if keep_cache and options.cache_bytes:
-        walk = dataclasses.replace(walk, kept_columns=_walk.kept_columns(case, walk.columns, walk.tile_v))
+    (walk, shard), cache = _walk_of(operands, call), None
+    if keep_cache and call.cache_bytes:
+        walk = dataclasses.replace(walk, kept_columns=_walk.kept_columns(call, walk.columns, walk.tile_v))
         cache = _walk.empty_cache(walk, shard)
 
     def add(running: Running, tile: Tile, cache: Cache | None) -> tuple[Running, Cache | None]:
-        (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
-        stats, e = _logprobs.tile_statistics(x, scale, targets, tile.live, options, *more)
+        (x, scale), (targets, *more) = _logits(call, tile), tile.rows.relative_to(tile.start)
+        stats, e = _logprobs.tile_statistics(x, scale, targets, tile.live, call, *more)
         if cache is not None and tile.index is not None:
-            cache = cache.with_part(tile, [_logprobs.to_keep(e, _walk.gradient_dtype(case))], [stats.max])
+            cache = cache.with_part(tile, [_logprobs.to_keep(e, _walk.gradient_dtype(call))], [stats.max])
         return running.add(stats, scale), cache
 
     running, cache = walk.fold_keeping(
-        shard, lambda tokens: Running.start(_statistics.empty(tokens, case.stat_dtype, options)), add, cache
+        shard, lambda tokens: Running.start(_statistics.empty(tokens, call.stat_dtype, call)), add, cache
     )
     return running.finish(), cache
 
 
 def gradients(
     operands: Operands,
-    case: Case,
+    call: Call,
     rows: RowCoefficients,
     cache: Cache | None = None,
     *,
@@ -86,37 +86,37 @@ def gradients(
     """
 
     def dlogits(tile: Tile, cache: Cache | None) -> Float[Array, "t v"]:
-        rows, options = tile.rows.coefficients, case.options
+        rows = tile.rows.coefficients
         if cache is None or tile.index is None:
-            (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
-            return _logprobs.dlogits_from_logits(x, scale, rows, targets, tile.live, options, *more)
+            (x, scale), (targets, *more) = _logits(call, tile), tile.rows.relative_to(tile.start)
+            return _logprobs.dlogits_from_logits(x, scale, rows, targets, tile.live, call, *more)
         ((kept,), (highest,)), (targets, candidates, _) = cache.part(tile), tile.rows.relative_to(tile.start)
-        scale = _logprobs.row_scale(options, tile.tokens[0].inverse_temperature)
-        return _logprobs.dlogits_from_exponentials(kept, highest, scale, rows, targets, tile.live, options, candidates)
+        scale = _logprobs.row_scale(call, tile.tokens[0].inverse_temperature)
+        return _logprobs.dlogits_from_exponentials(kept, highest, scale, rows, targets, tile.live, call, candidates)
 
     if operands.candidates is not None and rows.candidates is not None:
         operands, rows = _logprobs.each_once(operands, rows)
-    walk, shard = _walk_of(operands, case, rows)
+    walk, shard = _walk_of(operands, call, rows)
     if cache is None:
         return walk.gradients(shard, functools.partial(dlogits, cache=None), dweight)
     walk = dataclasses.replace(walk, kept_columns=cache.num_columns)
     adds, has_padding = dweight is not None, operands.num_columns is not None
-    if may_overwrite_cache and _walk.is_one_piece(case, walk.kept_columns, walk.tile_t, has_padding, adds):
-        dhidden_dtype = case.dtype if may_round_dhidden else case.stat_dtype
+    if may_overwrite_cache and _walk.is_one_piece(call, walk.kept_columns, walk.tile_t, has_padding, adds):
+        dhidden_dtype = call.dtype if may_round_dhidden else call.stat_dtype
         return _walk.gradients_with_cache(walk, shard, cache, dlogits, dhidden_dtype, dweight)
     return walk.gradients(shard, functools.partial(dlogits, cache=cache), dweight)
 
 
-def _logits(case: Case, tile: Tile) -> tuple[Float[Array, "t v"], Float[Array, "t"] | float]:
+def _logits(call: Call, tile: Tile) -> tuple[Float[Array, "t v"], Float[Array, "t"] | float]:
     """The x and the k of eq. 0."""
     (raw,), (tokens,) = tile.products(), tile.tokens
-    x = _logprobs.unscaled_logits(raw, case.options, tokens.raw_scale)
-    return x, _logprobs.row_scale(case.options, tokens.inverse_temperature)
+    x = _logprobs.unscaled_logits(raw, call, tokens.raw_scale)
+    return x, _logprobs.row_scale(call, tokens.inverse_temperature)
 
 
-def _walk_of(operands: Operands, case: Case, coefficients: RowCoefficients | None = None) -> tuple[Walk, Shard]:
+def _walk_of(operands: Operands, call: Call, coefficients: RowCoefficients | None = None) -> tuple[Walk, Shard]:
     """Over all columns, or over the true ones if their number is known; and the arrays."""
-    x, columns, padded_from = operands, case.vocab_size, operands.num_columns
+    x, columns, padded_from = operands, call.columns, operands.num_columns
     if isinstance(padded_from, int):
         columns, padded_from = padded_from, None
     shard = Shard(
@@ -126,4 +126,4 @@ def _walk_of(operands: Operands, case: Case, coefficients: RowCoefficients | Non
         num_rows=x.num_rows,
         num_columns=padded_from,
     )
-    return Walk((case,), columns, *_walk.tile_sizes(case)), shard
+    return Walk((call,), columns, *_walk.tile_sizes(call)), shard

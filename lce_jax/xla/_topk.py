@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax._types import Case, Operands, Options, Plan, Surroundings
+from lce_jax._types import Call, Operands, Plan, Surroundings
 from lce_jax.mathematics import _largest, _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
@@ -28,59 +28,58 @@ GRAIN, GRAIN_ON_CPU = 256, 128
 LEAST_TERMS = 16  # of a product: see `increasing`
 
 
-def chunk_tokens(case: Case) -> int:
+def chunk_tokens(call: Call) -> int:
     """Tokens whose logits exist at a time."""
-    on_cpu = case.device.platform == "cpu"
+    on_cpu = call.device.platform == "cpu"
     budget, grain = (CHUNK_BYTES_ON_CPU, GRAIN_ON_CPU) if on_cpu else (CHUNK_BYTES, GRAIN)
-    most = budget // (case.vocab_size * case.stat_dtype.itemsize)
-    return min(case.num_tokens, max(most // grain * grain, grain))
+    most = budget // (call.columns * call.stat_dtype.itemsize)
+    return min(call.num_tokens, max(most // grain * grain, grain))
 
 
-def plan(case: Case, name: str, around: Surroundings) -> Plan:
+def plan(call: Call, name: str, around: Surroundings) -> Plan:
     """The chunk of tokens, and the bytes of its logits."""
-    size, stat = chunk_tokens(case), case.stat_dtype.itemsize
+    size, stat = chunk_tokens(call), call.stat_dtype.itemsize
     return Plan(
         implementation=name,
         refused={},
-        case=case,
+        call=call,
         tiles={"tokens": size},
-        forward_bytes=_walk.tile_bytes(case, size, case.vocab_size) + _walk.copied_bytes(case, around),
+        forward_bytes=_walk.tile_bytes(call, size, call.columns) + _walk.copied_bytes(call, around),
         backward_bytes=0,
         kept_bytes=0,
-        logits_bytes=case.num_tokens * case.vocab_size * stat,
+        logits_bytes=call.num_tokens * call.columns * stat,
         notes=("linear_topk is not differentiable: there is no backward",),
     )
 
 
-def largest(operands: Operands, case: Case) -> Largest:
+def largest(operands: Operands, call: Call) -> Largest:
     """The k largest products of each token, of all columns of the shard or of the first k columns if it has fewer.
 
     They are selected before scale and cap, which cannot change their order, only round two of them to one.
     """
-    options = case.options
 
     def of_chunk(per_token: Any) -> Largest:
         hidden, inverse_temperature, raw_scale = per_token
         own = operands._replace(hidden=hidden, inverse_temperature=inverse_temperature, raw_scale=raw_scale)
-        own = _increasing(own, options)
-        raw = _walk.dot(own.hidden, own.weight, 1, options.hidden_dim, options, case.stat_dtype)
+        own = _increasing(own, call)
+        raw = _walk.dot(own.hidden, own.weight, 1, call.hidden_dim, call, call.stat_dtype)
         if own.bias is not None:
-            sign = np.sign(options.logit_scale) if raw_scale is None else jnp.sign(raw_scale)[:, None]
+            sign = np.sign(call.logit_scale) if raw_scale is None else jnp.sign(raw_scale)[:, None]
             raw = raw + own.bias[None, :] * sign
-        live = _logprobs.live_columns(0, case.vocab_size, own.num_columns)
+        live = _logprobs.live_columns(0, call.columns, own.num_columns)
         raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
-        products, ids = _largest.largest(raw, min(options.top_k, case.vocab_size))
+        products, ids = _largest.largest(raw, min(call.top_k, call.columns))
         capped = None
-        if options.logit_softcap is not None:
-            capped = jnp.where(products == -jnp.inf, -jnp.inf, _capped(products, options, raw_scale))
+        if call.logit_softcap is not None:
+            capped = jnp.where(products == -jnp.inf, -jnp.inf, _capped(products, call, raw_scale))
         some = Largest(products, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
-        return some._replace(sumexp=_sumexp(raw, some, own, options))
+        return some._replace(sumexp=_sumexp(raw, some, own, call))
 
     per_token = operands.hidden, operands.inverse_temperature, operands.raw_scale
-    return _walk.by_chunks(of_chunk, per_token, chunk_tokens(case), operands.num_rows, operands)
+    return _walk.by_chunks(of_chunk, per_token, chunk_tokens(call), operands.num_rows, operands)
 
 
-def _increasing(operands: Operands, options: Options) -> Operands:
+def _increasing(operands: Operands, call: Call) -> Operands:
     """The operands with the sign of the scale on hidden, so that logits increase with the products.
 
     A sign is exact. A scale of 0 makes all products 0, so that all are equal. A product has at least `LEAST_TERMS`,
@@ -88,24 +87,24 @@ def _increasing(operands: Operands, options: Options) -> Operands:
     then a selected logit is none of its row's, and its exponential is in no sum.
     """
     if (missing := LEAST_TERMS - operands.hidden.shape[1]) > 0:
-        of_weight = [(0, missing if dim == options.hidden_dim else 0) for dim in range(2)]
+        of_weight = [(0, missing if dim == call.hidden_dim else 0) for dim in range(2)]
         hidden, weight = jnp.pad(operands.hidden, [(0, 0), (0, missing)]), jnp.pad(operands.weight, of_weight)
         operands = operands._replace(hidden=hidden, weight=weight)
     if operands.raw_scale is not None:
         sign = jnp.sign(operands.raw_scale).astype(operands.hidden.dtype)[:, None]
-    elif options.logit_scale <= 0.0:
-        sign = jnp.full((1, 1), np.sign(options.logit_scale), operands.hidden.dtype)
+    elif call.logit_scale <= 0.0:
+        sign = jnp.full((1, 1), np.sign(call.logit_scale), operands.hidden.dtype)
     else:
         return operands
     return operands._replace(hidden=operands.hidden * sign)
 
 
-def _sumexp(raw: Float[Array, "t V"], some: Largest, operands: Operands, options: Options) -> Float[Array, "t"]:
+def _sumexp(raw: Float[Array, "t V"], some: Largest, operands: Operands, call: Call) -> Float[Array, "t"]:
     """Eq. 1 of the selected ones, whose x are what they are there, and of all others.
 
     XLA may round the cap of all columns otherwise than that of the selected ones. So no log-probability is above 0.
     """
-    scale = _logprobs.row_scale(options, operands.inverse_temperature)
+    scale = _logprobs.row_scale(call, operands.inverse_temperature)
     scale = scale if isinstance(scale, float | int) else scale[:, None]
 
     def exponentials(products: Array, x: Array) -> Array:
@@ -113,14 +112,14 @@ def _sumexp(raw: Float[Array, "t V"], some: Largest, operands: Operands, options
         return jnp.where(products == -jnp.inf, 0.0, jnp.exp(u))
 
     x = jnp.maximum(raw, MASKED)
-    x = x if options.logit_softcap is None else _capped(x, options, operands.raw_scale)
+    x = x if call.logit_softcap is None else _capped(x, call, operands.raw_scale)
     selected, least = exponentials(some.products, some.x), jnp.min(some.products, axis=1, keepdims=True)
     of_least = jnp.min(selected, axis=1, keepdims=True)  # others may be equal to it
     others = jnp.where(raw < least, exponentials(raw, x), jnp.where(raw == least, of_least, 0.0))
     return jnp.sum(others, axis=1) + jnp.sum(jnp.where(some.products > least, selected, 0.0), axis=1)
 
 
-def _capped(products: Float[Array, "t n"], options: Options, raw_scale: Float[Array, "t"] | None) -> Array:
+def _capped(products: Float[Array, "t n"], call: Call, raw_scale: Float[Array, "t"] | None) -> Array:
     """The x of eq. 0 with a softcap, from products with the sign of the scale."""
-    options = dataclasses.replace(options, logit_scale=abs(options.logit_scale))
-    return _logprobs.unscaled_logits(products, options, None if raw_scale is None else jnp.abs(raw_scale))
+    call = dataclasses.replace(call, logit_scale=abs(call.logit_scale))
+    return _logprobs.unscaled_logits(products, call, None if raw_scale is None else jnp.abs(raw_scale))

@@ -12,17 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
-from lce_jax._types import (
-    OVERWRITES,
-    Case,
-    Options,
-    Plan,
-    Primals,
-    Surroundings,
-    cache_notes,
-    candidate_notes,
-    unused_notes,
-)
+from lce_jax._types import OVERWRITES, Call, Plan, Primals, Surroundings, cache_notes, candidate_notes, unused_notes
 from lce_jax.mathematics import _logprobs
 
 if TYPE_CHECKING:
@@ -116,7 +106,7 @@ class Tokens(NamedTuple):
 class Head(NamedTuple):
     """What some columns of the vocabulary have of one model."""
 
-    weight: Float[Array, "v H"]  # or [H, v]: Options.weight_layout
+    weight: Float[Array, "v H"]  # or [H, v]: Call.weight_layout
     bias: Float[Array, "v"] | None  # in the statistics' dtype
 
 
@@ -133,7 +123,7 @@ class Shard(NamedTuple):
 class Tile(NamedTuple):
     """Some tokens and some columns, and what belongs to them."""
 
-    cases: tuple[Case, ...]
+    calls: tuple[Call, ...]
     tokens: tuple[Tokens, ...]
     rows: Any
     first: Any  # the first token
@@ -145,13 +135,13 @@ class Tile(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """Tokens and columns."""
-        return self.tokens[0].hidden.shape[0], self.heads[0].weight.shape[self.cases[0].options.vocab_dim]
+        return self.tokens[0].hidden.shape[0], self.heads[0].weight.shape[self.calls[0].vocab_dim]
 
     def products(self) -> tuple[Float[Array, "t v"], ...]:
         """The raw products of each model, with the bias."""
         found = []
-        for case, tokens, head in zip(self.cases, self.tokens, self.heads, strict=True):
-            raw = dot(tokens.hidden, head.weight, 1, case.options.hidden_dim, case.options, case.stat_dtype)
+        for call, tokens, head in zip(self.calls, self.tokens, self.heads, strict=True):
+            raw = dot(tokens.hidden, head.weight, 1, call.hidden_dim, call, call.stat_dtype)
             found.append(raw if head.bias is None else raw + head.bias[None, :])
         return tuple(found)
 
@@ -160,7 +150,7 @@ class Tile(NamedTuple):
 class Walk:
     """What is known when a call is traced."""
 
-    cases: tuple[Case, ...]  # of each model; gradients are those of the first
+    calls: tuple[Call, ...]  # of each model; gradients are those of the first
     columns: int  # to walk over
     tile_t: int  # tokens of a chunk
     tile_v: int  # columns of a tile
@@ -181,7 +171,7 @@ class Walk:
 
             def tile(start: Any, size: int, is_kept: bool, carry: tuple[C, K]) -> tuple[C, K]:
                 columns = self._columns(shard, start, size, is_kept)
-                return add(carry[0], Tile(self.cases, tokens, rows, first, *columns), carry[1])
+                return add(carry[0], Tile(self.calls, tokens, rows, first, *columns), carry[1])
 
             carry = _jax.vary_like(empty(tokens[0].hidden.shape[0]), shard)
             return over_columns(self.columns, self.tile_v, self.kept_columns, tile, (carry, kept))
@@ -198,8 +188,8 @@ class Walk:
         # The barrier puts all this after the forward's results. Otherwise XLA keeps what both passes compute, and
         # allocates the gradients from the start, although the forward's tiles could use their memory.
         shard, zero = lax.optimization_barrier((shard, jnp.float32(0)))
-        (case, *_), head, vocab_dim = self.cases, shard.heads[0], self.cases[0].options.vocab_dim
-        dtype = case.dtype if dweight is None else dweight.dtype
+        (call, *_), head, vocab_dim = self.calls, shard.heads[0], self.calls[0].vocab_dim
+        dtype = call.dtype if dweight is None else dweight.dtype
 
         def tile(start: Any, size: int, is_kept: bool, carry: Primals) -> Primals:
             part = self._of_columns(shard, self._columns(shard, start, size, is_kept), dlogits, carry.hidden, dtype)
@@ -214,8 +204,8 @@ class Walk:
             )
 
         init = Primals(
-            jnp.full(shard.tokens[0].hidden.shape, zero.astype(case.stat_dtype)),
-            jnp.full(head.weight.shape, zero.astype(case.dtype)) if dweight is None else dweight,
+            jnp.full(shard.tokens[0].hidden.shape, zero.astype(call.stat_dtype)),
+            jnp.full(head.weight.shape, zero.astype(call.dtype)) if dweight is None else dweight,
             jax.tree.map(jnp.zeros_like, head.bias),
         )
         return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
@@ -227,39 +217,39 @@ class Walk:
 
         With one chunk the product itself rounds dweight to ``dtype``; with several it is summed first.
         """
-        case = self.cases[0]
-        if self.tile_t == case.num_tokens:
-            part = self._of_tile(Tile(self.cases, shard.tokens, shard.rows, 0, *columns), dlogits, None, dtype)
+        call = self.calls[0]
+        if self.tile_t == call.num_tokens:
+            part = self._of_tile(Tile(self.calls, shard.tokens, shard.rows, 0, *columns), dlogits, None, dtype)
             return part._replace(hidden=dhidden + part.hidden)
 
         def chunk(own: Chunk, carry: Primals) -> Primals:
             tokens, rows = own.take((shard.tokens, shard.rows))
-            part = self._of_tile(Tile(self.cases, tokens, rows, own.start, *columns), dlogits, own.new, case.stat_dtype)
+            part = self._of_tile(Tile(self.calls, tokens, rows, own.start, *columns), dlogits, own.new, call.stat_dtype)
             dhidden = own.put(carry.hidden, part.hidden + own.take(carry.hidden))
             return Primals(dhidden, carry.weight + part.weight, jax.tree.map(jnp.add, carry.bias, part.bias))
 
-        of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, case.stat_dtype), columns.heads[0])
+        of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), columns.heads[0])
         init = Primals(dhidden, *_jax.vary_like(of_columns, shard))
-        return over_chunks(case.num_tokens, self.tile_t, shard.num_rows, chunk, init)
+        return over_chunks(call.num_tokens, self.tile_t, shard.num_rows, chunk, init)
 
     def _of_tile(
         self, tile: Tile, dlogits: Callable[[Tile], Array], new: Bool[Array, "t"] | None, dweight_dtype: Any
     ) -> Primals:
         """Eq. 5 of one tile: the gradient of its products, and the products of that."""
-        case, head = self.cases[0], tile.heads[0]
+        call, head = self.calls[0], tile.heads[0]
         d = dlogits(tile)
         d = d if new is None else jnp.where(new[:, None], d, 0.0)
         dbias = None if head.bias is None else jnp.sum(d, axis=0)
-        weight = _logprobs.without_padding(head.weight, tile.live, case.options)
-        d, weight, hidden = (x.astype(gradient_dtype(case)) for x in (d, weight, tile.tokens[0].hidden))
-        return Primals(*gradient_products(case, d, weight, hidden, case.stat_dtype, dweight_dtype), dbias)
+        weight = _logprobs.without_padding(head.weight, tile.live, call)
+        d, weight, hidden = (x.astype(gradient_dtype(call)) for x in (d, weight, tile.tokens[0].hidden))
+        return Primals(*gradient_products(call, d, weight, hidden, call.stat_dtype, dweight_dtype), dbias)
 
     def _columns(self, shard: Shard, start: Any, size: int, is_kept: bool) -> Columns:
         live = _logprobs.live_columns(start, size, shard.num_columns)
         index = (start + (self.tile_v - 1)) // self.tile_v if is_kept else None
         heads = []
-        for case, head in zip(self.cases, shard.heads, strict=True):
-            weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=case.options.vocab_dim)
+        for call, head in zip(self.calls, shard.heads, strict=True):
+            weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=call.vocab_dim)
             heads.append(Head(weight, None if head.bias is None else lax.dynamic_slice_in_dim(head.bias, start, size)))
         return Columns(tuple(heads), start, live, index)
 
@@ -273,25 +263,25 @@ class Columns(NamedTuple):
     index: Any
 
 
-def gradient_dtype(case: Case) -> jnp.dtype:
+def gradient_dtype(call: Call) -> jnp.dtype:
     """Of the gradient products' operands, and of what is kept: float32 on a CPU, which rounds neither to 16 bits."""
-    return case.stat_dtype if case.device.platform == "cpu" else case.dtype
+    return call.stat_dtype if call.device.platform == "cpu" else call.dtype
 
 
 def gradient_products(
-    case: Case, d: Float[Array, "t v"], weight: Array, hidden: Float[Array, "t H"], *dtypes: Any
+    call: Call, d: Float[Array, "t v"], weight: Array, hidden: Float[Array, "t H"], *dtypes: Any
 ) -> tuple[Float[Array, "t H"], Array]:
     """Eq. 5 from the gradient in the raw products of some tokens with some columns; ``dtypes`` are of the results."""
-    options, (of_dhidden, of_dweight) = case.options, dtypes
-    dhidden = dot(d, weight, 1, options.vocab_dim, options, of_dhidden)
-    left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
-    return dhidden, dot(left, right, 0, 0, options, of_dweight)
+    of_dhidden, of_dweight = dtypes
+    dhidden = dot(d, weight, 1, call.vocab_dim, call, of_dhidden)
+    left, right = (d, hidden) if call.vocab_dim == 0 else (hidden, d)
+    return dhidden, dot(left, right, 0, 0, call, of_dweight)
 
 
-def dot(left: Array, right: Array, left_dim: int, right_dim: int, options: Options, dtype: Any) -> Array:
+def dot(left: Array, right: Array, left_dim: int, right_dim: int, call: Call, dtype: Any) -> Array:
     """The matrix product that sums over ``left_dim`` and ``right_dim``, summed and returned in ``dtype``."""
     dims = (((left_dim,), (right_dim,)), ((), ()))
-    return lax.dot_general(left, right, dims, precision=options.precision, preferred_element_type=dtype)
+    return lax.dot_general(left, right, dims, precision=call.precision, preferred_element_type=dtype)
 
 
 class Cache(NamedTuple):
@@ -333,46 +323,46 @@ class PerTile(NamedTuple):
     rows: tuple[jnp.dtype, ...]  # of those of each token
 
     @classmethod
-    def of_one_head(cls, case: Case) -> PerTile:
+    def of_one_head(cls, call: Call) -> PerTile:
         """An exponential, and the tile's largest x."""
-        return cls((gradient_dtype(case),), (case.stat_dtype,))
+        return cls((gradient_dtype(call),), (call.stat_dtype,))
 
 
 def _place(*first: Any) -> tuple[Any, ...]:
     return tuple(jnp.asarray(i, jnp.int32) for i in first)
 
 
-def kept_columns(case: Case, columns: int, tile_v: int, each: PerTile | None = None) -> int:
+def kept_columns(call: Call, columns: int, tile_v: int, each: PerTile | None = None) -> int:
     """The columns of the first tiles that fit ``cache_bytes``, of a walk over ``columns``."""
     whole, rest = divmod(columns, tile_v)
-    left = case.options.cache_bytes - num_bytes(case, rest, tile_v, each)
-    if not case.options.cache_bytes or left < 0 or not _logprobs.keeps_exponentials(case.options):
+    left = call.cache_bytes - num_bytes(call, rest, tile_v, each)
+    if not call.cache_bytes or left < 0 or not _logprobs.keeps_exponentials(call):
         return 0
-    return rest + min(whole, left // max(kept_bytes_of_tile(case, tile_v, each), 1)) * tile_v
+    return rest + min(whole, left // max(kept_bytes_of_tile(call, tile_v, each), 1)) * tile_v
 
 
-def num_bytes(case: Case, columns: int, tile_v: int, each: PerTile | None = None) -> int:
+def num_bytes(call: Call, columns: int, tile_v: int, each: PerTile | None = None) -> int:
     """Of the first tiles, which have so many columns."""
     whole, rest = divmod(columns, tile_v)
-    return whole * kept_bytes_of_tile(case, tile_v, each) + (kept_bytes_of_tile(case, rest, each) if rest else 0)
+    return whole * kept_bytes_of_tile(call, tile_v, each) + (kept_bytes_of_tile(call, rest, each) if rest else 0)
 
 
-def kept_bytes_of_tile(case: Case, columns: int, each: PerTile | None = None) -> int:
+def kept_bytes_of_tile(call: Call, columns: int, each: PerTile | None = None) -> int:
     """Of one tile: its columns, and what they are relative to."""
-    of_columns, of_rows = (sum(dtype.itemsize for dtype in own) for own in each or PerTile.of_one_head(case))
-    return case.num_tokens * (of_columns * columns + of_rows)
+    of_columns, of_rows = (sum(dtype.itemsize for dtype in own) for own in each or PerTile.of_one_head(call))
+    return call.num_tokens * (of_columns * columns + of_rows)
 
 
-def is_one_piece(case: Case, kept: int, tile_t: int, has_padding: bool, adds_dweight: bool) -> bool:
+def is_one_piece(call: Call, kept: int, tile_t: int, has_padding: bool, adds_dweight: bool) -> bool:
     """Whether dlogits of all tokens and columns can take the place of the exponentials.
 
     Not where the product with all of the weight would copy it: to leave padding out, or for a CPU's float32 operands.
     Nor on a CPU with a sum of dweight; a GPU adds to it in the product itself. And a chunk of tokens that reaches back
     into the one before would meet dlogits there.
     """
-    widens, on_cpu = gradient_dtype(case) != case.dtype, case.device.platform == "cpu"
-    every_column = kept == case.vocab_size and not has_padding
-    every_row = not case.partial_rows and case.num_tokens % tile_t == 0
+    widens, on_cpu = gradient_dtype(call) != call.dtype, call.device.platform == "cpu"
+    every_column = kept == call.columns and not has_padding
+    every_row = not call.partial_rows and call.num_tokens % tile_t == 0
     return every_column and every_row and not widens and not (on_cpu and adds_dweight)
 
 
@@ -381,7 +371,7 @@ def empty_cache(walk: Walk, shard: Shard, each: PerTile | None = None) -> Cache 
     width = walk.kept_columns
     if not width:
         return None
-    each, num_tokens = each or PerTile.of_one_head(walk.cases[0]), walk.cases[0].num_tokens
+    each, num_tokens = each or PerTile.of_one_head(walk.calls[0]), walk.calls[0].num_tokens
     tiles = -(-width // walk.tile_v)
     memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # which has no mesh in its type
     return Cache(
@@ -399,20 +389,20 @@ def gradients_with_cache(
     dweight: Float[Array, "V H"] | None,
 ) -> Primals:
     """`Walk.gradients` in one piece, which overwrites the cache."""
-    case, hidden, head = walk.cases[0], shard.tokens[0].hidden, shard.heads[0]
+    call, hidden, head = walk.calls[0], shard.tokens[0].hidden, shard.heads[0]
     _, ((d, *_), _) = walk.fold_keeping(
         shard,
         lambda _: None,
-        lambda _, tile, cache: (None, cache.with_dlogits(tile, dlogits(tile, cache).astype(case.dtype))),
+        lambda _, tile, cache: (None, cache.with_dlogits(tile, dlogits(tile, cache).astype(call.dtype))),
         cache,
     )
-    dweight_dtype = case.dtype if dweight is None else dweight.dtype
-    dhidden, found = gradient_products(case, d, head.weight, hidden, dhidden_dtype, dweight_dtype)
-    dbias = None if head.bias is None else jnp.sum(d, axis=0, dtype=case.stat_dtype)
+    dweight_dtype = call.dtype if dweight is None else dweight.dtype
+    dhidden, found = gradient_products(call, d, head.weight, hidden, dhidden_dtype, dweight_dtype)
+    dbias = None if head.bias is None else jnp.sum(d, axis=0, dtype=call.stat_dtype)
     return Primals(dhidden, found if dweight is None else dweight + found, dbias)
 
 
-def tile_sizes(case: Case) -> tuple[int, int]:
+def tile_sizes(call: Call) -> tuple[int, int]:
     """Tokens and vocabulary columns per tile.
 
     On CPU a tile has at most 4 Mi logits (16 MiB of float32) and 2048 columns. Wider tiles do not fit the caches (50 ms
@@ -422,68 +412,68 @@ def tile_sizes(case: Case) -> tuple[int, int]:
     has at most an eighth of the vocabulary, so that a small call does not hold all its logits. If rows may be left out,
     a tile has a sixteenth of the tokens; off the CPU, where every token tile copies the weight, a quarter.
     """
-    on_cpu = case.device.platform == "cpu"
+    on_cpu = call.device.platform == "cpu"
     widest_t, widest_v, budget = (4096, 2048, 4 << 20) if on_cpu else (16384, 1 << 20, 64 << 20)
-    tile_t = min(max(case.num_tokens, 1), widest_t)  # `explain` takes a call without tokens too
-    if case.partial_rows:
+    tile_t = min(max(call.num_tokens, 1), widest_t)  # `explain` takes a call without tokens too
+    if call.partial_rows:
         least, parts = (256, 16) if on_cpu else (1024, 4)
-        tile_t = min(tile_t, max(least, -(-case.num_tokens // parts)))
-    tile_v = max(min(budget // tile_t, widest_v, case.vocab_size // 8) // 128 * 128, 512)
+        tile_t = min(tile_t, max(least, -(-call.num_tokens // parts)))
+    tile_v = max(min(budget // tile_t, widest_v, call.columns // 8) // 128 * 128, 512)
     if on_cpu:
-        logits = max(case.num_tokens, 1) * case.vocab_size
-        tile_v = min(tile_v, max(max(logits // 2, 1 << 17) // case.hidden_size // 128 * 128, 128))
-    return tile_t, min(case.vocab_size, tile_v)
+        logits = max(call.num_tokens, 1) * call.columns
+        tile_v = min(tile_v, max(max(logits // 2, 1 << 17) // call.hidden_size // 128 * 128, 128))
+    return tile_t, min(call.columns, tile_v)
 
 
-def plan(case: Case, name: str, around: Surroundings) -> Plan:
+def plan(call: Call, name: str, around: Surroundings) -> Plan:
     """Tiles and bytes."""
-    tile_t, tile_v = tile_sizes(case)
-    columns = around.true_columns or case.vocab_size
-    kept = kept_columns(case, columns, tile_v)
-    in_place = is_one_piece(case, kept, tile_t, around.true_columns != case.vocab_size, adds_dweight=False)
-    held = copied_bytes(case, around) + tile_bytes(case, tile_t, min(tile_v, columns)) + case.candidate_bytes
+    tile_t, tile_v = tile_sizes(call)
+    columns = around.true_columns or call.columns
+    kept = kept_columns(call, columns, tile_v)
+    in_place = is_one_piece(call, kept, tile_t, around.true_columns != call.columns, adds_dweight=False)
+    held = copied_bytes(call, around) + tile_bytes(call, tile_t, min(tile_v, columns)) + call.candidate_bytes
     return Plan(
         implementation=name,
         refused={},
-        case=case,
+        call=call,
         tiles={"tokens": tile_t, "vocabulary": tile_v},
         forward_bytes=held,
-        backward_bytes=held + (0 if in_place and around.shards == 1 else sum_bytes(case, around)),
-        kept_bytes=case.statistics_bytes + num_bytes(case, kept, tile_v),
-        logits_bytes=case.num_tokens * case.vocab_size * case.stat_dtype.itemsize,
+        backward_bytes=held + (0 if in_place and around.shards == 1 else sum_bytes(call, around)),
+        kept_bytes=call.statistics_bytes + num_bytes(call, kept, tile_v),
+        logits_bytes=call.num_tokens * call.columns * call.stat_dtype.itemsize,
         notes=(
-            *_cache_notes(case, kept, columns, tile_v),
+            *_cache_notes(call, kept, columns, tile_v),
             *([OVERWRITES] if in_place else []),
-            *unused_notes(case.options),
-            *candidate_notes(case),
+            *unused_notes(call),
+            *candidate_notes(call),
         ),
-        full_cache_bytes=num_bytes(case, columns, tile_v) if _logprobs.keeps_exponentials(case.options) else 0,
+        full_cache_bytes=num_bytes(call, columns, tile_v) if _logprobs.keeps_exponentials(call) else 0,
     )
 
 
-def _cache_notes(case: Case, kept: int, columns: int, tile_v: int) -> tuple[str, ...]:
+def _cache_notes(call: Call, kept: int, columns: int, tile_v: int) -> tuple[str, ...]:
     """What of ``cache_bytes`` is used."""
-    given = case.options.cache_bytes
+    given = call.cache_bytes
     if not given:
         return ()
-    if not _logprobs.keeps_exponentials(case.options):
+    if not _logprobs.keeps_exponentials(call):
         return (f"cache_bytes={given} is not used: label smoothing needs capped logits that no exponential shows",)
     tiles = -(-kept // tile_v), -(-columns // tile_v)
-    return cache_notes(case, *tiles, kept_bytes_of_tile(case, min(tile_v, columns)))
+    return cache_notes(call, *tiles, kept_bytes_of_tile(call, min(tile_v, columns)))
 
 
-def tile_bytes(case: Case, tile_t: int, width: int) -> int:
+def tile_bytes(call: Call, tile_t: int, width: int) -> int:
     """Of a tile of logits."""
-    return min(tile_t, case.num_tokens) * width * case.stat_dtype.itemsize
+    return min(tile_t, call.num_tokens) * width * call.stat_dtype.itemsize
 
 
-def copied_bytes(case: Case, around: Surroundings) -> int:
+def copied_bytes(call: Call, around: Surroundings) -> int:
     """Of a copy of hidden: it is gathered, cast or multiplied by a sign, or its rows are moved."""
-    own = case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype or case.options.signs_hidden
-    return case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
+    own = call.partial_rows or around.gathers_hidden or call.hidden_dtype != call.dtype or call.signs_hidden
+    return call.num_tokens * call.hidden_size * call.dtype.itemsize if own else 0
 
 
-def sum_bytes(case: Case, around: Surroundings) -> int:
+def sum_bytes(call: Call, around: Surroundings) -> int:
     """Of dhidden in the statistics' dtype, before it is rounded, scattered or its rows are put back."""
-    is_result = case.hidden_dtype == case.stat_dtype and not case.partial_rows and not around.gathers_hidden
-    return 0 if is_result else case.num_tokens * case.hidden_size * case.stat_dtype.itemsize
+    is_result = call.hidden_dtype == call.stat_dtype and not call.partial_rows and not around.gathers_hidden
+    return 0 if is_result else call.num_tokens * call.hidden_size * call.stat_dtype.itemsize

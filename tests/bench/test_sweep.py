@@ -12,18 +12,17 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import problem, records, sweep
 from lce_jax import UnsupportedError
-from lce_jax._types import Case, Options
+from lce_jax._types import Call
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.sm90._tuning import Tuning
 from tests import devices
 
 pytestmark = pytest.mark.site
-H200 = Case(
+H200 = Call(
     num_tokens=512,
     hidden_size=1024,
-    vocab_size=4096,
+    columns=4096,
     dtype=jnp.dtype(jnp.bfloat16),
-    options=Options(),
     device=devices.H200,
 )
 
@@ -81,7 +80,7 @@ def test_each_step_of_a_sweep_begins_with_the_best_of_the_one_before():
 
 
 def test_which_kernels_a_sweep_is_for(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sweep, "explain", lambda *_, **__: types.SimpleNamespace(case=H200))
+    monkeypatch.setattr(sweep, "explain", lambda *_, **__: types.SimpleNamespace(call=H200))
     monkeypatch.setattr(sweep, "_time", lambda *given: fastest_first(given[-1]))
     out = tmp_path / "cpu.json"
     told = ["sweep", "--shape", "32,16,64", "--out", str(out)]

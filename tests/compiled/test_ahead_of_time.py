@@ -148,5 +148,5 @@ def test_explain_reads_shardings() -> None:
     mesh = TARGETS["h200"].mesh(2, 4)
     for operands in (one_device(mesh), structs(split(mesh)), structs(split(explicit(mesh)))):
         plan = explain(*operands)
-        assert (plan.implementation, plan.case.device.kind) == ("mosaic_gpu", "NVIDIA H200")
-    assert np.prod(plan.case.num_tokens) == T // 2
+        assert (plan.implementation, plan.call.device.kind) == ("mosaic_gpu", "NVIDIA H200")
+    assert np.prod(plan.call.num_tokens) == T // 2

@@ -210,7 +210,7 @@ def test_without_the_rule_xla_gathers_the_whole_weight(monkeypatch: pytest.Monke
 
 def test_explain_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     plan = explain(*(struct for struct in structs(TPUS["v6e"].mesh(1, 1), whole=True)[:2]), labels())
-    assert (plan.implementation, plan.case.device.kind) == ("xla", "TPU v6 lite")
+    assert (plan.implementation, plan.call.device.kind) == ("xla", "TPU v6 lite")
     given = ("--pod", "2x2", "--hidden", "256", "--vocab", "32003", "--tokens", "512", "--device", "v5e")
     assert command.main([*given, "--function", "linear_topk"]) == 0
     text = capsys.readouterr().out

@@ -84,29 +84,29 @@ def test_what_is_kept_is_what_the_plan_says(axis_type: AxisType | None, options:
 
 def test_with_an_axis_that_is_not_bound() -> None:
     plan = explain(jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), int), axis_name="tensor", vocab_size=60)
-    assert plan.case.vocab_size == 32
+    assert plan.call.columns == 32
 
 
 def test_of_a_loss() -> None:
     """Options of a loss are validated as in the loss, and the plan is that of the call the loss makes."""
-    smoothed = explain(*CALL, label_smoothing=0.1).case
+    smoothed = explain(*CALL, label_smoothing=0.1).call
     assert smoothed.options.mean_logit
     assert not smoothed.options.entropy
-    assert explain(*CALL, reduction="mean").case.partial_rows  # labels of -100 may not count
-    assert explain(*CALL, ignore_index=7).case.partial_rows
-    assert not explain(*CALL, reduction="mean", ignore_index=None).case.partial_rows
-    assert not explain(*CALL, reduction="sum").case.options.entropy
-    assert explain(*CALL).case.options.entropy
+    assert explain(*CALL, reduction="mean").call.partial_rows  # labels of -100 may not count
+    assert explain(*CALL, ignore_index=7).call.partial_rows
+    assert not explain(*CALL, reduction="mean", ignore_index=None).call.partial_rows
+    assert not explain(*CALL, reduction="sum").call.entropy
+    assert explain(*CALL).call.entropy
     for wrong in (dict(label_smoothing=1.0), dict(z_loss=-1.0), dict(reduction="batchmean"), dict(ignore_index=0.5)):
         with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
             explain(*CALL, **wrong)
 
 
 def test_smoothing_costs_the_kernels_hidden_in_float32() -> None:
-    case = explain(*CALL).case
-    case = dataclasses.replace(case, hidden_size=1024, vocab_size=32768, num_tokens=512, dtype=jnp.dtype("bfloat16"),
+    case = explain(*CALL).call
+    case = dataclasses.replace(case, hidden_size=1024, columns=32768, num_tokens=512, dtype=jnp.dtype("bfloat16"),
                                device=H200)  # fmt: skip
-    smoothed = dataclasses.replace(case, options=dataclasses.replace(case.options, mean_logit=True))
+    smoothed = dataclasses.replace(case, mean_logit=True)
     for field in ("forward_bytes", "backward_bytes"):
         assert getattr(mosaic.plan(smoothed), field) - getattr(mosaic.plan(case), field) == 512 * 1024 * 4
 
@@ -126,14 +126,14 @@ def test_of_arrays_as_they_lie(kind: AxisType, concrete: bool) -> None:
 
     call = array((8, 16, 64), "float32", "data"), array((512, 64), "float32", "tensor"), array((8, 16), "int32", "data")
     plan = explain(*call, implementation="xla")
-    assert (plan.case.num_tokens, plan.case.vocab_size) == (64, 128)
+    assert (plan.call.num_tokens, plan.call.columns) == (64, 128)
     named = explain(*call, implementation="xla", mesh=mesh, vocab_axis="tensor", batch_axes="data")
     assert (plan.forward_bytes, plan.backward_bytes) == (named.forward_bytes, named.backward_bytes)
     in_forward = explain(*call, implementation="xla", gradients_in_forward=True)
-    assert (in_forward.case.num_tokens, in_forward.case.vocab_size) == (64, 128)
+    assert (in_forward.call.num_tokens, in_forward.call.columns) == (64, 128)
     noted = explain(*call, implementation="xla", cache_bytes=1 << 20).notes
     assert any("keeps nothing over Auto axes" in note for note in noted) == (kind == AxisType.Auto)
-    assert explain(*CALL).case.num_tokens == CALL[2].size
+    assert explain(*CALL).call.num_tokens == CALL[2].size
 
 
 def test_on_a_mesh_the_mistakes_are_those_of_the_sharded_functions() -> None:

@@ -23,7 +23,7 @@ def test_one_device_of_a_mesh() -> None:
         ({"ids": struct((4096, 8), "int32")}, {"ids": struct((1024, 8), "int32")}),
     ):
         plan, want = explain(*call, **axes, **more), explain(*alone, **own)
-        assert (plan.case.num_tokens, plan.case.vocab_size) == (1024, 32768)
+        assert (plan.call.num_tokens, plan.call.columns) == (1024, 32768)
         assert plan.forward_bytes == want.forward_bytes
         assert explain(*alone, axis_name="tensor", **own).forward_bytes == want.forward_bytes
 

@@ -34,7 +34,7 @@ def test_of_a_mesh() -> None:
     mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
     labels = jax.ShapeDtypeStruct((4096,), "int32")
     plan = explain(*call, labels, k=9, mesh=mesh, vocab_axis="tensor", batch_axes="data")
-    assert (plan.case.num_tokens, plan.case.vocab_size) == (1024, 32768)
+    assert (plan.call.num_tokens, plan.call.columns) == (1024, 32768)
     assert "no kernel" in plan.refused["mosaic_gpu"]
     assert "linear_topk is not differentiable: there is no backward" in str(plan)
 

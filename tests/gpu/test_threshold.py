@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
-from lce_jax import _dispatch, mosaic
-from lce_jax._types import Options
+from lce_jax import _dispatch, _types, mosaic
 from lce_jax.mosaic import _generations
 from tests.mosaic.test_threshold import CALLS, check_live_tiles, kernels_of, with_threshold
 from tests.mosaic_calls import Call, call, case_of
@@ -21,7 +20,10 @@ LARGER = call("many batches", T=3000, V=5000, H=512, chunk=1, num_rows=2900, sta
 
 
 WITH_CANDIDATES = dataclasses.replace(
-    LARGER, name="many batches, candidates, padding", num_columns=4900, options=Options(stats=True, num_candidates=64)
+    LARGER,
+    name="many batches, candidates, padding",
+    num_columns=4900,
+    options=_types.Call(stats=True, num_candidates=64),
 )
 
 

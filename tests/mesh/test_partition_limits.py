@@ -178,11 +178,11 @@ def test_auto_axes_of_tpus_are_refused() -> None:
             call(*operands)
     given = {"mesh": mesh, "vocab_axis": "tensor", "batch_axes": "data"}
     jax.jit(lambda *x: sharded_linear_logprobs(*x, **given)).trace(*operands)  # as the message advises
-    assert explain(*operands, **given).case.num_tokens == LABELS.size // 2
+    assert explain(*operands, **given).call.num_tokens == LABELS.size // 2
 
     def own(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:  # keeps Auto out of shard_map
         plan = explain(hidden, weight, labels)
-        assert (plan.case.num_tokens, plan.case.device.kind) == (LABELS.size // 2, "TPU v5")
+        assert (plan.call.num_tokens, plan.call.device.kind) == (LABELS.size // 2, "TPU v5")
         return linear_cross_entropy(hidden, weight, labels, cache_bytes=1 << 20, reduction="none")
 
     specs = (P("data"), P(), P("data"))

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import mosaic
-from lce_jax._types import Case, LogprobOutput, Operands, Options
+from lce_jax import _types, mosaic
+from lce_jax._types import LogprobOutput, Operands
 from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._call import Generation
@@ -73,21 +73,21 @@ def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]
     targets = jnp.asarray(raw.argmax(1), jnp.int32)
     inverse = None if temperature == 1.0 else jnp.full((T,), 1.0 / temperature, jnp.float32)
     operands = Operands(hidden, weight, targets, inverse, None, None)
-    case = Case(
-        num_tokens=T, hidden_size=H, vocab_size=V, dtype=jnp.dtype("bfloat16"), options=Options(**options),
+    case = _types.Call(
+        num_tokens=T, hidden_size=H, columns=V, dtype=jnp.dtype("bfloat16"), **options,
         device=H200._replace(core_count=MULTIPROCESSORS),
     )  # fmt: skip
 
     @jax.jit
     def results(operands: Operands) -> LogprobOutput:
         stats, _ = mosaic.statistics(operands, case, True)
-        scale = _logprobs.row_scale(case.options, operands.inverse_temperature)
+        scale = _logprobs.row_scale(case, operands.inverse_temperature)
         return _logprobs.finish(stats, scale, operands.targets, None, V).outputs
 
     with interpreting(plgpu.InterpretGPUParams()):
         out = results(operands)
     assert np.all(np.asarray(out.logprobs) <= 0)
     assert np.all(np.asarray(out.entropy) >= 0)
-    exact = Oracle(operands, case.options).statistics()
+    exact = Oracle(operands, case).statistics()
     np.testing.assert_allclose(out.logprobs, exact.target - np.log(exact.sumexp), atol=2e-5 / temperature)
     assert np.asarray(targets >= 512).any()

@@ -50,7 +50,7 @@ def test_a_union(parts: int, count: int, group: int) -> None:
             nats = of_group._replace(weighted=of_group.weighted * np.log(2), target=of_group.target * np.log(2))
             want = _statistics.merge(nats, scale * np.log(2))
             want = want._replace(weighted=want.weighted / np.log(2), target=want.target / np.log(2))
-        for i, name in enumerate(_operands.statistic_names(case.options)):
+        for i, name in enumerate(_operands.statistic_names(case)):
             expected = np.broadcast_to(getattr(want, name), TOKENS)
             np.testing.assert_allclose(found[1 + number, i, :130], expected[:130], rtol=1e-5, err_msg=name)
 

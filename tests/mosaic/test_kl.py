@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import UnsupportedError, _call, _dispatch, explain, linear_kl
+from lce_jax import UnsupportedError, _dispatch, explain, linear_kl
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.programs import _kl
-from lce_jax.programs._kl import KLArguments, KLSpec, bind
+from lce_jax.programs._kl import KLArguments, bind
 from tests import oracle
 from tests.devices import B200, H200
 from tests.kl_cases import Call, Drawn, call, draw, expected
@@ -86,11 +86,11 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The divergence and the gradients of one device's program. The runner around it cannot be interpreted."""
     options = dict(drawn.options)
     direction, where = options.pop("direction", "forward"), options.pop("where", None)
-    spec, primals, rows, _ = bind(KLArguments.of(Pair(drawn.student, drawn.teacher), where, direction, options))
-    assert spec.implementation == "mosaic_gpu"
-    keeps = spec.case.options.keeps_tiles
-    kl, kept = jax.jit(lambda *given: _kl.device_forward(spec, *given, keeps))(primals, rows)
-    gradients = jax.jit(lambda *given: _kl.device_backward(spec, *given))(primals, rows, kept, drawn.seed)
+    bound, primals, rows, _ = bind(KLArguments.of(Pair(drawn.student, drawn.teacher), where, direction, options))
+    assert bound.implementation == "mosaic_gpu"
+    keeps = bound.keeps_tiles
+    kl, kept = jax.jit(lambda *given: _kl.device_forward(bound, *given, keeps))(primals, rows)
+    gradients = jax.jit(lambda *given: _kl.device_backward(bound, *given))(primals, rows, kept, drawn.seed)
     return kl, gradients[:2]
 
 
@@ -166,8 +166,7 @@ def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixtur
     def chosen(name: str | None) -> str:
         heads = Pair(tuple(operands[:2]), tuple(operands[2:]))
         given = KLArguments.of(heads, None, direction, {"implementation": name})
-        specs = (_call.spec(case, own, case.vocab_size) for case, own in zip(given.cases(), given.options, strict=True))
-        return KLSpec(Pair(*specs), direction, given.implementation).implementation
+        return given.of_both(*given.describe()).implementation
 
     assert [chosen(name) for name in (None, "mosaic_gpu", "xla")] == ["mosaic_gpu", "mosaic_gpu", "xla"]
     assert not caplog.text

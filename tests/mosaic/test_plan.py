@@ -10,7 +10,7 @@ import pytest
 
 import lce_jax
 from lce_jax import mosaic
-from lce_jax._types import Case, Device, Options
+from lce_jax._types import Call, Device
 from lce_jax.mosaic import _chunks, sm90
 from lce_jax.mosaic._operands import geometry
 from lce_jax.mosaic.common._tiles import SMEM_LIMIT
@@ -18,12 +18,12 @@ from lce_jax.mosaic.sm90._tuning import BY_KERNEL, H100, NARROW, SHORT
 from tests.devices import H200
 
 
-def case(**changes) -> Case:
+def case(**changes) -> Call:
     fields = {
-        "num_tokens": 4096, "hidden_size": 4096, "vocab_size": 151936, "dtype": jnp.dtype("bfloat16"),
-        "options": Options(), "device": H200,
+        "num_tokens": 4096, "hidden_size": 4096, "columns": 151936, "dtype": jnp.dtype("bfloat16"),
+        "device": H200,
     }  # fmt: skip
-    return Case(**{**fields, **changes})
+    return Call(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def case(**changes) -> Case:
         ({"dtype": jnp.dtype("float32")}, "got float32"),
         ({"hidden_size": 1000}, "got 1000"),
         ({"vocab_size": 200}, "at least 256"),
-        ({"vocab_size": 50257, "options": Options(weight_layout="hv")}, "got 50257"),
-        ({"options": Options(logit_scale=-1.0)}, "got -1.0"),
+        ({"columns": 50257, "weight_layout": "hv"}, "got 50257"),
+        ({"logit_scale": -1.0}, "got -1.0"),
     ],
 )
 def test_refusals_say_why(changes: dict, reason: str) -> None:
@@ -68,7 +68,7 @@ def test_plan_on_hopper() -> None:
     ]
     plan = lce_jax.explain(*arguments, cache_bytes=1 << 29, implementation="mosaic_gpu")
     assert plan.implementation == "mosaic_gpu"
-    assert 0 < plan.kept_bytes - plan.case.statistics_bytes <= 1 << 29
+    assert 0 < plan.kept_bytes - plan.call.statistics_bytes <= 1 << 29
     assert plan.forward_bytes < 1 << 27
 
 
@@ -80,7 +80,7 @@ def test_partial_statistics_stay_small() -> None:
         assert mosaic.plan(case(num_tokens=8192, hidden_size=hidden_size)).backward_bytes <= 0.35e9
     sums = mosaic.plan(case(num_tokens=65536)).backward_bytes - 65536 * budget.chunk_columns * 2
     assert sums <= 65536 * 4096 * 4  # dhidden in float32, once
-    assert mosaic.plan(case(num_tokens=205280, vocab_size=76032)).backward_bytes < 6 << 30
+    assert mosaic.plan(case(num_tokens=205280, columns=76032)).backward_bytes < 6 << 30
     few = case(num_tokens=512)  # too few tiles for 132 multiprocessors
     assert _chunks.dhidden_shape(few, geometry(few, sm90.HOPPER.tiling))[0] == 2
 
@@ -96,12 +96,12 @@ def test_narrow_tiles_where_they_leave_no_column_empty() -> None:
     """At H 2880, not at 4096, which wider tiles fill, nor at 640, which neither fills; of "hv", for dhidden alone."""
 
     def widths(**fields) -> tuple[int, ...]:
-        one = case(**{"num_tokens": 8192, "vocab_size": 201088, **fields})
+        one = case(**{"num_tokens": 8192, "columns": 201088, **fields})
         return tuple(sm90.HOPPER.tunings.of(one, kernel).tile_n for kernel in ("dhidden", "dweight"))
 
     assert widths(hidden_size=2880) == (192, 192)
     assert widths(hidden_size=4096) == widths(hidden_size=640) == (256, 256)
-    assert widths(hidden_size=2880, options=Options(weight_layout="hv")) == (192, 256)
+    assert widths(hidden_size=2880, weight_layout="hv") == (192, 256)
 
 
 @pytest.mark.parametrize(

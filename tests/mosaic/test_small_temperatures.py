@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import mosaic
-from lce_jax._types import Case, LogprobOutput, Operands, Results
+from lce_jax import _types, mosaic
+from lce_jax._types import LogprobOutput, Operands, Results
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -80,12 +80,12 @@ def draw(test: Call) -> tuple[Operands, list[jax.Array], jax.Array]:
     return operands, seeds, jnp.asarray(temperature, float32)
 
 
-def of_kernels(test: Call, case: Case, operands: Operands, seeds: list[jax.Array]) -> Any:
+def of_kernels(test: Call, case: _types.Call, operands: Operands, seeds: list[jax.Array]) -> Any:
     cotangent = Results(LogprobOutput(*seeds[:3], candidate_logprobs=(*seeds, None)[3]))
 
     def run(operands: Operands) -> Any:
         stats, cache = mosaic.statistics(operands, case, True)
-        if case.options.gradient_threshold:
+        if case.gradient_threshold:
             cache, dropped = mosaic.selected(case, cache, Normalizer(stats.max, stats.sumexp), None)
             assert (dropped is not None) == test.options.stats
         rows = coefficients(test, stats, cotangent, operands)
@@ -114,7 +114,7 @@ def test_gradients(test: Call) -> None:
     check(test, case_of(test))
 
 
-def check(test: Call, case: Case) -> None:
+def check(test: Call, case: _types.Call) -> None:
     operands, seeds, temperature = draw(test)
     options = {"temperature": temperature, "logit_softcap": test.options.logit_softcap, "vocab_size": test.num_columns}
     options["candidates"] = operands.candidates

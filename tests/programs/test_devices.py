@@ -100,7 +100,7 @@ def test_shard_map_over_it() -> None:
 
 def test_explain_answers_for_it() -> None:
     plan = explain(*structs(mesh_of(H200)))
-    assert (plan.implementation, plan.case.device.kind, plan.case.device.core_count) == ("mosaic_gpu", *H200)
+    assert (plan.implementation, plan.call.device.kind, plan.call.device.core_count) == ("mosaic_gpu", *H200)
     for kind, reason in ((A100, f"{A100[0]} has another"), (B200, f"{B200[0]} has")):
         plan = explain(*structs(mesh_of(kind)))
         assert plan.implementation == "xla"

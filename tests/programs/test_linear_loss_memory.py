@@ -11,7 +11,7 @@ import pytest
 
 import lce_jax
 from lce_jax import linear_loss
-from lce_jax._types import CPU, Case, Device, Options
+from lce_jax._types import CPU, Call, Device
 from lce_jax.explain._pod import GPUS
 from lce_jax.programs._token_chunks import Budget
 from tests.mosaic.test_lowering import lower, overwrites_cache
@@ -70,7 +70,7 @@ def test_chunk_rows(tokens: int, columns: int, chunk_bytes: int, rows: int) -> N
         jax.ShapeDtypeStruct((tokens, 64), "bfloat16"),
         jax.ShapeDtypeStruct((columns, 64), "bfloat16"),
         jax.ShapeDtypeStruct((tokens,), "int32"),
-    ).case
+    ).call
     assert Budget(chunk_bytes).chunk_rows(case) == rows
 
 
@@ -113,7 +113,7 @@ def test_more_bytes_never_cost_more(T: int, H: int, V: int, dtype: str, device: 
     """Nor do chunks hold more than the bytes say beside a sum of dweight, of which dweight itself is a part."""
     of = GPUS["h100"]
     gpu = Device("gpu", of.kind, "9.0", of.core_count)
-    case = Case(num_tokens=T, hidden_size=H, vocab_size=V, dtype=jnp.dtype(dtype), options=Options(), device=gpu)
+    case = Call(num_tokens=T, hidden_size=H, columns=V, dtype=jnp.dtype(dtype), device=gpu)
     case = case if device == "h100" else dataclasses.replace(case, device=CPU)
     kept, own, costs = 4 if device == "cpu" else case.dtype.itemsize, V * H * case.dtype.itemsize, []
     for chunk_bytes in sorted(BUDGETS):

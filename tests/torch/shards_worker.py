@@ -38,7 +38,7 @@ def foreign_labels(group: dist.ProcessGroup) -> None:
     problem.labels[:6] = torch.tensor([-100, 2**32 + 3, 10**6, 104, 52, 51], device=DEVICE)
     options["candidates"] = p.candidates_like(problem.labels)
     plan = explain(problem.hidden, shard(problem.weight, group), problem.labels, tp_group=group, **options).plan
-    assert plan.case.vocab_size == 104 // group.size()
+    assert plan.call.columns == 104 // group.size()
     out, (dhidden, dweight) = run(problem, group, stats=True, mean_logit=True, **options)
     want, (true_hidden, true_weight) = p.exact(problem, p.seeds_like(problem.labels, K=5), **options)
     assert max(map(p.value_error, out, want)) < VALUE

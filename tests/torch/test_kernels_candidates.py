@@ -140,9 +140,8 @@ def test_both_ways_keep_the_same_x(programs: list[Any]) -> None:
     *_, saved = _execute.forward(x, call, False, way_of(x.hidden))
     assert len(programs) == 1
     found = saved[-K:].view(torch.float32).T.numpy()
-    case = _types.Case(
-        num_tokens=T, hidden_size=H, vocab_size=V, dtype=jnp.dtype("bfloat16"), device=SMALL,
-        options=_types.Options(num_candidates=K),
+    case = _types.Call(
+        num_tokens=T, hidden_size=H, columns=V, dtype=jnp.dtype("bfloat16"), device=SMALL, num_candidates=K,
     )  # fmt: skip
     hidden, weight = (jnp.asarray(y.float().numpy(), case.dtype) for y in problem[:2])
     columns = torch.where((ids >= 0) & (ids < V), ids, -1).int().numpy()

@@ -59,7 +59,7 @@ def relative_errors(test: cases.TestCase, share: float) -> tuple[list[float], in
     grads = jax.jit(jax.grad(objective, argnums=(0, 1) if bias is None else (0, 1, 2)))(hidden, weight, bias)
     del options["cache_bytes"], options["implementation"]
     want = oracle.gradients(hidden.astype(weight.dtype), weight, labels, seeds, **options)
-    kept = plan.kept_bytes - plan.case.statistics_bytes
+    kept = plan.kept_bytes - plan.call.statistics_bytes
     return [oracle.relative_norm(got, true) for got, true in zip(grads, want, strict=True)], kept
 
 
@@ -172,7 +172,7 @@ def test_a_cache_may_be_read_again() -> None:
 
 def test_what_keeps_nothing() -> None:
     smoothed = explain(*CALL, implementation="xla", logit_softcap=3.0, label_smoothing=0.1, cache_bytes=ALL)
-    assert smoothed.kept_bytes == smoothed.case.statistics_bytes
+    assert smoothed.kept_bytes == smoothed.call.statistics_bytes
     assert smoothed.full_cache_bytes == 0
     assert any("label smoothing needs capped logits" in note for note in smoothed.notes)
 
@@ -197,13 +197,13 @@ def test_the_cache_is_not_copied(share: float, dtype: str, where: bool, monkeypa
     step = functools.partial(gradient, cache_bytes=int(share * full))
     compiled = jax.jit(lambda *given: step(*given[:3], **given[3])).lower(*operands, mask).compile()
     held = compiled.memory_analysis().temp_size_in_bytes
-    assert 0 < plan.kept_bytes - plan.case.statistics_bytes <= share * full
+    assert 0 < plan.kept_bytes - plan.call.statistics_bytes <= share * full
     assert held < plan.kept_bytes + 2 * plan.backward_bytes
 
 
 def test_as_many_tiles_as_fit() -> None:
-    case = dataclasses.replace(explain(*CALL).case, vocab_size=497)
+    case = dataclasses.replace(explain(*CALL).call, columns=497)
     for given, columns in ((ALL, 497), (10**4, 97), (24 * 4 * (97 + 1 + 2 * 101), 297), (24 * 4 * 97, 0), (0, 0)):
-        case = dataclasses.replace(case, options=dataclasses.replace(case.options, cache_bytes=given))
+        case = dataclasses.replace(case, cache_bytes=given)
         assert _walk.kept_columns(case, 497, TILE) == columns
         assert _walk.num_bytes(case, columns, TILE) <= given

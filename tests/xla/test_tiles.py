@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lce_jax import linear_logprobs
-from lce_jax._types import Case, Device, Options
+from lce_jax._types import Call, Device
 from lce_jax.xla import _walk
 from tests import cases, oracle
 
@@ -35,9 +35,7 @@ TILINGS = [
 
 @pytest.mark.parametrize(("test", "tile"), TILINGS, ids=str)
 def test_any_tiling(test: cases.TestCase, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        _walk, "tile_sizes", lambda case: (min(tile[0], case.num_tokens), min(tile[1], case.vocab_size))
-    )
+    monkeypatch.setattr(_walk, "tile_sizes", lambda case: (min(tile[0], case.num_tokens), min(tile[1], case.columns)))
     hidden, weight, labels, options, seeds = cases.draw(test)
 
     @jax.jit
@@ -87,8 +85,8 @@ def test_rows_left_out_cost_no_work() -> None:
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("compacted", [False, True])
 def test_tile_sizes_stay_within_the_operands(tokens: int, vocab: int, platform: str, compacted: bool) -> None:
-    case = Case(
-        num_tokens=tokens, hidden_size=64, vocab_size=vocab, dtype=jnp.dtype("float32"), options=Options(),
+    case = Call(
+        num_tokens=tokens, hidden_size=64, columns=vocab, dtype=jnp.dtype("float32"),
         partial_rows=compacted, device=Device(platform),
     )  # fmt: skip
     tile_t, tile_v = _walk.tile_sizes(case)
@@ -99,15 +97,15 @@ def test_tile_sizes_stay_within_the_operands(tokens: int, vocab: int, platform: 
     assert tile_t * tile_v <= max(budget, 512 * tile_t)
 
 
-def test_a_case_takes_no_positional_arguments() -> None:
+def test_a_call_takes_no_positional_arguments() -> None:
     """A flag too many or too few would move every later one: a platform would be taken for ``owns_cache``."""
     with pytest.raises(TypeError, match="positional"):
-        Case(8, 64, 512, jnp.dtype("float32"), Options())
+        Call(8, 64, 512, jnp.dtype("float32"))
 
 
 def test_tiles_off_the_cpu_are_larger() -> None:
-    fields = dict(num_tokens=8192, hidden_size=64, vocab_size=131072, dtype=jnp.dtype("float32"), options=Options())
-    cpu, gpu = (math.prod(_walk.tile_sizes(Case(**fields, device=Device(platform)))) for platform in ("cpu", "gpu"))
+    fields = dict(num_tokens=8192, hidden_size=64, columns=131072, dtype=jnp.dtype("float32"))
+    cpu, gpu = (math.prod(_walk.tile_sizes(Call(**fields, device=Device(platform)))) for platform in ("cpu", "gpu"))
     assert cpu <= 4 << 20 < gpu <= 64 << 20
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Case
+from lce_jax._types import Call
 from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._chunks import Cache
@@ -96,7 +96,7 @@ class Block:
 type Gradient = Callable[[Block, Sequence[Array]], Array]  # of what is cached of a block, in float32
 
 
-def kernel(body: Callable[..., None], output: Any, case: Case, name: str, cached: Sequence[Any], updated: Any) -> Any:
+def kernel(body: Callable[..., None], output: Any, case: Call, name: str, cached: Sequence[Any], updated: Any) -> Any:
     """``body`` on as many kernel blocks as there is room for the ``cached`` arrays' blocks."""
     in_flight = STAGES * sum(x.dtype.itemsize for x in cached) + SLOTS * output.dtype.itemsize
     per_core = SHARED_BYTES // (ROWS * COLUMNS * in_flight)
@@ -142,7 +142,7 @@ def _send(d: Array, slots: Any, step: Any, destination: Any) -> None:
 
 def cached_dlogits(
     prepared: Prepared,
-    case: Case,
+    case: Call,
     factors: Float[Array, "factors Tp"],
     cache: Cache,
     span: Int[Array, "fields"],
@@ -181,7 +181,7 @@ class Refs(NamedTuple):
 
 
 def _kernel(
-    case: Case,
+    case: Call,
     exponentials: Any,  # [T, columns of the cache]
     tile_max: Any,
     factors: Any,
@@ -196,7 +196,7 @@ def _kernel(
     walk_blocks(Walk.of(span), [exponentials], output, gradient)
 
 
-def _block_gradient(case: Case, refs: Refs, span: Span, block: Block, values: Sequence[Array]) -> Array:
+def _block_gradient(case: Call, refs: Refs, span: Span, block: Block, values: Sequence[Array]) -> Array:
     """The gradient of one block: loads what its rows need, then eqs. 4 and 5."""
     load = functools.partial(HELD.load_rows, rows=block.rows)
     row_block = lax.div(block.row, jnp.int32(ROW_BLOCK // ROWS))
@@ -206,7 +206,7 @@ def _block_gradient(case: Case, refs: Refs, span: Span, block: Block, values: Se
     scale, highest = load(refs.scale), load(refs.tile_max.at[block.tile])
     e, log2_e = of_cache(values[0], refs.output.dtype)
     d = _gradient(e, log2_e, rows, (highest - rows.max) * scale)
-    d = d if case.options.logit_softcap is None else d * cap_derivative(log2_e, highest, scale)
+    d = d if case.logit_softcap is None else d * cap_derivative(log2_e, highest, scale)
     return HELD.with_target(d, rows, label, holds)
 
 

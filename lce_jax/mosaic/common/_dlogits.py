@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from lce_jax._types import Case
+from lce_jax._types import Call
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
 from lce_jax.mosaic._operands import Prepared, Span
@@ -27,7 +27,7 @@ def dlogits(
     generation: Generation,
     prepared: Prepared,
     weight: Float[Array, "V H"],
-    case: Case,
+    case: Call,
     factors: Float[Array, "factors Tp"],
     span: Int[Array, "fields"],
     columns: int,
@@ -74,7 +74,7 @@ def _kernel(
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         column, number = span.column + tile.column, first_tile + tile.vocabulary_tile
         where = DlogitsWhere(column, number, span.num_columns, tile.row, tile.column)
-        machine.dlogits(matmul.case.options, refs, tile, where, multiply, slots)
+        machine.dlogits(matmul.case, refs, tile, where, multiply, slots)
 
     slots = machine.staging(matmul, output.shape[1], output.dtype)
     _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots)
@@ -85,7 +85,7 @@ def live_dlogits(
     generation: Generation,
     prepared: Prepared,
     weight: Float[Array, "V H"],
-    case: Case,
+    case: Call,
     factors: Float[Array, "factors Tp"],
     work: Worklist,
     batches: Batches,
@@ -126,7 +126,7 @@ def _live_kernel(
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         where = DlogitsWhere(tile.column, tile.vocabulary_tile, batch.num_columns, tile.slot * ROW_BLOCK, 0)
-        machine.dlogits(matmul.case.options, refs, tile, where, multiply, slots)
+        machine.dlogits(matmul.case, refs, tile, where, multiply, slots)
 
     slots = machine.staging(matmul, TILE_N, output.dtype)
     _logits.walk_live_logits(machine, matmul, hidden, weight, row_blocks, tiles, batch, consume, slots)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Case, ShardStatistics
+from lce_jax._types import Call, ShardStatistics
 from lce_jax.mathematics import _statistics
 from lce_jax.mosaic import _operands, _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
@@ -35,7 +35,7 @@ def join(
     scale: Float[Array, "Tp"],
     parts: Float[Array, "parts fields Tp"],
     joined: Float[Array, "groups fields Tp"],
-    case: Case,
+    case: Call,
     group: int,
     numbers: Int[Array, "3"],
     in_nats: bool = False,
@@ -56,7 +56,7 @@ def join_keeping(
     scale: Float[Array, "Tp"],
     parts: Float[Array, "parts fields Tp"],
     joined: Float[Array, "groups fields Tp"],
-    case: Case,
+    case: Call,
     group: int,
     numbers: Int[Array, "3"],
     maxima: Float[Array, "tiles kept Tp"],
@@ -73,7 +73,7 @@ def _join(
     scale: Array,
     parts: Array,
     updated: list[Array],
-    case: Case,
+    case: Call,
     group: int,
     numbers: Array,
     in_nats: bool = False,
@@ -93,7 +93,7 @@ def _join(
 
 
 def _kernel(
-    case: Case,
+    case: Call,
     group: int,
     in_nats: bool,
     parted: Parted | None,
@@ -104,7 +104,7 @@ def _kernel(
 ) -> None:
     output, *maxima = results[len(results) // 2 :]
     most_groups = output.shape[0]
-    names, block, number = _operands.statistic_names(case.options), lax.axis_index("rows"), lax.axis_index("group")
+    names, block, number = _operands.statistic_names(case), lax.axis_index("rows"), lax.axis_index("group")
     rows, num_parts = block_rows(block), numbers[1]
     begin, stop = None, num_parts
     if parted is not None:

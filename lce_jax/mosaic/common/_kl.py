@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Case, Options
+from lce_jax._types import Call
 from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._kl_operands import KLCache, KLOperands, MixtureFactors
@@ -80,7 +80,7 @@ def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
 class HeadOperands(NamedTuple):
     """What an epilogue knows of one head."""
 
-    options: Options
+    case: Call
     scale: Any  # [Tp]
 
 
@@ -107,7 +107,7 @@ type Multiply = Sequence[Callable[[], Any]]  # the products of p and of q, to be
 
 def kl_statistics(
     generation: Generation,
-    cases: tuple[Case, Case],
+    cases: tuple[Call, Call],
     operands: KLOperands,
     span: Int[Array, "fields"],
     parts: Float[Array, "n 6 Tp"],
@@ -133,7 +133,7 @@ def kl_statistics(
 
 def kl_mixture_sums(
     generation: Generation,
-    cases: tuple[Case, Case],
+    cases: tuple[Call, Call],
     operands: KLOperands,
     factors: Float[Array, "14 Tp"],
     span: Int[Array, "fields"],
@@ -149,7 +149,7 @@ def kl_mixture_sums(
 
 def _updated(
     generation: Generation,
-    cases: tuple[Case, Case],
+    cases: tuple[Call, Call],
     epilogue: Callable[..., None],
     kernel: str,
     name: str,
@@ -190,7 +190,7 @@ def _kernel_per_tile(
 
 def kl_dlogits(
     generation: Generation,
-    cases: tuple[Case, Case],
+    cases: tuple[Call, Call],
     operands: KLOperands,
     factors: Float[Array, "fields Tp"],
     span: Int[Array, "fields"],
@@ -239,7 +239,7 @@ def store_references(cache: Any, where: KLWhere, rows: Callable[[], Any], stats:
         cache.references.at[tile, i, rows()][...] = field
 
 
-def _matmuls(cases: tuple[Case, Case], tuning: Any) -> tuple[Matmul, Matmul]:
+def _matmuls(cases: tuple[Call, Call], tuning: Any) -> tuple[Matmul, Matmul]:
     first, second = (_logits.logits(case, tuning) for case in cases)
     return first, second
 
@@ -255,7 +255,7 @@ def _unpacked(refs: Sequence[Any]) -> list[Any]:
 
 
 def _heads(matmuls: tuple[Matmul, Matmul], scales: Sequence[Any]) -> tuple[HeadOperands, HeadOperands]:
-    first, second = (HeadOperands(own.case.options, scale) for own, scale in zip(matmuls, scales, strict=True))
+    first, second = (HeadOperands(own.case, scale) for own, scale in zip(matmuls, scales, strict=True))
     return first, second
 
 
@@ -270,7 +270,7 @@ def _walk(
 
 
 def cached_kl_dlogits(
-    cases: tuple[Case, Case],
+    cases: tuple[Call, Call],
     operands: KLOperands,
     factors: Float[Array, "fields Tp"],
     cache: KLCache,
@@ -288,7 +288,7 @@ def cached_kl_dlogits(
 
 
 def _kernel(
-    case: Case,
+    case: Call,
     direction: Direction,
     e: Any,
     ratio: Any,
@@ -304,7 +304,7 @@ def _kernel(
 
 
 def _block_gradient(
-    case: Case,
+    case: Call,
     direction: Direction,
     references: Any,
     scales: Sequence[Any],
@@ -333,6 +333,6 @@ def _block_gradient(
         below_p, below_q = jnp.minimum(-ratio, 0.0), jnp.minimum(ratio, 0.0)
         of_q, u = along(rows.of_q * jnp.exp2(down_q)), log2_e + below_q
         gradient = e * (jnp.exp2(below_q) * of_q - jnp.exp2(below_p) * of_p)
-    if case.options.logit_softcap is not None:
+    if case.logit_softcap is not None:
         gradient = gradient * cap_derivative(u, *((max_q, k_q) if direction == "forward" else (max_p, k_p)))
     return jnp.where(e > 0.0, gradient, 0.0)  # on padding the ratio says nothing

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Case, Options, ShardStatistics
+from lce_jax._types import Call, ShardStatistics
 from lce_jax.mathematics._statistics import SUMS
 from lce_jax.mosaic._call import Machine
 from lce_jax.mosaic._live_tiles import Batch
@@ -102,9 +102,9 @@ class Held(NamedTuple):
         return d if rows.slope is None else d + along(rows.slope) * (u * e)
 
 
-def softcap(z: Any, cap: float, options: Options) -> Any:
+def softcap(z: Any, cap: float, case: Call) -> Any:
     """The tanh of eq. 0, to the last digits of fp32: the hardware's own tanh has eleven bits."""
-    return 1.0 - 2.0 / (jnp.exp2(z * (2.0 * LOG2E * options.logit_scale / cap)) + 1.0)
+    return 1.0 - 2.0 / (jnp.exp2(z * (2.0 * LOG2E * case.logit_scale / cap)) + 1.0)
 
 
 class LabelBelow(NamedTuple):
@@ -146,9 +146,9 @@ def extent(x: Float[Array, "rows n"]) -> tuple[Float[Array, "rows"], Float[Array
     return lowest, jnp.sum(jnp.where(counts, 1.0, 0.0), axis=1)
 
 
-def logits(case: Case, tuning: Any) -> Matmul:
+def logits(case: Call, tuning: Any) -> Matmul:
     """The static part of a kernel that walks over logits: the product hidden · weightᵀ."""
-    return Matmul(case, tuning, 1, case.options.hidden_dim)
+    return Matmul(case, tuning, 1, case.hidden_dim)
 
 
 def walk_logits(

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Case
+from lce_jax._types import Call
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
 from lce_jax.mosaic._operands import Span
@@ -52,7 +52,7 @@ def update_dhidden(
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "T columns"],
     weight: Float[Array, "V H"],
-    case: Case,
+    case: Call,
     span: Int[Array, "fields"],
 ) -> Float[Array, "splits Tp Hp"]:
     """The product over the span's first ``depth`` columns, in the span's rows, written to ``sums`` or added there.
@@ -60,7 +60,7 @@ def update_dhidden(
     The contraction is cut into as many parts as there are arrays of sums.
     """
     machine = generation.machine
-    matmul = Matmul(case, generation.tunings.of(case, "dhidden"), 1, case.options.vocab_dim)
+    matmul = Matmul(case, generation.tunings.of(case, "dhidden"), 1, case.vocab_dim)
     body = functools.partial(_dhidden_kernel, machine, matmul)
     return update(machine, matmul, body, "lce_dhidden", (dlogits, weight, span), sums)
 
@@ -94,13 +94,13 @@ def write_dweight(
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "T columns"],
     hidden: Float[Array, "T H"],
-    case: Case,
+    case: Call,
     span: Int[Array, "fields"],
     add: bool = False,
 ) -> Float[Array, "V H"]:
     """``dweight`` with the span's tiles written, or added, at its offset, from its rows."""
     machine, matmul = generation.machine, Matmul(case, generation.tunings.of(case, "dweight"), 0, 0)
-    lhs, rhs = (dlogits, hidden) if case.options.vocab_dim == 0 else (hidden, dlogits)
+    lhs, rhs = (dlogits, hidden) if case.vocab_dim == 0 else (hidden, dlogits)
     body = functools.partial(_dweight_kernel, machine, matmul, add)
     return update(machine, matmul, body, "lce_dweight", (lhs, rhs, span), dweight)
 
@@ -117,7 +117,7 @@ def _dweight_kernel(
 ) -> None:
     del dweight
     span = Span.unpack(scalars)
-    if matmul.case.options.vocab_dim == 0:
+    if matmul.case.vocab_dim == 0:
         first_row, first_column = span.offset, 0
         groups = row_groups(matmul, span.num_tiles * TILE_N)
         columns = -(-rhs.shape[1] // matmul.tuning.tile_n)
@@ -163,7 +163,7 @@ def update_live_dhidden(
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "slots*128 256"],
     weight: Float[Array, "V H"],
-    case: Case,
+    case: Call,
     work: Worklist,
     batches: Batches,
     batch: Int[Array, "1"],
@@ -173,7 +173,7 @@ def update_live_dhidden(
     ``batch`` is its number.
     """
     machine, tuning = generation.machine, generation.tunings.of(case, "live_dhidden")
-    matmul = Matmul(case, tuning, 1, case.options.vocab_dim, shares_lhs=True)
+    matmul = Matmul(case, tuning, 1, case.vocab_dim, shares_lhs=True)
     body = functools.partial(_live_dhidden_kernel, machine, matmul)
     lists = (*batches.rows, work.by_row, work.tile_by_row, batches.scalars, batch)
     return update(machine, matmul, body, "lce_live_dhidden", (dlogits, weight, *lists), sums)
@@ -236,7 +236,7 @@ def write_live_dweight(
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "slots*128 256"],
     hidden: Float[Array, "T H"],
-    case: Case,
+    case: Call,
     work: Worklist,
     batches: Batches,
     batch: Int[Array, "1"],
@@ -244,7 +244,7 @@ def write_live_dweight(
 ) -> Float[Array, "V H"]:
     """``dweight`` with a batch's vocabulary tiles written, or added; zeros where nothing is live."""
     machine, matmul = generation.machine, Matmul(case, generation.tunings.of(case, "live_dweight"), 0, 0)
-    by_rows = case.options.vocab_dim == 0
+    by_rows = case.vocab_dim == 0
     operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
     lists = (batches.ranks, work.row_blocks, work.order, work.counts, work.first, batches.scalars, batch)
     body = functools.partial(_live_dweight_kernel, machine, matmul, by_rows, add)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Case
+from lce_jax._types import Call
 from lce_jax.mosaic._operands import FLOOR, LOG2E, geometry
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING, live_shape
@@ -27,7 +27,7 @@ TILES = 16  # of a block, whose loads overlap
 
 
 def select(
-    case: Case,
+    case: Call,
     maxima: Float[Array, "tiles kept Tp"],
     targets: Int[Array, "Tp"],
     scale: Float[Array, "Tp"],
@@ -60,7 +60,7 @@ def select(
 
 
 def _select(
-    case: Case,
+    case: Call,
     field: int,
     has_held: bool,
     maxima: Any,
@@ -98,8 +98,8 @@ def _select(
         ]:
             u = (largest - highest) * row_scale - of_rows  # the logarithm of the tile's largest probability
             # NaN is not below: a row without probabilities makes all tiles live, so that its gradient is NaN as well.
-            is_live = jnp.where(u < math.log2(case.options.gradient_threshold), along(0), along(1))
-            if case.options.has_floor:  # a row without a column that counts has no gradient, and its u is infinite
+            is_live = jnp.where(u < math.log2(case.gradient_threshold), along(0), along(1))
+            if case.has_floor:  # a row without a column that counts has no gradient, and its u is infinite
                 is_live = jnp.where(sumexp == 0.0, along(0), is_live)
             is_live = jnp.where(held > 0, along(1), is_live)
             is_live = jnp.where(along(tile) == always, along(1), is_live)

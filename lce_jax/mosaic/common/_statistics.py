@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Case, Options, ShardStatistics
+from lce_jax._types import Call, ShardStatistics
 from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mathematics._statistics import SUMS, of_fields
 from lce_jax.mosaic._call import Generation, Machine
@@ -32,7 +32,7 @@ def statistics(
     generation: Generation,
     prepared: Prepared,
     weight: Float[Array, "V H"],
-    case: Case,
+    case: Call,
     span: Int[Array, "fields"],
     parts: Float[Array, "tiles fields Tp"],
     cache: Cache | None,
@@ -92,7 +92,7 @@ def _kernel(
     scalars: Any,  # a `Span`
     *refs_of_case: Any,  # the floor, if any, and `results`
 ) -> None:
-    has_floor = matmul.case.options.has_floor
+    has_floor = matmul.case.has_floor
     floor, results = refs_of_case[0] if has_floor else None, refs_of_case[has_floor:]
     # [tiles, fields, Tp] and the cache, if any, as they were; both as they will be, in the same places
     partial, *kept = results[len(results) // 2 :]
@@ -107,21 +107,21 @@ def _kernel(
         if shape.has_parts:
             edge = _tiles.edge(shape, first_tile + number, span.num_columns, mask)
         where = StatisticsWhere(column, number, first_tile, span.slot, edge)
-        machine.statistics(matmul.case.options, refs, tile, where, multiply, slots)
+        machine.statistics(matmul.case, refs, tile, where, multiply, slots)
 
     slots = None if cache is None else machine.staging(matmul, TILE_N, hidden.dtype)
     _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def sums(options: Options, u: Array, e: Array) -> list[Array]:
+def sums(case: Call, u: Array, e: Array) -> list[Array]:
     """The `SUMS` of a block of columns that the call has, in their order."""
-    return [jnp.sum(one.term(u, e), axis=1) for name, one in SUMS.items() if name in options.statistics]
+    return [jnp.sum(one.term(u, e), axis=1) for name, one in SUMS.items() if name in case.statistics]
 
 
-def of_sums(options: Options, found: Sequence[Array], **extremes: Array | None) -> ShardStatistics:
+def of_sums(case: Call, found: Sequence[Array], **extremes: Array | None) -> ShardStatistics:
     """A tile's statistics from its `sums`, and what are none."""
-    names = [name for name in SUMS if name in options.statistics]
+    names = [name for name in SUMS if name in case.statistics]
     return of_fields(extremes | dict(zip(names, found, strict=True)))
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Case
+from lce_jax._types import Call
 from lce_jax.mosaic._operands import Geometry, Tiling, geometry
 from lce_jax.mosaic._pallas import pl, plgpu
 
@@ -47,7 +47,7 @@ BARRIER_BYTES = 8
 TILING = Tiling(row_block=ROW_BLOCK, tile=TILE_N, atom=ATOM_ROWS, most_clustered=2)
 
 
-def live_shape(case: Case) -> tuple[int, int]:
+def live_shape(case: Call) -> tuple[int, int]:
     """That of the tiles that `select` finds live: vocabulary tiles, and a row block for each thread."""
     shape = geometry(case, TILING)
     return shape.num_tiles, -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK
@@ -87,7 +87,7 @@ class Tiles(Protocol):
 class Matmul:
     """The static part of a kernel: its tuning, and which dimension of lhs and of rhs is contracted."""
 
-    case: Case
+    case: Call
     tuning: Any  # a generation's own, `Tiles` at least
     lhs_k: int
     rhs_k: int
@@ -101,7 +101,7 @@ class Matmul:
     @property
     def column_grain(self) -> int:
         """What the first column of every tile of rhs is a multiple of."""
-        return math.gcd(self.tuning.tile_n, self.case.options.vocab_part_size or 0)
+        return math.gcd(self.tuning.tile_n, self.case.vocab_part_size or 0)
 
 
 class Place(NamedTuple):

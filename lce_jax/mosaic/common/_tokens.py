@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import scalars
-from lce_jax._types import Case, LogprobOutput, Results, RowCoefficients
+from lce_jax._types import Call, LogprobOutput, Results, RowCoefficients
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mosaic import _operands, _pallas
 from lce_jax.mosaic._chunks import num_groups
@@ -113,7 +113,7 @@ def kernel(body: Callable[..., None], outputs: Sequence[Any], name: str, grid: d
 
 
 def prepare(
-    case: Case,
+    case: Call,
     labels: Int[Array, "R 2"] | Int[Array, "R"],
     temperatures: Float[Array, "n"] | None,
     field: int,
@@ -151,7 +151,7 @@ def prepare(
     return Marked(*found[:first]), found[first] if memory else None
 
 
-def _prepare(case: Case, fields: tuple[int | None, int | None], in_halves: bool, labels: Any, *refs: Any) -> None:
+def _prepare(case: Call, fields: tuple[int | None, int | None], in_halves: bool, labels: Any, *refs: Any) -> None:
     (field, floor_field), given = fields, list(refs)
     temperatures: Any = None if field is None else given.pop(0)
     floors: Any = None if floor_field is None else given.pop(0)
@@ -170,17 +170,17 @@ def _prepare(case: Case, fields: tuple[int | None, int | None], in_halves: bool,
     def target() -> Any:
         column = label() - along(start)
         known = (label() >= 0) & (label() < vocab_size)
-        owned = known & (column >= 0) & (column < case.vocab_size)
+        owned = known & (column >= 0) & (column < case.columns)
         return jnp.where(owned, _place(shape, column), along(-1))
 
     def write() -> None:
         inverse = None if field is None else _logprobs.inverse_of(temperatures[rows.of_field(field, stride)])
-        k = LOG2E * float(_logprobs.row_scale(case.options, None))
+        k = LOG2E * float(_logprobs.row_scale(case, None))
         targets.at[rows.here][...] = target()
         scale.at[rows.here][...] = along(k, jnp.float32) if inverse is None else k * inverse
         if floor is not None:
             in_logits = floors[rows.of_field(floor_field, stride)]
-            floor.at[rows.here][...] = _logprobs.unscaled_floor(in_logits, _logprobs.row_scale(case.options, inverse))
+            floor.at[rows.here][...] = _logprobs.unscaled_floor(in_logits, _logprobs.row_scale(case, inverse))
         for ref in ids:
             ref.at[rows.here][...] = label()
 
@@ -219,7 +219,7 @@ def _place(shape: Geometry, column: Any) -> Any:
 
 
 def finish(
-    case: Case,
+    case: Call,
     joined: Float[Array, "1 fields Tp"],
     ids: Int[Array, "R"],
     temperatures: Float[Array, "R"] | None,
@@ -248,8 +248,7 @@ def finish(
             a tag for each token, in the first group of a part. Where these differ, the results are NaN.
         floors: in logits. None: every column counts.
     """
-    options = case.options
-    count = len(_operands.result_statistics(options))
+    count = len(_operands.result_statistics(case))
     outputs = [jax.ShapeDtypeStruct((case.num_tokens,), jnp.float32)] * count
     outputs.append(jax.ShapeDtypeStruct(kept.shape, kept.dtype))
     given = [joined, ids, *(x for x in (temperatures, tags, floors) if x is not None)]
@@ -260,7 +259,7 @@ def finish(
 
 
 def _finish(
-    case: Case,
+    case: Call,
     vocab_size: int,
     megatron: bool,
     has_temperature: bool,
@@ -271,10 +270,10 @@ def _finish(
 ) -> None:
     temperatures: Any = refs[0] if has_temperature else None
     tags: Any = refs[has_temperature] if is_split else None
-    floors: Any = refs[has_temperature + is_split] if case.options.has_floor else None
-    numbers, _, *results, kept = refs[has_temperature + is_split + case.options.has_floor :]
+    floors: Any = refs[has_temperature + is_split] if case.has_floor else None
+    numbers, _, *results, kept = refs[has_temperature + is_split + case.has_floor :]
     rows, stride = Rows.of(lax.axis_index("rows"), numbers[0]), numbers[1]
-    names, nan = _operands.statistic_names(case.options), along(jnp.nan, jnp.float32)
+    names, nan = _operands.statistic_names(case), along(jnp.nan, jnp.float32)
 
     def write() -> None:
         temperature = temperatures[rows.here] if has_temperature else None
@@ -282,7 +281,7 @@ def _finish(
         floor = floors[rows.here] if floors is not None else None
         for wrong in wrong_rows(temperature, floor):
             stats = jax.tree.map(lambda x, wrong=wrong: jnp.where(wrong, nan, x), stats)
-        k = _logprobs.row_scale(case.options, None if temperature is None else _logprobs.inverse_of(temperature))
+        k = _logprobs.row_scale(case, None if temperature is None else _logprobs.inverse_of(temperature))
         labels, groups = ids[rows.here], num_groups(geometry(case, TILING))  # of a shard
         for first in range(groups, tags.shape[0] if is_split else 0, groups):
             other = tags[first, len(names), rows.here] != tags[0, len(names), rows.here]
@@ -293,21 +292,21 @@ def _finish(
         if megatron:
             sumexp = stats.sumexp if counts is None else jnp.where(counts, stats.sumexp, 1.0)
             out = out._replace(logprobs=jnp.where(labels >= 0, out.logprobs, -jnp.log(sumexp)))
-        for ref, name in zip(results, _operands.result_statistics(case.options), strict=True):
+        for ref, name in zip(results, _operands.result_statistics(case), strict=True):
             ref.at[rows.here][...] = getattr(out, name)
         if temperature is not None:
             kept.at[rows.of_field(1, stride)][...] = temperature
         if floor is not None:
             kept.at[rows.of_field(1 + has_temperature, stride)][...] = floor
-        first = 1 + has_temperature + case.options.has_floor + case.options.num_candidates
-        for field, name in enumerate(_operands.kept_statistics(case.options), first):
+        first = 1 + has_temperature + case.has_floor + case.num_candidates
+        for field, name in enumerate(_operands.kept_statistics(case), first):
             kept.at[rows.of_field(field, stride)][...] = getattr(stats, name)
 
     pl.when(rows.live)(write)
 
 
 def coefficients(
-    case: Case,
+    case: Call,
     kept: Float[Array, "n"],
     has_temperature: bool,
     seeds: dict[str, Float[Array, "R"]],
@@ -328,30 +327,30 @@ def coefficients(
 
 
 def _coefficients(
-    case: Case, has_temperature: bool, names: tuple[str, ...], vocab_size: int, kept: Any, numbers: Any, *refs: Any
+    case: Call, has_temperature: bool, names: tuple[str, ...], vocab_size: int, kept: Any, numbers: Any, *refs: Any
 ) -> None:
     seeds, of_candidates, factors = refs[: len(names)], refs[len(names) : -1], refs[-1]
-    block, stride, options = lax.axis_index("rows"), numbers[1], case.options
+    block, stride = lax.axis_index("rows"), numbers[1]
     rows, padded = Rows.of(block, numbers[0]), block_rows(block)
-    fields = _operands.kept_statistics(options)
+    fields = _operands.kept_statistics(case)
 
     def pad() -> None:
         for f in range(factors.shape[0]):
             factors.at[f, padded][...] = along(0.0, jnp.float32)
 
     def write() -> None:
-        first, zero = 1 + has_temperature + options.has_floor + options.num_candidates, along(0.0, jnp.float32)
+        first, zero = 1 + has_temperature + case.has_floor + case.num_candidates, along(0.0, jnp.float32)
         stats = _statistics.of_fields({name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)})
         given = {name: ref[rows.here] for name, ref in zip(names, seeds, strict=True)}
         seed = LogprobOutput(given.get("logprobs", zero), given.get("entropy"), given.get("lse", zero))
         temperature = kept[rows.of_field(1, stride)] if has_temperature else None
         inverse = None if temperature is None else _logprobs.inverse_of(temperature)
-        k, factor = _logprobs.row_scale(options, inverse), _logprobs.row_factor(options, inverse)
+        k, factor = _logprobs.row_scale(case, inverse), _logprobs.row_factor(case, inverse)
         given_to = [sums[rows.here] for sums in of_candidates]
-        floor = kept[rows.of_field(1 + has_temperature, stride)] if options.has_floor else None
+        floor = kept[rows.of_field(1 + has_temperature, stride)] if case.has_floor else None
         counts = None if floor is None else _logprobs.without_empty(None, stats.sumexp)
         found: RowCoefficients = _logprobs.row_coefficients(
-            stats, Results(seed), k, factor, counts, options, vocab_size, *given_to
+            stats, Results(seed), k, factor, counts, case, vocab_size, *given_to
         )
         for wrong in wrong_rows(temperature, floor):
             found = _logprobs.without_gradient(found, wrong)
@@ -411,7 +410,7 @@ COPIED = 512  # numbers that a block copies at a time
 SUMMED_ROWS = 4  # rows that a block adds up, or copies
 
 
-def total(case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+def total(case: Call, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
     """dhidden: the splits added up in their order, rounded once. ``numbers``: how many rows there are."""
     width, grid = _pieces(case)
     output = jax.ShapeDtypeStruct((case.num_tokens, case.hidden_size), dtype)
@@ -431,18 +430,18 @@ def total(case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: I
     return kernel(body, [output], "lce_total", grid)(sums, numbers)[0]
 
 
-def _pieces(case: Case) -> tuple[int, dict[str, int]]:
+def _pieces(case: Call) -> tuple[int, dict[str, int]]:
     """The columns that a block takes at a time, and the grid. Its last axis is the one that may exceed 65,535."""
     width = next(width for width in (COPIED, THREADS) if case.hidden_size >= width)
     return width, {"part": -(-case.hidden_size // width), "rows": case.num_tokens // SUMMED_ROWS}
 
 
-def _columns(case: Case, width: int) -> Any:
+def _columns(case: Call, width: int) -> Any:
     """Those of a block. The last part ends with the last column: it takes some of the part before it too."""
     return pl.ds(jnp.minimum(lax.axis_index("part") * width, case.hidden_size - width), width)
 
 
-def rows(case: Case, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+def rows(case: Call, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
     """The rows that there are, in the weight's dtype, then rows of zeros as far as any kernel looks beyond the last.
 
     ``numbers``: how many there are.
@@ -468,7 +467,7 @@ def rows(case: Case, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> F
     return kernel(body, [output], "lce_rows", grid)(hidden, numbers)[0]
 
 
-def copy(case: Case, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) -> Float[Array, "tile_atoms n"]:
+def copy(case: Call, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) -> Float[Array, "tile_atoms n"]:
     """A tile of the weight's rows, of both in whole atoms: [V / 8, 8 H]. ``numbers``: its first atom, its true rows.
 
     The rows after these are zero.

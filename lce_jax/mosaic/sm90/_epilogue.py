@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Options
+from lce_jax._types import Call
 from lce_jax.mosaic._operands import FLOOR
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._dlogits import DlogitsRefs, DlogitsWhere
@@ -129,9 +129,7 @@ def _send_tile(values: Float[Array, "64 n"], slots: Any, rows: Any, output: Any,
         send(values[:, start : start + width], i, slots, rows, output, column + start, add)
 
 
-def statistics(
-    options: Options, refs: StatisticsRefs, tile: Tile, where: StatisticsWhere, multiply: Any, slots: Any
-) -> None:
+def statistics(case: Call, refs: StatisticsRefs, tile: Tile, where: StatisticsWhere, multiply: Any, slots: Any) -> None:
     """A warpgroup's part of a tile, from its products to the partial statistics and the cache."""
     rows = functools.partial(rows_of, tile.row)  # computed where they are needed: no register holds them
     row_scale = HELD.load_rows(refs.scale, rows())
@@ -139,9 +137,9 @@ def statistics(
     holds = refs.holds_target[tile.row_block, where.first_tile + where.number] > 0
     floor = None if refs.floor is None else HELD.load_rows(refs.floor, rows())
     z = multiply()
-    if options.logit_softcap is not None:
-        z = softcap(z, options.logit_softcap, options)
-    lowest = lowest_live(z, *where.edge) if options.stats and floor is None else None
+    if case.logit_softcap is not None:
+        z = softcap(z, case.logit_softcap, case)
+    lowest = lowest_live(z, *where.edge) if case.stats and floor is None else None
     z = without_padding(z, *where.edge)
     at_target = None if floor is None else _target_logit(z, target, holds)
     label = None if floor is None or at_target is None else LabelBelow.of(at_target, target, floor)
@@ -153,17 +151,17 @@ def statistics(
     if refs.cache is not None:
         at_target = _target_logit(z, target, holds) if at_target is None else at_target
         send = functools.partial(_send_exponentials, slots, rows(), refs.cache.exponentials, where.column)
-        found = _sums(z, row_scale, highest, options, send)
+        found = _sums(z, row_scale, highest, case, send)
         refs.cache.max.at[where.first_tile + where.number, rows()][...] = highest
     else:
-        found = _sums(z, row_scale, highest, options, None)
+        found = _sums(z, row_scale, highest, case, None)
         at_target = _target_logit(z, target, holds) if at_target is None else at_target
     support = None
-    if floor is not None and options.stats:
+    if floor is not None and case.stats:
         lowest, support = _extent(z)
     owned = (target >= 0) & (target < TILE_N)
     at_target = jnp.where(owned, (at_target - highest) * row_scale, -jnp.inf)
-    of_tile = of_sums(options, found, max=highest, target=at_target, min=lowest, support=support)
+    of_tile = of_sums(case, found, max=highest, target=at_target, min=lowest, support=support)
     store(refs, where, rows, of_tile if label is None else label.added(of_tile, row_scale))
 
 
@@ -174,7 +172,7 @@ def _extent(z: Array) -> tuple[Array, Array]:
     return functools.reduce(jnp.minimum, lowest), functools.reduce(jnp.add, support)
 
 
-def _sums(z: Array, row_scale: Array, highest: Array, options: Options, send: Any) -> list[Array]:
+def _sums(z: Array, row_scale: Array, highest: Array, case: Call, send: Any) -> list[Array]:
     """The `sums` of the tile, a block of columns at a time, each block's e handed to ``send``.
 
     u takes one instruction more than a fused multiply-add, which would not be 0 at the largest column.
@@ -184,7 +182,7 @@ def _sums(z: Array, row_scale: Array, highest: Array, options: Options, send: An
         u = z[:, start : start + STAGING_COLUMNS] - HELD.along_rows(highest, STAGING_COLUMNS)
         u = u * HELD.along_rows(row_scale, STAGING_COLUMNS)
         e = jnp.exp2(u)
-        parts = sums(options, u, e)
+        parts = sums(case, u, e)
         found = [a + b for a, b in zip(found, parts, strict=True)] if found else parts
         if send is not None:
             send(i, e)
@@ -208,9 +206,9 @@ def _target_logit(z: Array, target: Array, holds: Any) -> Array:
     return lax.cond(holds, look, none)
 
 
-def dlogits(options: Options, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere, multiply: Any, slots: Any) -> None:
+def dlogits(case: Call, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere, multiply: Any, slots: Any) -> None:
     """A warpgroup's part of a tile, from its products to the output."""
-    output_rows, cap = rows_of(where.output_row), options.logit_softcap
+    output_rows, cap = rows_of(where.output_row), case.logit_softcap
     row_scale = HELD.load_rows(refs.scale, rows_of(tile.row))
     rows = HELD.load_factors(refs.factors, rows_of(tile.row))
     target = HELD.load_rows(refs.targets, rows_of(tile.row)) - where.column
@@ -223,7 +221,7 @@ def dlogits(options: Options, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere
         start = i * STAGING_COLUMNS
         block = z[:, start : start + STAGING_COLUMNS]
         if cap is not None:  # a block at a time: a second tile beside the first would spill its registers
-            block = real(softcap(block, cap, options), start=start)
+            block = real(softcap(block, cap, case), start=start)
         block = HELD.reaching(block, floor)
         d = HELD.gradient(block, row_scale, rows)
         d = d if cap is None else d * (1.0 - block * block)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Options
+from lce_jax._types import Call
 from lce_jax.mathematics._kl import MOST_DISTANCE, Direction, KLCoefficients, KLStatistics
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _pallas
@@ -90,9 +90,9 @@ def strip_of(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
     return x[:, column : column + STRIP]
 
 
-def x_of(options: Options, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
+def x_of(case: Call, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
     """The x of eq. 0 from raw products but for the scale, padding marked."""
-    x = z if options.logit_softcap is None else softcap(z, options.logit_softcap, options)
+    x = z if case.logit_softcap is None else softcap(z, case.logit_softcap, case)
     return without_padding(x, where.column, where.num_columns, mask)
 
 
@@ -108,10 +108,10 @@ def statistics(
     """A warpgroup's part of a tile, from its products to the partial statistics."""
     rows = functools.partial(_epilogue.rows_of, tile.row)  # computed where they are needed: no register holds them
     p, q = refs.heads
-    x = x_of(p.options, multiply[0](), refs.mask, where)
+    x = x_of(p.case, multiply[0](), refs.mask, where)
     max_p = jnp.maximum(jnp.max(x, axis=1), FLOOR)
     held = HeldTile.of(x, scratch)
-    x = x_of(q.options, multiply[1](), refs.mask, where)
+    x = x_of(q.case, multiply[1](), refs.mask, where)
     max_q = jnp.maximum(jnp.max(x, axis=1), FLOOR)
     at_p = functools.reduce(jnp.maximum, [_at(held.block(i), max_p, block_of(x, i)) for i in range(BLOCKS)])
     references = max_p, max_q, at_p
@@ -168,8 +168,8 @@ def mixture_sums(refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multiply, s
     """A warpgroup's part of a tile, from its products to the partial sums of a mixture."""
     rows = functools.partial(_epilogue.rows_of, tile.row)
     p, q = refs.heads
-    held = HeldTile.of(x_of(p.options, multiply[0](), refs.mask, where), scratch)
-    x = x_of(q.options, multiply[1](), refs.mask, where)
+    held = HeldTile.of(x_of(p.case, multiply[0](), refs.mask, where), scratch)
+    x = x_of(q.case, multiply[1](), refs.mask, where)
     is_above_half = refs.factors[MixtureFactors._fields.index("is_above_half"), 0] > 0.0
 
     def add(column: int, apart: bool, sums: list[Array]) -> list[Array]:
@@ -245,8 +245,8 @@ def dlogits(refs: KLRefs, direction: Direction, tile: Tile, where: KLWhere, mult
     """A warpgroup's part of a tile, from its products to the output."""
     rows = functools.partial(_epilogue.rows_of, tile.row)
     p, q = refs.heads
-    held = HeldTile.of(x_of(p.options, multiply[0](), refs.mask, where), scratch)
-    x = x_of(q.options, multiply[1](), refs.mask, where)
+    held = HeldTile.of(x_of(p.case, multiply[0](), refs.mask, where), scratch)
+    x = x_of(q.case, multiply[1](), refs.mask, where)
     gradient = _of_mixture(refs, rows, where) if direction == "jsd" else _of_kl(refs, rows, direction == "reverse")
     for i in range(BLOCKS):
         d = gradient(held, x, i)
@@ -268,7 +268,7 @@ def _of_kl(refs: KLRefs, rows: Callable[[], Any], reverse: bool) -> Gradient:
     def of_block(held: HeldTile, x: Array, i: int) -> Array:
         both = held.block(i), block_of(x, i)
         d = _gradient(both, scales, factors, reverse)
-        return _through_cap((p if reverse else q).options, d, both[0] if reverse else both[1])
+        return _through_cap((p if reverse else q).case, d, both[0] if reverse else both[1])
 
     return of_block
 
@@ -281,7 +281,7 @@ def _of_mixture(refs: KLRefs, rows: Callable[[], Any], where: KLWhere) -> Gradie
         factors, scales = _mixture_factors(refs, rows)
         own = MixtureRatios.of((x_p, x), scales, factors)
         d = _times_exp2(own.u_p, factors.of_p * (own.of_p - factors.mean))
-        return _through_cap(refs.heads[0].options, d, x_p)
+        return _through_cap(refs.heads[0].case, d, x_p)
 
     def of_block(held: HeldTile, x: Array, i: int) -> Array:
         first = i * STAGING_COLUMNS
@@ -296,9 +296,9 @@ def _of_mixture(refs: KLRefs, rows: Callable[[], Any], where: KLWhere) -> Gradie
     return of_block
 
 
-def _through_cap(options: Options, d: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
+def _through_cap(case: Call, d: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
     """In the raw products."""
-    return d if options.logit_softcap is None else d * (1.0 - x * x)
+    return d if case.logit_softcap is None else d * (1.0 - x * x)
 
 
 def _gradient(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from lce_jax._types import Case
+from lce_jax._types import Call
 from lce_jax.mosaic._operands import geometry
 from lce_jax.mosaic.common._tiles import (
     BARRIER_BYTES,
@@ -117,7 +117,7 @@ class Tunings:
     # finds it.
     tuned: Mapping[tuple[str, str], tuple[tuple[int, Tuning], ...]] = dataclasses.field(default_factory=lambda: TUNED)
 
-    def of(self, case: Case, kernel: str) -> Tuning:
+    def of(self, case: Call, kernel: str) -> Tuning:
         """The tuning of a kernel: for the device and hidden size, else the one that serves every Hopper GPU."""
         row_blocks = geometry(case, TILING).row_blocks
         many = row_blocks >= self.many_row_blocks
@@ -138,7 +138,7 @@ class Tunings:
             choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
         return choice
 
-    def smem_bytes(self, case: Case) -> dict[str, int]:
+    def smem_bytes(self, case: Call) -> dict[str, int]:
         """What a block of each kernel needs of shared memory."""
         itemsize = case.dtype.itemsize
 
@@ -148,18 +148,18 @@ class Tunings:
 
         return {kernel: needed(kernel) for kernel in BY_KERNEL}
 
-    def _is_short(self, case: Case, kernel: str, many: bool) -> bool:
+    def _is_short(self, case: Call, kernel: str, many: bool) -> bool:
         if kernel == "dweight":
             return case.num_tokens < self.short_tokens
         return kernel in ("forward", "dlogits") and case.hidden_size < self.short_hidden and many
 
 
-def _fills_narrow_tiles(case: Case, kernel: str) -> bool:
+def _fills_narrow_tiles(case: Call, kernel: str) -> bool:
     """Whether the columns of the kernel's result are H, and narrow tiles leave none of theirs empty."""
-    along_hidden = kernel == "dhidden" or (kernel == "dweight" and case.options.vocab_dim == 0)
+    along_hidden = kernel == "dhidden" or (kernel == "dweight" and case.vocab_dim == 0)
     return along_hidden and case.hidden_size % TILE_N != 0 and case.hidden_size % NARROW_TILE_N == 0
 
 
-def stages_output(case: Case, kernel: str) -> bool:
+def stages_output(case: Call, kernel: str) -> bool:
     """Whether a kernel stores tiles of its result through slots: the forward for a cache only, those of a KL never."""
-    return not kernel.startswith("kl") and (kernel != "forward" or case.options.cache_bytes > 0)
+    return not kernel.startswith("kl") and (kernel != "forward" or case.cache_bytes > 0)
