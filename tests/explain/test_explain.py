@@ -90,8 +90,8 @@ def test_with_an_axis_that_is_not_bound() -> None:
 def test_of_a_loss() -> None:
     """Options of a loss are validated as in the loss, and the plan is that of the call the loss makes."""
     smoothed = explain(*CALL, label_smoothing=0.1).call
-    assert smoothed.options.mean_logit
-    assert not smoothed.options.entropy
+    assert smoothed.mean_logit
+    assert not smoothed.entropy
     assert explain(*CALL, reduction="mean").call.partial_rows  # labels of -100 may not count
     assert explain(*CALL, ignore_index=7).call.partial_rows
     assert not explain(*CALL, reduction="mean", ignore_index=None).call.partial_rows

@@ -24,7 +24,7 @@ WITH_CANDIDATES = dataclasses.replace(
     name="many batches, candidates, padding",
     num_columns=4900,
     options=_types.Call(stats=True, num_candidates=64),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("test", [*CALLS, LARGER, WITH_CANDIDATES], ids=str)
