@@ -319,7 +319,7 @@ def is_array(x: Any) -> bool:
 class Surroundings(NamedTuple):
     """What changes a plan's bytes but no kernel: padding, and the collectives around one device's part."""
 
-    true_columns: int | None = None  # how many of the case's columns are not padding, if known
+    true_columns: int | None = None  # how many of the columns are not padding, if known
     gathers_hidden: bool = False  # the vocabulary's axis splits the sequence too
     shards: int = 1  # of the vocabulary
 

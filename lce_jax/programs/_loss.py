@@ -468,7 +468,7 @@ OF_A_FORWARD = (Kind.WHOLE, Kind.RESULTS)  # the sum, and the results
 
 
 def _spread_over(call: Call, loss: TokenLoss, inputs: Inputs, run: Callable[..., Any], results: tuple[Any, ...]) -> Any:
-    """``run(spec, loss, inputs)`` on every device that holds the inputs."""
+    """``run(call, loss, inputs)`` on every device that holds the inputs."""
     left = _runner.is_left_to_xla(call, inputs)
     loss, inputs = loss.with_arguments(inputs) if left else (loss, inputs)
 
