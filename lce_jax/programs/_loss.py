@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -34,20 +34,12 @@ GIVE_IT_AS_AN_ARGUMENT = "give it as a per-token argument, jnp.broadcast_to(x, (
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call."""
+    """The arrays of a call, or the gradients of those that are differentiable, with None in place of the others."""
 
     primals: Primals
-    rows: Rows
+    rows: Any  # `Rows`
     per_token: tuple[Any, ...]  # [*b, ...], flat
     constants: tuple[Any, ...]  # the traced arrays that the loss closes over
-
-
-class Gradients(NamedTuple):
-    """Those of the differentiable inputs, None in place of the others."""
-
-    primals: Primals
-    per_token: tuple[Any, ...]
-    constants: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,19 +115,8 @@ def outliving(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
     return dataclasses.replace(loss, identity=(str(made), *_constants_of(made))), inputs
 
 
-class LossArguments(NamedTuple):
-    """How the loss takes its own arguments."""
-
-    tree: Any
-    impls: tuple[Any, ...]  # of the typed random keys among its leaves; None for the others
-
-    def of(self, flat: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments that hold the leaves ``flat``."""
-        return jax.tree.unflatten(self.tree, [_typed(*pair) for pair in zip(flat, self.impls, strict=True)])
-
-
-def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[tuple[Any, ...], LossArguments]:
-    """The arrays in the loss's own arguments, checked and `untyped`, and what they make up."""
+def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[tuple[Any, ...], Callable[..., tuple[Any, ...]]]:
+    """The arrays in the loss's own arguments, checked and `untyped`, and what makes arguments of such arrays."""
     flat, tree = jax.tree.flatten(per_token)
     shape = tuple(labels.shape)
     for place, x in enumerate(flat):
@@ -143,7 +124,8 @@ def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[tuple[Any, 
         _checks.array(name, x)
         if tuple(x.shape[: len(shape)]) != shape:
             raise ValueError(f"{name} {tuple(x.shape)} must begin with the shape of labels {shape}")
-    return tuple(untyped(jnp.asarray(x)) for x in flat), LossArguments(tree, tuple(map(_impl, flat)))
+    impls = tuple(map(_impl, flat))
+    return tuple(untyped(jnp.asarray(x)) for x in flat), lambda own: tree.unflatten(map(_typed, own, impls))
 
 
 def untyped(x: Any) -> Any:
@@ -160,7 +142,7 @@ def _impl(x: Any) -> Any:
 
 
 def trace(
-    loss_fn: Callable[..., Any], own: LossArguments, call: Call, inputs: Inputs, axes: frozenset[Any]
+    loss_fn: Callable[..., Any], own: Callable[..., tuple[Any, ...]], call: Call, inputs: Inputs, axes: frozenset[Any]
 ) -> tuple[TokenLoss, tuple[Any, ...]]:
     """The loss of one token, and the traced arrays that it closes over; everything per token varies over ``axes``."""
     if not callable(loss_fn):
@@ -169,7 +151,7 @@ def trace(
 
     def retrace(scalar: Any, *flat: Any) -> ClosedJaxpr:
         results = scalar, scalar if entropy else None, scalar
-        return jax.make_jaxpr(lambda results, *flat: loss_fn(*results, *own.of(flat)))(results, *flat)
+        return jax.make_jaxpr(lambda results, *flat: loss_fn(*results, *own(flat)))(results, *flat)
 
     examples = _examples(call.stat_dtype, inputs)
     if axes:
@@ -235,7 +217,7 @@ def sum_of_losses(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, L
 
 def forward_and_gradients(
     call: Call, loss: TokenLoss, inputs: Inputs, budget: Budget
-) -> tuple[Array, LogprobOutput, Gradients]:
+) -> tuple[Array, LogprobOutput, Inputs]:
     """The same, and the gradients for a cotangent of 1, `scaled` of which the caller sums and rounds."""
     whole = _Chunks.of(call, loss, budget, inputs).run()
     shape = inputs.rows.labels.shape
@@ -250,7 +232,7 @@ def forward_and_gradients(
     if call.gather_dim is not None:
         dhidden = _shard.scattered(call, dhidden, hidden).astype(hidden.dtype)
     primals = Primals(dhidden.reshape(hidden.shape), dweight, dbias)
-    return _total(call, jnp.sum(losses)), outputs, Gradients(primals, per_token, constants)
+    return _total(call, jnp.sum(losses)), outputs, Inputs(primals, None, per_token, constants)
 
 
 def _total(call: Call, x: Array) -> Array:
@@ -489,7 +471,7 @@ class _Kind:
 
 
 def _fwd(call: Call, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
-    kinds: Any = Gradients(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    kinds: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
     run = functools.partial(forward_and_gradients, budget=budget)
     results = (*OF_A_FORWARD, kinds)
     of_inputs = _jax.not_differentiable(lambda inputs: _spread_over(call, loss, inputs, run, results))
@@ -497,7 +479,7 @@ def _fwd(call: Call, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[A
     if len(gradients.constants) == len(loss.known):  # as XLA takes them, of arrays that are known too
         pairs = zip(gradients.constants, loss.known, strict=True)
         gradients = gradients._replace(constants=tuple(dx for dx, known in pairs if known is None))
-    given = Gradients(inputs.primals, inputs.per_token, inputs.constants)
+    given = inputs._replace(rows=None)
     gradients = gradients if call.mesh is None else _runner.split_as(gradients, given)
     kinds = jax.tree.map(lambda x: _Kind(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
     return (total, outputs), (gradients, kinds)
@@ -520,7 +502,7 @@ def _bwd(call: Call, loss: TokenLoss, budget: Budget, residuals: Any, cotangent:
     primals = Primals(*map(functools.partial(scaled, shared), gradients.primals, kinds.primals))
     per_token = tuple(map(functools.partial(scaled, own), gradients.per_token, kinds.per_token))
     constants = tuple(map(functools.partial(scaled, own), gradients.constants, kinds.constants))
-    return (Inputs(primals, None, per_token, constants),)  # type: ignore[arg-type]
+    return (Inputs(primals, None, per_token, constants),)
 
 
 _run.defvjp(_fwd, _bwd)
