@@ -203,6 +203,7 @@ class Call:
     stats: bool = False
     weight_layout: str = "vh"
     cache_bytes: int = 0
+    chunk_bytes: int | None = None  # of a chunk's exponentials in `linear_loss`; None: the default of the device
     precision: Any = None
     mean_logit: bool = False  # label smoothing needs it
     has_bias: bool = False

@@ -336,13 +336,13 @@ def _of_one_head(
     found = placed(hidden, weight, [labels, *([] if where is None else [where])], described, checked, place)
     call = _call.choose(described, checked, found.columns, found.layout)
     if gradients_in_forward:
-        budget = _token_chunks.budget(chunk_bytes, options)
-        return _token_chunks.plan(call, budget, found.around)
+        most = _token_chunks.chunk_bytes(chunk_bytes, options)
+        return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most), found.around)
     if chunk_bytes is not None:
         raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
     chunk = None if loss is None else chunk_in_place(loss.reduction, loss.smoothing, described, checked, found)
     if chunk is not None:
-        return _token_chunks.plan(call, _token_chunks.Budget(chunk), found.around)
+        return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=chunk), found.around)
     if found.by_xla:
         return _partitioned_by_xla(call, found.around)
     return _dispatch.explain(call, found.around)

@@ -15,9 +15,8 @@ from lce_jax._call import Place
 from lce_jax._options import LogprobOptions
 from lce_jax._types import LogprobOutput, Results
 from lce_jax.mesh import _collectives
-from lce_jax.programs import _loss
+from lce_jax.programs import _loss, _token_chunks
 from lce_jax.programs._loss import Inputs, axes_of_tokens
-from lce_jax.programs._token_chunks import budget
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -119,8 +118,10 @@ def sum_of_losses(
     place: Place | None = None,
 ) -> tuple[Array, LogprobOutput]:
     """`linear_loss`, over the mesh at ``place`` if there is one."""
-    checked, most = _options.of_call(options, function="linear_loss"), budget(chunk_bytes, options)
+    checked = _options.of_call(options, function="linear_loss")
+    most = _token_chunks.chunk_bytes(chunk_bytes, options)
     call, primals, rows, agree = _call.bind(hidden, weight, labels, where, checked, place, per_token)
+    call = dataclasses.replace(call, chunk_bytes=most)
     flat, own = _loss.flat_arguments(per_token, rows.labels)
     if checked.static.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, checked.static.axis_name)
@@ -135,7 +136,7 @@ def sum_of_losses(
     loss = loss if traced_there else dataclasses.replace(loss, retrace=None)  # which keeps nothing alive
     if run is not _loss.run:
         loss, inputs = _loss.outliving(loss, inputs)
-    total, out = run(call, loss, most, inputs)
+    total, out = run(call, loss, inputs)
     if agree is not None:
         total = _collectives.nan_where_different(jnp.all(agree), total)
         out = _collectives.nan_where_different(agree, out)

@@ -24,7 +24,7 @@ from lce_jax._runner import Kind, Program, spread
 from lce_jax._types import Call, LogprobOutput, Primals, Results
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
-from lce_jax.programs._token_chunks import Budget, TokenChunk, of_chunk
+from lce_jax.programs._token_chunks import TokenChunk, chunk_rows, of_chunk
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
@@ -215,11 +215,9 @@ def sum_of_losses(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, L
     return _total(call, jnp.sum(loss(live, outputs, per_token, constants))), results.outputs
 
 
-def forward_and_gradients(
-    call: Call, loss: TokenLoss, inputs: Inputs, budget: Budget
-) -> tuple[Array, LogprobOutput, Inputs]:
+def forward_and_gradients(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput, Inputs]:
     """The same, and the gradients for a cotangent of 1, `scaled` of which the caller sums and rounds."""
-    whole = _Chunks.of(call, loss, budget, inputs).run()
+    whole = _Chunks.of(call, loss, inputs).run()
     shape = inputs.rows.labels.shape
     losses, outputs = whole.losses, jax.tree.map(lambda x: x.reshape(shape), whole.outputs)
     per_token = tuple(
@@ -277,9 +275,9 @@ class _Chunks:
     hidden_dtype: jnp.dtype
 
     @classmethod
-    def of(cls, call: Call, loss: TokenLoss, budget: Budget, inputs: Inputs) -> _Chunks:
+    def of(cls, call: Call, loss: TokenLoss, inputs: Inputs) -> _Chunks:
         primals, rows = inputs.primals, inputs.rows
-        size, tokens = budget.chunk_rows(call), rows.labels.size
+        size, tokens = chunk_rows(call), rows.labels.size
         tracked = call.axis_name is not None and _jax.tracks_varying(call.axis_name)
         given, all_axes = _jax.varying_axes(primals.hidden), _jax.varying_axes(inputs)
         names = frozenset(_jax.as_axes(call.axis_name))
@@ -412,14 +410,14 @@ def _filled(floats: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]
     return tuple(x if own is None else own for own, x in zip(floats, arrays, strict=True))
 
 
-def run(call: Call, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
+def run(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
     """The sum of the losses, differentiable in all inputs, and the results, which carry no gradient."""
     if not call.num_tokens:
         out = _shard.of_no_tokens(call, inputs.rows).outputs
         return _jax.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(call, inputs))
     marked = functools.partial(_jax.only_in_reverse.bind, function=call.function)
     primals, per_token, constants = jax.tree.map(marked, (inputs.primals, inputs.per_token, inputs.constants))
-    return _run(call, loss, budget, Inputs(primals, inputs.rows, per_token, constants))
+    return _run(call, loss, Inputs(primals, inputs.rows, per_token, constants))
 
 
 _programs: dict[int, Any] = {}  # `run` of each loss_fn that is alive, by its id
@@ -431,7 +429,7 @@ def outside_jit(loss_fn: Any) -> tuple[Any, Any]:
     found = _programs.get(id(owner))
     if found is not None:
         return found, weakref.proxy(loss_fn)
-    found = jax.jit(functools.partial(run), static_argnums=(0, 1, 2))
+    found = jax.jit(functools.partial(run), static_argnums=(0, 1))
     try:
         weakref.finalize(owner, _programs.pop, id(owner)).atexit = False
     except TypeError:  # what cannot be held weakly is compiled for each call
@@ -440,9 +438,8 @@ def outside_jit(loss_fn: Any) -> tuple[Any, Any]:
     return found, weakref.proxy(loss_fn)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(call: Call, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
-    del budget
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
     return _spread_over(call, loss, inputs, sum_of_losses, OF_A_FORWARD)
 
 
@@ -470,11 +467,10 @@ class _Kind:
     varying: frozenset[Any]
 
 
-def _fwd(call: Call, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
+def _fwd(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Any, Any]:
     kinds: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
-    run = functools.partial(forward_and_gradients, budget=budget)
     results = (*OF_A_FORWARD, kinds)
-    of_inputs = _jax.not_differentiable(lambda inputs: _spread_over(call, loss, inputs, run, results))
+    of_inputs = _jax.not_differentiable(lambda inputs: _spread_over(call, loss, inputs, forward_and_gradients, results))
     total, outputs, gradients = of_inputs(inputs)
     if len(gradients.constants) == len(loss.known):  # as XLA takes them, of arrays that are known too
         pairs = zip(gradients.constants, loss.known, strict=True)
@@ -485,8 +481,8 @@ def _fwd(call: Call, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[A
     return (total, outputs), (gradients, kinds)
 
 
-def _bwd(call: Call, loss: TokenLoss, budget: Budget, residuals: Any, cotangent: Any) -> tuple[Inputs]:
-    del loss, budget
+def _bwd(call: Call, loss: TokenLoss, residuals: Any, cotangent: Any) -> tuple[Inputs]:
+    del loss
     (gradients, kinds), (own, _) = residuals, cotangent
     own = jnp.asarray(own)  # a number, where the caller of ``jax.vjp`` gives one
     shared = own if call.axis_name is None else _collectives.total_cotangent(own, call.axis_name)

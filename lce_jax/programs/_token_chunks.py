@@ -24,38 +24,33 @@ LEAST_TOKENS = 2048  # of a chunk in place of a cache: the sum of dweight is rea
 GRAIN = 128  # rows that a chunk is a multiple of: a row block of the kernels
 
 
-class Budget(NamedTuple):
-    """How many rows a chunk may have."""
+def chunk_rows(call: Call) -> int:
+    """Rows per chunk: of all sizes that fit, the one that costs least.
 
-    chunk_bytes: int | None  # of its exponentials; None: the default of the device
+    The products take the same time in any chunks. What chunks add is that each reads and writes the sum of dweight,
+    and that those of unequal size copy their rows. So the cost is the number of chunks, a quarter more if they are
+    unequal. What fits some bytes fits more bytes too: more never cost more.
 
-    def chunk_rows(self, call: Call) -> int:
-        """Rows per chunk: of all sizes that fit, the one that costs least.
-
-        The products take the same time in any chunks. What chunks add is that each reads and writes the sum of dweight,
-        and that those of unequal size copy their rows. So the cost is the number of chunks, a quarter more if they are
-        unequal. What fits some bytes fits more bytes too: more never cost more.
-
-        One chunk has no sum, which takes more than dweight itself: dweight exists after the sum only. So all tokens are
-        one chunk where they take no more than a chunk and what the sum has beyond dweight: it is faster and holds less.
-        Not on a CPU, nor with a threshold, where chunks keep no exponentials that could take the sum's place.
-        """
-        tokens, on_cpu, spared = call.num_tokens, call.device.platform == "cpu", 0
-        row_bytes = call.columns * (call.stat_dtype if on_cpu else call.dtype).itemsize
-        given = ON_CPU if on_cpu else ELSEWHERE
-        given = given if self.chunk_bytes is None else self.chunk_bytes
-        if not on_cpu and not call.gradient_threshold:
-            spared = call.columns * call.hidden_size * (call.stat_dtype.itemsize - call.dtype.itemsize)
-        most = max(given // row_bytes // GRAIN, 1) * GRAIN
-        if tokens <= most or tokens * row_bytes <= given + spared:
-            return tokens
-        least = -(-tokens // most)
-        equal = (tokens // n for n in range(least, least + least // 4 + 1) if tokens % (n * GRAIN) == 0)
-        return next(equal, -(-tokens // (least * GRAIN)) * GRAIN)
+    One chunk has no sum, which takes more than dweight itself: dweight exists after the sum only. So all tokens are
+    one chunk where they take no more than a chunk and what the sum has beyond dweight: it is faster and holds less.
+    Not on a CPU, nor with a threshold, where chunks keep no exponentials that could take the sum's place.
+    """
+    tokens, on_cpu, spared = call.num_tokens, call.device.platform == "cpu", 0
+    row_bytes = call.columns * (call.stat_dtype if on_cpu else call.dtype).itemsize
+    given = ON_CPU if on_cpu else ELSEWHERE
+    given = given if call.chunk_bytes is None else call.chunk_bytes
+    if not on_cpu and not call.gradient_threshold:
+        spared = call.columns * call.hidden_size * (call.stat_dtype.itemsize - call.dtype.itemsize)
+    most = max(given // row_bytes // GRAIN, 1) * GRAIN
+    if tokens <= most or tokens * row_bytes <= given + spared:
+        return tokens
+    least = -(-tokens // most)
+    equal = (tokens // n for n in range(least, least + least // 4 + 1) if tokens % (n * GRAIN) == 0)
+    return next(equal, -(-tokens // (least * GRAIN)) * GRAIN)
 
 
-def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
-    """The budget of a call, checked."""
+def chunk_bytes(given: Any, options: LogprobOptions) -> int | None:
+    """`Call.chunk_bytes`, checked."""
     if "cache_bytes" in options:
         raise ValueError(
             f"cache_bytes={options['cache_bytes']!r}: linear_loss keeps nothing for a backward pass; chunk_bytes says "
@@ -71,7 +66,7 @@ def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
             "candidates: a loss_fn gets the label's log-probability alone. For a loss of several ids call "
             "linear_logprobs(..., candidates=), or linear_logits for their logits"
         )
-    return Budget(None if chunk_bytes is None else scalars.num_bytes("chunk_bytes", chunk_bytes))
+    return None if given is None else scalars.num_bytes("chunk_bytes", given)
 
 
 def instead_of_cache(call: Call, around: Surroundings) -> int | None:
@@ -97,9 +92,9 @@ def of_chunk(call: Call, size: int, partial_rows: bool) -> Call:
     return dataclasses.replace(call, num_tokens=size, partial_rows=partial_rows, cache_bytes=cache_bytes)
 
 
-def plan(call: Call, budget: Budget, around: Surroundings) -> Plan:
+def plan(call: Call, around: Surroundings) -> Plan:
     """What `explain` says of a call: the plan of one chunk, and what all chunks share."""
-    size = budget.chunk_rows(call)
+    size = chunk_rows(call)
     chunks = -(-call.num_tokens // max(size, 1))
     chunk = of_chunk(call, size, call.partial_rows or call.num_tokens % max(size, 1) != 0)
     found = _dispatch.explain(chunk, around)

@@ -13,7 +13,7 @@ import lce_jax
 from lce_jax import linear_loss
 from lce_jax._types import CPU, Call, Device
 from lce_jax.explain._pod import GPUS
-from lce_jax.programs._token_chunks import Budget
+from lce_jax.programs._token_chunks import chunk_rows
 from tests.mosaic.test_lowering import lower, overwrites_cache
 
 
@@ -71,7 +71,7 @@ def test_chunk_rows(tokens: int, columns: int, chunk_bytes: int, rows: int) -> N
         jax.ShapeDtypeStruct((columns, 64), "bfloat16"),
         jax.ShapeDtypeStruct((tokens,), "int32"),
     ).call
-    assert Budget(chunk_bytes).chunk_rows(case) == rows
+    assert chunk_rows(dataclasses.replace(case, chunk_bytes=chunk_bytes)) == rows
 
 
 @pytest.mark.usefixtures("hopper")
@@ -117,13 +117,15 @@ def test_more_bytes_never_cost_more(T: int, H: int, V: int, dtype: str, device: 
     case = case if device == "h100" else dataclasses.replace(case, device=CPU)
     kept, own, costs = 4 if device == "cpu" else case.dtype.itemsize, V * H * case.dtype.itemsize, []
     for chunk_bytes in sorted(BUDGETS):
-        rows = Budget(chunk_bytes).chunk_rows(case)
+        rows = chunk_rows(dataclasses.replace(case, chunk_bytes=chunk_bytes))
         chunks = -(-T // rows)
         costs.append(chunks if T % rows == 0 else 1.25 * chunks)
         assert rows * V * kept + (own if chunks == 1 else V * H * 4) <= max(chunk_bytes, 128 * V * kept) + V * H * 4
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == 1
-    assert Budget(None).chunk_rows(case) == Budget(1400 << 20 if device == "h100" else 256 << 20).chunk_rows(case)
+    assert chunk_rows(dataclasses.replace(case, chunk_bytes=None)) == chunk_rows(
+        dataclasses.replace(case, chunk_bytes=1400 << 20 if device == "h100" else 256 << 20)
+    )
 
 
 def of_the_outputs(hidden, weight, labels, **options):
