@@ -207,7 +207,7 @@ class Forward(NamedTuple):
 type Exchange = Callable[[Buffer, Buffer | None, Buffer], tuple[Buffer, Buffer | None]]
 
 
-class Pass(NamedTuple):
+class HostPass(NamedTuple):
     """A pass that is told to a host."""
 
     kind: CallKind
@@ -256,7 +256,7 @@ def forward(
     exchange: Exchange | None = None,
 ) -> Forward:
     """The results of all columns, or with ``exchange`` of a vocabulary that is split over shards."""
-    run, case = Pass(kind, host), kind.case
+    run, case = HostPass(kind, host), kind.case
     saved = host.empty((kind.saved_fields * kind.rows,), jnp.float32)
     temperature, floor, ids = tokens.temperature, tokens.floor, tokens.candidates
     of_labels = temperature, 0, run.of_labels, run.ids(saved), floor
@@ -323,7 +323,7 @@ def backward(
         total: a float32 sum that dweight is added to. None: dweight is in the weight's dtype.
     """
     kind = dataclasses.replace(kind, vocab_part_size=None)  # the tiles here know no parts
-    run, case, given = Pass(kind, host), kind.case, dict(seeds)
+    run, case, given = HostPass(kind, host), kind.case, dict(seeds)
     temperatures, floors = (saved if there else None for there in (kind.has_temperature, kind.has_floor))
     of_floors = floors, 1 + kind.has_temperature
     marked, _ = host.launch(prepare, case, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)

@@ -36,7 +36,7 @@ from lce_jax.mathematics import _kl, _logprobs, _statistics
 from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
 from lce_jax.mesh._collectives import differences, tags
 from lce_jax.programs import _kl as programs
-from lce_jax.programs._kl import KLArguments, Part
+from lce_jax.programs._kl import KLArguments, KLPart
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -337,25 +337,25 @@ class KLShard:
         if self._call.num_tokens == 0:
             return _kl.no_columns(0, self._call.result_dtype), None
         keeps = keep_cache and self._call.cache_bytes > 0
-        return _run(self._call, Part.statistics, (keeps,), self._arrays)
+        return _run(self._call, KLPart.statistics, (keeps,), self._arrays)
 
     def merge(self, parts: Float[Array, "N 6 T"]) -> KLStatistics:
         """The whole vocabulary's statistics."""
         shape, T = getattr(parts, "shape", None), self._call.num_tokens
         if shape is None or len(shape) != 3 or tuple(shape[1:]) != (len(KLStatistics._fields), T):
             raise ValueError(f"parts must be an array [N, 6, T = {T}], got {type(parts).__name__} of shape {shape}")
-        return _run(self._call, Part.merge, (), self._arrays, parts)
+        return _run(self._call, KLPart.merge, (), self._arrays, parts)
 
     def mixture_sums(self, merged: KLStatistics) -> MixtureSums | None:
         """Of "jsd", two numbers per token over these columns, to be added up over the shards. Else None."""
         if not self._has_sums:
             return None
-        return _run(self._call, Part.mixture_sums, (), self._arrays, merged)
+        return _run(self._call, KLPart.mixture_sums, (), self._arrays, merged)
 
     def finish(self, merged: KLStatistics, sums: MixtureSums | None = None) -> Float[Array, "T"]:
         """The divergence of each token, in nats."""
         self._check(sums)
-        return _run(self._call, Part.finish, (), self._arrays, merged, sums)
+        return _run(self._call, KLPart.finish, (), self._arrays, merged, sums)
 
     def gradients(
         self, merged: KLStatistics, sums: MixtureSums | None, cotangent: Float[Array, "T"], cache: object = None
@@ -377,7 +377,7 @@ class KLShard:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, self._call.result_dtype), own)
             found = zeros._replace(weight=jnp.zeros_like(own.weight))
         else:
-            found = _run(self._call, Part.gradients, (), self._arrays, merged, sums, cache, cotangent)
+            found = _run(self._call, KLPart.gradients, (), self._arrays, merged, sums, cache, cotangent)
         return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
 
     @property
@@ -399,10 +399,10 @@ class _Arrays(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _run(call: Call, method: Callable[..., Any], static: tuple[Any, ...], arrays: _Arrays, *more: Any) -> Any:
-    """A method of `Part`, with ``static`` as its last arguments. Not differentiable."""
+    """A method of `KLPart`, with ``static`` as its last arguments. Not differentiable."""
 
     def run(arrays: _Arrays, *more: Any) -> Any:
-        return method(Part.of(call, *arrays), *more, *static)
+        return method(KLPart.of(call, *arrays), *more, *static)
 
     return _jax.not_differentiable(run)(arrays, *more)
 

@@ -70,7 +70,7 @@ class TopK(NamedTuple):
     lse: torch.Tensor
 
 
-class Operands(NamedTuple):
+class Tensors(NamedTuple):
     """The tensors of a call, flattened; None where the function or the call has none."""
 
     hidden: torch.Tensor  # [T, H]
@@ -95,7 +95,7 @@ class Operands(NamedTuple):
 class Sums(NamedTuple):
     """What a backward may write to besides its results, where its kernels are launched directly."""
 
-    total: Any = None  # a `through_jax._sum.Sum`: dweight, which must be wanted then, is added to it and not returned
+    total: Any = None  # a `DweightSum`: dweight, which must be wanted then, is added to it and not returned
     main_grad: torch.Tensor | None = None  # float32: dweight is added to it, and what is returned is empty and sparse
     owns_cache: bool = False  # whether nothing else reads the cache
 
@@ -106,7 +106,7 @@ NO_SUMS = Sums()
 type Function = Literal["logprobs", "kl", "logits", "topk"]
 
 
-class Call(NamedTuple):
+class TorchCall(NamedTuple):
     """All else about a call of any function: numbers, flags and names, which a text holds as well (`operators`).
 
     A field that is in `OF_LOCAL` becomes an option of `lce_jax.local` under the same name.
@@ -172,7 +172,7 @@ class Call(NamedTuple):
         return (*self.differentiable, *metric, *(OF_STATS if self.stats else ()), *support)
 
     @property
-    def of_programs(self) -> Call:
+    def of_programs(self) -> TorchCall:
         """The call without what the compiled programs do not depend on, so that calls share them."""
         entropy = "none" if self.entropy == "none" else "grad"
         plain = self._replace(group="", entropy=entropy, megatron=False, reduce_grad_hidden=False)
@@ -186,7 +186,7 @@ class Call(NamedTuple):
 
 
 @functools.cache
-def names_of(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def names_of(call: TorchCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The call's ``fields`` and ``differentiable``, made once for equal calls. Not where torch.compile traces."""
     return call.fields, call.differentiable
 
@@ -199,4 +199,4 @@ OF_LOCAL = (
     "cache_bytes",
     "gradient_threshold",
     "vocab_part_size",
-)  # fields of `Call` that are options of `lce_jax.local` as they are
+)  # fields of `TorchCall` that are options of `lce_jax.local` as they are

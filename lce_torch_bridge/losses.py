@@ -116,27 +116,27 @@ def _rows_that_count(where: Any, ids: torch.Tensor) -> torch.Tensor:
     return where
 
 
-class _Bins(NamedTuple):
+class _TorchBins(NamedTuple):
     """A distribution over the candidates, and over the rest if it is a bin."""
 
     mass: torch.Tensor  # [..., k], 0 where there is no candidate
     log: torch.Tensor  # [..., k], of the mass; 0 where there is no candidate
 
 
-def _bins(logprobs: torch.Tensor, live: torch.Tensor, rest: str) -> _Bins:
+def _bins(logprobs: torch.Tensor, live: torch.Tensor, rest: str) -> _TorchBins:
     log = logprobs.where(live, 0.0)
     if rest == "renormalize":
         total = log.masked_fill(~live, -torch.inf).where(live.any(-1, keepdim=True), 0.0).logsumexp(-1, keepdim=True)
         log = (log - total.masked_fill(total == -torch.inf, 0.0)).where(live, 0.0)
-        return _Bins(log.exp().where(live, 0.0), log)
+        return _TorchBins(log.exp().where(live, 0.0), log)
     mass = log.exp().where(live, 0.0)
     outside = _rest(log, mass, live)
     log = log.masked_fill(outside < 1.0 - scalars.MOST_MASS, torch.nan)
     if rest == "drop":
-        return _Bins(mass, log)
+        return _TorchBins(mass, log)
     floor = 8 * torch.finfo(log.dtype).eps
     bins = outside.clamp(min=0.0), outside.clamp(min=floor).log()
-    return _Bins(torch.cat([mass, bins[0]], -1), torch.cat([log, bins[1]], -1))
+    return _TorchBins(torch.cat([mass, bins[0]], -1), torch.cat([log, bins[1]], -1))
 
 
 def _rest(log: torch.Tensor, mass: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ def _rest(log: torch.Tensor, mass: torch.Tensor, live: torch.Tensor) -> torch.Te
     return (-terms.sum(-1, keepdim=True)).where(live.any(-1, keepdim=True), 1.0)
 
 
-def _kl(p: _Bins, log_q: torch.Tensor) -> torch.Tensor:
+def _kl(p: _TorchBins, log_q: torch.Tensor) -> torch.Tensor:
     """Σ p (ln p - ln q)."""
     some = p.mass > 0.0
     return _expected(p.mass, p.log.where(some, 0.0) - log_q.where(some, 0.0)).sum(-1)

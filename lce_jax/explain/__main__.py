@@ -167,16 +167,16 @@ def report(call: ExplainedCall, spare: int, compiles: bool = False) -> Iterator[
     yield from _heading(call, plain)
     yield ""
     full, cache = plain.full_cache_bytes, _cache_bytes(call, plain.full_cache_bytes, spare)
-    ways = [Way("linear_logprobs", {}, 1), Way(f"linear_logprobs, cache_bytes={full}", {"cache_bytes": full}, 0)]
+    ways = [Line("linear_logprobs", {}, 1), Line(f"linear_logprobs, cache_bytes={full}", {"cache_bytes": full}, 0)]
     if 0 < cache < full:
-        ways.insert(1, Way(f"linear_logprobs, cache_bytes={cache}", {"cache_bytes": cache}, 1 - cache / full))
-    ways.append(Way("linear_loss", {"gradients_in_forward": True}, 0))
+        ways.insert(1, Line(f"linear_logprobs, cache_bytes={cache}", {"cache_bytes": cache}, 1 - cache / full))
+    ways.append(Line("linear_loss", {"gradients_in_forward": True}, 0))
     yield from _table(call, ways, plain.logits_bytes, compiles)
     yield ""
     yield from _advice(plain, in_forward, cache, spare)
 
 
-class Way(NamedTuple):
+class Line(NamedTuple):
     """A line of the table: a way to compute the head."""
 
     label: str
@@ -184,7 +184,7 @@ class Way(NamedTuple):
     recomputed: float  # matrix products
 
 
-def _table(call: ExplainedCall, ways: list[Way], logits_bytes: int, compiles: bool) -> Iterator[str]:
+def _table(call: ExplainedCall, ways: list[Line], logits_bytes: int, compiles: bool) -> Iterator[str]:
     one_copy = [format_bytes(logits_bytes)] * 2
     rows = [
         ["per device", *BOTH, *[f"compiled: {name}" for name in BOTH] * compiles, "matrix products"],

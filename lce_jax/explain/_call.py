@@ -284,7 +284,7 @@ def explain(
         plan = of_logits(hidden, weight, labels, ids, where, place, options)
         name, own = "linear_logits", {"ids": ids}
     else:
-        loss = _Loss(reduction, ignore_index, smoothing) if is_loss else None
+        loss = _PlannedLoss(reduction, ignore_index, smoothing) if is_loss else None
         chunks = (gradients_in_forward, chunk_bytes)
         plan = _of_one_head(hidden, weight, labels, where, place, options, k, loss, *chunks)
         name, own = "linear_logprobs", {"labels": labels}
@@ -302,7 +302,7 @@ def explain(
     return dataclasses.replace(plan, compiled=measured(plan, name, hidden, weight, own, place))
 
 
-class _Loss(NamedTuple):
+class _PlannedLoss(NamedTuple):
     """What of a loss decides its plan."""
 
     reduction: Reduction | None
@@ -318,7 +318,7 @@ def _of_one_head(
     place: Place,
     options: KLOptions,
     k: int | None,
-    loss: _Loss | None,
+    loss: _PlannedLoss | None,
     gradients_in_forward: bool,
     chunk_bytes: int | None,
 ) -> Plan:

@@ -40,7 +40,7 @@ SHARDED: dict[str, Any] = {f"sharded_{name}": getattr(_sharded, f"sharded_{name}
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
 
 
-class TopKOptions(TypedDict, total=False):
+class OptionsOfTopK(TypedDict, total=False):
     """What any call may set; the other options of `lce_jax.linear_logprobs` belong to the head."""
 
     where: Bool[Array, "*b"] | None
@@ -49,7 +49,7 @@ class TopKOptions(TypedDict, total=False):
     implementation: str | tuple[str, ...] | None
 
 
-class SharedOptions(TopKOptions, total=False):
+class SharedOptions(OptionsOfTopK, total=False):
     """What a differentiable call may set."""
 
     cache_bytes: int
@@ -58,7 +58,7 @@ class SharedOptions(TopKOptions, total=False):
     logit_floor: float | Float[Array, "..."] | None
 
 
-class KLOptions(TypedDict, total=False):
+class OptionsOfKL(TypedDict, total=False):
     """What a call of ``kl`` may set; the other options of `lce_jax.linear_kl` belong to the two heads."""
 
     direction: Literal["forward", "reverse", "jsd"]
@@ -70,7 +70,7 @@ class KLOptions(TypedDict, total=False):
     axis_name: Axes
 
 
-class LogprobOptions(SharedOptions, total=False):
+class OptionsOfLogprobs(SharedOptions, total=False):
     """What a call of ``logprobs`` may set."""
 
     entropy: bool
@@ -78,7 +78,7 @@ class LogprobOptions(SharedOptions, total=False):
     candidates: Int[Array, "*b K"] | None
 
 
-class LossOptions(SharedOptions, total=False):
+class OptionsOfLoss(SharedOptions, total=False):
     """What a call of ``loss`` may set."""
 
     ignore_index: int | None
@@ -112,7 +112,7 @@ class Embedding(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class HeadSettings:
     """The options of a head. Hashable, so it is static in any module that holds it."""
 
     vocab_size: int
@@ -188,17 +188,17 @@ class Head:
         return weight if self.dtype is None else weight.astype(self.dtype)
 
 
-class Calls:
+class HeadCalls:
     """The calls of a head that store no logits, the same in both Flax APIs."""
 
-    options: Head
+    options: HeadSettings
 
     def parts(self) -> tuple[Float[Array, "V H"], Float[Array, "V"] | None]:
         """The head's weight and bias."""
         raise NotImplementedError
 
     def logprobs(
-        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[LogprobOptions]
+        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[OptionsOfLogprobs]
     ) -> LogprobOutput:
         """Per-token log-probability and entropy, without storing the logits.
 
@@ -212,7 +212,7 @@ class Calls:
         found: LogprobOutput = self.options.call("linear_logprobs", hidden, self.parts(), labels, **options)
         return found
 
-    def topk(self, hidden: Float[Array, "*b H"], k: int, **options: Unpack[TopKOptions]) -> TopK:
+    def topk(self, hidden: Float[Array, "*b H"], k: int, **options: Unpack[OptionsOfTopK]) -> TopK:
         """The k most likely tokens and their log-probabilities, without storing the logits; not differentiable.
 
         Args:
@@ -227,9 +227,9 @@ class Calls:
     def kl(
         self,
         hidden: Float[Array, "*b H"],
-        teacher: Calls,
+        teacher: HeadCalls,
         teacher_hidden: Float[Array, "*b G"],
-        **options: Unpack[KLOptions],
+        **options: Unpack[OptionsOfKL],
     ) -> Float[Array, "*b"]:
         """Exact KL divergence from a teacher's head per token, without storing the logits of either.
 
@@ -258,7 +258,7 @@ class Calls:
         return found
 
     def loss(
-        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[LossOptions]
+        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[OptionsOfLoss]
     ) -> Float[Array, "..."]:
         """Cross entropy, without storing the logits.
 

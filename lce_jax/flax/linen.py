@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from lce_jax.mesh._layout import Axes
 
 
-class TiedOptions(_head.TiedOptions, total=False):
+class LinenTiedOptions(_head.TiedOptions, total=False):
     """The same, and what any module of Linen may set."""
 
     name: str | None
 
 
-class LMHead(_head.Calls, nn.Module):
+class LMHead(_head.HeadCalls, nn.Module):
     """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
 
     Holds a parameter ``weight [rows, H]``, or (`tied`) uses an embedding's, and with ``use_bias`` a ``bias [rows]``.
@@ -77,7 +77,7 @@ class LMHead(_head.Calls, nn.Module):
     sequence_axis: Axes = None
 
     @classmethod
-    def tied(cls, embed: nn.Embed, *, vocab_size: int | None = None, **options: Unpack[TiedOptions]) -> Self:
+    def tied(cls, embed: nn.Embed, *, vocab_size: int | None = None, **options: Unpack[LinenTiedOptions]) -> Self:
         """A head whose weight is an embedding's.
 
         Args:
@@ -117,7 +117,7 @@ class LMHead(_head.Calls, nn.Module):
         if self.use_bias:
             bias_init = _partitioned(nn.initializers.zeros_init(), self.vocab_axis, self.mesh, dims=1)
             self.bias = self.param("bias", bias_init, self.weight.shape[:1], self.param_dtype)
-        self.options = _head.Head(
+        self.options = _head.HeadSettings(
             vocab_size=self.vocab_size,
             logit_scale=self.logit_scale,
             logit_softcap=self.logit_softcap,
@@ -145,7 +145,7 @@ class LMHead(_head.Calls, nn.Module):
         return self.weight, self.bias
 
     # Linen makes a module's methods of what stands in its class.
-    logprobs, topk, kl, loss = _head.Calls.logprobs, _head.Calls.topk, _head.Calls.kl, _head.Calls.loss
+    logprobs, topk, kl, loss = _head.HeadCalls.logprobs, _head.HeadCalls.topk, _head.HeadCalls.kl, _head.HeadCalls.loss
 
 
 def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any, dims: int = 2) -> Any:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lce_jax.mesh._layout import Axes
 
 
-class LMHead(_head.Calls, nnx.Module):
+class LMHead(_head.HeadCalls, nnx.Module):
     """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
 
     Holds a parameter ``weight [rows, H]``, its own or (`tied`) an embedding's, and with ``use_bias`` a ``bias [rows]``.
@@ -109,7 +109,7 @@ class LMHead(_head.Calls, nnx.Module):
             bias = jnp.zeros(self.weight.shape[:1], param_dtype)
             annotated = bias if vocab_axis is None else nnx.with_partitioning(lambda: bias, (vocab_axis,), mesh)()
             self.bias = nnx.Param(annotated)
-        self.options = _head.Head(
+        self.options = _head.HeadSettings(
             vocab_size=vocab_size,
             logit_scale=logit_scale,
             logit_softcap=logit_softcap,

@@ -221,7 +221,7 @@ def dlogits(own: Ratios, rows: KLCoefficients, reverse: bool) -> Float[Array, "T
 MOST_DISTANCE = 80.0  # of two log-probabilities whose exponential is taken: e^80 lies within float32
 
 
-class Reference(NamedTuple):
+class MixtureReference(NamedTuple):
     """What eq. 9's logarithms are relative to: those at another d, d₀."""
 
     ratio: Array | float  # e^{d₀}
@@ -229,14 +229,14 @@ class Reference(NamedTuple):
     most: Array | float  # the d whose exponential is taken, so that the x below is at most e^MOST_DISTANCE
 
     @classmethod
-    def at(cls, d: Array, weights: Pair[Array]) -> tuple[Reference, Array]:
+    def at(cls, d: Array, weights: Pair[Array]) -> tuple[MixtureReference, Array]:
         """That at ``d``, and its own logarithm: the d₀ and t₀ of eq. 9."""
         ratio, log = jnp.exp(d), log_ratio(d, weights)
         most = MOST_DISTANCE - jnp.maximum(log, 0.0)
         return cls(ratio, weights.student + weights.teacher * ratio, most), log
 
 
-EQUAL = Reference(1.0, 1.0, MOST_DISTANCE)  # d₀ = 0, where the logarithm is 0
+EQUAL = MixtureReference(1.0, 1.0, MOST_DISTANCE)  # d₀ = 0, where the logarithm is 0
 
 
 def log_ratios(d: Array, weights: Pair[Array]) -> tuple[Array, Array]:
@@ -249,7 +249,7 @@ def log_ratio(d: Array, weights: Pair[Array]) -> Array:
     return relative_log_ratio(d, d, weights, EQUAL)
 
 
-def relative_log_ratio(d: Array, distance: Array, weights: Pair[Array], reference: Reference) -> Array:
+def relative_log_ratio(d: Array, distance: Array, weights: Pair[Array], reference: MixtureReference) -> Array:
     """The t - t₀ of eq. 9, -ln((1 - β + β e^d) / (1 - β + β e^{d₀})), from d and d - d₀.
 
     Near t₀ it is the logarithm of 1 + x, x = β (e^d - e^{d₀}) / (1 - β + β e^{d₀}), whose difference is exact because
@@ -336,7 +336,7 @@ class Mixture(NamedTuple):
     references: tuple[Array, Array, Array]  # `KLStatistics.references`
     log_sums: Float[Array, "T"]  # ln s_p - ln s_q
     weights: Pair[Float[Array, "T"]]  # 1 - β and β
-    at_p: Reference  # at the largest x of p, where u_p = v = 0
+    at_p: MixtureReference  # at the largest x of p, where u_p = v = 0
     log_at_p: Float[Array, "T"]  # the t₀ there
 
 
@@ -347,7 +347,7 @@ def mixture(
     stats = counted(stats, live)
     log_sums = jnp.log(stats.sum_p / stats.sum_q)
     at_p = jnp.minimum((stats.at_p - stats.max_q) * scale_q, 0.0) + log_sums
-    return Mixture(stats.references, log_sums, weights, *Reference.at(at_p, weights))
+    return Mixture(stats.references, log_sums, weights, *MixtureReference.at(at_p, weights))
 
 
 class MixtureSums(NamedTuple):

@@ -25,7 +25,7 @@ from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
 from lce_jax.xla import _kl as _kl_tiles
 from lce_jax.xla._kl import KLPlan
-from lce_jax.xla._walk import Head, Shard, Tokens
+from lce_jax.xla._walk import Head, HeadTokens, Shard
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -218,7 +218,7 @@ def device_forward(
 ) -> tuple[Array, Kept]:
     """One device's result, the whole vocabulary's statistics and sums of each row, and the device's cache."""
     shape, axis_name = rows.student.labels.shape, call.axis_name
-    part, agree = Part.of(call, primals, _call.flattened(rows, len(shape))), None
+    part, agree = KLPart.of(call, primals, _call.flattened(rows, len(shape))), None
     stats, cache = part.statistics(keep_cache)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
@@ -255,11 +255,11 @@ def device_backward(call: Call, primals: Pair[Primals], rows: Pair[Rows], kept: 
     rows, found, cotangent = _call.flattened((rows, found, cotangent), rows.student.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
-    gradients = Part.of(call, primals, rows).gradients(*found, cache, cotangent)
+    gradients = KLPart.of(call, primals, rows).gradients(*found, cache, cotangent)
     return _shard.reduced(call, gradients, primals.student)
 
 
-class Part(NamedTuple):
+class KLPart(NamedTuple):
     """One device's part of a call: its columns, and all tokens, flat. Nothing in here is a collective."""
 
     call: Call
@@ -270,7 +270,7 @@ class Part(NamedTuple):
     order: _call.Compaction | None  # of these; None: all count
 
     @classmethod
-    def of(cls, call: Call, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> Part:
+    def of(cls, call: Call, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> KLPart:
         """From the arrays of this device; ``first_column`` is its global id, None that of its place in the mesh."""
         scales = Pair(*(_call.scales(own, call.result_dtype, signs_hidden=False) for own in rows))
         if first_column is None:
@@ -367,7 +367,7 @@ def _shard_of(
 ) -> tuple[KLPlan, Shard, _call.Compaction | None]:
     """The arrays of this device, with the rows that count first."""
     operands = Pair(*map(_shard.flat_operands, call.heads, primals))
-    tokens = Pair(*(Tokens(x.hidden, own.logits, own.raw) for x, own in zip(operands, scales, strict=True)))
+    tokens = Pair(*(HeadTokens(x.hidden, own.logits, own.raw) for x, own in zip(operands, scales, strict=True)))
     order = None if rows.student.where is None else _call.compaction(rows.student.where)
     num_rows = None if order is None else order.num_rows
     tokens = tokens if order is None else _call.compact(order, tokens)

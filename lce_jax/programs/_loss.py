@@ -125,7 +125,7 @@ def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[tuple[Any, 
         if tuple(x.shape[: len(shape)]) != shape:
             raise ValueError(f"{name} {tuple(x.shape)} must begin with the shape of labels {shape}")
     impls = tuple(map(_impl, flat))
-    return tuple(untyped(jnp.asarray(x)) for x in flat), lambda own: tree.unflatten(map(_typed, own, impls))
+    return tuple(untyped(jnp.asarray(x)) for x in flat), lambda own: jax.tree.unflatten(tree, map(_typed, own, impls))
 
 
 def untyped(x: Any) -> Any:

@@ -32,7 +32,7 @@ from lce_jax.mathematics._kl import (
     Ratios,
 )
 from lce_jax.xla import _walk
-from lce_jax.xla._walk import Cache, PerTile, Shard, Tile, Tokens, Walk
+from lce_jax.xla._walk import HeadTokens, PerTile, Shard, TileCache, Walk, XTile
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
@@ -131,14 +131,14 @@ def explained(kl: KLPlan, around: Surroundings) -> Plan:
     )
 
 
-def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Cache | None]:
+def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, TileCache | None]:
     """Eqs. 1 and 6 of the whole shard, [T] each, and what ``cache_bytes`` hold of the first tiles."""
     walk, cache = plan.walk, None
     if keep_cache and plan.cases.student.cache_bytes:
         walk = dataclasses.replace(walk, kept_columns=plan.kept_columns)
         cache = _walk.empty_cache(walk, shard, plan.per_tile)
 
-    def add(running: _kl.RunningKL, tile: Tile, cache: Cache | None) -> tuple[_kl.RunningKL, Cache | None]:
+    def add(running: _kl.RunningKL, tile: XTile, cache: TileCache | None) -> tuple[_kl.RunningKL, TileCache | None]:
         x, scales = _x(plan, tile).ordered(plan.student_first), _scales(plan, tile.tokens)
         found = _kl.tile_statistics(x, scales, tile.live)
         if cache is not None and tile.index is not None:
@@ -162,7 +162,7 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
         zeros = jnp.zeros((num_tokens,), plan.dtype)
         return (MixtureSums(zeros, zeros),) * 2  # sums, and what rounding has left out of them
 
-    def add(running: tuple[MixtureSums, MixtureSums], tile: Tile) -> tuple[MixtureSums, MixtureSums]:
+    def add(running: tuple[MixtureSums, MixtureSums], tile: XTile) -> tuple[MixtureSums, MixtureSums]:
         x, scales = _x(plan, tile).ordered(plan.student_first), _scales(plan, tile.tokens)
         sums, lost = running
         return _statistics.compensated(sums, _kl.tile_sums(x, scales, tile.rows, tile.live), lost)
@@ -171,12 +171,12 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
 
 
 def gradients(
-    plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: Cache | None = None
+    plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: TileCache | None = None
 ) -> Primals:
     """The student's part of dhidden and its dbias, in its statistics' dtype, and its dweight in the weight's."""
     call, shard = plan.cases.student, shard._replace(rows=rows)
 
-    def dlogits(tile: Tile, cache: Cache | None) -> Float[Array, "t v"]:
+    def dlogits(tile: XTile, cache: TileCache | None) -> Float[Array, "t v"]:
         """Eqs. 5 and 8 or 10."""
         own, x = _ratios(plan, tile) if cache is None or tile.index is None else _ratios_kept(plan, tile, cache)
         if isinstance(tile.rows, MixtureCoefficients):
@@ -198,12 +198,12 @@ def gradients(
 type Found = tuple[Ratios, Callable[[], Array]]  # and the student's x, where a cap asks for it
 
 
-def _ratios(plan: KLPlan, tile: Tile) -> Found:
+def _ratios(plan: KLPlan, tile: XTile) -> Found:
     x, scales = _x(plan, tile), _scales(plan, tile.tokens)
     return Ratios.of(x.ordered(plan.student_first), tile.rows.references, scales), lambda: x.student
 
 
-def _ratios_kept(plan: KLPlan, tile: Tile, cache: Cache) -> Found:
+def _ratios_kept(plan: KLPlan, tile: XTile, cache: TileCache) -> Found:
     """The same without a product."""
     (columns, (max_p, max_q, at_p)), scales = cache.part(tile), _scales(plan, tile.tokens)
     kept, references = Kept(*columns), (max_p, max_q, at_p)
@@ -211,7 +211,7 @@ def _ratios_kept(plan: KLPlan, tile: Tile, cache: Cache) -> Found:
     return own, functools.partial(_kl.students_x, kept, references, scales, plan.direction)
 
 
-def _x(plan: KLPlan, tile: Tile) -> Pair[Float[Array, "t v"]]:
+def _x(plan: KLPlan, tile: XTile) -> Pair[Float[Array, "t v"]]:
     """The x of eq. 0 of both models, the same bits in every pass: at small temperatures the last one counts.
 
     Without the barriers XLA may put a factor into the product, or round the cap of one use otherwise than that of
@@ -224,7 +224,7 @@ def _x(plan: KLPlan, tile: Tile) -> Pair[Float[Array, "t v"]]:
     return Pair(*found)
 
 
-def _scales(plan: KLPlan, tokens: tuple[Tokens, ...]) -> tuple[Any, Any]:
+def _scales(plan: KLPlan, tokens: tuple[HeadTokens, ...]) -> tuple[Any, Any]:
     """The k of eq. 0, that of p first."""
     pairs = zip(plan.cases, tokens, strict=True)
     scales = Pair(*(_logprobs.row_scale(call, own.inverse_temperature) for call, own in pairs))

@@ -16,7 +16,7 @@ from lce_jax._types import ALONE, Call, Operands, Plan, Primals, RowCoefficients
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mathematics._statistics import Running
 from lce_jax.xla import _topk, _walk
-from lce_jax.xla._walk import Cache, Head, Shard, Tile, Tokens, Walk
+from lce_jax.xla._walk import Head, HeadTokens, Shard, TileCache, Walk, XTile
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -50,14 +50,14 @@ class _Rows(NamedTuple):
         return self.targets - start, None if self.candidates is None else self.candidates - start, self.floor
 
 
-def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Cache | None]:
+def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, TileCache | None]:
     """Eq. 1 of the whole shard, [T] each, and the exponentials of the first tiles, as many as ``cache_bytes`` hold."""
     (walk, shard), cache = _walk_of(operands, call), None
     if keep_cache and call.cache_bytes:
         walk = dataclasses.replace(walk, kept_columns=_walk.kept_columns(call, walk.columns, walk.tile_v))
         cache = _walk.empty_cache(walk, shard)
 
-    def add(running: Running, tile: Tile, cache: Cache | None) -> tuple[Running, Cache | None]:
+    def add(running: Running, tile: XTile, cache: TileCache | None) -> tuple[Running, TileCache | None]:
         (x, scale), (targets, *more) = _logits(call, tile), tile.rows.relative_to(tile.start)
         stats, e = _logprobs.tile_statistics(x, scale, targets, tile.live, call, *more)
         if cache is not None and tile.index is not None:
@@ -74,7 +74,7 @@ def gradients(
     operands: Operands,
     call: Call,
     rows: RowCoefficients,
-    cache: Cache | None = None,
+    cache: TileCache | None = None,
     *,
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
@@ -85,7 +85,7 @@ def gradients(
     dweight is rounded, or added to the sum ``dweight``. Where all of a cache is overwritten, dhidden may be rounded.
     """
 
-    def dlogits(tile: Tile, cache: Cache | None) -> Float[Array, "t v"]:
+    def dlogits(tile: XTile, cache: TileCache | None) -> Float[Array, "t v"]:
         rows = tile.rows.coefficients
         if cache is None or tile.index is None:
             (x, scale), (targets, *more) = _logits(call, tile), tile.rows.relative_to(tile.start)
@@ -107,7 +107,7 @@ def gradients(
     return walk.gradients(shard, functools.partial(dlogits, cache=cache), dweight)
 
 
-def _logits(call: Call, tile: Tile) -> tuple[Float[Array, "t v"], Float[Array, "t"] | float]:
+def _logits(call: Call, tile: XTile) -> tuple[Float[Array, "t v"], Float[Array, "t"] | float]:
     """The x and the k of eq. 0."""
     (raw,), (tokens,) = tile.products(), tile.tokens
     x = _logprobs.unscaled_logits(raw, call, tokens.raw_scale)
@@ -120,7 +120,7 @@ def _walk_of(operands: Operands, call: Call, coefficients: RowCoefficients | Non
     if isinstance(padded_from, int):
         columns, padded_from = padded_from, None
     shard = Shard(
-        tokens=(Tokens(x.hidden, x.inverse_temperature, x.raw_scale),),
+        tokens=(HeadTokens(x.hidden, x.inverse_temperature, x.raw_scale),),
         heads=(Head(x.weight, x.bias),),
         rows=_Rows(x.targets, x.candidates, x.floor, coefficients),
         num_rows=x.num_rows,

@@ -95,7 +95,7 @@ def over_columns[C](columns: int, tile_v: int, kept: int, body: Callable[[Any, i
     return carry
 
 
-class Tokens(NamedTuple):
+class HeadTokens(NamedTuple):
     """What some tokens have of one model."""
 
     hidden: Float[Array, "t H"]  # in the weight's dtype
@@ -113,18 +113,18 @@ class Head(NamedTuple):
 class Shard(NamedTuple):
     """The arrays of a shard, those of each model in turn. The rows that count come first."""
 
-    tokens: tuple[Tokens, ...]
+    tokens: tuple[HeadTokens, ...]
     heads: tuple[Head, ...]
     rows: Any  # the client's own arrays, [T, ...] each
     num_rows: Int[Array, ""] | None  # how many rows count; None: all
     num_columns: Int[Array, ""] | None  # columns from there on are padding; None: those of the walk are all true
 
 
-class Tile(NamedTuple):
+class XTile(NamedTuple):
     """Some tokens and some columns, and what belongs to them."""
 
     calls: tuple[Call, ...]
-    tokens: tuple[Tokens, ...]
+    tokens: tuple[HeadTokens, ...]
     rows: Any
     first: Any  # the first token
     heads: tuple[Head, ...]  # this and the next ones: as `Columns` has them
@@ -156,12 +156,12 @@ class Walk:
     tile_v: int  # columns of a tile
     kept_columns: int = 0  # those of the first tiles, of which the client keeps something
 
-    def fold[C](self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, Tile], C]) -> C:
+    def fold[C](self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, XTile], C]) -> C:
         """``add`` of all tiles of a chunk to ``empty(t)``, [t, ...] each, for all chunks: [T, ...] each."""
         return self.fold_keeping(shard, empty, lambda carry, tile, kept: (add(carry, tile), kept), None)[0]
 
     def fold_keeping[C, K](
-        self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, Tile, K], tuple[C, K]], kept: K
+        self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, XTile, K], tuple[C, K]], kept: K
     ) -> tuple[C, K]:
         """`fold`, where ``add`` also returns ``kept``, arrays of all tiles, with what it writes of one."""
         kept = _jax.vary_like(kept, shard)
@@ -171,7 +171,7 @@ class Walk:
 
             def tile(start: Any, size: int, is_kept: bool, carry: tuple[C, K]) -> tuple[C, K]:
                 columns = self._columns(shard, start, size, is_kept)
-                return add(carry[0], Tile(self.calls, tokens, rows, first, *columns), carry[1])
+                return add(carry[0], XTile(self.calls, tokens, rows, first, *columns), carry[1])
 
             carry = _jax.vary_like(empty(tokens[0].hidden.shape[0]), shard)
             return over_columns(self.columns, self.tile_v, self.kept_columns, tile, (carry, kept))
@@ -179,7 +179,7 @@ class Walk:
         return keeping_by_chunks(of_chunk, (shard.tokens, shard.rows), self.tile_t, shard.num_rows, shard, kept)
 
     def gradients(
-        self, shard: Shard, dlogits: Callable[[Tile], Float[Array, "t v"]], dweight: Float[Array, "V H"] | None = None
+        self, shard: Shard, dlogits: Callable[[XTile], Float[Array, "t v"]], dweight: Float[Array, "V H"] | None = None
     ) -> Primals:
         """Eq. 5, ``dlogits`` being the gradient in the first model's raw products: dhidden, dweight and dbias.
 
@@ -211,7 +211,7 @@ class Walk:
         return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
 
     def _of_columns(
-        self, shard: Shard, columns: Columns, dlogits: Callable[[Tile], Array], dhidden: Float[Array, "T H"], dtype: Any
+        self, shard: Shard, columns: Columns, dlogits: Callable[..., Array], dhidden: Float[Array, "T H"], dtype: Any
     ) -> Primals:
         """``dhidden`` plus the part of some columns, and the gradients of these columns.
 
@@ -219,12 +219,13 @@ class Walk:
         """
         call = self.calls[0]
         if self.tile_t == call.num_tokens:
-            part = self._of_tile(Tile(self.calls, shard.tokens, shard.rows, 0, *columns), dlogits, None, dtype)
+            part = self._of_tile(XTile(self.calls, shard.tokens, shard.rows, 0, *columns), dlogits, None, dtype)
             return part._replace(hidden=dhidden + part.hidden)
 
         def chunk(own: Chunk, carry: Primals) -> Primals:
             tokens, rows = own.take((shard.tokens, shard.rows))
-            part = self._of_tile(Tile(self.calls, tokens, rows, own.start, *columns), dlogits, own.new, call.stat_dtype)
+            tile = XTile(self.calls, tokens, rows, own.start, *columns)
+            part = self._of_tile(tile, dlogits, own.new, call.stat_dtype)
             dhidden = own.put(carry.hidden, part.hidden + own.take(carry.hidden))
             return Primals(dhidden, carry.weight + part.weight, jax.tree.map(jnp.add, carry.bias, part.bias))
 
@@ -233,7 +234,7 @@ class Walk:
         return over_chunks(call.num_tokens, self.tile_t, shard.num_rows, chunk, init)
 
     def _of_tile(
-        self, tile: Tile, dlogits: Callable[[Tile], Array], new: Bool[Array, "t"] | None, dweight_dtype: Any
+        self, tile: XTile, dlogits: Callable[[XTile], Array], new: Bool[Array, "t"] | None, dweight_dtype: Any
     ) -> Primals:
         """Eq. 5 of one tile: the gradient of its products, and the products of that."""
         call, head = self.calls[0], tile.heads[0]
@@ -284,28 +285,28 @@ def dot(left: Array, right: Array, left_dim: int, right_dim: int, call: Call, dt
     return lax.dot_general(left, right, dims, precision=call.precision, preferred_element_type=dtype)
 
 
-class Cache(NamedTuple):
+class TileCache(NamedTuple):
     """What is kept of the first tiles of a walk."""
 
     columns: tuple[Float[Array, "T columns"], ...]  # the first in `_walk.gradient_dtype`
     rows: tuple[Float[Array, "tiles T"], ...]  # what the tile's columns are relative to
 
-    def part(self, tile: Tile) -> tuple[list[Float[Array, "t v"]], list[Float[Array, "t"]]]:
+    def part(self, tile: XTile) -> tuple[list[Float[Array, "t v"]], list[Float[Array, "t"]]]:
         """Those of a tile."""
         columns = [lax.dynamic_slice(x, _place(tile.first, tile.start), tile.shape) for x in self.columns]
         shape, place = (1, tile.shape[0]), _place(tile.index, tile.first)
         return columns, [lax.dynamic_slice(x, place, shape)[0] for x in self.rows]
 
-    def with_part(self, tile: Tile, columns: Sequence[Float[Array, "t v"]], rows: Sequence[Float[Array, "t"]]) -> Cache:
+    def with_part(self, tile: XTile, columns: Sequence[Array], rows: Sequence[Array]) -> TileCache:
         """With those of a tile."""
         place, of_columns = _place(tile.index, tile.first), _place(tile.first, tile.start)
         of_rows = zip(self.rows, rows, strict=True)
-        return Cache(
+        return TileCache(
             tuple(lax.dynamic_update_slice(x, part, of_columns) for x, part in zip(self.columns, columns, strict=True)),
             tuple(lax.dynamic_update_slice(x, part[None], place) for x, part in of_rows),
         )
 
-    def with_dlogits(self, tile: Tile, d: Float[Array, "t v"]) -> Cache:
+    def with_dlogits(self, tile: XTile, d: Float[Array, "t v"]) -> TileCache:
         """With a tile's gradient in place of the first number of each of its columns."""
         first, *others = self.columns
         return self._replace(columns=(lax.dynamic_update_slice(first, d, _place(tile.first, tile.start)), *others))
@@ -366,7 +367,7 @@ def is_one_piece(call: Call, kept: int, tile_t: int, has_padding: bool, adds_dwe
     return every_column and every_row and not widens and not (on_cpu and adds_dweight)
 
 
-def empty_cache(walk: Walk, shard: Shard, each: PerTile | None = None) -> Cache | None:
+def empty_cache(walk: Walk, shard: Shard, each: PerTile | None = None) -> TileCache | None:
     """Memory for the forward to fill, if anything is kept."""
     width = walk.kept_columns
     if not width:
@@ -374,7 +375,7 @@ def empty_cache(walk: Walk, shard: Shard, each: PerTile | None = None) -> Cache 
     each, num_tokens = each or PerTile.of_one_head(walk.calls[0]), walk.calls[0].num_tokens
     tiles = -(-width // walk.tile_v)
     memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # which has no mesh in its type
-    return Cache(
+    return TileCache(
         tuple(memory((num_tokens, width), dtype) for dtype in each.columns),
         tuple(memory((tiles, num_tokens), dtype) for dtype in each.rows),
     )
@@ -383,8 +384,8 @@ def empty_cache(walk: Walk, shard: Shard, each: PerTile | None = None) -> Cache 
 def gradients_with_cache(
     walk: Walk,
     shard: Shard,
-    cache: Cache,
-    dlogits: Callable[[Tile, Cache], Float[Array, "t v"]],
+    cache: TileCache,
+    dlogits: Callable[[XTile, TileCache], Float[Array, "t v"]],
     dhidden_dtype: Any,
     dweight: Float[Array, "V H"] | None,
 ) -> Primals:

@@ -1,4 +1,4 @@
-"""A call's arguments, checked once, as plain tensors and one `Call`; and its results in the shape of labels."""
+"""A call's arguments, checked once, as plain tensors and one `TorchCall`; and its results in the shape of labels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lce_jax import scalars
-from lce_torch_bridge._types import Call, Entropy, Operands, OutOfVocab, Wgrad
+from lce_torch_bridge._types import Entropy, OutOfVocab, Tensors, TorchCall, Wgrad
 from lce_torch_bridge.call import _checks, _dtensor
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.tensors import _tensor_parallel
@@ -35,7 +35,7 @@ class Arguments(NamedTuple):
     candidates: torch.Tensor | None  # [..., K]
     floor: float | torch.Tensor | None  # broadcasts to labels
     where: torch.Tensor | None  # a mask or an index, without ignored labels
-    call: Call
+    call: TorchCall
 
 
 class Options(NamedTuple):
@@ -66,7 +66,7 @@ class Options(NamedTuple):
 IN_NO_CALL = {
     name: Options._field_defaults[name]
     for name in ("bias", "tp_group", "temperature", "candidates", "where", "ignore_index", "wgrad", "logit_floor")
-}  # options that a `Call` does not hold
+}  # options that a `TorchCall` does not hold
 
 
 def check_names(function: Callable[..., Any], given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
@@ -150,7 +150,7 @@ def _described(*tensors: Any) -> tuple[Any, ...] | None:
     return described
 
 
-def _cached_call(*given: Any) -> Call:
+def _cached_call(*given: Any) -> TorchCall:
     """The options checked and normalised, each set of them once in a process: `_call` is slow beside a small call."""
     try:
         return (_call if torch.compiler.is_compiling() else _checked_once)(*given)
@@ -158,7 +158,7 @@ def _cached_call(*given: Any) -> Call:
         return _call(*given)
 
 
-def _call(group: str, shards: int, rows: int, num_candidates: int, has_floor: bool, *given: Any) -> Call:
+def _call(group: str, shards: int, rows: int, num_candidates: int, has_floor: bool, *given: Any) -> TorchCall:
     options, columns = Options(*given), shards * rows
     scalars.one_of("out_of_vocab", options.out_of_vocab, ("zero", "megatron"))
     cache_bytes = scalars.num_bytes("cache_bytes", options.cache_bytes)
@@ -169,7 +169,7 @@ def _call(group: str, shards: int, rows: int, num_candidates: int, has_floor: bo
         scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", options.mean_logit))
     softcap, size = options.logit_softcap, _checks.vocabulary(options.vocab_size, columns)
     traced = torch.compiler.is_compiling() or type(columns) is not int
-    return Call(
+    return TorchCall(
         group=group,
         vocab_size=0 if traced and options.vocab_size is None else size,
         logit_scale=scalars.number("logit_scale", options.logit_scale),
@@ -223,7 +223,7 @@ def weight_of(given: Arguments, wgrad: Wgrad) -> torch.Tensor:
     return autocast(weight, given.weight)
 
 
-def operands(given: Arguments, weight: torch.Tensor) -> tuple[Operands, torch.Tensor | None]:
+def operands(given: Arguments, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor | None]:
     """The operands, flat, of the tokens that are computed.
 
     And their places: an index, or a mask that cannot be counted; None: all are computed.
@@ -236,10 +236,10 @@ def operands(given: Arguments, weight: torch.Tensor) -> tuple[Operands, torch.Te
     if candidates is not None:
         candidates = candidates.reshape(-1, candidates.shape[-1])
     if given.where is None:
-        return Operands(hidden, weight, given.bias, labels, temperature, candidates, floor), None
+        return Tensors(hidden, weight, given.bias, labels, temperature, candidates, floor), None
     rows, of = rows_of(given.where), only_rows
     numbers = of(temperature, rows, 1.0), of(candidates, rows, -1), of(floor, rows, 0.0)
-    return Operands(of(hidden, rows, 0.0), weight, given.bias, of(labels, rows, 0), *numbers), rows
+    return Tensors(of(hidden, rows, 0.0), weight, given.bias, of(labels, rows, 0), *numbers), rows
 
 
 def _temperatures(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
@@ -342,7 +342,7 @@ class EntropyOptions(CrossEntropyOptions, total=False):
     where: torch.Tensor | None
 
 
-class LogprobOptions(EntropyOptions, total=False):
+class ExplainOptions(EntropyOptions, total=False):
     """Of `explain`."""
 
     entropy: Entropy

@@ -144,7 +144,7 @@ def _broadcasts(name: str, value: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 def entropy(value: Any) -> str:
-    """What becomes of the entropy, as `Call` spells it."""
+    """What becomes of the entropy, as `TorchCall` spells it."""
     if isinstance(value, bool):
         return "grad" if value else "none"
     if isinstance(value, str) and value == "metric":

@@ -1,7 +1,7 @@
 """torch as the host of a pass: its memory, its current stream, and Python's own loop.
 
 The host code of `lce_jax.kernels` runs once for calls of the same shapes and options. A `Tape` writes down what it asks
-for: kernels, and functions of torch between them. A `Plan` runs that for each call.
+for: kernels, and functions of torch between them. `Launches` run that for each call.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class Tape:
         return results
 
 
-class Plan:
-    """Runs a tape on the current CUDA device: kernels in groups, between which functions of torch may stand."""
+class Launches:
+    """A tape, to be run on the current CUDA device: kernels in groups, between which functions of torch may stand."""
 
     def __init__(self, tape: Tape, device: kernels.Device) -> None:
         steps = needed(tape)

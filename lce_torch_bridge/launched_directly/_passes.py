@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import torch
 
 from lce_jax import kernels
-from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands, Sums, names_of
-from lce_torch_bridge.launched_directly._host import Buffer, Plan, Tape, plan_of
+from lce_torch_bridge._types import PER_CANDIDATE, Sums, Tensors, TorchCall, names_of
+from lce_torch_bridge.launched_directly._host import Buffer, Launches, Tape, plan_of
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.tensors._device import name_of
@@ -25,7 +25,7 @@ from lce_torch_bridge.tensors._weight import empty_sparse_like
 ODD = 0x01000193  # a product with an odd number loses nothing modulo 2³²
 
 
-def refusal(x: Operands, call: Call) -> str | None:
+def refusal(x: Tensors, call: TorchCall) -> str | None:
     """Why no kernels serve such calls; None if some do."""
     reason = _device.why_not(x.hidden.device)
     if reason is not None:
@@ -39,7 +39,7 @@ def refusal(x: Operands, call: Call) -> str | None:
     return kernels.refusal(kind_of(x.hidden, x.weight, call, x.temperature is not None))
 
 
-def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperature: bool) -> kernels.CallKind:
+def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall, has_temperature: bool) -> kernels.CallKind:
     """The call as `lce_jax.kernels` knows it."""
     device = _device.device_of(hidden.device)
     assert device is not None
@@ -68,7 +68,7 @@ def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperat
     )
 
 
-def forward(x: Operands, call: Call, keep_cache: bool, way: Way) -> list[torch.Tensor] | None:
+def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[torch.Tensor] | None:
     """What `operators._execute.forward` returns; None if JAX is to run the call."""
     hidden, weight, device = x.hidden, x.weight, x.hidden.get_device()
     if device != _device.current_device():
@@ -92,12 +92,12 @@ def forward(x: Operands, call: Call, keep_cache: bool, way: Way) -> list[torch.T
     return found
 
 
-def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Plan | str:
+def _plan_of_forward(x: Tensors, call: TorchCall, keep_cache: bool) -> Launches | str:
     reason = refusal(x, call)
     if reason is not None:
         return reason
     kind = kind_of(x.hidden, x.weight, call, x.temperature is not None)
-    return Plan(forward_tape(kind, keep_cache, call.fields, call.group), kind.device)
+    return Launches(forward_tape(kind, keep_cache, call.fields, call.group), kind.device)
 
 
 def forward_tape(kind: kernels.CallKind, keep_cache: bool, fields: Sequence[str], group: str = "") -> Tape:
@@ -162,7 +162,7 @@ def gradients(
     cache: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
-    call: Call,
+    call: TorchCall,
     sums: Sums,
     way: Way,
 ) -> list[torch.Tensor] | None:
@@ -201,14 +201,14 @@ def _plan_of_gradients(
     weight: torch.Tensor,
     saved: torch.Tensor,
     cache: Sequence[torch.Tensor],
-    call: Call,
+    call: TorchCall,
     seeds: tuple[str, ...],
     wanted: tuple[bool, ...],
     adds: bool,
     owns_cache: bool,
-) -> Plan | str:
+) -> Launches | str:
     has_temperature = len(saved) > 1 + 3 + (call.entropy != "none") + call.has_floor + 2 * call.num_candidates
-    reason = refusal(Operands(hidden, weight, None, saved[0], None, None), call)
+    reason = refusal(Tensors(hidden, weight, None, saved[0], None, None), call)
     if reason is not None:
         return reason
     if call.gradient_threshold and not are_live_tiles(cache):
@@ -216,7 +216,7 @@ def _plan_of_gradients(
     kind = kind_of(hidden, weight, call, has_temperature)
     dtype = torch.float32 if call.reduce_grad_hidden else hidden.dtype
     kept = [_device.struct(x) for x in cache]
-    return Plan(gradients_tape(kind, seeds, wanted, dtype, kept, adds, owns_cache), kind.device)
+    return Launches(gradients_tape(kind, seeds, wanted, dtype, kept, adds, owns_cache), kind.device)
 
 
 def gradients_tape(
@@ -261,11 +261,11 @@ def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Te
         return None if isinstance(plan, str) else plan.run(x.get_device(), [x, factor])[0]
 
 
-def _plan_of_scale(x: torch.Tensor, dtype: torch.dtype) -> Plan | str:
+def _plan_of_scale(x: torch.Tensor, dtype: torch.dtype) -> Launches | str:
     device, reason = _device.device_of(x.device), _device.why_not(x.device)
     if device is None or reason is not None:
         return str(reason)
-    return kernels.refusal_to_scale(x.numel(), device) or Plan(scale_tape(x.shape, name_of(x.dtype), dtype), device)
+    return kernels.refusal_to_scale(x.numel(), device) or Launches(scale_tape(x.shape, name_of(x.dtype), dtype), device)
 
 
 def scale_tape(shape: torch.Size, dtype: str, to: torch.dtype) -> Tape:
@@ -278,7 +278,7 @@ def scale_tape(shape: torch.Size, dtype: str, to: torch.dtype) -> Tape:
     return tape
 
 
-def live_shape(x: Operands, call: Call, way: Way) -> tuple[int, int] | None:
+def live_shape(x: Tensors, call: TorchCall, way: Way) -> tuple[int, int] | None:
     """The shape of the live tiles, where a forward keeps these."""
     if not (call.gradient_threshold and way.direct) or refusal(x, call) is not None:
         return None

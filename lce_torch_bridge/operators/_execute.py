@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from lce_torch_bridge._types import NO_SUMS, Call, Operands, Sums
+from lce_torch_bridge._types import NO_SUMS, Sums, Tensors, TorchCall
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._way import Way, refuse_another_way, way_of
 from lce_torch_bridge.tensors import _tensor_parallel
@@ -20,8 +20,8 @@ class ThroughJax(NamedTuple):
     """A function that no kernel serves which is launched directly."""
 
     why: str  # that is so
-    forward: Callable[[Operands, Call, bool], list[Any]]
-    structs: Callable[[Operands, Call, bool], list[torch.Tensor]]
+    forward: Callable[[Tensors, TorchCall, bool], list[Any]]
+    structs: Callable[[Tensors, TorchCall, bool], list[torch.Tensor]]
     gradients: Callable[..., list[torch.Tensor]] | None  # None: no backward
 
 
@@ -32,8 +32,8 @@ THROUGH_JAX = {
 }
 
 
-def forward(x: Operands, call: Call, keep: bool, way: Way, lend_cache: bool = True) -> list[Any]:
-    """``Call.fields``, and what the backward needs besides operands: of "logprobs" ``[S, T]`` and the cache.
+def forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: bool = True) -> list[Any]:
+    """``TorchCall.fields``, and what the backward needs besides operands: of "logprobs" ``[S, T]`` and the cache.
 
     ``keep``: whether a backward may follow. Autograd keeps the cache as tensors. A caller who goes on to `gradients` at
     once takes JAX's own arrays if JAX runs the call, with ``lend_cache`` False: JAX reuses their memory as soon as they
@@ -54,7 +54,7 @@ def forward(x: Operands, call: Call, keep: bool, way: Way, lend_cache: bool = Tr
     return _logprobs.forward(x, call, keep, lend_cache) if results is None else results
 
 
-def forward_structs(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
+def forward_structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """What `forward` returns, uninitialised."""
     other = THROUGH_JAX.get(call.function)
     if other is not None:
@@ -66,11 +66,11 @@ def forward_structs(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
 
 
 def gradients(
-    x: Operands,
+    x: Tensors,
     kept: Sequence[torch.Tensor | jax.Array],
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
-    call: Call,
+    call: TorchCall,
     way: Way,
     sums: Sums = NO_SUMS,
 ) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ def gradients(
         return [y.new_zeros(y.shape) for y in those_wanted(x, wanted)]
     # The operands may have been freed since the forward.
     if not all(map(is_readable, [y for y in (*x, *cotangents.values()) if y is not None])):
-        x = Operands(*map(readable, Operands._fields, x))
+        x = Tensors(*map(readable, Tensors._fields, x))
         cotangents = {name: readable(f"the cotangent of {name}", seed) for name, seed in cotangents.items()}
     other = THROUGH_JAX.get(call.function)
     if other is not None:
@@ -103,6 +103,6 @@ def gradients(
     return _logprobs.gradients(x, kept, cotangents, wanted, call, sums)
 
 
-def those_wanted(x: Operands, wanted: Sequence[bool]) -> list[torch.Tensor]:
+def those_wanted(x: Tensors, wanted: Sequence[bool]) -> list[torch.Tensor]:
     """The operands whose gradients are wanted."""
     return [y for y, want in zip(x[:3], wanted, strict=True) if want and y is not None]

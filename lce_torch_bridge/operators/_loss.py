@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lce_torch_bridge._types import Call, Operands, Sums, names_of
+from lce_torch_bridge._types import Sums, Tensors, TorchCall, names_of
 from lce_torch_bridge.launched_directly._passes import scale
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.operators._operators import graph_is_kept, refuse_second_derivative
 from lce_torch_bridge.tensors import _weight
-from lce_torch_bridge.through_jax._programs import Sum
+from lce_torch_bridge.through_jax._programs import DweightSum
 
 ALL = 1 << 62  # cache_bytes that no chunk exceeds
 HIGHEST = 15  # dlogits lie below 2^15, and float16 ends at 2^16
@@ -40,7 +40,7 @@ class LossPlan(NamedTuple):
     """What is static about a call."""
 
     loss_fn: Callable[..., torch.Tensor]
-    call: Call
+    call: TorchCall
     rows: int  # of a chunk
     way: Way
     main_grad: torch.Tensor | None = None  # gets the weight's gradient; None: autograd gets it
@@ -52,7 +52,7 @@ class LossPlan(NamedTuple):
         return None if self.cotangent is None else self.main_grad
 
 
-def results(plan: LossPlan, x: Operands, keep: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def results(plan: LossPlan, x: Tensors, keep: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """The fields of `LogprobOutput` by name, and what `_execute.gradients` needs: saved numbers and the cache."""
     found = _execute.forward(x, plan.call, keep, plan.way, lend_cache=False)
     fields, _ = names_of(plan.call)
@@ -74,7 +74,7 @@ def losses_of(plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[t
 
 
 def without_gradients(
-    plan: LossPlan, x: Operands, per_token: list[torch.Tensor]
+    plan: LossPlan, x: Tensors, per_token: list[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The sum, which autograd differentiates in what the loss uses besides results, and the fields."""
     with torch.no_grad():
@@ -159,7 +159,7 @@ class LossAndGradients(torch.autograd.Function):
     def forward(ctx: Any, plan: LossPlan, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """The sum, the results, and the gradients for the cotangent that is known, or 1."""
         (hidden, weight, bias, labels, temperature, floor), per_token = inputs[:6], inputs[6:]
-        x = Operands(hidden, weight, bias, labels, temperature, None, floor)
+        x = Tensors(hidden, weight, bias, labels, temperature, None, floor)
         losses, fields, grads, unit = _walk(plan, _in_float32(x), per_token, ctx.needs_input_grad[1:])
         ctx.cotangent, ctx.way = plan.cotangent, plan.way
         ctx.main_grad = plan.main_grad  # not through save_for_backward: other micro-batches may change it before
@@ -225,7 +225,7 @@ def _relative(known: float, cotangent: torch.Tensor, added: bool) -> torch.Tenso
     )
 
 
-def _in_float32(x: Operands) -> Operands:
+def _in_float32(x: Tensors) -> Tensors:
     """The operands whose gradients must not be rounded before the cotangent is known, in float32.
 
     float16 has few small numbers, from which loss scaling, a part of the cotangent, keeps away. And dbias is a sum over
@@ -237,7 +237,7 @@ def _in_float32(x: Operands) -> Operands:
 
 
 def _walk(
-    plan: LossPlan, x: Operands, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
+    plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
     """The losses ``[T]``, the fields ``[T]``, and the gradients in hidden, weight, bias and the per-token arguments.
 
@@ -280,7 +280,7 @@ def _saying_what_was_added(sums: ChunkSums, tokens: int) -> Iterator[None]:
         raise
 
 
-def unit_of(cotangents: dict[str, torch.Tensor], x: Operands, call: Call) -> torch.Tensor:
+def unit_of(cotangents: dict[str, torch.Tensor], x: Tensors, call: TorchCall) -> torch.Tensor:
     """The power of two, ``[1]``, by which the cotangents are multiplied. Bounds of dlogits make it, not dlogits.
 
     Each dlogit is at most ``|logit_scale| / temperature`` times the sum of the cotangents' absolute values. That of the
@@ -301,7 +301,7 @@ class ChunkSums:
     """The gradients of all chunks: of hidden row by row, of weight and bias added up."""
 
     def __init__(
-        self, x: Operands, wanted: tuple[bool, ...], chunks: int, into: torch.Tensor | None, may_have_units: bool
+        self, x: Tensors, wanted: tuple[bool, ...], chunks: int, into: torch.Tensor | None, may_have_units: bool
     ) -> None:
         """``into`` is what dweight is added to at once. They have no units if the cotangent of the loss is known."""
         hidden, weight, bias, *_ = x
@@ -309,7 +309,7 @@ class ChunkSums:
         self._wanted = wanted
         self._hidden = torch.zeros_like(hidden) if wanted[0] else None
         # One chunk's dweight may be rounded at once, but not to float16, because the cotangent is not known.
-        self._total = Sum(weight, into) if wanted[1] and (chunks != 1 or half or into is not None) else None
+        self._total = DweightSum(weight, into) if wanted[1] and (chunks != 1 or half or into is not None) else None
         self._kept = into is None
         self._weight: torch.Tensor | None = None
         self._bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
@@ -325,10 +325,10 @@ class ChunkSums:
     def add(
         self,
         part: slice,
-        chunk: Operands,
+        chunk: Tensors,
         kept: list[Any],
         cotangents: dict[str, torch.Tensor],
-        call: Call,
+        call: TorchCall,
         way: Way,
     ) -> None:
         """The gradients of the tokens in ``part``."""

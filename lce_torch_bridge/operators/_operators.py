@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from lce_torch_bridge._types import PLAIN, Call, Operands, Sums, names_of
+from lce_torch_bridge._types import PLAIN, Sums, Tensors, TorchCall, names_of
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _tensor_parallel, _weight
@@ -26,8 +26,8 @@ from lce_torch_bridge.tensors._device import is_readable, readable
 NAME = "lce_torch_bridge"
 KEEPS = {  # places of the operands that autograd keeps for the backward
     "logprobs": (0, 1, 2),
-    "kl": tuple(map(Operands._fields.index, ("hidden", "weight", "bias", *Operands._fields[7:10]))),
-    "logits": tuple(map(Operands._fields.index, ("hidden", "weight", "bias", "candidates", "temperature"))),
+    "kl": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", *Tensors._fields[7:10]))),
+    "logits": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", "candidates", "temperature"))),
 }
 _library = torch.library.Library(NAME, "FRAGMENT")  # registrations last as long as this object
 
@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
     differentiable: int  # of the results, which come first
 
 
-def apply(x: Operands, call: Call) -> dict[str, torch.Tensor]:
+def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
     """The call's results by name, differentiable."""
     keep = is_differentiated(x.hidden, x.weight, x.bias)
     if nothing_watches() and not any_is_watched(x):
@@ -106,7 +106,7 @@ class Pass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Those of dhidden, dweight and dbias that are wanted."""
-        return *derivative(ctx, grads), *[None] * (len(Operands._fields) - 1)
+        return *derivative(ctx, grads), *[None] * (len(Tensors._fields) - 1)
 
     @staticmethod
     def vmap(*_: Any) -> Any:
@@ -140,7 +140,7 @@ class Eager(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Runs the call, and keeps what the backward needs."""
         *operands, call = inputs
-        found = _execute.forward(Operands(*operands), call, True, way_of(operands[0]))
+        found = _execute.forward(Tensors(*operands), call, True, way_of(operands[0]))
         fields, differentiable = names_of(call)
         results = tuple(found[: len(fields)])
         ctx.recipe = Recipe(call.function, text_of(call), len(fields), len(differentiable))
@@ -153,7 +153,7 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Those of dhidden, dweight and dbias that are wanted."""
-        return *derivative(ctx, grads), *[None] * (len(Operands._fields) - 2)
+        return *derivative(ctx, grads), *[None] * (len(Tensors._fields) - 2)
 
     @staticmethod
     def jvp(*_: Any) -> Any:
@@ -167,7 +167,7 @@ def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.T
     places, seeds = KEEPS[recipe.function], list(grads[: recipe.differentiable])
     if not any(seed is not None for seed in seeds):
         return [None] * 3
-    x: list[Any] = [None] * len(Operands._fields)
+    x: list[Any] = [None] * len(Tensors._fields)
     for place, operand in zip(places, saved, strict=False):
         x[place] = operand
     kept, wanted = list(saved[len(places) :]), list(ctx.needs_input_grad[:3])
@@ -220,15 +220,15 @@ def graph_is_kept() -> bool:
     return asked is None or bool(asked())
 
 
-def _text(call: Call) -> str:
+def _text(call: TorchCall) -> str:
     """A call as the operators take it."""
-    return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in zip(Call._fields, call, strict=True)]) + "}"
+    return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in zip(TorchCall._fields, call, strict=True)]) + "}"
 
 
 text_of = functools.lru_cache(maxsize=1024)(_text)  # not where torch.compile traces
 
 
-def call_of(text: str, weight: torch.Tensor) -> Call:
+def call_of(text: str, weight: torch.Tensor) -> TorchCall:
     """The call of a `text_of`."""
     call = _read(text)
     if call.vocab_size:
@@ -237,7 +237,7 @@ def call_of(text: str, weight: torch.Tensor) -> Call:
     return call._replace(vocab_size=weight.shape[0] * shards)
 
 
-_read = functools.lru_cache(maxsize=1024)(lambda text: Call(**ast.literal_eval(text)))
+_read = functools.lru_cache(maxsize=1024)(lambda text: TorchCall(**ast.literal_eval(text)))
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -276,16 +276,16 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
 
 @operator("forward", "(Tensor?[] x, bool keep, str call) -> Tensor[]")
 def forward(x: list[torch.Tensor | None], keep: bool, text: str) -> list[torch.Tensor]:
-    """``Call.fields``, and what is kept."""
+    """``TorchCall.fields``, and what is kept."""
     if not all(map(is_readable, [y for y in x if y is not None])):
-        x = list(map(readable, Operands._fields, x))
-    operands = Operands(*x)  # type: ignore[arg-type]
+        x = list(map(readable, Tensors._fields, x))
+    operands = Tensors(*x)  # type: ignore[arg-type]
     return _execute.forward(operands, call_of(text, operands.weight), keep, way_of(operands.hidden))
 
 
 @torch.library.register_fake(f"{NAME}::forward")  # type: ignore[untyped-decorator]
 def _(x: list[Any], keep: bool, text: str) -> list[torch.Tensor]:
-    return _execute.forward_structs(Operands(*x), call_of(text, x[1]), keep)
+    return _execute.forward_structs(Tensors(*x), call_of(text, x[1]), keep)
 
 
 def run_backward(
@@ -298,7 +298,7 @@ def run_backward(
     owns_cache: bool = False,
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted."""
-    operands, call = Operands(*x), call_of(text, x[1])
+    operands, call = Tensors(*x), call_of(text, x[1])
     given = {name: seed for name, seed in zip(names_of(call)[1], seeds, strict=True) if seed is not None}
     sums = Sums(main_grad=main_grad, owns_cache=owns_cache)
     return _execute.gradients(operands, kept, given, tuple(wanted), call, way_of(operands.hidden), sums)
@@ -315,7 +315,7 @@ backward = operator(
 
 @torch.library.register_fake(f"{NAME}::backward")  # type: ignore[untyped-decorator]
 def _(x: list[Any], _kept: Any, _seeds: Any, wanted: list[bool], *_: Any) -> list[torch.Tensor]:
-    return [y.new_empty(y.shape) for y in _execute.those_wanted(Operands(*x), wanted)]
+    return [y.new_empty(y.shape) for y in _execute.those_wanted(Tensors(*x), wanted)]
 
 
 torch.library.register_autograd(f"{NAME}::backward", refuse_second_derivative)

@@ -10,7 +10,7 @@ import torch
 
 import lce_jax
 from lce_jax import kernels
-from lce_torch_bridge._types import Operands
+from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.call import _arguments
 from lce_torch_bridge.launched_directly import _way
 from lce_torch_bridge.launched_directly._passes import refusal
@@ -18,7 +18,7 @@ from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
 
 if TYPE_CHECKING:
     from lce_jax import Plan
-    from lce_torch_bridge.call._arguments import LogprobOptions
+    from lce_torch_bridge.call._arguments import ExplainOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Explanation:
 
 
 def explain(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Unpack[LogprobOptions]
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Unpack[ExplainOptions]
 ) -> Explanation:
     """How `linear_logprobs` would run a call: launched directly or by JAX, and why; which implementation, what memory.
 
@@ -88,7 +88,7 @@ def explain(
     return Explanation("jax" if reason else "direct", reason, plan)
 
 
-def _options(x: Operands, call: Any) -> dict[str, Any]:
+def _options(x: Tensors, call: Any) -> dict[str, Any]:
     """This rank's part of the call as keyword options of `lce_jax.explain`, its tensors as shapes."""
     (columns, _), (_, rank) = x.weight.shape, _tensor_parallel.size_and_rank(call.group)
     return call.options | {

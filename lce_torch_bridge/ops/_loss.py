@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from lce_jax import scalars
-from lce_torch_bridge._types import Call, LogprobOutput, Operands, Wgrad, names_of
+from lce_torch_bridge._types import LogprobOutput, Tensors, TorchCall, Wgrad, names_of
 from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.launched_directly._way import way_of
@@ -151,7 +151,7 @@ def linear_loss(
     return total, LogprobOutput(**{"entropy": None, **placed})
 
 
-def _chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: Call) -> int:
+def _chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: TorchCall) -> int:
     """Rows of a chunk: as many as fit.
 
     The products take the same time in any chunks, and each chunk also reads and writes the float32 sum of dweight. So
@@ -183,7 +183,7 @@ def _refuse_recomputation(plan: LossPlan) -> None:
 
 def _flat(
     given: Arguments, per_token: tuple[torch.Tensor, ...], wgrad: Wgrad
-) -> tuple[Operands, list[torch.Tensor], torch.Tensor | None]:
+) -> tuple[Tensors, list[torch.Tensor], torch.Tensor | None]:
     """The operands and the per-token arguments of the tokens that are kept, flat, and which tokens these are."""
     labels = given.labels
     x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))

@@ -21,13 +21,13 @@ from jax import lax
 
 import lce_jax
 from lce_jax import local
-from lce_torch_bridge._types import Call, Operands
+from lce_torch_bridge._types import Tensors, TorchCall
 from lce_torch_bridge.tensors import _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax._programs import ProgramKey, counted, key_of, program, tags_of
 
 
-def logits(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
+def logits(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """``[T, K]``, float32; 0 where the id is none or out of vocabulary. To keep over a group: where it is NaN."""
     found = _run_padded(program(at_ids, key_of(call, x.weight)), x, _packed(x, call))[0][: x.hidden.shape[0]]
     if call.group == _tensor_parallel.NO_GROUP:
@@ -36,18 +36,18 @@ def logits(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
     return [found, found.isnan()] if keep else [found]
 
 
-def logits_structs(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
+def logits_structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """What `logits` returns, uninitialised."""
     dtypes = [torch.float32, *([torch.bool] if keep and call.group != _tensor_parallel.NO_GROUP else [])]
     return [x.hidden.new_empty(_ids_of(x).shape, dtype=dtype) for dtype in dtypes]
 
 
 def gradients(
-    x: Operands,
+    x: Tensors,
     kept: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
-    call: Call,
+    call: TorchCall,
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted; NaN where the ranks were given different rows."""
     (cotangent,) = cotangents.values()
@@ -62,7 +62,7 @@ def gradients(
     return grads
 
 
-def topk(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
+def topk(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """Ids ``[T, k]`` int64, log-probabilities ``[T, k]`` and lse ``[T]``. No backward follows."""
     del keep
     tokens, k, key = x.hidden.shape[0], call.num_candidates, key_of(call, x.weight)
@@ -77,7 +77,7 @@ def topk(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
     return _merged(packed, key.shard * rows, numbers.view(torch.int32) + given, call)  # tags: a temperature's bits
 
 
-def topk_structs(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
+def topk_structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """What `topk` returns, uninitialised."""
     del keep
     T, k = x.hidden.shape[0], call.num_candidates
@@ -85,7 +85,7 @@ def topk_structs(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
     return [x.hidden.new_empty((T, k), dtype=torch.int64), *floats]
 
 
-def _merged(packed: torch.Tensor, start: int, tags: torch.Tensor, call: Call) -> list[torch.Tensor]:
+def _merged(packed: torch.Tensor, start: int, tags: torch.Tensor, call: TorchCall) -> list[torch.Tensor]:
     """The k largest of all ranks, from one all-gather of 2k + 2 numbers per token."""
     k = call.num_candidates
     ids, floats = packed[:, :k], packed[:, k:].view(torch.float32)
@@ -103,12 +103,12 @@ def _merged(packed: torch.Tensor, start: int, tags: torch.Tensor, call: Call) ->
     return [torch.where(lse.isnan()[:, None], -1, found), logprobs, lse]
 
 
-def _ids_of(x: Operands) -> torch.Tensor:
+def _ids_of(x: Tensors) -> torch.Tensor:
     assert x.candidates is not None
     return x.candidates
 
 
-def _packed(x: Operands, call: Call, *further: torch.Tensor) -> torch.Tensor:
+def _packed(x: Tensors, call: TorchCall, *further: torch.Tensor) -> torch.Tensor:
     """Ids, ``further`` and the temperature, if there is one."""
     ids = _ids_of(x).long()
     inside = (ids >= 0) & (ids < call.vocab_size)  # before the next cast: 2³² + 3 is not 3
@@ -118,7 +118,7 @@ def _packed(x: Operands, call: Call, *further: torch.Tensor) -> torch.Tensor:
     return torch.cat(columns, 1)
 
 
-def _run_padded(run: Any, x: Operands, per_token: torch.Tensor) -> list[torch.Tensor]:
+def _run_padded(run: Any, x: Tensors, per_token: torch.Tensor) -> list[torch.Tensor]:
     rows = _padding.size(len(per_token))
     given = _padding.pad(x.hidden, rows), x.weight, x.bias, _padding.with_count(per_token, rows)
     (found,) = _programs.run(run, given)

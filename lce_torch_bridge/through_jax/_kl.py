@@ -23,7 +23,7 @@ import torch
 from jax import lax
 
 from lce_jax import local
-from lce_torch_bridge._types import Call, Operands
+from lce_torch_bridge._types import Tensors, TorchCall
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax import _runtime as runtime
@@ -41,7 +41,7 @@ from lce_torch_bridge.through_jax._programs import (
 NUM_OPERANDS = 6
 
 
-def forward(x: Operands, call: Call, keep: bool) -> list[Any]:
+def forward(x: Tensors, call: TorchCall, keep: bool) -> list[Any]:
     """The divergence ``[T]`` in float32, ``[T, S]`` with the temperatures first, and the leaves of the cache."""
     tokens, key, keep_cache = x.hidden.shape[0], key_of(call, x.weight, _teacher_weight(x)), keep and call.keeps_tiles
     bits = torch.cat([x.hidden.new_empty((tokens, 0), dtype=torch.float32), *_temperatures(x)], 1).view(torch.int32)
@@ -59,7 +59,7 @@ def forward(x: Operands, call: Call, keep: bool) -> list[Any]:
     return [found[0].view(torch.float32).clone(), torch.cat([bits, found[1:].T], 1), *cache]
 
 
-def structs(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
+def structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """What `forward` returns, uninitialised."""
     tokens = x.hidden.shape[0]
     cache = jax.tree.leaves(_cache_structure(x, call)) if keep and call.keeps_tiles and tokens else []
@@ -72,11 +72,11 @@ def structs(x: Operands, call: Call, keep: bool) -> list[torch.Tensor]:
 
 
 def gradients(
-    x: Operands,
+    x: Tensors,
     kept: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
-    call: Call,
+    call: TorchCall,
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted."""
     (saved, *cache), (cotangent,) = kept, cotangents.values()
@@ -92,16 +92,16 @@ def gradients(
     return grads
 
 
-def _teacher_weight(x: Operands) -> torch.Tensor:
+def _teacher_weight(x: Tensors) -> torch.Tensor:
     assert x.teacher_weight is not None
     return x.teacher_weight
 
 
-def _temperatures(x: Operands) -> list[torch.Tensor]:
+def _temperatures(x: Tensors) -> list[torch.Tensor]:
     return [y[:, None] for y in (x.temperature, x.teacher_temperature) if y is not None]
 
 
-def _inputs(x: Operands, per_token: torch.Tensor) -> tuple[Any, ...]:
+def _inputs(x: Tensors, per_token: torch.Tensor) -> tuple[Any, ...]:
     """The inputs of a program, padded to its rows."""
     assert x.teacher_hidden is not None
     rows = _padding.size(x.hidden.shape[0])
@@ -115,7 +115,7 @@ def _run_one(run: Any, given: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _cache_structure(x: Operands, call: Call) -> Any:
+def _cache_structure(x: Tensors, call: TorchCall) -> Any:
     rows, struct = _padding.size(int(x.hidden.shape[0])), jax.ShapeDtypeStruct
     given = [x.hidden, x.weight, x.bias, x.teacher_hidden, x.teacher_weight, x.teacher_bias]
     operands = [None if y is None else _device.struct(y) for y in given]

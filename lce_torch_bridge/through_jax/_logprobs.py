@@ -22,7 +22,7 @@ import torch
 from jax import lax
 
 from lce_jax import LogprobOutput, local
-from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands, Sums, names_of
+from lce_torch_bridge._types import PER_CANDIDATE, Sums, Tensors, TorchCall, names_of
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax import _runtime as runtime
@@ -40,7 +40,7 @@ from lce_torch_bridge.through_jax._programs import (
 type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, what is per token
 
 
-def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool) -> list[Any]:
+def forward(x: Tensors, call: TorchCall, keep_cache: bool, lend_cache: bool) -> list[Any]:
     """What `operators._execute.forward` returns."""
     tokens, key, (fields, _) = x.labels.shape[0], key_of(call, x.weight), names_of(call)
     # The backward takes all tokens at once, so one cache must hold all of them.
@@ -60,7 +60,7 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool) -> list
     return [*_unpacked(packed, fields, call.num_candidates, tokens), *cache]
 
 
-def _merged(sent: list[torch.Tensor], inputs: Sequence[Inputs], key: ProgramKey, call: Call) -> list[torch.Tensor]:
+def _merged(sent: list[torch.Tensor], inputs: Sequence[Inputs], key: ProgramKey, call: TorchCall) -> list[torch.Tensor]:
     """The pieces' results from the statistics of all ranks, with one collective for all pieces."""
     gathered = _tensor_parallel.gather(sent[0] if len(sent) == 1 else torch.cat(sent, 1), call.group)
     of_pieces = zip(inputs, gathered.split(sent[0].shape[1], 2), strict=True)
@@ -86,7 +86,7 @@ def _unpacked(
     return [*outputs, packed[row:].clone(memory_format=torch.contiguous_format)]
 
 
-def _tokens(x: Operands, piece: _padding.Piece, call: Call) -> torch.Tensor:
+def _tokens(x: Tensors, piece: _padding.Piece, call: TorchCall) -> torch.Tensor:
     """Labels, temperature, floor and candidates, packed."""
     labels = x.labels[piece.tokens].long()
     if labels.stride() != (1,):  # one token counts as contiguous with any stride, and only with 1 has it halves
@@ -98,7 +98,7 @@ def _tokens(x: Operands, piece: _padding.Piece, call: Call) -> torch.Tensor:
     return _padding.with_count(columns[0] if len(columns) == 1 else torch.cat(columns, 1), piece.rows)
 
 
-def structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
+def structs(x: Tensors, call: TorchCall, keep_cache: bool) -> list[torch.Tensor]:
     """What `forward` returns, uninitialised."""
     tokens = x.hidden.shape[0]
     shapes = [(tokens, call.num_candidates) if name == PER_CANDIDATE else (tokens,) for name in call.fields]
@@ -112,11 +112,11 @@ def structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
 
 
 def gradients(
-    x: Operands,
+    x: Tensors,
     kept: Sequence[torch.Tensor | jax.Array],
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
-    call: Call,
+    call: TorchCall,
     sums: Sums,
 ) -> list[torch.Tensor]:
     """What `operators._execute.gradients` returns."""
@@ -212,7 +212,7 @@ def pull_back(
     entropy = "entropy" in cotangents
     num_rows, saved, seeds = _seeds(key, per_token, hidden.shape[0], cotangents)
     first = len(saved) - sum(merged_fields(key).values())
-    tokens = Tokens(num_rows, saved[0], *_beside_labels(key, saved[1:first]))
+    tokens = ShardTokens(num_rows, saved[0], *_beside_labels(key, saved[1:first]))
     merged = local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), merged_fields(key))
     if PER_CANDIDATE not in seeds:  # they add nothing to any gradient
         tokens, merged = tokens._replace(candidates=None), merged._replace(candidates=None)
@@ -241,7 +241,7 @@ def _cache(key: ProgramKey, hidden: Any, weight: Any, bias: Any, packed: Any) ->
     return local.statistics(hidden, weight, tokens.labels, keep_cache=True, **options)[1]
 
 
-class Tokens(NamedTuple):
+class ShardTokens(NamedTuple):
     """What is per token, unpacked."""
 
     num_rows: Any  # how many rows count
@@ -252,7 +252,7 @@ class Tokens(NamedTuple):
 
 
 def _statistics(
-    key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: Tokens
+    key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: ShardTokens
 ) -> tuple[Any, list[Any]]:
     """The statistics of a shard, packed, and the cache's leaves."""
     options = _options(key, weight, bias, tokens) | {"total": key.call.mean_logit}
@@ -261,7 +261,7 @@ def _statistics(
 
 
 def _results(
-    key: ProgramKey, fields: tuple[str, ...], megatron: bool, tokens: Tokens, gathered: Any
+    key: ProgramKey, fields: tuple[str, ...], megatron: bool, tokens: ShardTokens, gathered: Any
 ) -> tuple[dict[str, Any], Any]:
     """``fields`` by name, and S."""
     num_rows, labels, temperature, floor, candidates = tokens
@@ -287,13 +287,13 @@ def _packed(found: dict[str, Any], saved: Any) -> Any:
     return as_rows(*(found[name] for name in sorted(found, key=PER_CANDIDATE.__eq__)), saved.T)
 
 
-def _given(key: ProgramKey, packed: Any, rows: int) -> Tokens:
+def _given(key: ProgramKey, packed: Any, rows: int) -> ShardTokens:
     """What is per token in a forward."""
     num_rows, columns = counted(packed, rows)
     low, high = columns[:2]  # the halves of int64 numbers, which JAX would take modulo 2³²: 2³² + 3 would become 3
     far = jnp.where(high < 0, -1, key.call.vocab_size)
     labels = jnp.where(high == low >> 31, jnp.clip(low, -1, key.call.vocab_size), far)
-    return Tokens(num_rows, labels, *_beside_labels(key, columns[2:]))
+    return ShardTokens(num_rows, labels, *_beside_labels(key, columns[2:]))
 
 
 def _beside_labels(key: ProgramKey, bits: Any) -> tuple[Any, Any, Any]:
@@ -316,7 +316,7 @@ def _seeds(key: ProgramKey, packed: Any, rows: int, names: tuple[str, ...]) -> t
     return num_rows, columns[: len(columns) - width], seeds
 
 
-def _options(key: ProgramKey, weight: Any, bias: Any, tokens: Tokens) -> dict[str, Any]:
+def _options(key: ProgramKey, weight: Any, bias: Any, tokens: ShardTokens) -> dict[str, Any]:
     return {
         **key.call.options,
         **key.part(weight.shape[0]),
@@ -329,7 +329,7 @@ def _options(key: ProgramKey, weight: Any, bias: Any, tokens: Tokens) -> dict[st
     }
 
 
-def _factors(key: ProgramKey, tokens: Tokens) -> dict[str, Any]:
+def _factors(key: ProgramKey, tokens: ShardTokens) -> dict[str, Any]:
     """What the logits are multiplied by and capped at."""
     temperature = 1.0 if tokens.temperature is None else tokens.temperature
     return {

@@ -126,7 +126,7 @@ def as_arrays(inputs: Inputs, waits: int, known: dict[int, jax.Array]) -> list[j
     return arrays
 
 
-class Sum:
+class DweightSum:
     """A sum of dweight in float32 over several backward passes.
 
     It lies in torch's memory, to which kernels add, or in JAX's if JAX runs the programs. With ``into``, what the sum

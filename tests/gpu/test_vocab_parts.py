@@ -42,7 +42,7 @@ def by_lists(given: Drawn, shards: int, **options: Any) -> Any:
     """From PyTorch, launched directly: a whole vocabulary, or ranks that take turns."""
     torch = pytest.importorskip("torch")
     import lce_torch_bridge as lb
-    from lce_torch_bridge._types import Operands
+    from lce_torch_bridge._types import Tensors
     from lce_torch_bridge.launched_directly._way import way_of
     from lce_torch_bridge.operators import _execute
     from tests.torch import problem
@@ -57,7 +57,7 @@ def by_lists(given: Drawn, shards: int, **options: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             ranks = Ranks(patch, shards)
             for ranks.rank in (*range(shards), 0):  # what all send, the first one receives
-                own = Operands(hidden, weight.chunk(shards)[ranks.rank], None, labels, temperature, None)
+                own = Tensors(hidden, weight.chunk(shards)[ranks.rank], None, labels, temperature, None)
                 found = _execute.forward(own, call, False, way_of(own.hidden))
         return lb.LogprobOutput(**dict(zip(call.fields, found, strict=False)))
     finally:

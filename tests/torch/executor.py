@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from lce_torch_bridge._types import NO_SUMS, Call, Operands, Sums
+from lce_torch_bridge._types import NO_SUMS, Sums, Tensors, TorchCall
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _logprobs
@@ -36,7 +36,7 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-def forward(x: Operands, call: Call, keep: bool, lend_cache: bool = True) -> list[Any]:
+def forward(x: Tensors, call: TorchCall, keep: bool, lend_cache: bool = True) -> list[Any]:
     """As `_execute.forward`. What is kept holds what each token comes with; a cache holds zeros."""
     del lend_cache
     other = _execute.THROUGH_JAX.get(call.function)
@@ -57,11 +57,11 @@ def forward(x: Operands, call: Call, keep: bool, lend_cache: bool = True) -> lis
     return found
 
 
-def per_token(x: Operands, call: Call) -> list[torch.Tensor | None]:
+def per_token(x: Tensors, call: TorchCall) -> list[torch.Tensor | None]:
     return [x.temperature, x.floor if call.function == "logprobs" else x.teacher_temperature]
 
 
-def unpacked(x: Operands, saved: torch.Tensor, call: Call) -> Operands:
+def unpacked(x: Tensors, saved: torch.Tensor, call: TorchCall) -> Tensors:
     """The operands with what each token came with."""
     if call.function == "kl":
         columns = list(saved[:, : call.num_temperatures].T.contiguous().view(torch.float32))
@@ -75,7 +75,7 @@ def unpacked(x: Operands, saved: torch.Tensor, call: Call) -> Operands:
 
 
 def gradients(
-    x: Operands, kept: Sequence[Any], cotangents: dict[str, torch.Tensor], wanted: tuple[bool, ...], call: Call,
+    x: Tensors, kept: Sequence[Any], cotangents: dict[str, torch.Tensor], wanted: tuple[bool, ...], call: TorchCall,
     sums: Sums = NO_SUMS,
 ) -> list[torch.Tensor]:  # fmt: skip
     """As `_execute.gradients`: this rank's columns alone, dhidden summed over the group if that is asked for."""
@@ -97,26 +97,26 @@ def gradients(
     return [y for i, y in enumerate(grads) if wanted[i] and not (i == 1 and sums.total is not None)]
 
 
-def of_products(x: Operands, cotangents: dict[str, torch.Tensor], call: Call) -> torch.Tensor:
+def of_products(x: Tensors, cotangents: dict[str, torch.Tensor], call: TorchCall) -> torch.Tensor:
     """The derivative in ``hidden · weight`` of all columns."""
     leaf = products(x.hidden, x.weight, call).requires_grad_()
     found = results(leaf, x, call)
     return torch.autograd.grad(sum((seed.double() * found[name]).sum() for name, seed in cotangents.items()), leaf)[0]
 
 
-def everywhere(x: torch.Tensor | None, call: Call) -> torch.Tensor | None:
+def everywhere(x: torch.Tensor | None, call: TorchCall) -> torch.Tensor | None:
     """All ranks' rows."""
     if x is None or call.group == _tensor_parallel.NO_GROUP:
         return x
     return _tensor_parallel.gather(x.detach().contiguous(), call.group).flatten(0, 1)
 
 
-def products(hidden: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def products(hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall) -> torch.Tensor:
     whole: Any = everywhere(weight, call)
     return hidden.detach().to(weight.dtype).double() @ whole.detach().double().T
 
 
-def results(z: torch.Tensor, x: Operands, call: Call) -> dict[str, torch.Tensor]:
+def results(z: torch.Tensor, x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
     """The call's fields by name, from the products of all columns."""
     of_logits: Any = dict(logit_scale=call.logit_scale, logit_softcap=call.logit_softcap, vocab_size=call.vocab_size)
     of_logits |= dict(bias=everywhere(x.bias, call), temperature=x.temperature)
@@ -140,7 +140,7 @@ def results(z: torch.Tensor, x: Operands, call: Call) -> dict[str, torch.Tensor]
     return {"kl": divergence(log_p, z.log_softmax(-1), call)}
 
 
-def divergence(log_p: torch.Tensor, log_q: torch.Tensor, call: Call) -> torch.Tensor:
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor, call: TorchCall) -> torch.Tensor:
     def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a.exp() * (a - b)).sum(-1)
 

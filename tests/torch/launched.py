@@ -9,12 +9,12 @@ from unittest import mock
 
 import torch
 
-from lce_torch_bridge._types import Call, Operands, Sums
+from lce_torch_bridge._types import Sums, Tensors, TorchCall
 from lce_torch_bridge.launched_directly import _passes, _way
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors._weight import empty_sparse_like
-from lce_torch_bridge.through_jax._programs import Sum
+from lce_torch_bridge.through_jax._programs import DweightSum
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def launched_directly() -> Iterator[None]:
         yield
 
 
-def forward(x: Operands, call: Call, keep_cache: bool, _: Way) -> list[Any]:
+def forward(x: Tensors, call: TorchCall, keep_cache: bool, _: Way) -> list[Any]:
     return _execute.forward(x, call, keep_cache, _way.JAX)
 
 
@@ -39,14 +39,14 @@ def gradients(
     cache: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
-    call: Call,
+    call: TorchCall,
     sums: Sums,
     _: Way,
 ) -> list[torch.Tensor] | None:
     """dweight is added where a sum is given. A cache that may be overwritten is NaN afterwards."""
     into = sums.main_grad if sums.total is None else sums.total.tensor()
-    own = None if into is None else Sum(weight)
-    x: Any = Operands(hidden, weight, None, None)  # type: ignore[arg-type]
+    own = None if into is None else DweightSum(weight)
+    x: Any = Tensors(hidden, weight, None, None)  # type: ignore[arg-type]
     found = _execute.gradients(x, [saved, *cache], cotangents, wanted, call, _way.JAX, Sums(own))
     if own is not None and into is not None:
         into.add_(own.taken())

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lce_torch_bridge import LogprobOutput, linear_logprobs
-from lce_torch_bridge._types import Operands
+from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
 
@@ -90,7 +90,7 @@ def test_main_grad_is_refused_clearly() -> None:
 TEMPERATURE, BIAS, IDS = torch.linspace(0.5, 2, 37), torch.linspace(-1, 1, 104), p.candidates_like(p.draw().labels)
 TEACHER = dict(teacher_hidden=p.draw(H=16).hidden, teacher_weight=p.draw(H=16).weight, temperature=TEMPERATURE)
 OF_KL: Any = dict(function="kl", direction="jsd", beta=0.3, has_temperature=True, vocab_size=97)
-OPERATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # `Call` and `Operands`
+OPERATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # `Call` and `Tensors`
     "logprobs": (dict(stats=True), {}),
     "all of logprobs": (
         dict(stats=True, entropy="metric", mean_logit=True, num_candidates=5),
@@ -108,7 +108,7 @@ OPERATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # `Call` and `O
 def test_opcheck(name: str) -> None:
     options, given = OPERATORS[name]
     hidden, weight, labels = p.draw()
-    told, x = p.told(**{"V": options.get("vocab_size", 104)} | options), Operands(hidden, weight, None, labels)
+    told, x = p.told(**{"V": options.get("vocab_size", 104)} | options), Tensors(hidden, weight, None, labels)
     x, text = x._replace(**given), _operators.text_of(told)
     assert _operators.call_of(text, weight) == told
     torch.library.opcheck(_operators.forward, (list(x), told.function != "topk", text))

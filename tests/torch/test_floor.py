@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lce_torch_bridge import linear_entropy, linear_logprobs, linear_loss
-from lce_torch_bridge._types import Operands
+from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from tests import cases
@@ -96,9 +96,7 @@ def test_lists_of_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = next(loaded)
     ranks = Ranks(monkeypatch)
     call = p.told(1040, group="both", implementation="mosaic_gpu", has_floor=True, stats=True)
-    parts = [
-        Operands(problem.hidden, each, None, problem.labels, None, None, floor) for each in problem.weight.chunk(2)
-    ]
+    parts = [Tensors(problem.hidden, each, None, problem.labels, None, None, floor) for each in problem.weight.chunk(2)]
     found = []
     for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
         part = parts[ranks.rank]

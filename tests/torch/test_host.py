@@ -15,7 +15,7 @@ from lce_jax.kernels import CallKind, Device, Kernel
 from lce_jax.mosaic import _chunks
 from lce_torch_bridge._types import PER_CANDIDATE
 from lce_torch_bridge.launched_directly import _passes
-from lce_torch_bridge.launched_directly._host import Buffer, Memory, Plan, Tape, needed
+from lce_torch_bridge.launched_directly._host import Buffer, Launches, Memory, Tape, needed
 from tests.devices import H200
 from tests.torch.as_gpu import as_gpu
 
@@ -147,7 +147,7 @@ def test_functions_of_torch_between_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(needed(tape)) == 2
     given = [torch.tensor([1.0, -1.0, 2.0, -2.0]), torch.full((4,), 5.0), torch.zeros(4)]
     for _ in range(2):
-        assert Plan(tape, H200).run(0, given)[0].tolist() == [5.0, 5.0, 7.0, 3.0]
+        assert Launches(tape, H200).run(0, given)[0].tolist() == [5.0, 5.0, 7.0, 3.0]
 
 
 def test_chunks_have_the_same_place() -> None:

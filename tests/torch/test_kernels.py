@@ -10,7 +10,7 @@ import torch
 
 from lce_jax import UnsupportedError
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
-from lce_torch_bridge._types import Operands
+from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.launched_directly._passes import refusal
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
@@ -116,7 +116,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     T, V = 140, 1040
     problem, ranks = p.draw(T, H, V, torch.bfloat16), Ranks(monkeypatch)
     call = p.told(V, group="both", reduce_grad_hidden=True, implementation="mosaic_gpu")
-    operands = [Operands(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
+    operands = [Tensors(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
 
     def on_both() -> list[list[torch.Tensor]]:
         found = []
@@ -132,7 +132,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
         wanted = linear_logprobs(problem.hidden, problem.weight, problem.labels, implementation="xla")
     assert max(map(p.value_error, first[:3], wanted[:3])) < 2e-5
     launch_with("direct")
-    smaller = Operands(problem.hidden, problem.weight[:512], None, problem.labels, None, None)
+    smaller = Tensors(problem.hidden, problem.weight[:512], None, problem.labels, None, None)
     ranks.rank = 1
     ranks.gathered.clear()
     _execute.forward(smaller, call, False, way_of(problem.hidden))
@@ -148,7 +148,7 @@ def test_shards_of_whole_groups_of_tiles(programs: list[Any], monkeypatch: pytes
         whole = linear_logprobs(problem.hidden, problem.weight, problem.labels, vocab_size=vocab_size)[:3]
     ranks = Ranks(monkeypatch)
     call = p.told(V, group="both", implementation="mosaic_gpu")._replace(vocab_size=vocab_size)
-    parts = [Operands(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
+    parts = [Tensors(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
     for ranks.rank in (0, 1, 0):  # what the first two send, the last one receives
         found = _execute.forward(parts[ranks.rank], call, False, way_of(parts[ranks.rank].hidden))[:3]
     assert len(programs) == 1 + 2  # the whole, and one on each rank
@@ -167,7 +167,7 @@ def test_shards_of_whole_parts(programs: list[Any], monkeypatch: pytest.MonkeyPa
     ranks = Ranks(monkeypatch)
     call = p.told(V, group="both", implementation="mosaic_gpu", num_candidates=3, **options)
     call = call._replace(vocab_size=vocab_size)
-    parts = [Operands(problem.hidden, part, None, labels, None, ids) for part in problem.weight.chunk(2)]
+    parts = [Tensors(problem.hidden, part, None, labels, None, ids) for part in problem.weight.chunk(2)]
     for ranks.rank in (0, 1, 0):  # what the first two send, the last one receives
         found = _execute.forward(parts[ranks.rank], call, False, way_of(parts[ranks.rank].hidden))
     assert len(programs) == 1 + 2  # the whole, and one on each rank
@@ -208,7 +208,7 @@ def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_device, "why_not", lambda _: None)
     monkeypatch.setattr(_device, "device_of", lambda _: SMALL)
     problem = p.draw(4, H, 784, torch.bfloat16)
-    x = Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
+    x = Tensors(problem.hidden, problem.weight, None, problem.labels, None, None)
     assert refusal(x, p.told(784)) is None
     assert "bias" in str(refusal(x._replace(bias=torch.zeros(784)), p.told(784)))
     assert refusal(x, p.told(784, num_candidates=2)) is None  # as a backward asks

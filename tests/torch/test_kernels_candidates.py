@@ -13,7 +13,7 @@ import torch
 from lce_jax import _types, mosaic
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_torch_bridge import launch_with, linear_logprobs
-from lce_torch_bridge._types import Operands
+from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.call import _checks
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
@@ -98,7 +98,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     ids, seeds = p.candidates_like(problem.labels, K, V - 8), p.seeds_like(problem.labels, K=K)
     call = p.told(V - 8, group="both", num_candidates=K, reduce_grad_hidden=True, implementation="mosaic_gpu")
     named = dict(zip(call.differentiable, seeds, strict=True))
-    operands = [Operands(problem.hidden, part, None, problem.labels, None, ids) for part in problem.weight.chunk(2)]
+    operands = [Tensors(problem.hidden, part, None, problem.labels, None, ids) for part in problem.weight.chunk(2)]
 
     def on_both() -> list[list[torch.Tensor]]:
         found = []
@@ -135,7 +135,7 @@ def test_both_ways_keep_the_same_x(programs: list[Any]) -> None:
     T, V, K = 9, 784, 5
     problem = p.draw(T, H, V, torch.bfloat16)
     ids = p.candidates_like(problem.labels, K, V)
-    x = Operands(problem.hidden, problem.weight, None, problem.labels, None, ids)
+    x = Tensors(problem.hidden, problem.weight, None, problem.labels, None, ids)
     call = p.told(V, num_candidates=K, implementation="mosaic_gpu")
     *_, saved = _execute.forward(x, call, False, way_of(x.hidden))
     assert len(programs) == 1
@@ -146,7 +146,7 @@ def test_both_ways_keep_the_same_x(programs: list[Any]) -> None:
     hidden, weight = (jnp.asarray(y.float().numpy(), case.dtype) for y in problem[:2])
     columns = torch.where((ids >= 0) & (ids < V), ids, -1).int().numpy()
     labels = jnp.asarray(problem.labels.int().numpy())
-    operands = _types.Operands(hidden, weight, labels, None, None, None, candidates=jnp.asarray(columns))
+    operands = _types.Tensors(hidden, weight, labels, None, None, None, candidates=jnp.asarray(columns))
     with interpreting(plgpu.InterpretGPUParams()):
         wanted, _ = jax.jit(lambda operands: mosaic.statistics(operands, case))(operands)
     np.testing.assert_allclose(found, wanted.candidates, rtol=1e-5, atol=1e-6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
-from lce_torch_bridge._types import Operands
+from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
@@ -167,7 +167,7 @@ def test_a_split_vocabulary(
         has_floor=floor is not None,
     )  # fmt: skip
     parts = [
-        Operands(problem.hidden, part, None, problem.labels, None, ids, floor) for part in problem.weight.chunk(size)
+        Tensors(problem.hidden, part, None, problem.labels, None, ids, floor) for part in problem.weight.chunk(size)
     ]
     saved: dict[int, Any] = {}
     turns = [*range(size), *range(size)]  # what is sent in the first round is received in the second
@@ -245,7 +245,7 @@ def test_a_backward_after_a_forward_of_jax(programs: list[Any]) -> None:
 def test_what_a_forward_keeps_is_foreseen(programs: list[Any]) -> None:
     """For ``torch.compile``, which asks for the shapes before there is anything."""
     problem, call = peaked(5, 784, 784), p.told(784, gradient_threshold=THRESHOLD)
-    x = Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
+    x = Tensors(problem.hidden, problem.weight, None, problem.labels, None, None)
     found, told = _execute.forward(x, call, True, way_of(x.hidden)), _execute.forward_structs(x, call, True)
     assert programs
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in told]

@@ -12,7 +12,7 @@ import torch
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
 from lce_torch_bridge import linear_logprobs, linear_loss
-from lce_torch_bridge._types import Operands
+from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from tests.torch import problem as p
@@ -105,7 +105,7 @@ def _of_ranks(
     for _ in range(2):  # what a rank gathers is what the other one sent the time before
         found = []
         for both.rank, part in enumerate(problem.weight.chunk(2)):
-            x = Operands(problem.hidden, part, None, problem.labels, temperature, None)
+            x = Tensors(problem.hidden, part, None, problem.labels, temperature, None)
             *_, saved = _execute.forward(x, call, False, way_of(x.hidden))
             way = way_of(saved)
             found.append(_execute.gradients(x, [saved], named, (True, True, False), call, way))

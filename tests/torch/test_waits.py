@@ -38,7 +38,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return run
 
-    run, after, zeros = _programs.run, _programs.Sum.after, _programs._zeros
+    run, after, zeros = _programs.run, _programs.DweightSum.after, _programs._zeros
 
     def run_checked(function: Any, *calls: Any, waits: int = _programs.WAITS, lend: bool = True) -> Any:
         return run(checked(function, waits), *calls, waits=waits, lend=lend)
@@ -52,7 +52,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return zeros(shape, array)
 
     monkeypatch.setattr(_programs, "run", run_checked)
-    monkeypatch.setattr(_programs.Sum, "after", after_checked)
+    monkeypatch.setattr(_programs.DweightSum, "after", after_checked)
     monkeypatch.setattr(_programs, "_zeros", zeros_checked)
     return found
 

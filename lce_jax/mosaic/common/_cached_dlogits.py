@@ -44,7 +44,7 @@ along = functools.partial(HELD.along_rows, columns=COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
+class BlockWalk:
     """Which blocks of the span one kernel block takes: every ``stride``-th, row by row."""
 
     first_tile: Any
@@ -54,7 +54,7 @@ class Walk:
     per_row: Any  # blocks that lie side by side
 
     @classmethod
-    def of(cls, span: Span) -> Walk:
+    def of(cls, span: Span) -> BlockWalk:
         """The walk of this kernel block."""
         first_tile = _logits.first_tile(span)
         per_row = span.num_tiles * PER_TILE
@@ -111,7 +111,7 @@ def kernel(body: Callable[..., None], output: Any, case: Call, name: str, cached
     )
 
 
-def walk_blocks(walk: Walk, cached: Sequence[Any], output: Any, gradient: Gradient) -> None:
+def walk_blocks(walk: BlockWalk, cached: Sequence[Any], output: Any, gradient: Gradient) -> None:
     """Writes ``gradient`` of each block of the ``cached`` arrays to ``output``."""
     staging = plgpu.SMEM((SLOTS, *BLOCK), output.dtype, transforms=_transforms(output))
 
@@ -193,7 +193,7 @@ def _kernel(
 ) -> None:
     refs, span = Refs(tile_max, factors, scale, targets, holds_target, output), Span.unpack(scalars)
     gradient = functools.partial(_block_gradient, case, refs, span)
-    walk_blocks(Walk.of(span), [exponentials], output, gradient)
+    walk_blocks(BlockWalk.of(span), [exponentials], output, gradient)
 
 
 def _block_gradient(case: Call, refs: Refs, span: Span, block: Block, values: Sequence[Array]) -> Array:

@@ -29,7 +29,7 @@ from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._kl_operands import KLCache, KLOperands, MixtureFactors
 from lce_jax.mosaic._operands import Span
 from lce_jax.mosaic.common import _cached_dlogits, _logits
-from lce_jax.mosaic.common._cached_dlogits import HELD, Block, Walk, along, cap_derivative, of_cache
+from lce_jax.mosaic.common._cached_dlogits import HELD, Block, BlockWalk, along, cap_derivative, of_cache
 from lce_jax.mosaic.common._tiles import TILE_N, Matmul, Offset, Product, Tile
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def _kernel(
     output: Any,
 ) -> None:
     gradient = functools.partial(_block_gradient, case, direction, references, (scale_p, scale_q), factors)
-    _cached_dlogits.walk_blocks(Walk.of(Span.unpack(scalars)), [e, ratio], output, gradient)
+    _cached_dlogits.walk_blocks(BlockWalk.of(Span.unpack(scalars)), [e, ratio], output, gradient)
 
 
 def _block_gradient(

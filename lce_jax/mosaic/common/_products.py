@@ -33,7 +33,7 @@ from lce_jax.mosaic.common._tiles import (
     TILE_N,
     Matmul,
     Offset,
-    Place,
+    StepPlace,
     Tile,
     Visit,
     ceil_div,
@@ -210,11 +210,11 @@ def _live_dhidden_kernel(
             per_split = lax.div(every + (splits - 1), jnp.int32(splits))
             count = jnp.clip(every - split * per_split, 0, per_split)
 
-            def locate(number: Any) -> Place:
+            def locate(number: Any) -> StepPlace:
                 place = start + lax.div(number, jnp.int32(steps_of_tile))
                 within = lax.rem(number, jnp.int32(steps_of_tile)) * tile_k
                 slot = by_row[place] - batch.entry
-                return Place(slot * ROW_BLOCK, within, tile_by_row[place] * TILE_N + within)
+                return StepPlace(slot * ROW_BLOCK, within, tile_by_row[place] * TILE_N + within)
 
             row, steps = row_blocks[of_batch, group] * ROW_BLOCK, count * steps_of_tile
             before = split * per_split * steps_of_tile
@@ -288,11 +288,11 @@ def _live_dweight_kernel(
             part = lax.rem(block, jnp.int32(blocks_of_tile)) * ROW_BLOCK
             entry = firsts[rank]
 
-            def locate(number: Any) -> Place:
+            def locate(number: Any) -> StepPlace:
                 row_block = row_blocks[entry + lax.div(number, jnp.int32(steps_of_block))]
                 token = row_block * ROW_BLOCK + lax.rem(number, jnp.int32(steps_of_block)) * tuning.tile_k
                 in_slots = (entry - batch.entry) * ROW_BLOCK + number * tuning.tile_k
-                return Place(part, in_slots, token) if by_rows else Place(block * ROW_BLOCK, token, in_slots)
+                return StepPlace(part, in_slots, token) if by_rows else StepPlace(block * ROW_BLOCK, token, in_slots)
 
             steps, vocabulary_tile = counts[rank] * steps_of_block, order[rank] * TILE_N
             row, to = (vocabulary_tile + part, column * TILE_N) if by_rows else (block * ROW_BLOCK, vocabulary_tile)

@@ -104,7 +104,7 @@ class Matmul:
         return math.gcd(self.tuning.tile_n, self.case.vocab_part_size or 0)
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """Where a step's operands lie."""
 
     row: Any  # of lhs
@@ -124,7 +124,7 @@ class Tile(NamedTuple):
     split: Any = None  # of a tile of dhidden: which part of the contraction it is
     slot: Any = None  # of a live tile of logits: the slot of its dlogits
     written: Any = None  # of a live tile of dweight: the column of the result, where that is not the one of rhs
-    locate: Callable[[Any], Place] | None = None  # where the operands of a step lie; None: one after the other
+    locate: Callable[[Any], StepPlace] | None = None  # where the operands of a step lie; None: one after the other
 
 
 class Product(NamedTuple):
@@ -167,10 +167,10 @@ def row_groups(matmul: Matmul, num_rows: Any) -> Int[Any, ""]:
     return ceil_div(num_rows, matmul.tuning.cluster * ROW_BLOCK)
 
 
-def next_place(matmul: Matmul, offset: Offset, tile: Tile, number: Any) -> Place:
+def next_place(matmul: Matmul, offset: Offset, tile: Tile, number: Any) -> StepPlace:
     """Where the operands of a contraction lie that takes one step after the other."""
     k = number * matmul.tuning.tile_k
-    return Place(tile.row, k, offset.k + k)
+    return StepPlace(tile.row, k, offset.k + k)
 
 
 def swizzled(extent: int, itemsize: int) -> tuple[Any, ...]:

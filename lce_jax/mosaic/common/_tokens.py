@@ -69,7 +69,7 @@ def block_rows(block: Any) -> Any:
     return pl.ds(pl.multiple_of(block * THREADS, THREADS), THREADS)
 
 
-class Rows(NamedTuple):
+class BlockRows(NamedTuple):
     """The rows of a block where arrays end with the last row: their last `THREADS` rows, if its own are not all there.
 
     So it computes some rows that the block before it computes too.
@@ -80,7 +80,7 @@ class Rows(NamedTuple):
     whole: Any  # whether all of its own are
 
     @classmethod
-    def of(cls, block: Any, count: Any) -> Rows:
+    def of(cls, block: Any, count: Any) -> BlockRows:
         """The rows of a block where there are ``count``."""
         first = jnp.minimum(block * THREADS, jnp.maximum(count - THREADS, 0))
         return cls(first, block * THREADS < count, (block + 1) * THREADS <= count)
@@ -159,7 +159,7 @@ def _prepare(case: Call, fields: tuple[int | None, int | None], in_halves: bool,
     floor: Any = None if floor_field is None else ids.pop(0)
     part, block, shape = lax.axis_index("part"), lax.axis_index("rows"), geometry(case, TILING)
     count, stride, start, vocab_size = (numbers[i] for i in range(4))
-    rows, padded = Rows.of(block, count), block_rows(block)
+    rows, padded = BlockRows.of(block, count), block_rows(block)
 
     def label() -> Any:
         if not ids:
@@ -272,7 +272,7 @@ def _finish(
     tags: Any = refs[has_temperature] if is_split else None
     floors: Any = refs[has_temperature + is_split] if case.has_floor else None
     numbers, _, *results, kept = refs[has_temperature + is_split + case.has_floor :]
-    rows, stride = Rows.of(lax.axis_index("rows"), numbers[0]), numbers[1]
+    rows, stride = BlockRows.of(lax.axis_index("rows"), numbers[0]), numbers[1]
     names, nan = _operands.statistic_names(case), along(jnp.nan, jnp.float32)
 
     def write() -> None:
@@ -331,7 +331,7 @@ def _coefficients(
 ) -> None:
     seeds, of_candidates, factors = refs[: len(names)], refs[len(names) : -1], refs[-1]
     block, stride = lax.axis_index("rows"), numbers[1]
-    rows, padded = Rows.of(block, numbers[0]), block_rows(block)
+    rows, padded = BlockRows.of(block, numbers[0]), block_rows(block)
     fields = _operands.kept_statistics(case)
 
     def pad() -> None:
@@ -396,7 +396,7 @@ def per_token(function: Callable[..., Any], *operands: Any) -> Any:
 
 def _kernel(function: Callable[..., Any], tree: Any, count: int, *refs: Any) -> None:
     given, results = refs[: tree.num_leaves], refs[tree.num_leaves :]
-    rows = Rows.of(lax.axis_index("rows"), count)
+    rows = BlockRows.of(lax.axis_index("rows"), count)
 
     def write() -> None:
         found = function(*tree.unflatten([ref[rows.here] for ref in given]))
