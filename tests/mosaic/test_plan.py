@@ -33,7 +33,7 @@ def case(**changes) -> Call:
         ({"device": Device("gpu", "NVIDIA A100", "8.0", 108)}, "NVIDIA A100 has 8.0"),
         ({"dtype": jnp.dtype("float32")}, "got float32"),
         ({"hidden_size": 1000}, "got 1000"),
-        ({"vocab_size": 200}, "at least 256"),
+        ({"columns": 200}, "at least 256"),
         ({"columns": 50257, "weight_layout": "hv"}, "got 50257"),
         ({"logit_scale": -1.0}, "got -1.0"),
     ],
