@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lce_jax import _checks, _dispatch, _jax, _options, scalars
 from lce_jax._options import CallOptions, LogprobOptions
-from lce_jax._types import ALONE, Call, Primals, Surroundings, is_array
+from lce_jax._types import Call, Primals, is_array
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives, _layout
@@ -282,38 +282,34 @@ class Place(NamedTuple):
         """Whether the caller names any."""
         return self.mesh is not None or bool(self.vocab_axis or self.batch_axes or self.sequence_axis)
 
+    def leaves_to_xla(self, layout: Layout | None) -> bool:
+        """Whether XLA partitions a call that lies so, over Auto axes."""
+        return layout is not None and not self.is_named and AxisType.Explicit not in layout.mesh.axis_types
+
     def layout(self, hidden: Any, weight: Any, call: Call) -> Layout:
         """How the names split checked operands."""
         _options.no_axis_name(call)
         return layout_of_names(hidden, weight, call.vocab_dim, **self._asdict())
 
 
-class Placed(NamedTuple):
-    """One device's part of a call."""
-
-    layout: Layout | None
-    around: Surroundings
-    columns: int  # of all devices; the largest number there is, where it is not known
-    by_xla: bool  # whether XLA partitions the call over Auto axes
-
-
-def placed(hidden: Any, weight: Any, per_token: list[Any], call: Call, options: CallOptions, place: Place) -> Placed:
-    """How the operands lie on the mesh."""
-    layout, around, columns = None, ALONE, call.columns
+def layout_of(hidden: Any, weight: Any, per_token: list[Any], call: Call, place: Place) -> Layout | None:
+    """How the operands lie on a mesh, if they do."""
     if place.is_named:
-        layout = place.layout(hidden, weight, call)
-    elif call.axis_name is None:
-        layout = layout_of_arrays(hidden, weight, per_token, call.vocab_dim)
-    else:
-        columns = scalars.INT32_MAX  # the columns of all shards: how many shards there are is not known here
-    by_xla = layout is not None and not place.is_named and AxisType.Explicit not in layout.mesh.axis_types
-    if layout is not None:
-        if by_xla:
-            check_rules_are_read(call.device.platform, layout.mesh, call)
-        around = Surroundings(gathers_hidden=layout.gather_dim is not None, shards=layout.vocab_shards)
-    elif call.axis_name is None:
-        around = Surroundings(true_columns=_checks.vocabulary(options.vocab_size, columns))
-    return Placed(layout, around, columns, by_xla)
+        return place.layout(hidden, weight, call)
+    layout = None if call.axis_name is not None else layout_of_arrays(hidden, weight, per_token, call.vocab_dim)
+    if layout is not None and place.leaves_to_xla(layout):
+        check_rules_are_read(call.device.platform, layout.mesh, call)
+    return layout
+
+
+def share(call: Call, layout: Layout | None) -> Call:
+    """What one device computes of it, with the implementation."""
+    call = choose(dataclasses.replace(call, mesh=layout))
+    if layout is None:
+        return call
+    return dataclasses.replace(
+        call, axis_name=layout.vocab_axes, gather_dim=layout.gather_dim, shards=layout.vocab_shards
+    )
 
 
 # The door of every function
@@ -352,10 +348,10 @@ def bind(
         mesh = _layout.mesh_of(arrays, found.function, found.keeps_tiles)
         mesh = mesh if found.axis_name is None else None
     shards = 1 if found.axis_name is None else _checks.axis_size(found.axis_name)
-    call = choose(found, options, found.columns * shards, mesh)
+    call = choose(dataclasses.replace(found, mesh=mesh), found.columns * shards)
     primals, rows = operands(call, hidden, weight, labels, where, options)
     if call.axis_name is None:
-        return Bound(dataclasses.replace(call, mesh=mesh), primals, rows, None)
+        return Bound(call, primals, rows, None)
     _checks.split(primals.weight, call.axis_name, found.columns)
     rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, call.axis_name)
     return Bound(call, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
@@ -374,7 +370,7 @@ def bind_shard(
         found = dataclasses.replace(found, partial_rows=True)
     if labels.ndim != 1:
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
-    call = choose_shard(found, checked)
+    call = choose_shard(found)
     primals, rows = operands(call, hidden, weight, labels, where, checked)
     if num_rows is not None:
         count = count_of("num_rows", num_rows, found.num_tokens, ", the rows of labels")
@@ -404,13 +400,18 @@ def describe(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOpt
     )
 
 
-def choose(call: Call, options: CallOptions, columns: int, mesh: Layout | AbstractMesh | None = None) -> Call:
-    """With the implementation, where the vocabulary has ``columns``; over a layout, of one device's share."""
-    vocab_size = _checks.vocabulary(options.vocab_size, columns)
-    call = dataclasses.replace(call, vocab_size=vocab_size, padded=vocab_size < columns)
-    if isinstance(mesh, Layout):
-        tokens, size = call.num_tokens // mesh.token_shards, call.columns // mesh.vocab_shards
-        call = dataclasses.replace(_dispatch.over(call, mesh.mesh), num_tokens=tokens, columns=size)
+def choose(call: Call, columns: int | None = None) -> Call:
+    """With the true vocabulary and the implementation; over a layout, those of one device's share.
+
+    ``columns``: of all shards. None: the call's own, or some number where an axis splits them.
+    """
+    if columns is None:
+        columns = call.columns if call.axis_name is None else scalars.INT32_MAX
+    vocab_size = _checks.vocabulary(call.given_vocab_size, columns)
+    call = dataclasses.replace(call, vocab_size=vocab_size, given_vocab_size=None, padded=vocab_size < columns)
+    if isinstance(call.mesh, Layout):
+        tokens, size = call.num_tokens // call.mesh.token_shards, call.columns // call.mesh.vocab_shards
+        call = dataclasses.replace(_dispatch.over(call, call.mesh.mesh), num_tokens=tokens, columns=size)
     if call.top_k:
         scalars.num_largest(call.top_k, vocab_size)
     if columns < scalars.INT32_MAX:  # else how many shards there are is not known here
@@ -418,9 +419,9 @@ def choose(call: Call, options: CallOptions, columns: int, mesh: Layout | Abstra
     return dataclasses.replace(call, implementation=_dispatch.choose(call)[0].NAME)
 
 
-def choose_shard(call: Call, options: CallOptions) -> Call:
+def choose_shard(call: Call) -> Call:
     """That of one shard, of how many its caller alone knows: any vocab_size may leave padding."""
-    return dataclasses.replace(choose(call, options, scalars.INT32_MAX), padded=options.vocab_size is not None)
+    return dataclasses.replace(choose(call, scalars.INT32_MAX), padded=call.given_vocab_size is not None)
 
 
 def operands(

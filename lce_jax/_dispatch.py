@@ -23,7 +23,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from lce_jax import _jax, mosaic
 from lce_jax._types import (
-    ALONE,
     Call,
     Device,
     Operands,
@@ -31,7 +30,6 @@ from lce_jax._types import (
     Primals,
     RowCoefficients,
     ShardStatistics,
-    Surroundings,
     UnsupportedError,
 )
 from lce_jax.xla import _logprobs as xla
@@ -121,7 +119,7 @@ class Implementation(Protocol):
     def supports(self, call: Call) -> str | None:
         """Why it cannot serve ``call``, in words for the user; None if it can."""
 
-    def plan(self, call: Call, around: Surroundings = ALONE) -> Plan:
+    def plan(self, call: Call) -> Plan:
         """Its tiles and its bytes for ``call``, without running anything."""
 
     def statistics(self, operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
@@ -172,10 +170,10 @@ def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
 
 
-def explain(call: Call, around: Surroundings) -> Plan:
+def explain(call: Call) -> Plan:
     """The plan of the implementation that `choose` picks, with the reasons of those before it."""
     chosen, refused = choose(call)
-    return dataclasses.replace(chosen.plan(call, around), refused=refused)
+    return dataclasses.replace(chosen.plan(call), refused=refused)
 
 
 def over(call: Call, mesh: Any) -> Call:

@@ -216,7 +216,6 @@ class CallOptions:
     bias: Any
     candidates: Any
     logit_floor: Any
-    vocab_size: int | None
 
 
 def checked(name: str, given: Mapping[str, Any]) -> Any:
@@ -251,13 +250,14 @@ def of_call(
         top_k=0 if top_k is None else scalars.num_largest(top_k),
         function=function,
         requested=of["implementation"],
+        given_vocab_size=of["vocab_size"],
         **named,
         **kept,
     )
     if static.has_floor:
         scalars.alone_with_floor(static.num_candidates, mean_logit)
     factors = {"logit_scale": scale, "logit_softcap": softcap} if traced else {}
-    others = ("temperature", "bias", "candidates", "logit_floor", "vocab_size")
+    others = ("temperature", "bias", "candidates", "logit_floor")
     return CallOptions(static, **{"logit_scale": None, "logit_softcap": None} | factors | {x: of[x] for x in others})
 
 

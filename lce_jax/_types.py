@@ -218,10 +218,12 @@ class Call:
 
     implementation: str = ""  # chosen among those requested
     requested: tuple[str, ...] | None = None  # the names to choose from again, for a shard's shapes; None: all
+    given_vocab_size: int | None = None  # as the caller gives it; None once ``vocab_size`` is known
     vocab_size: int = 0
     padded: bool = False  # whether the shards together have more columns
     axis_name: Any = None  # of the mesh, over which the vocabulary is split here
     gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
+    shards: int = 1  # of the vocabulary, where `explain` knows them
     # The axes that split the tokens, in a program of `runner._over_devices`. No types say there what to sum, so the
     # program sums over these axes, and cotangents arrive whole. None: the types of ``shard_map`` say what to sum.
     token_axes: tuple[str, ...] | None = None
@@ -302,6 +304,11 @@ class Call:
         return functools.reduce(jnp.promote_types, (head.stat_dtype for head in self.heads))
 
     @property
+    def true_columns(self) -> int | None:
+        """How many of the columns are not padding; None where only the shard knows."""
+        return self.vocab_size if self.axis_name is None else None
+
+    @property
     def statistics_bytes(self) -> int:
         """What every implementation keeps from forward to backward: the merged statistics."""
         return sum(self.statistics.values()) * self.num_tokens * self.stat_dtype.itemsize
@@ -315,17 +322,6 @@ class Call:
 def is_array(x: Any) -> bool:
     """Whether ``x`` has the shape and dtype of an array, concrete, traced or a ShapeDtypeStruct."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) or (hasattr(x, "shape") and hasattr(x, "dtype"))
-
-
-class Surroundings(NamedTuple):
-    """What changes a plan's bytes but no kernel: padding, and the collectives around one device's part."""
-
-    true_columns: int | None = None  # how many of the columns are not padding, if known
-    gathers_hidden: bool = False  # the vocabulary's axis splits the sequence too
-    shards: int = 1  # of the vocabulary
-
-
-ALONE = Surroundings()
 
 
 class PassBytes(NamedTuple):

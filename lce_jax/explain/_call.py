@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import lce_jax
 from lce_jax import _call, _checks, _dispatch, _options, mosaic, scalars
-from lce_jax._call import Place, placed
+from lce_jax._call import Place, layout_of, share
 from lce_jax._types import PassBytes, Plan, is_array
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.ops._cross_entropy import Reduction, chunk_in_place
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from lce_jax._options import KLOptions, LogprobOptions
     from lce_jax._shapes import Bool, Float, Int, Shaped
-    from lce_jax._types import Call, Surroundings
+    from lce_jax._types import Call
     from lce_jax.mesh._layout import Axes
 
 
@@ -125,8 +125,7 @@ def of_logits(
     checked = _options.of_ids(options, hidden, ids)
     call = _call.describe(hidden, weight, labels, where, checked)
     call = dataclasses.replace(call, partial_rows=False)  # it moves no rows
-    found = placed(hidden, weight, [ids], call, checked, place)
-    return _logits.plan(_call.choose(call, checked, found.columns, found.layout), found.around)
+    return _logits.plan(share(call, layout_of(hidden, weight, [ids], call, place)))
 
 
 def of_kl(
@@ -147,18 +146,17 @@ def of_kl(
     calls, checked = given.describe(), given.options.student
     _call.describe(hidden, weight, labels, where, checked)
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
-    found = placed(hidden, weight, [tokens if where is None else where], calls.student, checked, place)
-    layout, names_axis = found.layout, calls.student.axis_name is not None
+    layout = layout_of(hidden, weight, [tokens if where is None else where], calls.student, place)
+    names_axis = calls.student.axis_name is not None
     given.check_columns(calls, names_axis or (layout is not None and layout.vocab_axes is not None))
-    pairs = zip(calls, given.options, strict=True)
-    call = given.of_both(*(_call.choose(x, own, max(x.columns, found.columns), layout) for x, own in pairs))
+    call = given.of_both(*(share(one, layout) for one in calls))
     columns = min(head.columns for head in call.heads)
     if not names_axis and (layout is None or layout.vocab_shards == 1):
         columns = min(columns, call.vocab_size)
     planned = KLPlan(Pair(*call.heads), call.direction, columns)
     chosen, refused = _dispatch.choose(call)
     plan = mosaic.kl_plan if chosen.NAME == mosaic.NAME else _kl.explained
-    return dataclasses.replace(plan(planned, found.around), refused=refused)
+    return dataclasses.replace(plan(planned), refused=refused)
 
 
 def explain(
@@ -333,25 +331,27 @@ def _of_one_head(
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)
         described = dataclasses.replace(described, partial_rows=True)
-    found = placed(hidden, weight, [labels, *([] if where is None else [where])], described, checked, place)
-    call = _call.choose(described, checked, found.columns, found.layout)
+    layout = layout_of(hidden, weight, [labels, *([] if where is None else [where])], described, place)
+    call, by_xla = share(described, layout), place.leaves_to_xla(layout)
     if gradients_in_forward:
         most = _token_chunks.chunk_bytes(chunk_bytes, options)
-        return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most), found.around)
+        return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most))
     if chunk_bytes is not None:
         raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
-    chunk = None if loss is None else chunk_in_place(loss.reduction, loss.smoothing, described, checked, found)
+    chunk = (
+        None if loss is None else chunk_in_place(loss.reduction, loss.smoothing, described, None if by_xla else layout)
+    )
     if chunk is not None:
-        return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=chunk), found.around)
-    if found.by_xla:
-        return _partitioned_by_xla(call, found.around)
-    return _dispatch.explain(call, found.around)
+        return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=chunk))
+    if by_xla:
+        return _partitioned_by_xla(call)
+    return _dispatch.explain(call)
 
 
-def _partitioned_by_xla(call: Call, around: Surroundings) -> Plan:
+def _partitioned_by_xla(call: Call) -> Plan:
     """The plan over Auto axes, where tiles of the forward have no global shape: nothing is kept."""
     advice = "call sharded_linear_logprobs, or make them Explicit"
-    plan = _dispatch.explain(dataclasses.replace(call, cache_bytes=0, gradient_threshold=0.0), around)
+    plan = _dispatch.explain(dataclasses.replace(call, cache_bytes=0, gradient_threshold=0.0))
     notes = []
     if call.cache_bytes:
         notes.append(f"cache_bytes={call.cache_bytes} keeps nothing over Auto axes: {advice}")

@@ -21,7 +21,6 @@ from typing import Any
 import jax
 
 from lce_jax._types import (
-    ALONE,
     Call,
     Device,
     Operands,
@@ -29,7 +28,6 @@ from lce_jax._types import (
     Primals,
     RowCoefficients,
     ShardStatistics,
-    Surroundings,
     UnsupportedError,
 )
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Mixture, MixtureCoefficients, MixtureSums
@@ -72,9 +70,9 @@ def without_kernels(case: Call) -> str | None:
     return None
 
 
-def plan(case: Call, around: Surroundings = ALONE) -> Plan:
+def plan(case: Call) -> Plan:
     """Tiles and bytes; what ``cache_bytes`` will keep."""
-    return _plan.plan(case, _generation_of(case), NAME, around)
+    return _plan.plan(case, _generation_of(case), NAME)
 
 
 @_promotes_ranks
@@ -151,9 +149,9 @@ def gradients(
     return Primals(*_backward.gradients(operands, case, _generation_of(case), rows, cache, *allowed, dweight))
 
 
-def kl_plan(plan: KLPlan, around: Surroundings = ALONE) -> Plan:
+def kl_plan(plan: KLPlan) -> Plan:
     """What `explain` says of it."""
-    return _plan.kl_plan(plan, _generation_of(plan.cases.student), NAME, around)
+    return _plan.kl_plan(plan, _generation_of(plan.cases.student), NAME)
 
 
 @_promotes_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lce_jax._types import OVERWRITES, Call, Plan, Surroundings, cache_notes, candidate_notes, format_bytes
+from lce_jax._types import OVERWRITES, Call, Plan, cache_notes, candidate_notes, format_bytes
 from lce_jax.mosaic import _chunks, _kl, _operands
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._operands import Geometry, geometry
@@ -13,14 +13,14 @@ from lce_jax.mosaic.common._tiles import live_shape
 from lce_jax.xla._kl import KLPlan
 
 
-def plan(case: Call, generation: Generation, name: str, around: Surroundings) -> Plan:
+def plan(case: Call, generation: Generation, name: str) -> Plan:
     """Tiles and bytes of ``case``."""
     shape = geometry(case, generation.tiling)
     of_gradients = geometry(case.without_parts, generation.tiling)
-    backward = _backward(case, of_gradients, generation, around)
-    copied = _copied_bytes(case, shape, around)
+    backward = _backward(case, of_gradients, generation)
+    copied = _copied_bytes(case, shape)
     groups = _chunks.num_groups(shape)
-    gathered = groups * around.shards if around.shards > 1 else 0
+    gathered = groups * case.shards if case.shards > 1 else 0
     arrays = _chunks.launch_tiles(case, shape, generation.budget) + groups + gathered
     statistics = 4 * math.prod(_operands.statistics_shape(case, shape, arrays))
     live = case.gradient_threshold > 0
@@ -43,15 +43,15 @@ def plan(case: Call, generation: Generation, name: str, around: Surroundings) ->
         logits_bytes=case.num_tokens * case.columns * 4,
         notes=_notes(case, shape),
         full_cache_bytes=of_gradients.num_tiles * _chunks.cached_tile_bytes(case, shape),
-        same_bits=_same_bits(case, shape, around),
+        same_bits=_same_bits(case, shape),
     )
 
 
-def kl_plan(kl: KLPlan, generation: Generation, name: str, around: Surroundings) -> Plan:
+def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
     """Tiles and bytes of `lce_jax.linear_kl` on one device."""
     student, teacher = kl.cases
     shape = geometry(student, generation.tiling)
-    copied = [_copied_bytes(case, geometry(case, generation.tiling), around) for case in kl.cases]
+    copied = [_copied_bytes(case, geometry(case, generation.tiling)) for case in kl.cases]
     cached, tiles = _kl.num_cached_tiles(kl, shape), shape.tiles_of(kl.columns)
     left = shape.num_tiles - cached
     chunk = _chunks.chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
@@ -103,7 +103,7 @@ class _Backward(NamedTuple):
     num_bytes: int  # of it, unless it lies where the cache was, of what it is copied from and to, and of dhidden
 
 
-def _backward(case: Call, shape: Geometry, generation: Generation, around: Surroundings) -> _Backward:
+def _backward(case: Call, shape: Geometry, generation: Generation) -> _Backward:
     item = case.dtype.itemsize
     sums = 4 * math.prod(_chunks.dhidden_shape(case, shape))
     cached = _chunks.num_cached_tiles(case, shape)
@@ -114,36 +114,36 @@ def _backward(case: Call, shape: Geometry, generation: Generation, around: Surro
         slots = _chunks.live_slots(case, shape, generation.budget, generation.tunings.of(case, "dlogits").cluster)
         lists = 5 * 4 * shape.num_tiles * shape.row_blocks
         return _Backward(columns, slots * shape.row_block * shape.tile * item + lists + sums)
-    if overwritten == shape.num_tiles and _writes_dhidden_once(case, shape, around):
+    if overwritten == shape.num_tiles and _writes_dhidden_once(case, shape):
         sums = 0
     copies = 0 if shape.whole_atoms else 2 * columns * case.hidden_size * item  # of the weight and of dweight
     return _Backward(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
 
 
-def _writes_dhidden_once(case: Call, shape: Geometry, around: Surroundings) -> bool:
+def _writes_dhidden_once(case: Call, shape: Geometry) -> bool:
     """Whether the one chunk that there is is contracted by one launch, which rounds."""
-    whole = around.shards == 1 and around.true_columns == case.columns
+    whole = case.shards == 1 and case.true_columns == case.columns
     return whole and not case.mean_logit and _chunks.dhidden_shape(case, shape)[0] == 1
 
 
-def _copied_bytes(case: Call, shape: Geometry, around: Surroundings) -> int:
+def _copied_bytes(case: Call, shape: Geometry) -> int:
     """Of copies of hidden: cast or its rows moved, padded, gathered, and in float32 for its mean logit."""
     hidden = case.num_tokens * case.hidden_size * case.dtype.itemsize
     moved = hidden if case.partial_rows or case.hidden_dtype != case.dtype else 0
     padded = shape.tokens * case.hidden_size * case.dtype.itemsize if shape.tokens != case.num_tokens else 0
-    gathered = hidden if around.gathers_hidden else 0
+    gathered = hidden if case.gather_dim is not None else 0
     return moved + padded + gathered + (case.num_tokens * case.hidden_size * 4 if case.mean_logit else 0)
 
 
-def _same_bits(case: Call, shape: Geometry, around: Surroundings) -> str:
+def _same_bits(case: Call, shape: Geometry) -> str:
     columns, size, part = case.columns, _chunks.GROUP * shape.tile, case.vocab_part_size
     if part is not None:
         return f"in every call, over any number of shards of whole parts of {part:,} columns"
     if columns % size == 0:
         return f"in every call, over any number of shards of whole groups of {size:,} columns"
-    if around.shards == 1:
+    if case.shards == 1:
         return "in every call of these columns"
-    return f"in every call over {around.shards} shards: {columns:,} columns are no whole groups of {size:,}"
+    return f"in every call over {case.shards} shards: {columns:,} columns are no whole groups of {size:,}"
 
 
 def _notes(case: Call, shape: Geometry) -> tuple[str, ...]:

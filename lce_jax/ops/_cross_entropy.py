@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lce_jax import _call, _checks, _options, scalars
-from lce_jax._call import Place, Placed, placed
+from lce_jax._call import Place, layout_of, share
 from lce_jax._options import CallOptions, LogprobOptions
 from lce_jax._types import Call, Results, is_array
 from lce_jax.mesh import _collectives
@@ -21,6 +21,7 @@ from lce_jax.programs import _token_chunks
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.mesh._layout import Layout
 
 type Reduction = Literal["mean", "sum", "none"]
 
@@ -161,19 +162,21 @@ def _chunk_bytes(
     call = _call.describe(hidden, weight, labels, where, options)
     _checks.temperature(options.temperature, labels.shape, where)
     per_token = [labels] if where is None else [labels, where]
-    found = placed(hidden, weight, per_token, call, options, place or Place())
-    return chunk_in_place(loss.reduction, loss.label_smoothing, call, options, found)
+    place = place or Place()
+    layout = layout_of(hidden, weight, per_token, call, place)
+    return chunk_in_place(loss.reduction, loss.label_smoothing, call, None if place.leaves_to_xla(layout) else layout)
 
 
 def chunk_in_place(
-    reduction: Reduction | None, label_smoothing: float, call: Call, options: CallOptions, found: Placed
+    reduction: Reduction | None, label_smoothing: float, call: Call, layout: Layout | None
 ) -> int | None:
-    """`instead_of_cache` of a call that lies so; None too for losses that `linear_loss` does not sum."""
+    """`instead_of_cache` of a call that lies so; None too for losses that `linear_loss` does not sum.
+
+    Over Auto axes of the whole call: a traced call does not know how XLA will split it.
+    """
     if reduction == "none" or label_smoothing:
         return None
-    # Over Auto axes of the whole call: a traced call does not know how XLA will split it.
-    call = _call.choose(call, options, found.columns, None if found.by_xla else found.layout)
-    return _token_chunks.instead_of_cache(call, found.around)
+    return _token_chunks.instead_of_cache(share(call, layout))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)

@@ -92,7 +92,7 @@ class KLArguments(NamedTuple):
         A mesh axis splits both alike, so there they must have as many.
         """
         student, teacher = (call.columns for call in calls)
-        if student != teacher and (is_split or self.options.student.vocab_size is None):
+        if student != teacher and (is_split or calls.student.given_vocab_size is None):
             least, most = sorted((student, teacher))
             raise ValueError(
                 f"weight has {student} columns of the vocabulary, the teacher's {teacher}: give the tokenizer's size, "
@@ -139,7 +139,7 @@ def bind_shard(given: KLArguments) -> Bound:
         raise ValueError(f"hidden {tuple(hidden.shape)} must be flat here: [T, H]")
 
     def bound(arrays: tuple[Any, Any], options: CallOptions, call: Call) -> tuple[Call, Primals, Rows]:
-        call = _call.choose_shard(call, options)
+        call = _call.choose_shard(call)
         return call, *_call.operands(call, *arrays, None, given.where, options)
 
     student, own, rows = bound(given.arrays.student, given.options.student, calls.student)

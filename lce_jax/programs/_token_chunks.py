@@ -11,7 +11,7 @@ from jax import lax
 from lce_jax import _dispatch, scalars
 from lce_jax._call import Compaction
 from lce_jax._options import LogprobOptions
-from lce_jax._types import Call, Plan, Surroundings, format_bytes
+from lce_jax._types import Call, Plan, format_bytes
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Int
@@ -69,7 +69,7 @@ def chunk_bytes(given: Any, options: LogprobOptions) -> int | None:
     return None if given is None else scalars.num_bytes("chunk_bytes", given)
 
 
-def instead_of_cache(call: Call, around: Surroundings) -> int | None:
+def instead_of_cache(call: Call) -> int | None:
     """What a chunk may take, where gradients in the forward beat the call's ``cache_bytes`` as a cache; else None.
 
     With a share f of all exponentials kept, forward and backward take about 4 - 0.9·f matrix products. Gradients in the
@@ -79,7 +79,7 @@ def instead_of_cache(call: Call, around: Surroundings) -> int | None:
     half = jnp.dtype(jnp.float16)
     if not call.cache_bytes or call.gradient_threshold or half in (call.dtype, call.hidden_dtype):
         return None
-    full = _dispatch.explain(call, around).full_cache_bytes
+    full = _dispatch.explain(call).full_cache_bytes
     if call.cache_bytes >= WORTH_KEEPING * full:
         return None
     left = call.cache_bytes - call.columns * call.hidden_size * call.stat_dtype.itemsize
@@ -92,13 +92,13 @@ def of_chunk(call: Call, size: int, partial_rows: bool) -> Call:
     return dataclasses.replace(call, num_tokens=size, partial_rows=partial_rows, cache_bytes=cache_bytes)
 
 
-def plan(call: Call, around: Surroundings) -> Plan:
+def plan(call: Call) -> Plan:
     """What `explain` says of a call: the plan of one chunk, and what all chunks share."""
     size = chunk_rows(call)
     chunks = -(-call.num_tokens // max(size, 1))
     chunk = of_chunk(call, size, call.partial_rows or call.num_tokens % max(size, 1) != 0)
-    found = _dispatch.explain(chunk, around)
-    whole = _dispatch.explain(dataclasses.replace(call, cache_bytes=0), around)
+    found = _dispatch.explain(chunk)
+    whole = _dispatch.explain(dataclasses.replace(call, cache_bytes=0))
     item, columns = call.stat_dtype.itemsize, call.columns * call.hidden_size
     total = columns * item if chunks > 1 and call.dtype != call.stat_dtype else 0  # else the gradient is the sum
     taken = size * call.hidden_size * (call.hidden_dtype.itemsize + item) if chunks > 1 else 0  # hidden and dhidden

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import OVERWRITES, Call, Plan, Primals, Surroundings, cache_notes, format_bytes
+from lce_jax._types import OVERWRITES, Call, Plan, Primals, cache_notes, format_bytes
 from lce_jax.mathematics import _kl, _logprobs, _statistics
 from lce_jax.mathematics._kl import (
     Direction,
@@ -101,24 +101,22 @@ class KLPlan:
         return PerTile(columns=self.kept_dtypes, rows=(self.dtype,) * _kl.REFERENCES)
 
 
-def explained(kl: KLPlan, around: Surroundings) -> Plan:
+def explained(kl: KLPlan) -> Plan:
     """What `explain` says of a call: its tiles and their bytes."""
     student, teacher = kl.cases
     tile_t, tile_v = kl.tiles
     columns, kept, sizes = min(student.columns, teacher.columns), kl.kept_columns, (tile_v, kl.per_tile)
-    has_padding = around.true_columns != student.columns  # or may have
+    has_padding = student.true_columns != student.columns  # or may have
     in_place = _walk.is_one_piece(student, kept, tile_t, has_padding, adds_dweight=False)
     of_tile = _walk.kept_bytes_of_tile(student, *sizes)
-    own, others = (
-        _walk.tile_bytes(call, tile_t, min(tile_v, columns)) + _walk.copied_bytes(call, around) for call in kl.cases
-    )
+    own, others = (_walk.tile_bytes(call, tile_t, min(tile_v, columns)) + _walk.copied_bytes(call) for call in kl.cases)
     return Plan(
         implementation="xla",
         refused={},
         call=student,
         tiles={"tokens": tile_t, "vocabulary": tile_v},
         forward_bytes=own + others,
-        backward_bytes=own + others + _walk.sum_bytes(student, around),
+        backward_bytes=own + others + _walk.sum_bytes(student),
         kept_bytes=kl.numbers_kept * student.num_tokens * kl.dtype.itemsize + _walk.num_bytes(student, kept, *sizes),
         logits_bytes=student.num_tokens * columns * kl.dtype.itemsize,
         notes=(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
-from lce_jax._types import Call, Plan, Surroundings, format_bytes
+from lce_jax._types import Call, Plan, format_bytes
 from lce_jax.mathematics._statistics import along
 from lce_jax.xla import _walk
 
@@ -32,19 +32,19 @@ def chunk_tokens(num_columns: int, hidden_size: int, itemsize: int, gathered_byt
     return max(1, most // (num_columns * hidden_size * itemsize))
 
 
-def plan(call: Call, around: Surroundings) -> Plan:
+def plan(call: Call) -> Plan:
     """What `explain` says of `lce_jax.linear_logits`: the call's candidates are the ids."""
     num_ids, stat, item = call.num_candidates, call.stat_dtype.itemsize, call.dtype.itemsize
     size = min(max(call.num_tokens, 1), chunk_tokens(max(num_ids, 1), call.hidden_size, item))
     rows = size * num_ids * call.hidden_size * item
-    held = rows + _walk.copied_bytes(call, around) if num_ids and call.num_tokens else 0
+    held = rows + _walk.copied_bytes(call) if num_ids and call.num_tokens else 0
     return Plan(
         implementation="xla",
         refused={},
         call=call,
         tiles={"tokens": size},
         forward_bytes=held,
-        backward_bytes=held + (_walk.sum_bytes(call, around) if held else 0),
+        backward_bytes=held + (_walk.sum_bytes(call) if held else 0),
         kept_bytes=call.num_tokens * num_ids * stat,
         logits_bytes=call.num_tokens * call.columns * stat,
         notes=(

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
-from lce_jax._types import ALONE, Call, Operands, Plan, Primals, RowCoefficients, ShardStatistics, Surroundings
+from lce_jax._types import Call, Operands, Plan, Primals, RowCoefficients, ShardStatistics
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mathematics._statistics import Running
 from lce_jax.xla import _topk, _walk
@@ -30,11 +30,11 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def plan(call: Call, around: Surroundings = ALONE) -> Plan:
+def plan(call: Call) -> Plan:
     """Tiles and bytes."""
     if call.top_k:
-        return _topk.plan(call, NAME, around)
-    return _walk.plan(call, NAME, around)
+        return _topk.plan(call, NAME)
+    return _walk.plan(call, NAME)
 
 
 class _Rows(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax._types import Call, Operands, Plan, Surroundings
+from lce_jax._types import Call, Operands, Plan
 from lce_jax.mathematics import _largest, _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
@@ -36,7 +36,7 @@ def chunk_tokens(call: Call) -> int:
     return min(call.num_tokens, max(most // grain * grain, grain))
 
 
-def plan(call: Call, name: str, around: Surroundings) -> Plan:
+def plan(call: Call, name: str) -> Plan:
     """The chunk of tokens, and the bytes of its logits."""
     size, stat = chunk_tokens(call), call.stat_dtype.itemsize
     return Plan(
@@ -44,7 +44,7 @@ def plan(call: Call, name: str, around: Surroundings) -> Plan:
         refused={},
         call=call,
         tiles={"tokens": size},
-        forward_bytes=_walk.tile_bytes(call, size, call.columns) + _walk.copied_bytes(call, around),
+        forward_bytes=_walk.tile_bytes(call, size, call.columns) + _walk.copied_bytes(call),
         backward_bytes=0,
         kept_bytes=0,
         logits_bytes=call.num_tokens * call.columns * stat,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
-from lce_jax._types import OVERWRITES, Call, Plan, Primals, Surroundings, cache_notes, candidate_notes, unused_notes
+from lce_jax._types import OVERWRITES, Call, Plan, Primals, cache_notes, candidate_notes, unused_notes
 from lce_jax.mathematics import _logprobs
 
 if TYPE_CHECKING:
@@ -426,20 +426,20 @@ def tile_sizes(call: Call) -> tuple[int, int]:
     return tile_t, min(call.columns, tile_v)
 
 
-def plan(call: Call, name: str, around: Surroundings) -> Plan:
+def plan(call: Call, name: str) -> Plan:
     """Tiles and bytes."""
     tile_t, tile_v = tile_sizes(call)
-    columns = around.true_columns or call.columns
+    columns = call.true_columns or call.columns
     kept = kept_columns(call, columns, tile_v)
-    in_place = is_one_piece(call, kept, tile_t, around.true_columns != call.columns, adds_dweight=False)
-    held = copied_bytes(call, around) + tile_bytes(call, tile_t, min(tile_v, columns)) + call.candidate_bytes
+    in_place = is_one_piece(call, kept, tile_t, call.true_columns != call.columns, adds_dweight=False)
+    held = copied_bytes(call) + tile_bytes(call, tile_t, min(tile_v, columns)) + call.candidate_bytes
     return Plan(
         implementation=name,
         refused={},
         call=call,
         tiles={"tokens": tile_t, "vocabulary": tile_v},
         forward_bytes=held,
-        backward_bytes=held + (0 if in_place and around.shards == 1 else sum_bytes(call, around)),
+        backward_bytes=held + (0 if in_place and call.shards == 1 else sum_bytes(call)),
         kept_bytes=call.statistics_bytes + num_bytes(call, kept, tile_v),
         logits_bytes=call.num_tokens * call.columns * call.stat_dtype.itemsize,
         notes=(
@@ -468,13 +468,13 @@ def tile_bytes(call: Call, tile_t: int, width: int) -> int:
     return min(tile_t, call.num_tokens) * width * call.stat_dtype.itemsize
 
 
-def copied_bytes(call: Call, around: Surroundings) -> int:
+def copied_bytes(call: Call) -> int:
     """Of a copy of hidden: it is gathered, cast or multiplied by a sign, or its rows are moved."""
-    own = call.partial_rows or around.gathers_hidden or call.hidden_dtype != call.dtype or call.signs_hidden
+    own = call.partial_rows or call.gather_dim is not None or call.hidden_dtype != call.dtype or call.signs_hidden
     return call.num_tokens * call.hidden_size * call.dtype.itemsize if own else 0
 
 
-def sum_bytes(call: Call, around: Surroundings) -> int:
+def sum_bytes(call: Call) -> int:
     """Of dhidden in the statistics' dtype, before it is rounded, scattered or its rows are put back."""
-    is_result = call.hidden_dtype == call.stat_dtype and not call.partial_rows and not around.gathers_hidden
+    is_result = call.hidden_dtype == call.stat_dtype and not call.partial_rows and call.gather_dim is None
     return 0 if is_result else call.num_tokens * call.hidden_size * call.stat_dtype.itemsize

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from lce_jax import _dispatch, mosaic
-from lce_jax._types import ALONE, Call, Device, UnsupportedError
+from lce_jax._types import Call, Device, UnsupportedError
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._call import Generation
 from tests.devices import B200, H200
@@ -84,6 +84,6 @@ def test_kernels_refuse_a_jax_that_they_were_not_tested_with(monkeypatch: pytest
     """On such a JAX the other implementations serve, and the reason is told."""
     monkeypatch.setattr(_generations, "JAX_OF_THE_KERNELS", (99, 1, 0))
     assert mosaic.supports(case(H200)) == f"needs JAX 99.1.0 or newer, this is {jax.__version__}"
-    assert _dispatch.explain(case(H200), ALONE).implementation == "xla"
+    assert _dispatch.explain(case(H200)).implementation == "xla"
     with pytest.raises(UnsupportedError, match=r'"mosaic_gpu": needs JAX 99\.1\.0'):
         _dispatch.choose(dataclasses.replace(case(H200), requested=("mosaic_gpu",)))
