@@ -282,24 +282,23 @@ class Place(NamedTuple):
         """Whether the caller names any."""
         return self.mesh is not None or bool(self.vocab_axis or self.batch_axes or self.sequence_axis)
 
-    def leaves_to_xla(self, layout: Layout | None) -> bool:
-        """Whether XLA partitions a call that lies so, over Auto axes."""
-        return layout is not None and not self.is_named and AxisType.Explicit not in layout.mesh.axis_types
-
     def layout(self, hidden: Any, weight: Any, call: Call) -> Layout:
         """How the names split checked operands."""
         _options.no_axis_name(call)
         return layout_of_names(hidden, weight, call.vocab_dim, **self._asdict())
 
 
-def layout_of(hidden: Any, weight: Any, per_token: list[Any], call: Call, place: Place) -> Layout | None:
-    """How the operands lie on a mesh, if they do."""
+def layout_of(
+    hidden: Any, weight: Any, per_token: list[Any], call: Call, place: Place
+) -> tuple[Layout | None, Layout | None]:
+    """How the operands lie on a mesh, if they do; and if it is not XLA that partitions the call, over Auto axes."""
     if place.is_named:
-        return place.layout(hidden, weight, call)
+        return (place.layout(hidden, weight, call),) * 2
     layout = None if call.axis_name is not None else layout_of_arrays(hidden, weight, per_token, call.vocab_dim)
-    if layout is not None and place.leaves_to_xla(layout):
-        check_rules_are_read(call.device.platform, layout.mesh, call)
-    return layout
+    if layout is None or AxisType.Explicit in layout.mesh.axis_types:
+        return layout, layout
+    check_rules_are_read(call.device.platform, layout.mesh, call)
+    return layout, None
 
 
 def share(call: Call, layout: Layout | None) -> Call:

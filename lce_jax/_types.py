@@ -304,11 +304,6 @@ class Call:
         return functools.reduce(jnp.promote_types, (head.stat_dtype for head in self.heads))
 
     @property
-    def true_columns(self) -> int | None:
-        """How many of the columns are not padding; None where only the shard knows."""
-        return self.vocab_size if self.axis_name is None else None
-
-    @property
     def statistics_bytes(self) -> int:
         """What every implementation keeps from forward to backward: the merged statistics."""
         return sum(self.statistics.values()) * self.num_tokens * self.stat_dtype.itemsize

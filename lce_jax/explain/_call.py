@@ -125,7 +125,7 @@ def of_logits(
     checked = _options.of_ids(options, hidden, ids)
     call = _call.describe(hidden, weight, labels, where, checked)
     call = dataclasses.replace(call, partial_rows=False)  # it moves no rows
-    return _logits.plan(share(call, layout_of(hidden, weight, [ids], call, place)))
+    return _logits.plan(share(call, layout_of(hidden, weight, [ids], call, place)[0]))
 
 
 def of_kl(
@@ -146,7 +146,7 @@ def of_kl(
     calls, checked = given.describe(), given.options.student
     _call.describe(hidden, weight, labels, where, checked)
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
-    layout = layout_of(hidden, weight, [tokens if where is None else where], calls.student, place)
+    layout, _ = layout_of(hidden, weight, [tokens if where is None else where], calls.student, place)
     names_axis = calls.student.axis_name is not None
     given.check_columns(calls, names_axis or (layout is not None and layout.vocab_axes is not None))
     call = given.of_both(*(share(one, layout) for one in calls))
@@ -331,19 +331,17 @@ def _of_one_head(
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)
         described = dataclasses.replace(described, partial_rows=True)
-    layout = layout_of(hidden, weight, [labels, *([] if where is None else [where])], described, place)
-    call, by_xla = share(described, layout), place.leaves_to_xla(layout)
+    layout, known = layout_of(hidden, weight, [labels, *([] if where is None else [where])], described, place)
+    call = share(described, layout)
     if gradients_in_forward:
         most = _token_chunks.chunk_bytes(chunk_bytes, options)
         return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most))
     if chunk_bytes is not None:
         raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
-    chunk = (
-        None if loss is None else chunk_in_place(loss.reduction, loss.smoothing, described, None if by_xla else layout)
-    )
+    chunk = None if loss is None else chunk_in_place(loss.reduction, loss.smoothing, described, known)
     if chunk is not None:
         return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=chunk))
-    if by_xla:
+    if known is not layout:
         return _partitioned_by_xla(call)
     return _dispatch.explain(call)
 

@@ -122,7 +122,7 @@ def _backward(case: Call, shape: Geometry, generation: Generation) -> _Backward:
 
 def _writes_dhidden_once(case: Call, shape: Geometry) -> bool:
     """Whether the one chunk that there is is contracted by one launch, which rounds."""
-    whole = case.shards == 1 and case.true_columns == case.columns
+    whole = case.shards == 1 and case.vocab_size == case.columns
     return whole and not case.mean_logit and _chunks.dhidden_shape(case, shape)[0] == 1
 
 

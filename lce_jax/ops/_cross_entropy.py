@@ -162,9 +162,8 @@ def _chunk_bytes(
     call = _call.describe(hidden, weight, labels, where, options)
     _checks.temperature(options.temperature, labels.shape, where)
     per_token = [labels] if where is None else [labels, where]
-    place = place or Place()
-    layout = layout_of(hidden, weight, per_token, call, place)
-    return chunk_in_place(loss.reduction, loss.label_smoothing, call, None if place.leaves_to_xla(layout) else layout)
+    _, layout = layout_of(hidden, weight, per_token, call, place or Place())
+    return chunk_in_place(loss.reduction, loss.label_smoothing, call, layout)
 
 
 def chunk_in_place(

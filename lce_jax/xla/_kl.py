@@ -106,7 +106,7 @@ def explained(kl: KLPlan) -> Plan:
     student, teacher = kl.cases
     tile_t, tile_v = kl.tiles
     columns, kept, sizes = min(student.columns, teacher.columns), kl.kept_columns, (tile_v, kl.per_tile)
-    has_padding = student.true_columns != student.columns  # or may have
+    has_padding = student.vocab_size != student.columns  # or may have
     in_place = _walk.is_one_piece(student, kept, tile_t, has_padding, adds_dweight=False)
     of_tile = _walk.kept_bytes_of_tile(student, *sizes)
     own, others = (_walk.tile_bytes(call, tile_t, min(tile_v, columns)) + _walk.copied_bytes(call) for call in kl.cases)

@@ -429,9 +429,9 @@ def tile_sizes(call: Call) -> tuple[int, int]:
 def plan(call: Call, name: str) -> Plan:
     """Tiles and bytes."""
     tile_t, tile_v = tile_sizes(call)
-    columns = call.true_columns or call.columns
+    columns = min(call.vocab_size, call.columns)
     kept = kept_columns(call, columns, tile_v)
-    in_place = is_one_piece(call, kept, tile_t, call.true_columns != call.columns, adds_dweight=False)
+    in_place = is_one_piece(call, kept, tile_t, call.vocab_size != call.columns, adds_dweight=False)
     held = copied_bytes(call) + tile_bytes(call, tile_t, min(tile_v, columns)) + call.candidate_bytes
     return Plan(
         implementation=name,

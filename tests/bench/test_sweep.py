@@ -18,13 +18,7 @@ from lce_jax.mosaic.sm90._tuning import Tuning
 from tests import devices
 
 pytestmark = pytest.mark.site
-H200 = Call(
-    num_tokens=512,
-    hidden_size=1024,
-    columns=4096,
-    dtype=jnp.dtype(jnp.bfloat16),
-    device=devices.H200,
-)
+H200 = Call(num_tokens=512, hidden_size=1024, columns=4096, dtype=jnp.dtype("bfloat16"), device=devices.H200)
 
 
 @pytest.mark.parametrize("kernel", sweep.KERNELS)

@@ -20,9 +20,7 @@ A100 = Device("gpu", "NVIDIA A100", "8.0", 108)
 
 
 def case(device: Device) -> Call:
-    return Call(
-        num_tokens=512, hidden_size=1024, columns=32000, dtype=jnp.dtype("bfloat16"), device=device,
-    )  # fmt: skip
+    return Call(num_tokens=512, hidden_size=1024, columns=32000, dtype=jnp.dtype("bfloat16"), device=device)
 
 
 @pytest.mark.parametrize(

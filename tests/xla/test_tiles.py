@@ -85,10 +85,8 @@ def test_rows_left_out_cost_no_work() -> None:
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("compacted", [False, True])
 def test_tile_sizes_stay_within_the_operands(tokens: int, vocab: int, platform: str, compacted: bool) -> None:
-    case = Call(
-        num_tokens=tokens, hidden_size=64, columns=vocab, dtype=jnp.dtype("float32"),
-        partial_rows=compacted, device=Device(platform),
-    )  # fmt: skip
+    on = Device(platform)
+    case = Call(num_tokens=tokens, hidden_size=64, columns=vocab, partial_rows=compacted, device=on)
     tile_t, tile_v = _walk.tile_sizes(case)
     assert 1 <= tile_t <= tokens
     assert 1 <= tile_v <= vocab
@@ -104,7 +102,7 @@ def test_a_call_takes_no_positional_arguments() -> None:
 
 
 def test_tiles_off_the_cpu_are_larger() -> None:
-    fields = dict(num_tokens=8192, hidden_size=64, columns=131072, dtype=jnp.dtype("float32"))
+    fields = dict(num_tokens=8192, hidden_size=64, columns=131072)
     cpu, gpu = (math.prod(_walk.tile_sizes(Call(**fields, device=Device(platform)))) for platform in ("cpu", "gpu"))
     assert cpu <= 4 << 20 < gpu <= 64 << 20
 
