@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 25_878
+PACKAGES_LINES = 25_713
 PACKAGES_FILES = 135
-TESTS_LINES = 31_725
+TESTS_LINES = 31_718
 
 
 def test_size() -> None:

@@ -64,7 +64,7 @@ def test_rows_left_out_cost_no_work() -> None:
         visited.append(1)
         return np.zeros((), np.float32)
 
-    original = _walk.Tile.products
+    original = _walk.XTile.products
 
     def counting(tile):
         tick = jax.pure_callback(count, jax.ShapeDtypeStruct((), jnp.float32), tile.tokens[0].hidden[0, 0])
@@ -73,7 +73,7 @@ def test_rows_left_out_cost_no_work() -> None:
     hidden, weight = jnp.ones((T, H)), jnp.ones((V, H))
     labels = jnp.zeros((T,), jnp.int32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_walk.Tile, "products", counting)
+        patch.setattr(_walk.XTile, "products", counting)
         for live in (0, 1, 1000, T):
             visited.clear()
             where = jnp.arange(T)[::-1] < live
