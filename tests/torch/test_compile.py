@@ -90,7 +90,7 @@ def test_main_grad_is_refused_clearly() -> None:
 TEMPERATURE, BIAS, IDS = torch.linspace(0.5, 2, 37), torch.linspace(-1, 1, 104), p.candidates_like(p.draw().labels)
 TEACHER = dict(teacher_hidden=p.draw(H=16).hidden, teacher_weight=p.draw(H=16).weight, temperature=TEMPERATURE)
 OF_KL: Any = dict(function="kl", direction="jsd", beta=0.3, has_temperature=True, vocab_size=97)
-OPERATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # `Call` and `Tensors`
+OPERATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # `TorchCall` and `Tensors`
     "logprobs": (dict(stats=True), {}),
     "all of logprobs": (
         dict(stats=True, entropy="metric", mean_logit=True, num_candidates=5),

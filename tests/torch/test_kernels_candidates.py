@@ -146,7 +146,7 @@ def test_both_ways_keep_the_same_x(programs: list[Any]) -> None:
     hidden, weight = (jnp.asarray(y.float().numpy(), case.dtype) for y in problem[:2])
     columns = torch.where((ids >= 0) & (ids < V), ids, -1).int().numpy()
     labels = jnp.asarray(problem.labels.int().numpy())
-    operands = _types.Tensors(hidden, weight, labels, None, None, None, candidates=jnp.asarray(columns))
+    operands = _types.Operands(hidden, weight, labels, None, None, None, candidates=jnp.asarray(columns))
     with interpreting(plgpu.InterpretGPUParams()):
         wanted, _ = jax.jit(lambda operands: mosaic.statistics(operands, case))(operands)
     np.testing.assert_allclose(found, wanted.candidates, rtol=1e-5, atol=1e-6)
