@@ -27,7 +27,7 @@ from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._call import KernelCall
-from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
+from lce_jax.mosaic._live_tiles import Sizes, Worklist
 from lce_jax.mosaic._operands import RowFactors
 
 if TYPE_CHECKING:
@@ -60,17 +60,12 @@ class PlacedCandidates(NamedTuple):
         self, call: KernelCall, dlogits: Float[Array, "Tp columns"], column: Any, stop: Any
     ) -> Float[Array, "Tp columns"]:
         """A chunk's ``dlogits``, of columns from ``column`` on, with the values of the candidates before ``stop``."""
-        places = call.host.compute(_places, self.columns, column, stop)
-        return call.host.put(dlogits, *places, self.values, call.prepared.num_rows)
+        return call.host.put(dlogits, *self, call.host.numbers(column, call.prepared.num_rows, stop))
 
     @jax.named_scope("candidates")
-    def put_live(
-        self, call: KernelCall, dlogits: Float[Array, "slots*blocks tile"], work: Worklist, batches: Batches, i: Any
-    ) -> Float[Array, "slots*blocks tile"]:
-        """The same of batch ``i`` of live tiles."""
-        sizes = call.shape.row_block, call.shape.tile
-        places = call.host.compute(_live_places, self.columns, work.places, batches.scalars, i, sizes)
-        return call.host.put(dlogits, *places, self.values, call.prepared.num_rows)
+    def entries(self, call: KernelCall, work: Worklist, sizes: Sizes) -> Int[Array, "T K"]:
+        """How many entries of live tiles there are up to that of each candidate, whose tile is live."""
+        return call.host.compute(_entries, self.columns, work.order, work.sums, sizes)
 
 
 @jax.named_scope("candidates")
@@ -106,20 +101,9 @@ def _placed(
     return PlacedCandidates(xp.where(counts, columns, -1), values)
 
 
-def _places(xp: Any, columns: Any, column: Any, stop: Any) -> tuple[Any, Any]:
-    """The row of each in a chunk of dlogits, and its column, -1 where it is none of the chunk's."""
-    token = xp.arange(len(columns), dtype=xp.int32)[:, None]
-    return xp.zeros_like(columns) + token, xp.where((columns >= column) & (columns < stop), columns - column, -1)
-
-
-def _live_places(xp: Any, columns: Any, entries: Any, scalars: Any, i: Any, sizes: tuple[int, int]) -> tuple[Any, Any]:
-    """The same in a batch of live tiles."""
-    batch, (row_block, tile), known = Batch.unpack(scalars, i), sizes, xp.clip(columns, 0, None)
-    token = xp.arange(len(columns), dtype=xp.int32)[:, None]
-    entry = entries[known // tile, token // row_block]
-    slot = entry - batch.entry
-    is_here = (columns >= 0) & (entry >= 0) & (slot >= 0) & (slot < batch.num_entries)
-    return slot * row_block + token % row_block, xp.where(is_here, known % tile, -1)
+def _entries(xp: Any, columns: Any, order: Any, sums: Any, sizes: Sizes) -> Any:
+    rank = xp.argsort(order)[columns // sizes.tile]  # anything at the column -1
+    return sums.reshape(sizes.tiles, -1)[rank, xp.arange(len(columns))[:, None] // sizes.row_block]
 
 
 type Kind = Any  # that of `lce_jax.kernels`, which imports this module

@@ -15,6 +15,7 @@ from jax import lax
 
 from lce_jax import _jax
 from lce_jax._types import Call
+from lce_jax.mosaic._live_tiles import Batch, place
 from lce_jax.xla import _logits
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class Host(Protocol):
     def products(self, hidden: Any, weight: Any, columns: Any, case: Call, num_rows: Any) -> Any:
         """H · w of each token's columns of the vocabulary, [T, K], summed in float32; anything at the column -1."""
 
-    def put(self, x: Any, rows: Any, columns: Any, values: Any, num_rows: Any) -> Any:
-        """``x`` with the values [T, K] rounded at their places, which differ; none at the column -1."""
+    def put(self, x: Any, columns: Any, values: Any, numbers: Any, *of_live_tiles: Any) -> Any:
+        """``x`` with the values [T, K] rounded at their places, which differ: `lce_jax.mosaic._live_tiles.place`."""
 
     def vary_like[T](self, tree: T, like: Any) -> T:
         """``tree`` with the type that a loop's carry needs, where it is to hold what is computed from ``like``."""
@@ -95,11 +96,14 @@ class Traced:
         given = hidden, weight, columns, case, jnp.float32, num_rows
         return _logits.products(*given, gathered_bytes=_logits.FUSED_BYTES)
 
-    def put(self, x: Array, rows: Array, columns: Array, values: Array, num_rows: Any) -> Array:
+    def put(self, x: Array, columns: Array, values: Array, numbers: Array, *of_live_tiles: Any) -> Array:
         """A scatter. What has no place gets one outside."""
-        del num_rows  # the others have no place
         token, k = jnp.indices(values.shape, jnp.int32)
-        places = jnp.where(columns >= 0, rows, x.shape[0] + token), jnp.where(columns >= 0, columns, k)
+        if of_live_tiles:
+            entries, work, sizes = of_live_tiles
+            of_live_tiles = entries, Batch.of(sizes, numbers[0], work.sums, work.cells), sizes
+        is_there, row, column = place(columns, token, numbers, *of_live_tiles)
+        places = jnp.where(is_there, row, x.shape[0] + token), jnp.where(is_there, column, k)
         return x.at[places].set(values.astype(x.dtype), mode="drop", unique_indices=True)
 
     def vary_like[T](self, tree: T, like: Any) -> T:

@@ -1,21 +1,23 @@
 """The live tiles of a shard as lists, along which the kernels of a sparse backward walk.
 
-A live tile, a row block by a vocabulary tile, is an entry of one list, by vocabulary tile. A batch is a range of that
-list: it fills an array of dlogits, a slot of [row block, tile] for each entry.
+A live tile, a row block by a vocabulary tile, is a cell of a table. An entry is a live cell, or fills up a group. A
+batch is a range of entries: it fills an array of dlogits, a slot of [row block, tile] for each.
 
 Vocabulary tiles that are live in many row blocks and those live in few are mixed in that order, so that each batch, and
 each row block's part of it, has the same share of both. dhidden reads the weight's tile once for many row blocks, or
 for each of the few: alone, the latter would wait for memory, while the former would leave it idle.
 
-Every array has a static size, so other live tiles compile nothing anew. What is after the last live tile in a list may
-be anything.
+Every array has a static size, so other live tiles compile nothing anew. Kernels find what follows from a list by
+themselves, because each of torch's operations costs more time than all that they read.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Int
@@ -26,8 +28,15 @@ class Sizes(NamedTuple):
 
     tiles: int  # of the vocabulary
     blocks: int  # of rows
-    group: int  # entries that are computed together: those of one vocabulary tile come in whole groups
+    group: int  # entries that are computed together, 1 or 2: those of one vocabulary tile come in whole groups
     slots: int  # for a batch's dlogits: at least those of two vocabulary tiles that are live everywhere
+    row_block: int  # tokens
+    tile: int  # columns
+
+    @property
+    def width(self) -> int:
+        """Cells of a vocabulary tile: its row blocks, and one that is an entry where it fills up a group."""
+        return self.blocks + self.group - 1
 
     @property
     def entries_of_tile(self) -> int:
@@ -56,14 +65,13 @@ class Sizes(NamedTuple):
 class Worklist(NamedTuple):
     """All live tiles of a shard. A rank is the place of a vocabulary tile in their order."""
 
-    row_blocks: Int[Array, "entries"]  # of each entry; 0 where it fills up a group
-    tiles: Int[Array, "entries"]
-    order: Int[Array, "ranks"]  # the vocabulary tile at each rank
-    counts: Int[Array, "ranks"]  # its live row blocks
-    first: Int[Array, "ranks+1"]  # its first entry
-    places: Int[Array, "tiles blocks"] | None  # the entry of each tile, -1 where it is not live, if that was asked for
-    by_row: Int[Array, "blocks*tiles"]  # the entries that dhidden contracts, once more, by row block and then by rank
-    tile_by_row: Int[Array, "blocks*tiles"]  # the vocabulary tile of each of these
+    order: Int[Array, "tiles"]  # the vocabulary tile at each rank
+    sums: Int[Array, "tiles*width"]  # how many entries there are up to each cell, by rank
+    cells: Int[Array, "entries"]  # of each entry; their number after the last entry
+    sums_by_row: Int[Array, "blocks*tiles"]  # the same of the cells that dhidden contracts, by row block
+    cells_by_row: Int[Array, "blocks*tiles"]
+    ranks: Int[Array, "tiles"]  # all, by batch; in each, those with the most live row blocks come first
+    row_blocks: Int[Array, "blocks"]  # those with the most live tiles come last
 
 
 class Batch(NamedTuple):
@@ -73,113 +81,105 @@ class Batch(NamedTuple):
     num_ranks: Any
     entry: Any  # the first
     num_entries: Any
-    num_row_blocks: Any  # those with an entry that dhidden contracts
-    num_columns: Any  # live columns of the shard
 
     @classmethod
-    def unpack(cls, scalars: Any, batch: Any) -> Batch:
-        """In a kernel."""
-        return cls(*(scalars[batch, i] for i in range(len(cls._fields))))
+    def of(cls, sizes: Sizes, number: Any, sums: Any, cells: Any) -> Batch:
+        """The one of a number, by what a `Worklist` holds, in a kernel or beside it."""
+
+        def first_rank(number: Any) -> Any:  # that after the rank of the last entry before the batch
+            last = cells[jnp.clip(number * sizes.share - 1, 0, sizes.entries - 1)]
+            rank = jnp.minimum(lax.div(last, jnp.int32(sizes.width)) + 1, sizes.tiles)
+            return jnp.where(number == 0, 0, rank)
+
+        first, stop = first_rank(number), first_rank(number + 1)
+        entry, last = (sum_before(sums, rank * sizes.width) for rank in (first, stop))
+        return cls(first, stop - first, entry, last - entry)
 
 
-class RowLists(NamedTuple):
-    """Batches by row block: which entries each contracts. In a batch those with the most come first."""
-
-    row_blocks: Int[Array, "batches blocks"]
-    first: Int[Array, "batches blocks"]  # in `Worklist.by_row`
-    counts: Int[Array, "batches blocks"]
+def row_block_of(sizes: Sizes, cell: Any) -> Any:
+    """The row block of an entry; any where it fills up a group."""
+    return lax.rem(lax.rem(cell, jnp.int32(sizes.width)), jnp.int32(sizes.blocks))
 
 
-class Batches(NamedTuple):
-    """All batches of a shard, in turn."""
-
-    scalars: Int[Array, "batches fields"]  # a `Batch` each
-    rows: RowLists
-    ranks: Int[Array, "ranks"]  # all, by batch; in each, those with the most live row blocks come first
+def sum_before(sums: Any, cell: Any) -> Any:
+    """How many entries there are before a cell."""
+    return jnp.where(cell > 0, sums[jnp.maximum(cell - 1, 0)], 0)
 
 
-def mixed(n: int) -> list[int]:
-    """An order of n things in which each part of it has about the same share of the first as of the last.
+def place(
+    column: Any, token: Any, numbers: Any, entry: Any = None, batch: Batch | None = None, sizes: Sizes | None = None
+) -> tuple[Any, Any, Any]:
+    """Whether a candidate, a token's column or -1, has a place in a part of dlogits, in which row and which column.
 
-    The fractional parts of multiples of the golden ratio are spread evenly.
+    Args:
+        column: of the shard.
+        token: its number.
+        numbers: of a chunk its first column, how many live rows there are, and where its columns end.
+        entry: of live tiles, how many entries there are up to its tile.
+        batch: that of live tiles.
+        sizes: of their lists.
     """
-    fractions = np.arange(n, dtype=np.uint32) * np.uint32(0x9E3779B9)  # times 2³²
-    return np.argsort(fractions, kind="stable").tolist()
+    if batch is None or sizes is None:
+        return (column >= numbers[0]) & (column < numbers[2]), token, column - numbers[0]
+    slot = entry - 1 - batch.entry
+    is_there = (column >= 0) & (slot >= 0) & (slot < batch.num_entries)
+    return is_there, slot * sizes.row_block + token % sizes.row_block, column % sizes.tile
 
 
-def lists(
-    xp: Any, sizes: Sizes, mixed: Any, live: Any, contracted: Any, num_columns: Any, has_places: bool
-) -> tuple[Worklist, Batches]:
+def orders(sizes: Sizes) -> list[int]:
+    """What `lists` is given: four orders of as many numbers as there are vocabulary tiles.
+
+    In the first each part has about the same share of the first as of the last: the fractional parts of multiples of
+    the golden ratio are spread evenly. Then the places in it, of the last number first; the cells before these; all.
+    """
+    fractions = np.arange(sizes.tiles, dtype=np.uint32) * np.uint32(0x9E3779B9)  # times 2³²
+    mixed = np.argsort(fractions, kind="stable")
+    places = np.argsort(-mixed)
+    return np.concatenate([mixed, places, np.maximum(places * sizes.width - 1, 0), np.arange(sizes.tiles)]).tolist()
+
+
+def lists(xp: Any, sizes: Sizes, orders: Any, live: Any, contracted: Any) -> Worklist:
     """All of a shard's lists.
 
     Args:
         xp: ``jax.numpy``, or a namespace like it.
         sizes: of the lists.
-        mixed: `mixed` of the vocabulary tiles.
+        orders: `orders` of these sizes.
         live: [tiles, blocks or more], 1 where a tile is live.
         contracted: how many of the first vocabulary tiles dhidden contracts in place: those in the lists by row block.
-        num_columns: live columns of the shard.
-        has_places: whether `Worklist.places` is asked for.
     """
+    mixed, places, before, tiles = orders.reshape(4, -1)
     live = live[:, : sizes.blocks]
-    order = _argsort(xp, xp.sum(live, 1, dtype=xp.int32))[mixed]
-    live = live[order]
-    counts, block = xp.sum(live, 1, dtype=xp.int32), xp.arange(sizes.blocks, dtype=xp.int32)
-    first = _sums_before(xp, (counts + (sizes.group - 1)) & -sizes.group)
-    entry = first[:-1, None] + xp.cumsum(live, 1, dtype=xp.int32) - live
-    in_tile = xp.arange(sizes.entries_of_tile, dtype=xp.int32)
-    of_rows = live * (order < contracted)[:, None]
-    before = _sums_before(xp, of_rows)  # the entries of each row block that dhidden contracts and that have lower ranks
-    places = xp.where(of_rows > 0, block * sizes.tiles + before[:-1], sizes.blocks * sizes.tiles)
-    in_entries = xp.where(live > 0, entry, sizes.entries)
-    whole_groups = xp.where(in_tile < (first[1:] - first[:-1])[:, None], first[:-1, None] + in_tile, sizes.entries)
-    tiles = put(xp, sizes.entries, whole_groups, order[:, None])
-    by_row = put(xp, sizes.blocks * sizes.tiles, places, entry)
-    of_tiles = None
-    if has_places:
-        rank_of = put(xp, sizes.tiles, order, xp.arange(sizes.tiles, dtype=xp.int32))
-        of_tiles = xp.where(live > 0, entry, -1)[rank_of]
-    work = Worklist(
-        row_blocks=put(xp, sizes.entries, in_entries, block[None]),
-        tiles=tiles,
-        order=order,
-        counts=counts,
-        first=first,
-        places=of_tiles,
-        by_row=by_row,
-        tile_by_row=tiles[by_row],
+    counts = xp.sum(live, 1, dtype=xp.int32)
+    order = _take(xp, xp.argsort(counts, stable=True), mixed)
+    table = live if sizes.group == 1 else xp.concatenate([live, (counts & 1)[:, None]], 1)
+    sums = xp.cumsum(_take(xp, table, order).reshape(-1), 0, dtype=xp.int32)
+    all_contracted = isinstance(contracted, int) and contracted >= sizes.tiles
+    of_rows = live if all_contracted else live * (tiles < contracted)[:, None]
+    sums_by_row = xp.cumsum(_take(xp, of_rows.T, order, 1).reshape(-1), 0, dtype=xp.int32)
+    numbers = xp.arange(sizes.entries, dtype=xp.int32)
+    by_batch = xp.argsort(_take(xp, sums, before) // sizes.share, stable=True)
+    return Worklist(
+        order=xp.asarray(order, dtype=xp.int32),
+        sums=sums,
+        cells=places_of(xp, sums, numbers),
+        sums_by_row=sums_by_row,
+        cells_by_row=places_of(xp, sums_by_row, numbers[: len(sums_by_row)]),
+        ranks=_take(xp, places, by_batch),
+        row_blocks=xp.asarray(xp.argsort(xp.sum(live, 0, dtype=xp.int32), stable=True), dtype=xp.int32),
     )
-    return work, _batches(xp, sizes, work, before, num_columns)
 
 
-def _batches(xp: Any, sizes: Sizes, work: Worklist, before: Any, num_columns: Any) -> Batches:
-    starts = xp.arange(sizes.batches + 1, dtype=xp.int32) * sizes.share
-    ranks = xp.sum(work.first[:-1] < starts[:, None], 1, dtype=xp.int32)
-    entries, before, batch = work.first[ranks], before[ranks], work.first[:-1] // sizes.share
-    counts = before[1:] - before[:-1]
-    order = _argsort(xp, -counts)
-    which = xp.arange(sizes.batches, dtype=xp.int32)[:, None], order
-    begins = xp.arange(sizes.blocks, dtype=xp.int32) * sizes.tiles + before[:-1]
-    fields = Batch(
-        ranks[:-1],
-        ranks[1:] - ranks[:-1],
-        entries[:-1],
-        entries[1:] - entries[:-1],
-        xp.sum(counts > 0, 1, dtype=xp.int32),
-        xp.zeros_like(entries[1:]) + num_columns,
-    )
-    by_count = _argsort(xp, batch * (sizes.blocks + 1) - work.counts)
-    return Batches(xp.stack(fields, 1), RowLists(order, begins[which], counts[which]), by_count)
+def _take(xp: Any, x: Any, places: Any, dim: int = 0) -> Any:
+    return xp.take(x, places, axis=dim, mode="clip") if hasattr(x, "at") else xp.index_select(x, dim, places)
 
 
-def _argsort(xp: Any, keys: Any) -> Any:
-    """Along the last dimension; what is equal stays in its order."""
-    return xp.asarray(xp.argsort(keys, stable=True), dtype=xp.int32)
-
-
-def _sums_before(xp: Any, x: Any) -> Any:
-    """The sum of all that come before each along the first dimension, and of all."""
-    return xp.concatenate([xp.zeros_like(x[:1]), xp.cumsum(x, 0, dtype=xp.int32)])
+def places_of(xp: Any, sums: Any, numbers: Any) -> Any:
+    """Where the ones of these numbers, 0, 1, …, lie in an array of 0 and 1, given its sums; its length for none."""
+    if not hasattr(sums, "at"):
+        return xp.searchsorted(sums, numbers, right=True, out_int32=True)
+    places = xp.where(xp.diff(sums, prepend=0) > 0, sums - 1, len(numbers))  # XLA would search in a loop
+    return xp.full_like(numbers, len(sums)).at[places].set(xp.arange(len(sums), dtype=xp.int32), mode="drop")
 
 
 def held(xp: Any, columns: Any, num_rows: Any, sizes: tuple[int, int], shape: tuple[int, int]) -> Any:
@@ -187,14 +187,12 @@ def held(xp: Any, columns: Any, num_rows: Any, sizes: tuple[int, int], shape: tu
 
     ``sizes`` are those of a row block and of a vocabulary tile, ``shape`` of the result, [tiles, blocks].
     """
-    (row_block, tile), token = sizes, xp.arange(len(columns), dtype=xp.int32)[:, None]
+    (row_block, tile), token, size = sizes, xp.arange(len(columns), dtype=xp.int32)[:, None], shape[0] * shape[1]
     places = columns // tile * shape[1] + token // row_block
-    places = xp.where((columns >= 0) & (token < num_rows), places, shape[0] * shape[1])
-    return put(xp, shape[0] * shape[1], places, xp.ones_like(places)).reshape(shape)
-
-
-def put(xp: Any, size: int, places: Any, values: Any) -> Any:
-    """``size`` numbers with the values at their places, and 0 elsewhere. Place ``size`` is nowhere."""
-    values, padded = xp.broadcast_to(values, places.shape), xp.zeros(size + 1, dtype=xp.int32)
-    put = padded.at[places].set if hasattr(padded, "at") else lambda values: padded.index_put_((places,), values)
-    return put(values)[:size]
+    places = xp.where((columns >= 0) & (token < num_rows), places, size)
+    found = xp.zeros(size + 1, dtype=xp.int32)  # the last one for those that have none
+    if hasattr(found, "at"):
+        found = found.at[places].set(1)
+    else:
+        found[places] = 1
+    return found[:size].reshape(shape)

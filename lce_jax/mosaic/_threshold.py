@@ -27,7 +27,7 @@ from lce_jax.mosaic import _candidates, _chunks, _edge, _live_tiles, _mean, _ope
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._host import TRACED
-from lce_jax.mosaic._live_tiles import Sizes, lists, mixed
+from lce_jax.mosaic._live_tiles import Sizes, lists, orders
 from lce_jax.mosaic.common import _select as kernels
 from lce_jax.mosaic.common._dlogits import live_dlogits
 from lce_jax.mosaic.common._products import update_live_dhidden, write_live_dweight
@@ -118,18 +118,17 @@ def walk(
     adds = dweight is not None
     sizes = sizes_of(call)
     with jax.named_scope("worklist"):
-        given = host.numbers(*mixed(sizes.tiles)), live, _edge.contracted_tiles(call), prepared.num_columns
-        work, batches = host.compute(lists, sizes, *given, candidates is not None)
+        work = host.compute(lists, sizes, host.numbers(*orders(sizes)), live, _edge.contracted_tiles(call))
+    entries = None if candidates is None else candidates.entries(call, work, sizes)
     sums = host.launch(zeros, _chunks.dhidden_shape(case, call.shape), host.numbers(prepared.num_rows))
     total = host.empty(prepared.weight.shape, case.dtype) if dweight is None else dweight
 
     @jax.named_scope("batch")
     def step(i: Any, carry: Any) -> Any:
         sums, dweight = carry
-        batch = host.numbers(i)
-        along = work, batches, batch
-        d = host.launch(live_dlogits, generation, call.arrays, prepared.weight, case, factors, *along, sizes.slots)
-        d = d if candidates is None else candidates.put_live(call, d, work, batches, i)
+        along = work, sizes, host.numbers(i, prepared.num_rows, prepared.num_columns)
+        d = host.launch(live_dlogits, generation, call.arrays, prepared.weight, case, factors, *along)
+        d = d if candidates is None else host.put(d, *candidates, along[2], entries, *along[:2])
         sums = host.launch(update_live_dhidden, generation, sums, d, prepared.weight, case, *along)
         return sums, host.launch(write_live_dweight, generation, dweight, d, prepared.hidden, case, *along, adds)
 
@@ -142,4 +141,5 @@ def sizes_of(call: KernelCall) -> Sizes:
     """Those of the call's lists."""
     case, shape, generation = call.case, call.shape, call.generation
     group = generation.tunings.of(case, "dlogits").cluster  # its blocks share each tile of the weight
-    return Sizes(shape.num_tiles, shape.row_blocks, group, _chunks.live_slots(case, shape, generation.budget, group))
+    slots = _chunks.live_slots(case, shape, generation.budget, group)
+    return Sizes(shape.num_tiles, shape.row_blocks, group, slots, shape.row_block, shape.tile)

@@ -165,10 +165,9 @@ class Tape:
         given: Any = hidden, weight, columns, self.numbers(num_rows)
         return self.launch(kernels.products, *given)
 
-    def put(self, x: Buffer, rows: Buffer, columns: Buffer, values: Buffer, num_rows: int) -> Any:
+    def put(self, *operands: Any) -> Any:
         """A kernel."""
-        given: Any = x, rows, columns, values, self.numbers(num_rows)
-        return self.launch(kernels.put, *given)
+        return self.launch(kernels.put, *operands)
 
     def call(self, function: Callable[..., Any], operands: Sequence[Buffer], *results: Buffer) -> tuple[Buffer, ...]:
         """A step that is a function of tensors. It returns ``results``, its own or what it updated."""

@@ -188,7 +188,7 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
     test = with_threshold(test)
     operands, cotangent = draw(test)
     operands, size = peaked(test, operands), test.V // shards
-    case = dataclasses.replace(case_of(test), vocab_size=size)
+    case = dataclasses.replace(case_of(test), columns=size)
 
     def of_shard(i: int) -> Operands:
         targets, candidates = jax.tree.map(

@@ -13,7 +13,7 @@ import jax
 
 from lce_jax._types import Call
 from lce_jax.mosaic._call import Generation, Machine
-from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
+from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist
 from lce_jax.mosaic._operands import Prepared, Span
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic.common import _logits
@@ -88,23 +88,26 @@ def live_dlogits(
     case: Call,
     factors: Float[Array, "factors Tp"],
     work: Worklist,
-    batches: Batches,
-    batch: Int[Array, "1"],
-    slots: int,
+    sizes: Sizes,
+    numbers: Int[Array, "3"],
 ) -> Float[Array, "slots*128 256"]:
-    """The same of a batch's live tiles alone, each in the slot of its entry; ``batch`` is its number."""
+    """The same of a batch's live tiles alone, each in the slot of its entry.
+
+    ``numbers``: that of the batch, and how many live rows and columns there are.
+    """
     machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "dlogits"))
-    output = jax.ShapeDtypeStruct((slots * ROW_BLOCK, TILE_N), case.dtype)
-    run = machine.kernel(matmul, functools.partial(_live_kernel, machine, matmul), [output], "lce_live_dlogits")
+    output = jax.ShapeDtypeStruct((sizes.slots * ROW_BLOCK, TILE_N), case.dtype)
+    run = machine.kernel(matmul, functools.partial(_live_kernel, machine, matmul, sizes), [output], "lce_live_dlogits")
     per_token = (prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, factors)
     floor = [] if prepared.floor is None else [prepared.floor]
-    (result,) = run(prepared.hidden, weight, *per_token, work.row_blocks, work.tiles, batches.scalars, batch, *floor)
+    (result,) = run(prepared.hidden, weight, *per_token, work.order, work.sums, work.cells, numbers, *floor)
     return result
 
 
 def _live_kernel(
     machine: Machine,
     matmul: Matmul,
+    sizes: Sizes,
     hidden: Any,  # [T, H]
     weight: Any,  # [V, H] or [H, V]
     targets: Any,  # [Tp]
@@ -112,24 +115,22 @@ def _live_kernel(
     holds_target: Any,  # [row blocks, tiles of the shard]
     mask: Any,  # [512]
     factors: Any,  # [3 or 4, Tp]
-    row_blocks: Any,  # [entries]
-    tiles: Any,  # [entries]
-    scalars: Any,  # [batches, fields], a `Batch` each
-    number: Any,  # of the batch
+    order: Any,  # [tiles], and the next two: of a `Worklist`
+    sums: Any,  # [tiles · width]
+    cells: Any,  # [entries]
+    numbers: Any,  # [3]
     *floor_and_output: Any,  # [Tp] if there is a floor, and [slots · 128, 256]
 ) -> None:
     *floor, output = floor_and_output
-    batch, refs = (
-        Batch.unpack(scalars, number[0]),
-        DlogitsRefs(targets, scale, holds_target, mask, factors, output, *floor),
-    )
+    batch = Batch.of(sizes, numbers[0], sums, cells)
+    refs = DlogitsRefs(targets, scale, holds_target, mask, factors, output, *floor)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
-        where = DlogitsWhere(tile.column, tile.vocabulary_tile, batch.num_columns, tile.slot * ROW_BLOCK, 0)
+        where = DlogitsWhere(tile.column, tile.vocabulary_tile, numbers[2], tile.slot * ROW_BLOCK, 0)
         machine.dlogits(matmul.case, refs, tile, where, multiply, slots)
 
     slots = machine.staging(matmul, TILE_N, output.dtype)
-    _logits.walk_live_logits(machine, matmul, hidden, weight, row_blocks, tiles, batch, consume, slots)
+    _logits.walk_live_logits(machine, matmul, hidden, weight, cells, order, sizes, batch, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist, place
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tokens import THREADS, kernel
 
@@ -78,29 +79,36 @@ def _piece(columns: Any, layout: Any, ref: Any, row: Any) -> Float[Array, "n"]:
 
 def put(
     x: Float[Array, "n m"],
-    rows: Int[Array, "T K"],
     columns: Int[Array, "T K"],
     values: Float[Array, "T K"],
-    numbers: Int[Array, "1"],
+    numbers: Int[Array, "3"],
+    entries: Int[Array, "T K"] | None = None,
+    work: Worklist | None = None,
+    sizes: Sizes | None = None,
 ) -> Float[Array, "n m"]:
-    """``x`` with the values at their rows and columns, none at -1. ``numbers``: how many tokens there are."""
-    tokens, most = columns.shape
+    """``x`` with the values at their places, which `lce_jax.mosaic._live_tiles.place` finds."""
+    (tokens, most), lists = columns.shape, () if work is None else (entries, work.sums, work.cells)
 
-    def body(x: Any, rows: Any, columns: Any, values: Any, numbers: Any, output: Any) -> None:
+    def body(x: Any, columns: Any, values: Any, numbers: Any, *refs: Any) -> None:
         del x
-        token = lax.axis_index("token")
+        (*lists, output), token = refs, lax.axis_index("token")
+        batch = None if sizes is None else Batch.of(sizes, numbers[0], *lists[1:])
+
+        def place_of(k: Any) -> tuple[Any, Any, Any]:
+            of_live = (lists[0][token, k], batch, sizes) if lists else ()
+            return place(columns[token, k], token, numbers, *of_live)
 
         def store(row: Any, column: Any, value: Any) -> None:
             output.at[row, column][...] = value  # by all threads: the same number
 
         def step(i: Any, _: Any) -> None:
             which = [jnp.minimum(i * PUT + j, most - 1) for j in range(min(PUT, most))]  # then the last again
-            places = [(rows[token, k], columns[token, k]) for k in which]
+            places = [place_of(k) for k in which]
             found = [values[token, k].astype(output.dtype) for k in which]
-            for (row, column), value in zip(places, found, strict=True):
-                pl.when(column >= 0)(functools.partial(store, row, column, value))
+            for (is_there, row, column), value in zip(places, found, strict=True):
+                pl.when(is_there)(functools.partial(store, row, column, value))
 
-        pl.when(token < numbers[0])(lambda: lax.fori_loop(0, -(-most // PUT), step, None))
+        pl.when(token < numbers[1])(lambda: lax.fori_loop(0, -(-most // PUT), step, None))
 
     output = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return kernel(body, [output], "lce_put", {"token": tokens}, updated={0: 0})(x, rows, columns, values, numbers)[0]
+    return kernel(body, [output], "lce_put", {"token": tokens}, updated={0: 0})(x, columns, values, numbers, *lists)[0]

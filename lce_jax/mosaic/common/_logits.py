@@ -15,7 +15,7 @@ from jax import lax
 from lce_jax._types import Call, ShardStatistics
 from lce_jax.mathematics._statistics import SUMS
 from lce_jax.mosaic._call import Machine
-from lce_jax.mosaic._live_tiles import Batch
+from lce_jax.mosaic._live_tiles import Batch, Sizes, row_block_of
 from lce_jax.mosaic._operands import FLOOR, LOG2E, RowFactors, Span, geometry
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic.common import _tiles
@@ -197,8 +197,9 @@ def walk_live_logits(
     matmul: Matmul,
     hidden: Any,
     weight: Any,
-    row_blocks: Any,
-    tiles: Any,
+    cells: Any,
+    order: Any,
+    sizes: Sizes,
     batch: Batch,
     consume: Any,
     scratch: Any,
@@ -209,7 +210,8 @@ def walk_live_logits(
     def visit_live(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             slot = info.index[0] * tuning.cluster + lax.axis_index("cluster")
-            row_block, number = row_blocks[batch.entry + slot], tiles[batch.entry + slot]
+            cell = cells[batch.entry + slot]
+            number, row_block = order[lax.div(cell, jnp.int32(sizes.width))], row_block_of(sizes, cell)
             at = {"row_block": row_block, "vocabulary_tile": number, "slot": slot}
             return visit(Tile(row_block * ROW_BLOCK, number * TILE_N, num_steps(matmul), **at), carry)
 

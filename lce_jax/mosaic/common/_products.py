@@ -25,7 +25,7 @@ from jax import lax
 
 from lce_jax._types import Call
 from lce_jax.mosaic._call import Generation, Machine
-from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
+from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist, row_block_of, sum_before
 from lce_jax.mosaic._operands import Span
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic.common._tiles import (
@@ -165,58 +165,62 @@ def update_live_dhidden(
     weight: Float[Array, "V H"],
     case: Call,
     work: Worklist,
-    batches: Batches,
-    batch: Int[Array, "1"],
+    sizes: Sizes,
+    numbers: Int[Array, "3"],
 ) -> Float[Array, "splits Tp Hp"]:
     """``sums`` with a batch's part added; each list is cut into as many parts as there are arrays of sums.
 
-    ``batch`` is its number.
+    ``numbers``: that of the batch, and how many live rows and columns there are.
     """
     machine, tuning = generation.machine, generation.tunings.of(case, "live_dhidden")
     matmul = Matmul(case, tuning, 1, case.vocab_dim, shares_lhs=True)
-    body = functools.partial(_live_dhidden_kernel, machine, matmul)
-    lists = (*batches.rows, work.by_row, work.tile_by_row, batches.scalars, batch)
+    body = functools.partial(_live_dhidden_kernel, machine, matmul, sizes)
+    lists = (*work[:5], work.row_blocks, numbers)
     return update(machine, matmul, body, "lce_live_dhidden", (dlogits, weight, *lists), sums)
 
 
 def _live_dhidden_kernel(
     machine: Machine,
     matmul: Matmul,
+    sizes: Sizes,
     dlogits: Any,  # [slots · 128, 256]
     weight: Any,  # [V, H] or [H, V]
-    row_blocks: Any,  # [batches, blocks], and the next two: a `RowLists`
-    first: Any,
-    counts: Any,
-    by_row: Any,  # [entries]
-    tile_by_row: Any,  # [entries]
-    scalars: Any,  # [batches, fields], a `Batch` each
-    number: Any,  # of the batch
-    sums: Any,  # [splits, Tp, Hp] as they were
+    order: Any,  # [tiles], and the next five: of a `Worklist`
+    sums: Any,  # [tiles · width]
+    cells: Any,  # [entries]
+    sums_by_row: Any,  # [blocks · tiles]
+    cells_by_row: Any,  # [blocks · tiles]
+    row_blocks: Any,  # [blocks]
+    numbers: Any,  # [3]
+    parts: Any,  # [splits, Tp, Hp] as they were
     output: Any,  # as they will be, in the same place
 ) -> None:
-    del sums
-    of_batch, tile_k, cluster = number[0], matmul.tuning.tile_k, matmul.tuning.cluster
-    batch = Batch.unpack(scalars, of_batch)
+    del parts
+    tile_k, cluster = matmul.tuning.tile_k, matmul.tuning.cluster
+    batch = Batch.of(sizes, numbers[0], sums, cells)
     splits, _, hidden_size = output.shape
     steps_of_tile, columns = TILE_N // tile_k, hidden_size // TILE_N // cluster  # clusters lie side by side
-    groups = batch.num_row_blocks
+    groups = jnp.where(batch.num_entries > 0, ceil_div(numbers[1], ROW_BLOCK), 0)  # all with a live tile
 
     def visit_all(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             split, index = lax.div(info.index[0], groups * columns), lax.rem(info.index[0], groups * columns)
             group, column = turning_snake_index(matmul.tuning, matmul.clusters, index, groups, columns)
             column = column * cluster + lax.axis_index("cluster")
-            start, every = first[of_batch, group], counts[of_batch, group]
+            block = row_blocks[sizes.blocks - 1 - group]
+            start, stop = (sum_before(sums_by_row, block * sizes.tiles + batch.rank + i) for i in (0, batch.num_ranks))
+            every = stop - start
             per_split = lax.div(every + (splits - 1), jnp.int32(splits))
             count = jnp.clip(every - split * per_split, 0, per_split)
 
             def locate(number: Any) -> StepPlace:
                 place = start + lax.div(number, jnp.int32(steps_of_tile))
                 within = lax.rem(number, jnp.int32(steps_of_tile)) * tile_k
-                slot = by_row[place] - batch.entry
-                return StepPlace(slot * ROW_BLOCK, within, tile_by_row[place] * TILE_N + within)
+                rank = cells_by_row[place] - block * sizes.tiles
+                slot = sums[rank * sizes.width + block] - 1 - batch.entry
+                return StepPlace(slot * ROW_BLOCK, within, order[rank] * TILE_N + within)
 
-            row, steps = row_blocks[of_batch, group] * ROW_BLOCK, count * steps_of_tile
+            row, steps = block * ROW_BLOCK, count * steps_of_tile
             before = split * per_split * steps_of_tile
             return visit(Tile(row, column * TILE_N, steps, before, split=split, locate=locate), carry)
 
@@ -238,38 +242,37 @@ def write_live_dweight(
     hidden: Float[Array, "T H"],
     case: Call,
     work: Worklist,
-    batches: Batches,
-    batch: Int[Array, "1"],
+    sizes: Sizes,
+    numbers: Int[Array, "3"],
     add: bool,
 ) -> Float[Array, "V H"]:
     """``dweight`` with a batch's vocabulary tiles written, or added; zeros where nothing is live."""
     machine, matmul = generation.machine, Matmul(case, generation.tunings.of(case, "live_dweight"), 0, 0)
     by_rows = case.vocab_dim == 0
     operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
-    lists = (batches.ranks, work.row_blocks, work.order, work.counts, work.first, batches.scalars, batch)
-    body = functools.partial(_live_dweight_kernel, machine, matmul, by_rows, add)
+    lists = (work.order, work.sums, work.cells, work.ranks, numbers)
+    body = functools.partial(_live_dweight_kernel, machine, matmul, sizes, by_rows, add)
     return update(machine, matmul, body, "lce_live_dweight", (*operands, *lists), dweight)
 
 
 def _live_dweight_kernel(
     machine: Machine,
     matmul: Matmul,
+    sizes: Sizes,
     by_rows: bool,  # whether dweight is [V, H]
     add: bool,
     lhs: Any,  # dlogits [slots · 128, 256], or hidden [T, H]: what runs down the rows of dweight
     rhs: Any,  # hidden [T, H], or dlogits
-    ranks: Any,  # [ranks], by batch
-    row_blocks: Any,  # [entries]
-    order: Any,  # [ranks]
-    counts: Any,  # [ranks]
-    firsts: Any,  # [ranks + 1]
-    scalars: Any,  # [batches, fields], a `Batch` each
-    number: Any,  # of the batch
+    order: Any,  # [tiles], and the next three: of a `Worklist`
+    sums: Any,  # [tiles · width]
+    cells: Any,  # [entries]
+    ranks: Any,  # [tiles]
+    numbers: Any,  # [3]
     dweight: Any,  # [V, H] or [H, V]; what no batch has written is in it already
     output: Any,  # the same place
 ) -> None:
     del dweight
-    batch, tuning = Batch.unpack(scalars, number[0]), matmul.tuning
+    batch, tuning = Batch.of(sizes, numbers[0], sums, cells), matmul.tuning
     hidden = rhs if by_rows else lhs
     blocks_of_tile, steps_of_block = TILE_N // ROW_BLOCK, ROW_BLOCK // tuning.tile_k
     if by_rows:
@@ -286,15 +289,16 @@ def _live_dweight_kernel(
             block = group * tuning.cluster + lax.axis_index("cluster")
             rank = ranks[batch.rank + (lax.div(block, jnp.int32(blocks_of_tile)) if by_rows else column)]
             part = lax.rem(block, jnp.int32(blocks_of_tile)) * ROW_BLOCK
-            entry = firsts[rank]
+            cell = rank * sizes.width
+            entry, stop = (sum_before(sums, cell + blocks) for blocks in (0, sizes.blocks))
 
             def locate(number: Any) -> StepPlace:
-                row_block = row_blocks[entry + lax.div(number, jnp.int32(steps_of_block))]
+                row_block = row_block_of(sizes, cells[entry + lax.div(number, jnp.int32(steps_of_block))])
                 token = row_block * ROW_BLOCK + lax.rem(number, jnp.int32(steps_of_block)) * tuning.tile_k
                 in_slots = (entry - batch.entry) * ROW_BLOCK + number * tuning.tile_k
                 return StepPlace(part, in_slots, token) if by_rows else StepPlace(block * ROW_BLOCK, token, in_slots)
 
-            steps, vocabulary_tile = counts[rank] * steps_of_block, order[rank] * TILE_N
+            steps, vocabulary_tile = (stop - entry) * steps_of_block, order[rank] * TILE_N
             row, to = (vocabulary_tile + part, column * TILE_N) if by_rows else (block * ROW_BLOCK, vocabulary_tile)
             read = column * TILE_N if by_rows else 0
             return visit(Tile(row, read, steps, written=to, locate=locate), carry)
