@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -63,10 +64,8 @@ class Options(NamedTuple):
     implementation: str | tuple[str, ...] | None = None
 
 
-IN_NO_CALL = {
-    name: Options._field_defaults[name]
-    for name in ("bias", "tp_group", "temperature", "candidates", "where", "ignore_index", "wgrad", "logit_floor")
-}  # options that a `TorchCall` does not hold
+IN_NO_CALL = ("bias", "tp_group", "temperature", "candidates", "where", "ignore_index", "wgrad", "logit_floor")
+OF_CALL = [i for i, name in enumerate(Options._fields) if name not in IN_NO_CALL]  # what a `TorchCall` holds
 
 
 def check_names(function: Callable[..., Any], given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
@@ -92,7 +91,7 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     where, candidates, logit_floor = options.where, options.candidates, options.logit_floor
     if tp_group is not None:
         _checks.group(tp_group)
-    known = not torch.compiler.is_compiling() and _described(hidden, weight, labels) in _known
+    known = not torch.compiler.is_compiling() and _are_known(hidden, weight, labels)
     if not known and _dtensor.spans(hidden, tp_group):
         options = options._replace(reduce_grad_hidden=True)  # its placement says that the gradient is whole
     if not (known and where is None and candidates is logit_floor is None and type(temperature) is float):
@@ -102,7 +101,8 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
         )  # fmt: skip
     if not known:
         _checks.tensors(hidden, weight, labels)
-    _checks.temperature(temperature, hidden, labels)
+    if not known or type(temperature) is not float or temperature != 1.0:
+        _checks.temperature(temperature, hidden, labels)
     if where is not None:
         _checks.where(where, hidden, labels)
     num_candidates = 0 if candidates is None else _checks.candidates(candidates, hidden, labels)
@@ -117,8 +117,8 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
         _check_group(tp_group, hidden, labels if candidates is None else candidates, where, weight, options.vocab_size)
     group = _tensor_parallel.NO_GROUP if tp_group is None else _tensor_parallel.name_of(tp_group)
     shards = 1 if tp_group is None else tp_group.size()
-    call = _cached_call(group, shards, weight.shape[0], num_candidates, has_floor, *options._replace(**IN_NO_CALL))
-    if not known:
+    call = _cached_call(group, shards, weight.shape[0], num_candidates, has_floor, *[options[i] for i in OF_CALL])
+    if not (known or torch.compiler.is_compiling()):
         _remember(hidden, weight, labels)
     return Arguments(hidden, weight, bias, labels, temperature, candidates, logit_floor, where, call)
 
@@ -129,25 +129,23 @@ _known: set[Any] = set()  # shapes, dtypes and devices of operands that fit each
 
 def _remember(hidden: Any, weight: Any, labels: Any) -> None:
     """Notes that they fit each other, so that the next call need not check them."""
-    described = None if torch.compiler.is_compiling() else _described(hidden, weight, labels)
-    if described is None:
-        return
     if len(_known) >= MOST_KNOWN:
         _known.clear()
-    _known.add(described)
+    if is_readable(hidden) and is_readable(weight) and is_readable(labels):
+        with contextlib.suppress(RuntimeError, TypeError):  # as below
+            _known.add(_described(hidden, weight, labels))
 
 
-def _described(*tensors: Any) -> tuple[Any, ...] | None:
-    """All that their checks look at. None if one is no plain tensor with memory, or has sizes that are traced."""
-    x, y, z = tensors
-    if not (is_readable(x) and is_readable(y) and is_readable(z)):
-        return None
+def _are_known(x: Any, y: Any, z: Any) -> bool:
     try:
-        described = x.shape, x.dtype, x.device, y.shape, y.dtype, y.device, z.shape, z.dtype, z.device
-        hash(described)
-    except (RuntimeError, TypeError):  # a nested tensor has no shape
-        return None
-    return described
+        return is_readable(x) and is_readable(y) and is_readable(z) and _described(x, y, z) in _known
+    except (RuntimeError, TypeError):  # a nested tensor has no shape, and sizes that are traced no hash
+        return False
+
+
+def _described(x: Any, y: Any, z: Any) -> tuple[Any, ...]:
+    """All that their checks look at."""
+    return x.shape, x.dtype, x.device, y.shape, y.dtype, y.device, z.shape, z.dtype, z.device
 
 
 def _cached_call(*given: Any) -> TorchCall:
@@ -159,7 +157,8 @@ def _cached_call(*given: Any) -> TorchCall:
 
 
 def _call(group: str, shards: int, rows: int, num_candidates: int, has_floor: bool, *given: Any) -> TorchCall:
-    options, columns = Options(*given), shards * rows
+    names, columns = [Options._fields[i] for i in OF_CALL], shards * rows
+    options = Options(**dict(zip(names, given, strict=True)))
     scalars.one_of("out_of_vocab", options.out_of_vocab, ("zero", "megatron"))
     cache_bytes = scalars.num_bytes("cache_bytes", options.cache_bytes)
     gradient_threshold = scalars.fraction("gradient_threshold", options.gradient_threshold)

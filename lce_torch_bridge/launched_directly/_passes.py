@@ -176,7 +176,7 @@ def gradients(
         with torch.cuda.device(device):
             return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums, way)
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)
-    shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, len(saved), len(cache), ranks
+    shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, saved.shape, len(cache), ranks
     how = call, tuple(cotangents), wanted, adds is not None, owns_cache
     key = "gradients", device, *shapes, *how, call.gradient_threshold and are_live_tiles(cache)
     plan = plan_of(key, lambda: _plan_of_gradients(hidden, weight, saved, cache, *how))

@@ -40,9 +40,10 @@ def forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: bool 
     are dropped, in stream order, while a tensor that it was lent it holds until the GPU is done. The host may be many
     programs ahead.
     """
-    weights = [weight for weight in (x.weight, x.teacher_weight) if weight is not None]
-    ids = x.candidates if call.function == "logits" else x.labels
-    _tensor_parallel.check(call.group, way.direct, x.hidden, ids, call.vocab_size, *weights)
+    if call.group != _tensor_parallel.NO_GROUP:
+        weights = [weight for weight in (x.weight, x.teacher_weight) if weight is not None]
+        ids = x.candidates if call.function == "logits" else x.labels
+        _tensor_parallel.check(call.group, way.direct, x.hidden, ids, call.vocab_size, *weights)
     if x.hidden.shape[0] == 0:
         return forward_structs(x, call, keep)
     other = THROUGH_JAX.get(call.function)

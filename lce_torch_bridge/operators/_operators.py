@@ -50,19 +50,17 @@ def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
         found = Eager.apply(*x, call) if keep else _execute.forward(x, call, False, way_of(x.hidden))
         return dict(zip(fields, found, strict=False))
     traced = torch.compiler.is_compiling()
-    fields, differentiable = (call.fields, call.differentiable) if traced else names_of(call)
-    text = _text(call) if traced else text_of(call)
-    if not differentiable or (traced and not keep):  # torch 2.11 traces no Function that nothing differentiates
-        found = forward(list(x), keep, text)
+    recipe = (_recipe if traced else recipe_of)(call)
+    if not recipe.differentiable or (traced and not keep):  # torch 2.11 traces no Function that nothing differentiates
+        found = forward(list(x), keep, recipe.text)
     else:
-        recipe = Recipe(call.function, text, len(fields), len(differentiable))
         found = (Pass if traced else Uncompiled).apply(*x, keep, recipe)
-    return dict(zip(fields, found, strict=False))
+    return dict(zip(call.fields, found, strict=False))
 
 
 def is_differentiated(*operands: torch.Tensor | None) -> bool:
     """Whether a call is recorded for a backward."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+    return torch.is_grad_enabled() and bool([x for x in operands if x is not None and x.requires_grad])
 
 
 def nothing_watches() -> bool:
@@ -139,15 +137,14 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Runs the call, and keeps what the backward needs."""
-        *operands, call = inputs
-        found = _execute.forward(Tensors(*operands), call, True, way_of(operands[0]))
-        fields, differentiable = names_of(call)
-        results = tuple(found[: len(fields)])
-        ctx.recipe = Recipe(call.function, text_of(call), len(fields), len(differentiable))
+        x, call = Tensors(*inputs[:-1]), inputs[-1]
+        found = _execute.forward(x, call, True, way_of(x.hidden))
+        ctx.recipe = recipe = recipe_of(call)
+        results = tuple(found[: recipe.results])
         ctx.set_materialize_grads(False)
-        if len(differentiable) < len(fields):
-            ctx.mark_non_differentiable(*results[len(differentiable) :])
-        ctx.save_for_backward(*[operands[i] for i in KEEPS[call.function]], *found[len(fields) :])
+        if recipe.differentiable < recipe.results:
+            ctx.mark_non_differentiable(*results[recipe.differentiable :])
+        ctx.save_for_backward(*[x[i] for i in KEEPS[recipe.function]], *found[recipe.results :])
         return results
 
     @staticmethod
@@ -165,7 +162,7 @@ def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.T
     """dhidden, dweight and dbias, None where it is not wanted."""
     recipe, saved = ctx.recipe, ctx.saved_tensors
     places, seeds = KEEPS[recipe.function], list(grads[: recipe.differentiable])
-    if not any(seed is not None for seed in seeds):
+    if not [seed for seed in seeds if seed is not None]:
         return [None] * 3
     x: list[Any] = [None] * len(Tensors._fields)
     for place, operand in zip(places, saved, strict=False):
@@ -175,7 +172,7 @@ def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.T
         found = Gradients.apply((len(x), len(kept)), wanted, recipe.text, *x, *kept, *seeds)
     else:
         main_grad, owns_cache = (None, False) if torch.compiler.is_compiling() else may_write(ctx, len(kept) - 1)
-        run = run_backward if nothing_watches() and not any_is_watched((*x, *seeds)) else backward
+        run = run_backward if nothing_watches() and not any_is_watched(saved + grads) else backward
         found = run(x, kept, seeds, wanted, recipe.text, main_grad, owns_cache)
     left = iter(found)
     return [next(left) if want else None for want in wanted]
@@ -220,16 +217,16 @@ def graph_is_kept() -> bool:
     return asked is None or bool(asked())
 
 
-def _text(call: TorchCall) -> str:
-    """A call as the operators take it."""
-    return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in zip(TorchCall._fields, call, strict=True)]) + "}"
+def _recipe(call: TorchCall) -> Recipe:
+    given = [f"{name!r}: {value!r}" for name, value in zip(TorchCall._fields, call, strict=True)]
+    return Recipe(call.function, "{" + ", ".join(given) + "}", len(call.fields), len(call.differentiable))
 
 
-text_of = functools.lru_cache(maxsize=1024)(_text)  # not where torch.compile traces
+recipe_of = functools.lru_cache(maxsize=1024)(_recipe)  # not where torch.compile traces
 
 
 def call_of(text: str, weight: torch.Tensor) -> TorchCall:
-    """The call of a `text_of`."""
+    """The call of a `Recipe.text`."""
     call = _read(text)
     if call.vocab_size:
         return call

@@ -205,4 +205,4 @@ def linear_logprobs(
     found: dict[str, Any] = _operators.apply(x, given.call)
     if rows is not None or given.labels.ndim != 1:
         found = {name: _arguments.placed(result, rows, given.labels) for name, result in found.items()}
-    return LogprobOutput(**{"entropy": None, **found})
+    return LogprobOutput(entropy=found.pop("entropy", None), **found)

@@ -67,7 +67,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 def usable(x: torch.Tensor) -> torch.Tensor:
     """``x`` as the kernels read it: contiguous and aligned."""
-    return x if is_usable(x) else x.clone(memory_format=torch.contiguous_format)
+    usable = x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+    return x if usable else x.clone(memory_format=torch.contiguous_format)
 
 
 def is_usable(x: torch.Tensor) -> bool:

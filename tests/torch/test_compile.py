@@ -109,7 +109,7 @@ def test_opcheck(name: str) -> None:
     options, given = OPERATORS[name]
     hidden, weight, labels = p.draw()
     told, x = p.told(**{"V": options.get("vocab_size", 104)} | options), Tensors(hidden, weight, None, labels)
-    x, text = x._replace(**given), _operators.text_of(told)
+    x, text = x._replace(**given), _operators.recipe_of(told).text
     assert _operators.call_of(text, weight) == told
     torch.library.opcheck(_operators.forward, (list(x), told.function != "topk", text))
     if told.function == "topk":
