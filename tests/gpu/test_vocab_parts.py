@@ -46,7 +46,7 @@ def by_lists(given: Drawn, shards: int, **options: Any) -> Any:
     from lce_torch_bridge.launched_directly._way import way_of
     from lce_torch_bridge.operators import _execute
     from tests.torch import problem
-    from tests.torch.ranks import Ranks
+    from tests.torch.as_gpu import Ranks
 
     hidden, weight, labels, temperature = (torch.from_dlpack(x).clone() for x in given)
     call = problem.told(V, group="all", **options)._replace(implementation="mosaic_gpu")

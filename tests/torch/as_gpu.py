@@ -13,11 +13,11 @@ from lce_jax import kernels
 from lce_jax.kernels import Device, Kernel
 from lce_torch_bridge import launch_with
 from lce_torch_bridge.launched_directly import _host, _passes, _way
-from lce_torch_bridge.tensors import _device, _padding
+from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from tests import emulated_launches
+from tests.devices import H200
 from tests.mosaic_interpreter import afresh
 
-H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 SMALL = Device("gpu", "NVIDIA H200", "9.0", 2)  # with few multiprocessors: small calls have several waves
 
 type Program = list[Kernel]  # of a plan
@@ -78,3 +78,26 @@ def with_slack(x: torch.Tensor) -> torch.Tensor:
     slack = torch.full((2 * x.numel() + 1024 * math.prod(x.shape[1:]),), 77).to(x.dtype)
     slack[: x.numel()] = x.reshape(-1)
     return slack[: x.numel()].view(x.shape)
+
+
+class Ranks:
+    """What each rank sent in the last round is what all receive in the next one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 2) -> None:
+        self.rank, self.size = 0, size
+        self.gathered: dict[tuple[int, int], torch.Tensor] = {}  # by rank and by the number of dimensions
+        self.summed: dict[int, torch.Tensor] = {}
+        monkeypatch.setattr(_tensor_parallel, "size_and_rank", lambda name: (size, self.rank) if name else (1, 0))
+        monkeypatch.setattr(_tensor_parallel, "check", lambda *_: None)
+        monkeypatch.setattr(_tensor_parallel, "gather", self._gather)
+        monkeypatch.setattr(_tensor_parallel, "all_reduce", self._all_reduce)
+
+    def _gather(self, x: torch.Tensor, _: str) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        self.gathered.setdefault((self.rank, x.ndim), x)
+        return torch.stack([self.gathered.get((rank, x.ndim), x) for rank in range(self.size)])
+
+    def _all_reduce(self, x: torch.Tensor, _: str) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        self.summed[self.rank] = x.clone()
+        return sum(self.summed.values(), torch.zeros_like(x))

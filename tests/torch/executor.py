@@ -1,7 +1,7 @@
-"""Float64 in place of JAX's programs: stored logits, in torch, where `operators._execute` would call JAX.
+"""Stand-ins for programs: float64's stored logits in place of JAX's, and JAX's in place of those launched directly.
 
-The tests of arguments, autograd, graphs, hooks and groups run it: what they judge lies before and after the programs,
-and a program of JAX costs a second to compile. `test_parity` and its like judge the programs themselves.
+The tests of arguments, autograd, graphs, hooks and groups run in float64: what they judge lies before and after the
+programs, and a program of JAX costs a second to compile. `test_parity` and its like judge the programs themselves.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from unittest import mock
 import torch
 
 from lce_torch_bridge._types import NO_SUMS, Sums, Tensors, TorchCall
+from lce_torch_bridge.launched_directly import _passes, _way
+from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _padding, _tensor_parallel
+from lce_torch_bridge.tensors._weight import empty_sparse_like
 from lce_torch_bridge.through_jax import _logprobs
+from lce_torch_bridge.through_jax._programs import DweightSum
 from tests.torch import problem as p
 
 
@@ -149,3 +153,43 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, call: TorchCall) -> tor
         log_m = torch.logaddexp(log_p + beta.log(), log_q + (1 - beta).log())
         return call.beta * kl(log_p, log_m) + (1 - call.beta) * kl(log_q, log_m)
     return kl(log_p, log_q) if call.direction == "forward" else kl(log_q, log_p)
+
+
+@contextlib.contextmanager
+def launched_directly() -> Iterator[None]:
+    """Inside, all calls are run as if their kernels were launched directly."""
+    with (
+        mock.patch.object(_way, "on_gpu", return_value=True),
+        mock.patch.object(_passes, "forward", direct_forward),
+        mock.patch.object(_passes, "gradients", direct_gradients),
+    ):
+        yield
+
+
+def direct_forward(x: Tensors, call: TorchCall, keep_cache: bool, _: Way) -> list[Any]:
+    return _execute.forward(x, call, keep_cache, _way.JAX)
+
+
+def direct_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    saved: torch.Tensor,
+    cache: Sequence[torch.Tensor],
+    cotangents: dict[str, torch.Tensor],
+    wanted: tuple[bool, ...],
+    call: TorchCall,
+    sums: Sums,
+    _: Way,
+) -> list[torch.Tensor] | None:
+    """dweight is added where a sum is given. A cache that may be overwritten is NaN afterwards."""
+    into = sums.main_grad if sums.total is None else sums.total.tensor()
+    own = None if into is None else DweightSum(weight)
+    x: Any = Tensors(hidden, weight, None, None)  # type: ignore[arg-type]
+    found = _execute.gradients(x, [saved, *cache], cotangents, wanted, call, _way.JAX, Sums(own))
+    if own is not None and into is not None:
+        into.add_(own.taken())
+    if sums.owns_cache:
+        for x in cache:
+            if x.is_floating_point():
+                x.fill_(torch.nan)
+    return found if sums.main_grad is None else [*found, empty_sparse_like(sums.main_grad, weight.dtype)]

@@ -1,6 +1,6 @@
 """One of two ranks, each with its part of the vocabulary: CUDA graphs with NCCL in them, Megatron's among them.
 
-`test_gpu_graphs` starts them: ``torchrun --nproc-per-node 2 -m tests.torch.graphs_worker <name of a check>...``
+`test_gpu_ranks` starts them: ``torchrun --nproc-per-node 2 -m tests.torch.graphs_worker <name of a check>...``
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lce_torch_bridge import launch_with, linear_logprobs
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
-from tests.torch.shards import same_on_all_ranks, shard
+from tests.torch.shards_worker import same_on_all_ranks, shard
 
 REPLAYS = 100
 STEPS = 4  # that are queued together

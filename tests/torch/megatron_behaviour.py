@@ -15,9 +15,22 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from lce_torch_bridge import LogprobOutput, linear_logprobs
 from lce_torch_bridge.megatron import _output_layer, fused_output_layer, output_processor
-from tests.torch.megatron_calls import Subject, call, draw, fused, measure, stock, subject, value_error, worst
-from tests.torch.megatron_checks import Options, Result, compared, in_training
-from tests.torch.megatron_refusals import labels_to_the_model, message
+from tests.torch.megatron_checks import (
+    Options,
+    Result,
+    Subject,
+    call,
+    compared,
+    draw,
+    fused,
+    in_training,
+    measure,
+    stock,
+    subject,
+    value_error,
+    worst,
+)
+from tests.torch.megatron_losses import labels_to_the_model, message
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
 

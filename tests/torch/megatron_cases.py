@@ -1,9 +1,13 @@
-"""What the ranks of `megatron_worker` run, as data: imports neither torch nor megatron-core."""
+"""What the ranks of `megatron_worker` run, as data, and how they are started: without torch and megatron-core."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 from typing import Any
+
+from tests.torch.processes import forked, torchrun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,3 +248,33 @@ ON_GPUS = [
 ]
 # With each rank seeing all GPUs, as under torchrun.
 SEEING_ALL_GPUS = [case for case in PARITY if case.name in ("parity, tp 2: plain", "parity, tp 2: tied, SP")]
+
+
+WORKER = "tests.torch.megatron_worker"
+
+
+def run_ranks(
+    directory: pathlib.Path, table: str, *, ranks: int, seconds: float, gpus: str | None = None
+) -> dict[str, Any]:
+    """The results of the cases of ``megatron_cases.<table>``, by name, and any failure under "failure".
+
+    Args:
+        directory: a new one.
+        table: which cases.
+        ranks: how many processes.
+        seconds: after which they are ended.
+        gpus: "own" shows each rank one GPU, "all" shows it all of them; None: CPU.
+    """
+    directory.mkdir(parents=True)
+    command = ["-m", WORKER, str(directory), table]
+    told = {"JAX_PLATFORMS": "cpu" if gpus is None else "cuda,cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if gpus is None:
+        failure = forked(ranks, command, directory / "logs", seconds, **told)
+    else:
+        failure = torchrun(ranks, command, directory / "logs", seconds, own_gpus=gpus == "own", **told)
+    results = directory / "results"
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    outcome = {line["case"]: line["result"] for line in lines}
+    if failure is not None:
+        outcome["failure"] = failure
+    return outcome

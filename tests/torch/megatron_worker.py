@@ -27,14 +27,13 @@ from tests.torch import (
     megatron_checks,
     megatron_losses,
     megatron_models,
-    megatron_refusals,
 )
 from tests.torch.megatron_checks import Result
 
 
 def run(case: megatron_cases.Case) -> Result:
     name = case.check.replace(" ", "_")
-    modules = (megatron_checks, megatron_losses, megatron_behaviour, megatron_refusals)
+    modules = (megatron_checks, megatron_losses, megatron_behaviour)
     check = next(getattr(module, name) for module in modules if hasattr(module, name))
     mine = check(case.tp, dict(case.model), dict(case.options))
     results: list[Result] = [{}] * dist.get_world_size()

@@ -1,6 +1,6 @@
 """Every kernel, launched directly on small calls, its results checked: what compute-sanitizer watches.
 
-`test_gpu_sanitizer` runs it: ``compute-sanitizer --tool racecheck python -m tests.torch.sanitized plain cached``. JAX
+`test_gpu_direct` runs it: ``compute-sanitizer --tool racecheck python -m tests.torch.sanitized plain cached``. JAX
 needs only its CPU.
 
 ``python -m tests.torch.sanitized filled plain cached`` makes each call twice: all new memory, results and workspace,

@@ -1,13 +1,16 @@
-"""Under torch.compile, as operators, and on tensors that hold nothing."""
+"""What torch puts around a call: torch.compile, autocast, pipelining."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -15,6 +18,7 @@ from lce_torch_bridge import LogprobOutput, linear_logprobs
 from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
+from tests.torch.processes import succeed
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -174,3 +178,162 @@ def test_a_mask_that_cannot_be_counted_is_kept_in_the_graph() -> None:
     got = traced(*problem, mask, temperature)
     assert all(map(torch.equal, got[:4], want[:4]))
     assert p.relative_norm(got[4], want[4]) < 1e-6  # the same rows, in another order
+
+
+class Weights:
+    """The addresses of the copies of the weight that autograd keeps."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.shapes, self.places = (weight.shape, weight.shape[::-1]), list[int]()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape in self.shapes:
+            self.places.append(x.untyped_storage().data_ptr())
+        return x
+
+    def noted(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self, lambda x: x)
+
+
+@pytest.mark.parametrize("wgrad", ["return", "main_grad"])
+def test_calls_of_an_autocast_context_share_one_copy_of_the_weight(wgrad: str) -> None:
+    """It is the copy of torch's own products; the calls' gradients are summed in float32."""
+    problem = p.draw()
+    hidden, weight, labels = problem.leaves()
+    weight.main_grad = torch.zeros_like(weight)
+    weights, alone = Weights(weight), torch.zeros_like(weight)
+    with torch.autocast("cpu", torch.bfloat16), weights.noted():
+        logits = torch.nn.functional.linear(hidden, weight)
+        calls = [linear_logprobs(hidden, weight, labels, temperature=t, wgrad=wgrad) for t in (0.7, 0.8, 0.9, 1.0)]
+    assert len(weights.places) == 5
+    assert len(set(weights.places)) == 1
+    torch.stack([out.lse.sum() for out in calls]).sum().backward()
+    for t in (0.7, 0.8, 0.9, 1.0):
+        with torch.autocast("cpu", torch.bfloat16):
+            leaf = problem.weight.clone().requires_grad_()
+            linear_logprobs(hidden, leaf, labels, temperature=t).lse.sum().backward()
+        assert leaf.grad.bfloat16().float().equal(leaf.grad)
+        alone += leaf.grad
+    summed = weight.grad if wgrad == "return" else weight.main_grad
+    assert p.relative_norm(summed, alone) < 1e-6
+    logits.sum().backward()
+    assert weight.grad is not None  # torch's product, which shares the copy, has its gradient
+
+
+def test_the_copy_of_the_weight_lasts_as_long_as_torch_keeps_it() -> None:
+    hidden, weight, labels = p.draw().leaves()
+
+    def places(*calls: Any, **options: Any) -> int:
+        weights = Weights(weight)
+        with torch.autocast("cpu", torch.bfloat16, **options), weights.noted():
+            results = [linear_logprobs(hidden, weight, labels) for call in calls if call is None or call() is None]
+        assert len(weights.places) == len(results)
+        return len(set(weights.places))
+
+    assert places(None, None) == 1
+    assert places(None, torch.clear_autocast_cache) == 2
+    assert places(None, None, cache_enabled=False) == 2
+    weight.requires_grad_(False)  # torch keeps no copy of a frozen one
+    assert places(None, None) == 2
+
+
+def test_each_autocast_context_sees_the_weight_as_it_is() -> None:
+    """Also if a change left no trace (``.data``), and if the first call recorded no gradients."""
+    hidden, weight, labels = p.draw().leaves()
+    for step in range(3):
+        weight.data.mul_(1.0 + step)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                without = linear_logprobs(hidden, weight, labels)
+            out = linear_logprobs(hidden, weight, labels)
+        low = weight.detach().bfloat16().requires_grad_()
+        want = linear_logprobs(hidden, low, labels)
+        assert torch.equal(out.logprobs, want.logprobs)
+        assert torch.equal(without.logprobs, want.logprobs)
+        dweight = torch.autograd.grad(out.logprobs.sum(), weight)[0]
+        assert torch.equal(dweight, torch.autograd.grad(want.logprobs.sum(), low)[0].float())
+
+
+def test_float32_products_are_as_exact_as_torch_is_set() -> None:
+    """Also by the newer settings, after which the older one's getter raises."""
+    names = ("ieee", "tf32", "ieee")
+    newer = [
+        [f"{where}.fp32_precision = {name!r}" for name in names]
+        for where in ("torch.backends", "torch.backends.mkldnn.matmul")
+    ]
+    older = [f"torch.set_float32_matmul_precision({name!r})" for name in ("highest", "high", "medium")]
+    exact = "highest None highest"
+    assert asked_precision(*newer, ["pass", *older]) == [exact, exact, "highest highest None None"]
+
+
+def asked_precision(*ways: list[str]) -> list[str]:
+    """The precision of the programs after each setting of a way. A process for each way: torch keeps its settings."""
+    code = """
+        import os, torch
+        from lce_torch_bridge.through_jax._programs import key_of
+        from tests.torch import problem as p
+        weight, call = torch.zeros(3, 2), p.told(3)
+        for way in WAYS:
+            if os.fork():
+                assert os.wait()[1] == 0
+                continue
+            asked = []
+            for setting in way:
+                exec(setting)
+                asked.append(key_of(call, weight).precision)
+            print(*asked, flush=True)
+            break
+    """
+    return succeed(code.replace("WAYS", repr(list(ways)))).splitlines()
+
+
+PROBLEM = p.draw(T=24, H=8, V=50)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Head(torch.nn.Module):
+    def __init__(self, select: Callable[[LogprobOutput], Any], **options: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(PROBLEM.weight.clone())
+        self.select, self.options = select, options
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.select(linear_logprobs(hidden, self.weight, labels, where=labels % 2 == 0, **self.options))
+
+
+def loss(out: tuple[torch.Tensor, ...], _target: torch.Tensor) -> torch.Tensor:
+    return -(out[0] + 0.1 * out[1]).sum()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("select", "options"),
+    [
+        (lambda out: out[:3], {}),
+        (lambda out: (out.logprobs, out.lse), dict(entropy=False)),
+        (lambda out: out[:6], dict(stats=True, mean_logit=True)),
+    ],
+)
+def test_a_last_stage(select: Callable[[LogprobOutput], Any], options: dict[str, Any]) -> None:
+    """A tuple without None fields goes through, with the gradient that one batch has."""
+    stage = PipelineStage(Head(select, **options), 0, 1, torch.device("cpu"))
+    hidden, labels = PROBLEM.hidden.view(4, 6, -1), PROBLEM.labels.view(4, 6)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=loss, scale_grads=False)
+    schedule.step(hidden, labels, target=torch.zeros(4))
+    whole = Head(select, **options)
+    loss(whole(hidden, labels), hidden).backward()
+    assert p.relative_norm(stage.submod.weight.grad, whole.weight.grad) < 1e-6
+
+
+@pytest.mark.usefixtures("group")
+def test_what_pipelining_says_of_none() -> None:
+    """The control: if this passes one day, `LogprobOutput` need not say what to return."""
+    stage = PipelineStage(Head(lambda out: out), 0, 1, torch.device("cpu"))
+    with pytest.raises(Exception, match="is None"):
+        ScheduleGPipe(stage, 2, loss_fn=loss).step(PROBLEM.hidden, PROBLEM.labels, target=torch.zeros(24))

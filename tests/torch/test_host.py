@@ -1,23 +1,36 @@
-"""torch as the host of a pass: which kernels it launches, and what its functions and its memory do between them."""
+"""Direct launches: which calls are served, the kernels they launch, and what the host does around them."""
 
 from __future__ import annotations
 
+import collections
 import itertools
+import logging
+import random
+import runpy
+import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import lce_jax
+import lce_torch_bridge
 from lce_jax import kernels
 from lce_jax.kernels import CallKind, Device, Kernel
 from lce_jax.mosaic import _chunks
+from lce_torch_bridge import explain, launch_with, linear_logprobs
 from lce_torch_bridge._types import PER_CANDIDATE
-from lce_torch_bridge.launched_directly import _passes
+from lce_torch_bridge.launched_directly import _host, _passes, _way
 from lce_torch_bridge.launched_directly._host import Buffer, Launches, Memory, Tape, needed
-from tests.devices import H200
-from tests.torch.as_gpu import as_gpu
+from lce_torch_bridge.tensors import _device
+from tests.torch import problem as p
+from tests.torch.as_gpu import H200, as_gpu
 
 
 def head(**changed: Any) -> CallKind:
@@ -178,3 +191,247 @@ def test_a_cache_is_what_the_forward_allocates() -> None:
     kept = forward(of, keep_cache=True).outputs[3:]
     structs = _chunks.empty_cache(Tape(), of.case, of.shape, kernels.cached_tiles(of, True))  # type: ignore[arg-type]
     assert [x.shape for x in kept] == [x.shape for x in structs]
+
+
+T, H, V = 300, 128, 1008
+
+
+def _with(seeds: list[torch.Tensor], problem: p.Problem, **options: Any) -> Any:
+    leaves = problem.leaves()
+    out = linear_logprobs(leaves.hidden, leaves.weight, problem.labels, **options)
+    grads = torch.autograd.grad(out[:3], leaves[:2], seeds)
+    return [x.detach() for x in out[:3]], grads
+
+
+CALLS = 119, 194  # functions that a forward and a backward call, those of torch's own Python and of C among them
+
+
+def test_how_much_python_a_call_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host does besides launches, which here do nothing. A tensor's own methods count as calls."""
+    as_gpu(monkeypatch)
+    leaves, seed = p.draw(T, H, V, torch.bfloat16).leaves(), torch.ones(T)
+
+    def backward(out: Any) -> Any:
+        return torch.autograd.grad([out.logprobs, out.entropy], leaves[:2], [seed, seed])
+
+    backward(linear_logprobs(*leaves, implementation="mosaic_gpu"))
+    forward_calls, out = _calls(lambda: linear_logprobs(*leaves, implementation="mosaic_gpu"))
+    backward_calls, _ = _calls(lambda: backward(out))
+    assert forward_calls <= CALLS[0]
+    assert backward_calls <= CALLS[1]
+
+
+def _calls(function: Callable[[], Any]) -> tuple[int, Any]:
+    """How many functions it calls, and what it returns."""
+    seen: collections.Counter[str] = collections.Counter()
+    sys.setprofile(lambda *at: seen.update([at[1]]))
+    try:
+        found = function()
+    finally:
+        sys.setprofile(None)
+    return seen["call"] + seen["c_call"], found
+
+
+@pytest.mark.parametrize(("cache_bytes", "most"), [pytest.param(0, 72, marks=pytest.mark.slow), (1 << 30, 72)])
+def test_few_kernels_serve_all_counts_of_tokens(cache_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 16,384 tokens, forward and backward, nothing compiled or run. How many rows count is an operand."""
+    programs = as_gpu(monkeypatch)
+    for n in {1, 128, 512, 2048, 4096, 8192, 16384, *random.Random(0).sample(range(1, 16384), 200)}:
+        leaves, seed = p.draw(n, 128, 1024, torch.bfloat16).leaves(), torch.ones(n)
+        out = linear_logprobs(*leaves, implementation="mosaic_gpu", cache_bytes=cache_bytes)
+        torch.autograd.grad(out[:3], leaves[:2], [seed] * 3)
+    assert len({kernel for program in programs for kernel in program}) == most
+
+
+class Names(TorchDispatchMode):
+    """Notes the bridge's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.seen += [func.name()] * (func.namespace == "lce_torch_bridge")
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_watches_operators_sees_them() -> None:
+    """Otherwise there are none, and the results are the same."""
+    problem = p.draw()
+    seeds = p.seeds_like(problem.labels)
+    found, grads = _with(seeds, problem)
+    with Names() as watch:
+        watched, of_watched = _with(seeds, problem)
+    assert watch.seen == ["lce_torch_bridge::forward", "lce_torch_bridge::backward"]
+    assert "EagerBackward" in str(linear_logprobs(*problem.leaves()).logprobs.grad_fn)
+    assert all(map(torch.equal, [*found, *grads], [*watched, *of_watched]))
+    with torch.autograd.profiler.profile() as profile:
+        linear_logprobs(*problem)
+    assert "lce_torch_bridge::forward" in {event.name for event in profile.function_events}
+
+
+def test_options_that_were_right_once_are_still_checked() -> None:
+    """1 equals True, and is no flag."""
+    problem = p.draw()
+    linear_logprobs(*problem, stats=True, logit_scale=1)
+    with pytest.raises(TypeError, match="stats must be True or False, got 1"):
+        linear_logprobs(*problem, stats=1, logit_scale=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="logit_scale must be a Python number, got bool True"):
+        linear_logprobs(*problem, stats=True, logit_scale=True)
+    with pytest.raises(TypeError, match="implementation must be None, a name or a tuple of names"):
+        linear_logprobs(*problem, implementation=["xla"])  # type: ignore[arg-type]
+
+
+def test_a_reason_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX runs such calls, and nothing is planned for the second one. Plans of many shapes do not pile up."""
+    as_gpu(monkeypatch)
+    monkeypatch.setattr(_host, "MOST", 2)
+    made = []
+    for _ in range(2):
+        assert _host.plan_of("float32", lambda: made.append(1) or "no kernel") == "no kernel"
+    assert made == [1]
+    assert _host.plan_of("plain", lambda: (7,)) == (7,)
+    assert _host.plan_of("plain", list) == (7,)
+    assert _host.plan_of("others", lambda: (8,)) == (8,)
+    assert list(_host._plans) == ["others"]
+
+
+def test_jax_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the same call has been launched directly."""
+    launched: list[Any] = []
+    as_gpu(monkeypatch, lambda program: [lambda *_: lambda: launched.append(1) for _ in program])
+    monkeypatch.setattr("lce_torch_bridge.through_jax._programs.run", lambda *_, **__: pytest.fail("JAX runs it"))
+    leaves = p.draw(T, H, V, torch.bfloat16)
+    linear_logprobs(*leaves)
+    assert len(launched) == 6
+    launch_with("jax")
+    with pytest.raises(pytest.fail.Exception, match="JAX runs it"):
+        linear_logprobs(*leaves)
+    launch_with(None)
+    linear_logprobs(*leaves)
+    assert len(launched) == 12
+
+
+DRAWN = (300, 128, 1024)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors are described as those of an H200."""
+    monkeypatch.setattr(_device, "device_of", lambda _: H200)
+    monkeypatch.setattr(_device, "why_not", lambda _: None)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    launch_with(None)
+
+
+def drawn(dtype: torch.dtype = torch.bfloat16) -> Any:
+    return p.draw(*DRAWN, dtype)
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all statistics": {"stats": True, "temperature": 0.7, "logit_scale": 0.5, "logit_softcap": 20.0},
+    "no entropy": {"entropy": False, "out_of_vocab": "megatron"},
+    "a full cache": {"cache_bytes": 1 << 30},
+    "part of a cache": {"cache_bytes": 1 << 20},
+    "padding": {"vocab_size": 1000},
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    "name",
+    # What others have together with more is slow.
+    [pytest.param(name, marks=pytest.mark.slow if name in ("plain", "a full cache") else ()) for name in SERVED],
+)
+def test_what_is_launched_directly(name: str) -> None:
+    how = explain(*drawn(), **SERVED[name])
+    assert (how.way, how.why_not_direct) == ("direct", None)
+    assert how.plan.implementation == "mosaic_gpu"
+    assert str(how).startswith("launched directly, in torch's stream and memory\nmosaic_gpu: 300 tokens")
+    with pytest.MonkeyPatch.context() as patch:
+        programs = as_gpu(patch)  # it launches nothing
+        leaves = drawn().leaves()
+        out = linear_logprobs(*leaves, **SERVED[name])
+        torch.autograd.grad(out.logprobs.sum(), leaves[:2])
+    assert len(programs) == 2
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("options", "dtype", "reason"),
+    [
+        ({}, torch.float32, "bfloat16 or float16"),
+        ({"implementation": "xla"}, torch.bfloat16, "implementation='xla'"),
+        ({"implementation": ("xla", "mosaic_gpu")}, torch.bfloat16, "implementation='xla,mosaic_gpu'"),
+        ({"bias": torch.zeros(1024)}, torch.bfloat16, "bias"),
+        ({"mean_logit": True}, torch.bfloat16, "mean_logit"),
+    ],
+    ids=["float32", "xla", "xla first", "a bias", "the mean logit"],
+)
+def test_what_is_not(options: dict[str, Any], dtype: torch.dtype, reason: str) -> None:
+    how = explain(*drawn(dtype), **options)
+    assert how.way == "jax"
+    assert reason in (how.why_not_direct or "")
+    assert str(how).startswith(f"run by JAX, not launched directly: {how.why_not_direct}")
+
+
+def test_a_call_that_must_be_direct_is_refused() -> None:
+    launch_with("direct")
+    advice = r"cpu is no CUDA device; lce_torch_bridge.launch_with\(None\) lets JAX run such calls"
+    with pytest.raises(lce_jax.UnsupportedError, match=advice):
+        linear_logprobs(*drawn(torch.float32))
+    lce_torch_bridge.launch_with(None)
+    linear_logprobs(*drawn(torch.float32))
+
+
+def test_asking_for_jax_is_told() -> None:
+    launch_with("jax")
+    assert explain(*drawn()).why_not_direct == 'launch_with("jax") asks for JAX'
+    linear_logprobs(*drawn(torch.float32))
+
+
+def test_another_way_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'way must be "direct" or "jax", got .xla.'):
+        launch_with("xla")  # type: ignore[arg-type]
+
+
+def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    _way._say.cache_clear()
+    with caplog.at_level(logging.INFO, "lce_torch_bridge"):
+        _way._say("bias: no kernel adds it")
+        _way._say("bias: no kernel adds it")
+    assert len(caplog.records) == 1
+    assert "not launched directly: bias: no kernel adds it" in caplog.text
+
+
+def test_builds_of_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels for CPUs lack what torch has for GPUs alone. Public functions stand in for it."""
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.delattr(torch._C, name, raising=False)
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda", raising=False)
+    fresh = runpy.run_path(_device.__file__)
+    assert fresh["current_device"] is torch.cuda.current_device
+    monkeypatch.setattr(torch.cuda, "current_stream", {3: mock.Mock(cuda_stream=7)}.get)
+    assert fresh["current_stream"](3) == 7
+    with FakeTensorMode():
+        x = fresh["empty"]((2, 3), (3, 1), torch.int32)
+    assert (x.shape, x.stride(), x.dtype, x.device.type) == ((2, 3), (3, 1), torch.int32, "cuda")
+    assert _device.why_not(torch.device("cpu")) == "cpu is no CUDA device of this machine"
+
+
+def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="make the call once before the capture"):
+        _host.plan_of("new", list)
+
+
+def test_a_refused_name_falls_back_only_where_a_tuple_says_so() -> None:
+    problem = p.draw()
+    out = linear_logprobs(*problem, implementation=("mosaic_gpu", "xla"))
+    assert torch.equal(out.logprobs, linear_logprobs(*problem, implementation="xla").logprobs)

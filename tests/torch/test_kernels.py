@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
-from lce_jax import UnsupportedError
+from lce_jax import UnsupportedError, _types, mosaic
+from lce_jax.mosaic import _generations, sm90
+from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Tensors
+from lce_torch_bridge.call import _checks
 from lce_torch_bridge.launched_directly._passes import refusal
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _device
 from tests.torch import problem as p
 from tests.torch import sanitized
-from tests.torch.as_gpu import SMALL, Program, emulated
-from tests.torch.ranks import Ranks
+from tests.torch.as_gpu import SMALL, Program, Ranks, emulated
 
 H = 128
 
@@ -29,40 +36,71 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     yield from emulated(monkeypatch)
 
 
-def both(problem: p.Problem, **options: Any) -> tuple[Any, Any]:
-    """Results and gradients of a call."""
-    leaves = problem.leaves()
-    out = linear_logprobs(leaves.hidden, leaves.weight, problem.labels, **options)
-    fields = [x for x in out[:3] if x is not None]
-    grads = torch.autograd.grad(fields, leaves[:2], p.seeds_like(problem.labels)[: len(fields)])
+def tensors(problem: p.Problem, weight: torch.Tensor | None = None, **given: torch.Tensor) -> Tensors:
+    weight = problem.weight if weight is None else weight
+    return Tensors(problem.hidden, weight, None, problem.labels, None, None)._replace(**given)
+
+
+def parts_of(problem: p.Problem, size: int = 2, **given: torch.Tensor) -> list[Tensors]:
+    """What each rank has of a split vocabulary."""
+    return [tensors(problem, part, **given) for part in problem.weight.chunk(size)]
+
+
+def forward(x: Tensors, call: Any, keep: bool = False) -> list[torch.Tensor]:
+    return _execute.forward(x, call, keep, way_of(x.hidden))
+
+
+def of_results(problem: p.Problem, seeds: list[torch.Tensor], **options: Any) -> tuple[Any, Any]:
+    """The results that are there, and the gradients."""
+    out, grads = p.gradients(problem, seeds, **options)
     return [x.detach() for x in out if x is not None], grads
 
 
 def check(programs: list[Any], problem: p.Problem, **options: Any) -> None:
-    found, grads = both(problem, **options)
+    """Results and gradients are those of XLA's implementation."""
+    seeds = p.seeds_like(problem.labels, K=options["candidates"].shape[1] if "candidates" in options else 0)
+    found, grads = of_results(problem, seeds, **options)
     assert len(programs) == 2  # a forward and a backward
     launch_with("jax")
-    wanted, of_jax = both(problem, **{**options, "cache_bytes": 0}, implementation="xla")
+    wanted, of_xla = of_results(problem, seeds, **{**options, "cache_bytes": 0}, implementation="xla")
+    launch_with("direct")
     assert max(map(p.value_error, found, wanted)) < 2e-5
-    assert max(map(p.relative_norm, grads, of_jax)) < 5e-3  # bfloat16 rounds by 2⁻⁹
+    assert max(map(p.relative_norm, grads, of_xla)) < 5e-3  # bfloat16 rounds by 2⁻⁹
+
+
+EVERYTHING: Any = {"stats": True, "temperature": "each", "logit_softcap": 3.0, "logit_scale": 0.5}
+
+
+def slow(*case: Any) -> Any:
+    """What others have together with more."""
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    ("T", "V", "options"),
+    ("T", "V", "K", "options"),
     [
-        (140, 784, {"stats": True, "temperature": "each", "logit_softcap": 3.0, "logit_scale": 0.5}),
-        (5, 1032, {"vocab_size": 700, "cache_bytes": 1 << 18}),
-        pytest.param(140, 784, {"vocab_size": 700, "vocab_part_size": 264}, marks=pytest.mark.slow),
-        pytest.param(128, 1024, {"entropy": False}, marks=pytest.mark.slow),
-        pytest.param(200, 784, {"cache_bytes": 1 << 40, "out_of_vocab": "megatron"}, marks=pytest.mark.slow),
+        (5, 1032, 0, {"vocab_size": 700, "cache_bytes": 1 << 18}),
+        slow(140, 784, 0, EVERYTHING),
+        slow(140, 784, 0, {"vocab_size": 700, "vocab_part_size": 264}),
+        slow(128, 1024, 0, {"entropy": False}),
+        slow(200, 784, 0, {"cache_bytes": 1 << 40, "out_of_vocab": "megatron"}),
+        (130, 784, 9, EVERYTHING | {"cache_bytes": 1 << 18}),
+        slow(130, 784, 9, EVERYTHING),
+        slow(5, 1032, 1, {"vocab_size": 700, "cache_bytes": 1 << 18}),
+        slow(12, 784, 64, {"where": "some"}),
+        slow(128, 784, 17, {"entropy": False, "cache_bytes": 1 << 40}),
     ],
 )
-def test_results_and_gradients(programs: list[Any], T: int, V: int, options: dict[str, Any]) -> None:
-    drawn = p.draw(T, H, V, torch.bfloat16)
+def test_results_and_gradients(programs: list[Any], T: int, V: int, K: int, options: dict[str, Any]) -> None:
+    drawn, generator = p.draw(T, H, V, torch.bfloat16), torch.Generator().manual_seed(5)
     labels = drawn.labels % options.get("vocab_size", V)
     labels[::7], labels[3], labels[4] = -100, 2**32 + 3, V
     if options.get("temperature") == "each":
-        options = {**options, "temperature": torch.rand(T, generator=torch.Generator().manual_seed(5)) + 0.5}
+        options = {**options, "temperature": torch.rand(T, generator=generator) + 0.5}
+    if options.get("where") == "some":
+        options = {**options, "where": torch.rand(T, generator=generator) < 0.6}
+    if K:
+        options = {**options, "candidates": p.candidates_like(labels, K, options.get("vocab_size", V))}
     check(programs, drawn._replace(labels=labels), **options)
 
 
@@ -75,9 +113,8 @@ def test_few_tokens(programs: list[Any]) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(moved, moved):
         check(programs, problem)
-    launch_with("direct")
     with torch.no_grad():
-        out = linear_logprobs(problem.hidden, problem.weight, problem.labels)
+        out = linear_logprobs(*problem)
     assert out.logprobs.mul_(2).is_contiguous()
 
 
@@ -85,7 +122,7 @@ def test_rows_have_the_same_bits_in_every_call(programs: list[Any]) -> None:
     """However many there are, and in whatever place."""
     problem = p.draw(150, H, 784, torch.bfloat16)
     with torch.no_grad():
-        every = linear_logprobs(problem.hidden, problem.weight, problem.labels)[:3]
+        every = linear_logprobs(*problem)[:3]
         rows = torch.randperm(150, generator=torch.Generator().manual_seed(0))[:7]
         some = linear_logprobs(problem.hidden[rows], problem.weight, problem.labels[rows])[:3]
     assert len(programs) == 2
@@ -93,15 +130,15 @@ def test_rows_have_the_same_bits_in_every_call(programs: list[Any]) -> None:
     assert all(torch.equal(x[rows], y) for x, y in zip(every, some, strict=True) if x is not None)
 
 
-def test_linear_loss_and_main_grad(programs: list[Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"gradient_threshold": 1e-6}], ids=str)
+def test_linear_loss_and_main_grad(programs: list[Any], options: dict[str, Any]) -> None:
     """In two chunks, whose dweight is added up in float32."""
     problem = p.draw(140, H, 784, torch.bfloat16)
 
-    def gradients(**options: Any) -> list[torch.Tensor]:
+    def gradients(**told: Any) -> list[torch.Tensor]:
         leaves: Any = problem.leaves()
         leaves.weight.main_grad = torch.ones(leaves.weight.shape)
-        given = leaves.hidden, leaves.weight, problem.labels
-        total, _ = linear_loss(lambda logprob, entropy, _: -logprob - entropy, *given, wgrad="main_grad", **options)
+        total, _ = linear_loss(lambda x, entropy, _: -x - entropy, *leaves, wgrad="main_grad", **options, **told)
         total.backward()
         return [leaves.hidden.grad, leaves.weight.main_grad - 1]
 
@@ -111,74 +148,11 @@ def test_linear_loss_and_main_grad(programs: list[Any]) -> None:
     assert max(map(p.relative_norm, found, gradients(implementation="xla"))) < 5e-3
 
 
-def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results of a whole one, the same bits on both ranks; NaN where a part has another size."""
-    T, V = 140, 1040
-    problem, ranks = p.draw(T, H, V, torch.bfloat16), Ranks(monkeypatch)
-    call = p.told(V, group="both", reduce_grad_hidden=True, implementation="mosaic_gpu")
-    operands = [Tensors(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
-
-    def on_both() -> list[list[torch.Tensor]]:
-        found = []
-        for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
-            found.append(_execute.forward(operands[ranks.rank], call, False, way_of(operands[ranks.rank].hidden)))
-        return found[2:]
-
-    first, second = on_both()
-    assert len(programs) == 2  # one on each rank
-    assert all(torch.equal(x, y) for x, y in zip(first[:3], second[:3], strict=True))
-    launch_with("jax")
-    with torch.no_grad():
-        wanted = linear_logprobs(problem.hidden, problem.weight, problem.labels, implementation="xla")
-    assert max(map(p.value_error, first[:3], wanted[:3])) < 2e-5
-    launch_with("direct")
-    smaller = Tensors(problem.hidden, problem.weight[:512], None, problem.labels, None, None)
-    ranks.rank = 1
-    ranks.gathered.clear()
-    _execute.forward(smaller, call, False, way_of(problem.hidden))
-    ranks.rank = 0
-    assert all(x.isnan().all() for x in _execute.forward(operands[0], call, False, way_of(problem.hidden))[:3])
-
-
-def test_shards_of_whole_groups_of_tiles(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits as a whole vocabulary, padding included."""
-    T, V, vocab_size = 9, 2 * 4096, 2 * 4096 - 300
-    problem = p.draw(T, H, V, torch.bfloat16)
-    with torch.no_grad():
-        whole = linear_logprobs(problem.hidden, problem.weight, problem.labels, vocab_size=vocab_size)[:3]
-    ranks = Ranks(monkeypatch)
-    call = p.told(V, group="both", implementation="mosaic_gpu")._replace(vocab_size=vocab_size)
-    parts = [Tensors(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
-    for ranks.rank in (0, 1, 0):  # what the first two send, the last one receives
-        found = _execute.forward(parts[ranks.rank], call, False, way_of(parts[ranks.rank].hidden))[:3]
-    assert len(programs) == 1 + 2  # the whole, and one on each rank
-    assert all(map(torch.equal, found, whole))
-
-
-def test_shards_of_whole_parts(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits as a whole vocabulary, which ends inside a part; one rank has padding."""
-    T, V, vocab_size, part = 9, 4 * 264, 904, 264
-    problem = p.draw(T, H, V, torch.bfloat16)
-    labels = torch.tensor([0, part - 1, part, 256, 3 * part - 1, 3 * part, vocab_size - 1, -100, 255])
-    ids = torch.randint(0, vocab_size, (T, 3), generator=torch.Generator().manual_seed(0))
-    options: Any = {"vocab_part_size": part, "stats": True}
-    with torch.no_grad():
-        whole = linear_logprobs(problem.hidden, problem.weight[:vocab_size], labels, candidates=ids, **options)
-    ranks = Ranks(monkeypatch)
-    call = p.told(V, group="both", implementation="mosaic_gpu", num_candidates=3, **options)
-    call = call._replace(vocab_size=vocab_size)
-    parts = [Tensors(problem.hidden, part, None, labels, None, ids) for part in problem.weight.chunk(2)]
-    for ranks.rank in (0, 1, 0):  # what the first two send, the last one receives
-        found = _execute.forward(parts[ranks.rank], call, False, way_of(parts[ranks.rank].hidden))
-    assert len(programs) == 1 + 2  # the whole, and one on each rank
-    assert all(torch.equal(x, getattr(whole, name)) for name, x in zip(call.fields, found, strict=False))
-
-
 @pytest.mark.parametrize("options", [{"cache_bytes": 1 << 30}, {"gradient_threshold": 1e-6}], ids=str)
 def test_a_main_grad_that_lies_otherwise(programs: list[Any], options: dict[str, Any]) -> None:
     """Kernels return what torch adds to it, rounded once. JAX, which may not run, would not know what they kept."""
     problem = p.draw(5, H, 784, torch.bfloat16)
-    _, (want, dweight) = both(problem, **options)
+    _, (want, dweight) = p.gradients(problem, p.seeds_like(problem.labels), **options)
     for main_grad in (torch.zeros(H, 784).t(), torch.zeros(784 * H + 1)[1:].view(784, H)):
         hidden, weight = problem.hidden.clone().requires_grad_(), torch.nn.Parameter(problem.weight.clone())
         weight.main_grad = main_grad  # type: ignore[attr-defined]
@@ -187,6 +161,75 @@ def test_a_main_grad_that_lies_otherwise(programs: list[Any], options: dict[str,
         assert torch.equal(hidden.grad, want)
         assert torch.equal(main_grad, dweight.float())
     assert len(programs) == 2
+
+
+def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results and gradients of a whole one, the same bits on both ranks; NaN in the rows that differ.
+
+    All is NaN where a part has another size.
+    """
+    T, V, K = 20, 1040, 5
+    problem, ranks = p.draw(T, H, V, torch.bfloat16), Ranks(monkeypatch)
+    ids, seeds = p.candidates_like(problem.labels, K, V - 8), p.seeds_like(problem.labels, K=K)
+    call = p.told(V - 8, group="both", num_candidates=K, reduce_grad_hidden=True, implementation="mosaic_gpu")
+    named, operands = dict(zip(call.differentiable, seeds, strict=True)), parts_of(problem, candidates=ids)
+
+    def on_both() -> list[list[torch.Tensor]]:
+        found = []
+        for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
+            x = operands[ranks.rank]
+            *out, saved = forward(x, call)
+            found.append([*out, *_execute.gradients(x, [saved], named, (True, True, False), call, way_of(saved))])
+        return found[2:]
+
+    first, second = on_both()
+    assert len(programs) == 4  # a forward and a backward on each rank
+    assert all(map(torch.equal, first[:4], second[:4]))
+    launch_with("jax")
+    options = {"vocab_size": V - 8, "candidates": ids, "implementation": "xla"}
+    wanted, of_xla = p.gradients(problem, seeds, **options)
+    assert max(map(p.value_error, first[:4], (*wanted[:3], wanted.candidate_logprobs))) < 2e-5
+    dweight = torch.cat([first[5], second[5]])
+    assert max(map(p.relative_norm, (second[4], dweight), of_xla)) < 5e-3
+    launch_with("direct")
+    labels, other = problem.labels.clone(), ids.clone()
+    labels[2], other[4, 1] = -100, (other[4, 1] + 1).clamp(min=0)
+    operands[1] = operands[1]._replace(labels=labels, candidates=other)
+    ranks.gathered.clear()
+    ranks.summed.clear()
+    for *by_row, dweight in on_both():
+        assert all(set(x.isnan().reshape(T, -1).any(1).nonzero()[:, 0].tolist()) == {2, 4} for x in by_row)
+        assert dweight.isnan().any()
+    ranks.gathered.clear()
+    for ranks.rank, x in ((1, tensors(problem, problem.weight[:512], candidates=ids)), (0, operands[0])):
+        found = forward(x, call)
+    assert all(x.isnan().all() for x in found[:3])
+
+
+@pytest.mark.parametrize(
+    ("V", "vocab_size", "options"),
+    [(2 * 4096, 2 * 4096 - 300, {}), (4 * 264, 904, {"vocab_part_size": 264, "stats": True, "num_candidates": 3})],
+    ids=["groups of tiles", "parts"],
+)
+def test_shards_of_whole(
+    V: int, vocab_size: int, options: dict[str, Any], programs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as a whole vocabulary, padding included; the last part may be cut."""
+    labels = torch.tensor([0, 263, 264, 256, 3 * 264 - 1, 3 * 264, vocab_size - 1, -100, 255])
+    problem, told = p.draw(9, H, V, torch.bfloat16)._replace(labels=labels), dict(options)
+    given: Any = {}
+    if told.pop("num_candidates", 0):
+        given = {"candidates": torch.randint(0, vocab_size, (9, 3), generator=torch.Generator().manual_seed(0))}
+    with torch.no_grad():
+        weight = problem.weight[: vocab_size if "vocab_part_size" in options else V]
+        whole = linear_logprobs(problem.hidden, weight, labels, vocab_size=vocab_size, **told, **given)
+    ranks = Ranks(monkeypatch)
+    call = p.told(V, group="both", implementation="mosaic_gpu", **options)._replace(vocab_size=vocab_size)
+    parts = parts_of(problem, **given)
+    for ranks.rank in (0, 1, 0):  # what the first two send, the last one receives
+        found = forward(parts[ranks.rank], call)
+    assert len(programs) == 1 + 2  # the whole, and one on each rank
+    assert all(torch.equal(x, getattr(whole, name)) for name, x in zip(call.fields, found, strict=False))
 
 
 @pytest.mark.usefixtures("programs")
@@ -207,8 +250,7 @@ def test_a_backward_after_a_forward_of_jax_is_refused_if_it_must_be_direct() -> 
 def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_device, "why_not", lambda _: None)
     monkeypatch.setattr(_device, "device_of", lambda _: SMALL)
-    problem = p.draw(4, H, 784, torch.bfloat16)
-    x = Tensors(problem.hidden, problem.weight, None, problem.labels, None, None)
+    x = tensors(p.draw(4, H, 784, torch.bfloat16))
     assert refusal(x, p.told(784)) is None
     assert "bias" in str(refusal(x._replace(bias=torch.zeros(784)), p.told(784)))
     assert refusal(x, p.told(784, num_candidates=2)) is None  # as a backward asks
@@ -216,12 +258,167 @@ def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("programs")
-@pytest.mark.parametrize(
-    "part",
-    [pytest.param(part, marks=pytest.mark.slow if part != "forward" else ()) for part in (*sanitized.PARTS, "loss")],
-)
+@pytest.mark.parametrize("part", [slow(part) if part != "forward" else part for part in (*sanitized.PARTS, "loss")])
 def test_memory_may_hold_anything(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compute-sanitizer watches on a GPU, in the interpreter: the same bits over zeros and over NaN."""
     monkeypatch.setattr(sanitized, "DEVICE", "cpu")
     _, checked = next(sanitized.checks([part]))
     sanitized.filled(checked)
+
+
+@pytest.mark.slow  # test_host compares the launches
+def test_no_gradient_through_candidates(programs: list[Any]) -> None:
+    """The launches of a backward without candidates, and its gradients."""
+    problem = p.draw(9, H, 784, torch.bfloat16)
+    ids, seeds = p.candidates_like(problem.labels, 3, 784), p.seeds_like(problem.labels)
+    found, wanted = (p.gradients(problem, seeds, **x)[1] for x in ({"candidates": ids}, {}))
+    launches = [[kernel.name for kernel in program] for program in (programs[1], programs[3])]
+    assert launches[0] == launches[1]
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_wrong_temperature(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in its row, and no gradient from it. On a GPU nobody looks at the values."""
+    monkeypatch.setattr(_checks, "may_look_at", lambda _: False)
+    problem = p.draw(6, H, 784, torch.bfloat16)
+    ids, seeds = p.candidates_like(problem.labels, 3, 784), p.seeds_like(problem.labels, K=3)
+    options: Any = {"temperature": torch.tensor([1.0, 0.5, -1.0, 2.0, 1.0, 1.0]), "candidates": ids}
+    out, grads = p.gradients(problem, seeds, **options)
+    assert programs
+    launch_with("jax")
+    wanted, of_xla = p.gradients(problem, seeds, **options, implementation="xla")
+    assert out.candidate_logprobs[2].isnan().all()
+    assert torch.equal(out.candidate_logprobs.isnan(), wanted.candidate_logprobs.isnan())
+    assert not grads[0][2].any()
+    assert max(map(p.relative_norm, grads, of_xla)) < 5e-3
+
+
+def test_both_ways_keep_the_same_x(programs: list[Any]) -> None:
+    """The x of the candidates as JAX's programs compute it, and as PyTorch's operations do, up to rounding."""
+    T, V, K = 9, 784, 5
+    problem = p.draw(T, H, V, torch.bfloat16)
+    ids = p.candidates_like(problem.labels, K, V)
+    *_, saved = forward(tensors(problem, candidates=ids), p.told(V, num_candidates=K, implementation="mosaic_gpu"))
+    assert len(programs) == 1
+    found = saved[-K:].view(torch.float32).T.numpy()
+    case = _types.Call(
+        num_tokens=T, hidden_size=H, columns=V, dtype=jnp.dtype("bfloat16"), device=SMALL, num_candidates=K,
+    )  # fmt: skip
+    hidden, weight = (jnp.asarray(y.float().numpy(), case.dtype) for y in problem[:2])
+    columns = torch.where((ids >= 0) & (ids < V), ids, -1).int().numpy()
+    labels = jnp.asarray(problem.labels.int().numpy())
+    operands = _types.Operands(hidden, weight, labels, None, None, None, candidates=jnp.asarray(columns))
+    with interpreting(plgpu.InterpretGPUParams()):
+        wanted, _ = jax.jit(lambda operands: mosaic.statistics(operands, case))(operands)
+    np.testing.assert_allclose(found, wanted.candidates, rtol=1e-5, atol=1e-6)
+
+
+def sorted_logits(problem: p.Problem) -> torch.Tensor:
+    return (problem.hidden.double() @ problem.weight.double().T).sort(-1)[0]
+
+
+def test_a_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens with a NaN, without a token in the set, with all and with one, beside others."""
+    problem, generator = p.draw(40, H, 520, torch.bfloat16), torch.Generator().manual_seed(5)
+    problem.labels[:8], problem.labels[0], problem.labels[9] = torch.arange(8) - 4, 7, 520
+    temperature, z = torch.rand(40, generator=generator) + 0.5, sorted_logits(problem)
+    floor = ((z[:, -30] + z[:, -31]) / 2 / temperature).float()
+    floor[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    floor[5] = float("inf")
+    monkeypatch.setattr(_checks, "may_look_at", lambda _: False)
+    options: Any = dict(logit_floor=floor, temperature=temperature, stats=True, vocab_size=510)
+    seeds = p.seeds_like(problem.labels)
+    want, of_jax = of_results(problem, seeds, implementation="xla", **options)
+    loaded = emulated(monkeypatch)
+    programs = next(loaded)
+    found, grads = of_results(problem, seeds, **options)
+    assert len(programs) == 2
+    next(loaded, None)
+    assert found[-1][[1, 2, 5]].tolist() == [0, 510, 1]
+    for got, true in zip(found, want, strict=True):
+        assert got[0].isnan()
+        assert true[0].isnan()
+        assert p.value_error(got[1:], true[1:]) < 2e-5
+    assert max(map(p.relative_norm, grads, of_jax)) < 5e-3  # bfloat16 rounds by 2⁻⁹
+
+
+@pytest.mark.slow
+def test_a_floor_of_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of a whole one, the same bits on both ranks. Some rows have no token of their set on a rank."""
+    problem = p.draw(40, H, 1040, torch.bfloat16)
+    z = sorted_logits(problem)
+    floor = ((z[:, -2] + z[:, -3]) / 2).float()
+    launch_with("jax")
+    with torch.no_grad():
+        want = linear_logprobs(*problem, logit_floor=floor, stats=True, implementation="xla")
+    launch_with("direct")
+    ranks = Ranks(monkeypatch)
+    call = p.told(1040, group="both", implementation="mosaic_gpu", has_floor=True, stats=True)
+    parts, found = parts_of(problem, floor=floor), []
+    for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
+        found.append(forward(parts[ranks.rank], call)[: len(call.fields)])
+    assert len(programs) == 2  # one on each rank
+    other = floor.clone()
+    other[6] += 1
+    parts[1] = parts[1]._replace(floor=other)
+    ranks.gathered.clear()
+    for ranks.rank in (0, 1, 0):
+        differ = forward(parts[ranks.rank], call)[: len(call.fields)]
+    assert all(x.isnan().nonzero().tolist() == [[6]] for x in differ)
+    assert all(map(torch.equal, found[2], found[3]))
+    fields = dict(zip(call.fields, found[3], strict=True))
+    assert max(p.value_error(x, getattr(want, name)) for name, x in fields.items()) < 2e-5
+
+
+TEMPERATURES = torch.tensor([1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8])  # the last has no cotangent
+EACH, V = 28, 1008
+# The interpreter rounds the sum of a step over H, a GPU that of 16 columns: with steps of one size in the forward and
+# in the backward, both compute the same logits here too.
+STEPS = Tunings(tuned={("NVIDIA H200", name): ((64, Tuning(tile_k=64, stages=4)),) for name in ("forward", "dlogits")})
+
+
+@pytest.mark.parametrize(("ranks", "greedy"), [(1, True), slow(1, False), slow(2, True), slow(2, False)])
+def test_small_temperatures(ranks: int, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients as exact as those of stored logits, over a whole and over a split vocabulary."""
+    temperature = TEMPERATURES.repeat_interleave(EACH)
+    problem = p.draw(len(temperature), H, V * ranks, torch.bfloat16)
+    exact = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels)
+    if greedy:
+        problem, exact = (x._replace(labels=(exact.hidden @ exact.weight.T).argmax(-1)) for x in (problem, exact))
+    weights = temperature * (temperature > TEMPERATURES[-1])
+    seeds = [weights * seed for seed in p.seeds_like(problem.labels)]
+    with _generations.using(dataclasses.replace(sm90.HOPPER, tunings=STEPS)):
+        loaded = emulated(monkeypatch)
+        next(loaded)
+        found = _gradients_of_ranks(problem, temperature, seeds, ranks, monkeypatch)
+        next(loaded, None)
+    assert all(x.isfinite().all() for x in found)
+    assert not found[0][-EACH:].any()
+    true = p.gradients(exact, seeds, call=p.stored, temperature=temperature.double())[1]
+
+    # Stored float32 logits, whose gradient is rounded once, as the kernels' is.
+    raw = (problem.hidden.float() @ problem.weight.float().T).requires_grad_()
+    log_p = (raw / temperature[:, None]).log_softmax(-1)
+    at_label, entropy = log_p.gather(-1, problem.labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    total = seeds[0] * at_label + seeds[1] * entropy + seeds[2] * (raw / temperature[:, None]).logsumexp(-1)
+    d = torch.autograd.grad(total.sum(), raw)[0].bfloat16().double()
+    stored = (d @ exact.weight).bfloat16(), (d.T @ exact.hidden).bfloat16()
+    by_temperature = ([*dhidden.split(EACH)[:-1], dweight] for dhidden, dweight in (found, stored, true))
+    for ours, theirs, want in zip(*by_temperature, strict=True):
+        assert p.relative_norm(ours, want) <= 2 * p.relative_norm(theirs, want)
+
+
+def _gradients_of_ranks(
+    problem: p.Problem, temperature: torch.Tensor, seeds: list[torch.Tensor], ranks: int, patch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, ...]:
+    """In hidden and in the whole weight."""
+    if ranks == 1:
+        return p.gradients(problem, seeds, temperature=temperature, implementation="mosaic_gpu")[1]
+    both, named = Ranks(patch), dict(zip(("logprobs", "entropy", "lse"), seeds, strict=True))
+    call = p.told(2 * V, group="both", reduce_grad_hidden=True, implementation="mosaic_gpu")
+    for _ in range(2):  # what a rank gathers is what the other one sent the time before
+        found = []
+        for both.rank, x in enumerate(parts_of(problem, temperature=temperature)):
+            *_, saved = forward(x, call)
+            found.append(_execute.gradients(x, [saved], named, (True, True, False), call, way_of(saved)))
+    return found[1][0], torch.cat([dweight for _, dweight in found])

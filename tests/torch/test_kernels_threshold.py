@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
-from lce_torch_bridge._types import Tensors
+from lce_torch_bridge import launch_with, linear_logprobs
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from tests.torch import problem as p
-from tests.torch.as_gpu import Program, emulated
-from tests.torch.ranks import Ranks
+from tests.torch import test_kernels as of_kernels
+from tests.torch.as_gpu import Ranks
 
-H, THRESHOLD = 128, 0.02
+programs, THRESHOLD = of_kernels.programs, 0.02
 ROWS, COLUMNS = 128, 256  # of a tile
-
-
-@pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
-    """All programs that were loaded."""
-    yield from emulated(monkeypatch)
 
 
 def peaked(T: int, V: int, true: int) -> p.Problem:
     """Each row block's tokens have their large logits in a few tiles of their own."""
-    drawn, t = p.draw(T, H, V, torch.bfloat16), torch.arange(T)
+    drawn, t = p.draw(T, of_kernels.H, V, torch.bfloat16), torch.arange(T)
     favourite = (t // ROWS * COLUMNS + t * 7 % COLUMNS) % true
     hidden = 20 * drawn.weight[favourite].float() + 0.1 * drawn.hidden.float()
     weight = drawn.weight.clone()
@@ -113,13 +105,13 @@ def drawn_options(problem: p.Problem, true: int, options: dict[str, Any]) -> dic
     return options
 
 
-def of_tokens(options: dict[str, Any]) -> dict[str, Any]:
-    """What the oracle is told of them."""
-    return {name: options[name] for name in ("temperature", "candidates", "logit_floor") if name in options}
+def oracle(problem: p.Problem, true: int, options: dict[str, Any]) -> Oracle:
+    given = {name: options[name] for name in ("temperature", "candidates", "logit_floor") if name in options}
+    return Oracle(problem, true, **given)
 
 
 OPTIONS: list[Any] = [
-    {"vocab_size": 700, "temperature": "each", "stats": True},
+    pytest.param({"vocab_size": 700, "temperature": "each", "stats": True}, marks=pytest.mark.slow),
     {"vocab_size": 700, "temperature": "each", "logit_floor": "each", "stats": True},
     pytest.param({"vocab_size": 700, "temperature": "each", "candidates": 9}, marks=pytest.mark.slow),
 ]
@@ -129,7 +121,7 @@ def check(problem: p.Problem, **options: Any) -> Any:
     """The gradients of live tiles alone, twice the same; and the results of a call without a threshold."""
     true = options.get("vocab_size", len(problem.weight))
     options = drawn_options(problem, true, options)
-    want = Oracle(problem, true, **of_tokens(options))
+    want = oracle(problem, true, options)
     assert 0 < want.live.double().mean() < 1
     seeds = p.seeds_like(problem.labels, K=options["candidates"].shape[1] if "candidates" in options else 0)
     out, grads = p.gradients(problem, seeds, gradient_threshold=THRESHOLD, **options)
@@ -151,7 +143,7 @@ def test_live_tiles_alone(programs: list[Any], options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "options", [{"logit_floor": "each"}, pytest.param({"candidates": 3}, marks=pytest.mark.slow)], ids=str
+    "options", [pytest.param({"logit_floor": "each"}, marks=pytest.mark.slow), {"candidates": 3}], ids=str
 )
 def test_a_split_vocabulary(
     programs: list[Any], options: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
@@ -166,13 +158,11 @@ def test_a_split_vocabulary(
         true, group="all", reduce_grad_hidden=True, gradient_threshold=THRESHOLD, num_candidates=K,
         has_floor=floor is not None,
     )  # fmt: skip
-    parts = [
-        Tensors(problem.hidden, part, None, problem.labels, None, ids, floor) for part in problem.weight.chunk(size)
-    ]
+    parts = of_kernels.parts_of(problem, size, candidates=ids, floor=floor)
     saved: dict[int, Any] = {}
     turns = [*range(size), *range(size)]  # what is sent in the first round is received in the second
     for ranks.rank in turns:
-        *_, kept, live = _execute.forward(parts[ranks.rank], call, True, way_of(parts[ranks.rank].hidden))
+        *_, kept, live = of_kernels.forward(parts[ranks.rank], call, keep=True)
         saved[ranks.rank] = kept, live
     assert len(programs) == size
     seeds = dict(zip(call.differentiable, p.seeds_like(problem.labels, K=K), strict=True))
@@ -182,39 +172,12 @@ def test_a_split_vocabulary(
         x = parts[ranks.rank]
         dhidden, part = _execute.gradients(x, [kept, live], seeds, (True, True, False), call, way_of(kept))
         dweight.append(part)
-    want = Oracle(problem, true, **of_tokens(given))
+    want = oracle(problem, true, given)
     live = torch.cat([saved[rank][1][:, :2] for rank in range(size)])
     assert torch.equal(live > 0, want.live)
     assert not live.all()
     assert p.relative_norm(dhidden, want.gradients[0]) < 5e-3
     assert p.relative_norm(torch.cat(dweight[size:])[:true], want.gradients[1]) < 5e-3
-
-
-def test_main_grad(programs: list[Any]) -> None:
-    """In two chunks; and one that lies otherwise, to which torch adds."""
-    problem = peaked(140, 784, 784)
-
-    def gradients(main_grad: torch.Tensor, **options: Any) -> list[torch.Tensor]:
-        leaves: Any = problem.leaves()
-        leaves.weight.main_grad = main_grad
-        given = leaves.hidden, leaves.weight, problem.labels
-        total, _ = linear_loss(
-            lambda logprob, entropy, _: -logprob - entropy,
-            *given,
-            wgrad="main_grad",
-            gradient_threshold=1e-6,
-            **options,
-        )
-        total.backward()
-        return [leaves.hidden.grad, leaves.weight.main_grad - 1]
-
-    found = gradients(torch.ones(784, H), chunk_bytes=1 << 18)
-    otherwise = gradients(torch.ones(H, 784).t())
-    assert programs
-    launch_with("jax")
-    want = gradients(torch.ones(784, H), implementation="xla")
-    assert max(map(p.relative_norm, found, want)) < 5e-3
-    assert max(map(p.relative_norm, otherwise, want)) < 5e-3
 
 
 def test_a_backward_goes_the_way_of_its_forward(programs: list[Any]) -> None:
@@ -245,8 +208,8 @@ def test_a_backward_after_a_forward_of_jax(programs: list[Any]) -> None:
 def test_what_a_forward_keeps_is_foreseen(programs: list[Any]) -> None:
     """For ``torch.compile``, which asks for the shapes before there is anything."""
     problem, call = peaked(5, 784, 784), p.told(784, gradient_threshold=THRESHOLD)
-    x = Tensors(problem.hidden, problem.weight, None, problem.labels, None, None)
-    found, told = _execute.forward(x, call, True, way_of(x.hidden)), _execute.forward_structs(x, call, True)
+    x = of_kernels.tensors(problem)
+    found, told = of_kernels.forward(x, call, keep=True), _execute.forward_structs(x, call, True)
     assert programs
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in told]
     assert _passes.live_shape(x, p.told(784), way_of(x.hidden)) is None

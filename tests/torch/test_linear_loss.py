@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 import pytest
 import torch
 
-from lce_torch_bridge import linear_logprobs, linear_loss
+from lce_jax.xla import _walk
+from lce_torch_bridge import linear_entropy, linear_logprobs, linear_loss
+from lce_torch_bridge.operators import _loss as _units
 from lce_torch_bridge.ops import _loss
 from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.through_jax._logprobs import pull_back
 from lce_torch_bridge.through_jax._programs import ProgramKey, program
+from tests import cases
 from tests.pairs import pairs_of
 from tests.torch import problem as p
+from tests.torch.executor import launched_directly
 
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
 ROUNDING = 1.7e-3  # of one rounding to bfloat16: 2⁻⁹ of each element, uniformly
@@ -198,3 +203,129 @@ def test_the_sum_of_dweight_is_overwritten() -> None:
     memory = run.lower(*shapes).compile().memory_analysis()
     assert memory.alias_size_in_bytes == V * H * 4
     assert memory.temp_size_in_bytes < T * V * 2
+
+
+OF_FLOAT16 = 2.0**-11  # of float16, relative, at most
+
+
+@pytest.fixture
+def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products take dlogits in the weight's dtype, as on a GPU."""
+    monkeypatch.setattr(_walk, "gradient_dtype", lambda case: case.dtype)
+
+
+def scaled_loss(logprobs: Any, entropy: Any, lse: Any, factors: Any) -> Any:
+    return factors * (0.01 * lse**2 - logprobs - 0.1 * entropy)
+
+
+def scaled_gradients(call: Any, problem: p.Problem, loss_scale: float, **options: Any) -> Any:
+    leaves = problem.leaves()
+    return torch.autograd.grad(loss_scale * call(*leaves, **options), leaves[:2])
+
+
+@pytest.mark.usefixtures("rounded")
+@pairs_of(
+    1,
+    magnitudes=[(1e-6, 1e-6, 1e-6), (1e-12, 1e-6, 1e-9), (0.0, 1e-9, 1e3)],
+    chunk_bytes=[p.THREE_CHUNKS, None],
+    way=[contextlib.nullcontext, launched_directly],
+)
+def test_losses_of_any_magnitude(magnitudes: tuple[float, ...], chunk_bytes: int | None, way: Any) -> None:
+    """Each chunk's scaled_gradients are as exact as float16's rounding of the largest ones lets them be."""
+    drawn = p.draw(T=MANY)
+    problem = drawn._replace(weight=drawn.weight.half(), labels=drawn.labels % 50)  # half of the columns have none
+    factors = torch.tensor(magnitudes).repeat_interleave(2048)[:MANY]
+    options: Any = dict(
+        loss_scale=0.1 / max(magnitudes), logit_scale=1.0625, temperature=torch.linspace(0.05, 2, MANY)
+    )  # no other test's programs
+    with way():
+        found = scaled_gradients(
+            lambda *x, **told: linear_loss(scaled_loss, *x, factors, chunk_bytes=chunk_bytes, **told)[0],
+            problem,
+            **options,
+        )
+    double = p.Problem(problem.hidden.half().double(), problem.weight.double(), problem.labels)
+    want = scaled_gradients(lambda *x, **told: scaled_loss(*p.stored(*x, **told)[:3], factors).sum(), double, **options)
+    for columns in (slice(50), slice(50, None)):
+        assert p.relative_norm(found[1][columns], want[1][columns]) < OF_FLOAT16
+    for first, magnitude in zip(range(0, MANY, 2048), magnitudes, strict=True):
+        rows = slice(first, first + 2048)
+        if magnitude > 1e-6 * max(magnitudes) or chunk_bytes is not None:
+            assert p.relative_norm(found[0][rows], want[0][rows]) < OF_FLOAT16
+
+
+def test_a_unit_keeps_dlogits_within_float16() -> None:
+    x = _units.Operands(*[torch.zeros(3)] * 6)
+    call = p.told(V=150_000, logit_scale=-2.0)
+    given = {"logprobs": torch.tensor([3.0, -5e-7, 0.0]), "entropy": torch.tensor([-1.0, 1e-7, 0.0])}
+    temperature = torch.tensor([0.5, 1e-8, 1e-8])
+    for rows, largest in ((slice(0, 1), 4 * (3 + 12.92)), (slice(0, 2), 2e8 * (5e-7 + 12.92e-7)), (slice(2, 3), 0.0)):
+        part = {name: seed[rows] for name, seed in given.items()}
+        unit = _units.unit_of(part, x._replace(labels=torch.zeros(3)[rows], temperature=temperature[rows]), call)
+        assert unit.log2().frac() == 0
+        assert 2**14 <= unit * largest < 2**15 if largest else unit == 2.0**100
+    damaged = {"logprobs": torch.tensor([torch.nan, 1.0, torch.inf])}
+    assert _units.unit_of(damaged, x._replace(temperature=None), call) == 2.0**13
+
+
+FLOOR = cases.case("floor", leading=(4, 6), floor=5, stats=True, labels="foreign", temperature="token")
+
+
+def floored_loss(logprobs: torch.Tensor, entropy: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    return -torch.exp(logprobs / 10) - 0.1 * entropy + 0.01 * lse**2
+
+
+def test_a_loss_in_the_forward_is_that_of_the_results() -> None:
+    problem, options, _ = p.from_case(FLOOR)
+    options["where"] = torch.arange(24).view(4, 6) % 3 > 0
+    leaves, others = problem.leaves(), problem.leaves()
+    total, out = linear_loss(floored_loss, *leaves, chunk_bytes=0, **options)
+    by_results = linear_logprobs(*others, **options)
+    of_kept = floored_loss(*by_results[:3])[options["where"]].sum()
+    assert torch.allclose(total, of_kept, rtol=1e-6)
+    assert out.support is not None
+    assert torch.equal(out.support, by_results.support)
+    assert set(out.support.flatten().tolist()) == {0, 5, 6}
+    for got, want in zip(
+        *(torch.autograd.grad(x, y[:2]) for x, y in ((total, leaves), (of_kept, others))), strict=True
+    ):
+        assert p.relative_norm(got, want) < 1e-6
+
+
+def test_a_number_and_all_tokens() -> None:
+    problem = p.draw()
+    want = linear_logprobs(*problem, stats=True)
+    got = linear_logprobs(*problem, stats=True, logit_floor=-float("inf"))
+    assert all(torch.equal(a, b) for a, b in zip(got[:5], want[:5], strict=True))
+    assert got.support is not None
+    assert torch.all(got.support == 104)
+    entropy, _ = linear_entropy(*problem[:2], logit_floor=1e30)  # without labels, no token is left
+    assert torch.all(entropy == 0)
+    foreign = problem._replace(labels=torch.full_like(problem.labels, -100))
+    assert torch.all(linear_logprobs(*foreign, logit_floor=1e30, out_of_vocab="megatron").logprobs == 0)
+
+
+@pytest.mark.parametrize("temperature", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("loss", [False, True], ids=["linear_logprobs", "linear_loss"])
+def test_greedy_labels(loss: bool, temperature: float) -> None:
+    """Their gradient is what float32 leaves of 1 - p, not the noise of large numbers."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(64, 64, generator=generator), torch.randn(1000, 64, generator=generator) / 4
+    problem = p.Problem(hidden, weight, (hidden @ weight.T).argmax(-1))
+
+    def error(call: object) -> float:
+        leaves = problem.leaves()
+        (dweight,) = torch.autograd.grad(call(*leaves), leaves.weight)  # type: ignore[operator]
+        leaves = p.Problem(*(x.double() for x in problem[:2]), problem.labels).leaves()
+        (true,) = torch.autograd.grad(stored(*leaves), leaves.weight)
+        return p.relative_norm(dweight, true)
+
+    def stored(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (hidden @ weight.T / temperature).log_softmax(-1).gather(-1, labels[:, None]).sum()
+
+    def ours(*operands: torch.Tensor) -> torch.Tensor:
+        if loss:
+            return linear_loss(lambda logprob, *_: logprob, *operands, temperature=temperature)[0]
+        return linear_logprobs(*operands, temperature=temperature).logprobs.sum()
+
+    assert error(ours) <= 2 * error(stored)

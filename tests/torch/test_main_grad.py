@@ -1,17 +1,32 @@
-"""Megatron's gradient-accumulation fusion: what its own fused layers do with ``main_grad``."""
+"""Megatron's gradient-accumulation fusion: what its own layers do with ``main_grad``, by JAX and launched directly."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge import linear_logprobs, linear_loss
+from lce_torch_bridge.operators import _operators
+from lce_torch_bridge.tensors import _weight
 from tests.torch import problem as p
+from tests.torch.executor import launched_directly
 
 pytestmark = pytest.mark.usefixtures("in_float64")
+WAYS = {"jax": contextlib.nullcontext, "direct": launched_directly}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture
+def direct() -> Iterator[None]:
+    with launched_directly():
+        yield
 
 
 def parameter(problem: p.Problem, **attributes: object) -> torch.nn.Parameter:
@@ -54,25 +69,29 @@ def test_what_stands_in_for_the_gradient(zero_out: bool) -> None:
     assert (weight.grad == 0).all() == zero_out
 
 
-def test_without_the_flag_there_is_no_gradient() -> None:
+@ways
+def test_without_the_flag_there_is_no_gradient(way: str) -> None:
     weight = parameter(p.draw())
-    backward(p.draw(), weight)
+    with WAYS[way]():
+        backward(p.draw(), weight)
     assert weight.grad is None
     assert weight.main_grad.abs().sum() > 0
     assert not hasattr(weight, "grad_added_to_main_grad")
 
 
-def test_tied_to_an_embedding() -> None:
-    """The placeholder is zeros, so that the gradient is what the embedding adds alone."""
+@ways
+@pytest.mark.parametrize("first", ["head", "embedding"])
+def test_tied_to_an_embedding(first: str, way: str) -> None:
+    """The gradient is what the embedding adds alone, whichever comes first."""
     problem = p.draw()
     weight = parameter(problem, grad_added_to_main_grad=False, zero_out_wgrad=True)
-    embedded = torch.nn.functional.embedding(problem.labels, weight)
-    out = linear_logprobs(embedded, weight, problem.labels, wgrad="main_grad")
-    out.logprobs.sum().backward()
     plain = problem.weight.clone().requires_grad_()
-    linear_logprobs(
-        torch.nn.functional.embedding(problem.labels, plain), plain, problem.labels
-    ).logprobs.sum().backward()
+    with WAYS[way]():
+        for leaf, options in ((weight, {"wgrad": "main_grad"}), (plain, {})):
+            hidden = torch.nn.functional.embedding(problem.labels, leaf)
+            out = linear_logprobs(hidden if first == "head" else problem.hidden, leaf, problem.labels, **options)
+            (out.logprobs.sum() + (0 if first == "head" else hidden.sum())).backward()
+    assert not weight.grad.is_sparse
     assert p.relative_norm(weight.grad + weight.main_grad, plain.grad) < 1e-6
     assert weight.main_grad.norm() > 0
     assert weight.grad.norm() > 0
@@ -119,3 +138,171 @@ def test_refusals(attributes: dict, message: str) -> None:
     problem = p.draw()
     with pytest.raises(ValueError, match=message):
         linear_logprobs(*problem._replace(weight=parameter(problem, **attributes)), wgrad="main_grad")
+
+
+def micro_batches(dtype: torch.dtype = torch.bfloat16) -> list[p.Problem]:
+    """Three of them, with the same weight."""
+    return [p.draw(dtype=dtype, seed=seed)._replace(weight=p.draw(dtype=dtype).weight) for seed in range(3)]
+
+
+def accumulated(problems: list[p.Problem], **attributes: Any) -> torch.nn.Parameter:
+    weight = parameter(problems[0], **attributes)
+    for problem in problems:
+        backward(problem, weight)
+        weight.grad = None  # as DistributedDataParallel's hook does
+    return weight
+
+
+def exact(problems: list[p.Problem]) -> torch.Tensor:
+    return sum(p.exact(problem, p.seeds_like(problem.labels))[1][1] for problem in problems)  # type: ignore[return-value]
+
+
+def test_three_micro_batches_are_never_rounded() -> None:
+    problems = micro_batches()
+    rounded = p.relative_norm(accumulated(problems).main_grad, exact(problems))
+    with launched_directly():
+        found = p.relative_norm(accumulated(problems).main_grad, exact(problems))
+    assert found < 1e-6
+    assert rounded > 1e-3  # bfloat16
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("zero_out", [False, True])
+def test_what_stands_in_for_the_gradient_takes_no_memory(zero_out: bool) -> None:
+    weight = parameter(p.draw(), grad_added_to_main_grad=False, zero_out_wgrad=zero_out)
+    for _ in range(2):  # also where the first one is still there
+        backward(p.draw(), weight)
+        assert weight.grad_added_to_main_grad
+        assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
+        assert weight.grad.is_sparse
+        assert weight.grad._nnz() == 0
+    before = weight.main_grad.clone()
+    weight.main_grad.add_(weight.grad.data)  # as Megatron's hook adds the zeros
+    assert torch.equal(weight.main_grad, before)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "not aligned", "transposed"])
+def test_what_no_kernel_can_add_to_is_added_to_as_before(kind: str) -> None:
+    problem = p.draw(dtype=torch.bfloat16)
+    V, H = problem.weight.shape
+    sums = []
+    for way in (contextlib.nullcontext(), launched_directly()):
+        memory = {
+            "bfloat16": torch.zeros(V, H, dtype=torch.bfloat16),
+            "not aligned": torch.zeros(V * H + 1)[1:].view(V, H),
+            "transposed": torch.zeros(H, V).t(),
+        }
+        weight = parameter(problem, main_grad=memory[kind])
+        with way:
+            backward(problem, weight)
+        sums.append(weight.main_grad)
+    assert torch.equal(*sums)
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_adds_once(reentrant: bool) -> None:
+    problem = p.draw(dtype=torch.bfloat16)
+    weight = parameter(problem, grad_added_to_main_grad=False)
+    hidden = problem.hidden.clone().requires_grad_()
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        return linear_logprobs(hidden, weight, problem.labels, wgrad="main_grad").logprobs.sum()
+
+    torch.utils.checkpoint.checkpoint(head, hidden, use_reentrant=reentrant).backward()
+    plain = problem.weight.float().requires_grad_()
+    p.stored(problem.hidden.float(), plain, problem.labels).logprobs.sum().backward()
+    assert p.relative_norm(weight.main_grad, plain.grad) < 1e-6
+
+
+def test_a_kept_graph_keeps_its_cache() -> None:
+    """The cache is overwritten by a backward that nothing can follow."""
+    seen = []
+
+    def note(grad: torch.Tensor) -> None:
+        del grad
+        seen.append(_operators.may_write(_Context(), cached=1)[1])
+
+    x = torch.ones(1, requires_grad=True)
+    y = 2 * x
+    y.register_hook(note)
+    y.backward(retain_graph=True)
+    torch.autograd.grad(y, x, create_graph=True)
+    y.backward()
+    assert seen == [False, False, True]
+
+
+class _Context:
+    needs_input_grad = (True, False, False)
+    recipe = _operators.Recipe("logprobs", "", 3, 3)
+
+
+def ppo(logprobs: Any, entropy: Any, lse: Any, advantages: Any) -> Any:
+    del lse
+    return -advantages * logprobs.exp() - 0.05 * entropy
+
+
+ROUNDING = 1.7e-3  # of one rounding to bfloat16: 2⁻⁹ of each element, uniformly
+T, FACTOR = 5000, 0.37  # of three chunks
+
+
+@ways
+@pytest.mark.parametrize("tokens", [300, T])
+def test_linear_loss_adds_in_the_forward_to_what_is_given(way: str, tokens: int) -> None:
+    """For a cotangent that is known: nothing of dweight is kept, and each gradient is rounded once."""
+    problem = p.draw(T=tokens, dtype=torch.bfloat16)
+    advantages = torch.randn(tokens, generator=torch.Generator().manual_seed(4))
+    weight = parameter(problem, grad_added_to_main_grad=False, zero_out_wgrad=True)
+    weight.main_grad.fill_(0.25)
+    hidden, own = problem.hidden.clone().requires_grad_(), advantages.clone().requires_grad_()
+    told = dict(wgrad="main_grad", cotangent=FACTOR, chunk_bytes=p.THREE_CHUNKS)
+    with WAYS[way]():
+        total, out = linear_loss(ppo, hidden, weight, problem.labels, own, **told)
+    added = weight.main_grad - 0.25
+    (FACTOR * total).backward()
+    assert torch.equal(weight.main_grad - 0.25, added)
+    assert weight.grad_added_to_main_grad
+    assert weight.grad.is_sparse
+
+    leaves = [x.double().requires_grad_() for x in (problem.hidden, problem.weight, advantages)]
+    want = p.stored(*leaves[:2], problem.labels)
+    true = ppo(*want[:3], leaves[2]).sum()
+    wanted = torch.autograd.grad(FACTOR * true, leaves)
+    assert abs((total / true).item() - 1) < 1e-5
+    assert p.value_error(out.logprobs, want.logprobs) < 2e-6
+    assert p.relative_norm(hidden.grad, wanted[0]) < 1.2 * ROUNDING  # not two of them
+    assert p.relative_norm(added, wanted[1]) < 1e-6
+    assert p.relative_norm(own.grad, wanted[2]) < 1e-6
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("loss_fn", [ppo, lambda logprobs, *_: -logprobs], ids=["saving", "linear"])
+def test_a_recomputed_forward_may_not_add(loss_fn: Any, reentrant: bool) -> None:
+    """The error says what ``main_grad`` holds. Zeroed, it serves each of the two calls that the message names."""
+    problem, hidden = p.draw(), p.draw().hidden.requires_grad_()
+    weight, plain = parameter(problem), problem.weight.clone().requires_grad_()
+
+    def head(hidden: torch.Tensor, leaf: torch.Tensor = weight, **told: Any) -> torch.Tensor:
+        return linear_loss(loss_fn, hidden, leaf, problem.labels, torch.ones(37), **told)[0]
+
+    def checkpointed(**told: Any) -> None:
+        call = functools.partial(head, wgrad="main_grad", **told)
+        torch.utils.checkpoint.checkpoint(call, hidden, use_reentrant=reentrant).backward()
+
+    (want,) = torch.autograd.grad(head(hidden, plain), plain)
+    told = (
+        "leave the head out .*, or leave cotangent out. With use_reentrant=False, weight.main_grad holds the gradient"
+    )
+    with pytest.raises(NotImplementedError, match=told):
+        checkpointed(cotangent=1.0)
+    assert torch.equal(weight.main_grad, torch.zeros_like(want) if reentrant else want)
+    for serve in (checkpointed, lambda: head(hidden, wgrad="main_grad", cotangent=1.0).backward()):
+        weight.main_grad.zero_()
+        serve()
+        assert torch.equal(weight.main_grad, want)
+
+
+def test_nothing_like_a_weight() -> None:
+    nothing = _weight.empty_sparse_like(torch.ones(5, 3), torch.bfloat16)
+    assert (nothing.shape, nothing.dtype, nothing._nnz()) == ((5, 3), torch.bfloat16, 0)
+    assert not nothing.to_dense().any()

@@ -26,6 +26,9 @@ from lce_torch_bridge import (
     linear_topk,
     masked_logprobs,
 )
+from lce_torch_bridge.call import _checks
+from lce_torch_bridge.through_jax._logprobs import pull_back
+from lce_torch_bridge.through_jax._programs import ProgramKey, program
 from tests import cases, oracle
 from tests.kl_cases import CALLS, Call, call, draw, expected
 from tests.pairs import pairs_of
@@ -40,11 +43,13 @@ GRADIENT = 1e-6
 ROUNDING = {torch.float32: GRADIENT, torch.bfloat16: 2.0e-3, torch.float16: 2.6e-4}
 
 
-# What only JAX's side sees, which tests/ops/test_parity.py has as well, is slow; "everything" has it too.
+# What only JAX's side sees, which tests/ops/test_parity.py has as well, is slow; "everything" has it too, or
+# the case against autograd below.
 SLOW = {
     "three leading dimensions", "vocabulary of GPT-2's remainder", "foreign labels", "where with everything live",
     "scale", "negative scale", "padded to one column", "peaked", "bfloat16 peaked", "candidates, scale 0",
     "candidates, peaked", "candidates, where with nothing live", "candidates, negative scale, padded",
+    "64 candidates, ragged", "one candidate", "temperature", "softcap", "stats", "padded vocabulary",
 }  # fmt: skip
 PARITY = [pytest.param(test, marks=pytest.mark.slow if test.name in SLOW else ()) for test in SERVED]
 
@@ -405,3 +410,86 @@ def test_as_the_loss_of_lce_jax() -> None:
     given, told = (*p.draw()[:2], LABELS), dict(ignore_index=-100, label_smoothing=0.1, z_loss=1e-2)
     want = lce_jax.linear_cross_entropy(*(x.numpy() for x in given), **told)
     assert linear_cross_entropy(*given, **told).item() == pytest.approx(float(want), rel=1e-6)
+
+
+GRADIENT = 1e-6  # as in test_parity
+
+
+@pytest.mark.parametrize("used", ["logprobs", "entropy", "lse", "candidate_logprobs"])
+def test_only_one_output_used(used: str) -> None:
+    problem = p.draw()
+    seeds = p.seeds_like(problem.labels, K=5)
+    seed = seeds[-1] if used == "candidate_logprobs" else seeds[0]
+    grads = []
+    for function in (linear_logprobs, p.stored):
+        leaves = problem.leaves()
+        (getattr(function(*leaves, candidates=p.candidates_like(problem.labels)), used) * seed).sum().backward()
+        grads.append((leaves.hidden.grad, leaves.weight.grad))
+    assert max(map(p.relative_norm, *grads)) < GRADIENT
+
+
+def test_nothing_used_is_no_error() -> None:
+    leaves = p.draw().leaves()
+    out = linear_logprobs(*leaves, stats=True)
+    (leaves.hidden.sum() + 0 * out.max_logit.sum()).backward()
+    assert leaves.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str) -> None:
+    """What XLA compiled: one product recomputes the logits and one makes dhidden; nothing else is as large as V x H."""
+    struct, (T, H, V) = jax.ShapeDtypeStruct, (1024, 64, 16384)
+    key = ProgramKey(p.told(V, implementation="xla"), 0, 1, precision=None)
+    shapes = (struct((T, H), dtype), struct((V, H), dtype), None, struct((1 + T * (1 + 4 + 2),), "int32"), None)
+
+    def compiled(wanted: tuple[bool, bool, bool]) -> jax.stages.Compiled:
+        run = program(pull_back, key, ("logprobs", "entropy"), wanted, True, None)
+        return run.lower(*shapes).compile()
+
+    frozen, both = compiled((True, False, False)), compiled((True, True, False))
+    assert frozen.as_text().count(" dot(") == 2
+    assert both.as_text().count(" dot(") == 3
+    assert frozen.memory_analysis().output_size_in_bytes < V * H
+    assert frozen.memory_analysis().temp_size_in_bytes <= both.memory_analysis().temp_size_in_bytes
+    assert both.memory_analysis().output_size_in_bytes >= V * H * 2
+
+
+def test_stride_zero_gradients() -> None:
+    """``sum()`` expands one number to stride 0, which DLPack does not take."""
+    leaves = p.draw().leaves()
+    out = linear_logprobs(*leaves)
+    out.logprobs.sum().backward()
+    want = torch.autograd.grad((linear_logprobs(*leaves).logprobs * torch.ones(37)).sum(), leaves[:2])
+    assert torch.equal(leaves.hidden.grad, want[0])
+    assert torch.equal(leaves.weight.grad, want[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"where": torch.tensor([3, 5, 8])}], ids=str)
+def test_results_can_be_written_in_place(options: dict[str, Any]) -> None:
+    problem = p.draw()
+    mask = torch.arange(problem.labels.numel()) % 2 == 0
+    inside, outside = problem.leaves(), problem.leaves()
+    written = linear_logprobs(*inside, **options).logprobs
+    written[~mask] = 0.0
+    written.mul_(2.0).sum().backward()
+    (linear_logprobs(*outside, **options).logprobs * mask * 2.0).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(inside[:2], outside[:2], strict=True))
+
+
+SMALL = p.draw(T=6, H=8, V=10)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -0.5, float("nan"), float("inf"), 1e-42], ids=str)
+def test_a_temperature_that_is_not_looked_at_stays_in_its_token(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "may_look_at", lambda _: False)  # as on a GPU
+    damaged, rest = torch.tensor([1, 3]), torch.tensor([0, 2, 4, 5])
+    temperature = torch.tensor([1.0, 0.7, 1.0, 2.0, 0.5, 1.0])
+    seeds = p.seeds_like(SMALL.labels, K=3)
+    options = dict(stats=True, mean_logit=True, candidates=p.candidates_like(SMALL.labels, K=3, V=10))
+    without = [seed.index_fill(0, damaged, 0.0) for seed in seeds]
+    want, wanted = p.gradients(SMALL, without, temperature=temperature, **options)
+    out, grads = p.gradients(SMALL, seeds, temperature=temperature.index_fill(0, damaged, wrong), **options)
+    for got, true in zip(out[:7], want[:7], strict=True):
+        assert got[damaged].isnan().all()
+        assert torch.equal(got[rest], true[rest])
+    assert all(p.relative_norm(got, true) < 1e-6 for got, true in zip(grads, wanted, strict=True))

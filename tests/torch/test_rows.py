@@ -1,16 +1,22 @@
-"""Kept rows, and programs shared by many counts of tokens."""
+"""Kept rows, what is kept between forward and backward, and programs shared by many counts of tokens."""
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
 import torch
 
-from lce_torch_bridge import linear_logprobs
+from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_torch_bridge import linear_cross_entropy, linear_logprobs, linear_loss
+from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _padding
+from lce_torch_bridge.through_jax import _logprobs
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 
@@ -180,3 +186,144 @@ def test_padding_may_hold_anything() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(map(torch.equal, (*out[:7], *grads), (*want[:7], *wanted)))
+
+
+def test_gradients_do_not_pile_up() -> None:
+    """Memory is flat over 15 steps, torch's and JAX's: what torch has dropped, JAX frees at its next call."""
+    problem = p.draw(T=512, H=16, V=64)
+    leaves = problem.leaves()
+    dropped, live = [], []
+    for step in range(15):
+        out = linear_logprobs(*leaves)
+        grads = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), leaves[:2])
+        dropped += [weakref.ref(x) for x in (*grads, *out[:3])]
+        del out, grads
+        if step % 5 == 4:
+            gc.collect()
+            live.append(sum(x.nbytes for x in jax.live_arrays()))
+    assert not any(ref() is not None for ref in dropped)
+    assert live[-1] <= live[0]
+
+
+def test_the_backward_keeps_only_what_it_says() -> None:
+    """Hidden and weight, a label and four numbers a token, and nothing of V x T or of the padded size."""
+    problem = p.draw(T=100, H=64, V=512)
+    sizes = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        sizes.append((tuple(x.shape), x.dtype))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        linear_logprobs(*problem.leaves())
+    want = [((100, 64), torch.float32), ((512, 64), torch.float32), ((5, 100), torch.int32)]
+    assert [size for size in sizes if size in want] == want
+    assert len(sizes) == len(want)
+
+
+def test_saved_tensors_may_come_back_in_another_layout() -> None:
+    """As from a hook that offloads or compresses tensors."""
+    problem = p.draw()
+    seeds = p.seeds_like(problem.labels)
+    _, want = p.gradients(problem, seeds)
+    leaves = problem.leaves()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.t().contiguous(), lambda x: x.t()):
+        out = linear_logprobs(*leaves)
+    assert all(map(torch.equal, torch.autograd.grad(p.objective(out, seeds), leaves[:2]), want))
+
+
+def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that keep a cache need a GPU. Here a stand-in cache takes the same way, and comes back unchanged."""
+    problem = p.draw()
+    seen = []
+    real = _logprobs.local.statistics
+    real_gradients = _logprobs.local.gradients
+
+    def statistics(hidden, weight, labels, *, keep_cache, **options):
+        stats, _ = real(hidden, weight, labels, keep_cache=keep_cache, **options)
+        return stats, ({"columns": hidden[:, :3] * 2, "max": stats.max} if keep_cache else None)
+
+    def gradients(hidden, weight, labels, merged, cotangent, *, cache, **options):
+        seen.append(jax.tree.map(jax.numpy.shape, cache))
+        dhidden, dweight = real_gradients(hidden, weight, labels, merged, cotangent, cache=None, **options)
+        live = slice(0, 37)  # padding may hold anything
+        return dhidden + cache["columns"][live].sum() - 2 * hidden[live, :3].sum(), dweight
+
+    monkeypatch.setattr(_logprobs.local, "statistics", statistics)
+    monkeypatch.setattr(_logprobs.local, "gradients", gradients)
+    seeds = p.seeds_like(problem.labels)
+    options = dict(cache_bytes=12345, logit_scale=1.125)  # no other test has these: programs are cached by options
+    _, grads = p.gradients(problem, seeds, **options)
+    assert seen == [{"columns": (128, 3), "max": (128,)}]
+    monkeypatch.undo()
+    _, want = p.gradients(problem, seeds, logit_scale=1.125)
+    assert max(map(p.relative_norm, grads, want)) < 1e-5
+    told = p.told(cache_bytes=12345, logit_scale=1.125)
+    operands = _execute.Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
+    kept = _execute.forward_structs(operands, told, keep=True)
+    assert [tuple(x.shape) for x in kept[4:]] == [(128, 3), (128,)]
+
+
+ROWS, WIDTH, COLUMNS = 130, 128, 768
+
+
+def thresholded(**options: Any) -> tuple[Any, tuple[torch.Tensor, ...], list[tuple[int, ...]]]:
+    """The outputs, dhidden and dweight, and the shapes of what autograd keeps."""
+    torch.manual_seed(0)
+    hidden = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(COLUMNS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    kept: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(tuple(x.shape)), x)[1], lambda x: x):
+        out = linear_logprobs(hidden, weight, torch.arange(ROWS), **options)
+    loss = out.logprobs.sum() - 0.1 * out.entropy.sum()
+    return out, torch.autograd.grad(loss, (hidden, weight)), kept
+
+
+def assert_same(got: Any, want: Any) -> None:
+    for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("stats", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="stats")])
+def test_exact_without_kernels(stats: bool) -> None:
+    exact = thresholded(stats=stats)
+    assert_same(thresholded(stats=stats, gradient_threshold=2.0**-12), exact)
+    assert_same(thresholded(stats=stats, gradient_threshold=0.0), exact)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("stats", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="stats")])
+def test_what_the_kernels_would_need_is_kept(stats: bool) -> None:
+    """Through JAX as on an H200, each kernel by Pallas's interpreter."""
+    with interpreting(plgpu.InterpretGPUParams()):
+        exact = thresholded(stats=stats, cache_bytes=0)
+        got = thresholded(stats=stats, gradient_threshold=2.0**-11)
+        with torch.no_grad():
+            few = (
+                torch.randn(3, WIDTH, dtype=torch.bfloat16),
+                torch.randn(COLUMNS, WIDTH, dtype=torch.bfloat16),
+                torch.arange(3),
+            )
+            assert linear_logprobs(*few, stats=stats, gradient_threshold=2.0**-10).logprobs.shape == (3,)
+    torch.testing.assert_close([x for x in got[0] if x is not None], [x for x in exact[0] if x is not None])
+    for dense, sparse in zip(exact[1], got[1], strict=True):
+        torch.testing.assert_close(sparse, dense, rtol=0.01, atol=2.0**-10 * float(dense.abs().max()))
+    tiles = [shape for shape in got[2] if shape not in exact[2]]
+    assert len(tiles) == 4  # the maxima, the labels' columns, the scales, and a tile that is always live
+    assert tiles[0][:2] == (16, 1 + stats)
+
+
+def test_losses_take_it_and_a_wrong_one_is_refused() -> None:
+    operands = torch.randn(8, WIDTH), torch.randn(COLUMNS, WIDTH), torch.arange(8)
+    exact = linear_cross_entropy(*operands)
+    assert torch.equal(linear_cross_entropy(*operands, gradient_threshold=0.01), exact)
+
+    def loss_of_token(logprob: torch.Tensor, *_: Any) -> torch.Tensor:
+        return -logprob
+
+    operands[1].requires_grad_()
+    total, _ = linear_loss(loss_of_token, *operands, gradient_threshold=0.01)
+    torch.testing.assert_close(total / 8, exact)
+    with pytest.raises(ValueError, match=r"gradient_threshold must lie in \[0, 1\), got 1"):
+        linear_logprobs(*operands, gradient_threshold=1.0)

@@ -1,16 +1,25 @@
-"""JAX beside torch: when it starts, with which memory, on which devices, and how the process ends."""
+"""JAX beside torch: when it starts, with which memory, on which devices, in which contexts, and how it ends."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 import torch
+from jax.sharding import AbstractMesh, AxisType
 
+import lce_jax
 import lce_torch_bridge
+from lce_torch_bridge import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk
 from lce_torch_bridge.through_jax import _runtime as runtime
+from tests.pairs import pairs_of
 from tests.torch import problem as p
 from tests.torch.processes import run, succeed
 
@@ -237,3 +246,183 @@ def test_to_import_the_package_costs_little_beside_torch() -> None:
     early, ratio, never = said.splitlines()
     assert early == never == "[]"
     assert float(ratio) <= 1.3
+
+
+RELEASE = """
+    import os, threading, warnings, weakref
+    import jax, lce_torch_bridge, torch
+    from lce_torch_bridge.through_jax import _runtime as runtime
+    from tests.torch import problem as p
+
+    def attempt():
+        try:
+            lce_torch_bridge.release()
+        except RuntimeError as error:
+            return str(error)
+        return "released"
+
+    leaves = p.draw().leaves()
+    optimizer = torch.optim.SGD(leaves[:2], lr=0.0)
+
+    def step():
+        out = lce_torch_bridge.linear_logprobs(*leaves, cache_bytes=1 << 20)
+        p.objective(out, p.seeds_like(leaves.labels)).backward()
+        return [x.detach().clone() for x in (*out[:3], leaves.hidden.grad, leaves.weight.grad)]
+
+    print(attempt(), runtime._jax_has_started())
+    first = step()
+    print(attempt())
+    kept = leaves.weight.grad
+    assert torch.equal(kept, first[-1])
+    lce_torch_bridge.linear_logprobs(*leaves)
+    del kept
+    optimizer.zero_grad(set_to_none=True)
+    client = weakref.ref(jax.devices()[0].client)
+    print(attempt(), runtime._jax_has_started(), client())
+    lce_torch_bridge.init(allocator="platform")
+    assert all(map(torch.equal, step(), first))
+    optimizer.zero_grad(set_to_none=True)
+    print(attempt())
+    ours = jax.numpy.ones(3)
+    print(attempt())
+    del ours
+    device = jax.devices()[0]
+    print(attempt())
+    del device
+    assert all(map(torch.equal, step(), first))
+    optimizer.zero_grad(set_to_none=True)
+    held_by_a_thread = [jax.numpy.ones(3)]
+    threading.Timer(0.2, held_by_a_thread.clear).start()
+    print(attempt())
+    assert all(map(torch.equal, step(), first))
+    warnings.simplefilter("ignore")  # JAX warns of fork by itself
+    if os.fork() == 0:
+        print(attempt(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_release_and_the_next_call() -> None:
+    said = succeed(RELEASE).splitlines()
+    assert said[0] == "released False"
+    assert re.match(r"JAX's memory still holds arrays, 2 in number, of them float32\[.* optimizer.zero_grad", said[1])
+    assert said[2] == "released False None"
+    assert said[3] == "released"
+    assert said[4].startswith("JAX's memory still holds arrays, 1 in number, of them float32[3]: drop them first")
+    assert said[5].startswith("JAX's memory is not given back, because something holds its cpu client: drop devices")
+    assert said[6] == "released"
+    assert "after JAX had started there" in said[7]
+
+
+T = 37
+TEMPERATURE = torch.linspace(0.5, 2, T)
+H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+
+def over(count: int, kind: AxisType) -> Any:
+    """`jax.set_mesh` of devices that hold no tensor: these are on the first."""
+    return jax.set_mesh(jax.make_mesh((count,), ("x",), (kind,), devices=jax.devices()[1 : 1 + count]))
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "Auto": lambda: over(2, AxisType.Auto),
+    "Explicit": lambda: over(2, AxisType.Explicit),
+    "another device": lambda: over(1, AxisType.Auto),
+    "GPUs": lambda: jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("x",), abstract_device=H200)),
+    "disable_jit": jax.disable_jit,
+    "debug_nans": lambda: jax.debug_nans(True),
+}
+
+
+def logprobs(hidden: Any, weight: Any, labels: Any) -> list[torch.Tensor]:
+    return list(linear_logprobs(hidden, weight, labels, temperature=TEMPERATURE, cache_bytes=1 << 30)[:3])
+
+
+def loss(hidden: Any, weight: Any, labels: Any) -> list[torch.Tensor]:
+    return [linear_loss(lambda logprobs, *_: -logprobs, hidden, weight, labels)[0]]
+
+
+def kl(hidden: Any, weight: Any, _labels: Any) -> list[torch.Tensor]:
+    return [linear_kl(hidden, weight, hidden.detach() / 2, weight.detach(), cache_bytes=1 << 30)]
+
+
+def logits(hidden: Any, weight: Any, labels: Any) -> list[torch.Tensor]:
+    return [linear_logits(hidden, weight, labels[:, None], temperature=TEMPERATURE)]
+
+
+def topk(hidden: Any, weight: Any, _labels: Any) -> list[torch.Tensor]:
+    return list(linear_topk(hidden, weight, 4, temperature=TEMPERATURE))
+
+
+def in_context(
+    call: Any, forward: Any = contextlib.nullcontext, backward: Any = contextlib.nullcontext
+) -> list[torch.Tensor]:
+    """The results and the gradients of their sum, each pass inside of a context."""
+    leaves = p.draw(T).leaves()
+    with forward():
+        found = call(*leaves)
+    total = sum(x.sum() for x in found if x.requires_grad)
+    with backward():
+        return [*found, *(torch.autograd.grad(total, leaves[:2]) if isinstance(total, torch.Tensor) else [])]
+
+
+@pairs_of(1, call=[logprobs, loss, kl, logits, topk], context=list(CONTEXTS))
+def test_the_bits_of_a_call_outside(call: Any, context: str) -> None:
+    want, inside = in_context(call), CONTEXTS[context]
+    for passes in ({"forward": inside}, {"backward": inside}, {"forward": inside, "backward": inside}):
+        runtime.shapes_on.cache_clear()
+        found = in_context(call, **passes)
+        assert all(map(torch.equal, found, want)), passes
+
+
+FOLDER = Path(lce_torch_bridge.__file__).parent
+
+
+def imported(path: Path) -> set[tuple[str, str]]:
+    """(module, name) of everything that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {(node.module or "", alias.name) for alias in node.names}
+    return found
+
+
+def test_only_public_names_of_lce_jax() -> None:
+    names = {pair for path in FOLDER.rglob("*.py") for pair in imported(path) if pair[0].startswith("lce_jax")}
+    public = {("lce_jax", name) for name in lce_jax.__all__} | {("lce_jax", "")}
+    public |= {("lce_jax", name) for name in ("scalars", "sequences", "kernels")}
+    public |= {("lce_jax.local", name) for name in lce_jax.local.__all__}
+    assert names
+    assert names <= public
+
+
+def test_private_names_of_jax_and_torch_are_few_and_known() -> None:
+    """For these four things the libraries have no public way, or a slow one; torch documents its dispatch modes."""
+    private = {
+        (path.name, module)
+        for path in FOLDER.rglob("*.py")
+        for module, _ in imported(path)
+        if module.split(".")[0] in ("jax", "torch") and any(part.startswith("_") for part in module.split("."))
+    }
+    documented = ("_weight.py", "torch.utils._python_dispatch")
+    assert private == {
+        ("_runtime.py", "jax._src"),
+        ("_runtime.py", "jax._src.lib"),
+        ("_dtensor.py", "torch.distributed._composable_state"),
+        documented,
+    }
+    uses = [path.name for path in FOLDER.rglob("*.py") if "_resolve_process_group" in path.read_text()]
+    assert uses == ["_tensor_parallel.py"]
+
+
+def test_everything_public_is_documented() -> None:
+    for name in lce_torch_bridge.__all__:
+        assert getattr(lce_torch_bridge, name).__doc__, name
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="'lce_torch_bridge' has no attribute 'linear_logprob'"):
+        _ = lce_torch_bridge.linear_logprob

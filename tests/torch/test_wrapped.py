@@ -1,4 +1,4 @@
-"""Models in PyTorch's own wrappers on four processes, each data-parallel rank with tokens of its own."""
+"""Several processes: models in PyTorch's wrappers, and a vocabulary that is split over them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge.tensors import _tensor_parallel
 from tests.torch import problem as p
 from tests.torch.processes import ranks
 
-CHECKS = ("fsdp", "freed", "other_reductions", "tensor_parallel", "placements", "further_functions", "biases", "ddp")
+MODELS = ("fsdp", "freed", "other_reductions", "tensor_parallel", "placements", "further_functions", "biases", "ddp")
+SHARDS = (
+    "foreign_labels", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding",
+    "every_function", "of_dtensors", "chosen_on_one_rank", "loss_in_forward",
+)  # fmt: skip
+GROUPS = ("rows_that_differ", "in_16_bits", "other_tokens", "whole_weights", "right_groups")
+RUNS = {
+    "models": (4, "wrapped_worker", MODELS),
+    "two parts": (2, "shards_worker", (*SHARDS, *GROUPS)),
+    "four parts": (4, "shards_worker", ("every_function", "of_dtensors", "loss_in_forward", *GROUPS)),
+    "more": (2, "shards_worker", ("more_of_every_function",)),
+}
 
 
-def test_four_ranks(tmp_path: Path) -> None:
-    for said in ranks(4, ["-m", "tests.torch.wrapped_worker", *CHECKS], tmp_path / "logs"):
-        assert [line for line in said.splitlines() if line.startswith("done")] == [f"done {name}" for name in CHECKS]
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in list(RUNS)[2:]]
+
+
+@pytest.mark.parametrize("name", [*list(RUNS)[:2], *SLOW])
+def test_on_ranks(name: str, tmp_path: Path) -> None:
+    size, worker, checks = RUNS[name]
+    for said in ranks(size, ["-m", f"tests.torch.{worker}", *checks], tmp_path / "logs"):
+        assert [line for line in said.splitlines() if line.startswith("done")] == [f"done {name}" for name in checks]
 
 
 @pytest.fixture
@@ -57,3 +74,14 @@ def test_under_torch_compile_a_dtensor_breaks_the_graph(alone: DeviceMesh) -> No
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compares the mesh of a DTensor with tp_group as it runs"):
         torch.compile(call, backend="aot_eager", fullgraph=True)(problem.hidden, weight, problem.labels)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_of_one_is_no_group() -> None:
+    group, problem = torch.distributed.group.WORLD, p.draw()
+    assert _tensor_parallel.name_of(group) == _tensor_parallel.NO_GROUP
+    want, grads = p.gradients(problem, p.seeds_like(problem.labels))
+    out, with_group = p.gradients(problem, p.seeds_like(problem.labels), tp_group=group, reduce_grad_hidden=True)
+    assert all(map(torch.equal, (*want[:3], *grads), (*out[:3], *with_group)))
+    with pytest.raises(TypeError, match=r"must be a torch\.distributed\.ProcessGroup with this rank in it"):
+        linear_logprobs(*problem, tp_group=torch.distributed.GroupMember.NON_GROUP_MEMBER)

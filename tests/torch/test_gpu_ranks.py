@@ -1,20 +1,35 @@
-"""megatron-core models on two GPUs, tensor parallel over NCCL: `test_megatron`'s cases where the hardware matters."""
+"""Two GPUs over NCCL: CUDA graphs that hold its collectives, the time of a call, and megatron-core's models."""
 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.torch import megatron_cases
-from tests.torch.megatron_cases import Case
-from tests.torch.megatron_ranks import run_ranks
+from tests.torch.gpu_problem import skip_unless_direct
+from tests.torch.megatron_cases import Case, run_ranks
+from tests.torch.processes import ranks
 
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(not importlib.util.find_spec("megatron.core"), reason="needs megatron-core"),
-]
+pytestmark = pytest.mark.multi_gpu
+
+
+def skip_without_megatron() -> None:
+    if not importlib.util.find_spec("megatron.core"):
+        pytest.skip("needs megatron-core")
+
+
+@pytest.mark.parametrize("check", ["replays", "megatron", "time"])
+def test_on_two_ranks(check: str, tmp_path: Path) -> None:
+    skip_unless_direct()
+    if check == "megatron":
+        skip_without_megatron()
+    for said in ranks(2, ["-m", "tests.torch.graphs_worker", check], tmp_path / "logs", 240, JAX_PLATFORMS="cpu"):
+        print(said)
+        assert f"done {check}" in said
+
 
 # Of float32, through two layers, the products by two libraries.
 VALUES, GRADIENTS = 1e-5, 1e-5
@@ -23,11 +38,13 @@ BLUR = 1.05  # of 16 bits, as in test_megatron
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    skip_without_megatron()
     return run_ranks(tmp_path_factory.mktemp("ranks") / "own", "ON_GPUS", ranks=2, seconds=400, gpus="own")
 
 
 @pytest.fixture(scope="module")
 def results_seeing_all(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    skip_without_megatron()
     return run_ranks(tmp_path_factory.mktemp("ranks") / "all", "SEEING_ALL_GPUS", ranks=2, seconds=180, gpus="all")
 
 
