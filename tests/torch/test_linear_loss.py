@@ -11,6 +11,7 @@ import torch
 
 from lce_jax.xla import _walk
 from lce_torch_bridge import linear_entropy, linear_logprobs, linear_loss
+from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.operators import _loss as _units
 from lce_torch_bridge.ops import _loss
 from lce_torch_bridge.tensors import _padding
@@ -255,7 +256,7 @@ def test_losses_of_any_magnitude(magnitudes: tuple[float, ...], chunk_bytes: int
 
 
 def test_a_unit_keeps_dlogits_within_float16() -> None:
-    x = _units.Operands(*[torch.zeros(3)] * 6)
+    x = Tensors(*[torch.zeros(3)] * 6)
     call = p.told(V=150_000, logit_scale=-2.0)
     given = {"logprobs": torch.tensor([3.0, -5e-7, 0.0]), "entropy": torch.tensor([-1.0, 1e-7, 0.0])}
     temperature = torch.tensor([0.5, 1e-8, 1e-8])

@@ -14,6 +14,7 @@ import torch
 
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_torch_bridge import linear_cross_entropy, linear_logprobs, linear_loss
+from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.through_jax import _logprobs
@@ -259,7 +260,7 @@ def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     _, want = p.gradients(problem, seeds, logit_scale=1.125)
     assert max(map(p.relative_norm, grads, want)) < 1e-5
     told = p.told(cache_bytes=12345, logit_scale=1.125)
-    operands = _execute.Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
+    operands = Tensors(problem.hidden, problem.weight, None, problem.labels, None, None)
     kept = _execute.forward_structs(operands, told, keep=True)
     assert [tuple(x.shape) for x in kept[4:]] == [(128, 3), (128,)]
 
