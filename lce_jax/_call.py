@@ -1,6 +1,6 @@
 """A call: its arguments checked once, where they lie, the implementation that serves it, its rows, and what is static.
 
-    hidden, weight, labels, where, options ─ `describe` ─ where they lie ─ `choose` ─ `operands` ─▶ Bound
+    Given ─ `describe` ─ where it lies ─ `choose` ─ `operands` ─▶ Bound
 
 Rows that ``where`` leaves out move to the end, after the live ones: tiles that hold only dead rows are never computed.
 """
@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lce_jax import _checks, _dispatch, _jax, _options, scalars
-from lce_jax._options import CallOptions, LogprobOptions
+from lce_jax._options import Given, LogprobOptions
 from lce_jax._types import Call, Primals, is_array
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._kl import Pair
@@ -282,19 +282,18 @@ class Place(NamedTuple):
         """Whether the caller names any."""
         return self.mesh is not None or bool(self.vocab_axis or self.batch_axes or self.sequence_axis)
 
-    def layout(self, hidden: Any, weight: Any, call: Call) -> Layout:
+    def layout(self, given: Given) -> Layout:
         """How the names split checked operands."""
-        _options.no_axis_name(call)
-        return layout_of_names(hidden, weight, call.vocab_dim, **self._asdict())
+        _options.no_axis_name(given.call)
+        return layout_of_names(given.hidden, given.weight, given.call.vocab_dim, **self._asdict())
 
 
-def layout_of(
-    hidden: Any, weight: Any, per_token: list[Any], call: Call, place: Place
-) -> tuple[Layout | None, Layout | None]:
+def layout_of(given: Given, per_token: list[Any], place: Place) -> tuple[Layout | None, Layout | None]:
     """How the operands lie on a mesh, if they do; and if it is not XLA that partitions the call, over Auto axes."""
     if place.is_named:
-        return (place.layout(hidden, weight, call),) * 2
-    layout = None if call.axis_name is not None else layout_of_arrays(hidden, weight, per_token, call.vocab_dim)
+        return (place.layout(given),) * 2
+    call, arrays = given.call, (given.hidden, given.weight, per_token)
+    layout = None if call.axis_name is not None else layout_of_arrays(*arrays, call.vocab_dim)
     if layout is None or AxisType.Explicit in layout.mesh.axis_types:
         return layout, layout
     check_rules_are_read(call.device.platform, layout.mesh, call)
@@ -323,35 +322,25 @@ class Bound(NamedTuple):
     agree: Bool[Array, "*b"] | None  # inside ``shard_map``: the rows that all shards of the vocabulary were given alike
 
 
-def bind(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    where: Any,
-    options: CallOptions,
-    place: Place | None = None,
-    others: Any = (),
-    described: Call | None = None,
-) -> Bound:
+def bind(given: Given, place: Place | None = None, others: Any = ()) -> Bound:
     """A call over the mesh at ``place``, over the one that the operands name, or of this device.
 
-    ``labels`` are None for a function that has none. ``others`` are further operands, which may name the mesh too.
-    ``described`` is what `describe` returns, where it is known.
+    ``others`` are further operands, which may name the mesh too.
     """
-    found = describe(hidden, weight, labels, where, options) if described is None else described
+    call = given.call
     mesh: Layout | AbstractMesh | None
     if place is not None:
-        mesh = place.layout(hidden, weight, found)
+        mesh = place.layout(given)
     else:
-        arrays = (hidden, weight, labels, where, options.bias, options.temperature, options.candidates, others)
-        mesh = _layout.mesh_of(arrays, found.function, found.keeps_tiles)
-        mesh = mesh if found.axis_name is None else None
-    shards = 1 if found.axis_name is None else _checks.axis_size(found.axis_name)
-    call = choose(dataclasses.replace(found, mesh=mesh), found.columns * shards)
-    primals, rows = operands(call, hidden, weight, labels, where, options)
+        arrays = (*given[1:5], given.bias, given.temperature, given.candidates, others)
+        mesh = _layout.mesh_of(arrays, call.function, call.keeps_tiles)
+        mesh = mesh if call.axis_name is None else None
+    shards = 1 if call.axis_name is None else _checks.axis_size(call.axis_name)
+    call = choose(dataclasses.replace(call, mesh=mesh), call.columns * shards)
+    primals, rows = operands(call, given)
     if call.axis_name is None:
         return Bound(call, primals, rows, None)
-    _checks.split(primals.weight, call.axis_name, found.columns)
+    _checks.split(primals.weight, call.axis_name, call.columns)
     rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, call.axis_name)
     return Bound(call, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
 
@@ -360,9 +349,10 @@ def bind_shard(
     hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions, mean_logit: bool
 ) -> tuple[Call, Primals, Rows]:
     """The call of one shard of a vocabulary, for `lce_jax.local`: who calls it knows the other shards."""
-    checked = _options.of_call(options, mean_logit)
-    _options.no_axis_name_of_shard(checked.static)
-    found = describe(hidden, weight, labels, where, checked)
+    given = _options.of_call(options, hidden, weight, labels, where, mean_logit=mean_logit)
+    _options.no_axis_name_of_shard(given.call)
+    given = describe(given)
+    found = given.call
     if num_rows is not None:
         if where is not None:
             raise ValueError("where and num_rows both say which rows count: give one of them")
@@ -370,33 +360,34 @@ def bind_shard(
     if labels.ndim != 1:
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
     call = choose_shard(found)
-    primals, rows = operands(call, hidden, weight, labels, where, checked)
+    primals, rows = operands(call, given)
     if num_rows is not None:
         count = count_of("num_rows", num_rows, found.num_tokens, ", the rows of labels")
         rows = rows._replace(num_rows=jnp.clip(count, 0, found.num_tokens))  # a traced one may lie outside
     return call, primals, rows
 
 
-def describe(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions) -> Call:
+def describe(given: Given) -> Given:
     """With a call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
-    static = options.static
+    call, hidden, weight, labels, where, *_ = given
     if labels is None:
         _checks.array("hidden", hidden)
         labels = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
-    _checks.operands(hidden, weight, labels, where, options.bias, static)
-    if options.candidates is not None:
-        scalars.candidate_shape("candidates", options.candidates.shape, labels.shape, "labels")
-    dtype, given = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
-    return dataclasses.replace(
-        static,
+    _checks.operands(hidden, weight, labels, where, given.bias, call)
+    if given.candidates is not None:
+        scalars.candidate_shape("candidates", given.candidates.shape, labels.shape, "labels")
+    dtype, of_hidden = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
+    call = dataclasses.replace(
+        call,
         num_tokens=math.prod(labels.shape),
-        hidden_size=weight.shape[static.hidden_dim],
-        columns=weight.shape[static.vocab_dim],
+        hidden_size=weight.shape[call.hidden_dim],
+        columns=weight.shape[call.vocab_dim],
         dtype=dtype,
-        given_dtype=None if given == dtype else given,
+        given_dtype=None if of_hidden == dtype else of_hidden,
         partial_rows=where is not None,
         device=_dispatch.current_device(weight, hidden, labels, where),
     )
+    return given._replace(call=call)
 
 
 def choose(call: Call, columns: int | None = None) -> Call:
@@ -423,13 +414,12 @@ def choose_shard(call: Call) -> Call:
     return dataclasses.replace(choose(call, scalars.INT32_MAX), padded=call.given_vocab_size is not None)
 
 
-def operands(
-    call: Call, hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
-) -> tuple[Primals, Rows]:
+def operands(call: Call, given: Given) -> tuple[Primals, Rows]:
     """The arrays of a call: those with gradients, and the per-token ones."""
+    labels = given.labels
     if labels is None:
-        labels = no_labels(jnp.asarray(hidden), tuple(hidden.shape[:-1]))
-    given = Primals(hidden, weight, options.bias)
-    primals = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), given)
-    factors = (options.temperature, call.vocab_size, call.stat_dtype, options.logit_scale, options.logit_softcap)
-    return primals, rows_of_call(labels, where, *factors, options.candidates, options.logit_floor)
+        labels = no_labels(jnp.asarray(given.hidden), tuple(given.hidden.shape[:-1]))
+    arrays = Primals(given.hidden, given.weight, given.bias)
+    primals = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), arrays)
+    factors = (given.temperature, call.vocab_size, call.stat_dtype, given.logit_scale, given.logit_softcap)
+    return primals, rows_of_call(labels, given.where, *factors, given.candidates, given.logit_floor)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -205,13 +205,16 @@ def refuse(function: str, given: Mapping[str, Any], like: str = "") -> None:
         raise TypeError(f"{function} has no option {', '.join(wrong)}")
 
 
-@dataclasses.dataclass(frozen=True)
-class CallOptions:
-    """`LogprobOptions`, validated: the static ones, in a call that has no shapes yet, and the others."""
+class Given(NamedTuple):
+    """What a caller gives, its options validated. The static ones are in the call, which may have no shapes yet."""
 
-    static: Call
+    call: Call
+    hidden: Any
+    weight: Any
+    labels: Any  # None for a function that has none
+    where: Any
     temperature: Any
-    logit_scale: Any  # this and the next: None unless one of them is an array; else `static` has both
+    logit_scale: Any  # this and the next: None unless one of them is an array; else the call has both
     logit_softcap: Any
     bias: Any
     candidates: Any
@@ -227,9 +230,16 @@ def checked(name: str, given: Mapping[str, Any]) -> Any:
 
 
 def of_call(
-    given: Mapping[str, Any], mean_logit: bool = False, function: str = "linear_logprobs", top_k: Any = None
-) -> CallOptions:
-    """The options of a call of ``function``, which returns the ``top_k`` if it is `linear_topk`."""
+    given: Mapping[str, Any],
+    hidden: Any = None,
+    weight: Any = None,
+    labels: Any = None,
+    where: Any = None,
+    mean_logit: bool = False,
+    function: str = "linear_logprobs",
+    top_k: Any = None,
+) -> Given:
+    """The options ``given`` to ``function``, and its arrays. It returns the ``top_k`` if it is `linear_topk`."""
     given = given if top_k is None else {**given, "entropy": False}
     function = function if top_k is None else "linear_topk"
     of = {name: checked(name, given) for name in LogprobOptions.__annotations__}
@@ -238,7 +248,7 @@ def of_call(
     named = {name: of[name] for name in ("entropy", "stats", "weight_layout", "precision", "axis_name")}
     kept = {name: of[name] for name in ("cache_bytes", "gradient_threshold")}
     part_size = of["vocab_part_size"]
-    static = Call(
+    call = Call(
         logit_scale=1.0 if traced else scale,
         logit_softcap=1.0 if traced and softcap is not None else softcap,
         mean_logit=mean_logit,
@@ -254,20 +264,20 @@ def of_call(
         **named,
         **kept,
     )
-    if static.has_floor:
-        scalars.alone_with_floor(static.num_candidates, mean_logit)
-    factors = {"logit_scale": scale, "logit_softcap": softcap} if traced else {}
-    others = ("temperature", "bias", "candidates", "logit_floor")
-    return CallOptions(static, **{"logit_scale": None, "logit_softcap": None} | factors | {x: of[x] for x in others})
+    if call.has_floor:
+        scalars.alone_with_floor(call.num_candidates, mean_logit)
+    factors: tuple[Any, Any] = (scale, softcap) if traced else (None, None)
+    others = of["bias"], of["candidates"], of["logit_floor"]
+    return Given(call, hidden, weight, labels, where, of["temperature"], *factors, *others)
 
 
-def of_ids(given: Mapping[str, Any], hidden: Any, ids: Any) -> CallOptions:
-    """The options of `linear_logits`, whose ids are a call's candidates. XLA serves it unless others are asked for."""
+def of_ids(given: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, where: Any) -> Given:
+    """What `linear_logits` is given, whose ids are a call's candidates. XLA serves it unless others are asked for."""
     _checks.array("hidden", hidden)
     _checks.num_candidates(ids, "ids")
     scalars.candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
     told = {"implementation": "xla"} if given.get("implementation") is None else {}
-    return of_call({**given, "candidates": ids, **told}, function="linear_logits")
+    return of_call({**given, "candidates": ids, **told}, hidden, weight, None, where, function="linear_logits")
 
 
 def loss_call(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _row_scale(stats: ShardStatistics, where: Any, temperature: Any, logit_softc
     labels, dtype = _call.no_labels(stats.max, stats.max.shape[-1:]), stats.max.dtype
     rows = _call.rows_of_call(labels, where, temperature, 0, dtype, options.logit_scale, options.logit_softcap)
     invert = functools.partial(_on_device, _logprobs.inverse_of)
-    return _logprobs.row_scale(options.static, _call.scales(rows, dtype, False, invert).logits)
+    return _logprobs.row_scale(options.call, _call.scales(rows, dtype, False, invert).logits)
 
 
 def _on_device(function: Callable[..., Any], *operands: Any) -> Any:

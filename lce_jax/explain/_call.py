@@ -18,14 +18,14 @@ from lce_jax._types import PassBytes, Plan, is_array
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.ops._cross_entropy import Reduction, chunk_in_place
 from lce_jax.programs import _token_chunks
-from lce_jax.programs._kl import KLArguments
+from lce_jax.programs._kl import KLArguments, check_columns
 from lce_jax.xla import _kl, _logits
 from lce_jax.xla._kl import KLPlan
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
 
-    from lce_jax._options import KLOptions, LogprobOptions
+    from lce_jax._options import Given, KLOptions
     from lce_jax._shapes import Bool, Float, Int, Shaped
     from lce_jax._types import Call
     from lce_jax.mesh._layout import Axes
@@ -118,38 +118,23 @@ def check_function(asked: dict[str, Any], options: KLOptions, *others: Any) -> N
     _options.refuse(function, options)
 
 
-def of_logits(
-    hidden: Any, weight: Any, labels: Any, ids: Any, where: Any, place: Place, options: LogprobOptions
-) -> Plan:
-    """That of `lce_jax.linear_logits` at ``ids``."""
-    checked = _options.of_ids(options, hidden, ids)
-    call = _call.describe(hidden, weight, labels, where, checked)
-    call = dataclasses.replace(call, partial_rows=False)  # it moves no rows
-    return _logits.plan(share(call, layout_of(hidden, weight, [ids], call, place)[0]))
+def of_logits(given: Given, place: Place) -> Plan:
+    """That of `lce_jax.linear_logits`."""
+    given = _call.describe(given)
+    call = dataclasses.replace(given.call, partial_rows=False)  # it moves no rows
+    return _logits.plan(share(call, layout_of(given, [given.candidates], place)[0]))
 
 
-def of_kl(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    teacher: Any,
-    direction: Direction,
-    where: Any,
-    place: Place,
-    options: KLOptions,
-) -> Plan:
-    """That of `lce_jax.linear_kl` with the teacher's hidden states and weight."""
-    if not isinstance(teacher, tuple | list) or len(teacher) != 2:
-        raise TypeError(f"teacher must be the pair of its hidden states and its weight, got {type(teacher).__name__}")
-    arrays = Pair((hidden, weight), tuple(teacher))
-    given = KLArguments.of(arrays, where, direction, options)
-    calls, checked = given.describe(), given.options.student
-    _call.describe(hidden, weight, labels, where, checked)
+def of_kl(given: KLArguments, labels: Any, place: Place) -> Plan:
+    """That of `lce_jax.linear_kl`."""
+    heads = given.describe()
+    student = heads.student
+    _call.describe(student._replace(labels=labels))
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
-    layout, _ = layout_of(hidden, weight, [tokens if where is None else where], calls.student, place)
-    names_axis = calls.student.axis_name is not None
-    given.check_columns(calls, names_axis or (layout is not None and layout.vocab_axes is not None))
-    call = given.of_both(*(share(one, layout) for one in calls))
+    layout, _ = layout_of(student, [tokens if student.where is None else student.where], place)
+    names_axis = student.call.axis_name is not None
+    check_columns(heads, names_axis or (layout is not None and layout.vocab_axes is not None))
+    call = given.of_both(*(share(head.call, layout) for head in heads))
     columns = min(head.columns for head in call.heads)
     if not names_axis and (layout is None or layout.vocab_shards == 1):
         columns = min(columns, call.vocab_size)
@@ -274,12 +259,18 @@ def explain(
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
     own: dict[str, Any]
     if teacher is not None:
-        plan = of_kl(hidden, weight, labels, teacher, direction, where, place, options)
+        if not isinstance(teacher, tuple | list) or len(teacher) != 2:
+            raise TypeError(
+                f"teacher must be the pair of its hidden states and its weight, got {type(teacher).__name__}"
+            )
+        arrays: Any = Pair((hidden, weight), tuple(teacher))
+        plan = of_kl(KLArguments.of(arrays, where, direction, options), labels, place)
         name, own = "linear_kl", {"teacher_hidden": teacher[0], "teacher_weight": teacher[1], "direction": direction}
     elif direction != "forward":
         raise ValueError(f"direction={direction!r} is that of linear_kl: give teacher too")
     elif ids is not None:
-        plan = of_logits(hidden, weight, labels, ids, where, place, options)
+        at_ids = _options.of_ids(options, hidden, weight, ids, where)
+        plan = of_logits(at_ids._replace(labels=labels), place)
         name, own = "linear_logits", {"ids": ids}
     else:
         loss = _PlannedLoss(reduction, ignore_index, smoothing) if is_loss else None
@@ -323,15 +314,15 @@ def _of_one_head(
     """That of `lce_jax.linear_logprobs`, of a loss, or with ``k`` that of `lce_jax.linear_topk`."""
     told = options if loss is None else _options.loss_call(options)
     smooths = loss is not None and loss.smoothing > 0
-    checked = _options.of_call(told, smooths, top_k=k)
-    described = _call.describe(hidden, weight, labels, where, checked)
-    _checks.temperature(checked.temperature, labels.shape, where)
-    if checked.logit_floor is not None:
-        _checks.logit_floor(checked.logit_floor, labels.shape, where)
+    given = _call.describe(_options.of_call(told, hidden, weight, labels, where, mean_logit=smooths, top_k=k))
+    _checks.temperature(given.temperature, labels.shape, where)
+    if given.logit_floor is not None:
+        _checks.logit_floor(given.logit_floor, labels.shape, where)
+    described = given.call
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)
         described = dataclasses.replace(described, partial_rows=True)
-    layout, known = layout_of(hidden, weight, [labels, *([] if where is None else [where])], described, place)
+    layout, known = layout_of(given, [labels, *([] if where is None else [where])], place)
     call = share(described, layout)
     if gradients_in_forward:
         most = _token_chunks.chunk_bytes(chunk_bytes, options)

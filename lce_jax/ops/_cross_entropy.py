@@ -12,7 +12,7 @@ import numpy as np
 
 from lce_jax import _call, _checks, _options, scalars
 from lce_jax._call import Place, layout_of, share
-from lce_jax._options import CallOptions, LogprobOptions
+from lce_jax._options import Given, LogprobOptions
 from lce_jax._types import Call, Results, is_array
 from lce_jax.mesh import _collectives
 from lce_jax.ops._logprobs import results
@@ -113,14 +113,16 @@ def of_call(
     """The loss of a call, over the mesh at ``place`` if it is sharded by name."""
     label_smoothing, z_loss, normalizer = _options.of_loss(reduction, label_smoothing, z_loss, normalizer)
     where = _counting_rows(labels, where, ignore_index)
-    checked = _options.of_call(_options.loss_call(options), label_smoothing > 0, "linear_cross_entropy")
+    told, smooths = _options.loss_call(options), label_smoothing > 0
+    given = _options.of_call(told, hidden, weight, labels, where, mean_logit=smooths, function="linear_cross_entropy")
     divisor = None if normalizer is None else _call.on_device(normalizer, labels)
     traced = None if isinstance(z_loss, float) else _call.on_device(z_loss, labels)
-    (labels, where), (traced, divisor), agree = _agreed(labels, where, (traced, divisor), checked.static.axis_name)
+    (labels, where), (traced, divisor), agree = _agreed(labels, where, (traced, divisor), given.call.axis_name)
+    given = given._replace(labels=labels, where=where)
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
-    chunk_bytes = _chunk_bytes(loss, hidden, weight, labels, where, checked, place)
+    chunk_bytes = _chunk_bytes(loss, given, place)
     if chunk_bytes is None:
-        out = results(hidden, weight, labels, where, checked, place)
+        out = results(given, place)
         return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
     arrays = {name: x for name, x in options.items() if is_array(x) and not isinstance(x, np.generic)}
     others = {name: x for name, x in options.items() if name not in arrays and name != "cache_bytes"}
@@ -153,17 +155,15 @@ def _nan_where_different(agree: Array | None, loss: Array) -> Array:
     return _collectives.nan_where_different(agree, loss)
 
 
-def _chunk_bytes(
-    loss: _Loss, hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions, place: Place | None
-) -> int | None:
+def _chunk_bytes(loss: _Loss, given: Given, place: Place | None) -> int | None:
     """What a chunk's exponentials may take where `linear_loss` is the faster way; None where it is not."""
-    if not options.static.cache_bytes:
+    if not given.call.cache_bytes:
         return None
-    call = _call.describe(hidden, weight, labels, where, options)
-    _checks.temperature(options.temperature, labels.shape, where)
-    per_token = [labels] if where is None else [labels, where]
-    _, layout = layout_of(hidden, weight, per_token, call, place or Place())
-    return chunk_in_place(loss.reduction, loss.label_smoothing, call, layout)
+    given = _call.describe(given)
+    _checks.temperature(given.temperature, given.labels.shape, given.where)
+    per_token = [given.labels] if given.where is None else [given.labels, given.where]
+    _, layout = layout_of(given, per_token, place or Place())
+    return chunk_in_place(loss.reduction, loss.label_smoothing, given.call, layout)
 
 
 def chunk_in_place(

@@ -11,7 +11,7 @@ from jax import lax
 
 from lce_jax import _call, _checks, _options, _runner, scalars
 from lce_jax._call import Place
-from lce_jax._options import LogprobOptions
+from lce_jax._options import Given, LogprobOptions
 from lce_jax.mesh import _collectives
 from lce_jax.programs._logits import LOGITS
 
@@ -134,19 +134,11 @@ def linear_logits(
         [[12.0, 0.0], [28.0, 0.0]]
     """
     _options.check_names(linear_logits, options)
-    return at_ids(hidden, weight, ids, where, options)
+    return at_ids(_options.of_ids(options, hidden, weight, ids, where))
 
 
-def at_ids(
-    hidden: Array,
-    weight: Array,
-    ids: Array,
-    where: Array | None,
-    given: LogprobOptions,
-    place: Place | None = None,
-) -> Array:
+def at_ids(given: Given, place: Place | None = None) -> Array:
     """`linear_logits`, over the mesh at ``place`` if there is one."""
-    options = _options.of_ids(given, hidden, ids)
-    call, primals, rows, agree = _call.bind(hidden, weight, None, where, options, place)
+    call, primals, rows, agree = _call.bind(_call.describe(given), place)
     found = _runner.run(LOGITS, call, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lce_jax import _call, _options, _runner
 from lce_jax._call import Place
-from lce_jax._options import CallOptions, LogprobOptions
+from lce_jax._options import Given, LogprobOptions
 from lce_jax._shard import LOGPROBS
 from lce_jax._types import LogprobOutput, Results
 from lce_jax.mesh import _collectives
@@ -171,18 +171,11 @@ def linear_logprobs(
         "vocab_part_size": vocab_part_size,
         "logit_floor": logit_floor,
     }
-    return results(hidden, weight, labels, where, _options.of_call(options)).public
+    return results(_options.of_call(options, hidden, weight, labels, where)).public
 
 
-def results(
-    hidden: Array,
-    weight: Array,
-    labels: Array,
-    where: Array | None,
-    options: CallOptions,
-    place: Place | None = None,
-) -> Results:
+def results(given: Given, place: Place | None = None) -> Results:
     """What `linear_logprobs` returns, and what losses are made of; over the mesh at ``place`` if there is one."""
-    call, primals, rows, agree = _call.bind(hidden, weight, labels, where, options, place)
+    call, primals, rows, agree = _call.bind(_call.describe(given), place)
     found = _runner.run(LOGPROBS, call, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

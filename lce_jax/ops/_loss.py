@@ -118,13 +118,13 @@ def sum_of_losses(
     place: Place | None = None,
 ) -> tuple[Array, LogprobOutput]:
     """`linear_loss`, over the mesh at ``place`` if there is one."""
-    checked = _options.of_call(options, function="linear_loss")
+    given = _options.of_call(options, hidden, weight, labels, where, function="linear_loss")
     most = _token_chunks.chunk_bytes(chunk_bytes, options)
-    call, primals, rows, agree = _call.bind(hidden, weight, labels, where, checked, place, per_token)
+    call, primals, rows, agree = _call.bind(_call.describe(given), place, per_token)
     call = dataclasses.replace(call, chunk_bytes=most)
     flat, own = _loss.flat_arguments(per_token, rows.labels)
-    if checked.static.axis_name is not None:
-        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, checked.static.axis_name)
+    if call.axis_name is not None:
+        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)
         agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
     inputs = Inputs(primals, rows, flat, ())
     axes = axes_of_tokens(call, inputs)

@@ -74,7 +74,7 @@ def sharded_linear_logprobs(
     """
     _options.check_names(sharded_linear_logprobs, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _logprobs.results(hidden, weight, labels, where, _options.of_call(options), place).public
+    return _logprobs.results(_options.of_call(options, hidden, weight, labels, where), place).public
 
 
 def sharded_linear_cross_entropy(
@@ -225,7 +225,7 @@ def sharded_linear_logits(
     """
     _options.check_names(sharded_linear_logits, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _logits.at_ids(hidden, weight, ids, where, options, place)
+    return _logits.at_ids(_options.of_ids(options, hidden, weight, ids, where), place)
 
 
 def sharded_linear_topk(
@@ -255,4 +255,4 @@ def sharded_linear_topk(
     """
     _options.check_names(sharded_linear_topk, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _topk.most_likely(hidden, weight, where, _options.of_call(options, top_k=k), place)
+    return _topk.most_likely(_options.of_call(options, hidden, weight, None, where, top_k=k), place)

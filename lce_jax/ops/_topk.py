@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from lce_jax import _call, _jax, _options, _runner
 from lce_jax._call import Place, Rows
-from lce_jax._options import CallOptions, LogprobOptions
+from lce_jax._options import Given, LogprobOptions
 from lce_jax._runner import Kind, Program, spread
 from lce_jax._types import Call, Primals, TopK
 from lce_jax.mathematics._statistics import along
@@ -89,14 +89,12 @@ def linear_topk(
         True
     """
     _options.check_names(linear_topk, options)
-    return most_likely(hidden, weight, where, _options.of_call(options, top_k=k))
+    return most_likely(_options.of_call(options, hidden, weight, None, where, top_k=k))
 
 
-def most_likely(
-    hidden: Array, weight: Array, where: Array | None, options: CallOptions, place: Place | None = None
-) -> TopK:
+def most_likely(given: Given, place: Place | None = None) -> TopK:
     """The results of a call, over the mesh at ``place`` if there is one."""
-    call, primals, rows, agree = _call.bind(hidden, weight, None, where, options, place)
+    call, primals, rows, agree = _call.bind(_call.describe(given), place)
     out = _program(call, primals, rows)
     if agree is None:
         return out

@@ -16,7 +16,7 @@ from jax import lax
 
 from lce_jax import _call, _checks, _dispatch, _options, _runner, _shard, mosaic, scalars
 from lce_jax._call import Bound, Place, Rows, Scales
-from lce_jax._options import CallOptions
+from lce_jax._options import Given
 from lce_jax._runner import Capability, Kind, Program, spread
 from lce_jax._types import Call, Primals
 from lce_jax.mathematics import _kl, _logprobs
@@ -44,11 +44,9 @@ def _of_the_teacher() -> Iterator[None]:
 
 
 class KLArguments(NamedTuple):
-    """What `linear_kl` is given, and the validated options of each model."""
+    """What `linear_kl` is given."""
 
-    arrays: Pair[tuple[Any, Any]]  # hidden and weight
-    where: Any
-    options: Pair[CallOptions]
+    heads: Pair[Given]
     direction: Direction
     beta: Any  # of a JSD
     implementation: tuple[str, ...] | None  # asked for by name
@@ -61,44 +59,27 @@ class KLArguments(NamedTuple):
         scalars.one_of("direction", direction, scalars.DIRECTIONS)
         beta = _options.teachers_weight(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
         student, teacher = _options_of_each(given)
-        own = _options.of_call(student, function="linear_kl")
+        own = _options.of_call(student, *arrays.student, None, where, function="linear_kl")
         for name, neutral in NEUTRAL.items():
             if isinstance(teacher[name], str) and teacher[name] == "unset":
                 if isinstance(student[name], jax.Array) or student[name] != neutral:  # no device is asked for a value
                     raise scalars.of_the_student_alone(name, student[name], neutral)
                 teacher[name] = neutral
         with _of_the_teacher():
-            teachers = _options.of_call(teacher, function="linear_kl")
-        named = _options.checked("implementation", given)
-        return cls(arrays, where, Pair(own, teachers), direction, beta, named)
+            teachers = _options.of_call(teacher, *arrays.teacher, None, where, function="linear_kl")
+        return cls(Pair(own, teachers), direction, beta, _options.checked("implementation", given))
 
-    def describe(self) -> Pair[Call]:
-        """Each model's call, with its shapes."""
-        (hidden, weight), (teacher_hidden, teacher_weight) = self.arrays
-        student = _call.describe(hidden, weight, None, self.where, self.options.student)
+    def describe(self) -> Pair[Given]:
+        """Each model's call with its shapes."""
+        student, teacher = _call.describe(self.heads.student), self.heads.teacher
         with _of_the_teacher():
-            _checks.array("hidden", teacher_hidden)
-            if tuple(teacher_hidden.shape[:-1]) != tuple(hidden.shape[:-1]):
+            _checks.array("hidden", teacher.hidden)
+            if tuple(teacher.hidden.shape[:-1]) != tuple(student.hidden.shape[:-1]):
                 raise ValueError(
-                    f"hidden {tuple(teacher_hidden.shape)} must have the leading shape of the student's "
-                    f"{tuple(hidden.shape)}"
+                    f"hidden {tuple(teacher.hidden.shape)} must have the leading shape of the student's "
+                    f"{tuple(student.hidden.shape)}"
                 )
-            options = self.options.teacher
-            return Pair(student, _call.describe(teacher_hidden, teacher_weight, None, self.where, options))
-
-    def check_columns(self, calls: Pair[Call], is_split: bool) -> None:
-        """Refuses weights of which one has more columns, unless ``vocab_size`` says which of them count.
-
-        A mesh axis splits both alike, so there they must have as many.
-        """
-        student, teacher = (call.columns for call in calls)
-        if student != teacher and (is_split or calls.student.given_vocab_size is None):
-            least, most = sorted((student, teacher))
-            raise ValueError(
-                f"weight has {student} columns of the vocabulary, the teacher's {teacher}: give the tokenizer's size, "
-                f"at most {least}, as vocab_size; where a mesh axis splits the vocabulary, pad the smaller weight to "
-                f"{most} columns too"
-            )
+            return Pair(student, _call.describe(teacher))
 
     def of_both(self, student: Call, teacher: Call) -> Call:
         """One call of both, and the implementation that serves it."""
@@ -106,16 +87,31 @@ class KLArguments(NamedTuple):
         return dataclasses.replace(call, implementation=_dispatch.choose(call)[0].NAME)
 
 
+def check_columns(heads: Pair[Given], is_split: bool) -> None:
+    """Refuses weights of which one has more columns, unless ``vocab_size`` says which of them count.
+
+    A mesh axis splits both alike, so there they must have as many.
+    """
+    student, teacher = (head.call.columns for head in heads)
+    if student != teacher and (is_split or heads.student.call.given_vocab_size is None):
+        least, most = sorted((student, teacher))
+        raise ValueError(
+            f"weight has {student} columns of the vocabulary, the teacher's {teacher}: give the tokenizer's size, "
+            f"at most {least}, as vocab_size; where a mesh axis splits the vocabulary, pad the smaller weight to "
+            f"{most} columns too"
+        )
+
+
 def bind(given: KLArguments, place: Place | None = None) -> Bound:
     """The call, over the mesh at ``place``, over the one that the operands name, or of this device."""
-    calls, axis_name = given.describe(), given.options.student.static.axis_name
-    given.check_columns(calls, axis_name is not None)
-    (own, teachers), where, (first, second) = given.arrays, given.where, given.options
-    student = _call.bind(*own, None, where, first, place, teachers, calls.student)
+    heads = given.describe()
+    axis_name = heads.student.call.axis_name
+    check_columns(heads, axis_name is not None)
+    student = _call.bind(heads.student, place, heads.teacher[1:3])
     if place is not None:
-        given.check_columns(calls, student.call.mesh.vocab_axes is not None)
+        check_columns(heads, student.call.mesh.vocab_axes is not None)
     with _of_the_teacher():
-        teacher = _call.bind(*teachers, None, where, second, place, own, calls.teacher)
+        teacher = _call.bind(heads.teacher, place, heads.student[1:3])
     call = given.of_both(student.call, teacher.call)
     rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
     if given.beta is not None:
@@ -131,20 +127,16 @@ def bind(given: KLArguments, place: Place | None = None) -> Bound:
 
 def bind_shard(given: KLArguments) -> Bound:
     """The call of one shard of a vocabulary, for `lce_jax.local`: who calls it knows the other shards."""
-    _options.no_axis_name_of_shard(given.options.student.static)
-    calls = given.describe()
-    given.check_columns(calls, is_split=True)
-    (hidden, _), _ = given.arrays
-    if hidden.ndim != 2:
-        raise ValueError(f"hidden {tuple(hidden.shape)} must be flat here: [T, H]")
-
-    def bound(arrays: tuple[Any, Any], options: CallOptions, call: Call) -> tuple[Call, Primals, Rows]:
-        call = _call.choose_shard(call)
-        return call, *_call.operands(call, *arrays, None, given.where, options)
-
-    student, own, rows = bound(given.arrays.student, given.options.student, calls.student)
+    _options.no_axis_name_of_shard(given.heads.student.call)
+    heads = given.describe()
+    check_columns(heads, is_split=True)
+    if heads.student.hidden.ndim != 2:
+        raise ValueError(f"hidden {tuple(heads.student.hidden.shape)} must be flat here: [T, H]")
+    student = _call.choose_shard(heads.student.call)
+    own, rows = _call.operands(student, heads.student)
     with _of_the_teacher():
-        teacher, others, teachers_rows = bound(given.arrays.teacher, given.options.teacher, calls.teacher)
+        teacher = _call.choose_shard(heads.teacher.call)
+        others, teachers_rows = _call.operands(teacher, heads.teacher)
     call = given.of_both(student, teacher)
     if given.beta is not None:
         rows = rows._replace(weights=_call.weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels))

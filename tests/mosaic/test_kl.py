@@ -166,7 +166,7 @@ def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixtur
     def chosen(name: str | None) -> str:
         heads = Pair(tuple(operands[:2]), tuple(operands[2:]))
         given = KLArguments.of(heads, None, direction, {"implementation": name})
-        return given.of_both(*given.describe()).implementation
+        return given.of_both(*(head.call for head in given.describe())).implementation
 
     assert [chosen(name) for name in (None, "mosaic_gpu", "xla")] == ["mosaic_gpu", "mosaic_gpu", "xla"]
     assert not caplog.text
