@@ -67,58 +67,26 @@ type Buffer = Any  # an array of the host's, with a shape, a dtype and `view(sha
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CallKind:
-    """What is static about a call.
+class CallKind(Call):
+    """A call whose kernels a host launches. H is a multiple of 64, 128 at least, and the weight's V one of 8.
 
     Attributes:
-        num_tokens: how many tokens there are.
-        rows: of the kernels' arrays, as many or more: a multiple of 128. Kernels for the same rows are the same.
-        hidden_size: H, a multiple of 64, 128 at least.
-        num_columns: V of the weight, a multiple of 8.
-        vocab_size: of the whole vocabulary.
+        rows: of the kernels' arrays, as many as there are tokens or more: a multiple of 128.
         start: the global id of the weight's first row.
-        dtype: the weight's.
-        device: what runs it.
-        entropy, stats, logit_scale, logit_softcap, cache_bytes, gradient_threshold: as in `lce_jax.linear_logprobs`.
-        vocab_part_size: columns of a part of the vocabulary, of which the weight has whole ones; None: one part.
-        num_candidates: K, of each token; 0: none.
         has_temperature: whether each token has one.
-        has_floor: likewise.
-        hidden_dtype: that of hidden as the caller has it.
         megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
     """
 
-    num_tokens: int
     rows: int
-    hidden_size: int
-    num_columns: int
-    vocab_size: int
     start: int
-    dtype: str
-    device: Device
-    entropy: bool = True
-    stats: bool = False
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    cache_bytes: int = 0
-    gradient_threshold: float = 0.0
-    vocab_part_size: int | None = None
-    num_candidates: int = 0
     has_temperature: bool = False
-    has_floor: bool = False
-    hidden_dtype: str = "bfloat16"
     megatron: bool = False
 
     @functools.cached_property
     def case(self) -> Call:
-        """As the kernels know it."""
-        return Call(
-            num_tokens=self.rows, hidden_size=self.hidden_size, columns=self.num_columns,
-            dtype=jnp.dtype(self.dtype), device=self.device,
-            logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, entropy=self.entropy, stats=self.stats,
-            cache_bytes=self.cache_bytes, gradient_threshold=self.gradient_threshold,
-            num_candidates=self.num_candidates, vocab_part_size=self.vocab_part_size, has_floor=self.has_floor,
-        )  # fmt: skip
+        """As the kernels know it. Kernels for the same rows are the same."""
+        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(Call)}
+        return Call(**known | {"num_tokens": self.rows, "vocab_size": 0, "given_dtype": None})
 
     @property
     def generation(self) -> Generation:
@@ -145,8 +113,8 @@ class CallKind:
     @property
     def live_columns(self) -> int | None:
         """The true columns among those of the weight; None if all are."""
-        live = min(max(self.vocab_size - self.start, 0), self.num_columns)
-        return None if live == self.num_columns else live
+        live = min(max(self.vocab_size - self.start, 0), self.columns)
+        return None if live == self.columns else live
 
     @property
     def saved_fields(self) -> int:
@@ -165,7 +133,7 @@ def refusal(kind: CallKind) -> str | None:
     if reason is not None:
         return reason
     if not kind.shape.whole_atoms:
-        return f"V must be a multiple of {kind.shape.atom}, got {kind.num_columns}"
+        return f"V must be a multiple of {kind.shape.atom}, got {kind.columns}"
     if kind.hidden_size < THREADS:
         return f"H must be at least {THREADS}, got {kind.hidden_size}"
     return None
@@ -236,7 +204,7 @@ class HostPass(NamedTuple):
     def call(self, hidden: Buffer, weight: Buffer, marked: Any) -> KernelCall:
         """The call, from here on as `lce_jax.mosaic` runs it."""
         kind, shape = self.kind, self.kind.shape
-        columns: Any = kind.num_columns if kind.live_columns is None else kind.live_columns
+        columns: Any = kind.columns if kind.live_columns is None else kind.live_columns
         firsts = _operands.first_padding(columns, shape)
         mask = self.host.numbers(*(int(i >= first) for first in firsts for i in range(2 * shape.tile)))
         rows: Any = kind.num_tokens
@@ -291,7 +259,7 @@ def cached_tiles(kind: CallKind, keep_cache: bool) -> int:
     """The vocabulary tiles whose exponentials a forward keeps."""
     if not keep_cache:
         return 0
-    live = kind.num_columns if kind.live_columns is None else max(kind.live_columns, 1)
+    live = kind.columns if kind.live_columns is None else max(kind.live_columns, 1)
     return min(_chunks.num_cached_tiles(kind.case, kind.shape), -(-live // kind.shape.tile))
 
 
@@ -340,7 +308,7 @@ def backward(
         sums, dweight = _threshold.walk(call, factors, candidates, kept[0], total)
     else:
         cache, shape = Cache(*kept) if kept else None, (1, kind.num_tokens, kind.hidden_size)
-        may_round = _chunks.dhidden_shape(case, kind.shape) == shape and dhidden_dtype == kind.dtype
+        may_round = _chunks.dhidden_shape(case, kind.shape) == shape and dhidden_dtype == kind.dtype.name
         sums, dweight = _backward.walk(call, factors, candidates, cache, may_round, owns_cache, total)
     if sums.dtype == jnp.float32:
         sums = host.launch(_tokens.total, case, sums, jnp.dtype(dhidden_dtype), host.numbers(kind.num_tokens))

@@ -111,7 +111,7 @@ type Kind = Any  # that of `lce_jax.kernels`, which imports this module
 
 def columns_of(xp: Any, ids: Any, kind: Kind) -> Any:
     """The shard's columns, -1 where it does not own the id."""
-    live = kind.num_columns if kind.live_columns is None else kind.live_columns
+    live = kind.columns if kind.live_columns is None else kind.live_columns
     return xp.where((ids >= kind.start) & (ids < kind.start + live), ids - kind.start, -1)
 
 

@@ -48,10 +48,10 @@ def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall, has_tem
         num_tokens=int(hidden.shape[0]),
         rows=_padding.size(int(hidden.shape[0])),
         hidden_size=int(hidden.shape[1]),
-        num_columns=int(weight.shape[0]),
+        columns=int(weight.shape[0]),
         vocab_size=call.vocab_size,
         start=rank * int(weight.shape[0]),
-        dtype=name_of(weight.dtype),
+        dtype=jnp.dtype(name_of(weight.dtype)),
         device=device,
         entropy=call.entropy != "none",
         stats=call.stats,
@@ -63,7 +63,7 @@ def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall, has_tem
         num_candidates=call.num_candidates,
         has_temperature=has_temperature,
         has_floor=call.has_floor,
-        hidden_dtype=name_of(hidden.dtype),
+        given_dtype=jnp.dtype(name_of(hidden.dtype)),
         megatron=call.megatron,
     )
 
@@ -123,7 +123,7 @@ def forward_tape(kind: kernels.CallKind, keep_cache: bool, fields: Sequence[str]
 def _inputs(tape: Tape, kind: kernels.CallKind) -> tuple[Buffer, Buffer]:
     """Hidden and the weight."""
     hidden = tape.input((kind.rows, kind.hidden_size), kind.hidden_dtype)
-    return hidden, tape.input((kind.num_columns, kind.hidden_size), kind.dtype)
+    return hidden, tape.input((kind.columns, kind.hidden_size), kind.dtype)
 
 
 def _exchange(
@@ -132,7 +132,7 @@ def _exchange(
     """The statistics and candidates' x of all ranks. Beside them each rank sends a tag for each token."""
     ranks, _ = _tensor_parallel.size_and_rank(group)
     number = _tensor_parallel.number_of(
-        kind.num_tokens, kind.num_columns, kind.vocab_size, kind.logit_scale, kind.logit_softcap
+        kind.num_tokens, kind.columns, kind.vocab_size, kind.logit_scale, kind.logit_softcap
     )
 
     def put_tags(sent: torch.Tensor, saved: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from lce_jax._types import Device
@@ -72,16 +73,15 @@ def _head(model: str, device: Device, **changed: Any) -> CallKind:
     """A model's head, for 4096 tokens."""
     of = MODELS[model]
     columns = -(-of.vocab_size // 8) * 8
-    given: Any = dict(
-        num_tokens=4096, rows=4096, hidden_size=of.hidden_size, num_columns=columns, vocab_size=of.vocab_size, start=0
-    )
-    return CallKind(**given | {"dtype": "bfloat16", "device": device, "logit_softcap": of.logit_softcap} | changed)
+    given: Any = dict(num_tokens=4096, rows=4096, hidden_size=of.hidden_size, columns=columns, vocab_size=of.vocab_size)
+    given |= dict(start=0, dtype=jnp.dtype("bfloat16"), device=device, logit_softcap=of.logit_softcap)
+    return CallKind(**given | changed)
 
 
 def calls(device: Device) -> dict[str, CallKind]:
     """The calls whose kernels are compiled, by name: models, then options."""
     head = functools.partial(_head, device=device)
-    everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, hidden_dtype="float32")
+    everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, given_dtype=jnp.dtype("float32"))
     threshold: Any = dict(gradient_threshold=2.0**-12, stats=True)
     return {
         **{
@@ -90,7 +90,7 @@ def calls(device: Device) -> dict[str, CallKind]:
         },
         "qwen3-8b, 128 tokens": head("qwen3-8b", num_tokens=100, rows=128),
         "qwen3-8b, every option": head("qwen3-8b", **everything),
-        "qwen3-8b, no entropy, float16": head("qwen3-8b", entropy=False, dtype="float16", hidden_dtype="float16"),
+        "qwen3-8b, no entropy, float16": head("qwen3-8b", entropy=False, dtype=jnp.dtype("float16")),
         "qwen3-8b, a full cache": head("qwen3-8b", cache_bytes=1 << 40),
         "qwen3-8b, parts": head("qwen3-8b", vocab_part_size=18992, stats=True, has_temperature=True, vocab_size=151643),
         "qwen3-8b, a threshold": head("qwen3-8b", **threshold),

@@ -35,8 +35,8 @@ from tests.torch.as_gpu import H200, as_gpu
 
 def head(**changed: Any) -> CallKind:
     """4096 tokens of a model's head."""
-    given: dict[str, Any] = {"num_tokens": 4096, "hidden_size": 4096, "num_columns": 151936, "vocab_size": 151936}
-    given |= {"start": 0, "dtype": "bfloat16", "device": H200, **changed}
+    given: dict[str, Any] = {"num_tokens": 4096, "hidden_size": 4096, "columns": 151936, "vocab_size": 151936}
+    given |= {"start": 0, "dtype": jnp.dtype("bfloat16"), "device": H200, **changed}
     return CallKind(**{"rows": given["num_tokens"], **given})
 
 
@@ -114,9 +114,9 @@ def test_other_numbers_of_tokens_have_the_same_kernels() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"num_columns": 50257, "vocab_size": 50257}, "V must be a multiple of 8, got 50257"),
+        ({"columns": 50257, "vocab_size": 50257}, "V must be a multiple of 8, got 50257"),
         ({"hidden_size": 64}, "H must be at least 128, got 64"),
-        ({"dtype": "float32"}, "bfloat16 or float16"),
+        ({"dtype": jnp.dtype("float32")}, "bfloat16 or float16"),
         ({"device": Device("gpu", "NVIDIA B200", "10.0", 148)}, "compute capability"),
         ({"device": Device("gpu", "NVIDIA A100", "8.0", 108)}, "compute capability"),
     ],
