@@ -65,7 +65,7 @@ def statistics(
 type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
 
 
-def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectives.Given | None:
+def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectives.Said | None:
     """What the shard says of its operands, flat as in `statistics`; None where it need not."""
     if rows.tags is None:
         return None
@@ -73,10 +73,10 @@ def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectiv
     columns = jnp.clip(call.vocab_size - start, 0, primals.weight.shape[dim])
     sketches, probes = _collectives.sketch(primals.hidden), _collectives.probe(primals.weight, dim, columns)
     sketches = sketches if rows.where is None else jnp.where(rows.where, sketches, 0)  # the others may hold anything
-    return _collectives.Given(rows.tags, sketches[None], probes[None])
+    return _collectives.Said(rows.tags, sketches[None], probes[None])
 
 
-def agree(call: Call, every: _collectives.Given | None, rows: Rows, weight: Array) -> Bool[Array, "T"] | None:
+def agree(call: Call, every: _collectives.Said | None, rows: Rows, weight: Array) -> Bool[Array, "T"] | None:
     """The rows that all shards were given alike, by what they say, or that do not count; None if they say nothing."""
     if every is None:
         return None

@@ -161,7 +161,7 @@ def scatter_sequence(dhidden: Float[Array, "*b H"], axis_name: AxisName, dim: in
     return lax.psum_scatter(dhidden, axis_name, scatter_dimension=dim, tiled=True)
 
 
-class Given(NamedTuple):
+class Said(NamedTuple):
     """What a shard says of its operands; of all shards, with one more dimension before these."""
 
     tags: Int[Array, "T"]
@@ -223,7 +223,7 @@ def probe(weight: Float[Array, "V H"], vocab_dim: int, columns: Any) -> Int[Arra
     return lax.bitcast_convert_type(_bits(found), jnp.int32).reshape(rows, -1)
 
 
-def agree(every: Given, ids: Int[Array, "..."], columns: int) -> Bool[Array, "T"]:
+def agree(every: Said, ids: Int[Array, "..."], columns: int) -> Bool[Array, "T"]:
     """The tokens that all shards were given alike; none if two shards hold the same columns.
 
     But if a quarter of the ``ids`` lie beyond what the shards then hold, ``columns`` each, it is a large vocabulary of

@@ -230,7 +230,7 @@ def device_forward(
     return out, (found, cache)
 
 
-def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.Given | None:
+def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.Said | None:
     """What the shard says of both heads, flat; None where it need not."""
     start = _shard.first_column(call, primals.student.weight)
     flat = map(_shard.flat_operands, call.heads, primals)
@@ -238,7 +238,7 @@ def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collecti
     if one is None or other is None:
         return None
     tags = _collectives.tags([one.tags, other.tags])
-    return _collectives.Given(tags, *map(jnp.concatenate, zip(one[1:], other[1:], strict=True)))
+    return _collectives.Said(tags, *map(jnp.concatenate, zip(one[1:], other[1:], strict=True)))
 
 
 def device_backward(call: Call, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:

@@ -109,7 +109,7 @@ def tapes(of: CallKind) -> Iterator[Tape]:
         with mock.patch.object(_tensor_parallel, "size_and_rank", lambda name: (8, 0) if name else (1, 0)):
             yield _passes.forward_tape(of, caches, seeds, group)
     kept = _passes.forward_tape(of, caches, seeds).outputs[1 + len(seeds) :]
-    dtype = getattr(torch, of.hidden_dtype)
+    dtype = getattr(torch, of.hidden_dtype.name)
     yield _passes.gradients_tape(of, seeds, (True, True), dtype, kept, owns_cache=caches)
 
 
