@@ -207,7 +207,7 @@ def test_sketches() -> None:
 
         def given(hidden: Any) -> Any:
             probe = jnp.arange(2)[None, :, None]
-            return _collectives.Given(jnp.zeros(500, jnp.int32), _collectives.sketch(hidden)[None], probe)
+            return _collectives.Said(jnp.zeros(500, jnp.int32), _collectives.sketch(hidden)[None], probe)
 
         def agree(*all_of: Any) -> Any:
             every = jax.tree.map(lambda *x: jnp.stack(x), *map(given, all_of))
