@@ -108,7 +108,7 @@ class CallKind(Call):
         """Whether hidden is copied first: kernels read its dtype, the weight's, and whole tiles of rows."""
         tiling = self.generation.tiling
         has_rows = self.num_tokens % (tiling.row_block * tiling.most_clustered) == 0 or self.num_tokens == self.rows
-        return not has_rows or self.hidden_dtype != self.dtype
+        return not has_rows or self.given_dtype not in (None, self.dtype)
 
     @property
     def live_columns(self) -> int | None:

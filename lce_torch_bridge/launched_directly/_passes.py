@@ -122,7 +122,7 @@ def forward_tape(kind: kernels.CallKind, keep_cache: bool, fields: Sequence[str]
 
 def _inputs(tape: Tape, kind: kernels.CallKind) -> tuple[Buffer, Buffer]:
     """Hidden and the weight."""
-    hidden = tape.input((kind.rows, kind.hidden_size), kind.hidden_dtype)
+    hidden = tape.input((kind.rows, kind.hidden_size), kind.given_dtype or kind.dtype)
     return hidden, tape.input((kind.columns, kind.hidden_size), kind.dtype)
 
 
