@@ -302,7 +302,7 @@ def layout_of(given: Given, per_token: list[Any], place: Place) -> tuple[Layout 
 
 def share(call: Call, layout: Layout | None) -> Call:
     """What one device computes of it, with the implementation."""
-    call = choose(dataclasses.replace(call, mesh=layout))
+    call = choose(call, mesh=layout)
     if layout is None:
         return call
     return dataclasses.replace(
@@ -336,7 +336,7 @@ def bind(given: Given, place: Place | None = None, others: Any = ()) -> Bound:
         mesh = _layout.mesh_of(arrays, call.function, call.keeps_tiles)
         mesh = mesh if call.axis_name is None else None
     shards = 1 if call.axis_name is None else _checks.axis_size(call.axis_name)
-    call = choose(dataclasses.replace(call, mesh=mesh), call.columns * shards)
+    call = choose(call, call.columns * shards, mesh)
     primals, rows = operands(call, given)
     if call.axis_name is None:
         return Bound(call, primals, rows, None)
@@ -390,7 +390,7 @@ def describe(given: Given) -> Given:
     return given._replace(call=call)
 
 
-def choose(call: Call, columns: int | None = None) -> Call:
+def choose(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
     """With the true vocabulary and the implementation; over a layout, those of one device's share.
 
     ``columns``: of all shards. None: the call's own, or some number where an axis splits them.
@@ -398,15 +398,21 @@ def choose(call: Call, columns: int | None = None) -> Call:
     if columns is None:
         columns = call.columns if call.axis_name is None else scalars.INT32_MAX
     vocab_size = _checks.vocabulary(call.given_vocab_size, columns)
-    call = dataclasses.replace(call, vocab_size=vocab_size, given_vocab_size=None, padded=vocab_size < columns)
-    if isinstance(call.mesh, Layout):
-        tokens, size = call.num_tokens // call.mesh.token_shards, call.columns // call.mesh.vocab_shards
-        call = dataclasses.replace(_dispatch.over(call, call.mesh.mesh), num_tokens=tokens, columns=size)
+    if isinstance(mesh, Layout):
+        tokens, size = call.num_tokens // mesh.token_shards, call.columns // mesh.vocab_shards
+        call = dataclasses.replace(_dispatch.over(call, mesh.mesh), num_tokens=tokens, columns=size)
     if call.top_k:
         scalars.num_largest(call.top_k, vocab_size)
     if columns < scalars.INT32_MAX:  # else how many shards there are is not known here
         scalars.whole_parts(call.vocab_part_size, columns, call.columns)
-    return dataclasses.replace(call, implementation=_dispatch.choose(call)[0].NAME)
+    return dataclasses.replace(
+        call,
+        implementation=_dispatch.choose(call)[0].NAME,
+        vocab_size=vocab_size,
+        given_vocab_size=None,
+        padded=vocab_size < columns,
+        mesh=mesh,
+    )
 
 
 def choose_shard(call: Call) -> Call:

@@ -224,10 +224,10 @@ class Call:
     axis_name: Any = None  # of the mesh, over which the vocabulary is split here
     gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
     shards: int = 1  # of the vocabulary, where `explain` knows them
-    # The axes that split the tokens, in a program of `runner._over_devices`. No types say there what to sum, so the
+    # The axes that split the tokens, in a program of `_runner._over_devices`. No types say there what to sum, so the
     # program sums over these axes, and cotangents arrive whole. None: the types of ``shard_map`` say what to sum.
     token_axes: tuple[str, ...] | None = None
-    # Where `runner._over_devices` finds global operands: a `Layout`, or the mesh of their types, empty if they name
+    # Where `_runner._over_devices` finds global operands: a `Layout`, or the mesh of their types, empty if they name
     # none. None: on this device.
     mesh: Any = None
 

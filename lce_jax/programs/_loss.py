@@ -390,7 +390,7 @@ class _Chunks:
     def _added(self, chunk: TokenChunk, whole: Primals, found: Primals) -> Primals:
         dhidden = found.hidden
         if self.psum_axes:
-            # As in `programs._one_device.backward`, the collective starts after the kernels.
+            # As in `_shard.reduced`, the collective starts after the kernels.
             found = lax.optimization_barrier(found)
             dhidden = lax.psum(found.hidden, self.psum_axes)
         dweight, dbias = _jax.vary_over((found.weight, found.bias), self.weight_axes)

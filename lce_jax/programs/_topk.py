@@ -1,4 +1,4 @@
-"""One device's part of `lce_jax.linear_topk` with its collective, as `_one_device` is of `linear_logprobs`.
+"""One device's part of `lce_jax.linear_topk` with its collective, as `_shard` has it of `linear_logprobs`.
 
 hidden ─ gather over the sequence ─ the shard's k largest ─ one all-gather of them ─ the k largest of all ─▶ TopK
 """
