@@ -377,8 +377,7 @@ def describe(given: Given) -> Given:
     if given.candidates is not None:
         scalars.candidate_shape("candidates", given.candidates.shape, labels.shape, "labels")
     dtype, of_hidden = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
-    call = dataclasses.replace(
-        call,
+    call = call.but(
         num_tokens=math.prod(labels.shape),
         hidden_size=weight.shape[call.hidden_dim],
         columns=weight.shape[call.vocab_dim],
@@ -400,13 +399,12 @@ def choose(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh |
     vocab_size = _checks.vocabulary(call.given_vocab_size, columns)
     if isinstance(mesh, Layout):
         tokens, size = call.num_tokens // mesh.token_shards, call.columns // mesh.vocab_shards
-        call = dataclasses.replace(_dispatch.over(call, mesh.mesh), num_tokens=tokens, columns=size)
+        call = _dispatch.over(call, mesh.mesh).but(num_tokens=tokens, columns=size)
     if call.top_k:
         scalars.num_largest(call.top_k, vocab_size)
     if columns < scalars.INT32_MAX:  # else how many shards there are is not known here
         scalars.whole_parts(call.vocab_part_size, columns, call.columns)
-    return dataclasses.replace(
-        call,
+    return call.but(
         implementation=_dispatch.choose(call)[0].NAME,
         vocab_size=vocab_size,
         given_vocab_size=None,

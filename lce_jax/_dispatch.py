@@ -178,7 +178,7 @@ def explain(call: Call) -> Plan:
 
 def over(call: Call, mesh: Any) -> Call:
     """``call`` on the devices of ``mesh``, if it names them."""
-    return call if device_of_mesh(mesh) is None else call.of_heads(device=current_device(mesh=mesh))
+    return call if device_of_mesh(mesh) is None else call.but(device=current_device(mesh=mesh))
 
 
 @functools.cache

@@ -170,7 +170,7 @@ def spread(call: Call, program: Program, *operands: Any) -> Any:
 def _of_batch(call: Call, program: Program, operands: Any) -> Call:
     """A batch of calls as one, with a dimension of tokens more."""
     hidden = _hidden(program, operands)
-    call = call.of_heads(num_tokens=math.prod(hidden.shape[:-1]))
+    call = call.but(num_tokens=math.prod(hidden.shape[:-1]))
     if not isinstance(call.mesh, Layout):
         return call
     return dataclasses.replace(call, mesh=call.mesh.with_batch(jax.typeof(hidden).sharding.spec))
@@ -224,7 +224,7 @@ def _share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
     pairs = _pairs(program.operands, operands)
     columns = [x.shape[kind.vocab_dim] for kind, x in pairs if kind.vocab_dim is not None and x.ndim == 2]
     teacher = call.teacher and dataclasses.replace(call.teacher, columns=columns[1])
-    share = dataclasses.replace(call, columns=columns[0], teacher=teacher).of_heads(
+    share = dataclasses.replace(call, columns=columns[0], teacher=teacher).but(
         num_tokens=math.prod(hidden.shape[:-1]) * gathered,
         axis_name=layout.vocab_axes,
         gather_dim=layout.gather_dim,
@@ -385,7 +385,7 @@ def _check(call: Call, there: Device | None, platform: str) -> None:
         return
     if there is not None:
         try:
-            chosen = _dispatch.choose(call.of_heads(device=there))[0].NAME
+            chosen = _dispatch.choose(call.but(device=there))[0].NAME
         except UnsupportedError as error:
             reason = f"{there.kind or there.platform}: {error}"
         else:

@@ -236,10 +236,12 @@ class Call:
         """The call, and its teacher's if there is one."""
         return (self,) if self.teacher is None else (self, self.teacher)
 
-    def of_heads(self, **fields: Any) -> Call:
-        """The same with other ``fields``, also those of the teacher."""
-        teacher = self.teacher and dataclasses.replace(self.teacher, **fields)
-        return dataclasses.replace(self, teacher=teacher, **fields)
+    def but(self, **fields: Any) -> Call:
+        """The same with other ``fields``, the teacher's too. In a tenth of the time of `dataclasses.replace`."""
+        other = object.__new__(Call)
+        vars(other).update(vars(self) | {"teacher": self.teacher and self.teacher.but(**fields)} | fields)
+        assert len(vars(other)) == len(vars(self)), fields
+        return other
 
     @property
     def sharded_function(self) -> str:
