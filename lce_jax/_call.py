@@ -402,7 +402,7 @@ def choose(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh |
         call = _dispatch.over(call, mesh.mesh).but(num_tokens=tokens, columns=size)
     if call.top_k:
         scalars.num_largest(call.top_k, vocab_size)
-    if columns < scalars.INT32_MAX:  # else how many shards there are is not known here
+    if call.vocab_part_size and columns < scalars.INT32_MAX:  # else how many shards there are is not known here
         scalars.whole_parts(call.vocab_part_size, columns, call.columns)
     return call.but(
         implementation=_dispatch.choose(call)[0].NAME,
