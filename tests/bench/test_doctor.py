@@ -13,6 +13,7 @@ from benchmarks import __main__ as bench
 from benchmarks import doctor, records
 
 
+@pytest.mark.site
 def test_one_command_writes_into_one_file(tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"
     assert bench.main(["doctor", "--only", "[H, V]", "--rounds", "1", "--out", str(out)]) == 0

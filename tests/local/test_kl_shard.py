@@ -13,6 +13,7 @@ from lce_jax import linear_kl, local
 from lce_jax.local import KLShard
 from tests import oracle
 from tests.kl_cases import Call, call, draw, expected
+from tests.pairs import values_of
 
 EVERY = call(
     "everything", V=128, vocab_size=70, where=True, temperature=True, bias=True, logit_softcap=4.0,
@@ -55,7 +56,7 @@ def of_shards(test: Call, shards: int) -> Any:
     return run
 
 
-@pytest.mark.parametrize("shards", [1, 4])
+@values_of("shards", [1, 4], slow=[1])
 @pytest.mark.parametrize("test", CALLS, ids=str)
 def test_shards_merge_to_the_whole(test: Call, shards: int) -> None:
     drawn = draw(test)

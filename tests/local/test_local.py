@@ -12,6 +12,7 @@ import pytest
 
 from lce_jax import LogprobOutput, local
 from tests import cases, oracle
+from tests.pairs import values_of
 
 NAMES = (
     "plain", "padded vocabulary", "everything", "where hides NaN", "no entropy", "stats", "no tokens",
@@ -112,7 +113,7 @@ def test_the_mean_logit_of_two_shards(padded: bool) -> None:
         local.mean_logit(merged._replace(total=None), vocab_size=size)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 300, 777])
+@values_of("num_rows", [0, 1, 300, 777], slow=[1, 777])
 def test_a_number_of_rows_is_where_without_moving_them(num_rows: int) -> None:
     hidden, weight, labels, _, seeds = cases.draw(cases.case("rows", leading=(777,)))
     temperature = jnp.linspace(0.5, 2.0, 777)

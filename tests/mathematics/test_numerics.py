@@ -9,6 +9,7 @@ import pytest
 
 from lce_jax import linear_cross_entropy, linear_logprobs, sharded_linear_cross_entropy, sharded_linear_logprobs
 from tests import oracle
+from tests.pairs import values_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
@@ -194,7 +195,7 @@ def assert_probabilities(out) -> None:
     assert not np.any(np.isnan(jnp.log1p(-jnp.exp(out.logprobs))))
 
 
-@pytest.mark.parametrize("name", SURE)
+@values_of("name", SURE, slow=[*SURE][1:4])
 def test_no_probability_is_above_one(name: str) -> None:
     hidden, weight, labels, temperature, options = draw_sure_rows(**SURE[name])
     out = linear_logprobs(hidden, weight, labels, temperature=temperature, stats=True, **options)
@@ -224,7 +225,7 @@ def test_no_probability_is_above_one_where_rows_are_left_out() -> None:
     assert not np.any(np.asarray(out.logprobs)[~where])
 
 
-@pytest.mark.parametrize("name", ["plain", "softcap of a negative scale", "padding"])
+@values_of("name", ["plain", "softcap of a negative scale", "padding"], slow=["plain", "padding"])
 def test_no_probability_is_above_one_over_a_mesh(name: str) -> None:
     hidden, weight, labels, temperature, options = draw_sure_rows(V=1024, **SURE[name])
     mesh = jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))

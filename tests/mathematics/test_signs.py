@@ -39,6 +39,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("optimized")
 @pairs_of(
+    1,
     function=list(FUNCTIONS),
     scale_and_softcap=[(1.0, None), (0.7, 30.0), (-1.3, jnp.float32(3.0)), (jnp.float32(0.7), None)],
     rest=list(MORE),

@@ -17,6 +17,7 @@ import lce_jax
 from lce_jax import linear_logprobs, losses, sharded_linear_logprobs
 from tests import oracle
 from tests.draws import Draws
+from tests.pairs import values_of
 from tests.sharding_cases import B, H, S, V
 
 DRAWS = Draws()
@@ -68,7 +69,7 @@ def on_one_device() -> Any:
     return jax.jit(lambda *operands: [step(*operands) for step in steps])(*OPERANDS)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@values_of("kind", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])
 def test_gradients_over_both_axes(kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):

@@ -42,6 +42,10 @@ MANY = {
     "data 2, tensor 4",
     "data, sequence over context and tensor",
     "data alone",
+    "1",
+    "an axis nobody uses",
+    "batch over two axes",
+    "tensor 8, sequence over tensor",
 }
 
 
@@ -97,7 +101,7 @@ def plain_logprobs(hidden, weight, labels, axis_name):
     return lax.psum(jnp.where(owned, target, 0), axis_name) - lse
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gathered", [False, True], ids=["replicated hidden", "gathered hidden"])
 def test_gradient_inside_shard_map_follows_jax(check_vma: bool, gathered: bool) -> None:
     """Gradients taken inside equal those of plain JAX with psum, in either mode and for either kind of hidden."""

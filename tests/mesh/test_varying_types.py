@@ -175,9 +175,10 @@ WAYS = [
     for varying in CALLS
     for mesh in MESHES
 ]
+WAYS += [pytest.param("normalizer", "tensor", marks=pytest.mark.slow), pytest.param("logprobs", "one of two")]
 
 
-@pytest.mark.parametrize(("varying", "mesh"), [*WAYS, pytest.param("normalizer", "tensor"), ("logprobs", "one of two")])
+@pytest.mark.parametrize(("varying", "mesh"), WAYS)
 def test_as_on_one_device(varying: str, mesh: str) -> None:
     some = [call for call in CALLS["each"] if call[0] in (with_normalizer, cross_entropy)]
     calls = {"normalizer": some, "logprobs": CALLS["all"][:1], **CALLS}[varying]

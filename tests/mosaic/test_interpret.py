@@ -34,6 +34,8 @@ ALONE = {
     "a shorter last chunk", "dweight added, hv", "parts of an odd V", "one step over H", "rows left out", "parts, hv",
     "dweight added", "cache", "several launches, cache", "half a cache, float16", "parts, padding, shared, clusters",
     "a shorter last chunk, hv", "floor, columns that are no whole atom", "floor, parts", "floor with everything",
+    "dweight added, padding", "stages that do not divide, a cache that others read",
+    "cache with everything, narrow tiles",
 }  # fmt: skip
 PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in ALONE else []) for one in CALLS]
 

@@ -62,10 +62,10 @@ def keeping(test: Call, tiles: int, bytes_per_tile: int = TILE_BYTES) -> Call:
 
 
 KEPT = [
-    pytest.param(keeping(PADDED, 2), sm90.HOPPER, id="all kept"),
+    pytest.param(keeping(PADDED, 2), sm90.HOPPER, id="all kept", marks=pytest.mark.slow),
     pytest.param(keeping(MIXTURE, 1), sm90.HOPPER, id="a mixture, some kept"),
     pytest.param(keeping(CAPPED, 2, 2 * TILE_BYTES), HOPPER_IN_PIECES, id="reverse, caps, some kept"),
-    pytest.param(keeping(COLD, 2), sm90.HOPPER, id="cold, a cap, all kept"),
+    pytest.param(keeping(COLD, 2), sm90.HOPPER, id="cold, a cap, all kept", marks=pytest.mark.slow),
     pytest.param(keeping(SHARP, 2, 2 * TILE_BYTES), sm90.HOPPER, id="float16, all kept", marks=pytest.mark.slow),
     pytest.param(
         keeping(CAPPED_MIXTURE, 3, 2 * TILE_BYTES), HOPPER_IN_PIECES, id="a mixture, caps, all kept",
@@ -77,7 +77,7 @@ CALLS = [
     pytest.param(PADDED, sm90.HOPPER, id=PADDED.name),
     pytest.param(CAPPED, HOPPER_IN_PIECES, id=CAPPED.name, marks=pytest.mark.slow),
     pytest.param(SHARP, sm90.HOPPER, id=SHARP.name, marks=pytest.mark.slow),
-    pytest.param(MOSTLY_TEACHER, sm90.HOPPER, id=MOSTLY_TEACHER.name),
+    pytest.param(MOSTLY_TEACHER, sm90.HOPPER, id=MOSTLY_TEACHER.name, marks=pytest.mark.slow),
     pytest.param(CAPPED_MIXTURE, HOPPER_IN_PIECES, id=CAPPED_MIXTURE.name, marks=pytest.mark.slow),
 ]
 
@@ -159,7 +159,9 @@ def test_is_planned() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("direction", ["forward", "reverse", pytest.param("jsd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "direction", ["reverse", *(pytest.param(x, marks=pytest.mark.slow) for x in ("forward", "jsd"))]
+)
 def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixture) -> None:
     operands = structs(64, 64, 64, 512)
 

@@ -24,6 +24,7 @@ from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
 from tests.mosaic_calls import Call, Oracle, budget_of, call, case_of, coefficients, draw, draw_floor, traced
 from tests.mosaic_interpreter import afresh, races_found
+from tests.pairs import values_of
 
 ROWS, COLUMNS = 128, 256
 THRESHOLD = 0.03
@@ -45,7 +46,12 @@ CALLS = [
     call("floor, hv, softcap, dweight added, float16", T=136, V=784, H=64, weight_layout="hv", logit_softcap=3.0,
          has_floor=True, adds_dweight=True, dtype="float16"),
 ]  # fmt: skip
-PARAMETERS = [pytest.param(one, marks=pytest.mark.slow if "launches" in one.name else ()) for one in CALLS]
+SELDOM = {  # other calls have it too, with more
+    "several batches, clusters, nothing live", "padding, softcap, no entropy, dweight added, float16",
+    "hv, dweight added, several launches", "candidates, several batches, clusters, padding",
+    "floor, hv, softcap, dweight added, float16",
+}  # fmt: skip
+PARAMETERS = [pytest.param(one, marks=pytest.mark.slow if one.name in SELDOM else ()) for one in CALLS]
 
 
 def peaked(test: Call, operands: Operands) -> Operands:
@@ -181,7 +187,7 @@ SPLIT = [
 
 
 @pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("test", SPLIT, ids=str)
+@values_of("test", SPLIT, slow=SPLIT[1:])  # torch's tests split a floor
 def test_a_split_vocabulary(test: Call, shards: int) -> None:
     """Each shard's tiles and gradients, from the statistics of all: those of the whole vocabulary."""
     afresh()

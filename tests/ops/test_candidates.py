@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import explain, linear_logprobs
 from tests import cases, oracle
 from tests.agreement import assert_same, evaluate, on_one_device
+from tests.pairs import values_of
 
 CALLS = [
     cases.case("plain", leading=(4, 8), H=16, V=128, K=3),
@@ -87,7 +88,7 @@ def test_inside_shard_map_where_ids_are_typed_as_varying() -> None:
     assert np.isnan(np.asarray(wrong.logprobs)).tolist() == [i == 2 for i in range(8)]
 
 
-@pytest.mark.parametrize("test", CALLS, ids=str)
+@values_of("test", CALLS, slow=[CALLS[0]])
 def test_under_vmap(test: cases.TestCase) -> None:
     hidden, weight, labels, options, seeds = cases.draw(test)
     per_token = {name: options.pop(name) for name in ("where", "temperature", "candidates") if name in options}

@@ -179,7 +179,7 @@ def test_a_wrong_temperature_beside_a_tiny_one(direction: str) -> None:
 
 @pytest.mark.parametrize(
     "beta",
-    [1e-8, *(pytest.param(beta, marks=pytest.mark.slow) for beta in (1e-6, 1e-4, 1 - 1e-4, 1 - 1e-6)), 0.5, 1 - 1e-8],
+    [1e-8, *(pytest.param(beta, marks=pytest.mark.slow) for beta in (1e-6, 1e-4, 0.5, 1 - 1e-4, 1 - 1e-6, 1 - 1e-8))],
 )
 def test_a_jsd_is_exact_to_its_ends(beta: float) -> None:
     """Also where one model's probabilities are e^20 times the other's; at 0.5 stored logits are off by 4e-6."""
@@ -229,7 +229,7 @@ def test_the_teacher_has_no_gradient_and_a_second_derivative_is_refused() -> Non
         jax.hessian(lambda h: linear_kl(h, weight, *teacher).sum())(hidden)
 
 
-@pytest.mark.parametrize(("where", "direction"), [(False, "forward"), (True, "forward"), (False, "jsd")])
+@pytest.mark.parametrize(("where", "direction"), [(True, "forward"), (False, "jsd")])
 def test_memory(where: bool, direction: str) -> None:
     """No array of T x V; the temporary bytes are tiles, and do not grow with the vocabulary."""
     T, H, G, struct = 2048, 128, 256, jax.ShapeDtypeStruct

@@ -137,9 +137,9 @@ def of_the_outputs(hidden, weight, labels, **options):
     ("T", "H", "V", "options"),
     [
         pytest.param(8192, 4096, 151936, {}, marks=pytest.mark.slow),
-        (65536, 4096, 151936, {"where": True, "temperature": True}),
+        pytest.param(65536, 4096, 151936, {"where": True, "temperature": True}, marks=pytest.mark.slow),
         (9001, 2048, 50257, {"where": True, "vocab_size": 50000, "logit_softcap": 30.0}),
-        (9000, 1024, 128256, {"weight_layout": "hv"}),
+        pytest.param(9000, 1024, 128256, {"weight_layout": "hv"}, marks=pytest.mark.slow),
     ],
 )
 def test_kernels(T: int, H: int, V: int, options: dict) -> None:

@@ -113,10 +113,10 @@ def step(function: Any, **options: Any) -> Any:
 GIVEN = HIDDEN, WEIGHT, BIAS, jnp.float32(1e-2), jnp.float32(77.0), LABELS, WHERE
 
 
-@pytest.mark.parametrize(
+@values_of(
     "options",
     [{}, {"divided": False}, {"reduction": "sum", "temperature": 0.7}, {"divided": False, "logit_softcap": 2.0}],
-    ids=str,
+    slow=[{}, {"divided": False}],
 )
 def test_the_same_loss(options: dict[str, Any], forced: Any) -> None:
     found = []

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from lce_jax import linear_kl, linear_logits, linear_logprobs, linear_topk
+from tests.pairs import values_of
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -41,7 +42,7 @@ FUNCTIONS = {"candidates": candidates, "linear_logits": linear_logits}
 FUNCTIONS |= {f"linear_kl, {direction}": divergence(direction) for direction in ("forward", "reverse", "jsd")}
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@values_of("name", FUNCTIONS, slow=["linear_kl, forward", "linear_kl, jsd"])
 def test_forward_and_backward(name: str) -> None:
     def step(hidden: Any, weight: Any, ids: Any) -> Any:
         def loss(hidden: Any, weight: Any) -> Any:

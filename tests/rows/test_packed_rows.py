@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import linear_cross_entropy, rows
 from tests import oracle
 from tests.packed_cases import MISFITS, PACKED, REFUSED, WITHOUT_SEGMENTS, Packed, is_nothing, part_of_rank
+from tests.pairs import pairs_of, values_of
 
 
 def ways(name: str) -> list[dict[str, Any]]:
@@ -68,8 +69,7 @@ def test_rows_of_a_batch() -> None:
     ]
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("lengths", [[12], [12, 0, 24]])
+@pairs_of(1, layout=["zigzag", "contiguous"], lengths=[[12], [12, 0, 24]])
 def test_ranks(lengths: list[int], layout: Any) -> None:
     packed, offsets = Packed(lengths), Packed(lengths).cu_seqlens
     said = {"layout": layout, "cu_seqlens": None if len(lengths) == 1 else offsets}
@@ -84,7 +84,7 @@ def test_ranks(lengths: list[int], layout: Any) -> None:
         assert np.array_equal(rows.in_sequence_order(in_ranks, cp_size, **said), labels)
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
+@values_of("ahead", [1, 3], slow=[1])
 def test_the_loss_of_a_packed_row_over_ranks_is_that_of_its_sequences(ahead: int) -> None:
     """Values and gradients, of two sequences of which one is padded, over two ranks with chunks of each."""
     packed, V, H = Packed([7, 4], multiple=4), 32, 8
