@@ -194,5 +194,5 @@ def held(xp: Any, columns: Any, num_rows: Any, sizes: tuple[int, int], shape: tu
     if hasattr(found, "at"):
         found = found.at[places].set(1)
     else:
-        found[places] = 1
+        found[places] = xp.ones((), dtype=xp.int32)  # for a number torch's host would wait for the GPU
     return found[:size].reshape(shape)

@@ -117,23 +117,31 @@ def test_a_whole_size_has_the_bits_of_any_other_count() -> None:
         assert all(torch.equal(x[rows], y[rows]) for x, y in zip(full[:5], kept[:5], strict=True))
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
-def test_a_graph_replays_what_eager_runs_compute(cache_bytes: int) -> None:
+CAPTURED: list[dict[str, Any]] = [{}, {"cache_bytes": 1 << 30}, {"gradient_threshold": 1e-4}]
+
+
+@pytest.mark.parametrize("candidates", [0, 3])
+@pytest.mark.parametrize("options", CAPTURED, ids=str)
+def test_a_graph_replays_what_eager_runs_compute(options: dict[str, Any], candidates: int) -> None:
+    """In a capture nothing may wait for the GPU, so nothing does outside of one."""
     problem = draw(1000, 512, 8192)
     seeds = p.seeds_like(problem.labels)
+    if candidates:
+        ids = torch.randint(0, 8192, (1000, candidates), device="cuda")
+        options, seeds = options | {"candidates": ids}, [*seeds, torch.randn(1000, candidates, device="cuda")]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step(problem, seeds, cache_bytes=cache_bytes)
+        step(problem, seeds, **options)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(problem, seeds, cache_bytes=cache_bytes)
+        captured = step(problem, seeds, **options)
     for _ in range(100):
         problem.hidden.normal_()
         problem.labels.random_(0, 8192)
         graph.replay()
-        assert all(map(torch.equal, captured, step(problem, seeds, cache_bytes=cache_bytes)))
+        assert all(map(torch.equal, captured, step(problem, seeds, **options)))
 
 
 def test_threads_on_streams_of_their_own() -> None:
