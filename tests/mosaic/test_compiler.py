@@ -14,7 +14,7 @@ from lce_jax.mosaic import _compiler, _pallas
 from tests.devices import H200
 from tests.torch.test_host import backward, forward, head, launched
 
-SMALL: Any = dict(num_tokens=128, hidden_size=128, num_columns=512, vocab_size=512)
+SMALL: Any = dict(num_tokens=128, hidden_size=128, columns=512, vocab_size=512)
 
 
 def test_the_launch_convention_is_that_of_this_jax() -> None:
@@ -85,10 +85,10 @@ def test_other_threads_see_what_they_saw() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        dict(num_tokens=128, hidden_size=2880, num_columns=201088, vocab_size=200019, has_temperature=True),
+        dict(num_tokens=128, hidden_size=2880, columns=201088, vocab_size=200019, has_temperature=True),
         dict(num_tokens=8192, gradient_threshold=2.0**-12, vocab_size=151643, num_candidates=64),
         pytest.param(
-            dict(stats=True, num_candidates=8, logit_softcap=30.0, entropy=False, dtype="float16"),
+            dict(stats=True, num_candidates=8, logit_softcap=30.0, entropy=False, dtype=jax.numpy.dtype("float16")),
             marks=pytest.mark.slow,
         ),
     ],
