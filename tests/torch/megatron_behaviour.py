@@ -27,10 +27,10 @@ from tests.torch.megatron_checks import (
     measure,
     stock,
     subject,
-    value_error,
     worst,
 )
 from tests.torch.megatron_losses import labels_to_the_model, message
+from tests.torch.problem import value_error
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from lce_torch_bridge.megatron import fused_losses, fused_output_layer, output_p
 from tests.torch import megatron_models
 from tests.torch.executor import launched_directly
 from tests.torch.megatron_models import VOCAB, Batch
+from tests.torch.problem import relative_norm, value_error
 
 type Outputs = tuple[torch.Tensor | None, ...]  # logprobs, entropy, and candidates if they are asked for
 type Gradients = dict[str, torch.Tensor]
@@ -159,23 +159,6 @@ def measure(way: Way, it: Subject, batch: Batch, **options: Any) -> tuple[Output
         objective(batch, outputs).backward()
     grads = {name: p.grad.clone() for name, p in it.model.named_parameters() if p.grad is not None}
     return tuple(None if out is None else out.detach() for out in outputs), grads
-
-
-def value_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest error, relative to max(1, |value|)."""
-    return finite(((got - want).abs() / want.abs().clamp(min=1)).max())
-
-
-def relative_norm(got: torch.Tensor, want: torch.Tensor) -> float:
-    """‖got - want‖ / ‖want‖, and ‖got‖ where want is 0."""
-    got, want = got.double(), want.double()
-    norm = float(want.norm())
-    return finite((got - want).norm()) / (norm if norm > 0 else 1.0)
-
-
-def finite(error: torch.Tensor) -> float:
-    """NaN becomes infinity, because a maximum would pass over it."""
-    return float(error) if error.isfinite() else math.inf
 
 
 def worst(got: Gradients, want: Gradients) -> tuple[float, str]:

@@ -26,11 +26,11 @@ from tests.torch.megatron_checks import (
     fused,
     stock,
     subject,
-    value_error,
     whole,
     worst,
 )
 from tests.torch.megatron_models import VOCAB, Batch
+from tests.torch.problem import value_error
 
 
 def message(function: Callable[[], Any]) -> str:

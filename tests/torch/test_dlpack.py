@@ -361,7 +361,7 @@ def test_of_the_most_likely_tokens(reads: list[bool]) -> None:
     assert reads == [True, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16], ids=str)
 def test_no_program_runs_by_itself(dtype: torch.dtype) -> None:
     """One without an input of torch, such as ``jnp.zeros``, would write at once to what torch has yet to read."""
     names: set[str] = set()

@@ -20,21 +20,15 @@ from lce_torch_bridge.through_jax import _logprobs
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw, skip_unless_direct
 from tests.torch.processes import ROOT, run
+from tests.torch.test_main_grad import backward, parameter, ppo
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("direct")]
 
 
 def step(problem: p.Problem, seeds: Any, **options: Any) -> list[torch.Tensor]:
     """Results and gradients."""
-    out, grads = differentiated(problem, seeds, **options)
+    out, grads = p.gradients(problem, seeds, **options)
     return [*(x.detach() for x in out[:3]), *grads]
-
-
-def differentiated(problem: p.Problem, seeds: Any, call: Any = linear_logprobs, **options: Any) -> Any:
-    """Results and gradients."""
-    leaves = problem.leaves()
-    out = call(*leaves, **options)
-    return out, torch.autograd.grad(p.objective(out, seeds), leaves[:2])
 
 
 def test_the_process_has_no_client_of_jax() -> None:
@@ -96,11 +90,11 @@ def test_the_tile_with_padding(vocab_size: int, cache_bytes: int) -> None:
     told: Any = dict(temperature=0.8, logit_scale=1.3)
     true = problem._replace(weight=problem.weight[:vocab_size], labels=problem.labels)
     double = true._replace(hidden=true.hidden.double(), weight=true.weight.double())
-    want, wanted = differentiated(double, seeds, p.stored, **told)
-    _, plain = differentiated(true, seeds, p.stored, dtype=torch.bfloat16, **told)
+    want, wanted = p.gradients(double, seeds, p.stored, **told)
+    _, plain = p.gradients(true, seeds, p.stored, dtype=torch.bfloat16, **told)
     problem.weight[vocab_size:] = float("nan")
     told |= dict(stats=True, cache_bytes=cache_bytes, vocab_size=vocab_size)
-    out, (dhidden, dweight) = differentiated(problem, seeds, **told)
+    out, (dhidden, dweight) = p.gradients(problem, seeds, **told)
     assert max(map(p.value_error, out[:5], want[:5])) < 1e-5
     assert not dweight[vocab_size:].any()
     assert p.relative_norm(dhidden, wanted[0]) < 1.02 * p.relative_norm(plain[0], wanted[0])
@@ -180,25 +174,10 @@ T, H, V = 3000, 1024, 32000
 MATRIX = V * H * 2  # bytes of a second dweight
 
 
-def parameter(weight: torch.Tensor, **attributes: Any) -> torch.nn.Parameter:
-    found = torch.nn.Parameter(weight.clone())
-    found.main_grad = torch.zeros(weight.shape, device="cuda")
-    for name, value in attributes.items():
-        setattr(found, name, value)
-    return found
-
-
 def micro_batches() -> list[p.Problem]:
     """Three of them, with the same weight."""
     weight = draw(T, H, V).weight
     return [p.draw(T, H, V, torch.bfloat16, seed).to("cuda")._replace(weight=weight) for seed in range(3)]
-
-
-def backward(problem: p.Problem, weight: torch.Tensor) -> torch.Tensor:
-    hidden = problem.hidden.clone().requires_grad_()
-    out = linear_logprobs(hidden, weight, problem.labels, wgrad="main_grad")
-    p.objective(out, p.seeds_like(problem.labels)).backward()
-    return hidden.grad
 
 
 def peak(function: Any, *given: Any) -> int:
@@ -217,7 +196,7 @@ def test_three_micro_batches_are_never_rounded(zero_out: bool) -> None:
     exact = sum(p.exact(x, p.seeds_like(x.labels))[1][1] for x in problems)
     for way in ("jax", "direct"):
         launch_with(way)
-        weight = parameter(problems[0].weight, grad_added_to_main_grad=False, zero_out_wgrad=zero_out)
+        weight = parameter(problems[0], grad_added_to_main_grad=False, zero_out_wgrad=zero_out)
         for problem in problems:
             backward(problem, weight)
             weight.main_grad.add_(weight.grad.data if zero_out else 0)  # as DistributedDataParallel's hook
@@ -229,7 +208,7 @@ def test_three_micro_batches_are_never_rounded(zero_out: bool) -> None:
 
 def test_no_dweight_is_allocated() -> None:
     problem = micro_batches()[0]
-    weight = parameter(problem.weight, grad_added_to_main_grad=False)
+    weight = parameter(problem, grad_added_to_main_grad=False)
     backward(problem, weight)
     weight.grad = None
     extra = peak(backward, problem, weight)
@@ -278,14 +257,9 @@ def test_a_cache_is_overwritten_by_the_last_backward() -> None:
     assert peak(grads, False) < cache + MATRIX + (64 << 20)
 
 
-def ppo(logprobs: Any, entropy: Any, lse: Any, advantages: Any) -> Any:
-    del lse
-    return -advantages * logprobs.exp() - 0.05 * entropy
-
-
 def test_linear_loss_adds_to_main_grad_in_the_forward() -> None:
     problem, advantages = draw(T, H, V), torch.randn(T, device="cuda")
-    weight = parameter(problem.weight, grad_added_to_main_grad=False)
+    weight = parameter(problem, grad_added_to_main_grad=False)
     hidden = problem.hidden.clone().requires_grad_()
     chunk_bytes = 2048 * V * 2
 

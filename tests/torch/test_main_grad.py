@@ -31,7 +31,7 @@ def direct() -> Iterator[None]:
 
 def parameter(problem: p.Problem, **attributes: object) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(problem.weight.clone())
-    weight.main_grad = torch.zeros(weight.shape)
+    weight.main_grad = torch.zeros(weight.shape, device=weight.device)
     for name, value in attributes.items():
         setattr(weight, name, value)
     return weight

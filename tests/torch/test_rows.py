@@ -56,23 +56,6 @@ def test_kept_rows_have_the_bits_of_the_full_call(T: int, dtype: torch.dtype) ->
                 assert (got[~mask] == 0).all()
 
 
-def test_gradients_with_rows_left_out() -> None:
-    problem = p.draw(T=60)
-    problem = problem._replace(hidden=problem.hidden.view(3, 20, -1), labels=problem.labels.view(3, 20))
-    temperature = torch.linspace(0.5, 1.5, 3)[:, None]
-    keep = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) < 0.4
-    problem.hidden[~keep] = torch.nan  # whatever they hold
-    seeds, ids = p.seeds_like(problem.labels, K=5), p.candidates_like(problem.labels)
-    out, (dhidden, dweight) = p.gradients(problem, seeds, where=keep, temperature=temperature, candidates=ids)
-    assert all((field[~keep] == 0).all() for field in (*out[:3], out.candidate_logprobs))
-    assert (dhidden[~keep] == 0).all()
-    part = p.Problem(problem.hidden[keep], problem.weight, problem.labels[keep])
-    told = dict(temperature=temperature.expand(3, 20)[keep], candidates=ids[keep])
-    _, want = p.exact(part, [seed[keep] for seed in seeds], **told)
-    assert p.relative_norm(dhidden[keep], want[0]) < 1e-6
-    assert p.relative_norm(dweight, want[1]) < 1e-6
-
-
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 @pytest.mark.parametrize("ignored", [-100, 7])
