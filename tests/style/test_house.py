@@ -33,7 +33,7 @@ def test_length() -> None:
 # What the two packages are today. Less is better: lower the numbers with it.
 PACKAGES_LINES = 25_651
 PACKAGES_FILES = 135
-TESTS_LINES = 31_011
+TESTS_LINES = 30_986
 
 
 def test_size() -> None:
