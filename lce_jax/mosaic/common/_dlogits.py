@@ -122,11 +122,11 @@ def _live_kernel(
     *floor_and_output: Any,  # [Tp] if there is a floor, and [slots · 128, 256]
 ) -> None:
     *floor, output = floor_and_output
-    batch = Batch.of(sizes, numbers[0], sums, cells)
+    batch, num_columns = Batch.of(sizes, numbers[0], sums, cells), numbers[2]
     refs = DlogitsRefs(targets, scale, holds_target, mask, factors, output, *floor)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
-        where = DlogitsWhere(tile.column, tile.vocabulary_tile, numbers[2], tile.slot * ROW_BLOCK, 0)
+        where = DlogitsWhere(tile.column, tile.vocabulary_tile, num_columns, tile.slot * ROW_BLOCK, 0)
         machine.dlogits(matmul.case, refs, tile, where, multiply, slots)
 
     slots = machine.staging(matmul, TILE_N, output.dtype)
