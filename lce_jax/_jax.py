@@ -1,4 +1,7 @@
-"""What JAX may move or rename (except the kernel language), and the few idioms that its manual-axis types need."""
+"""What JAX may move or rename (except the kernel language), and the few idioms that its manual-axis types need.
+
+Private names are read here and in `lce_jax.mosaic._pallas` alone. All are in JAX 0.11.2 and 0.12.0.1.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import config
+from jax._src.dispatch import prim_requires_devices_during_lowering as prim_requires_devices_during_lowering
+from jax._src.sharding_impls import parse_flatten_op_sharding
+from jax._src.xla_bridge import make_cpu_client as make_cpu_client
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
+from jax.interpreters import mlir as mlir
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+check_vma: Any = config._check_vma  # a context: whether types say over which axes arrays vary
+
+
+def spec_of(sharding: Any, mesh: Any) -> P:
+    """How a compiler's sharding splits an array over ``mesh``."""
+    return P(*parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0])
 
 
 def as_axes(axes: str | Sequence[str] | None) -> tuple[str, ...]:

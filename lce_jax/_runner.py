@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -375,7 +374,7 @@ def _lower_traced(context: Any, x: Any, *, call: Call) -> list[Any]:
     return [x]
 
 
-mlir.register_lowering(_traced_for_p, _lower_traced)
+_jax.mlir.register_lowering(_traced_for_p, _lower_traced)
 
 
 def _check(call: Call, there: Device | None, platform: str) -> None:

@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import config, dispatch
-from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lce_jax import _jax
 from lce_jax._types import Call, UnsupportedError
 
 _logger = logging.getLogger("lce_jax")
@@ -74,7 +72,7 @@ _partitioned_p = Primitive("lce_partitioned")
 _partitioned_p.multiple_results = True
 _partitioned_p.def_abstract_eval(lambda *_, whole, **__: whole.out_avals)
 _partitioned_p.def_impl(lambda *operands, whole, **_: jaxpr_as_fun(whole)(*operands))
-dispatch.prim_requires_devices_during_lowering.add(_partitioned_p)
+_jax.prim_requires_devices_during_lowering.add(_partitioned_p)
 
 
 def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, trees: Any, names: Any) -> Any:
@@ -88,10 +86,10 @@ def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, tree
     elif getattr(module.axis_context, "num_devices", 1) > 1:
         check_rules_are_read(module.platforms[0], function.mesh, call)
         run = _with_rule(run, function, trees, *names)
-    return mlir.lower_fun(run, multiple_results=True)(context, *operands)
+    return _jax.mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
 
-mlir.register_lowering(_partitioned_p, _lower)
+_jax.mlir.register_lowering(_partitioned_p, _lower)
 
 
 def check_rules_are_read(platform: str | None, mesh: Any, call: Call) -> None:
@@ -128,7 +126,7 @@ def _with_rule(
         result_specs = jax.tree.broadcast(answer.result_specs, result_tree.unflatten(results), is_leaf=_is_spec)
 
         def device(*flat: Any) -> Any:
-            with config._check_vma(False):  # no varying types here; JAX 0.11 would give `axis_index` one
+            with _jax.check_vma(False):  # no varying types here; JAX 0.11 would give `axis_index` one
                 return jax.tree.leaves(answer.device(*operand_tree.unflatten(flat)))
 
         return mesh, device, _shardings(mesh, result_specs), tuple(_shardings(mesh, answer.operand_specs))
@@ -153,7 +151,7 @@ def _named(mesh: Mesh, function: Partitioned, operands: Any) -> tuple[Mesh, list
             f"it under jax.set_mesh(mesh), or call {call.sharded_function}"
         )
     mesh = Mesh(devices.reshape(function.mesh.axis_sizes), function.mesh.axis_names)
-    return mesh, [P(*parse_flatten_op_sharding(x.sharding._hlo_sharding, mesh)[0]) for x in operands]
+    return mesh, [_jax.spec_of(x.sharding, mesh) for x in operands]
 
 
 def _is_spec(x: Any) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from lce_jax import _jax
 from lce_jax._types import Device
 from lce_jax.mosaic import _pallas
 
@@ -139,11 +140,7 @@ def _on_cpu() -> contextlib.ExitStack:
     return stack
 
 
-@functools.cache
-def _cpu() -> Any:
-    from jax._src import xla_bridge
-
-    return xla_bridge.make_cpu_client().local_devices()[0]
+_cpu = functools.cache(lambda: _jax.make_cpu_client().local_devices()[0])
 
 
 @functools.cache

@@ -34,14 +34,22 @@ from lce_jax.mathematics._kl import (
     Pair,
 )
 from lce_jax.mathematics._statistics import MASKED
-from lce_jax.mosaic import _chunks, _edge, _kl_operands
+from lce_jax.mosaic import _chunks, _edge
 from lce_jax.mosaic._backward import Carry, parts_of, walk_chunks
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import least
-from lce_jax.mosaic._kl_operands import KLCache, KLHead, KLOperands
 from lce_jax.mosaic._operands import LOG2E, Geometry
-from lce_jax.mosaic.common._kl import cached_kl_dlogits, kl_dlogits, kl_mixture_sums, kl_statistics
+from lce_jax.mosaic.common._kl import (
+    KLCache,
+    KLHead,
+    KLOperands,
+    cached_kl_dlogits,
+    kl_dlogits,
+    kl_mixture_sums,
+    kl_statistics,
+    mixture_factors,
+)
 from lce_jax.mosaic.common._products import update_dhidden
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
@@ -152,7 +160,7 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, generation: Generati
     """Eq. 9 of the whole shard, [T] each."""
     calls = Calls.prepare(plan, shard, generation)
     call, operands = calls.student, calls.operands(calls.weights)
-    factors = _kl_operands.mixture_factors(rows, call.shape.padded_tokens)
+    factors = mixture_factors(rows, call.shape.padded_tokens)
 
     def launch(span: Array, parts: Array, cache: None) -> tuple[Array, None]:
         return call.host.launch(kl_mixture_sums, generation, calls.cases, operands, factors, span, parts), cache
@@ -283,7 +291,7 @@ def _factors(
 ) -> Float[Array, "fields Tp"]:
     """In base 2, where u_p - v_q is log2 e times that of eq. 8; 0 from the call's tokens to ``length``."""
     if isinstance(rows, MixtureCoefficients):
-        return _kl_operands.mixture_factors(rows, length)
+        return mixture_factors(rows, length)
     if direction == "reverse":
         rows = rows._replace(of_p=rows.of_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
     factors = jnp.stack(rows)

@@ -148,11 +148,10 @@ def _updating_kernel(
     **mesh: Any,
 ) -> Callable[..., Any]:
     """``plgpu.kernel`` with operands that are updated in place, which it has no argument for (0.11.2, 0.12.0)."""
-    from jax._src import config
     from jax._src.pallas import mpmd
 
     def run(*operands: Any) -> Any:
-        with config._check_vma(False):
+        with _jax.check_vma(False):
             return mpmd._mpmd_map(
                 [(plgpu.Mesh(kernel_name=kernel_name, **mesh), body)],
                 out_type,

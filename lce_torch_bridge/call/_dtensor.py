@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lce_torch_bridge.tensors import _device
 from lce_torch_bridge.tensors._device import readable
 
 WHY_NOT_COMPILED = "lce_torch_bridge compares the mesh of a DTensor with tp_group as it runs"
@@ -85,11 +86,8 @@ def _refuse_placements(name: str, x: Any, split: int | None, served: list[Any]) 
 
 def _refuse_other_reductions(name: str, x: Any) -> None:
     """Refuses a parameter of FSDP2 whose gradients are not reduced to their mean."""
-    from torch.distributed._composable_state import _module_state_mapping  # no public way from parameter to module
-
     parameter = _parameter_of(x)
-    for reference in list(_module_state_mapping.values()):
-        state: Any = reference()
+    for state in _device.module_states():
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in filter(None, groups):
             factor = group.gradient_divide_factor

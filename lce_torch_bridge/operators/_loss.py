@@ -25,8 +25,8 @@ from lce_torch_bridge._types import Sums, Tensors, TorchCall, names_of
 from lce_torch_bridge.launched_directly._passes import scale
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
-from lce_torch_bridge.operators._operators import graph_is_kept, refuse_second_derivative
-from lce_torch_bridge.tensors import _weight
+from lce_torch_bridge.operators._operators import refuse_second_derivative
+from lce_torch_bridge.tensors import _device, _weight
 from lce_torch_bridge.through_jax._programs import DweightSum
 
 ALL = 1 << 62  # cache_bytes that no chunk exceeds
@@ -94,8 +94,7 @@ class LossDerivatives(NamedTuple):
 def _differentiated(
     plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor], wanted: tuple[bool, ...]
 ) -> LossDerivatives:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    with contextlib.nullcontext() if hooks is None else _without_hooks(), torch.enable_grad():
+    with _device.without_hooks(), torch.enable_grad():
         leaves = {name: fields[name].detach().requires_grad_() for name in names_of(plan.call)[1]}
         own = [x.detach().requires_grad_(want) for x, want in zip(per_token, wanted, strict=True)]
         losses = losses_of(plan, fields | leaves, own)
@@ -109,20 +108,6 @@ def _differentiated(
     cotangents = {name: grads.pop(0) for name in leaves}
     given = {name: x for name, x in cotangents.items() if x is not None}
     return LossDerivatives(losses.detach(), given, [grads.pop(0) if x.requires_grad else None for x in own])
-
-
-@contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Inside, what autograd saves stays as it is. A checkpoint would run the head again for each chunk's loss_fn."""
-    engine, hooks = torch._C._autograd, []
-    while (top := engine._top_saved_tensors_default_hooks(False)) is not None:
-        hooks.append(top)
-        engine._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            engine._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _refuse_others(losses: torch.Tensor, inputs: list[torch.Tensor]) -> None:
@@ -198,7 +183,7 @@ def _scaled(
     if grad is None:
         return None
     if factor is None:
-        return grad.to(dtype, copy=graph_is_kept())
+        return grad.to(dtype, copy=_device.graph_is_kept())
     mixed = not grad.dtype == factor.dtype == dtype
     if way.direct and mixed and grad.numel() >= LARGE:  # torch's own kernel takes twice as long
         found = scale(grad, factor, dtype)

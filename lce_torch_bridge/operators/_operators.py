@@ -12,15 +12,15 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from lce_torch_bridge._types import PLAIN, Sums, Tensors, TorchCall, names_of
+from lce_torch_bridge._types import Sums, Tensors, TorchCall, names_of
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
-from lce_torch_bridge.tensors import _tensor_parallel, _weight
+from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
 from lce_torch_bridge.tensors._device import is_readable, readable
 
 NAME = "lce_torch_bridge"
@@ -44,7 +44,7 @@ class Recipe(NamedTuple):
 def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
     """The call's results by name, differentiable."""
     keep = is_differentiated(x.hidden, x.weight, x.bias)
-    if nothing_watches() and not any_is_watched(x):
+    if _device.nothing_watches() and not _device.any_is_watched(x):
         fields, differentiable = names_of(call)
         keep = keep and bool(differentiable)
         found = Eager.apply(*x, call) if keep else _execute.forward(x, call, False, way_of(x.hidden))
@@ -61,27 +61,6 @@ def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
 def is_differentiated(*operands: torch.Tensor | None) -> bool:
     """Whether a call is recorded for a backward."""
     return torch.is_grad_enabled() and bool([x for x in operands if x is not None and x.requires_grad])
-
-
-def nothing_watches() -> bool:
-    """Whether nothing traces, transforms or counts operators, so that none need be called: each costs the host time."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state()
-        or torch._C._autograd._profiler_enabled()
-    )
-
-
-def any_is_watched(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether one needs operators: a subclass, one without values, or a batch of is_grads_batched=True."""
-    for x in tensors:
-        if x is None:
-            continue
-        if type(x) not in PLAIN or x.is_meta or torch._C._functorch.is_legacy_batchedtensor(x):
-            return True
-    return False
 
 
 class Pass(torch.autograd.Function):
@@ -172,7 +151,7 @@ def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.T
         found = Gradients.apply((len(x), len(kept)), wanted, recipe.text, *x, *kept, *seeds)
     else:
         main_grad, owns_cache = (None, False) if torch.compiler.is_compiling() else may_write(ctx, len(kept) - 1)
-        run = run_backward if nothing_watches() and not any_is_watched(saved + grads) else backward
+        run = run_backward if _device.nothing_watches() and not _device.any_is_watched(saved + grads) else backward
         found = run(x, kept, seeds, wanted, recipe.text, main_grad, owns_cache)
     left = iter(found)
     return [next(left) if want else None for want in wanted]
@@ -208,13 +187,7 @@ def may_write(ctx: Any, cached: int) -> tuple[torch.Tensor | None, bool]:
     if ctx.recipe.function != "logprobs":
         return None, False
     main_grad = _weight.sum_at(ctx, 1) if ctx.needs_input_grad[1] else None
-    return main_grad, cached > 0 and not graph_is_kept()
-
-
-def graph_is_kept() -> bool:
-    """Whether this backward may be followed by another one over the same graph (``retain_graph``)."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return asked is None or bool(asked())
+    return main_grad, cached > 0 and not _device.graph_is_kept()
 
 
 def _recipe(call: TorchCall) -> Recipe:

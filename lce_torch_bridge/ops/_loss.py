@@ -15,7 +15,7 @@ from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _loss
 from lce_torch_bridge.operators._loss import LossAndGradients, LossPlan
 from lce_torch_bridge.operators._operators import is_differentiated
-from lce_torch_bridge.tensors import _padding
+from lce_torch_bridge.tensors import _device, _padding
 from lce_torch_bridge.tensors._weight import main_grad_of
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgra
 
 def _refuse_recomputation(plan: LossPlan) -> None:
     """Refuses to add to main_grad in a backward: an activation checkpoint runs its forward there a second time."""
-    if plan.into is not None and torch._C._current_graph_task_id() != -1:
+    if plan.into is not None and _device.current_graph_task_id() != -1:
         raise NotImplementedError(
             f"linear_loss(wgrad='main_grad', cotangent={plan.cotangent!r}) adds to main_grad as it runs, and this is a "
             "backward pass, where an activation checkpoint runs it again: leave the head out of the checkpoint, or "

@@ -4,19 +4,21 @@ torch's devices as `lce_jax` describes them. Tensors that are dense, their memor
 their numbers: torch itself does not look. Some of its own kernels read freed memory, and a tensor with the negative or
 conjugate bit holds other numbers than its memory.
 
-And what torch's compiler calls in its code for GPUs in place of public functions, which take several times as long.
-Each name is private, and where a version of torch lacks it, as one for CPUs does, the public function serves.
+And the private names of torch that the bridge reads, which are in torch 2.11 and 2.14.1: what no public function tells,
+and what torch's compiler calls for GPUs, because public functions take several times as long, and serve where it lacks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import torch
+from torch._C import _autograd, _functorch
 
 from lce_jax import kernels
 from lce_torch_bridge._types import PLAIN
@@ -28,6 +30,8 @@ GATHER = (
     "without a backward, FullyShardedDataParallel.summon_full_params does as well. FSDP2's DTensor is gathered here: "
     "pass it itself, not its to_local()"
 )
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward
+will_be_run: Callable[[Any], bool] = torch._C._will_engine_execute_node  # by this backward
 
 
 def device_of(device: torch.device) -> kernels.Device | None:
@@ -89,7 +93,7 @@ def readable(name: str, x: Any) -> Any:
         raise TypeError(f"{name} is nested: pass torch.cat({name}.unbind()), and the same of all that is per token")
     if x.layout is not torch.strided:
         raise TypeError(f"{name} {tuple(x.shape)} must be dense, got {x.layout}: pass {name}.to_dense()")
-    if torch.compiler.is_compiling() or type(x) not in PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or _functorch.is_functorch_wrapped_tensor(x):
         return x  # what is inside is looked at where it is computed
     left_by_zero = name == "weight" and x.shape == (0,)  # in place of a parameter that ZeRO-3 has partitioned
     if left_by_zero or (x.numel() and not x.untyped_storage().nbytes()):
@@ -115,19 +119,63 @@ def is_readable(x: Any) -> bool:
         return False
 
 
-def _current_stream(device: int) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)
+def nothing_watches() -> bool:
+    """Whether nothing traces, transforms or counts operators, so that none need be called: each costs the host time."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+        or _autograd._profiler_enabled()
+    )
 
 
-def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+def any_is_watched(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether one needs operators: a subclass, one without values, or a batch of is_grads_batched=True."""
+    for x in tensors:
+        if x is not None and (type(x) not in PLAIN or x.is_meta or _functorch.is_legacy_batchedtensor(x)):
+            return True
+    return False
+
+
+def graph_is_kept() -> bool:
+    """Whether this backward may be followed by another one over the same graph (``retain_graph``)."""
+    asked = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or bool(asked())
+
+
+@contextlib.contextmanager
+def without_hooks() -> Iterator[None]:
+    """Inside, what autograd saves stays as it is. A checkpoint would run the head again for each chunk's loss_fn."""
+    hooks: list[Any] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def group_of(name: str) -> Any:
+    """The process group of this name."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
+def module_states() -> list[Any]:
+    """What FSDP2 knows of each module."""
+    from torch.distributed._composable_state import _module_state_mapping  # no public way from parameter to module
+
+    return [reference() for reference in list(_module_state_mapping.values())]
 
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)  # its handle
+current_stream: Callable[[int], int]  # its handle
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda i: int(torch.cuda.current_stream(i).cuda_stream))
 empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]  # shape, strides, dtype; on that device
-empty = getattr(_guards, "_empty_strided_cuda", _empty)
+empty = getattr(_guards, "_empty_strided_cuda", lambda *of: torch.empty_strided(*of[:2], dtype=of[2], device="cuda"))
 
 type Allocated = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 

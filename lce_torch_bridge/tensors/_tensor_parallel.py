@@ -194,6 +194,4 @@ def add_parts(x: torch.Tensor, columns: int, name: str) -> torch.Tensor:
 
 
 def _resolve(name: str) -> dist.ProcessGroup:
-    from torch.distributed import distributed_c10d  # no public function finds a group by its name
-
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return _device.group_of(name)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lce_torch_bridge.tensors._device import is_usable, readable
+from lce_torch_bridge.tensors._device import is_usable, readable, will_be_run
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -89,7 +89,7 @@ def sum_at(node: Any, edge: int) -> torch.Tensor | None:
 def is_asked_for(node: Any, edge: int) -> bool:
     """Whether this backward goes on to that edge of ``node``: not if no input that is asked for comes after it."""
     after, _ = node.next_functions[edge]
-    return bool(torch._C._will_engine_execute_node(after))
+    return bool(will_be_run(after))
 
 
 class _AccumulateIntoMainGrad(torch.autograd.Function):

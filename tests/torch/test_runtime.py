@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -399,23 +400,20 @@ def test_only_public_names_of_lce_jax() -> None:
     assert names <= public
 
 
-def test_private_names_of_jax_and_torch_are_few_and_known() -> None:
-    """For these four things the libraries have no public way, or a slow one; torch documents its dispatch modes."""
-    private = {
-        (path.name, module)
-        for path in FOLDER.rglob("*.py")
-        for module, _ in imported(path)
-        if module.split(".")[0] in ("jax", "torch") and any(part.startswith("_") for part in module.split("."))
-    }
-    documented = ("_weight.py", "torch.utils._python_dispatch")
-    assert private == {
-        ("_runtime.py", "jax._src"),
-        ("_runtime.py", "jax._src.lib"),
-        ("_dtensor.py", "torch.distributed._composable_state"),
-        documented,
-    }
-    uses = [path.name for path in FOLDER.rglob("*.py") if "_resolve_process_group" in path.read_text()]
-    assert uses == ["_tensor_parallel.py"]
+READERS = {"_jax.py", "_pallas.py", "_device.py", "_runtime.py"}  # which say what versions have the names
+NAME = re.compile(r"(?<![\w.])(?:jax|torch)[\w.]*\._[a-zA-Z][\w.]*\w")
+IMPORTED = re.compile(r"from ((?:jax|torch)\S*\._\S+) import (\w+)")
+
+
+def test_private_names_of_jax_and_torch_are_read_in_few_files_and_are_there() -> None:
+    """Torch documents its dispatch modes."""
+    found = {}
+    for path in (*FOLDER.rglob("*.py"), *Path(lce_jax.__file__).parent.rglob("*.py")):
+        text = path.read_text().replace("from torch.utils._python_dispatch import TorchDispatchMode", "")
+        found |= {name: path.name for name in (*NAME.findall(text), *map(".".join, IMPORTED.findall(text)))}
+    assert set(found.values()) == READERS
+    for name, reader in found.items():
+        assert pkgutil.resolve_name(name) is not None, reader
 
 
 def test_everything_public_is_documented() -> None:

@@ -18,12 +18,13 @@ from lce_jax._types import Call
 from lce_jax.mathematics._kl import MOST_DISTANCE, Direction, KLCoefficients, KLStatistics
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _pallas
-from lce_jax.mosaic._kl_operands import KLCache, MixtureFactors
 from lce_jax.mosaic._operands import FLOOR, LOG2E
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._kl import (
+    KLCache,
     KLRefs,
     KLWhere,
+    MixtureFactors,
     Multiply,
     Reference,
     of_rows,
