@@ -24,8 +24,6 @@ from jax.interpreters import mlir as mlir
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-check_vma: Any = config._check_vma  # a context: whether types say over which axes arrays vary
-
 
 def spec_of(sharding: Any, mesh: Any) -> P:
     """How a compiler's sharding splits an array over ``mesh``."""
@@ -117,6 +115,7 @@ def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     return lax.psum(x, extra) if extra else x
 
 
+check_vma: Any = config._check_vma  # a context: whether types say over which axes arrays vary
 _SECOND_DERIVATIVE = (
     "lce_jax computes first derivatives only, and this is a derivative of a gradient (grad of grad, jvp of grad, "
     "hessian): differentiate plain JAX code that stores the logits instead"

@@ -94,7 +94,8 @@ class LossDerivatives(NamedTuple):
 def _differentiated(
     plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor], wanted: tuple[bool, ...]
 ) -> LossDerivatives:
-    with _device.without_hooks(), torch.enable_grad():
+    hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.without_hooks()
+    with hooks, torch.enable_grad():
         leaves = {name: fields[name].detach().requires_grad_() for name in names_of(plan.call)[1]}
         own = [x.detach().requires_grad_(want) for x, want in zip(per_token, wanted, strict=True)]
         losses = losses_of(plan, fields | leaves, own)

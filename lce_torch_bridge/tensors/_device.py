@@ -31,6 +31,7 @@ GATHER = (
     "pass it itself, not its to_local()"
 )
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward
+top_hooks: Any = _autograd._top_saved_tensors_default_hooks  # None if what autograd saves stays as it is
 will_be_run: Callable[[Any], bool] = torch._C._will_engine_execute_node  # by this backward
 
 
@@ -148,7 +149,7 @@ def graph_is_kept() -> bool:
 def without_hooks() -> Iterator[None]:
     """Inside, what autograd saves stays as it is. A checkpoint would run the head again for each chunk's loss_fn."""
     hooks: list[Any] = []
-    while (top := _autograd._top_saved_tensors_default_hooks(False)) is not None:
+    while (top := top_hooks(False)) is not None:
         hooks.append(top)
         _autograd._pop_saved_tensors_default_hooks()
     try:
@@ -158,11 +159,6 @@ def without_hooks() -> Iterator[None]:
             _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def group_of(name: str) -> Any:
-    """The process group of this name."""
-    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
-
-
 def module_states() -> list[Any]:
     """What FSDP2 knows of each module."""
     from torch.distributed._composable_state import _module_state_mapping  # no public way from parameter to module
@@ -170,12 +166,13 @@ def module_states() -> list[Any]:
     return [reference() for reference in list(_module_state_mapping.values())]
 
 
+_distributed: Any = getattr(torch.distributed, "distributed_c10d", None)
+group_of: Any = getattr(_distributed, "_resolve_process_group", None)  # of a name
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-current_stream: Callable[[int], int]  # its handle
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda i: int(torch.cuda.current_stream(i).cuda_stream))
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda i: torch.cuda.current_stream(i).cuda_stream)
 empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]  # shape, strides, dtype; on that device
-empty = getattr(_guards, "_empty_strided_cuda", lambda *of: torch.empty_strided(*of[:2], dtype=of[2], device="cuda"))
+empty = getattr(_guards, "_empty_strided_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2], device="cuda"))
 
 type Allocated = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 

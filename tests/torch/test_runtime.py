@@ -410,7 +410,7 @@ def test_private_names_of_jax_and_torch_are_read_in_few_files_and_are_there() ->
     found = {}
     for path in (*FOLDER.rglob("*.py"), *Path(lce_jax.__file__).parent.rglob("*.py")):
         text = path.read_text().replace("from torch.utils._python_dispatch import TorchDispatchMode", "")
-        found |= {name: path.name for name in (*NAME.findall(text), *map(".".join, IMPORTED.findall(text)))}
+        found |= dict.fromkeys((*NAME.findall(text), *map(".".join, IMPORTED.findall(text))), path.name)
     assert set(found.values()) == READERS
     for name, reader in found.items():
         assert pkgutil.resolve_name(name) is not None, reader
