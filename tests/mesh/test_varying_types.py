@@ -175,7 +175,7 @@ WAYS = [
     for varying in CALLS
     for mesh in MESHES
 ]
-WAYS += [pytest.param("normalizer", "tensor", marks=pytest.mark.slow), pytest.param("logprobs", "one of two")]
+WAYS += [pytest.param(*way, marks=pytest.mark.slow) for way in (("normalizer", "tensor"), ("logprobs", "one of two"))]
 
 
 @pytest.mark.parametrize(("varying", "mesh"), WAYS)

@@ -39,7 +39,7 @@ CALLS = [
     call("candidates, cache, random", **SHAPE, cache_bytes=1 << 30, num_candidates=3, num_columns=500),
 ]
 SELDOM = {  # other calls have it too, with more
-    "recomputed, greedy", "half a cache, greedy", "threshold, softcap, random",
+    "recomputed, greedy", "half a cache, greedy", "threshold, softcap, random", "candidates, cache, random",
     "columns that no kernel covers, random", "columns that no kernel covers, greedy", "half a cache, softcap, random",
 }  # fmt: skip
 PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in SELDOM else []) for one in CALLS]

@@ -130,7 +130,7 @@ def test_rows_have_the_same_bits_in_every_call(programs: list[Any]) -> None:
     assert all(torch.equal(x[rows], y) for x, y in zip(every, some, strict=True) if x is not None)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_threshold": 1e-6}], ids=str)
+@pytest.mark.parametrize("options", [slow({}), {"gradient_threshold": 1e-6}], ids=str)
 def test_linear_loss_and_main_grad(programs: list[Any], options: dict[str, Any]) -> None:
     """In two chunks, whose dweight is added up in float32."""
     problem = p.draw(140, H, 784, torch.bfloat16)
@@ -148,7 +148,7 @@ def test_linear_loss_and_main_grad(programs: list[Any], options: dict[str, Any])
     assert max(map(p.relative_norm, found, gradients(implementation="xla"))) < 5e-3
 
 
-@pytest.mark.parametrize("options", [{"cache_bytes": 1 << 30}, {"gradient_threshold": 1e-6}], ids=str)
+@pytest.mark.parametrize("options", [slow({"cache_bytes": 1 << 30}), {"gradient_threshold": 1e-6}], ids=str)
 def test_a_main_grad_that_lies_otherwise(programs: list[Any], options: dict[str, Any]) -> None:
     """Kernels return what torch adds to it, rounded once. JAX, which may not run, would not know what they kept."""
     problem = p.draw(5, H, 784, torch.bfloat16)
