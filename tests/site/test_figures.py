@@ -181,7 +181,7 @@ def numbers_of(sources):
 def test_every_figure_is_in_a_file_named_beside_it(page):
     for section, prose in sections(page.read_text()):
         figures_here = [float(found[0].replace(",", "")) for found in FIGURE.finditer(prose)]
-        named = [ROOT / name for name in re.findall(r"`((?:benchmarks/|tests/)[\w/.]+)`", section)]
+        named = [ROOT / name for name in re.findall(r"`((?:benchmarks/|examples/frameworks/|tests/)[\w/.]+)`", section)]
         known = numbers_of(named) | {x for x, exact in COMPUTED.items() if x == round(exact)} if figures_here else set()
         missing = [x for x in figures_here if not any(abs(x - y) <= 1e-9 * abs(x) for y in known)]
         assert not missing, f"{page.name}: {missing} in {section.strip()[:300]!r}, which names {named}"
