@@ -1,6 +1,7 @@
 """What JAX may move or rename (except the kernel language), and the few idioms that its manual-axis types need.
 
-Private names are read here and in `lce_jax.mosaic._pallas` alone. All are in JAX 0.11.2 and 0.12.0.1.
+Private names are read here, in `lce_jax.mosaic._pallas` and in `lce_jax.mosaic._compiler`, which opens JAX's plugin.
+All are in JAX 0.11.2 and 0.12.0.1.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from jax.sharding import PartitionSpec as P
 def spec_of(sharding: Any, mesh: Any) -> P:
     """How a compiler's sharding splits an array over ``mesh``."""
     return P(*parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0])
+
+
+def devices_of(sharding: Any) -> np.ndarray[Any, Any]:
+    """The devices of a compiler's sharding, in its order."""
+    return np.array(sharding._device_assignment)
 
 
 def as_axes(axes: str | Sequence[str] | None) -> tuple[str, ...]:

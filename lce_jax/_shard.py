@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
 
 
-# Without collectives
+# With no collective but the one that the caller gives
 
 
 def as_operand(primals: Primals) -> Primals:

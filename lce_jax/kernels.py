@@ -195,7 +195,7 @@ class HostPass(NamedTuple):
     def rows(self, hidden: Buffer) -> Buffer:
         """Hidden as kernels read it: all their rows, in the weight's dtype."""
         given = self.kind.case, hidden, self.host.numbers(self.kind.num_tokens)
-        return self.host.launch(_tokens.rows, *given) if self.kind.copies_hidden else hidden
+        return self.host.launch(_tokens.copy_rows, *given) if self.kind.copies_hidden else hidden
 
     def ids(self, saved: Buffer) -> Buffer:
         """The labels among what is saved."""

@@ -15,8 +15,7 @@ flat, ``hidden`` [T, H] and what is per token [T], and the same on every shard; 
     cache            what `statistics` returned with its statistics, with ``keep_cache=True``
     merged, stats    the statistics of the whole vocabulary
 
-``dhidden`` is this shard's part, to be summed over the shards; ``dweight`` is whole. All are plain functions of arrays:
-jit them. They are not differentiable themselves.
+``dhidden`` is this shard's part, to be summed over the shards; ``dweight`` is whole. None is differentiable itself.
 """
 
 from __future__ import annotations
@@ -49,12 +48,7 @@ def merge(
     logit_softcap: float | Float[Array, ""] | None = None,
     logit_scale: float | Float[Array, ""] = 1.0,
 ) -> ShardStatistics:
-    """The statistics of all shards together: ``m = max mᵢ``, ``s = Σ sᵢ·exp((mᵢ - m)·k)``, and so on for each field.
-
-    Returns:
-        Statistics with fields ``[T]`` (``[T, K]`` for candidates). They are added in the order of N, so all who merge
-        the same parts get the same bits.
-    """
+    """The statistics of all shards together: ``m = max mᵢ``, ``s = Σ sᵢ·exp((mᵢ - m)·k)``, and so on for each field."""
     return _statistics.merge(parts, _row_scale(parts, None, temperature, logit_softcap, logit_scale))
 
 
@@ -72,9 +66,6 @@ def finish(
 
     On a device with kernels, a kernel computes them. So the results of one shard alone have the bits of
     `lce_jax.linear_logprobs`. XLA computes `merge`, so those of several shards may differ in their last bits.
-
-    Returns:
-        A `LogprobOutput` of ``[T]`` arrays; fields whose statistics are None are None too.
     """
     rows = _call.rows_of_call(labels, where, 1.0, vocab_size, stats.max.dtype)
     scale = _row_scale(stats, rows.where, temperature, logit_softcap, logit_scale)
@@ -93,9 +84,6 @@ def mean_logit(
     """The mean of the logits over the vocabulary, ``k·total / vocab_size``, which label smoothing needs.
 
     The statistics must have ``total``.
-
-    Returns:
-        ``[T]``. Its derivative divided by ``vocab_size`` is the ``dtotal`` of `gradients`.
     """
     if stats.total is None:
         raise ValueError("stats without total: give total=True to local.statistics, and to local.fields if unpacked")
@@ -132,13 +120,7 @@ def statistics(
     total: bool = False,
     **options: Unpack[LogprobOptions],
 ) -> tuple[ShardStatistics, object]:
-    """Each token's maximum, sums and label's logit over the columns of one shard, before temperature and scale.
-
-    Returns:
-        `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept). Sums and
-        target are relative to the maximum, which is that of x = logit / k (see `ShardStatistics`); the target is -inf
-        unless this shard owns the label.
-    """
+    """Each token's maximum, sums and label's logit over the columns of one shard, before temperature and scale."""
     _options.check_names(statistics, options, "sharded_linear_logprobs")
     call, primals, rows = _call.bind_shard(
         hidden, weight, labels, where, num_rows, options, scalars.flag("total", total)
@@ -153,30 +135,18 @@ def statistics(
 def fields(
     *, entropy: bool = True, stats: bool = False, total: bool = False, num_candidates: int = 0, has_floor: bool = False
 ) -> dict[str, int]:
-    """The fields of `ShardStatistics` that a call with these options has.
-
-    Returns:
-        How many numbers per token each field holds, in the order in which `pack` lays them out.
-    """
+    """The fields of `ShardStatistics` that a call with these options has."""
     call = Call(entropy=entropy, stats=stats, mean_logit=total, num_candidates=num_candidates, has_floor=has_floor)
     return call.statistics
 
 
 def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
-    """All numbers of each token in one array, to be sent or kept.
-
-    Returns:
-        ``[F, T]``: the fields that are not None, in the order of `fields`.
-    """
+    """All numbers of each token in one array, to be sent or kept."""
     return _statistics.pack(stats)
 
 
 def unpack(packed: Float[Array, "*n F T"], fields: Mapping[str, int]) -> ShardStatistics:
-    """The inverse of `pack`; leading dimensions may run over shards.
-
-    Returns:
-        `ShardStatistics` with fields ``[..., T]``, ready for `merge` if the leading dimension runs over shards.
-    """
+    """The inverse of `pack`; leading dimensions may run over shards."""
     if packed.ndim < 2 or packed.shape[-2] != sum(fields.values()):
         raise ValueError(f"packed {tuple(packed.shape)} must be [..., F, T] with the F of {dict(fields)}")
     return _statistics.unpack(packed, fields)
@@ -208,11 +178,6 @@ def gradients(
     the dtype of ``dhidden`` to which this call's is added; donate it to ``jit``. ``overwrite_cache``: nothing else
     reads the cache, so that its memory may hold what is computed from it. ``round_dhidden``: dhidden comes in the dtype
     of ``hidden``, because it is not summed over shards.
-
-    Returns:
-        ``dhidden`` ``[T, H]``, the sum over this shard's columns (float64 for a float64 weight), and dweight in the
-        weight's shape and dtype (or that of the given sum). With a bias, also ``dbias`` ``[V]`` in that of ``dhidden``
-        without ``round_dhidden``.
     """
     _options.check_names(gradients, options, "sharded_linear_logprobs")
     call, primals, rows = _call.bind_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
@@ -269,11 +234,7 @@ def dropped_mass(
     cache: object = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "T"]:
-    """The probability in the tiles of this shard that ``gradient_threshold`` leaves out of the gradients.
-
-    Returns:
-        ``[T]``, to be added up over the shards; 0 where the implementation leaves nothing out.
-    """
+    """The probability in the tiles of this shard that ``gradient_threshold`` leaves out of the gradients."""
     _options.check_names(dropped_mass, options, "sharded_linear_logprobs")
     call, _, rows = _call.bind_shard(hidden, weight, labels, where, num_rows, options, False)
     if not call.reports_dropped_mass:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -143,7 +142,7 @@ def _named(mesh: Mesh, function: Partitioned, operands: Any) -> tuple[Mesh, list
     """The mesh and the operands' specs over it, decoded here if JAX has not done it."""
     if not mesh.empty:
         return mesh, [x.sharding.spec for x in operands]
-    devices = np.array(operands[0].sharding._device_assignment)
+    devices = _jax.devices_of(operands[0].sharding)
     if function.mesh.empty:
         call = function.call
         raise UnsupportedError(

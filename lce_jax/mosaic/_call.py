@@ -1,6 +1,8 @@
 """One call on its way through the kernels: its operands, as given and prepared, and the generation that serves it.
 
 What a generation of GPUs gives: its tiles, what a launch covers, its tunings, and how it multiplies.
+
+In `lce_jax.mosaic` a `Call` is named ``case``, and ``call`` is a `KernelCall`.
 """
 
 from __future__ import annotations

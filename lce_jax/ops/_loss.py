@@ -122,7 +122,7 @@ def sum_of_losses(
     most = _token_chunks.chunk_bytes(chunk_bytes, options)
     call, primals, rows, agree = _call.bind(_call.describe(given), place, per_token)
     call = dataclasses.replace(call, chunk_bytes=most)
-    flat, own = _loss.flat_arguments(per_token, rows.labels)
+    flat, own = _loss.leaves_of_arguments(per_token, rows.labels)
     if call.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)
         agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))

@@ -38,8 +38,11 @@ class Inputs(NamedTuple):
 
     primals: Primals
     rows: Any  # `Rows`
-    per_token: tuple[Any, ...]  # [*b, ...], flat
+    per_token: tuple[Any, ...]  # [*b, ...], the leaves of the loss's own arguments
     constants: tuple[Any, ...]  # the traced arrays that the loss closes over
+
+
+# The loss of one token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +118,10 @@ def outliving(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
     return dataclasses.replace(loss, identity=(str(made), *_constants_of(made))), inputs
 
 
-def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[tuple[Any, ...], Callable[..., tuple[Any, ...]]]:
-    """The arrays in the loss's own arguments, checked and `untyped`, and what makes arguments of such arrays."""
+def leaves_of_arguments(
+    per_token: tuple[Any, ...], labels: Any
+) -> tuple[tuple[Any, ...], Callable[..., tuple[Any, ...]]]:
+    """The leaves of the loss's own arguments, checked and `untyped`, and what makes arguments of such leaves."""
     flat, tree = jax.tree.flatten(per_token)
     shape = tuple(labels.shape)
     for place, x in enumerate(flat):
@@ -206,6 +211,9 @@ def _is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+# What one device computes
+
+
 def sum_of_losses(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
     """The sum over this device's tokens and the results, without gradients."""
     primals, rows, per_token, constants = inputs
@@ -216,7 +224,7 @@ def sum_of_losses(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, L
 
 
 def forward_and_gradients(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput, Inputs]:
-    """The same, and the gradients for a cotangent of 1, `scaled` of which the caller sums and rounds."""
+    """The same, and the gradients for a cotangent of 1; `_bwd` multiplies and sums them."""
     whole = _Chunks.of(call, loss, inputs).run()
     shape = inputs.rows.labels.shape
     losses, outputs = whole.losses, jax.tree.map(lambda x: x.reshape(shape), whole.outputs)
@@ -243,6 +251,9 @@ def axes_of_tokens(call: Call, inputs: Inputs) -> frozenset[Any]:
     return _jax.varying_axes(inputs) - frozenset(_jax.as_axes(call.axis_name))
 
 
+# In chunks of tokens
+
+
 class _Whole(NamedTuple):
     """What the chunks fill and add to."""
 
@@ -261,7 +272,7 @@ class _Chunks:
     loss: TokenLoss
     primals: Primals  # hidden flat; cast already if it was gathered
     rows: Rows  # flat
-    per_token: tuple[Any, ...]  # flat
+    per_token: tuple[Any, ...]  # [T, ...]
     constants: tuple[Any, ...]
     order: _call.Compaction | None
     size: int  # rows per chunk
@@ -388,6 +399,7 @@ class _Chunks:
         return losses, Results(LogprobOutput(*dresults)), dper_token, dconstants
 
     def _added(self, chunk: TokenChunk, whole: Primals, found: Primals) -> Primals:
+        """``whole`` with a chunk's dhidden in its rows; dweight, which is the sum already; and dbias added."""
         dhidden = found.hidden
         if self.psum_axes:
             # As in `_shard.reduced`, the collective starts after the kernels.
@@ -408,6 +420,9 @@ def _floats(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _filled(floats: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x if own is None else own for own, x in zip(floats, arrays, strict=True))
+
+
+# As JAX differentiates it
 
 
 def run(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
@@ -460,7 +475,7 @@ def _spread_over(call: Call, loss: TokenLoss, inputs: Inputs, run: Callable[...,
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Kind:
+class _GradientType:
     """What a gradient must look like: the dtype and the manual axes of its operand."""
 
     dtype: jnp.dtype
@@ -468,8 +483,8 @@ class _Kind:
 
 
 def _fwd(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Any, Any]:
-    kinds: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
-    results = (*OF_A_FORWARD, kinds)
+    own: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    results = (*OF_A_FORWARD, own)
     of_inputs = _jax.not_differentiable(lambda inputs: _spread_over(call, loss, inputs, forward_and_gradients, results))
     total, outputs, gradients = of_inputs(inputs)
     if len(gradients.constants) == len(loss.known):  # as XLA takes them, of arrays that are known too
@@ -477,27 +492,27 @@ def _fwd(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Any, Any]:
         gradients = gradients._replace(constants=tuple(dx for dx, known in pairs if known is None))
     given = inputs._replace(rows=None)
     gradients = gradients if call.mesh is None else _runner.split_as(gradients, given)
-    kinds = jax.tree.map(lambda x: _Kind(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
-    return (total, outputs), (gradients, kinds)
+    types = jax.tree.map(lambda x: _GradientType(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
+    return (total, outputs), (gradients, types)
 
 
 def _bwd(call: Call, loss: TokenLoss, residuals: Any, cotangent: Any) -> tuple[Inputs]:
     del loss
-    (gradients, kinds), (own, _) = residuals, cotangent
+    (gradients, types), (own, _) = residuals, cotangent
     own = jnp.asarray(own)  # a number, where the caller of ``jax.vjp`` gives one
     shared = own if call.axis_name is None else _collectives.total_cotangent(own, call.axis_name)
 
-    def scaled(by: Array, gradient: Array | None, kind: _Kind) -> Array | None:
+    def scaled(by: Array, gradient: Array | None, of: _GradientType) -> Array | None:
         if gradient is None:
             return None
         # Under value_and_grad the cotangent is the literal 1, and XLA drops the product.
         wide = jnp.promote_types(gradient.dtype, by.dtype)
         product = (gradient.astype(wide) * by).astype(gradient.dtype)
-        return _jax.psum_to_axes(product, kind.varying).astype(kind.dtype)
+        return _jax.psum_to_axes(product, of.varying).astype(of.dtype)
 
-    primals = Primals(*map(functools.partial(scaled, shared), gradients.primals, kinds.primals))
-    per_token = tuple(map(functools.partial(scaled, own), gradients.per_token, kinds.per_token))
-    constants = tuple(map(functools.partial(scaled, own), gradients.constants, kinds.constants))
+    primals = Primals(*map(functools.partial(scaled, shared), gradients.primals, types.primals))
+    per_token = tuple(map(functools.partial(scaled, own), gradients.per_token, types.per_token))
+    constants = tuple(map(functools.partial(scaled, own), gradients.constants, types.constants))
     return (Inputs(primals, None, per_token, constants),)
 
 

@@ -246,11 +246,11 @@ class Memory:
         fixed = [*made, *(x.slot for x in (*tape.inputs, *tape.outputs, *tape.numbers_given.values()))]
         self.home = dict(zip(fixed, fixed, strict=True))
         given = {*made, *(x.slot for x in tape.inputs)}
-        alone = {x.slot for x in tape.outputs} - given
+        apart = {x.slot for x in tape.outputs} - given
         self._share(tape, steps)
         read = {self.home[slot] for step in functions for slot in step.slots}
-        alone |= read - given - {x.slot for x in tape.numbers_given.values()}
-        self.own = [(slot, tape.memory[slot]) for slot in alone]  # with a tensor each
+        apart |= read - given - {x.slot for x in tape.numbers_given.values()}
+        self.own = [(slot, tape.memory[slot]) for slot in apart]  # with a tensor each
         self.numbers: list[int] = []
         self.places: dict[int, tuple[int, int]] = {}  # 0 and a byte of the numbers, 1 and a byte of the piece
         self.of_functions: list[tuple[int, slice]] = []
@@ -261,7 +261,7 @@ class Memory:
             self.numbers += [*numbers, *[0] * (-len(numbers) % ALIGNED_NUMBERS)]
         self.num_bytes = 0
         for slot in dict.fromkeys(self.home.values()):
-            if slot not in self.places and slot not in alone and slot not in given:
+            if slot not in self.places and slot not in apart and slot not in given:
                 shape, _, dtype = tape.memory[slot]
                 self.places[slot] = 1, self.num_bytes
                 self.num_bytes += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT

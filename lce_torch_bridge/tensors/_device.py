@@ -4,8 +4,9 @@ torch's devices as `lce_jax` describes them. Tensors that are dense, their memor
 their numbers: torch itself does not look. Some of its own kernels read freed memory, and a tensor with the negative or
 conjugate bit holds other numbers than its memory.
 
-And the private names of torch that the bridge reads, which are in torch 2.11 and 2.14.1: what no public function tells,
-and what torch's compiler calls for GPUs, because public functions take several times as long, and serve where it lacks.
+And private names of torch, which are in torch 2.11 and 2.14.1: what no public function tells, and what torch's compiler
+calls for GPUs, because public functions take several times as long, and serve where it lacks. The few others that the
+bridge reads stand where they are used: in `_weight`, in `megatron._hooks`, and JAX's in `through_jax._runtime`.
 """
 
 from __future__ import annotations

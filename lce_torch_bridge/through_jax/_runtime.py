@@ -63,9 +63,9 @@ def to_jax(x: torch.Tensor, *, wait: bool = True) -> jax.Array:
         >>> to_jax(torch.arange(3, dtype=torch.int32)).tolist()
         [0, 1, 2]
     """
-    x = _usable(x)
+    x = _for_xla(x)
     with torch.cuda.device(x.get_device()):  # torch exports from its current device only, and JAX may have changed it
-        take = _direct_import(x.device)
+        take = _quick_import(x.device)
         return jax.dlpack.from_dlpack(x) if take is None else take(x, wait=wait)
 
 
@@ -74,7 +74,7 @@ class _Import(Protocol):
 
 
 @functools.cache
-def _direct_import(device: torch.device) -> _Import | None:
+def _quick_import(device: torch.device) -> _Import | None:
     """The function under ``jax.dlpack.from_dlpack``, for a device; None if this version of JAX has another.
 
     ``from_dlpack`` itself costs the host more time than a program, and waits for torch's stream with every tensor.
@@ -121,7 +121,7 @@ def _let_wait(stream: int, device: torch.device) -> None:
         _external(stream, device).wait_event(event)
 
 
-def _usable(x: torch.Tensor) -> torch.Tensor:
+def _for_xla(x: torch.Tensor) -> torch.Tensor:
     """``x`` in a layout that XLA takes."""
     if x.dtype not in DTYPES:
         raise TypeError(f"{x.dtype} does not pass to JAX unchanged; known: {', '.join(map(str, DTYPES))}")
@@ -153,7 +153,10 @@ def forget() -> None:
         torch.cuda.synchronize(device)
     _readers.clear()
     _external.cache_clear()
-    _direct_import.cache_clear()
+    _quick_import.cache_clear()
+
+
+# JAX beside torch in one process
 
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"

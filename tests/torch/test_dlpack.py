@@ -94,15 +94,15 @@ def test_sliced_and_misaligned_operands_give_the_same_bits() -> None:
         assert all(map(torch.equal, out[:3], want[:3]))
 
 
-def test_the_direct_import_and_the_public_one_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_import_and_the_public_one_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = p.draw()
     seeds = p.seeds_like(problem.labels)
-    assert dlpack._direct_import(problem.hidden.device) is not None  # with the version of JAX at hand
+    assert dlpack._quick_import(problem.hidden.device) is not None  # with the version of JAX at hand
     x = torch.arange(12, dtype=torch.int32).view(3, 4)
     direct, public = to_jax(x), jax.dlpack.from_dlpack(x)
     assert (direct.aval, direct.sharding, direct.committed) == (public.aval, public.sharding, public.committed)
     out, grads = p.gradients(problem, seeds)
-    monkeypatch.setattr(dlpack, "_direct_import", lambda _: None)
+    monkeypatch.setattr(dlpack, "_quick_import", lambda _: None)
     want, wanted = p.gradients(problem, seeds)
     assert all(map(torch.equal, (*out[:3], *grads), (*want[:3], *wanted)))
 
@@ -113,7 +113,7 @@ def test_a_version_of_jax_that_imports_otherwise(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("jax._src.lib._jax.dlpack_managed_tensor_to_buffer", refuse)
     monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda x: jnp.asarray(x.numpy()))
-    assert dlpack._direct_import.__wrapped__(torch.device("cpu")) is None
+    assert dlpack._quick_import.__wrapped__(torch.device("cpu")) is None
 
 
 class OnGPU:

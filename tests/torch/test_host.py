@@ -66,7 +66,7 @@ def names(tape: Tape) -> list[str]:
 def test_a_forward_is_five_launches() -> None:
     every = ["prepare", "statistics", "join", "join", "finish"]
     assert names(forward(head())) == every
-    assert set(names(forward(head(num_tokens=4000, rows=4096)))) == {*every, "rows"}  # hidden is copied
+    assert set(names(forward(head(num_tokens=4000, rows=4096)))) == {*every, "copy_rows"}  # hidden is copied
 
 
 def test_a_backward_with_all_of_a_cache_is_five_launches() -> None:

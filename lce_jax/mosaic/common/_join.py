@@ -23,7 +23,7 @@ from lce_jax.mosaic import _operands, _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _tiles
 from lce_jax.mosaic.common._tiles import Parted
-from lce_jax.mosaic.common._tokens import THREADS, along, block_rows
+from lce_jax.mosaic.common._tokens import THREADS, block_rows, on_all_threads
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -109,10 +109,12 @@ def _kernel(
     begin, stop = None, num_parts
     if parted is not None:
         begin, stop = _tiles.tiles_of_group(parted, group, numbers[2], number, num_parts)
-    none = _statistics.of_fields({name: along(getattr(_operands.UNWRITTEN, name), jnp.float32) for name in names})
+    none = _statistics.of_fields(
+        {name: on_all_threads(getattr(_operands.UNWRITTEN, name), jnp.float32) for name in names}
+    )
 
     def load(i: Any) -> ShardStatistics:
-        there, at = along(i) < stop, jnp.maximum(jnp.minimum(i, stop - 1), 0)
+        there, at = on_all_threads(i) < stop, jnp.maximum(jnp.minimum(i, stop - 1), 0)
         found = {name: jnp.where(there, parts[at, f, rows], getattr(none, name)) for f, name in enumerate(names)}
         return _statistics.of_fields(found)
 

@@ -18,7 +18,7 @@ from lce_jax._types import Call
 from lce_jax.mosaic._operands import FLOOR, LOG2E, geometry
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING, live_shape
-from lce_jax.mosaic.common._tokens import THREADS, along, as_int, block_rows, kernel, numbered
+from lce_jax.mosaic.common._tokens import THREADS, as_int, block_rows, kernel, numbered, on_all_threads
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -73,7 +73,7 @@ def _select(
     given, (live, *masses) = refs[:has_held], refs[has_held:]
     block, part = lax.axis_index("rows"), lax.axis_index("part")
     count, stride, always = (numbers[i] for i in range(3))
-    rows, zero = block_rows(block), along(0.0, jnp.float32)
+    rows, zero = block_rows(block), on_all_threads(0.0, jnp.float32)
     tiles = [part * TILES + i for i in range(TILES)]
 
     def put(tile: Any, is_live: Any) -> None:
@@ -88,7 +88,7 @@ def _select(
 
     def some_may_be() -> None:
         # After the last row come numbers that belong to others, of which nothing is made.
-        there = along(block * ROW_BLOCK) + numbered() < count
+        there = on_all_threads(block * ROW_BLOCK) + numbered() < count
         highest, sumexp = (merged[pl.ds((field + i) * stride + block * ROW_BLOCK, THREADS)] for i in range(2))
         of_rows, row_scale = jnp.log(sumexp) * LOG2E, scale[rows]
         holds = _holds(_tile_of(targets[rows]), given, tiles, block)
@@ -98,15 +98,15 @@ def _select(
         ]:
             u = (largest - highest) * row_scale - of_rows  # the logarithm of the tile's largest probability
             # NaN is not below: a row without probabilities makes all tiles live, so that its gradient is NaN as well.
-            is_live = jnp.where(u < math.log2(case.gradient_threshold), along(0), along(1))
+            is_live = jnp.where(u < math.log2(case.gradient_threshold), on_all_threads(0), on_all_threads(1))
             if case.has_floor:  # a row without a column that counts has no gradient, and its u is infinite
-                is_live = jnp.where(sumexp == 0.0, along(0), is_live)
-            is_live = jnp.where(held > 0, along(1), is_live)
-            is_live = jnp.where(along(tile) == always, along(1), is_live)
-            is_live = jnp.max(jnp.where(there, is_live, along(0)))
+                is_live = jnp.where(sumexp == 0.0, on_all_threads(0), is_live)
+            is_live = jnp.where(held > 0, on_all_threads(1), is_live)
+            is_live = jnp.where(on_all_threads(tile) == always, on_all_threads(1), is_live)
+            is_live = jnp.max(jnp.where(there, is_live, on_all_threads(0)))
             put(tile, is_live)
             if of_tile is not None:
-                mass += jnp.where(along(is_live) > 0, zero, jnp.exp2(jnp.minimum(u, 0.0)) * of_tile)
+                mass += jnp.where(on_all_threads(is_live) > 0, zero, jnp.exp2(jnp.minimum(u, 0.0)) * of_tile)
         for ref in masses:
             ref.at[part, rows][...] = jnp.where(there, mass, zero)
 
@@ -120,18 +120,21 @@ def _holds(of_label: Any, given: Sequence[Any], tiles: list[Any], block: Any) ->
     holds = [as_int(of_label == tile) for tile in tiles]
     for held in given:
         of_tiles = (held[jnp.minimum(tile, held.shape[0] - 1), block] for tile in tiles)
-        holds = [label + along(candidate) for label, candidate in zip(holds, of_tiles, strict=True)]
+        holds = [label + on_all_threads(candidate) for label, candidate in zip(holds, of_tiles, strict=True)]
     return holds
 
 
 def _tile_of(column: Any) -> Any:
     """Negative if the column is."""
-    return lax.shift_right_arithmetic(column, along(TILE_N.bit_length() - 1))
+    return lax.shift_right_arithmetic(column, on_all_threads(TILE_N.bit_length() - 1))
 
 
 def _load(maxima: Any, tile: Any, rows: Any) -> tuple[Any, Any]:
     """A tile's largest x and its sum, if they are there; tiles that nothing has visited are padding."""
-    there, at = along(tile) < maxima.shape[0], jnp.minimum(tile, maxima.shape[0] - 1)
+    there, at = on_all_threads(tile) < maxima.shape[0], jnp.minimum(tile, maxima.shape[0] - 1)
     none = FLOOR, 0.0
-    found = [jnp.where(there, maxima[at, i, rows], along(none[i], jnp.float32)) for i in range(min(maxima.shape[1], 2))]
+    found = [
+        jnp.where(there, maxima[at, i, rows], on_all_threads(none[i], jnp.float32))
+        for i in range(min(maxima.shape[1], 2))
+    ]
     return found[0], found[1] if len(found) > 1 else None

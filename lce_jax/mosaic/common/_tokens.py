@@ -1,21 +1,16 @@
-"""The steps of a pass that work on a few numbers per token, as kernels: one thread per token.
+"""The steps of a pass that are no product of tiles, as kernels. For `lce_jax.kernels`: elsewhere XLA compiles them.
 
 prepare        labels, temperatures           ->  what the other kernels need of each token
 finish         statistics                     ->  results (eq. 3), and what the backward needs
 coefficients   what was kept, cotangents      ->  the factors of eq. 4
+per_token      any function of a few numbers per token
+total, copy_rows, copy, scale, zeros          rows of H numbers: dhidden from its sums, copies, a multiple
 
-They are for `lce_jax.kernels`. Elsewhere XLA compiles these steps, from the functions that these bodies call too: the
-mathematics is written once.
+The first four have one thread per token: a block is one warpgroup, whose tokens lie side by side in memory. They call
+the functions that XLA compiles: the mathematics is written once. XLA has another logarithm and another division, so its
+results differ from theirs in the last bit.
 
 A program serves every number of tokens up to its own, R. The caller's arrays have T rows, or `THREADS` if that is more.
-
-What kernels with one thread per token share: a block is one warpgroup, its tokens lie side by side in memory.
-
-Any step on a few numbers per token, as a kernel: one thread per token, rounded as the other kernels round.
-
-XLA has another logarithm and another division, so its results differ from theirs in the last bit.
-
-The steps that move rows of H numbers, as kernels: dhidden from its sums, a tile of the weight copied, a multiple.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ if TYPE_CHECKING:
 THREADS = 128  # of a block, a token each
 
 
-def along(value: Any, dtype: Any = jnp.int32) -> Any:
+def on_all_threads(value: Any, dtype: Any = jnp.int32) -> Any:
     """One number for all threads."""
     return per_thread(jnp.full((THREADS,), value, dtype))
 
@@ -61,7 +56,7 @@ def per_thread(values: Any) -> Any:
 
 def as_int(mask: Any) -> Any:
     """1 where a thread's own is true, else 0."""
-    return jnp.where(mask, along(1), along(0))
+    return jnp.where(mask, on_all_threads(1), on_all_threads(0))
 
 
 def block_rows(block: Any) -> Any:
@@ -155,46 +150,46 @@ def _prepare(case: Call, fields: tuple[int | None, int | None], in_halves: bool,
     (field, floor_field), given = fields, list(refs)
     temperatures: Any = None if field is None else given.pop(0)
     floors: Any = None if floor_field is None else given.pop(0)
-    numbers, targets, scale, holds_target, *ids = given[:1] + given[1 + in_halves :]
-    floor: Any = None if floor_field is None else ids.pop(0)
+    numbers, targets, scale, holds_target, *rest = given[:1] + given[1 + in_halves :]
+    floor: Any = None if floor_field is None else rest.pop(0)
     part, block, shape = lax.axis_index("part"), lax.axis_index("rows"), geometry(case, TILING)
     count, stride, start, vocab_size = (numbers[i] for i in range(4))
     rows, padded = BlockRows.of(block, count), block_rows(block)
 
     def label() -> Any:
-        if not ids:
+        if not rest:
             return labels[rows.here]
         low, high = labels[rows.here, 0], labels[rows.here, 1]
-        return jnp.where((high == 0) & (low >= 0) & (low < vocab_size), low, along(-1))
+        return jnp.where((high == 0) & (low >= 0) & (low < vocab_size), low, on_all_threads(-1))
 
     def target() -> Any:
-        column = label() - along(start)
-        known = (label() >= 0) & (label() < vocab_size)
-        owned = known & (column >= 0) & (column < case.columns)
-        return jnp.where(owned, _place(shape, column), along(-1))
+        column = label() - on_all_threads(start)
+        owned = (label() >= 0) & (label() < vocab_size) & (column >= 0) & (column < case.columns)
+        return jnp.where(owned, _place(shape, column), on_all_threads(-1))
 
     def write() -> None:
         inverse = None if field is None else _logprobs.inverse_of(temperatures[rows.of_field(field, stride)])
         k = LOG2E * float(_logprobs.row_scale(case, None))
         targets.at[rows.here][...] = target()
-        scale.at[rows.here][...] = along(k, jnp.float32) if inverse is None else k * inverse
+        scale.at[rows.here][...] = on_all_threads(k, jnp.float32) if inverse is None else k * inverse
         if floor is not None:
             in_logits = floors[rows.of_field(floor_field, stride)]
             floor.at[rows.here][...] = _logprobs.unscaled_floor(in_logits, _logprobs.row_scale(case, inverse))
-        for ref in ids:
+        for ref in rest:
             ref.at[rows.here][...] = label()
 
     def pad() -> None:
-        targets.at[padded][...] = along(-1)
-        scale.at[padded][...] = along(LOG2E, jnp.float32)
+        targets.at[padded][...] = on_all_threads(-1)
+        scale.at[padded][...] = on_all_threads(LOG2E, jnp.float32)
         if floor is not None:
-            floor.at[padded][...] = along(0.0, jnp.float32)
+            floor.at[padded][...] = on_all_threads(0.0, jnp.float32)
 
     def mark(tile_of_row: Any) -> None:
         pl.when((part == 0) & jnp.logical_not(rows.whole))(pad)
         pl.when((part == 0) & rows.live)(write)
-        tile_of_row[...] = lax.shift_right_arithmetic(lax.cond(rows.live, target, lambda: along(-1)), along(TILE_BITS))
-        holds_target.at[block, block_rows(part)][...] = _held(along(part * THREADS) + numbered(), tile_of_row)
+        place = lax.cond(rows.live, target, lambda: on_all_threads(-1))
+        tile_of_row[...] = lax.shift_right_arithmetic(place, on_all_threads(TILE_BITS))
+        holds_target.at[block, block_rows(part)][...] = _held(on_all_threads(part * THREADS) + numbered(), tile_of_row)
 
     pl.run_scoped(mark, plgpu.SMEM((THREADS,), jnp.int32))
 
@@ -207,15 +202,15 @@ def _held(number: Any, tile_of_row: Any) -> Any:
             found = jnp.where(number == tile_of_row[i * STEP + j], 1, found)
         return found
 
-    return lax.fori_loop(0, THREADS // STEP, step, along(0))
+    return lax.fori_loop(0, THREADS // STEP, step, on_all_threads(0))
 
 
 def _place(shape: Geometry, column: Any) -> Any:
     """`Geometry.place`, in a kernel."""
     if not shape.has_parts:
         return column
-    before = lax.div(jnp.maximum(column, along(0)), along(shape.part_columns))
-    return column + before * along(shape.overhang)
+    before = lax.div(jnp.maximum(column, on_all_threads(0)), on_all_threads(shape.part_columns))
+    return column + before * on_all_threads(shape.overhang)
 
 
 def finish(
@@ -273,7 +268,7 @@ def _finish(
     floors: Any = refs[has_temperature + is_split] if case.has_floor else None
     numbers, _, *results, kept = refs[has_temperature + is_split + case.has_floor :]
     rows, stride = BlockRows.of(lax.axis_index("rows"), numbers[0]), numbers[1]
-    names, nan = _operands.statistic_names(case), along(jnp.nan, jnp.float32)
+    names, nan = _operands.statistic_names(case), on_all_threads(jnp.nan, jnp.float32)
 
     def write() -> None:
         temperature = temperatures[rows.here] if has_temperature else None
@@ -286,7 +281,7 @@ def _finish(
         for first in range(groups, tags.shape[0] if is_split else 0, groups):
             other = tags[first, len(names), rows.here] != tags[0, len(names), rows.here]
             stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
-            labels = jnp.where(other, along(0), labels)  # the result of no label would be 0
+            labels = jnp.where(other, on_all_threads(0), labels)  # the result of no label would be 0
         counts = None if floor is None else _logprobs.without_empty(None, stats.sumexp)
         out = _logprobs.finish(stats, k, labels, counts, vocab_size).outputs
         if megatron:
@@ -336,10 +331,10 @@ def _coefficients(
 
     def pad() -> None:
         for f in range(factors.shape[0]):
-            factors.at[f, padded][...] = along(0.0, jnp.float32)
+            factors.at[f, padded][...] = on_all_threads(0.0, jnp.float32)
 
     def write() -> None:
-        first, zero = 1 + has_temperature + case.has_floor + case.num_candidates, along(0.0, jnp.float32)
+        first, zero = 1 + has_temperature + case.has_floor + case.num_candidates, on_all_threads(0.0, jnp.float32)
         stats = _statistics.of_fields({name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)})
         given = {name: ref[rows.here] for name, ref in zip(names, seeds, strict=True)}
         seed = LogprobOutput(given.get("logprobs", zero), given.get("entropy"), given.get("lse", zero))
@@ -354,7 +349,9 @@ def _coefficients(
         )
         for wrong in wrong_rows(temperature, floor):
             found = _logprobs.without_gradient(found, wrong)
-        there = along(rows.first) + numbered() < numbers[0]  # with few tokens the rows after them hold anything
+        there = (
+            on_all_threads(rows.first) + numbered() < numbers[0]
+        )  # with few tokens the rows after them hold anything
         for f, x in enumerate(jax.tree.leaves(_operands.in_base_2(found))):
             factors.at[f, rows.here][...] = jnp.where(there, x, zero)
 
@@ -370,7 +367,7 @@ def wrong_rows(temperature: Any, floor: Any) -> list[Any]:
 
 def is_wrong(temperature: Any) -> Any:
     """Where there is no such temperature. The kernel language cannot negate a mask."""
-    return jnp.where(scalars.is_temperature(temperature), along(0), along(1)) > 0
+    return jnp.where(scalars.is_temperature(temperature), on_all_threads(0), on_all_threads(1)) > 0
 
 
 def per_token(function: Callable[..., Any], *operands: Any) -> Any:
@@ -441,7 +438,7 @@ def _columns(case: Call, width: int) -> Any:
     return pl.ds(jnp.minimum(lax.axis_index("part") * width, case.hidden_size - width), width)
 
 
-def rows(case: Call, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+def copy_rows(case: Call, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
     """The rows that there are, in the weight's dtype, then rows of zeros as far as any kernel looks beyond the last.
 
     ``numbers``: how many there are.

@@ -1,9 +1,10 @@
 """Hopper GPUs (compute capability 9.0): wgmma from tiles that TMA brings into shared memory.
 
-pipeline    _pipeline.py             tiles of a product: copies, wgmma, the registers of two warpgroups
-statistics  _statistics_epilogue.py  the forward's epilogue: eq. 1 of a tile of logits; the exponentials for a cache
-dlogits     _dlogits_epilogue.py     the backward's: the same tile again, turned into the gradient in the raw products
-two heads   _kl.py, _kl_tile.py      both epilogues of `lce_jax.linear_kl`; the tile that waits for the other head's
+_pipeline.py  tiles of a product: copies, wgmma, the registers of two warpgroups
+_epilogue.py  eq. 1 of a tile of logits, the exponentials for a cache; in the backward the gradient in the raw products
+_kl.py        both epilogues of `lce_jax.linear_kl`; the tile that waits for the other head's
+_machine.py   all of these as a `Machine`
+_tuning.py    the free choices of each kernel
 """
 
 from __future__ import annotations
