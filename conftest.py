@@ -59,10 +59,14 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     return True if "pytest.mark.site" not in collection_path.read_text() else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, saying why."""
+    """Skip what this machine cannot run, saying why, and leave combinations to `make test-all`."""
     import jax
 
+    from tests.pairs import mark_slow
+
+    mark_slow(items)
     count = sum(device.platform == "gpu" for device in jax.devices())
     for item in items:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):

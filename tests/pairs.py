@@ -1,29 +1,30 @@
-"""Parameters of a test in fewer combinations than all: `make test` runs a part that `make test-all` completes."""
+"""Parameters of a test in fewer combinations than all: `make test` runs a part that `make test-all` completes.
+
+A test is in `make test` unless it is marked ``slow``: another one that stays shows the same mechanism. Of one that is
+marked ``fast`` only those combinations stay whose names hold one of the mark's. Of what has several ``parametrize`` as
+many stay as hold each value: the parameters have been tested alone, or with others, elsewhere.
+"""
 
 from __future__ import annotations
 
 import collections
-import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+type Test = Callable[..., None]
 
-def pairs_of(strength: int = 2, **values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrizes with every combination of ``values``; those that add nothing are slow.
 
-    Among the others each value occurs with each value of every other parameter, or with a ``strength`` of 1 each value
-    occurs at all, and with 3 each three values. A mistake needs more than that to go unseen: the parameters have been
-    tested alone, or with others, elsewhere.
-    """
-    everything = list(itertools.product(*(range(len(some)) for some in values.values())))
-    chosen = covering(everything, strength)
-    params = []
-    for places in everything:
-        row = [some[place] for some, place in zip(values.values(), places, strict=True)]
-        params.append(pytest.param(*row, marks=() if places in chosen else pytest.mark.slow))
-    return pytest.mark.parametrize(tuple(values), params, ids=name)
+def combined(**values: Collection[Any]) -> Callable[[Test], Test]:
+    """Parametrizes with every combination of ``values``."""
+
+    def mark(test: Test) -> Test:
+        for parameter, some in values.items():
+            test = pytest.mark.parametrize(parameter, some, ids=name)(test)
+        return test
+
+    return mark
 
 
 def values_of(parameter: str, values: Iterable[Any], *, slow: Collection[Any]) -> pytest.MarkDecorator:
@@ -40,24 +41,38 @@ def name(value: Any) -> str:
     return ", ".join(value) if holds_arrays else str(value)
 
 
-def covering(everything: Sequence[tuple[int, ...]], strength: int) -> set[tuple[int, ...]]:
-    """Some of ``everything``, which hold all groups of ``strength`` places: each time one with most new ones.
+def mark_slow(items: Iterable[pytest.Item]) -> None:
+    """The combinations that `make test` leaves to `make test-all`. A ``fast`` that names none of them says nothing."""
+    tests: dict[str, list[Any]] = collections.defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for some in tests.values():
+        mark = some[0].get_closest_marker("fast")
+        named = [item for item in some if not mark or any(name in item.callspec.id for name in mark.args)] or some
+        kept = covering({item: values_in(item) for item in named}) or named
+        for item in set(some).difference(kept):
+            item.add_marker("slow")
+
+
+def values_in(item: Any) -> tuple[Any, ...]:
+    """Of each ``parametrize``, which values the item has."""
+    axes = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    named = [axis.replace(" ", "").split(",") if isinstance(axis, str) else axis for axis in axes]
+    return tuple(tuple(id(item.callspec.params[name]) for name in names) for names in named)
+
+
+def covering[Key](everything: Mapping[Key, Sequence[Hashable]]) -> set[Key]:
+    """Some keys, whose values are all that there are in each place: each time one with most new ones.
 
     Of several the first whose values are the least used.
     """
-    missing, chosen = {group for one in everything for group in groups(one, strength)}, set()
+    pairs = {key: set(enumerate(values)) for key, values in everything.items()}
+    missing, chosen = set[Any]().union(*pairs.values()), set()
     used = collections.Counter[Any]()
     while missing:
-        best = max(
-            everything,
-            key=lambda one: (len(groups(one, strength) & missing), -sum(used[place] for place in groups(one, 1))),
-        )
-        missing -= groups(best, strength)
-        used.update(groups(best, 1))
+        best = max(pairs, key=lambda key: (len(pairs[key] & missing), -sum(used[pair] for pair in pairs[key])))
+        missing -= pairs[best]
+        used.update(pairs[best])
         chosen.add(best)
     return chosen
-
-
-def groups(places: tuple[int, ...], strength: int) -> set[tuple[tuple[int, int], ...]]:
-    """Every choice of ``strength`` parameters, each with its value's place."""
-    return set(itertools.combinations(enumerate(places), strength))

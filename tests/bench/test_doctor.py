@@ -42,6 +42,7 @@ def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.examine("plain", 1)["failed"].startswith("wrong result: lse is off by 0.0001")
 
 
+@pytest.mark.slow
 def test_other_bits_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = itertools.count()
     compile_jax = doctor.compile_jax

@@ -39,6 +39,7 @@ def test_it_is_what_xla_holds() -> None:
     assert f"compiled   {forward} temporary in a forward's program, {both} in that of both passes" in str(plan)
 
 
+@pytest.mark.fast("gradients_in_forward", "label_smoothing")
 @pytest.mark.parametrize("options", [
     # `test_the_command` has these as well.
     *(pytest.param(x, marks=pytest.mark.slow) for x in ({"k": 4}, {"ids": struct((T, 3), "int32")})),
@@ -84,6 +85,7 @@ def test_devices_that_nothing_names() -> None:
         explain(*CALL, compile="no")
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     head = ["--hidden", "64", "--vocab", "16384", "--tokens", "512", "--device", "cpu", "--compile"]
     assert command.main(head) == 0

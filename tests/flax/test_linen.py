@@ -135,6 +135,7 @@ def losses_of(model):
     return functools.partial(model.apply, method="loss"), stored
 
 
+@pytest.mark.slow
 def test_tied_weight_is_one_parameter_with_the_gradient_of_both_uses():
     model = Model()
     tokens, labels = token_batch()

@@ -28,6 +28,7 @@ from tests.flax_cases import (
 from tests.pairs import values_of
 
 
+@pytest.mark.fast("explicit, sequence")
 @values_of("name", HEADS, slow=["plain", "scale"])
 @pytest.mark.parametrize("mesh_is_given", [pytest.param(False, marks=pytest.mark.slow), True])
 @values_of("kind", MESHES, slow=["explicit", "auto, sequence parallel"])
@@ -72,6 +73,7 @@ def train(variables, loss_function, tokens, labels, steps=3):
     return variables, losses
 
 
+@pytest.mark.slow
 @values_of("sequence_axis", [None, "tensor"], slow=[None])
 @values_of("tied", [False, True], slow=[False])
 def test_training_over_a_mesh_equals_one_device_with_logits(tied, sequence_axis):

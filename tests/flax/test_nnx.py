@@ -55,6 +55,7 @@ def test_logits_are_float32_over_the_true_vocabulary(options):
     assert_trees_close(logits, expected)
 
 
+@pytest.mark.fast("bias")
 @values_of("name", HEADS, slow=["scale"])
 def test_results_are_those_of_its_logits(name):
     head, given = functional(make_head(**HEADS[name])), batch()

@@ -27,6 +27,7 @@ from tests.nnx_heads import Model, functional, fused_loss, make_head, stored_los
 from tests.pairs import values_of
 
 
+@pytest.mark.fast("explicit, sequence")
 @values_of("name", HEADS, slow=["plain", "scale"])
 @pytest.mark.parametrize("mesh_is_given", [False, pytest.param(True, marks=pytest.mark.slow)])
 @values_of("kind", MESHES, slow=["explicit", "auto, sequence parallel"])
@@ -47,6 +48,7 @@ def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given, name):
     assert_same_results(jax.device_get(got), results(functional(make_head(**options)), hidden, labels))
 
 
+@pytest.mark.slow
 @values_of("axis_type", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Explicit])
 def test_data_parallelism_alone(axis_type):
     """A batch split over the mesh, the weight whole on every device."""

@@ -21,11 +21,12 @@ from lce_jax import (
     sharded_linear_cross_entropy,
 )
 from tests import oracle
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.partition_cases import HIDDEN, KINDS, LABELS, H, V, flops, mesh_of, put
 
 
-@pairs_of(1, api=["nnx", "linen"], kind=KINDS)
+@pytest.mark.fast("linen-AxisType.Explicit")
+@combined(api=["nnx", "linen"], kind=KINDS)
 def test_heads_without_axes(api: str, kind: AxisType) -> None:
     """A head that names no axis is partitioned by the annotations of its weight."""
     mesh = mesh_of(kind)
@@ -62,7 +63,7 @@ def test_heads_without_axes(api: str, kind: AxisType) -> None:
     assert compiled.cost_analysis()["flops"] < 1.1 * cost
 
 
-@pairs_of(1, api=["nnx", "linen"], kind=KINDS)
+@combined(api=["nnx", "linen"], kind=KINDS)
 def test_an_initializer_that_says_how_the_weight_is_split(api: str, kind: AxisType) -> None:
     """Its annotation is kept beside ``vocab_axis``, which must name the same axes for the rows."""
     mesh = mesh_of(kind)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import LogprobOutput, TopK, floors, linear_logprobs, linear_topk, masked_logprobs
-from tests.pairs import pairs_of, values_of
+from tests.pairs import combined, values_of
 
 T, H, V = 1000, 64, 300
 NONE = jnp.full(T, -100)  # a label would be in its set, whatever its logit
@@ -36,7 +36,8 @@ def lse_of_largest(hidden: jax.Array, weight: jax.Array, counts: Any, temperatur
     return np.log(np.exp(z).cumsum(-1)[np.arange(T), np.asarray(counts) - 1])
 
 
-@pairs_of(1, dtype=["float32", "bfloat16"], temperature=[0.1, 1.0])
+@pytest.mark.fast("bfloat16-1.0")
+@combined(dtype=["float32", "bfloat16"], temperature=[0.1, 1.0])
 def test_equal_logits_are_all_in_the_set(dtype: str, temperature: float) -> None:
     hidden, weight = head(dtype)
     twice, options = jnp.concatenate([weight, weight]), {"temperature": temperature}
@@ -77,6 +78,7 @@ def test_other_logits_are_not() -> None:
     assert np.mean(np.asarray(kept) == np.sum(probabilities >= 0.1 * probabilities[:, :1], axis=-1)) > 0.99
 
 
+@pytest.mark.slow
 def test_float64() -> None:
     with jax.enable_x64(True):
         hidden, weight = (x.astype("float64") for x in head("float32"))
@@ -120,6 +122,7 @@ def top_of(shape: tuple[int, ...], dtype: str = "float32") -> TopK:
     return TopK(ids, logprobs.astype(dtype), jnp.full(shape, 1.5, dtype))
 
 
+@pytest.mark.fast("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_is_promoted_or_transferred(dtype: str) -> None:
     top, shares = top_of((2, 3), dtype), jnp.array([0.3, 0.5, 0.65], dtype)  # the largest of 1, 2 and 2 tokens

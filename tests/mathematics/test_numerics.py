@@ -195,6 +195,7 @@ def assert_probabilities(out) -> None:
     assert not np.any(np.isnan(jnp.log1p(-jnp.exp(out.logprobs))))
 
 
+@pytest.mark.fast("softcap of")
 @values_of("name", SURE, slow=[*SURE][1:4])
 def test_no_probability_is_above_one(name: str) -> None:
     hidden, weight, labels, temperature, options = draw_sure_rows(**SURE[name])
@@ -212,6 +213,7 @@ def test_no_probability_is_above_one(name: str) -> None:
         assert errors[0] <= 1.1 * errors[1] + 1e-8, field
 
 
+@pytest.mark.slow
 def test_no_probability_is_above_one_where_rows_are_left_out() -> None:
     hidden, weight, labels, _, options = draw_sure_rows()
     where = np.arange(ROWS) % 3 > 0

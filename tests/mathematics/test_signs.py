@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lce_jax import linear_logits, linear_logprobs, linear_topk, masked_logprobs
-from tests.pairs import pairs_of
+from tests.pairs import combined
 
 CALLS, T, H, V, K = 80, 64, 16, 1003, 6  # those of `make test` have 100,000 rows together
 
@@ -37,9 +37,9 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fast("candidates-(0.7, 30.0)-hv", "masked-(-1.3, Array(3., dtype=float32))-vh")
 @pytest.mark.usefixtures("optimized")
-@pairs_of(
-    1,
+@combined(
     function=list(FUNCTIONS),
     scale_and_softcap=[(1.0, None), (0.7, 30.0), (-1.3, jnp.float32(3.0)), (jnp.float32(0.7), None)],
     rest=list(MORE),

@@ -17,7 +17,7 @@ import pytest
 from lce_jax import linear_cross_entropy, linear_logprobs, linear_loss, sharded_linear_logprobs, sharded_linear_loss
 from tests import cases, oracle
 from tests.mathematics.test_numerics import plain
-from tests.pairs import pairs_of
+from tests.pairs import combined
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
@@ -118,7 +118,8 @@ def assert_as_exact_as_stored(problem: Problem, found: Any) -> None:
     assert np.all(ours <= np.maximum(2 * stored, FLOOR)), (ours, stored)
 
 
-@pairs_of(1, name=list(OPTIONS), greedy=[True, False])
+@pytest.mark.fast("array for the scale-True", "cache, threshold-True", "candidates, softcap-False")
+@combined(name=list(OPTIONS), greedy=[True, False])
 def test_gradients(name: str, greedy: bool) -> None:
     problem = draw(greedy, **OPTIONS[name])
     call = functools.partial(linear_logprobs, precision="highest")
@@ -138,7 +139,8 @@ def loss(function: Any, problem: Problem, **more: Any) -> Any:
     return jax.jit(jax.grad(total, argnums=(0, 1)))(problem.hidden, problem.weight)
 
 
-@pairs_of(1, sharded=[False, True], greedy=[True, False])
+@pytest.mark.fast("True-False")
+@combined(sharded=[False, True], greedy=[True, False])
 def test_linear_loss(sharded: bool, greedy: bool) -> None:
     problem, function = draw(greedy), linear_loss
     if sharded:
@@ -150,7 +152,7 @@ def mesh() -> Any:
     return jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-@pairs_of(1, name=["padded vocabulary, cache, threshold", "candidates, softcap"], greedy=[True, False])
+@combined(name=["padded vocabulary, cache, threshold", "candidates, softcap"], greedy=[True, False])
 def test_a_split_vocabulary(name: str, greedy: bool) -> None:
     """Its shards' statistics are merged as those of tiles are."""
     problem = draw(greedy, **OPTIONS[name])
@@ -180,6 +182,7 @@ def test_label_smoothing_and_z_loss() -> None:
         assert oracle.relative_norm(x, exact) <= max(2 * oracle.relative_norm(y, exact), FLOOR)
 
 
+@pytest.mark.slow
 def test_candidates_have_the_logprob_of_a_label() -> None:
     problem = draw(greedy=True, candidates=3)
     options = problem.options | {"candidates": problem.options["candidates"].at[:, 0].set(problem.labels)}
@@ -192,6 +195,7 @@ def test_candidates_have_the_logprob_of_a_label() -> None:
     assert ours <= max(2 * theirs, FLOOR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "softcap", "bias", "candidates"])
 def test_the_smallest_temperatures(name: str) -> None:
     """Below 1e-20 they count as 1e-20. What float32 cannot hold is in no gradient."""

@@ -52,6 +52,7 @@ def test_it_costs_nothing_unless_asked_for() -> None:
     assert "squares" not in local.fields()
 
 
+@pytest.mark.slow
 def test_no_gradient() -> None:
     hidden, weight, labels = operands()
     where = labels != 3

@@ -198,6 +198,7 @@ def test_differences(shards: int) -> None:
         assert (total - 2 * parts[1] + near[0] + near[1]).any(1).all()
 
 
+@pytest.mark.slow
 def test_sketches() -> None:
     """Other tokens are told apart, and roundings of a few bits are not; a narrow or a wide hidden state."""
     for size in (1, 3, 33, 4096):

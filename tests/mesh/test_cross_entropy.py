@@ -14,11 +14,12 @@ from lce_jax import (
     sharded_linear_cross_entropy,
 )
 from tests import cases, oracle
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.sharding_cases import LAYOUTS, B, H, S, V, mesh_of
 
 
-@pairs_of(1, layout=["data 2, tensor 4", "data 4, tensor 2, sequence over tensor"], reduction=["mean", "sum", "none"])
+@pytest.mark.fast("4-none", "tensor-sum")
+@combined(layout=["data 2, tensor 4", "data 4, tensor 2, sequence over tensor"], reduction=["mean", "sum", "none"])
 def test_cross_entropy_over_a_mesh(layout: str, reduction: str) -> None:
     test = cases.case("loss", leading=(B, S), H=H, V=V, labels="foreign", temperature="token", where="some")
     hidden, weight, labels, options, _ = cases.draw(test)

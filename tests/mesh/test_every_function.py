@@ -23,12 +23,13 @@ from tests.mesh.functions import (
     over_named_axes,
     where_operands_are,
 )
-from tests.pairs import pairs_of, values_of
+from tests.pairs import combined, values_of
 
 PARTITIONED = ("Auto", "Explicit", "in_shardings")  # as XLA and the types say: with no more work than when told
 
 
 # Those that are slow differ from others in what does not depend on the function.
+@pytest.mark.fast("named, Auto", "shard_map", "Auto", "Explicit")
 @values_of("place", PLACES, slow=["named, Explicit", "in_shardings", "vmap, Auto", "vmap, Explicit"])
 def test_places(place: str, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
@@ -41,13 +42,12 @@ def test_places(place: str, caplog: pytest.LogCaptureFixture) -> None:
             assert got[function.name].flops < 1.1 * over_named_axes()[function.name].flops
 
 
-@pairs_of(1, function=FUNCTIONS, split=list(SPLITS), kind=[AUTO, EXPLICIT])
+@combined(function=FUNCTIONS, split=list(SPLITS), kind=[AUTO, EXPLICIT])
 def test_splits(function: Function, split: str, kind: AxisType) -> None:
     assert_same(where_operands_are(SPLITS[split], kind, [function])[function.name], function)
 
 
-@pairs_of(
-    1,
+@combined(
     function=FUNCTIONS,
     layout=["tensor 8", "tensor 8, sequence over tensor", "data, sequence over context and tensor",
             "vocabulary over two axes", "data alone"],

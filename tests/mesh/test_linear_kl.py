@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import linear_kl, sharded_linear_kl
 from tests import kl_cases, oracle
 from tests.kl_cases import call, draw, evaluate, expected
-from tests.pairs import pairs_of
+from tests.pairs import combined
 
 PLAIN = call("plain", leading=(4, 8), H=16, G=24, V=128)
 PADDED = call(
@@ -39,8 +39,8 @@ def assert_right(got: Any, want: kl_cases.Expected) -> None:
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[1], want.gradients, strict=True))
 
 
-@pairs_of(
-    1,
+@pytest.mark.fast("padded, jsd")
+@combined(
     layout=[
         (PADDED, (2, 2), {"batch_axes": "data", "sequence_axis": "tensor"}),
         (keeping(PLAIN, 1 << 30), (1, 4), {}),
@@ -56,6 +56,7 @@ def test_from_outside(layout: tuple[kl_cases.Call, tuple[int, int], dict[str, An
     assert_right(got, expected(drawn))
 
 
+@pytest.mark.fast("forward")
 @pytest.mark.parametrize(("shards", "direction"), [(2, "forward"), (4, "jsd")])
 def test_every_shard_holds_the_same_bits(shards: int, direction: str) -> None:
     """Without ``check_vma``, where the cotangent of each shard's copy is its own."""
@@ -75,6 +76,7 @@ def test_every_shard_holds_the_same_bits(shards: int, direction: str) -> None:
     assert_right(evaluate(drawn, lambda *operands, **options: mapped(*operands, **options)[0]), expected(drawn))
 
 
+@pytest.mark.fast("1073741824")
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
 def test_inside_shard_map_with_types(cache_bytes: int) -> None:
     """Each data shard's result has a weight of its own; the teacher's states are typed as varying over the axis."""
@@ -97,6 +99,7 @@ def test_inside_shard_map_with_types(cache_bytes: int) -> None:
     assert_right(evaluate(drawn, mapped), want._replace(kl=want.kl * factor))
 
 
+@pytest.mark.fast("place0", "place2")
 @pytest.mark.parametrize("place", [(P("data"), P("tensor")), (P("data", "tensor"), P("tensor")), (P(), P("data"))])
 def test_weights_with_different_padding_over_explicit_axes(place: tuple[P, P]) -> None:
     """They are gathered."""

@@ -16,7 +16,7 @@ from lce_jax import linear_loss, sharded_linear_loss
 from tests import oracle
 from tests.draws import Draws
 from tests.ops.test_linear_loss import arguments, ppo, two_passes
-from tests.pairs import pairs_of
+from tests.pairs import combined
 
 B, S, H, V = 4, 128, 16, 64
 DRAWS = Draws()
@@ -55,6 +55,7 @@ def assert_same(got: Any, want: Any) -> None:
         assert oracle.relative_norm(x, y) < 5e-6
 
 
+@pytest.mark.fast("Auto")
 @pytest.mark.parametrize(
     ("shape", "axes", "kind"),
     [
@@ -79,7 +80,8 @@ def test_from_outside(shape: tuple[int, int], axes: dict[str, Any], kind: AxisTy
     assert out.logprobs.shape == LABELS.shape
 
 
-@pairs_of(1, check_vma=[True, False], use=["same", "mean", "weighted"], kind=["whole", "gathered"])
+@pytest.mark.fast("False-mean-gathered")
+@combined(check_vma=[True, False], use=["same", "mean", "weighted"], kind=["whole", "gathered"])
 def test_inside_shard_map(check_vma: bool, use: str, kind: str) -> None:
     """Under the types of ``check_vma``, and by the convention of ``psum`` without them.
 

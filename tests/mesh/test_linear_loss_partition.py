@@ -39,6 +39,7 @@ PLACES: dict[str, tuple[P, P, P, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [*PLACES][:1] + [pytest.param(x, marks=pytest.mark.slow) for x in [*PLACES][1:]])
 def test_auto_axes_are_seen_by_xla(place: str, caplog: pytest.LogCaptureFixture) -> None:
     """Value, metrics and all gradients, with the work split as it is when the axes are told; nothing is warned of."""

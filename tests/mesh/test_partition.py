@@ -17,7 +17,7 @@ from lce_jax import (
 from lce_jax.mesh._layout import layout_of_specs
 from tests import oracle
 from tests.mesh.functions import SPLITS
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.partition_cases import (
     HIDDEN,
     KINDS,
@@ -58,6 +58,7 @@ def test_splits_of_operands_split_the_work(split: str, token_shards: int, vocab_
     assert (found.token_shards, found.vocab_axes, found.gather_dim) == (token_shards, vocab_axes, gather_dim)
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("outside", [True, False])
 def test_a_weight_whose_gradient_is_not_to_be_summed(outside: bool) -> None:
     """``reduced={"data"}`` asks for a gradient that stays unreduced over data, inside ``shard_map`` and outside."""
@@ -83,7 +84,8 @@ def test_a_weight_whose_gradient_is_not_to_be_summed(outside: bool) -> None:
     assert oracle.relative_norm(got, want) < 1e-5
 
 
-@pairs_of(1, shape=["no tokens", "no leading dimension", "ragged", "hv", "remat in a scan", "cache"], kind=KINDS)
+@pytest.mark.fast("no tokens", "ragged", "hv", "cache")
+@combined(shape=["no tokens", "no leading dimension", "ragged", "hv", "remat in a scan", "cache"], kind=KINDS)
 def test_shapes_and_transforms(shape: str, kind: AxisType) -> None:
     mesh = mesh_of(kind)
     hidden, weight, labels = HIDDEN, WEIGHT, LABELS

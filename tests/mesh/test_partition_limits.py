@@ -143,6 +143,7 @@ def test_symbolic_shapes_are_refused(symbol: str) -> None:
         jax.export.export(jax.jit(losses.distillation_loss))(logprobs, logprobs, ids)
 
 
+@pytest.mark.slow
 def test_programs_of_a_few_sizes_serve_others() -> None:
     """As the message that refuses symbolic shapes advises."""
 

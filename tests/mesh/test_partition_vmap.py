@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_kl, linear_logprobs, linear_loss, sharded_linear_logprobs
 from tests import oracle
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.partition_cases import HIDDEN, KINDS, LABELS, WEIGHT, mesh_of, put
 
 
@@ -29,6 +29,7 @@ def gradients_of_examples() -> Any:
     return jax.jit(jax.grad(loss_of_example, argnums=(0, 1)))(HIDDEN, WEIGHT, LABELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_vmap_over_weights(kind: AxisType) -> None:
     mesh = mesh_of(kind)
@@ -91,7 +92,8 @@ MESHES: dict[str, tuple[dict[str, AxisType], P]] = {
 }
 
 
-@pairs_of(1, example=list(EXAMPLES), shared=[True, False], mesh=list(MESHES))
+@pytest.mark.fast("cache-True-vocabulary", "linear_loss-False-hidden")
+@combined(example=list(EXAMPLES), shared=[True, False], mesh=list(MESHES))
 def test_examples_over_explicit_axes(example: str, shared: bool, mesh: str) -> None:
     """Each with a dweight of its own, with a weight that they share or of its own."""
     one, (kinds, spec) = EXAMPLES[example], MESHES[mesh]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECONDS = 240
@@ -47,6 +48,7 @@ def check_two_equal_one(folder: pathlib.Path, alone: dict[str, str], pair: list[
         assert np.array_equal(one[name], two[name]), name
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path: pathlib.Path) -> None:
     def devices(count: int) -> dict[str, str]:
         return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import linear_logprobs
 from tests import oracle
 from tests.draws import Draws
-from tests.pairs import pairs_of
+from tests.pairs import combined
 
 B, S, H, V = 2, 8, 16, 64
 MESH = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
@@ -84,7 +84,8 @@ CASES = [
 ]
 
 
-@pairs_of(1, kinds=CASES, check_vma=[True, False], use=["mean", "sliced"])
+@pytest.mark.fast("'labels': 'gathered")
+@combined(kinds=CASES, check_vma=[True, False], use=["mean", "sliced"])
 def test_every_type_gives_the_gradients_of_stored_logits(kinds: dict[str, str], check_vma: bool, use: str) -> None:
     check_gradients(kinds, check_vma, use)
 
@@ -105,6 +106,7 @@ def check_gradients(kinds: dict[str, str], check_vma: bool, use: str) -> None:
         assert oracle.relative_norm(got, true) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_operands_that_differ_over_other_axes(check_vma: bool) -> None:
     """The tokens of the data shards share hidden states and a weight gathered over data, but not labels."""

@@ -25,7 +25,7 @@ from tests.agreement import (
     over_named_axes,
     where_operands_are,
 )
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.sharding_cases import CALLS, LAYOUTS, mesh_of
 
 PLAIN, EVERYTHING = CALLS[0], CALLS[3]
@@ -49,6 +49,7 @@ MANY = {
 }
 
 
+@pytest.mark.fast("vocabulary over two axes")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow if x in MANY else ()) for x in LAYOUTS])
 @pytest.mark.parametrize("test", [pytest.param(PLAIN, marks=pytest.mark.slow), EVERYTHING], ids=str)
@@ -56,12 +57,14 @@ def test_over_named_axes(test: cases.TestCase, layout: str, axis_type: AxisType)
     assert_same(over_named_axes(test, layout, axis_type), on_one_device(test))
 
 
-@pairs_of(1, test=[x for x in CALLS if x not in (PLAIN, EVERYTHING)], layout=LAYOUTS_OF_ALL, axis_type=KINDS)
+@pytest.mark.slow
+@combined(test=[x for x in CALLS if x not in (PLAIN, EVERYTHING)], layout=LAYOUTS_OF_ALL, axis_type=KINDS)
 def test_other_calls_over_named_axes(test: cases.TestCase, layout: str, axis_type: AxisType) -> None:
     assert_same(over_named_axes(test, layout, axis_type), on_one_device(test))
 
 
-@pairs_of(1, test=[EVERYTHING, CALLS[4]], axis_type=KINDS)
+@pytest.mark.fast("floor and everything-AxisType.Explicit")
+@combined(test=[EVERYTHING, CALLS[4]], axis_type=KINDS)
 def test_where_operands_are(test: cases.TestCase, axis_type: AxisType) -> None:
     assert_same(where_operands_are(test, WIDEST, axis_type), on_one_device(test))
 
@@ -85,7 +88,8 @@ def test_explicit_axes_tell_the_batch_and_keep_their_types() -> None:
     assert oracle.value_error(out.logprobs, on_one_device(PLAIN)[0].logprobs) < 2e-6
 
 
-@pairs_of(1, test=CALLS[2:], check_vma=[True, False])
+@pytest.mark.fast("floor and everything")
+@combined(test=CALLS[2:], check_vma=[True, False])
 def test_inside_shard_map(test: cases.TestCase, check_vma: bool) -> None:
     assert_same(inside_shard_map(test, WIDEST, check_vma), on_one_device(test))
 
@@ -138,7 +142,8 @@ def test_gradient_inside_shard_map_follows_jax(check_vma: bool, gathered: bool) 
         assert oracle.relative_norm(got, true) < 1e-5
 
 
-@pairs_of(1, test=CALLS[1:3], check_vma=[True, False])
+@pytest.mark.fast("padding-False")
+@combined(test=CALLS[1:3], check_vma=[True, False])
 def test_shards_agree_bitwise(test: cases.TestCase, check_vma: bool) -> None:
     hidden, weight, labels, options, _ = cases.draw(test)
     where = options.pop("where", None)
@@ -158,6 +163,7 @@ def test_shards_agree_bitwise(test: cases.TestCase, check_vma: bool) -> None:
         assert all(np.array_equal(copies[0], copy) for copy in copies)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_types", [KINDS, KINDS[::-1]], ids=str)
 def test_mixed_axis_types(axis_types: list[AxisType]) -> None:
     with jax.set_mesh(jax.make_mesh((2, 4), ("data", "tensor"), axis_types=tuple(axis_types))):
@@ -165,6 +171,7 @@ def test_mixed_axis_types(axis_types: list[AxisType]) -> None:
     assert_same(got, on_one_device(PLAIN))
 
 
+@pytest.mark.slow
 def test_float64_keeps_its_temperature() -> None:
     mesh = mesh_of("tensor 8", AxisType.Auto)
     with jax.enable_x64(True):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_topk, sharded_linear_topk
 from lce_jax.mesh import _custom_partitioning
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.partition_cases import mesh_of, put
 from tests.sharding_cases import LAYOUTS
 from tests.sharding_cases import mesh_of as mesh_of_layout
@@ -24,7 +24,8 @@ from tests.topk_cases import assert_exact, integers
 HIDDEN, WEIGHT = integers((8, 16), 4096, "float32", H=64)
 
 
-@pairs_of(1, shards=[1, 2, 8], check_vma=[True, False])
+@pytest.mark.fast("2-False", "8-True")
+@combined(shards=[1, 2, 8], check_vma=[True, False])
 def test_inside_shard_map(shards: int, check_vma: bool) -> None:
     """Shards of 13 columns, fewer than k, of which the last has padding alone; every shard returns the same bits."""
     hidden, weight = integers((8, 3), 104, "bfloat16")
@@ -46,6 +47,7 @@ def test_inside_shard_map(shards: int, check_vma: bool) -> None:
     assert_exact(jax.tree.map(lambda x: x[0], every), hidden, weight[:90], 30)
 
 
+@pytest.mark.fast("1.0")
 @pytest.mark.parametrize("scale", [1.0, jnp.float32(0.0)])
 def test_a_cap_and_small_temperatures_over_a_mesh(scale: Any) -> None:
     """The x of the merge are those of the shards: no log-probability is above 0, padding or not."""
@@ -60,6 +62,7 @@ def test_a_cap_and_small_temperatures_over_a_mesh(scale: Any) -> None:
     np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.fast("two axes")
 @pytest.mark.parametrize("layout", ["data, sequence over context and tensor", "vocabulary over two axes"])
 def test_over_a_mesh(layout: str) -> None:
     hidden, weight = integers((4, 8), 128, "float32")
@@ -95,6 +98,7 @@ def test_export_says_what_to_export(caplog: pytest.LogCaptureFixture) -> None:
     assert_exact(jax.export.export(told)(*operands).call(*operands), HIDDEN, WEIGHT, 5)
 
 
+@pytest.mark.slow
 def test_under_vmap() -> None:
     out = jax.jit(jax.vmap(lambda h: linear_topk(h, WEIGHT, 40)))(HIDDEN)
     assert_exact(out, HIDDEN, WEIGHT, 40)

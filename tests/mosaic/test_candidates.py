@@ -22,6 +22,7 @@ CALLS = {
 SOME = {"everything"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_bytes", [0, pytest.param(1 << 28, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in SOME else pytest.mark.slow) for x in CALLS])
 def test_candidates(name: str, cache_bytes: int) -> None:

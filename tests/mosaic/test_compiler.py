@@ -43,6 +43,7 @@ def test_a_plugin_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch)
     assert _compiler.why_not.__wrapped__() == told
 
 
+@pytest.mark.slow
 def test_no_client_of_jax_is_made() -> None:
     code = f"""
 from jax._src import xla_bridge
@@ -82,6 +83,7 @@ def test_other_threads_see_what_they_saw() -> None:
     assert core.jax.Array is jax.Array
 
 
+@pytest.mark.fast("gradient_threshold")
 @pytest.mark.parametrize(
     "changed",
     [

@@ -62,6 +62,7 @@ def statistics(test: Call, hidden: Any, weight: Any, targets: Any) -> Any:
         return jax.jit(lambda operands: mosaic.statistics(operands, case, True)[0])(operands)
 
 
+@pytest.mark.slow
 def test_a_tokens_bits() -> None:
     """Alone, among others, with a part of the tiles in a cache, in several launches: the same."""
     H, V = 64, 4400  # two groups of tiles

@@ -94,6 +94,7 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return kl, gradients[:2]
 
 
+@pytest.mark.fast("mixture, some", "reverse, caps")
 @pytest.mark.parametrize(("test", "generation"), CALLS)
 def test_matches_float64(
     test: Call, generation: Generation, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -135,6 +136,7 @@ def lowered(operands: list[Any], **options: Any) -> str:
     return step.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("direction", ["reverse", pytest.param("jsd", marks=pytest.mark.slow)])
 def test_lowers(direction: str) -> None:

@@ -41,6 +41,7 @@ def lists(live: np.ndarray, sizes: Sizes, contracted: int) -> tuple[Worklist, li
     return of_jax, [Batch(*map(int, batch)) for batch in numbers]
 
 
+@pytest.mark.fast("half", "one row block")
 @pytest.mark.parametrize(
     ("live", "sizes", "contracted"),
     [
@@ -77,6 +78,7 @@ def test_lists_hold_every_live_tile_once(live: np.ndarray, sizes: Sizes, contrac
     assert stop == sizes.tiles
 
 
+@pytest.mark.slow
 def test_each_batch_has_its_share_of_crowded_tiles() -> None:
     """Those of a language model's frequent ids, live in all row blocks, which a batch of their own would hold alone."""
     rng, tiles, blocks, crowded = np.random.default_rng(0), 400, 32, 40

@@ -74,6 +74,7 @@ CALLS = [
 MANY = {(512, 192), (600, 64), (8192, 2880), (4096, 5120), (4096, 2048), (1, 1024)}  # with what others have
 
 
+@pytest.mark.fast("1003-704")
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("T", "H", "V", "options"),
@@ -121,6 +122,7 @@ def test_how_many_kernels_are_compiled(T: int, V: int, cache_bytes: int, kernels
         assert (f"{T}x1024xf32" in text) != in_place
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_64_bit_numbers_outside() -> None:
     with jax.enable_x64(True):
@@ -138,6 +140,7 @@ def test_every_head(H: int, V: int, split: int) -> None:
         lower(T, H, V // split, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_one_shard_with_padded_rows() -> None:
     options = {"vocab_size": 151669, "cache_bytes": 1 << 22, "implementation": "mosaic_gpu"}

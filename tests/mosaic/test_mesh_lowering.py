@@ -10,13 +10,13 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
-from tests.pairs import pairs_of
+from tests.pairs import combined
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
 
-@pairs_of(
-    1,
+@pytest.mark.fast("'tensor', P()", "'bfloat16', True")
+@combined(
     split=[
         ("tensor", PartitionSpec(), "bfloat16", False),  # other shards' parts are added
         (None, PartitionSpec("tensor"), "bfloat16", True),
@@ -97,6 +97,7 @@ def test_results_and_gradients_vary_where_tokens_do(cache_bytes: int) -> None:
     assert varying == [{"data"}] * 7
 
 
+@pytest.mark.slow
 def test_vmap() -> None:
     def objective(hidden, weight, labels):
         out = lce_jax.linear_logprobs(hidden, weight, labels, cache_bytes=1 << 40, implementation="mosaic_gpu")

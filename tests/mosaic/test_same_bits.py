@@ -27,7 +27,7 @@ from lce_torch_bridge.tensors import _padding
 from tests.devices import H200
 from tests.mosaic_calls import MULTIPROCESSORS, call, case_of
 from tests.mosaic_interpreter import races_found
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.torch.as_gpu import emulated
 
 FIELDS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared")
@@ -145,9 +145,9 @@ def test_plans_say_what_holds() -> None:
     assert plan(8 * COLUMNS, 1, implementation="xla").same_bits is None
 
 
+@pytest.mark.fast("softcap': 30.0}-True")
 @pytest.mark.usefixtures("hopper")
-@pairs_of(
-    1,
+@combined(
     options=[{"cache_bytes": 1 << 19}, {"temperature": True, "stats": True}, {"logit_softcap": 30.0}],
     checked=[True, False],
 )

@@ -109,6 +109,7 @@ def of_stored_logits(test: Call, operands: Operands, seeds: list[jax.Array], opt
     return d @ np.asarray(weight, np.float64), np.asarray(jnp.asarray(dweight, test.dtype), np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("test", PARAMETERS, ids=str, indirect=True)
 def test_gradients(test: Call) -> None:
     check(test, case_of(test))

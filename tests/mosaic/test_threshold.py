@@ -141,6 +141,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         yield test
 
 
+@pytest.mark.fast("floor, several")
 @pytest.mark.parametrize("test", PARAMETERS, ids=str, indirect=True)
 def test_live_tiles_alone(test: Call, capfd: pytest.CaptureFixture[str]) -> None:
     case = case_of(test)

@@ -17,6 +17,7 @@ from tests.mosaic.test_lowering import lower
 EVERYTHING = {"stats": True, "logit_softcap": 30.0, "where": True, "temperature": True, "vocab_size": 31990}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("T", "H", "V", "options"),
@@ -35,6 +36,7 @@ def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any]) -> Non
     assert text.count("@mosaic_gpu_v2") == count
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_lowers_over_a_mesh() -> None:
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -69,6 +71,7 @@ def test_one_shard_needs_what_its_forward_kept() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_zero_is_the_same_program() -> None:
     assert lower(4096, 1024, 32000, gradient_threshold=0.0) == lower(4096, 1024, 32000)

@@ -34,6 +34,7 @@ def labels_at_borders(part: int, columns: int) -> jax.Array:
     return jnp.asarray(np.resize(found, T), jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "parts", "columns", "shards"),
     [
@@ -92,6 +93,7 @@ def test_where_tiles_and_groups_lie(V: int, part: int) -> None:
         assert shape.tiles_of(column + 1) == number + 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("tokens", "V", "options"),
@@ -107,6 +109,7 @@ def test_lowering(tokens: int, V: int, options: dict[str, Any]) -> None:
     lower(tokens, 1024, V, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_gradients_know_no_parts() -> None:
     """Their kernels are those of a call without."""

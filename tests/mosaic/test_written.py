@@ -20,7 +20,7 @@ from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests.mosaic.test_interpret import kernels_of
 from tests.mosaic_calls import call, case_of, draw, traced
 from tests.mosaic_interpreter import afresh
-from tests.pairs import pairs_of
+from tests.pairs import combined
 
 # Two tiles, with half an atom after them, with less, which no threshold serves; "hv" takes neither.
 HEADS = [
@@ -31,8 +31,8 @@ HEADS = [
 ]
 
 
-@pairs_of(
-    1,
+@pytest.mark.fast("(520, 'vh', 1e-06)-0-510-True-30", "(512, 'hv', 1e-06)-65536-300-False-None")
+@combined(
     head=HEADS,
     cache_bytes=[0, 1 << 16, 1 << 30],
     true_columns=[None, 200, 300, 510],  # the first tile, the second, nearly all

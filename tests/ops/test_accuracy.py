@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from lce_jax import linear_logprobs, sharded_linear_logprobs
-from tests.pairs import pairs_of, values_of
+from tests.pairs import combined, values_of
 
 T, H, V = 640, 8, 1600
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ def from_logits(hidden, weight, labels, where=None, vocab_size=V, logit_scale=1.
     return np.asarray(correct if where is None else correct & where)
 
 
-@pairs_of(1, name=list(OPTIONS), with_where=[True, False])
+@combined(name=list(OPTIONS), with_where=[True, False])
 def test_equals_stored_logits(name: str, with_where: bool) -> None:
     options = OPTIONS[name]
     hidden, weight, labels, where = draw(**options)

@@ -20,6 +20,7 @@ def test_beside_a_traced_scale_and_softcap(options: dict[str, float]) -> None:
     assert_same(evaluate(PLAIN, **traced), evaluate(PLAIN, **options))
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("bias_batched", [False, True])
 def test_under_vmap(bias_batched: bool) -> None:
     hidden, weight, labels, options, _ = cases.draw(PLAIN)

@@ -23,6 +23,7 @@ CALLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_candidate_is_the_label() -> None:
     """Its log-probability is the label's, in values and in gradients, also where it is drawn beside other ids."""
     hidden, weight, labels, _, _ = cases.draw(cases.case("label", leading=(40,), H=32, V=1100))
@@ -39,6 +40,7 @@ def test_a_candidate_is_the_label() -> None:
     assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(got[1], want[1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 8])
 def test_every_shard_holds_the_same_bits(shards: int) -> None:
     test = cases.case("shards", leading=(24,), V=1096, K=6)
@@ -106,6 +108,7 @@ def test_under_vmap(test: cases.TestCase) -> None:
     assert_same((out, (dhidden, jnp.sum(dweight, axis=0))), on_one_device(test))
 
 
+@pytest.mark.fast("softcap")
 @pytest.mark.parametrize("options", [{"logit_scale": -1.3}, {"logit_scale": 1.3, "logit_softcap": 4.0}], ids=str)
 def test_traced_scale_and_softcap(options: dict[str, float]) -> None:
     traced = {name: jnp.float32(value) for name, value in options.items()}

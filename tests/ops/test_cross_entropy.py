@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_cross_entropy, sharded_linear_cross_entropy
 from tests import cases, oracle
-from tests.pairs import pairs_of
+from tests.pairs import combined
 
 TEST = cases.case("loss", leading=(4, 6), H=16, V=96)
 
@@ -26,8 +26,7 @@ def definition(hidden, weight, labels, where, label_smoothing, z_loss, temperatu
     return jnp.where(where, loss, 0)
 
 
-@pairs_of(
-    1,
+@combined(
     reduction=["mean", "sum", "none"], label_smoothing=[0.0, 0.1], z_loss=[0.0, 1e-2],
     masked=["none", "where", "ignore_index", "both"],
 )  # fmt: skip
@@ -86,6 +85,7 @@ def test_smoothing_with_a_softcap() -> None:
     assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(got[1], want[1], strict=True))
 
 
+@pytest.mark.slow
 def test_smoothing_sees_hidden_as_the_products_do() -> None:
     """A float32 hidden beside a bfloat16 weight is rounded for the mean logit too."""
     hidden, weight, labels, _, _ = cases.draw(TEST)
@@ -136,6 +136,7 @@ def test_ignore_index_matches_its_value_not_its_bits(dtype: type, library) -> No
     assert np.isclose(counted, np.log(300) * inside.mean())
 
 
+@pytest.mark.slow
 def test_rows_left_out_may_hold_anything() -> None:
     hidden, weight, labels, _, _ = cases.draw(TEST)
     live = jnp.arange(24).reshape(4, 6) % 3 != 0
@@ -174,6 +175,7 @@ def test_labels_of_a_small_type_with_ignore_index() -> None:
     assert np.isclose(loss, np.log(100))
 
 
+@pytest.mark.fast("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_traced_z_loss_is_the_number_and_has_a_gradient(dtype: jnp.dtype) -> None:
     hidden, weight, labels, _, _ = cases.draw(TEST)
@@ -196,6 +198,7 @@ def test_a_traced_z_loss_is_the_number_and_has_a_gradient(dtype: jnp.dtype) -> N
     assert loss._cache_size() == 2  # one float32, one float64: the value compiles nothing
 
 
+@pytest.mark.slow
 def test_z_loss_of_each_example_under_vmap() -> None:
     hidden, weight, labels, _, _ = cases.draw(TEST)
     penalties = jnp.asarray([0.0, 1e-3, 1e-2, 0.1])
@@ -206,6 +209,7 @@ def test_z_loss_of_each_example_under_vmap() -> None:
     assert np.allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.fast("traced")
 @pytest.mark.parametrize("normalizer", ["number", "traced"])
 def test_micro_batches_add_up_to_the_mean_of_all(normalizer: str) -> None:
     hidden, weight, labels, _, _ = cases.draw(TEST)

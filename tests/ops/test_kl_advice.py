@@ -31,6 +31,7 @@ def test_what_the_message_on_columns_says_is_right() -> None:
     right(draw(call("columns", V=40, teachers_columns=32, vocab_size=30)))
 
 
+@pytest.mark.fast("softcap")
 @pytest.mark.parametrize("name", OF_THE_STUDENT)
 def test_what_the_message_on_scale_and_cap_says_is_right(name: str) -> None:
     """Both of its lines, and a number of the teacher's own."""

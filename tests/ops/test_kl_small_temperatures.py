@@ -20,7 +20,7 @@ import pytest
 
 from lce_jax import linear_kl, sharded_linear_kl
 from tests.kl_cases import Drawn, expected
-from tests.pairs import pairs_of
+from tests.pairs import combined
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
@@ -123,17 +123,20 @@ def assert_as_exact_as_stored(drawn: Drawn, shards: int) -> None:
     assert (ours <= np.maximum(2 * theirs, floor)).all(), ours / np.maximum(theirs, floor)
 
 
-@pairs_of(1, direction=["forward", "reverse", "jsd"], softcap=[None, 3.0], models=[*MODELS])
+@pytest.mark.fast("reverse-3.0-peaked")
+@combined(direction=["forward", "reverse", "jsd"], softcap=[None, 3.0], models=[*MODELS])
 def test_gradients(direction: str, softcap: float | None, models: str) -> None:
     assert_as_exact_as_stored(draw(models, direction, softcap), 1)
 
 
-@pairs_of(1, split=[("forward", 2), ("reverse", 4), ("jsd", 2)], models=["random", "near, peaked"])
+@pytest.mark.fast("('reverse', 4)-near")
+@combined(split=[("forward", 2), ("reverse", 4), ("jsd", 2)], models=["random", "near, peaked"])
 def test_a_split_vocabulary(split: tuple[str, int], models: str) -> None:
     direction, shards = split
     assert_as_exact_as_stored(draw(models, direction, 3.0 if shards == 2 else None), shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("direction", "models", "temperature"),
     [("reverse", "random", 1e-3), ("jsd", "random", 1e-1), ("jsd", "peaked", 1.0)],

@@ -15,7 +15,7 @@ from lce_jax import linear_kl
 from lce_jax.xla import _kl
 from tests import kl_cases, oracle
 from tests.kl_cases import call, draw, evaluate, expected
-from tests.pairs import pairs_of, values_of
+from tests.pairs import combined, values_of
 
 
 def assert_right(got: Any, want: kl_cases.Expected, operands: Any) -> None:
@@ -35,6 +35,7 @@ def test_matches_float64(test: kl_cases.Call) -> None:
     assert_right(evaluate(drawn), expected(drawn), drawn.student)
 
 
+@pytest.mark.fast("(7, 50)")
 @values_of("tile", [(1, 1), (7, 50), (23, 113), (24, 16)], slow=[(1, 1), (24, 16)])
 def test_any_tiling(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of tokens that overlap, and that hold no row that counts; a remainder of the vocabulary, or none."""
@@ -44,6 +45,7 @@ def test_any_tiling(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> N
     assert_right(evaluate(drawn), expected(drawn), drawn.student)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_models_far_apart(direction: str) -> None:
     """Logits in the hundreds, of which both softmaxes make one-hots: as near to float64 as stored float32 logits are.
@@ -69,6 +71,7 @@ def test_models_far_apart(direction: str) -> None:
     assert all(a <= 4 * b for a, b in zip(errors(got), errors(plain), strict=True))
 
 
+@pytest.mark.slow
 def test_huge_logits_are_finite() -> None:
     drawn = draw(call("huge", V=600, spread=1e4))
     for direction in ("forward", "reverse", "jsd"):
@@ -77,6 +80,7 @@ def test_huge_logits_are_finite() -> None:
     assert abs(float(jnp.max(kl)) - math.log(2)) < 4e-3  # disjoint one-hots; logits of 3e4 round to 2e-3
 
 
+@pytest.mark.slow
 @values_of("direction", ["forward", "reverse", "jsd"], slow=["forward"])
 def test_equal_heads(direction: str) -> None:
     """Divergence and gradient are rounding, beside probabilities that sum to 1."""
@@ -146,7 +150,8 @@ def test_a_traced_beta_and_its_ends() -> None:
         assert oracle.relative_norm(got, want) < 2e-6
 
 
-@pairs_of(1, direction=["forward", "reverse", "jsd"], softcap=[None, 3.0])
+@pytest.mark.fast("reverse-3.0")
+@combined(direction=["forward", "reverse", "jsd"], softcap=[None, 3.0])
 def test_padding_temperatures(direction: str, softcap: float | None) -> None:
     """A row at 1e-8 without a cotangent adds nothing to the gradients, and one with a cotangent keeps to itself."""
     cap = {"logit_softcap": softcap, "teacher_logit_softcap": "same"}
@@ -189,6 +194,7 @@ def test_a_jsd_is_exact_to_its_ends(beta: float) -> None:
     assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(gradients, want.gradients, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("beta", "direction", "factor"), [(1e-30, "forward", 1e-30), (1 - 2**-50, "reverse", 2**-50)])
 def test_the_ends_of_a_jsd_are_divergences(beta: float, direction: str, factor: float) -> None:
     drawn = draw(call("ends", leading=(40,), V=300))
@@ -229,6 +235,7 @@ def test_the_teacher_has_no_gradient_and_a_second_derivative_is_refused() -> Non
         jax.hessian(lambda h: linear_kl(h, weight, *teacher).sum())(hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "direction"), [(True, "forward"), (False, "jsd")])
 def test_memory(where: bool, direction: str) -> None:
     """No array of T x V; the temporary bytes are tiles, and do not grow with the vocabulary."""
@@ -253,7 +260,7 @@ def test_memory(where: bool, direction: str) -> None:
     assert of_more <= held + (2 << 20)
 
 
-@pairs_of(1, direction=["forward", "reverse", "jsd"], lowest=[-jnp.inf, -3e38])
+@combined(direction=["forward", "reverse", "jsd"], lowest=[-jnp.inf, -3e38])
 def test_ids_that_both_biases_rule_out(direction: str, lowest: float) -> None:
     drawn = draw(call("ruled out", bias=True, temperature=True, direction=direction))
     out = jnp.arange(104) % 3 == 1

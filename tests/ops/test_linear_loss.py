@@ -92,6 +92,7 @@ CASES = [
 
 
 # Those that are slow have a half of what another one has.
+@pytest.mark.fast("float32 hidden", "everything", "a shorter last chunk", "no row counts", "no tokens")
 @values_of(
     "test", CASES, slow=[test for test in CASES if test.name in ("one chunk", "equal chunks", "every row counts")]
 )
@@ -119,6 +120,7 @@ def test_gradients_against_the_oracle(dtype: str) -> None:
         assert oracle.relative_norm(x, y) < {"float32": 1e-6, "bfloat16": 1.7e-3}[dtype]
 
 
+@pytest.mark.slow
 def test_the_results_are_those_of_linear_logprobs_and_carry_no_gradient() -> None:
     hidden, weight, labels, options, _ = cases.draw(
         cases.case("x", leading=(3, 100), where="some", stats=True, temperature="token", labels="foreign")
@@ -137,6 +139,7 @@ def test_the_results_are_those_of_linear_logprobs_and_carry_no_gradient() -> Non
     assert not np.asarray(gradient).any()
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("where", [None, "some"])
 def test_what_the_loss_closes_over(where: str | None) -> None:
     """Traced numbers have their gradients, integers and known arrays take part."""
@@ -187,6 +190,7 @@ def test_another_cotangent() -> None:
     np.testing.assert_array_equal(pull(2.0)[0], pull(jnp.float32(2))[0])  # JAX takes a Python number too
 
 
+@pytest.mark.slow
 def test_vmap_over_tokens_and_over_weights() -> None:
     hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(3, 130)))
     args, weights = arguments(labels), jnp.stack([weight, 2 * weight, -weight])
@@ -227,6 +231,7 @@ def one_pass(*args: Any) -> Any:
     return linear_loss(*args, chunk_bytes=1)[0]
 
 
+@pytest.mark.fast("grad of jit", "checkpoint", "scan", "leaks")
 @pytest.mark.parametrize("how", ["grad of jit", "eager", "checkpoint", "scan", "leaks"])
 def test_transformations(how: str) -> None:
     def gradient(of: Any) -> Any:
@@ -255,6 +260,7 @@ def live_programs() -> int:
     return len(jax.devices()[0].client.live_executables())
 
 
+@pytest.mark.slow
 def test_calls_outside_jit_keep_a_program_as_long_as_its_loss_fn_lives() -> None:
     """One of each kind; none of a loss_fn that is gone."""
     hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))

@@ -20,7 +20,7 @@ from tests import oracle
 from tests.draws import Draws
 from tests.mesh.test_linear_loss import HIDDEN, LABELS, WEIGHT, assert_same, mesh_of
 from tests.ops.test_linear_loss import two_passes
-from tests.pairs import pairs_of
+from tests.pairs import combined
 
 SHAPE = LABELS.shape
 REAL, IMAGINARY = Draws(1).normal(2, *SHAPE)
@@ -59,7 +59,8 @@ def expected(kind: str, how: str) -> Any:
 OPTIONS: dict[str, Any] = {"chunk_bytes": 1, "precision": "highest"}
 
 
-@pairs_of(kind=[*KINDS], how=["argument", "closure"], place=["one device", "Auto"])
+@pytest.mark.fast("keys-closure-Auto", "complex-argument-one")
+@combined(kind=[*KINDS], how=["argument", "closure"], place=["one device", "Auto"])
 def test_under_jit(kind: str, how: str, place: str) -> None:
     x = KINDS[kind] if how == "argument" else KINDS[kind][0, 0]
 
@@ -87,6 +88,7 @@ def test_over_a_mesh(kind: str, axis_type: AxisType) -> None:
     assert_same(got, expected(kind, "argument"))
 
 
+@pytest.mark.fast("complex")
 @pytest.mark.parametrize("kind", KINDS)
 def test_inside_shard_map(kind: str) -> None:
     """Gathered, and so typed as varying over the vocabulary's axis."""

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import linear_logits, masked_logprobs
 from lce_jax.xla import _logits
 from tests import cases, oracle
-from tests.pairs import pairs_of, values_of
+from tests.pairs import combined, values_of
 
 CALLS = [
     cases.case("plain", K=5),
@@ -85,6 +85,7 @@ def test_matches_float64(test: cases.TestCase) -> None:
     check(test)
 
 
+@pytest.mark.fast("everything")
 @values_of("test", CALLS, slow=[test for test in CALLS if test.name not in ("ragged", "everything", "bfloat16")])
 def test_chunks(test: cases.TestCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_logits, "GATHERED_BYTES", 3000)
@@ -123,7 +124,8 @@ def test_ids_that_all_data_shards_share(axis_name: str | None) -> None:
     assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(gradients, wanted, strict=True))
 
 
-@pairs_of(1, shards=[8, 2, 1], check_vma=[True, False])
+@pytest.mark.fast("8-True", "2-False")
+@combined(shards=[8, 2, 1], check_vma=[True, False])
 def test_inside_shard_map(shards: int, check_vma: bool) -> None:
     test = cases.case("shards", leading=(8, 3), V=104, K=6, temperature="token", logit_softcap=3.0, bias="float32")
     operands, ids, seed, options = call(test)
@@ -218,6 +220,7 @@ def test_memory_and_determinism() -> None:
     assert not any(dims.startswith(f"{T},{K},") for dims in shapes)
 
 
+@pytest.mark.slow
 def test_sampling_mask_of_skyrl() -> None:
     """SkyRL's masked log-probability: log_softmax of the stored logits with -inf outside the set, at the label."""
     (hidden, weight), ids, _, _ = call(cases.case("skyrl", leading=(2, 30), H=64, V=1500, K=40))

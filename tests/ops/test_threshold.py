@@ -79,6 +79,7 @@ def test_every_entry_takes_it() -> None:
     assert empty.dropped_mass.shape == (0,)
 
 
+@pytest.mark.fast("Explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_over_a_mesh(kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind, kind))

@@ -16,7 +16,7 @@ from lce_jax import linear_logprobs, linear_topk, sharded_linear_topk
 from lce_jax.mathematics import _largest
 from lce_jax.xla import _topk
 from tests import cases, oracle
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.topk_cases import assert_exact, integers
 
 CALLS = {
@@ -93,7 +93,8 @@ def test_equal_logits_come_by_id(V: int, k: int, dtype: str) -> None:
     assert_exact(out, hidden, weight, k)
 
 
-@pairs_of(1, scale=[-3.0, 3.0, 0.0], softcap=[1.0, None])
+@pytest.mark.slow
+@combined(scale=[-3.0, 3.0, 0.0], softcap=[1.0, None])
 def test_order_is_that_of_the_products(scale: float, softcap: float | None) -> None:
     """Also where the cap makes 1.0 of most logits, with a bias, and with a scale and a cap that are traced."""
     hidden, weight = integers(9, 700, "float32")
@@ -115,6 +116,7 @@ def test_padding_never_wins() -> None:
         assert_exact(linear_topk(hidden, weight, k, vocab_size=600), hidden, weight[:600], k)
 
 
+@pytest.mark.slow
 def test_order_does_not_depend_on_the_temperature() -> None:
     hidden, weight, *_ = cases.draw(cases.case("plain", leading=(16,), V=800, spread=5.0))
     ids = [linear_topk(hidden, weight, 64, temperature=temperature).ids for temperature in (1.0, 0.01, 37.0)]
@@ -122,7 +124,7 @@ def test_order_does_not_depend_on_the_temperature() -> None:
     assert np.array_equal(ids[0], ids[2])
 
 
-@pairs_of(1, scale=[-1.3, 0.0, 2.0], softcap=[None, 4.0])
+@combined(scale=[-1.3, 0.0, 2.0], softcap=[None, 4.0])
 def test_traced_scale_and_softcap(scale: float, softcap: float | None) -> None:
     hidden, weight, *_ = cases.draw(cases.case("plain", V=300))
     given = {"logit_scale": scale} | ({} if softcap is None else {"logit_softcap": softcap})
@@ -144,6 +146,7 @@ def test_a_traced_temperature_of_zero_stays_in_its_row() -> None:
     assert oracle.value_error(np.asarray(out.logprobs)[~wrong], np.asarray(want.logprobs)[~wrong]) < 1e-6
 
 
+@pytest.mark.slow
 def test_peaked_rows_and_large_logits() -> None:
     """exp(logprobs) is a distribution: none is above 1, also where one token has all the probability."""
     hidden, weight, labels, _, _ = cases.draw(cases.case("peaked", leading=(64,), V=3000, spread=300.0))
@@ -177,6 +180,7 @@ def test_groups_reduce_what_a_selection_sees() -> None:
     assert _largest.plan(600, 512)[1] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [False, True])
 def test_memory(where: bool) -> None:
     """No array of T x V: the logits of a chunk of tokens, and what is selected from them."""

@@ -75,6 +75,7 @@ def assert_same(got: Any, want: Any, dtype: str = "float32") -> None:
         assert oracle.relative_norm(gradient, other) < GRADIENT[dtype]
 
 
+@pytest.mark.fast("scale 0", "softcap beside", "both")
 @pytest.mark.parametrize("name", CALLS)
 def test_equals_the_number(name: str) -> None:
     call, arrays, numbers = draw(name)
@@ -83,6 +84,7 @@ def test_equals_the_number(name: str) -> None:
     assert_same(got, want, dict(CALLS[name][0]).get("dtype", "float32"))
 
 
+@pytest.mark.slow
 def test_over_tiles_of_tokens_and_vocabulary_and_eagerly() -> None:
     call, arrays, numbers = draw("both", leading=(640,), V=1100)
     want = fixed(call, arrays, numbers)
@@ -107,6 +109,7 @@ def test_one_program_for_all_numbers_and_no_gradient() -> None:
     assert jax.grad(loss, argnums=(0, 1))(0.5, 3.0) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_of_each_example_under_vmap() -> None:
     hidden, weight, labels, _, _ = cases.draw(cases.case("vmap", leading=(3, 8)))
     scales, caps = jnp.asarray([0.5, -1.0, 2.0]), jnp.asarray([2.0, 3.0, 4.0])
@@ -122,6 +125,7 @@ def test_of_each_example_under_vmap() -> None:
         assert all(oracle.relative_norm(a[i], b) < 2e-6 for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.fast("sharded-both", "jit, explicit")
 @pytest.mark.parametrize(
     ("how", "name"),
     [("sharded", "both"), ("sharded, explicit", "both"), ("jit, auto", "scale below 0"), ("jit, explicit", "both")],
@@ -141,6 +145,7 @@ def test_over_a_mesh(how: str, name: str) -> None:
     assert_same(got, want)
 
 
+@pytest.mark.fast("False")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma: bool) -> None:
     hidden, weight, labels, _, _ = cases.draw(cases.case("shard_map", leading=(16,), V=128, spread=3.0))

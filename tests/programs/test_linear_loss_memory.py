@@ -33,6 +33,7 @@ def compiled_step(tokens: int, chunk_bytes: int, where: bool = False, factor: fl
     return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("where", [False, True])
 def test_memory_follows_the_chunk_not_the_tokens(where: bool) -> None:
     chunk_bytes = 512 * 8192 * 4
@@ -132,6 +133,7 @@ def of_the_outputs(hidden, weight, labels, **options):
     return linear_loss(lambda logprob, entropy, lse: logprob + entropy + lse, hidden, weight, labels, **options)[:1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("T", "H", "V", "options"),

@@ -16,13 +16,16 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import explain, linear_cross_entropy, sharded_linear_cross_entropy
 from lce_jax.programs import _token_chunks
 from tests.mesh.test_linear_loss import BIAS, HIDDEN, LABELS, WEIGHT, WHERE, assert_same, mesh_of
-from tests.pairs import pairs_of, values_of
+from tests.pairs import combined, values_of
 
 GIB = 1 << 30
 T, H, V = 32768, 4096, 151936  # a full cache has 9.3 GiB, dweight in float32 2.3
 STRUCTS = tuple(map(jax.ShapeDtypeStruct, ((T, H), (V, H), (T,)), ("bfloat16", "bfloat16", "int32")))
 
 
+@pytest.mark.fast(
+    "True-4294967296-options1", "options2", "options3", "options4", "options6", "options7", "options8", "options9"
+)
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("expected", "cache_bytes", "options"),
@@ -113,6 +116,7 @@ def step(function: Any, **options: Any) -> Any:
 GIVEN = HIDDEN, WEIGHT, BIAS, jnp.float32(1e-2), jnp.float32(77.0), LABELS, WHERE
 
 
+@pytest.mark.fast("divided")
 @values_of(
     "options",
     [{}, {"divided": False}, {"reduction": "sum", "temperature": 0.7}, {"divided": False, "logit_softcap": 2.0}],
@@ -126,6 +130,7 @@ def test_the_same_loss(options: dict[str, Any], forced: Any) -> None:
     assert_same(*found)
 
 
+@pytest.mark.slow
 def test_calls_outside_jit_compile_once(forced: Any) -> None:
     forced(True)
     run, compiled = step(linear_cross_entropy, divided=False), []
@@ -138,6 +143,7 @@ def test_calls_outside_jit_compile_once(forced: Any) -> None:
     assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, first, again)))
 
 
+@pytest.mark.slow
 def test_labels_of_64_bits_are_clamped(forced: Any) -> None:
     """JAX would wrap NumPy's: 2³² + 3 would become 3."""
     found = []
@@ -148,7 +154,8 @@ def test_labels_of_64_bits_are_clamped(forced: Any) -> None:
     assert float(found[0]) == pytest.approx(float(found[1]))
 
 
-@pairs_of(1, kind=[AxisType.Auto, AxisType.Explicit], divided=[True, False])
+@pytest.mark.fast("Explicit-False")
+@combined(kind=[AxisType.Auto, AxisType.Explicit], divided=[True, False])
 def test_on_a_mesh(kind: AxisType, divided: bool, forced: Any) -> None:
     """By types or by XLA, and by names."""
     forced(False)

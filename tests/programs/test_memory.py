@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_logprobs, sharded_linear_logprobs
-from tests.pairs import pairs_of
+from tests.pairs import combined
 
 T, H, V = 4096, 512, 65536
 SHAPE = re.compile(r"\b(?:pred|[suf]\d+|bf16)\[([\d,]+)\]")
@@ -36,7 +36,7 @@ def structs(T: int = T, dtype: str = "float32"):
 PASSES = {"forward": call, "value_and_grad": jax.value_and_grad(call, argnums=(0, 1))}
 
 
-@pairs_of(1, name=["value_and_grad", "forward"], dtype=["float32", "bfloat16"])
+@combined(name=["value_and_grad", "forward"], dtype=["float32", "bfloat16"])
 def test_temporary_memory_under_an_eighth_of_the_logits(name: str, dtype: str) -> None:
     args = structs(dtype=dtype)
     compiled = jax.jit(PASSES[name]).lower(*args).compile()
@@ -45,6 +45,7 @@ def test_temporary_memory_under_an_eighth_of_the_logits(name: str, dtype: str) -
     assert largest_array(compiled) < T * V
 
 
+@pytest.mark.fast("value_and_grad")
 @pytest.mark.parametrize("name", PASSES)
 def test_with_rows_left_out(name: str) -> None:
     compiled = jax.jit(PASSES[name]).lower(*structs(), jax.ShapeDtypeStruct((T,), bool)).compile()
@@ -63,6 +64,7 @@ def test_the_search_finds_logits_where_they_are_stored() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes >= T * V * 4
 
 
+@pytest.mark.fast("tensor")
 @pytest.mark.parametrize("sequence_axis", [None, "tensor"])
 def test_no_shard_holds_its_logits(sequence_axis: str | None) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

@@ -33,6 +33,7 @@ def kernels(traced: Any, *platforms: str) -> int:
     return len(re.findall(r"@mosaic_gpu", text))
 
 
+@pytest.mark.fast("implementation")
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("options", [{}, {"cache_bytes": 1 << 20, "implementation": "mosaic_gpu"}], ids=str)
 def test_a_program_for_another_platform_is_refused(options: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import linear_cross_entropy, rows
 from tests import oracle
 from tests.packed_cases import MISFITS, PACKED, REFUSED, WITHOUT_SEGMENTS, Packed, is_nothing, part_of_rank
-from tests.pairs import pairs_of, values_of
+from tests.pairs import combined, values_of
 
 
 def ways(name: str) -> list[dict[str, Any]]:
@@ -37,6 +37,7 @@ def test_next_tokens(name: str) -> None:
         assert np.array_equal(predicted, firsts)
 
 
+@pytest.mark.fast("7")
 @pytest.mark.parametrize("steps", [2, 7])
 def test_tokens_further_ahead(steps: int) -> None:
     """Those of multi-token prediction, masks with them, and results back at the tokens."""
@@ -69,7 +70,8 @@ def test_rows_of_a_batch() -> None:
     ]
 
 
-@pairs_of(1, layout=["zigzag", "contiguous"], lengths=[[12], [12, 0, 24]])
+@pytest.mark.fast("zigzag-[12]")
+@combined(layout=["zigzag", "contiguous"], lengths=[[12], [12, 0, 24]])
 def test_ranks(lengths: list[int], layout: Any) -> None:
     packed, offsets = Packed(lengths), Packed(lengths).cu_seqlens
     said = {"layout": layout, "cu_seqlens": None if len(lengths) == 1 else offsets}
@@ -201,6 +203,7 @@ def test_a_fill_of_bfloat16() -> None:
     assert rows.next_values(jnp.ones(2), fill=fill).tolist() == [1.0, 0.5]
 
 
+@pytest.mark.slow
 def test_no_implicit_transfers() -> None:
     """Eagerly, with numbers of Python and offsets of NumPy too."""
     x, ids, ends, begins = KINDS[0], KINDS[1] // 5, jnp.array([0, 5, 9]), np.array([0, 8, 12])

@@ -39,6 +39,7 @@ def call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **opt
     return LogprobOutput(out.logprobs * 1, *out[1:])  # so that the graph holds more than the operator
 
 
+@pytest.mark.fast("candidates")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options))
 def test_fullgraph(options: dict[str, Any]) -> None:
     problem = p.draw()
@@ -69,6 +70,7 @@ def test_dynamic_counts_of_tokens_compile_one_graph() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize(("differentiated", "dynamic"), [(True, None), (False, True)])
 def test_any_number_of_temperatures_compile_two_graphs(differentiated: bool, dynamic: bool | None) -> None:
     """One for the first number that is seen, and one for all others, 1 among them."""

@@ -21,7 +21,7 @@ from lce_torch_bridge import linear_entropy, linear_kl, linear_logits, linear_lo
 from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax import _runtime as dlpack
 from lce_torch_bridge.through_jax._runtime import CPU_ALIGNMENT, to_jax, to_torch
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.torch import problem as p
 
 
@@ -348,7 +348,8 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pairs_of(1, wanted=[(0, 1, 2), (0,), (1,)], name=list(CALLS))
+@pytest.mark.fast("candidates", "linear_kl-", "linear_loss")
+@combined(wanted=[(0, 1, 2), (0,), (1,)], name=list(CALLS))
 def test_the_input_that_waits_is_read(name: str, wanted: tuple[int, ...], reads: list[bool]) -> None:
     differentiated(CALLS[name], wanted)
     assert reads

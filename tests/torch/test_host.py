@@ -232,6 +232,7 @@ def _calls(function: Callable[[], Any]) -> tuple[int, Any]:
     return seen["call"] + seen["c_call"], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache_bytes", "most"), [pytest.param(0, 72, marks=pytest.mark.slow), (1 << 30, 72)])
 def test_few_kernels_serve_all_counts_of_tokens(cache_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 16,384 tokens, forward and backward, nothing compiled or run. How many rows count is an operand."""

@@ -76,6 +76,7 @@ def slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+@pytest.mark.fast("130-784-9")
 @pytest.mark.parametrize(
     ("T", "V", "K", "options"),
     [
@@ -104,6 +105,7 @@ def test_results_and_gradients(programs: list[Any], T: int, V: int, K: int, opti
     check(programs, drawn._replace(labels=labels), **options)
 
 
+@pytest.mark.slow
 def test_few_tokens(programs: list[Any]) -> None:
     """Results may be written in place, and what is saved may come back in another layout, beside it NaN."""
     problem = p.draw(5, H, 784, torch.bfloat16)
@@ -148,6 +150,7 @@ def test_linear_loss_and_main_grad(programs: list[Any], options: dict[str, Any])
     assert max(map(p.relative_norm, found, gradients(implementation="xla"))) < 5e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [slow({"cache_bytes": 1 << 30}), {"gradient_threshold": 1e-6}], ids=str)
 def test_a_main_grad_that_lies_otherwise(programs: list[Any], options: dict[str, Any]) -> None:
     """Kernels return what torch adds to it, rounded once. JAX, which may not run, would not know what they kept."""
@@ -206,6 +209,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     assert all(x.isnan().all() for x in found[:3])
 
 
+@pytest.mark.fast("parts")
 @pytest.mark.parametrize(
     ("V", "vocab_size", "options"),
     [(2 * 4096, 2 * 4096 - 300, {}), (4 * 264, 904, {"vocab_part_size": 264, "stats": True, "num_candidates": 3})],
@@ -257,6 +261,7 @@ def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
     assert "implementation='xla'" in str(refusal(x, p.told(784, implementation="xla")))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("part", [slow(part) if part != "forward" else part for part in (*sanitized.PARTS, "loss")])
 def test_memory_may_hold_anything(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +282,7 @@ def test_no_gradient_through_candidates(programs: list[Any]) -> None:
     assert all(map(torch.equal, found, wanted))
 
 
+@pytest.mark.slow
 def test_a_wrong_temperature(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in its row, and no gradient from it. On a GPU nobody looks at the values."""
     monkeypatch.setattr(_checks, "may_look_at", lambda _: False)
@@ -377,6 +383,7 @@ EACH, V = 28, 1008
 STEPS = Tunings(tuned={("NVIDIA H200", name): ((64, Tuning(tile_k=64, stages=4)),) for name in ("forward", "dlogits")})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "greedy"), [(1, True), slow(1, False), slow(2, True), slow(2, False)])
 def test_small_temperatures(ranks: int, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients as exact as those of stored logits, over a whole and over a split vocabulary."""

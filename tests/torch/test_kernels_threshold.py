@@ -134,6 +134,7 @@ def check(problem: p.Problem, **options: Any) -> Any:
     return grads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [*OPTIONS, pytest.param({}, marks=pytest.mark.slow)], ids=str)
 def test_live_tiles_alone(programs: list[Any], options: dict[str, Any]) -> None:
     V = 784
@@ -141,6 +142,7 @@ def test_live_tiles_alone(programs: list[Any], options: dict[str, Any]) -> None:
     assert len(programs) == 3  # a forward, a backward, and a forward without a threshold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options", [{"logit_floor": "each"}, pytest.param({"candidates": 3}, marks=pytest.mark.slow)], ids=str

@@ -18,7 +18,7 @@ from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.through_jax._logprobs import pull_back
 from lce_torch_bridge.through_jax._programs import ProgramKey, program
 from tests import cases
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.torch import problem as p
 from tests.torch.executor import launched_directly
 
@@ -78,7 +78,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pairs_of(1, options=OPTIONS, chunk_bytes=[0, p.THREE_CHUNKS, None])
+@combined(options=OPTIONS, chunk_bytes=[0, p.THREE_CHUNKS, None])
 def test_values_and_all_gradients(options: dict[str, Any], chunk_bytes: int | None) -> None:
     problem = p.draw(T=MANY)
     problem.labels[:3] = torch.tensor([-100, 2**32 + 3, 104])
@@ -137,6 +137,7 @@ def test_more_bytes_never_cost_more(dtype: torch.dtype, wgrad: str, device: str)
         assert counts[-1] == 1
 
 
+@pytest.mark.slow
 def test_one_chunk_has_the_bits_of_two_passes() -> None:
     problem = p.draw(T=300)
     total, out, grads = evaluate(problem, factor=1.0)
@@ -184,6 +185,7 @@ def test_float16_is_rounded_after_the_loss_scale() -> None:
     assert p.relative_norm(2.0**20 * unscaled[0].double(), want[0]) > 1e-2
 
 
+@pytest.mark.fast("metric")
 @pytest.mark.parametrize("entropy", ["metric", False])
 def test_entropy_without_a_gradient(entropy: Any) -> None:
     problem = p.draw()
@@ -225,8 +227,7 @@ def scaled_gradients(call: Any, problem: p.Problem, loss_scale: float, **options
 
 
 @pytest.mark.usefixtures("rounded")
-@pairs_of(
-    1,
+@combined(
     magnitudes=[(1e-6, 1e-6, 1e-6), (1e-12, 1e-6, 1e-9), (0.0, 1e-9, 1e3)],
     chunk_bytes=[p.THREE_CHUNKS, None],
     way=[contextlib.nullcontext, launched_directly],

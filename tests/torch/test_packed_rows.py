@@ -151,6 +151,7 @@ def test_offsets_filled_up_with_their_last_one(begins: list[int], traced: Any) -
     assert rows.of_rank(KINDS[0], 1, 2, cu_seqlens=torch.tensor([0, 4, 12, 12])).tolist() == [1, 2, 6, 7, 8, 9]
 
 
+@pytest.mark.fast("offsets1", "offsets3")
 @pytest.mark.parametrize("offsets", [[0, 4, 11, 12], [0, 12, 4, 12], [0, 4, 8, 8], [0, 4, 12, 16], [4, 4, 8, 12]])
 def test_rows_of_ranks_by_offsets_that_are_not_looked_at_and_do_not_fit(offsets: list[int]) -> None:
     """Two ranks have chunks of multiples of four tokens. The positions are no index, which a device refuses."""

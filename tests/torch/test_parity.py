@@ -31,7 +31,7 @@ from lce_torch_bridge.through_jax._logprobs import pull_back
 from lce_torch_bridge.through_jax._programs import ProgramKey, program
 from tests import cases, oracle
 from tests.kl_cases import CALLS, Call, call, draw, expected
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.torch import problem as p
 
 NOT_SERVED = {"weight_layout", "precision"}
@@ -80,6 +80,7 @@ def test_case(test: cases.TestCase) -> None:
         assert oracle.relative_norm(got.double().numpy(), want) < ROUNDING[got.dtype] * scale
 
 
+@pytest.mark.slow
 def test_against_autograd_in_float64() -> None:
     problem = p.draw()
     labels = problem.labels.clone()
@@ -159,6 +160,7 @@ def single_rank_group() -> Iterator[torch.distributed.ProcessGroup]:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden_dtype", [torch.bfloat16, torch.float32])
 def test_bfloat16_is_no_further_off_than_stored_logits(hidden_dtype: torch.dtype) -> None:
     problem = p.draw(T=512, H=128, V=1024, dtype=torch.bfloat16)
@@ -258,6 +260,7 @@ def measured(call: Any, operands: tuple[torch.Tensor, ...], **options: Any) -> A
     return found, torch.autograd.grad(torch.stack(terms).sum(), leaves)
 
 
+@pytest.mark.fast("logprobs-temperature", "logits-temperature, logit_sc", "label_smoothing, z_loss")
 @pytest.mark.parametrize(("call", "options"), WITH_BIAS, ids=lambda x: x.__name__ if callable(x) else ", ".join(x))
 def test_heads_with_a_bias(call: Any, options: dict[str, Any]) -> None:
     operands = (*p.draw()[:2], BIAS)
@@ -299,9 +302,7 @@ def test_more_tokens_than_a_program_takes() -> None:
     assert max(map(p.relative_norm, grads, wanted)) < GRADIENT
 
 
-@pairs_of(
-    1, k=[1, 3, 97], options=[{}, dict(logit_scale=-0.5, bias=BIAS.round(), vocab_size=97), dict(temperature=EACH)]
-)
+@combined(k=[1, 3, 97], options=[{}, dict(logit_scale=-0.5, bias=BIAS.round(), vocab_size=97), dict(temperature=EACH)])
 def test_the_most_likely_are_those_of_a_sort(options: dict[str, Any], k: int) -> None:
     """Of logits that are exact, and often equal: the smaller id first."""
     problem = p.draw()
@@ -379,6 +380,7 @@ DIVERGENCES = [
 ]
 
 
+@pytest.mark.fast("ragged jsd", "everything, jsd, kept")
 @pytest.mark.parametrize("test", DIVERGENCES)
 def test_divergences(test: Call) -> None:
     """Weights lie as torch's do."""
@@ -415,6 +417,7 @@ def test_as_the_loss_of_lce_jax() -> None:
 GRADIENT = 1e-6  # as in test_parity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("used", ["logprobs", "entropy", "lse", "candidate_logprobs"])
 def test_only_one_output_used(used: str) -> None:
     problem = p.draw()

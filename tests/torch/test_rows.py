@@ -18,7 +18,7 @@ from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.through_jax import _logprobs
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.torch import problem as p
 
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
@@ -40,7 +40,8 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pairs_of(1, T=[37, 2500, _padding.FORWARD_ROWS, _padding.FORWARD_ROWS + 700], dtype=[torch.float32, torch.bfloat16])
+@pytest.mark.fast("37", "2500")
+@combined(T=[37, 2500, _padding.FORWARD_ROWS, _padding.FORWARD_ROWS + 700], dtype=[torch.float32, torch.bfloat16])
 def test_kept_rows_have_the_bits_of_the_full_call(T: int, dtype: torch.dtype) -> None:
     hidden, weight, labels = p.draw(T=T, H=48, V=3000, dtype=dtype)
     told = dict(stats=True, mean_logit=True, temperature=0.9, candidates=p.candidates_like(labels, K=3, V=3000))
@@ -116,6 +117,7 @@ def test_around_a_whole_size(T: int) -> None:
     assert max(map(p.relative_norm, grads, wanted)) < 1e-6
 
 
+@pytest.mark.slow
 def test_hundreds_of_counts_of_tokens_compile_a_dozen_programs(compilations: list[str]) -> None:
     """In each direction; a new temperature compiles nothing. The vocabulary is tiny: only shapes matter here."""
     H, V = 2, 3
@@ -269,6 +271,7 @@ def assert_same(got: Any, want: Any) -> None:
         assert a is None or torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stats", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="stats")])
 def test_exact_without_kernels(stats: bool) -> None:
     exact = thresholded(stats=stats)
@@ -276,6 +279,7 @@ def test_exact_without_kernels(stats: bool) -> None:
     assert_same(thresholded(stats=stats, gradient_threshold=0.0), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("stats", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="stats")])
 def test_what_the_kernels_would_need_is_kept(stats: bool) -> None:

@@ -20,7 +20,7 @@ import lce_jax
 import lce_torch_bridge
 from lce_torch_bridge import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk
 from lce_torch_bridge.through_jax import _runtime as runtime
-from tests.pairs import pairs_of
+from tests.pairs import combined
 from tests.torch import problem as p
 from tests.torch.processes import run, succeed
 
@@ -223,6 +223,7 @@ def test_cuda_graph_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     lce_torch_bridge.linear_logprobs(*p.draw())  # CPU tensors are never captured
 
 
+@pytest.mark.slow
 def test_to_import_the_package_costs_little_beside_torch() -> None:
     """JAX, torch's compiler and DTensor come with the first name that is used, and Megatron and Flax never."""
     said = succeed(
@@ -368,7 +369,7 @@ def in_context(
         return [*found, *(torch.autograd.grad(total, leaves[:2]) if isinstance(total, torch.Tensor) else [])]
 
 
-@pairs_of(1, call=[logprobs, loss, kl, logits, topk], context=list(CONTEXTS))
+@combined(call=[logprobs, loss, kl, logits, topk], context=list(CONTEXTS))
 def test_the_bits_of_a_call_outside(call: Any, context: str) -> None:
     want, inside = in_context(call), CONTEXTS[context]
     for passes in ({"forward": inside}, {"backward": inside}, {"forward": inside, "backward": inside}):

@@ -77,6 +77,7 @@ ACCURATE = [
 ]
 
 
+@pytest.mark.fast("candidates and everything")
 @pytest.mark.usefixtures("optimized")  # rounding as users get it
 @pytest.mark.parametrize(
     ("test", "share"), [pytest.param(test, share, marks=marks) for test, share, marks in ACCURATE], ids=str
@@ -93,6 +94,7 @@ def test_gradients_match_float64(test: cases.TestCase, share: float) -> None:
     assert all(got <= 1.1 * exact for got, exact in zip(errors, without, strict=True))
 
 
+@pytest.mark.fast("1.0-bfloat16")
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("share", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
@@ -159,6 +161,7 @@ def test_shards_keep_their_own() -> None:
         assert_near(steps[0](*CALL), steps[1](*CALL))
 
 
+@pytest.mark.slow
 def test_a_cache_may_be_read_again() -> None:
     options = {"implementation": "xla", "cache_bytes": ALL}
     stats, cache = local.statistics(*CALL, keep_cache=True, **options)

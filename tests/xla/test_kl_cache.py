@@ -97,6 +97,7 @@ def near(drawn: Drawn, distance: float) -> Drawn:
     return drawn._replace(teacher=(hidden, (weight + distance * noise).astype(weight.dtype)))
 
 
+@pytest.mark.fast("1.5-0.05")
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @every_direction
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ def test_sixteen_bits(
         assert oracle.relative_norm(b, true) < 1.5 * oracle.relative_norm(a, true)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @every_direction
 def test_a_teacher_that_rules_tokens_out(direction: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +147,7 @@ def test_a_cold_cap(direction: str, dtype: str, monkeypatch: pytest.MonkeyPatch)
     assert all(oracle.relative_norm(b, np.asarray(a, np.float64)) < bound for a, b in zip(plain, kept, strict=True))
 
 
+@pytest.mark.fast("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", *SIXTEEN_BITS])
 @values_of("ruled_out", [-1e3, -1e6, -1e9], slow=[-1e3, -1e9])
 def test_a_student_that_prefers_what_the_teacher_rules_out(
@@ -160,6 +163,7 @@ def test_a_student_that_prefers_what_the_teacher_rules_out(
     assert all(oracle.relative_norm(b, np.asarray(a, np.float64)) < bound for a, b in zip(plain, kept, strict=True))
 
 
+@pytest.mark.slow
 @every_direction
 def test_small_temperatures(direction: str) -> None:
     """One-hots, whose gradient is what nearly cancels: as exact as what is computed anew."""
@@ -195,6 +199,7 @@ def test_nothing_is_kept_where_xla_splits_the_call(caplog: pytest.LogCaptureFixt
         assert oracle.relative_norm(got, true) < 2e-6
 
 
+@pytest.mark.slow
 def test_under_vmap() -> None:
     drawn = draw(call("vmap", leading=(3, 5), direction="reverse"))
     (hidden, weight), teacher = drawn.student, drawn.teacher
