@@ -1,4 +1,4 @@
-"""The Linen head over a mesh, and in whole training steps, against one device and stored logits."""
+"""The Linen head over a mesh against one device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.flax.test_linen import Model, functional, initialise, losses_of, make_head
+from tests.flax.test_linen import functional, initialise, make_head
 from tests.flax_cases import (
     HEADS,
     MESHES,
     PADDED,
     assert_same_results,
-    assert_trees_close,
     batch,
     data_by_tensor,
     optimizer,
     results,
-    token_batch,
 )
 from tests.pairs import values_of
 
@@ -71,25 +69,3 @@ def train(variables, loss_function, tokens, labels, steps=3):
         variables, state, loss = step(variables, state, tokens, labels)
         losses.append(float(loss))
     return variables, losses
-
-
-@pytest.mark.slow
-@values_of("sequence_axis", [None, "tensor"], slow=[None])
-@values_of("tied", [False, True], slow=[False])
-def test_training_over_a_mesh_equals_one_device_with_logits(tied, sequence_axis):
-    tokens, labels = token_batch()
-    single = Model(tied)
-    _, stored_loss = losses_of(single)
-    expected, expected_losses = train(single.init(jax.random.key(0), tokens), stored_loss, tokens, labels)
-
-    mesh = data_by_tensor()
-    with jax.set_mesh(mesh):
-        model = Model(tied, "tensor", "data", sequence_axis)
-        fused_loss, _ = losses_of(model)
-        tokens, labels = jax.device_put((tokens, labels), NamedSharding(mesh, P("data", None)))
-        got, losses = train(born_split(model, mesh, tokens), fused_loss, tokens, labels)
-    assert losses[-1] < losses[0]
-    assert_trees_close(losses, expected_losses)
-    weight = got["params"]["embed"]["embedding"] if tied else got["params"]["head"]["weight"]
-    assert weight.value.sharding.spec == P("tensor", None)
-    assert_trees_close(nn.meta.unbox(got), expected)

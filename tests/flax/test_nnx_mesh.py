@@ -48,18 +48,6 @@ def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given, name):
     assert_same_results(jax.device_get(got), results(functional(make_head(**options)), hidden, labels))
 
 
-@pytest.mark.slow
-@values_of("axis_type", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Explicit])
-def test_data_parallelism_alone(axis_type):
-    """A batch split over the mesh, the weight whole on every device."""
-    given = batch()
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
-        head = make_head(batch_axes="data", **PADDED)
-        got = results(functional(head), *(jax.device_put(x, NamedSharding(mesh, P("data"))) for x in given))
-    assert_same_results(jax.device_get(got), results(functional(make_head(**PADDED)), *given))
-
-
 def test_inside_shard_map_the_caller_names_the_axis():
     head = make_head(**PADDED)
     graphdef, state = nnx.split(head)

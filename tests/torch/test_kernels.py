@@ -271,17 +271,6 @@ def test_memory_may_hold_anything(part: str, monkeypatch: pytest.MonkeyPatch) ->
     sanitized.filled(checked)
 
 
-@pytest.mark.slow  # test_host compares the launches
-def test_no_gradient_through_candidates(programs: list[Any]) -> None:
-    """The launches of a backward without candidates, and its gradients."""
-    problem = p.draw(9, H, 784, torch.bfloat16)
-    ids, seeds = p.candidates_like(problem.labels, 3, 784), p.seeds_like(problem.labels)
-    found, wanted = (p.gradients(problem, seeds, **x)[1] for x in ({"candidates": ids}, {}))
-    launches = [[kernel.name for kernel in program] for program in (programs[1], programs[3])]
-    assert launches[0] == launches[1]
-    assert all(map(torch.equal, found, wanted))
-
-
 @pytest.mark.slow
 def test_a_wrong_temperature(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in its row, and no gradient from it. On a GPU nobody looks at the values."""

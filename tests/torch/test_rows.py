@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -115,28 +114,6 @@ def test_around_a_whole_size(T: int) -> None:
     want, wanted = p.exact(problem, seeds)
     assert p.value_error(out.logprobs, want.logprobs) < 2e-6
     assert max(map(p.relative_norm, grads, wanted)) < 1e-6
-
-
-@pytest.mark.slow
-def test_hundreds_of_counts_of_tokens_compile_a_dozen_programs(compilations: list[str]) -> None:
-    """In each direction; a new temperature compiles nothing. The vocabulary is tiny: only shapes matter here."""
-    H, V = 2, 3
-    rng = random.Random(0)
-    counts = {_padding.size(n) - i for n in range(1, 131_073, 512) for i in (0, 1)}  # every size is met
-    while len(counts) < 250:
-        counts.add(int(2 ** rng.triangular(3, 17, 3)))
-
-    leaf = torch.randn(V, H, requires_grad=True)
-    directions = []
-    for n in counts:
-        before = compilations.count(COMPILED)
-        out = linear_logprobs(torch.zeros(n, H), leaf, torch.zeros(n, dtype=torch.int64), temperature=0.5 + n / 1e6)
-        between = compilations.count(COMPILED)
-        out.logprobs.sum().backward()
-        directions.append((between - before, compilations.count(COMPILED) - between))
-    forward, backward = map(sum, zip(*directions, strict=True))
-    assert forward == 1
-    assert backward == 11
 
 
 def test_a_call_like_an_earlier_one_traces_nothing(compilations: list[str]) -> None:
@@ -269,14 +246,6 @@ def assert_same(got: Any, want: Any) -> None:
     for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stats", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="stats")])
-def test_exact_without_kernels(stats: bool) -> None:
-    exact = thresholded(stats=stats)
-    assert_same(thresholded(stats=stats, gradient_threshold=2.0**-12), exact)
-    assert_same(thresholded(stats=stats, gradient_threshold=0.0), exact)
 
 
 @pytest.mark.slow
