@@ -1,6 +1,6 @@
 """Log-probability and entropy of a language-model head, straight from hidden states, without storing the logits."""
 
-from lce_jax import floors, local, losses, rows
+from lce_jax import floors, losses, rows
 from lce_jax._types import LogprobOutput, Plan, TopK, UnsupportedError
 from lce_jax.explain import explain  # a function in place of the module, which is a command
 from lce_jax.ops._cross_entropy import linear_cross_entropy
@@ -31,7 +31,6 @@ __all__ = [
     "linear_logprobs",
     "linear_loss",
     "linear_topk",
-    "local",
     "losses",
     "masked_logprobs",
     "rows",

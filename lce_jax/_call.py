@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lce_jax import _checks, _dispatch, _jax, _options, scalars
-from lce_jax._options import Given, LogprobOptions
+from lce_jax._options import Given
 from lce_jax._types import Call, Primals, is_array
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._kl import Pair
@@ -183,16 +183,6 @@ def on_device(value: Any, like: Any = None) -> Array:
     return jax.device_put(np.asarray(value), whole)
 
 
-def count_of(name: str, value: Any, most: int, of: str = "") -> Int[Array, ""]:
-    """An integer in [0, most], or an integer array of shape (), as int32. A traced array's value is not known."""
-    of_array = is_array(value) and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
-    if not of_array and not scalars.is_integer(value):
-        raise TypeError(f"{name} must be an integer or an integer array of shape (), got {value!r}")
-    if not isinstance(value, jax.core.Tracer) and not 0 <= (known := int(jax.device_get(value))) <= most:
-        raise ValueError(f"{name} must lie in [0, {most}]{of}, got {known}")
-    return jnp.asarray(value, jnp.int32)
-
-
 def int32_labels(labels: Any, name: str = "labels") -> Array:
     """Labels of any integer type as int32; what does not fit is clamped, and stays out of every vocabulary.
 
@@ -345,28 +335,6 @@ def bind(given: Given, place: Place | None = None, others: Any = ()) -> Bound:
     return Bound(call, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
 
 
-def bind_shard(
-    hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions, mean_logit: bool
-) -> tuple[Call, Primals, Rows]:
-    """The call of one shard of a vocabulary, for `lce_jax.local`: who calls it knows the other shards."""
-    given = _options.of_call(options, hidden, weight, labels, where, mean_logit=mean_logit)
-    _options.no_axis_name_of_shard(given.call)
-    given = describe(given)
-    found = given.call
-    if num_rows is not None:
-        if where is not None:
-            raise ValueError("where and num_rows both say which rows count: give one of them")
-        found = dataclasses.replace(found, partial_rows=True)
-    if labels.ndim != 1:
-        raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
-    call = choose_shard(found)
-    primals, rows = operands(call, given)
-    if num_rows is not None:
-        count = count_of("num_rows", num_rows, found.num_tokens, ", the rows of labels")
-        rows = rows._replace(num_rows=jnp.clip(count, 0, found.num_tokens))  # a traced one may lie outside
-    return call, primals, rows
-
-
 def describe(given: Given) -> Given:
     """With a call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
     call, hidden, weight, labels, where, *_ = given
@@ -411,11 +379,6 @@ def choose(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh |
         padded=vocab_size < columns,
         mesh=mesh,
     )
-
-
-def choose_shard(call: Call) -> Call:
-    """That of one shard, of how many its caller alone knows: any vocab_size may leave padding."""
-    return dataclasses.replace(choose(call, scalars.INT32_MAX), padded=call.given_vocab_size is not None)
 
 
 def operands(call: Call, given: Given) -> tuple[Primals, Rows]:

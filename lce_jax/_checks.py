@@ -105,17 +105,6 @@ def num_candidates(x: Any, name: str = "candidates") -> int:
     return scalars.num_candidates(name, x.shape)
 
 
-def sum_of_dweight(x: Any, weight: Any, dtype: Any) -> None:
-    """A sum to add a dweight to must have the weight's shape and the dtype of sums, or be None."""
-    if x is None:
-        return
-    array("dweight", x)
-    if tuple(x.shape) != tuple(weight.shape) or x.dtype != dtype:
-        raise ValueError(
-            f"dweight {tuple(x.shape)} of {x.dtype} must have the shape of weight {tuple(weight.shape)}, in {dtype}"
-        )
-
-
 def where_array(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
     """``where`` must be a bool array of the shape of the labels, or of what else a call has per token."""
     array("where", x, "a bool array")

@@ -170,25 +170,22 @@ OPTIONS: dict[str, Option] = {
 
 @functools.cache
 def names_of(function: str) -> tuple[str, ...]:
-    """The options that a function has. Those over a mesh and of a shard have no ``axis_name``."""
+    """The options that a function has. Those over a mesh have no ``axis_name``."""
     base = function.removeprefix("sharded_")
     names = [name for name, option in OPTIONS.items() if base not in option.not_of]
     return tuple(name for name in names if name != "axis_name" or base == function)
 
 
-def check_names(function: Callable[..., Any], given: Mapping[str, Any], like: str = "") -> None:
-    """Refuses names in ``**options`` that ``function`` does not have; the message lists those that it does.
-
-    ``like``: the name of the function whose options it has, if not its own.
-    """
-    known = names_of(like or function.__name__)
+def check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuses names in ``**options`` that ``function`` does not have; the message lists those that it does."""
+    known = names_of(function.__name__)
     if given.keys() <= set(known):
         return
     if unknown := [name for name in given if name not in OPTIONS]:
         parameters = inspect.signature(function).parameters.items()
         own = (name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known)
         raise scalars.unknown_options(function.__name__, unknown, (*own, *known))
-    refuse(function.__name__, given, like)
+    refuse(function.__name__, given)
 
 
 # What these functions do not have, and refuse in words of their own, as all over a mesh do with ``axis_name``.
@@ -198,9 +195,9 @@ OWN_WORDS = {
 }
 
 
-def refuse(function: str, given: Mapping[str, Any], like: str = "") -> None:
+def refuse(function: str, given: Mapping[str, Any]) -> None:
     """Refuses options of other functions."""
-    said = *names_of(like or function), "axis_name", *OWN_WORDS.get(function.removeprefix("sharded_"), ())
+    said = *names_of(function), "axis_name", *OWN_WORDS.get(function.removeprefix("sharded_"), ())
     if wrong := [name for name in given if name not in said]:
         raise TypeError(f"{function} has no option {', '.join(wrong)}")
 
@@ -309,12 +306,6 @@ def no_axis_name(given: Call) -> None:
     """Refuses ``axis_name`` outside ``shard_map``, where ``vocab_axis`` names the axis."""
     if given.axis_name is not None:
         raise ValueError(f"axis_name={given.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
-
-
-def no_axis_name_of_shard(given: Call) -> None:
-    """Refuses ``axis_name`` where the caller merges the shards."""
-    if given.axis_name is not None:
-        raise ValueError(f"axis_name={given.axis_name!r}: functions of lce_jax.local know no axis, use local.merge")
 
 
 def teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:

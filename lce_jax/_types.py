@@ -115,7 +115,7 @@ class ShardStatistics(NamedTuple):
     """Each token's statistics over some columns of the vocabulary: a tile, a shard, or all.
 
     Each field is ``[T]``, and ``candidates`` ``[T, K]`` (``[N, T]`` and ``[N, T, K]`` of N shards), in float32 (float64
-    for a float64 weight), or None. `lce_jax.local` computes, packs, merges and finishes them.
+    for a float64 weight), or None.
 
     They are in the units of x. A logit is z = k·x: x is the product with the bias, of the sign of ``logit_scale``, and
     k = |logit_scale| / temperature; with a softcap c, x is the tanh and k = c / temperature. Statistics never hold k

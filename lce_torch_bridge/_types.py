@@ -109,7 +109,7 @@ type Function = Literal["logprobs", "kl", "logits", "topk"]
 class TorchCall(NamedTuple):
     """All else about a call of any function: numbers, flags and names, which a text holds as well (`operators`).
 
-    A field that is in `OF_LOCAL` becomes an option of `lce_jax.local` under the same name.
+    A field that is in `SHARED` becomes an option of `lce_jax` under the same name.
     """
 
     group: str  # `tensors._tensor_parallel.name_of`
@@ -180,8 +180,8 @@ class TorchCall(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The call as options of `lce_jax.local`."""
-        given = {name: getattr(self, name) for name in OF_LOCAL}
+        """The call as options of `lce_jax.linear_logprobs`."""
+        given = {name: getattr(self, name) for name in SHARED}
         return given | {"entropy": self.entropy != "none", "implementation": self.implementations}
 
 
@@ -191,7 +191,7 @@ def names_of(call: TorchCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return call.fields, call.differentiable
 
 
-OF_LOCAL = (
+SHARED = (
     "vocab_size",
     "logit_scale",
     "logit_softcap",
@@ -199,4 +199,4 @@ OF_LOCAL = (
     "cache_bytes",
     "gradient_threshold",
     "vocab_part_size",
-)  # fields of `TorchCall` that are options of `lce_jax.local` as they are
+)  # fields of `TorchCall` that are options of `lce_jax` as they are

@@ -33,7 +33,6 @@ SECTIONS = {
     "rows": Section("Rows", {"JAX": "lce_jax.rows", "PyTorch": "lce_torch_bridge.rows"}),
     "floors": Section("Floors", {"": "lce_jax.floors"}),
     "flax": Section("Flax", {"NNX": "lce_jax.flax.nnx", "Linen": "lce_jax.flax.linen"}),
-    "local": Section("One shard, without collectives", {"": "lce_jax.local"}),
     "torch": Section(
         "PyTorch",
         {"": "lce_torch_bridge", "verl": "lce_torch_bridge.verl", "Megatron": "lce_torch_bridge.megatron"},

@@ -172,23 +172,9 @@ class Said(NamedTuple):
 def tags(columns: Sequence[Array], where: Bool[Array, "*b"] | None = None) -> Int[Array, "*b"]:
     """One number for each token, equal where the bits of all columns are: shards compare it to know that tokens differ.
 
-    Args:
-        columns: what tokens come with, such as labels and temperatures: integers or floats in the shape of tokens, the
-            first one exactly, the others possibly with more dimensions.
-        where: the rows that count. What stands in the others is the same as anything else; but if the masks differ in
-            one row, all tags do. None: all.
-
-    Returns:
-        int32 numbers. Other columns have another number, but for one in 2³² if more than one of them differs.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from lce_jax import local
-        >>> labels, temperature = jnp.array([3, 7]), jnp.array([1.0, 0.5])
-        >>> (local.tags([labels, temperature]) == local.tags([labels, temperature * 2])).tolist()
-        [False, False]
-        >>> (local.tags([labels, temperature]) == local.tags([labels.at[1].set(8), temperature])).tolist()
-        [True, False]
+    ``columns``: integers or floats in the shape of tokens, the first one exactly, the others possibly with more
+    dimensions. What stands in rows that do not count is the same as anything else; but if the masks differ in one row,
+    all tags do. Other columns have another number, but for one in 2³² if more than one of them differs.
     """
     shape = columns[0].shape
     words = [lax.bitcast_convert_type(_bits(x), jnp.int32) for x in columns]  # two of them for a float of 64 bits
@@ -245,21 +231,8 @@ def agree(every: Said, ids: Int[Array, "..."], columns: int) -> Bool[Array, "T"]
 def differences(tags: Int[Array, "*b"], shard: int | Int[Array, ""], shards: int) -> Float[Array, "*b 2"]:
     """A shard's part of a sum that tells whether all shards have the same tags: for a collective that adds.
 
-    Args:
-        tags: those of this shard, from `tags`.
-        shard: which shard this is, from 0 on; may be traced.
-        shards: how many there are, at most 4096.
-
-    Returns:
-        Two float32 numbers for each token. Their sums over the shards are exactly 0 if all tags are equal. If not, they
-        are both 0 in one of 2²⁴ cases.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from lce_jax import local
-        >>> one, other = local.tags([jnp.array([3, 7])]), local.tags([jnp.array([3, 8])])
-        >>> (local.differences(one, 0, 2) + local.differences(other, 1, 2) == 0).all(1).tolist()
-        [True, False]
+    ``shard`` is one of at most 4096. The sums over the shards are exactly 0 if all tags are equal. If not, they are
+    both 0 in one of 2²⁴ cases.
     """
     bits = _mixed(tags)
     pieces = jnp.stack([bits >> 32 - PIECE, bits >> 8], axis=-1) & (1 << PIECE) - 1

@@ -138,12 +138,7 @@ def gradients(
     """
     case = case.without_parts
     if case.gradient_threshold:
-        if cache is None:
-            threshold = case.gradient_threshold
-            raise ValueError(
-                f"gradient_threshold={threshold:g}: the live tiles are known from what local.statistics(..., "
-                "keep_cache=True) keeps; give that as cache=, or leave the threshold out"
-            )
+        assert cache is not None, "the forward keeps which tiles are live"
         return Primals(*_threshold.gradients(operands, case, _generation_of(case), rows, cache, dweight))
     allowed = (may_round_dhidden, may_overwrite_cache)
     return Primals(*_backward.gradients(operands, case, _generation_of(case), rows, cache, *allowed, dweight))

@@ -125,24 +125,6 @@ def bind(given: KLArguments, place: Place | None = None) -> Bound:
     return Bound(call, primals, Pair(rows, teacher.rows), agree)
 
 
-def bind_shard(given: KLArguments) -> Bound:
-    """The call of one shard of a vocabulary, for `lce_jax.local`: who calls it knows the other shards."""
-    _options.no_axis_name_of_shard(given.heads.student.call)
-    heads = given.describe()
-    check_columns(heads, is_split=True)
-    if heads.student.hidden.ndim != 2:
-        raise ValueError(f"hidden {tuple(heads.student.hidden.shape)} must be flat here: [T, H]")
-    student = _call.choose_shard(heads.student.call)
-    own, rows = _call.operands(student, heads.student)
-    with _of_the_teacher():
-        teacher = _call.choose_shard(heads.teacher.call)
-        others, teachers_rows = _call.operands(teacher, heads.teacher)
-    call = given.of_both(student, teacher)
-    if given.beta is not None:
-        rows = rows._replace(weights=_call.weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels))
-    return Bound(call, Pair(own, others), Pair(rows, teachers_rows), None)
-
-
 def _options_of_each(given: Mapping[str, Any]) -> tuple[Any, Any]:
     """The options of the student's head and of the teacher's, where "same" stands for the student's.
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from lce_jax import local
+from lce_jax import _local
 from lce_torch_bridge._types import Tensors, TorchCall
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _programs
@@ -39,6 +39,7 @@ from lce_torch_bridge.through_jax._programs import (
 )
 
 NUM_OPERANDS = 6
+SHARED = ("beta", "logit_scale", "teacher_logit_scale", "logit_softcap", "teacher_logit_softcap", "cache_bytes")
 
 
 def forward(x: Tensors, call: TorchCall, keep: bool) -> list[Any]:
@@ -127,7 +128,7 @@ def _cache_structure(x: Tensors, call: TorchCall) -> Any:
 
 def statistics(key: ProgramKey, keep_cache: bool, *given: Any) -> Any:
     """``(*operands, tokens) -> [7, P], cache leaves``."""
-    stats, cache = _unpacked(key, given).shard.statistics(keep_cache)
+    stats, cache = _unpacked(key, given).part.statistics(keep_cache)
     num_rows, columns = counted(given[-1], given[0].shape[0])
     of_call = given[1].shape[0], given[4].shape[0], *key.call
     return with_tags(jnp.stack(stats), tags_of([columns.T], num_rows, *of_call)), jax.tree.leaves(cache)
@@ -136,24 +137,24 @@ def statistics(key: ProgramKey, keep_cache: bool, *given: Any) -> Any:
 def mixture(key: ProgramKey, *given: Any) -> Any:
     """``(*operands, tokens, [N, 7, P]) -> [2, P]``."""
     *operands, gathered = given
-    shard = _unpacked(key, operands).shard
-    sums: Any = shard.mixture_sums(_merged(shard, gathered))  # not None: of a "jsd" alone
-    return jnp.stack(sums)
+    part = _unpacked(key, operands).part
+    return jnp.stack(part.mixture_sums(_merged(part, gathered)))
 
 
 def finish(key: ProgramKey, *given: Any) -> Any:
     """``(*operands, tokens, [N, 7, P], [N, 2, P] or None) -> [1 + S, P]``; NaN where tags differ."""
     *operands, gathered, sums = given
-    shard = _unpacked(key, operands).shard
-    total = None if sums is None else local.MixtureSums(*sums.sum(0))
-    return _results(shard, _merged(shard, gathered), total)
+    part = _unpacked(key, operands).part
+    total = None if sums is None else _local.MixtureSums(*sums.sum(0))
+    return _results(part, _merged(part, gathered), total)
 
 
 def whole(key: ProgramKey, keep_cache: bool, *given: Any) -> Any:
     """``(*operands, tokens) -> [1 + S, P], cache leaves``."""
-    shard = _unpacked(key, given).shard
-    stats, cache = shard.statistics(keep_cache)
-    return _results(shard, stats, shard.mixture_sums(stats)), jax.tree.leaves(cache)
+    part = _unpacked(key, given).part
+    stats, cache = part.statistics(keep_cache)
+    sums = part.mixture_sums(stats) if part.is_of_mixture else None
+    return _results(part, stats, sums), jax.tree.leaves(cache)
 
 
 def pull_back(key: ProgramKey, wanted: tuple[bool, ...], rounded: bool, cache: Any, *given: Any) -> list[Any]:
@@ -162,26 +163,26 @@ def pull_back(key: ProgramKey, wanted: tuple[bool, ...], rounded: bool, cache: A
     ``rounded``: dhidden is in hidden's dtype, because no sum over the group follows.
     """
     operands, leaves = given[: NUM_OPERANDS + 1], given[NUM_OPERANDS + 1 :]
-    shard, columns = _unpacked(key, operands)
+    part, columns = _unpacked(key, operands)
     *saved, cotangent = columns
-    merged = local.KLStatistics(*saved[:6])
-    sums = local.MixtureSums(*saved[6:]) if saved[6:] else None
+    merged = _local.KLStatistics(*saved[:6])
+    sums = _local.MixtureSums(*saved[6:]) if saved[6:] else None
     kept = None if cache is None else jax.tree.unflatten(cache, leaves)
-    dhidden, dweight, *of_bias = shard.gradients(merged, sums, cotangent, kept)
-    dhidden = dhidden.astype(operands[0].dtype) if rounded else dhidden
-    left = operands[1].shape[0] - dweight.shape[0]
-    of_head = [dweight, *(dbias.astype(operands[2].dtype) for dbias in of_bias)]
+    found = part.gradients(merged, sums, kept, cotangent)
+    dhidden = found.hidden.astype(operands[0].dtype) if rounded else found.hidden
+    left = operands[1].shape[0] - found.weight.shape[0]
+    of_head = [found.weight, *([] if found.bias is None else [found.bias.astype(operands[2].dtype)])]
     grads = [dhidden, *(jnp.pad(x, ((0, left), *((0, 0),) * (x.ndim - 1))) for x in of_head)]
     return [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
 
 
 def _cache(key: ProgramKey, *given: Any) -> Any:
     """The cache of `statistics`."""
-    return _unpacked(key, given).shard.statistics(keep_cache=True)[1]
+    return _unpacked(key, given).part.statistics(keep_cache=True)[1]
 
 
 class _Unpacked(NamedTuple):
-    shard: local.KLShard
+    part: _local.KLPart
     columns: Any  # [K, P] float32, what tokens hold besides temperatures
 
 
@@ -195,34 +196,21 @@ def _unpacked(key: ProgramKey, given: Any) -> _Unpacked:
     (weight, bias), (teacher_weight, teacher_bias) = (
         (w[:least], None if b is None else b[:least]) for w, b in ((weight, bias), (teacher_weight, teacher_bias))
     )
-    shard = local.KLShard(
-        hidden,
-        weight,
-        teacher_hidden,
-        teacher_weight,
-        direction=call.direction,
-        beta=call.beta,
-        bias=bias,
-        teacher_bias=teacher_bias,
-        **key.part(size),
-        where=jnp.arange(rows, dtype=jnp.int32) < num_rows,
-        temperature=columns[0] if call.has_temperature else 1.0,
-        teacher_temperature=columns[call.num_temperatures - 1] if call.has_teacher_temperature else 1.0,
-        logit_scale=call.logit_scale,
-        teacher_logit_scale=call.teacher_logit_scale,
-        logit_softcap=call.logit_softcap,
-        teacher_logit_softcap=call.teacher_logit_softcap,
-        cache_bytes=call.cache_bytes,
-        precision=key.precision,
-        implementation=call.implementations,
-    )
-    return _Unpacked(shard, columns[call.num_temperatures :])
+    options = {name: getattr(call, name) for name in SHARED} | {"bias": bias, "teacher_bias": teacher_bias}
+    options |= {"precision": key.precision, "implementation": call.implementations}
+    options |= {"temperature": columns[0]} if call.has_temperature else {}
+    options["teacher_temperature"] = columns[call.num_temperatures - 1] if call.has_teacher_temperature else 1.0
+    start, options["vocab_size"] = key.part(size)
+    where, Pair = jnp.arange(rows, dtype=jnp.int32) < num_rows, _local.Pair
+    arrays = Pair(hidden, teacher_hidden), Pair(weight, teacher_weight)
+    part = _local.kl_part(options, *arrays, start, where, call.direction)
+    return _Unpacked(part, columns[call.num_temperatures :])
 
 
-def _merged(shard: local.KLShard, gathered: Any) -> Any:
+def _merged(part: _local.KLPart, gathered: Any) -> Any:
     """The statistics of all shards; NaN where their tags differ."""
-    return shard.merge(of_equal_tags(gathered)[0])
+    return part.merge(of_equal_tags(gathered)[0])
 
 
-def _results(shard: local.KLShard, merged: Any, sums: Any) -> Any:
-    return as_rows(shard.finish(merged, sums), *merged, *(sums or ()))
+def _results(part: _local.KLPart, merged: Any, sums: Any) -> Any:
+    return as_rows(part.finish(merged, sums), *merged, *(sums or ()))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from lce_jax import LogprobOutput, local
+from lce_jax import _local
 from lce_torch_bridge._types import PER_CANDIDATE, Sums, Tensors, TorchCall, names_of
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _programs
@@ -160,14 +160,14 @@ def cache_structure(
 def statistics_fields(key: ProgramKey) -> dict[str, int]:
     """The statistics that are computed, and how many numbers per token each is."""
     call = key.call
-    further: dict[str, Any] = {"stats": call.stats, "total": call.mean_logit, "has_floor": call.has_floor}
-    return local.fields(entropy=call.entropy != "none", num_candidates=call.num_candidates, **further)
+    further: dict[str, Any] = {"stats": call.stats, "mean_logit": call.mean_logit, "has_floor": call.has_floor}
+    return _local.Call(entropy=call.entropy != "none", num_candidates=call.num_candidates, **further).statistics
 
 
 @functools.cache
 def merged_fields(key: ProgramKey) -> dict[str, int]:
     """Those of them that the backward needs of the whole vocabulary."""
-    return local.fields(entropy=key.call.entropy != "none", num_candidates=key.call.num_candidates)
+    return _local.Call(entropy=key.call.entropy != "none", num_candidates=key.call.num_candidates).statistics
 
 
 def statistics(key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, packed: Any) -> Any:
@@ -213,32 +213,31 @@ def pull_back(
     num_rows, saved, seeds = _seeds(key, per_token, hidden.shape[0], cotangents)
     first = len(saved) - sum(merged_fields(key).values())
     tokens = ShardTokens(num_rows, saved[0], *_beside_labels(key, saved[1:first]))
-    merged = local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), merged_fields(key))
+    merged = _local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), merged_fields(key))
     if PER_CANDIDATE not in seeds:  # they add nothing to any gradient
         tokens, merged = tokens._replace(candidates=None), merged._replace(candidates=None)
-    seed: Any = {name: seeds.get(name) for name in LogprobOutput._fields}
-    dhidden, dweight, *of_bias = local.gradients(
-        hidden,
-        weight,
-        tokens.labels,
+    part = _part(key, hidden, weight, bias, tokens, entropy=entropy, mean_logit="mean_logit" in seeds)
+    zero = jnp.zeros(tokens.labels.shape, jnp.float32)
+    seed = _local.LogprobOutput(*(seeds.get(name, zero) for name in _local.LogprobOutput._fields[:3]))
+    seed = seed._replace(candidate_logprobs=seeds.get(PER_CANDIDATE))
+    dmean = seeds["mean_logit"] / key.call.vocab_size * part.call.vocab_size if part.call.mean_logit else None
+    found = part.gradients(
         merged if entropy else merged._replace(weighted=None),
-        LogprobOutput(**seed),
-        dtotal=seeds["mean_logit"] / key.call.vocab_size if "mean_logit" in seeds else None,
-        cache=None if cache is None else jax.tree.unflatten(cache, leaves),
+        _local.Results(seed, dmean),
+        None if cache is None else jax.tree.unflatten(cache, leaves),
         dweight=total,
-        round_dhidden=rounded,
-        **_options(key, weight, bias, tokens) | {"entropy": entropy},
+        may_round_dhidden=rounded and hidden.dtype == weight.dtype,
     )
-    grads = [dhidden, dweight, *(dbias.astype(bias.dtype) for dbias in of_bias)]
-    found = [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
-    return found if total is None else [*found, dweight[0, :1]]
+    dhidden = found.hidden.astype(hidden.dtype) if rounded else found.hidden
+    grads = [dhidden, found.weight, None if found.bias is None else found.bias.astype(bias.dtype)]
+    given = [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
+    return given if total is None else [*given, found.weight[0, :1]]
 
 
 def _cache(key: ProgramKey, hidden: Any, weight: Any, bias: Any, packed: Any) -> Any:
     """The cache of `statistics`."""
     tokens = _given(key, packed, hidden.shape[0])
-    options = _options(key, weight, bias, tokens)
-    return local.statistics(hidden, weight, tokens.labels, keep_cache=True, **options)[1]
+    return _part(key, hidden, weight, bias, tokens).statistics(keep_cache=True)[1]
 
 
 class ShardTokens(NamedTuple):
@@ -255,9 +254,9 @@ def _statistics(
     key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: ShardTokens
 ) -> tuple[Any, list[Any]]:
     """The statistics of a shard, packed, and the cache's leaves."""
-    options = _options(key, weight, bias, tokens) | {"total": key.call.mean_logit}
-    stats, cache = local.statistics(hidden, weight, tokens.labels, keep_cache=keep_cache, **options)
-    return local.pack(stats), jax.tree.leaves(cache) if keep_cache else []
+    part = _part(key, hidden, weight, bias, tokens, mean_logit=key.call.mean_logit)
+    stats, cache = part.statistics(keep_cache)
+    return _local.pack(stats), jax.tree.leaves(cache) if keep_cache else []
 
 
 def _results(
@@ -265,21 +264,21 @@ def _results(
 ) -> tuple[dict[str, Any], Any]:
     """``fields`` by name, and S."""
     num_rows, labels, temperature, floor, candidates = tokens
-    factors, size = _factors(key, tokens), {"vocab_size": key.call.vocab_size}
-    merged = local.merge(local.unpack(gathered, statistics_fields(key)), **factors)
-    out = local.finish(merged, labels, where=jnp.arange(labels.shape[0], dtype=jnp.int32) < num_rows, **size, **factors)
+    outside = (labels < 0) | (labels >= key.call.vocab_size)
+    of_logits = {name: getattr(key.call, name) for name in ("vocab_size", "logit_scale", "logit_softcap")}
+    where = jnp.arange(labels.shape[0], dtype=jnp.int32) < num_rows
+    parts = _local.unpack(gathered, statistics_fields(key))
+    merged, found = _local.results(parts, jnp.where(outside, -1, labels), where, temperature, **of_logits)
+    out = found.outputs
     if megatron:
         # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
-        outside = (labels < 0) | (labels >= key.call.vocab_size)
         sumexp = jnp.where(merged.sumexp == 0, 1.0, merged.sumexp)  # no token reaches the floor: 0, as elsewhere
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(sumexp), out.logprobs))
-    mean = None if merged.total is None else local.mean_logit(merged, **size, **factors)
-    support = None if out.support is None else jnp.where(out.support < 0, jnp.nan, out.support.astype(jnp.float32))
-    found = out._asdict() | {"mean_logit": mean, "support": support}
+    by_name = out._asdict() | {"mean_logit": found.mean_logit}
     forward_only: dict[str, Any] = dict.fromkeys(statistics_fields(key).keys() - merged_fields(key).keys())
-    kept = local.pack(merged._replace(**forward_only))
+    kept = _local.pack(merged._replace(**forward_only))
     saved = as_rows(*(x for x in (labels, temperature, floor, candidates) if x is not None), kept.T)
-    return {name: found[name] for name in fields}, saved
+    return {name: by_name[name] for name in fields}, saved
 
 
 def _packed(found: dict[str, Any], saved: Any) -> Any:
@@ -316,24 +315,11 @@ def _seeds(key: ProgramKey, packed: Any, rows: int, names: tuple[str, ...]) -> t
     return num_rows, columns[: len(columns) - width], seeds
 
 
-def _options(key: ProgramKey, weight: Any, bias: Any, tokens: ShardTokens) -> dict[str, Any]:
-    return {
-        **key.call.options,
-        **key.part(weight.shape[0]),
-        "num_rows": tokens.num_rows,
-        "bias": bias,
-        "candidates": tokens.candidates,
-        "logit_floor": tokens.floor,
-        "precision": key.precision,
-        **_factors(key, tokens),
-    }
-
-
-def _factors(key: ProgramKey, tokens: ShardTokens) -> dict[str, Any]:
-    """What the logits are multiplied by and capped at."""
+def _part(
+    key: ProgramKey, hidden: Any, weight: Any, bias: Any, tokens: ShardTokens, mean_logit: bool = False, **more: Any
+) -> _local.LogprobPart:
     temperature = 1.0 if tokens.temperature is None else tokens.temperature
-    return {
-        "temperature": temperature,
-        "logit_softcap": key.call.logit_softcap,
-        "logit_scale": key.call.logit_scale,
-    }
+    options = key.call.options | {"bias": bias, "candidates": tokens.candidates, "logit_floor": tokens.floor}
+    options |= {"temperature": temperature, "precision": key.precision, **more}
+    start, options["vocab_size"] = key.part(weight.shape[0])
+    return _local.LogprobPart.of(options, hidden, weight, tokens.labels, start, tokens.num_rows, mean_logit)

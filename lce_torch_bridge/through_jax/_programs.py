@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from lce_jax import local
+from lce_jax import _local
 from lce_torch_bridge.tensors import _device, _tensor_parallel
 from lce_torch_bridge.through_jax import _runtime as runtime
 from lce_torch_bridge.through_jax._runtime import to_jax, to_torch_all
@@ -38,10 +38,9 @@ class ProgramKey(NamedTuple):
     shards: int
     precision: str | None  # of float32 products
 
-    def part(self, rows: int) -> dict[str, Any]:
+    def part(self, rows: int) -> tuple[int, int | None]:
         """The global id of the first of the shard's columns; the true vocabulary, if the shards have columns beyond."""
-        padded = self.call.vocab_size < self.shards * rows
-        return {"vocab_start": self.shard * rows, "vocab_size": self.call.vocab_size if padded else None}
+        return self.shard * rows, self.call.vocab_size if self.call.vocab_size < self.shards * rows else None
 
 
 def key_of(call: Any, *weights: torch.Tensor) -> ProgramKey:
@@ -79,10 +78,10 @@ def as_rows(*columns: Any) -> Any:
 
 
 def tags_of(columns: Any, num_rows: Any, *of_call: object) -> Any:
-    """`lce_jax.local.tags` of what tokens come with, None left out, of how many count, and of the rest of the call."""
+    """`lce_jax._local.tags` of what tokens come with, None left out, of how many count, and of the rest of the call."""
     columns = [x for x in columns if x is not None]
     numbers = num_rows, jnp.int32(_tensor_parallel.number_of(*of_call))
-    return local.tags([*(jnp.broadcast_to(x, columns[0].shape[:1]) for x in numbers), *columns])
+    return _local.tags([*(jnp.broadcast_to(x, columns[0].shape[:1]) for x in numbers), *columns])
 
 
 def with_tags(packed: Any, tags: Any) -> Any:

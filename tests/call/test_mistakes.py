@@ -19,7 +19,6 @@ from lce_jax import (
     explain,
     linear_cross_entropy,
     linear_logprobs,
-    local,
     scalars,
     sharded_linear_cross_entropy,
     sharded_linear_logprobs,
@@ -40,11 +39,11 @@ FUNCTIONS = {name: (getattr(lce_jax, name), given) for name, given in GIVEN.item
 FUNCTIONS |= {
     f"sharded_{name}": (getattr(lce_jax, f"sharded_{name}"), given | {"mesh": MESH}) for name, given in GIVEN.items()
 }
-FUNCTIONS |= {"explain": (explain, {"labels": LABELS}), "local.statistics": (local.statistics, {"labels": LABELS})}
+FUNCTIONS |= {"explain": (explain, {"labels": LABELS})}
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    if name in ("explain", "local.statistics"):
+    if name == "explain":
         return tuple(x for x in LogprobOptions.__annotations__ if x != "axis_name")
     return _options.names_of(name)
 
@@ -191,8 +190,6 @@ def test_every_option_has_wrong_values() -> None:
 @pytest.mark.parametrize(("name", "option"), [(name, option) for name in FUNCTIONS for option in options_of(name)])
 def test_options(name: str, option: str) -> None:
     for value, error, message in OF_OPTIONS[option]:
-        if (name, option, value) == ("local.statistics", "vocab_size", 33):
-            continue  # a shard's weight is a part
         refused(name, {option: value}, error, message)
         if name == "linear_logprobs" and "rows" not in message:  # values of a traced array are not known
             refused(name, {option: value}, error, message, jitted=True)
@@ -200,7 +197,7 @@ def test_options(name: str, option: str) -> None:
 
 @pytest.mark.parametrize(("name", "option"), [(x, y) for x in FUNCTIONS for y in OF_OPTIONS if y not in options_of(x)])
 def test_options_of_other_functions(name: str, option: str) -> None:
-    if name not in ("explain", "local.statistics"):
+    if name != "explain":
         refused(name, {option: OF_OPTIONS[option][0][0]}, (TypeError, ValueError), option)  # type: ignore[arg-type]
 
 
@@ -294,10 +291,6 @@ MISTAKES: dict[str, Mistakes] = {
          r"hidden \(8,\) has no batch"),
     ],
     "sharded_linear_topk": [(dict(weight=ONES((30, 8))), ValueError, "pass vocab_size=30")],
-    "local.statistics": [
-        (dict(axis_name="tensor"), ValueError, r"functions of lce_jax\.local know no axis"),
-        (dict(hidden=ONES((2, 2, 8)), labels=LABELS.reshape(2, 2)), ValueError, r"labels \(2, 2\) must be flat"),
-    ],
 }  # fmt: skip
 for sharded in (name for name in FUNCTIONS if name.startswith("sharded_")):
     MISTAKES[sharded] = MISTAKES.get(sharded, []) + OF_MESHES
@@ -334,7 +327,6 @@ SHARED = set(LogprobOptions.__annotations__)
             {"axis_name"} | OF_LOGPROBS,
         ),
         (explain, OF_A_LOSS | OF_A_MESH | SHARED, set()),
-        (local.statistics, {"where", "num_rows", "vocab_start"} | SHARED - {"axis_name"}, OF_A_LOSS - {"where"}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

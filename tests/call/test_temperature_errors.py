@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import explain, linear_logprobs, local, sharded_linear_logprobs
+from lce_jax import explain, linear_logprobs, sharded_linear_logprobs
 from tests import cases, oracle
 from tests.small_call import HIDDEN, LABELS, MESH, WEIGHT
 
@@ -58,10 +58,8 @@ def test_a_traced_temperature_of_zero_stays_in_its_row() -> None:
             assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(gradients, wanted, strict=True))
 
 
-def test_a_shard_with_a_temperature_of_zero() -> None:
-    """The damage stays in its row also in `lce_jax.local` and over a mesh."""
+def test_a_temperature_of_zero_over_a_mesh() -> None:
+    """The damage stays in its row."""
     values = jnp.array([1.0, 0.0, 0.7, 1.0])
     out = jax.jit(lambda t: sharded_linear_logprobs(HIDDEN, WEIGHT, LABELS, mesh=MESH, temperature=t))(values)
     assert np.array_equal(np.isnan(out.lse), [False, True, False, False])
-    stats, _ = jax.jit(lambda t: local.statistics(HIDDEN, WEIGHT, LABELS, temperature=t))(values)
-    assert np.array_equal(np.isnan(local.finish(stats, LABELS, vocab_size=32).entropy), [False, True, False, False])

@@ -154,22 +154,6 @@ def test_it_compiles(name: str, way: str, target: str) -> None:
     assert bool(found) == (shards > 1)
 
 
-@pytest.mark.parametrize("target", TPUS)
-def test_without_collectives_of_its_own(target: str) -> None:
-    mesh = TPUS[target].mesh(1, 1)
-
-    def step(hidden: Any, weight: Any, given: Any) -> Any:
-        operands = hidden.reshape(-1, H), weight, given["labels"].reshape(-1)
-        own, cache = lce_jax.local.statistics(*operands)
-        merged = lce_jax.local.merge(jax.tree.map(lambda x: x[None], own))
-
-        out = lce_jax.local.finish(merged, operands[2], vocab_size=V)
-        return out, lce_jax.local.gradients(*operands, merged, out, cache=cache)  # results serve as cotangents
-
-    text = jax.jit(step).lower(*structs(mesh, whole=True)).compile().as_text()
-    assert _pod.largest_array(text) < B * T * V
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_auto_axes_are_refused_with_the_line_to_write(name: str) -> None:
     """Were the rule there all the same, libtpu would say "Custom emitter for CustomSPMDPartitioning not found"."""

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import linear_logprobs, local, sharded_linear_logprobs
+from lce_jax import linear_logprobs, sharded_linear_logprobs
+from lce_jax._types import Call
 from tests import oracle
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -49,7 +50,7 @@ def test_over_a_mesh() -> None:
 def test_it_costs_nothing_unless_asked_for() -> None:
     hidden, weight, labels = operands()
     assert linear_logprobs(hidden, weight, labels).sum_p_squared is None
-    assert "squares" not in local.fields()
+    assert "squares" not in Call().statistics
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
-from lce_jax import local
+from lce_jax import _local
 
 HIDDEN = (1024, 2048, 4096, 5120, 8192)
 VOCABULARIES = (32000, 50257, 128256, 151936, 152064, 248320, 262144)
@@ -146,10 +146,9 @@ def test_one_shard_with_padded_rows() -> None:
     options = {"vocab_size": 151669, "cache_bytes": 1 << 22, "implementation": "mosaic_gpu"}
 
     def step(hidden, weight, labels, seeds, start, num_rows):
-        rows = {"vocab_start": start, "num_rows": num_rows}
-        stats, cache = local.statistics(hidden, weight, labels, keep_cache=True, **rows, **options)
-        cotangent = lce_jax.LogprobOutput(*seeds)
-        return local.gradients(hidden, weight, labels, stats, cotangent, cache=cache, **rows, **options)
+        part = _local.LogprobPart.of(options, hidden, weight, labels, start, num_rows, mean_logit=False)
+        stats, cache = part.statistics(keep_cache=True)
+        return part.gradients(stats, _local.Results(lce_jax.LogprobOutput(*seeds)), cache, None, False)
 
     struct = jax.ShapeDtypeStruct
     arrays = struct((2048, 1024), "bfloat16"), struct((75968, 1024), "bfloat16"), struct((2048,), "int32")

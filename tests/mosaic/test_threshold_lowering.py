@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import lce_jax
-from lce_jax import local
+from lce_jax import _local
 from tests.mosaic.test_lowering import lower
 
 EVERYTHING = {"stats": True, "logit_softcap": 30.0, "where": True, "temperature": True, "vocab_size": 31990}
@@ -46,29 +46,18 @@ def test_lowers_over_a_mesh() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_one_shard_needs_what_its_forward_kept() -> None:
-    struct, options = jax.ShapeDtypeStruct, {"gradient_threshold": 0.1, "stats": True, "implementation": "mosaic_gpu"}
+def test_lowers_for_one_shard() -> None:
+    struct, options = jax.ShapeDtypeStruct, {"gradient_threshold": 0.1, "implementation": "mosaic_gpu"}
     operands = struct((512, 256), "bfloat16"), struct((4096, 256), "bfloat16"), struct((512,), "int32")
-    ones = struct((512,), "float32")
-    seed = lce_jax.LogprobOutput(ones, ones, ones)
 
-    def step(operands: Any, seed: Any, keep_cache: bool) -> Any:
-        stats, cache = local.statistics(*operands, keep_cache=keep_cache, num_rows=300, **options)
-        dropped = local.dropped_mass(*operands, stats, num_rows=300, cache=cache, **options)
-        return local.gradients(*operands, stats, seed, num_rows=300, cache=cache, **options), dropped
+    def step(hidden: Any, weight: Any, labels: Any, seed: Any) -> Any:
+        part = _local.LogprobPart.of(options, hidden, weight, labels, 0, jnp.int32(300), mean_logit=False)
+        stats, cache = part.statistics(keep_cache=True)
+        return part.gradients(stats, _local.Results(lce_jax.LogprobOutput(seed, seed, seed)), cache, None, False)
 
-    kept = jax.jit(functools.partial(step, keep_cache=True)).trace(operands, seed)
-    assert "lce_live_dhidden" in kept.lower(lowering_platforms=("cuda",)).as_text()
-    (dhidden, _), dropped = kept.out_info
-    assert dhidden.shape == (512, 256)
-    assert dropped.shape == (512,)
-    with pytest.raises(ValueError, match=r"keep_cache=True\) keeps; give that as cache="):
-        local.gradients(
-            *(jnp.zeros(x.shape, x.dtype) for x in operands),
-            local.statistics(*(jnp.zeros(x.shape, x.dtype) for x in operands), implementation="xla")[0],
-            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), seed),
-            **options,
-        )
+    found = jax.jit(step).trace(*operands, struct((512,), "float32"))
+    assert "lce_live_dhidden" in found.lower(lowering_platforms=("cuda",)).as_text()
+    assert found.out_info.hidden.shape == (512, 256)
 
 
 @pytest.mark.slow

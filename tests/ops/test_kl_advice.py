@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from lce_jax import explain, linear_kl, sharded_linear_kl
-from lce_jax.local import KLShard
 from tests import oracle
 from tests.kl_cases import Drawn, call, draw, evaluate, expected
 
@@ -51,7 +50,7 @@ def refuses(**options: Any) -> None:
     """By every function that takes both heads."""
     hidden, weight = jnp.ones((4, 8)), jnp.ones((32, 8))
     mesh = jax.sharding.AbstractMesh((1,), ("tensor",))
-    for function, more in ((linear_kl, {}), (sharded_linear_kl, {"mesh": mesh}), (KLShard, {})):
+    for function, more in ((linear_kl, {}), (sharded_linear_kl, {"mesh": mesh})):
         with pytest.raises(ValueError, match="is the student's alone: write teacher_"):
             function(hidden, weight, hidden, weight, **options, **more)
     with pytest.raises(ValueError, match="is the student's alone: write teacher_"):

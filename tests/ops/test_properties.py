@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lce_jax import linear_logprobs, local
+from lce_jax import _local, linear_logprobs
+from lce_jax._types import Call
+from lce_jax.mathematics import _statistics
 from tests import cases, oracle
 
 
@@ -71,12 +73,15 @@ def check(test: cases.TestCase, seed: int) -> None:
 
 @jax.jit  # one program for each width, for every start of the piece
 def piece(hidden, weight, labels, vocab_start):
-    return local.statistics(hidden, weight, labels, vocab_start=vocab_start, stats=True)[0]
+    part = _local.LogprobPart.of({"stats": True}, hidden, weight, labels, vocab_start, jnp.int32(len(labels)), False)
+    return part.statistics(keep_cache=False)[0]
 
 
 @jax.jit
 def united(parts, labels):
-    return local.finish(local.merge(jax.tree.map(lambda *x: jnp.stack(x), *parts)), labels, vocab_size=61)
+    stacked, known = jax.tree.map(lambda *x: jnp.stack(x), *parts), (labels >= 0) & (labels < 61)
+    merged, found = _local.results(stacked, jnp.where(known, labels, -1), labels == labels, None, vocab_size=61)
+    return merged, found.outputs
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -93,7 +98,10 @@ def test_merging_any_split_in_any_order(cuts: list[int], order, seed: int) -> No
     pieces = list(itertools.pairwise(edges))
     order.shuffle(pieces)
     weight = np.asarray(weight)  # cut on the host: a slice is a program too
-    out = united([piece(hidden, weight[a:b], labels, a) for a, b in pieces], labels)
+    merged, out = united([piece(hidden, weight[a:b], labels, a) for a, b in pieces], labels)
     want = oracle.logprobs(hidden, weight, labels)
     for got, true in zip(jax.tree.leaves(out), jax.tree.leaves(want), strict=True):
         assert oracle.value_error(got, true) < 5e-6
+    none = _statistics.empty(7, merged.max.dtype, Call(stats=True))
+    again, _ = united([merged, none], labels)  # a shard of padding alone
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(merged)))

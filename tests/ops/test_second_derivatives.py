@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lce_jax import linear_logprobs, local
+from lce_jax import linear_logprobs
 from tests import oracle
 from tests.small_call import HIDDEN, LABELS, WEIGHT
 
@@ -33,7 +33,6 @@ SECOND_DERIVATIVES = {
     "jacrev of jacrev": jax.jacrev(jax.jacrev(loss)),
     "jvp of grad": lambda h: jax.jvp(jax.grad(loss), (h,), (h,)),
     "in a scan": jax.grad(lambda h: in_a_scan(h, squares)),
-    "of local": jax.grad(lambda h: local.statistics(h, WEIGHT, LABELS)[0].sumexp.sum()),
 }
 
 

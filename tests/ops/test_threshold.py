@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType
 
 import lce_jax
-from lce_jax import local
 
 T, H, V = 24, 16, 300
 THRESHOLD = 2.0**-12
@@ -66,15 +65,6 @@ def test_every_entry_takes_it() -> None:
     np.testing.assert_allclose(total, -jnp.sum(out.logprobs), rtol=1e-6)
     np.testing.assert_array_equal(metrics.dropped_mass, jnp.zeros(T))
     assert dweight.shape == weight.shape
-    stats, cache = local.statistics(hidden, weight, labels, keep_cache=True, **options)
-    seed = lce_jax.LogprobOutput(jnp.ones(T), None, None)
-    dhidden, _ = local.gradients(hidden, weight, labels, stats, seed, cache=cache, **options)
-    assert np.all(np.isfinite(dhidden))
-    options["stats"] = True
-    np.testing.assert_array_equal(local.dropped_mass(*problem(), stats, cache=cache, **options), jnp.zeros(T))
-    options["stats"] = False
-    with pytest.raises(ValueError, match=r"stats=False, gradient_threshold=0\.000244141: dropped_mass needs"):
-        local.dropped_mass(*problem(), stats, cache=cache, **options)
     empty = lce_jax.linear_logprobs(hidden[:0], weight, labels[:0], stats=True, gradient_threshold=THRESHOLD)
     assert empty.dropped_mass.shape == (0,)
 

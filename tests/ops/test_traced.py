@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import UnsupportedError, explain, linear_cross_entropy, linear_logprobs, local, sharded_linear_logprobs
+from lce_jax import UnsupportedError, explain, linear_cross_entropy, linear_logprobs, sharded_linear_logprobs
 from tests import cases, oracle
 
 CALLS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
@@ -164,14 +164,6 @@ def test_inside_shard_map(check_vma: bool) -> None:
         lambda h, w: linear_logprobs(h, w, labels, logit_scale=1.3, logit_softcap=4.0).logprobs.sum(), argnums=(0, 1)
     )(hidden, weight)
     assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
-
-
-def test_of_one_shard_alone() -> None:
-    hidden, weight, labels, _, _ = cases.draw(cases.MATRIX[0])
-    run = jax.jit(lambda scale: local.statistics(hidden, weight, labels, logit_scale=scale)[0])
-    got, want = run(jnp.float32(-0.5)), local.statistics(hidden, weight, labels, logit_scale=-0.5)[0]
-    assert np.allclose(got.sumexp, want.sumexp, rtol=2e-6)
-    assert np.allclose(got.max, want.max, rtol=2e-6)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -18,7 +18,6 @@ from lce_jax import (
     linear_logprobs,
     linear_loss,
     linear_topk,
-    local,
     sharded_linear_kl,
     sharded_linear_logits,
     sharded_linear_logprobs,
@@ -155,14 +154,13 @@ class Trainer:
 
 @pytest.mark.parametrize(
     "name",
-    ["linear_logprobs", "gradient", "local", "sharded", "loss", "gradient of a loss", "sharded loss", "method"],
+    ["linear_logprobs", "gradient", "sharded", "loss", "gradient of a loss", "sharded loss", "method"],
 )
 def test_calls_outside_jit_compile_once(name: str) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
     calls = {
         "linear_logprobs": lambda: linear_logprobs(HIDDEN, WEIGHT, LABELS, temperature=0.7),
         "gradient": lambda: jax.grad(loss, argnums=(0, 1))(HIDDEN, WEIGHT),
-        "local": lambda: local.statistics(HIDDEN[0], WEIGHT, LABELS[0]),
         "sharded": lambda: sharded_linear_logprobs(HIDDEN, WEIGHT, LABELS, mesh=mesh, batch_axes="data"),
         "loss": lambda: linear_loss(negative, HIDDEN, WEIGHT, LABELS),
         "gradient of a loss": lambda: jax.grad(lambda h: linear_loss(ratio, h, WEIGHT, LABELS, SEEDS[0], LABELS)[0])(

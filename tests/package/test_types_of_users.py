@@ -22,7 +22,7 @@ JAX_SCRIPT = """
 import jax
 import jax.numpy as jnp
 import lce_jax
-from lce_jax import LogprobOutput, explain, linear_cross_entropy, linear_logprobs, linear_loss, local, losses
+from lce_jax import LogprobOutput, explain, linear_cross_entropy, linear_logprobs, linear_loss, losses
 
 
 def objective(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
@@ -46,8 +46,6 @@ def bytes_held(hidden: jax.ShapeDtypeStruct, weight: jax.ShapeDtypeStruct, label
 
 def metrics(hidden: jax.Array, weight: jax.Array, labels: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
     loss, out = linear_loss(losses.with_entropy_bonus(losses.ppo_clip, 0.01), hidden, weight, labels, old, {"a": old})
-    stats, cache = local.statistics(hidden, weight, labels, keep_cache=True)
-    local.gradients(hidden, weight, labels, stats, out, cache=cache)
     assert out.entropy is not None
     return loss + linear_cross_entropy(hidden, weight, labels, z_loss=1e-4), out.entropy
 

@@ -16,7 +16,7 @@ import lce_jax
 import lce_torch_bridge
 from benchmarks import __main__ as bench
 from examples.demo.cli import _parser as demo_parser
-from lce_jax import floors, local, losses, rows
+from lce_jax import floors, losses, rows
 from lce_jax.explain.__main__ import parser as explain_parser
 from lce_jax.flax import linen, nnx
 from lce_jax.mosaic._call import Generation
@@ -102,7 +102,6 @@ MODULES = [
     lce_jax,
     losses,
     floors,
-    local,
     rows,
     lce_torch_bridge,
     lce_torch_bridge.losses,

@@ -13,10 +13,10 @@ import lce_jax
 import lce_torch_bridge
 import lce_torch_bridge.megatron
 import lce_torch_bridge.verl
-from lce_jax import local, losses
+from lce_jax import losses
 from lce_jax.flax import linen, nnx
 
-MODULES = (lce_jax, local, losses, lce_torch_bridge, lce_torch_bridge.megatron, lce_torch_bridge.verl)
+MODULES = (lce_jax, losses, lce_torch_bridge, lce_torch_bridge.megatron, lce_torch_bridge.verl)
 METHODS = ("__init__", "tied", "__call__", "logprobs", "topk", "kl", "loss")
 PUBLIC = [
     *(value for module in MODULES for name in module.__all__ if inspect.isfunction(value := getattr(module, name))),

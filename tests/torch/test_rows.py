@@ -199,21 +199,22 @@ def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that keep a cache need a GPU. Here a stand-in cache takes the same way, and comes back unchanged."""
     problem = p.draw()
     seen = []
-    real = _logprobs.local.statistics
-    real_gradients = _logprobs.local.gradients
+    part = _logprobs._local.LogprobPart
+    real, real_gradients = part.statistics, part.gradients
 
-    def statistics(hidden, weight, labels, *, keep_cache, **options):
-        stats, _ = real(hidden, weight, labels, keep_cache=keep_cache, **options)
-        return stats, ({"columns": hidden[:, :3] * 2, "max": stats.max} if keep_cache else None)
+    def statistics(self, keep_cache):
+        stats, _ = real(self, keep_cache)
+        return stats, ({"columns": self.primals.hidden[:, :3] * 2, "max": stats.max} if keep_cache else None)
 
-    def gradients(hidden, weight, labels, merged, cotangent, *, cache, **options):
+    def gradients(self, merged, cotangent, cache, **options):
         seen.append(jax.tree.map(jax.numpy.shape, cache))
-        dhidden, dweight = real_gradients(hidden, weight, labels, merged, cotangent, cache=None, **options)
+        found = real_gradients(self, merged, cotangent, None, **options)
         live = slice(0, 37)  # padding may hold anything
-        return dhidden + cache["columns"][live].sum() - 2 * hidden[live, :3].sum(), dweight
+        moved = cache["columns"][live].sum() - 2 * self.primals.hidden[live, :3].sum()
+        return found._replace(hidden=found.hidden + moved)
 
-    monkeypatch.setattr(_logprobs.local, "statistics", statistics)
-    monkeypatch.setattr(_logprobs.local, "gradients", gradients)
+    monkeypatch.setattr(part, "statistics", statistics)
+    monkeypatch.setattr(part, "gradients", gradients)
     seeds = p.seeds_like(problem.labels)
     options = dict(cache_bytes=12345, logit_scale=1.125)  # no other test has these: programs are cached by options
     _, grads = p.gradients(problem, seeds, **options)

@@ -395,8 +395,7 @@ def imported(path: Path) -> set[tuple[str, str]]:
 def test_only_public_names_of_lce_jax() -> None:
     names = {pair for path in FOLDER.rglob("*.py") for pair in imported(path) if pair[0].startswith("lce_jax")}
     public = {("lce_jax", name) for name in lce_jax.__all__} | {("lce_jax", "")}
-    public |= {("lce_jax", name) for name in ("scalars", "sequences", "kernels")}
-    public |= {("lce_jax.local", name) for name in lce_jax.local.__all__}
+    public |= {("lce_jax", name) for name in ("scalars", "sequences", "kernels", "_local")}
     assert names
     assert names <= public
 

@@ -12,7 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import LogprobOutput, explain, linear_logprobs, linear_loss, local, sharded_linear_logprobs
+from lce_jax import (
+    LogprobOutput,
+    _call,
+    _options,
+    _shard,
+    explain,
+    linear_logprobs,
+    linear_loss,
+    sharded_linear_logprobs,
+)
+from lce_jax._types import Results
 from lce_jax.xla import _walk
 from tests import cases, oracle
 from tests.ops.test_parity import GRADIENT_BOUND
@@ -164,13 +174,14 @@ def test_shards_keep_their_own() -> None:
 @pytest.mark.slow
 def test_a_cache_may_be_read_again() -> None:
     options = {"implementation": "xla", "cache_bytes": ALL}
-    stats, cache = local.statistics(*CALL, keep_cache=True, **options)
+    call, primals, rows, _ = _call.bind(_call.describe(_options.of_call(options, *CALL)))
+    stats, cache, _ = _shard.statistics(call, primals, rows, 0, keep_cache=True)
     assert [x.shape for x in jax.tree.leaves(cache)] == [(24, 500), (5, 24)]
-    seed = LogprobOutput(logprobs=jnp.ones(24), entropy=jnp.full(24, 0.3), lse=None)
+    seed = Results(LogprobOutput(logprobs=jnp.ones(24), entropy=jnp.full(24, 0.3), lse=jnp.zeros(24)))
     want = jax.jit(gradient)(*CALL)
     for overwrite in (False, True):
-        found = local.gradients(*CALL, stats, seed, cache=cache, overwrite_cache=overwrite, **options)
-        assert_near(found, want)
+        found = _shard.gradients(call, primals, rows, 0, stats, seed, cache, may_overwrite_cache=overwrite)
+        assert_near(found[:2], want)
 
 
 def test_what_keeps_nothing() -> None:

@@ -1,0 +1,118 @@
+"""What `lce_torch_bridge` compiles for one shard of a vocabulary, whose parts it merges over a process group itself.
+
+All is flat and the same on every shard, but for the weight: hidden [T, H], what is per token [T]. The bridge has
+checked its arguments, and nothing here is differentiable. Which columns a shard has it says by these:
+
+    vocab_start   global id of the first one
+    vocab_size    that of the whole vocabulary, or None if no shard has padding
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+
+from lce_jax import _call, _dispatch, _options, _shard, mosaic, scalars
+from lce_jax._call import Rows
+from lce_jax._options import Given
+from lce_jax._types import Call, LogprobOutput, Primals, Results, ShardStatistics
+from lce_jax.mathematics import _logprobs, _statistics
+from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
+from lce_jax.mathematics._statistics import pack, unpack
+from lce_jax.mesh._collectives import differences, tags
+from lce_jax.programs._kl import KLArguments, KLPart
+
+if TYPE_CHECKING:
+    from lce_jax._shapes import Array, Bool, Float, Int
+
+
+class LogprobPart(NamedTuple):
+    """One shard's part of `lce_jax.linear_logprobs`."""
+
+    call: Call
+    primals: Primals
+    rows: Rows
+    start: Int[Array, ""]
+
+    @classmethod
+    def of(
+        cls, options: Mapping[str, Any], hidden: Any, weight: Any, labels: Any, vocab_start: int, num_rows: Any,
+        mean_logit: bool,
+    ) -> LogprobPart:  # fmt: skip
+        """With ``options`` of `linear_logprobs`. The first ``num_rows`` rows count."""
+        given = _call.describe(_options.of_call(options, hidden, weight, labels, mean_logit=mean_logit))
+        call = _chosen(given._replace(call=given.call.but(partial_rows=True)))
+        primals, rows = _call.operands(call, given)
+        return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
+
+    def statistics(self, keep_cache: bool) -> tuple[ShardStatistics, Any]:
+        """Those of the shard, and the cache."""
+        return _shard.statistics(*self, keep_cache)[:2]
+
+    def gradients(
+        self, merged: ShardStatistics, cotangent: Results, cache: Any, dweight: Array | None, may_round_dhidden: bool
+    ) -> Primals:
+        """`_shard.gradients`, from the whole vocabulary's statistics. Autograd may read the cache again."""
+        call, primals, rows, start = self
+        if call.gradient_threshold:
+            cache, _ = _shard.selected(call, rows, merged, cache)
+        allowed = {"may_round_dhidden": may_round_dhidden, "may_overwrite_cache": False}
+        return _shard.gradients(call, primals, rows, start, merged, cotangent, cache, dweight=dweight, **allowed)
+
+
+def results(
+    parts: ShardStatistics,
+    labels: Int[Array, "T"],
+    where: Bool[Array, "T"],
+    temperature: Float[Array, "T"] | None,
+    **options: Any,
+) -> tuple[ShardStatistics, Results]:
+    """The whole vocabulary's statistics from those of all shards, stacked [N, T], and its results.
+
+    ``options`` are fields of `Call`: those of the logits, and the size of the whole vocabulary. XLA merges. On a device
+    with kernels one computes the results, so those of one shard alone have the bits of `lce_jax.linear_logprobs`.
+    """
+    has_kernels = mosaic.serves(_dispatch.current_device(parts.max))
+    call = Call(has_floor=True, implementation=mosaic.NAME if has_kernels else "xla", **options)
+    rows = Rows(labels, where, temperature)
+    merged = _statistics.merge(parts, _logprobs.row_scale(call, _shard.scales_of(call, rows).logits))
+    return merged, _shard.finish(call, rows, merged, where, None)
+
+
+def kl_part(
+    options: Mapping[str, Any], hidden: Pair[Any], weight: Pair[Any], vocab_start: int, where: Any, direction: Any
+) -> KLPart:
+    """One shard's part of `lce_jax.linear_kl`, of student and teacher, with ``options`` of it."""
+    given = KLArguments.of(Pair(*zip(hidden, weight, strict=True)), where, direction, options)
+    heads = given.describe()
+    calls = Pair(*map(_chosen, heads))
+    (own, rows), (others, teachers_rows) = map(_call.operands, calls, heads)
+    call = given.of_both(*calls)
+    if given.beta is not None:
+        rows = rows._replace(weights=_call.weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels))
+    return KLPart.of(call, Pair(own, others), Pair(rows, teachers_rows), jnp.int32(vocab_start))
+
+
+def _chosen(given: Given) -> Call:
+    """Of how many shards there are, the bridge alone knows: any vocab_size may leave padding."""
+    return _call.choose(given.call, scalars.INT32_MAX).but(padded=given.call.given_vocab_size is not None)
+
+
+__all__ = [
+    "Call",
+    "KLPart",
+    "KLStatistics",
+    "LogprobOutput",
+    "LogprobPart",
+    "MixtureSums",
+    "Pair",
+    "Results",
+    "differences",
+    "kl_part",
+    "pack",
+    "results",
+    "tags",
+    "unpack",
+]
