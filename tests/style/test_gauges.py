@@ -78,7 +78,7 @@ def topk_of_torch(leaves: p.Problem) -> None:
 # The first call, then one that finds its programs.
 IN_TORCH = {
     "through JAX": {
-        of_torch: ((219, 29), (50, 15)), loss_of_torch: ((245, 30), (66, 16)), topk_of_torch: ((156, 33), (47, 14))
+        of_torch: ((200, 29), (50, 15)), loss_of_torch: ((226, 30), (66, 16)), topk_of_torch: ((156, 33), (47, 14))
     },
     "directly": {of_torch: ((303, 40), (38, 13)), loss_of_torch: ((326, 41), (50, 15))},
 }  # fmt: skip

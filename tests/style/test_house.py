@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 25_650
+PACKAGES_LINES = 25_236
 PACKAGES_FILES = 134
-TESTS_LINES = 30_978
+TESTS_LINES = 30_613
 
 
 def test_size() -> None:
