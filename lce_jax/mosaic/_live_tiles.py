@@ -71,7 +71,7 @@ class Worklist(NamedTuple):
     sums_by_row: Int[Array, "blocks*tiles"]  # the same of the cells that dhidden contracts, by row block
     cells_by_row: Int[Array, "blocks*tiles"]
     ranks: Int[Array, "tiles"]  # all, by batch; in each, those with the most live row blocks come first
-    row_blocks: Int[Array, "blocks"]  # those with the most live tiles come last
+    row_blocks: Int[Array, "batches*blocks"]  # of each batch; those with the most entries in it come last
 
 
 class Batch(NamedTuple):
@@ -159,15 +159,30 @@ def lists(xp: Any, sizes: Sizes, orders: Any, live: Any, contracted: Any) -> Wor
     sums_by_row = xp.cumsum(_take(xp, of_rows.T, order, 1).reshape(-1), 0, dtype=xp.int32)
     numbers = xp.arange(sizes.entries, dtype=xp.int32)
     by_batch = xp.argsort(_take(xp, sums, before) // sizes.share, stable=True)
+    cells = places_of(xp, sums, numbers)
     return Worklist(
         order=xp.asarray(order, dtype=xp.int32),
         sums=sums,
-        cells=places_of(xp, sums, numbers),
+        cells=cells,
         sums_by_row=sums_by_row,
         cells_by_row=places_of(xp, sums_by_row, numbers[: len(sums_by_row)]),
         ranks=_take(xp, places, by_batch),
-        row_blocks=xp.asarray(xp.argsort(xp.sum(live, 0, dtype=xp.int32), stable=True), dtype=xp.int32),
+        row_blocks=_row_blocks(xp, sizes, live, cells, sums_by_row),
     )
+
+
+def _row_blocks(xp: Any, sizes: Sizes, live: Any, cells: Any, sums_by_row: Any) -> Any:
+    """Those of each batch, by how much dhidden contracts there: the longest first, all its clusters end together."""
+    if sizes.batches == 1:
+        counts = xp.sum(live, 0, dtype=xp.int32)[None]
+    else:
+        before = xp.concatenate([xp.zeros(1, dtype=xp.int32), sums_by_row])
+        ends = cells[sizes.share - 1 :: sizes.share][: sizes.batches - 1] // sizes.width + 1  # ranks, as in `Batch.of`
+        firsts = xp.arange(sizes.blocks, dtype=xp.int32)[:, None] * sizes.tiles
+        places = xp.concatenate([firsts, firsts + xp.clip(ends, None, sizes.tiles), firsts + sizes.tiles], 1)
+        sums = _take(xp, before, places.reshape(-1)).reshape(places.shape)
+        counts = (sums[:, 1:] - sums[:, :-1]).T
+    return xp.asarray(xp.argsort(counts, stable=True).reshape(-1), dtype=xp.int32)
 
 
 def _take(xp: Any, x: Any, places: Any, dim: int = 0) -> Any:

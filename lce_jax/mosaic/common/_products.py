@@ -190,7 +190,7 @@ def _live_dhidden_kernel(
     cells: Any,  # [entries]
     sums_by_row: Any,  # [blocks · tiles]
     cells_by_row: Any,  # [blocks · tiles]
-    row_blocks: Any,  # [blocks]
+    row_blocks: Any,  # [batches · blocks]
     numbers: Any,  # [3]
     parts: Any,  # [splits, Tp, Hp] as they were
     output: Any,  # as they will be, in the same place
@@ -207,7 +207,7 @@ def _live_dhidden_kernel(
             split, index = lax.div(info.index[0], groups * columns), lax.rem(info.index[0], groups * columns)
             group, column = turning_snake_index(matmul.tuning, matmul.clusters, index, groups, columns)
             column = column * cluster + lax.axis_index("cluster")
-            block = row_blocks[sizes.blocks - 1 - group]
+            block = row_blocks[(numbers[0] + 1) * sizes.blocks - 1 - group]
             start, stop = (sum_before(sums_by_row, block * sizes.tiles + batch.rank + i) for i in (0, batch.num_ranks))
             every = stop - start
             per_split = lax.div(every + (splits - 1), jnp.int32(splits))
