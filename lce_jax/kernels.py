@@ -25,12 +25,13 @@ from lce_jax._dispatch import for_device
 from lce_jax._types import Call, Device, Operands
 from lce_jax.mosaic import _backward, _candidates, _chunks, _forward, _generations, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
+from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._chunks import Cache
 from lce_jax.mosaic._compiler import Bind, Kernel, compiled, traced, why_not
 from lce_jax.mosaic._host import Host
 from lce_jax.mosaic._operands import Geometry, Prepared, geometry
 from lce_jax.mosaic.common import _tiles, _tokens
-from lce_jax.mosaic.common._gathered import products, put
+from lce_jax.mosaic.common._candidates import cotangents, keep, place_values, products, put
 from lce_jax.mosaic.common._select import select
 from lce_jax.mosaic.common._tokens import coefficients, finish, prepare, scale
 
@@ -117,6 +118,11 @@ class CallKind(Call):
         return None if live == self.columns else live
 
     @property
+    def true_columns(self) -> int:
+        """How many of the weight's columns count."""
+        return self.columns if self.live_columns is None else self.live_columns
+
+    @property
     def saved_fields(self) -> int:
         """How many numbers are saved of each token."""
         return self.first_statistic + len(_operands.kept_statistics(self.case)) + self.num_candidates
@@ -192,6 +198,12 @@ class HostPass(NamedTuple):
         kind = self.kind
         return self.host.numbers(kind.num_tokens, kind.stride, kind.start, kind.vocab_size)
 
+    @property
+    def of_columns(self) -> Buffer:
+        """The same, the first column, and how many count."""
+        kind = self.kind
+        return self.host.numbers(kind.num_tokens, kind.stride, kind.start, kind.true_columns)
+
     def rows(self, hidden: Buffer) -> Buffer:
         """Hidden as kernels read it: all their rows, in the weight's dtype."""
         given = self.kind.case, hidden, self.host.numbers(self.kind.num_tokens)
@@ -204,7 +216,7 @@ class HostPass(NamedTuple):
     def call(self, hidden: Buffer, weight: Buffer, marked: Any) -> KernelCall:
         """The call, from here on as `lce_jax.mosaic` runs it."""
         kind, shape = self.kind, self.kind.shape
-        columns: Any = kind.columns if kind.live_columns is None else kind.live_columns
+        columns: Any = kind.true_columns
         firsts = _operands.first_padding(columns, shape)
         mask = self.host.numbers(*(int(i >= first) for first in firsts for i in range(2 * shape.tile)))
         rows: Any = kind.num_tokens
@@ -235,7 +247,7 @@ def forward(
     fields_of_tiles = int(keep_cache and kind.gradient_threshold > 0.0)
     how = _forward.num_live_tiles(call), cache, fields_of_tiles, int(exchange is not None)
     groups, cache, maxima = _forward.joined(call, *how)
-    columns = None if ids is None else host.compute(_candidates.columns_of, ids, kind)
+    columns = None if ids is None else host.compute(_candidates.columns_of, ids, kind.start, kind.true_columns)
     x = None if columns is None else _candidates.unscaled(call, columns)
     tags = None
     if exchange is not None:
@@ -245,8 +257,8 @@ def forward(
     more = run.of_rows, saved, kind.vocab_size, kind.megatron, tags, floor
     results, saved = host.launch(finish, case, joined, run.ids(saved), temperature, *more)
     named = dict(zip(_operands.result_statistics(case), results, strict=True))
-    if ids is not None:
-        saved, named[PER_CANDIDATE] = host.compute(_candidates.keep, saved, ids, x, kind)
+    if ids is not None and x is not None:
+        named[PER_CANDIDATE], saved = host.launch(keep, case, kind.has_temperature, ids, x, saved, run.of_rows)
     kept: list[Buffer] = jax.tree.leaves(cache)
     if maxima is not None:
         numbers = host.numbers(kind.num_tokens, kind.stride, _threshold.always_live(call))
@@ -259,7 +271,7 @@ def cached_tiles(kind: CallKind, keep_cache: bool) -> int:
     """The vocabulary tiles whose exponentials a forward keeps."""
     if not keep_cache:
         return 0
-    live = kind.columns if kind.live_columns is None else max(kind.live_columns, 1)
+    live = max(kind.true_columns, 1)
     return min(_chunks.num_cached_tiles(kind.case, kind.shape), -(-live // kind.shape.tile))
 
 
@@ -296,14 +308,15 @@ def backward(
     of_floors = floors, 1 + kind.has_temperature
     marked, _ = host.launch(prepare, case, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)
     call = run.call(run.rows(hidden), weight, marked)
-    seed, of_candidates, candidates = given.pop(PER_CANDIDATE, None), None, None
+    seed, each, of_candidates, candidates = given.pop(PER_CANDIDATE, None), None, None, None
+    of_kept = case, kind.has_temperature, saved
     if seed is not None:
-        memory = host.empty((kind.rows,), jnp.float32)
-        *each, of_candidates = host.compute(_candidates.terms, saved, seed, memory, kind)
+        each, of_candidates = host.launch(cotangents, *of_kept, seed, run.of_rows)
     how = given, run.of_rows, kind.vocab_size, of_candidates
     factors = host.launch(coefficients, case, saved, kind.has_temperature, *how)
-    if seed is not None:
-        candidates = _candidates.placed(call, factors, *each)
+    if each is not None:
+        of_tokens = each, call.prepared.targets, call.prepared.scale, factors, run.of_columns
+        candidates = PlacedCandidates(*host.launch(place_values, *of_kept, *of_tokens))
     if kind.gradient_threshold:
         sums, dweight = _threshold.walk(call, factors, candidates, kept[0], total)
     else:

@@ -347,50 +347,44 @@ def at_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Arra
 
 
 def candidate_logprobs(
-    x: Float[Array, "*b"], highest: Float[Array, "*b"], scale: Any, log_sumexp: Float[Array, "*b"], xp: Any = jnp
+    x: Float[Array, "*b"], highest: Float[Array, "*b"], scale: Any, log_sumexp: Float[Array, "*b"]
 ) -> Float[Array, "*b"]:
-    """Eq. 3, from the statistics beside each candidate; 0 where x is -inf. ``xp`` is ``jax.numpy`` or torch."""
-    u = xp.clip((x - highest) * scale, MASKED, 0.0)
-    return xp.where(x == -xp.inf, 0.0, u - log_sumexp)
+    """Eq. 3, from the statistics beside each candidate; 0 where x is -inf."""
+    u = jnp.clip((x - highest) * scale, MASKED, 0.0)
+    return jnp.where(x == -jnp.inf, 0.0, u - log_sumexp)
 
 
 def candidate_terms(
-    x: Float[Array, "*b"], cotangent: Float[Array, "*b"], factor: Any, dcap: Callable[[Any], Any] | None, xp: Any = jnp
+    x: Float[Array, "*b"], cotangent: Float[Array, "*b"], factor: Any, dcap: Callable[[Any], Any] | None
 ) -> tuple[Float[Array, "*b"], Float[Array, "*b"]]:
     """The g_c of eq. 4, 0 where x is -inf, and what it adds to the gradient in the raw product (eq. 5).
 
     ``dcap`` is the derivative of the cap, if there is one.
     """
-    owned = x > -xp.inf
-    g = xp.where(owned, cotangent, 0.0)
+    owned = x > -jnp.inf
+    g = jnp.where(owned, cotangent, 0.0)
     term = g * factor
-    return g, term if dcap is None else term * dcap(xp.where(owned, x, 0.0))
+    return g, term if dcap is None else term * dcap(jnp.where(owned, x, 0.0))
 
 
-def add_repeats(
-    columns: Int[Array, "T K"], terms: Float[Array, "T K"], *beside: Array, xp: Any = jnp
-) -> tuple[Array, ...]:
+def add_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"], *beside: Array) -> tuple[Array, ...]:
     """Columns that occur once per token, sorted, and the sum of their terms; -1 and 0 in place of the repeats.
 
-    And ``beside``, which has the same at all repeats, in the same order. ``xp`` is ``jax.numpy`` or torch.
+    And ``beside``, which has the same at all repeats, in the same order.
 
     So the terms can be scattered to unique places, which is deterministic: adding to one place twice is not, on a GPU.
     After the step of 2ⁿ, each of the sorted terms is the sum of the last 2ⁿ⁺¹ of its column.
     """
-    if xp is jnp:
-        columns, terms, *others = lax.sort((columns, terms, *beside), dimension=1, num_keys=1, is_stable=True)
-    else:
-        order = xp.argsort(columns, stable=True)
-        columns, terms, *others = (xp.take_along_dim(x, order, 1) for x in (columns, terms, *beside))
+    columns, terms, *others = lax.sort((columns, terms, *beside), dimension=1, num_keys=1, is_stable=True)
     step, most = 1, columns.shape[1]
     while step < most:
         same = columns[:, step:] == columns[:, :-step]
-        earlier = xp.where(same, terms[:, :-step], 0.0)
-        terms = terms + xp.concatenate([xp.zeros_like(terms[:, :step]), earlier], 1)
+        earlier = jnp.where(same, terms[:, :-step], 0.0)
+        terms = terms + jnp.concatenate([jnp.zeros_like(terms[:, :step]), earlier], 1)
         step *= 2
     repeated = columns[:, 1:] == columns[:, :-1]  # the last of its column has the sum
-    repeated = xp.concatenate([repeated, xp.zeros_like(columns[:, :1], dtype=bool)], 1)
-    return xp.where(repeated, -1, columns), xp.where(repeated, 0.0, terms), *others
+    repeated = jnp.concatenate([repeated, jnp.zeros_like(columns[:, :1], dtype=bool)], 1)
+    return jnp.where(repeated, -1, columns), jnp.where(repeated, 0.0, terms), *others
 
 
 def each_once(operands: Operands, rows: RowCoefficients) -> tuple[Operands, RowCoefficients]:

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._types import RESULTS, Call, Operands, RowCoefficients, ShardStatistics
-from lce_jax.mathematics import _statistics
+from lce_jax.mathematics import _logprobs, _statistics
+from lce_jax.mathematics._statistics import MASKED
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -189,6 +190,14 @@ class RowFactors(NamedTuple):
     target: Float[Array, "T"]
     constant: Float[Array, "T"]
     slope: Float[Array, "T"] | None
+
+    def at(self, x: Any, scale: Any, is_label: Any, is_capped: bool) -> Any:
+        """The dz of each row at one of its columns, given its x."""
+        u = jnp.clip((x - self.max) * scale, MASKED, 0.0)
+        e = jnp.exp2(u)
+        d = self.constant * e
+        d = d if self.slope is None else d + self.slope * (u * e)
+        return jnp.where(is_label, self.target, d * _logprobs.cap_derivative(x) if is_capped else d)
 
 
 def in_base_2(rows: RowCoefficients) -> RowFactors:

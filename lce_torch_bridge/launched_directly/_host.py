@@ -130,7 +130,7 @@ class Tape:
         return found
 
     def compute(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """A step that is ``function(torch, *operands)``. A result that is an operand has been updated in place.
+        """A step that is ``function(xp, *operands)`` over torch. A result that is an operand has been updated in place.
 
         All others live as long as the pass.
         """
@@ -141,21 +141,19 @@ class Tape:
             given = list(leaves)
             for place, x in zip(places, tensors, strict=True):
                 given[place] = x
-            return function(torch, *jax.tree.unflatten(tree, given))
+            return function(_On(tensors[0].device), *jax.tree.unflatten(tree, given))
 
         buffers = [leaves[place] for place in places]
         described = [torch.empty(x.shape, dtype=getattr(torch, x.dtype.name), device="meta") for x in buffers]
-        with torch.device("meta"):
-            found, out_tree = jax.tree.flatten(of_tensors(*described))
+        found, out_tree = jax.tree.flatten(of_tensors(*described))
         results = []
         for x in found:
             same = [buffer for buffer, y in zip(buffers, described, strict=True) if x is y]
             results.append(same[0] if same else self.empty(x.shape, _device.name_of(x.dtype)))
 
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            with torch.device(tensors[0].device):
-                given = map(_as, tensors, buffers)
-                return [x.contiguous() for x in jax.tree.leaves(of_tensors(*given))]
+            given = map(_as, tensors, buffers)
+            return [x.contiguous() for x in jax.tree.leaves(of_tensors(*given))]
 
         return jax.tree.unflatten(out_tree, self.call(run, buffers, *results))
 
@@ -173,6 +171,17 @@ class Tape:
         """A step that is a function of tensors. It returns ``results``, its own or what it updated."""
         self.steps.append(Step(function, tuple(operands), results))
         return results
+
+
+class _On:
+    """torch, whose new tensors lie on a device. ``with torch.device(…)`` would cost the host half of each operation."""
+
+    def __init__(self, device: torch.device) -> None:
+        for make in (torch.arange, torch.zeros, torch.ones):
+            setattr(self, make.__name__, functools.partial(make, device=device))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 class Launches:

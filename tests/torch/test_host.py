@@ -76,11 +76,12 @@ def test_a_backward_with_all_of_a_cache_is_five_launches() -> None:
 
 def test_candidates_are_beside_the_launches() -> None:
     of = head(num_candidates=8)
-    assert Counter(names(forward(of))) - Counter(names(forward(head()))) == {"products": 1}
+    assert Counter(names(forward(of))) - Counter(names(forward(head()))) == {"products": 1, "keep": 1}
     assert names(backward(of)) == names(backward(head()))
     every = names(backward(of, seeds=("logprobs", "entropy", PER_CANDIDATE)))
     assert every.count("put") == every.count("dlogits")
-    assert [name for name in every if name != "put"] == names(backward(head()))
+    beside = Counter(every) - Counter(names(backward(head())))
+    assert beside == {"cotangents": 1, "place_values": 1, "put": every.count("put")}
 
 
 def test_a_threshold_selects_live_tiles_and_walks_batches() -> None:

@@ -3,7 +3,7 @@
 join             _join.py             the union of the tiles' statistics, in an order that the tiles alone decide
 cached dlogits   _cached_dlogits.py   dlogits from cached exponentials, without a product
 tokens           _tokens.py           the steps on a few numbers per token, and on rows of H numbers
-gathered         _gathered.py         candidates' products, and the values at their places, for PyTorch
+candidates       _candidates.py       candidates' steps, for a host that launches kernels alone
 select           _select.py           with a ``gradient_threshold``: which tiles are live
 
 A kernel with tensor cores is a walk over tiles and what becomes of each tile. Which tiles, and where their operands

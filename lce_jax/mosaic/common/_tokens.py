@@ -90,6 +90,16 @@ class BlockRows(NamedTuple):
         return pl.ds(field * stride + self.first, THREADS)
 
 
+def before_others(write: Callable[[], None]) -> Callable[[], None]:
+    """``write``, and then a barrier: other threads of the block write to some of the same places afterwards."""
+
+    def run() -> None:
+        write()
+        plgpu.commit_smem()
+
+    return run
+
+
 STEP = 16  # tokens whose tiles are compared with the threads' at a time
 TILE_BITS = TILE_N.bit_length() - 1
 
@@ -185,7 +195,7 @@ def _prepare(case: Call, fields: tuple[int | None, int | None], in_halves: bool,
             floor.at[padded][...] = on_all_threads(0.0, jnp.float32)
 
     def mark(tile_of_row: Any) -> None:
-        pl.when((part == 0) & jnp.logical_not(rows.whole))(pad)
+        pl.when((part == 0) & jnp.logical_not(rows.whole))(before_others(pad))
         pl.when((part == 0) & rows.live)(write)
         place = lax.cond(rows.live, target, lambda: on_all_threads(-1))
         tile_of_row[...] = lax.shift_right_arithmetic(place, on_all_threads(TILE_BITS))
@@ -355,7 +365,7 @@ def _coefficients(
         for f, x in enumerate(jax.tree.leaves(_operands.in_base_2(found))):
             factors.at[f, rows.here][...] = jnp.where(there, x, zero)
 
-    pl.when(jnp.logical_not(rows.whole))(pad)
+    pl.when(jnp.logical_not(rows.whole))(before_others(pad))
     pl.when(rows.live)(write)
 
 
