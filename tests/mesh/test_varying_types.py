@@ -7,6 +7,7 @@ taken inside ``shard_map`` are those of one device, not as many times larger as 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -150,7 +151,7 @@ def by_shards(calls: list[tuple[Any, tuple[str, ...]]], mesh_name: str) -> Any:
 
 
 @functools.cache
-def by_one_device(parts: int) -> Any:
+def by_one_device(functions: tuple[Any, ...], parts: int) -> Any:
     """Of each function, the sum over as many parts of the tokens."""
 
     def total(floats: dict[str, Any], function: Any) -> Any:
@@ -160,29 +161,31 @@ def by_one_device(parts: int) -> Any:
         return sum(function(part, None) for part in each)
 
     def every(floats: dict[str, Any]) -> Any:
-        return [jax.value_and_grad(total)(floats, function) for function in FUNCTIONS]
+        return [jax.value_and_grad(total)(floats, function) for function in functions]
 
     found = jax.jit(every)({name: OPERANDS[name] for name in DIFFERENTIABLE})
-    return dict(zip(FUNCTIONS, found, strict=True))
+    return dict(zip(functions, found, strict=True))
 
 
 CALLS = {  # every function with all operands typed so, and with each of them
     "all": list(FUNCTIONS.items()),
     "each": [(function, (name,)) for function, operands in FUNCTIONS.items() for name in operands],
 }
-WAYS = [
-    pytest.param(varying, mesh, marks=() if (varying, mesh) == ("all", "data and tensor") else pytest.mark.slow)
-    for varying in CALLS
-    for mesh in MESHES
-]
-WAYS += [pytest.param(*way, marks=pytest.mark.slow) for way in (("normalizer", "tensor"), ("logprobs", "one of two"))]
+SOME = {
+    "most": [(function, FUNCTIONS[function]) for function in (logprobs, cross_entropy, jsd)],
+    "normalizer": [call for call in CALLS["each"] if call[0] in (with_normalizer, cross_entropy)],
+    "logprobs": CALLS["all"][:1],
+}
+WAYS = [("most", "data and tensor"), ("normalizer", "tensor"), ("logprobs", "one of two")]
+WAYS += itertools.product(CALLS, MESHES)
 
 
+@pytest.mark.fast("most")
 @pytest.mark.parametrize(("varying", "mesh"), WAYS)
 def test_as_on_one_device(varying: str, mesh: str) -> None:
-    some = [call for call in CALLS["each"] if call[0] in (with_normalizer, cross_entropy)]
-    calls = {"normalizer": some, "logprobs": CALLS["all"][:1], **CALLS}[varying]
-    want = by_one_device(MESHES[mesh][0].get("data", 1))
+    calls = (CALLS | SOME)[varying]
+    functions = tuple(dict.fromkeys(function for function, _ in calls))
+    want = by_one_device(functions, MESHES[mesh][0].get("data", 1))
     for (function, operands), (value, grads) in zip(calls, by_shards(calls, mesh), strict=True):
         named = f"{name_of(function)}: {' '.join(operands)}"
         assert oracle.value_error(value, want[function][0]) < 2e-6, named
