@@ -14,8 +14,8 @@ REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -E 's,^git@([^
 .PHONY: demo test test-site test-all test-gpu test-frameworks test-compile test-tpu lint docs bench clean help
 help:
 	@echo "make demo      train a small transformer on this machine and compare with stored logits"
-	@echo "make test      the packages' tests that need no GPU, doctests included: each mechanism once, in eight minutes on two cores"
-	@echo "make test-site the documentation's blocks, notebooks, examples, the wheel, the demo and the bench"
+	@echo "make test      the packages' tests that need no GPU: each mechanism once, in eight minutes on two cores"
+	@echo "make test-site the documentation's blocks, doctests, notebooks, examples, the wheel, the demo and the bench"
 	@echo "make test-all  both, every combination of parameters, and what tests of make test show too"
 	@echo "make test-gpu  the tests that need GPUs"
 	@echo "make test-frameworks  Tunix, Transformers, TRL, verl, SkyRL, Levanter, MaxText, AReaL and torchtitan with our head, Liger and CCE beside it, in environments of their own"

@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import gc
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -53,15 +54,20 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
-    """`make test-site` imports no file without a test of the site: each says so itself."""
-    if not config.option.markexpr.startswith("site and") or collection_path.suffix != ".py":
+    """A file of whose tests none will run is not imported: each says so itself."""
+    expression = config.option.markexpr
+    if not expression or collection_path.suffix != ".py":
         return None
-    return True if "pytest.mark.site" not in collection_path.read_text() else None
+    text = collection_path.read_text()
+    if expression.startswith("site and"):
+        return None if re.search(r"pytest\.mark\.site|^ *>>> ", text, re.MULTILINE) else True
+    whole = re.search(r"^pytestmark = \[?pytest\.mark\.(site|gpu|multi_gpu)\b", text, re.MULTILINE)
+    return True if whole and f"not {whole[1]}" in expression else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, saying why, and leave combinations to `make test-all`."""
+    """Doctests are of the site. Skip what this machine cannot run, and leave combinations to `make test-all`."""
     import jax
 
     from tests.pairs import mark_slow
@@ -69,6 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow(items)
     count = sum(device.platform == "gpu" for device in jax.devices())
     for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker("site")
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if item.get_closest_marker(marker) and count < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), JAX sees {count}: make test-gpu"))

@@ -31,6 +31,7 @@ def test_plain_jax_passes_every_check(name: str) -> None:
     assert "failed" not in doctor.examine(name, 1)
 
 
+@pytest.mark.slow
 def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     right = lce_jax.linear_logprobs
 
@@ -55,6 +56,7 @@ def test_other_bits_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.examine("plain", 1)["failed"] == "other bits in another run: forward, both"
 
 
+@pytest.mark.slow
 def test_what_never_answers_or_ends_badly_fails_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

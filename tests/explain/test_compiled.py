@@ -23,6 +23,7 @@ def held(function: Any, *operands: Any) -> int:
     return jax.jit(function).lower(*operands).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_it_is_what_xla_holds() -> None:
     where = struct((T,), "bool")
 

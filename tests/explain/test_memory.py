@@ -130,6 +130,7 @@ def test_every_model_on_every_device() -> None:
     )
 
 
+@pytest.mark.slow
 def test_as_a_command() -> None:
     """And `lce_jax.explain` stays the function, however it is imported."""
     arguments = ["--hidden", "4096", "--vocab", "131072", "--tokens", "8192"]

@@ -116,6 +116,7 @@ def test_an_option_of_the_call_reaches_the_function():
         head.loss(hidden, labels, implementation="none such")
 
 
+@pytest.mark.slow
 def test_parameter_dtype_and_product_dtype_are_apart():
     head = make_head(dtype=jnp.bfloat16)
     assert head.weight.dtype == jnp.float32

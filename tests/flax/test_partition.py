@@ -63,6 +63,7 @@ def test_heads_without_axes(api: str, kind: AxisType) -> None:
     assert compiled.cost_analysis()["flops"] < 1.1 * cost
 
 
+@pytest.mark.fast("linen-AxisType.Explicit")
 @combined(api=["nnx", "linen"], kind=KINDS)
 def test_an_initializer_that_says_how_the_weight_is_split(api: str, kind: AxisType) -> None:
     """Its annotation is kept beside ``vocab_axis``, which must name the same axes for the rows."""

@@ -162,6 +162,7 @@ def test_a_traced_share_that_is_none_stays_in_its_row() -> None:
         assert np.array_equal(np.isnan(jax.jit(call)(wrong)), [False, True, True, True, True, False])
 
 
+@pytest.mark.slow
 @values_of("kind", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])
 def test_of_split_tokens(kind: AxisType) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])

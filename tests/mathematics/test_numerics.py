@@ -227,6 +227,7 @@ def test_no_probability_is_above_one_where_rows_are_left_out() -> None:
     assert not np.any(np.asarray(out.logprobs)[~where])
 
 
+@pytest.mark.slow
 @values_of("name", ["plain", "softcap of a negative scale", "padding"], slow=["plain", "padding"])
 def test_no_probability_is_above_one_over_a_mesh(name: str) -> None:
     hidden, weight, labels, temperature, options = draw_sure_rows(V=1024, **SURE[name])

@@ -118,7 +118,7 @@ def assert_as_exact_as_stored(problem: Problem, found: Any) -> None:
     assert np.all(ours <= np.maximum(2 * stored, FLOOR)), (ours, stored)
 
 
-@pytest.mark.fast("array for the scale-True", "cache, threshold-True", "candidates, softcap-False")
+@pytest.mark.fast("cache, threshold-True", "candidates, softcap-False")
 @combined(name=list(OPTIONS), greedy=[True, False])
 def test_gradients(name: str, greedy: bool) -> None:
     problem = draw(greedy, **OPTIONS[name])
@@ -139,7 +139,7 @@ def loss(function: Any, problem: Problem, **more: Any) -> Any:
     return jax.jit(jax.grad(total, argnums=(0, 1)))(problem.hidden, problem.weight)
 
 
-@pytest.mark.fast("True-False")
+@pytest.mark.slow
 @combined(sharded=[False, True], greedy=[True, False])
 def test_linear_loss(sharded: bool, greedy: bool) -> None:
     problem, function = draw(greedy), linear_loss
@@ -152,6 +152,7 @@ def mesh() -> Any:
     return jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+@pytest.mark.fast("softcap-False")
 @combined(name=["padded vocabulary, cache, threshold", "candidates, softcap"], greedy=[True, False])
 def test_a_split_vocabulary(name: str, greedy: bool) -> None:
     """Its shards' statistics are merged as those of tiles are."""
@@ -160,6 +161,7 @@ def test_a_split_vocabulary(name: str, greedy: bool) -> None:
     assert_as_exact_as_stored(problem, gradients(problem, call))
 
 
+@pytest.mark.slow
 def test_label_smoothing_and_z_loss() -> None:
     """Against the same formula in float64, by autodiff."""
     problem = draw(greedy=False)

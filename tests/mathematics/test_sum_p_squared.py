@@ -32,6 +32,7 @@ def wanted() -> np.ndarray:
     return oracle.logprobs(*operands(), temperature=1.7).sum_p_squared
 
 
+@pytest.mark.slow
 def test_values() -> None:
     found = linear_logprobs(*operands(), temperature=1.7, stats=True, precision="highest").sum_p_squared
     distance = np.abs(np.asarray(found) - wanted()) / wanted()
@@ -41,6 +42,7 @@ def test_values() -> None:
     assert found[4] == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_over_a_mesh() -> None:
     mesh, options = jax.make_mesh((4,), ("tensor",)), {"temperature": 1.7, "stats": True, "precision": "highest"}
     found = sharded_linear_logprobs(*operands(), mesh=mesh, **options).sum_p_squared

@@ -113,6 +113,7 @@ def nan_rows(x: Any) -> set[int]:
     return set(np.flatnonzero(np.isnan(np.asarray(x)).reshape(len(x), -1).any(1)).tolist())
 
 
+@pytest.mark.fast("logprobs", "loss", "jsd", "logits", "topk")
 @pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_rows_that_differ(function: Callable[..., Any], check_vma: bool) -> None:

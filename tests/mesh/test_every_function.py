@@ -29,8 +29,9 @@ PARTITIONED = ("Auto", "Explicit", "in_shardings")  # as XLA and the types say: 
 
 
 # Those that are slow differ from others in what does not depend on the function.
-@pytest.mark.fast("named, Auto", "shard_map", "Auto", "Explicit")
-@values_of("place", PLACES, slow=["named, Explicit", "in_shardings", "vmap, Auto", "vmap, Explicit"])
+@values_of(
+    "place", PLACES, slow=["named, Explicit", "shard_map without types", "in_shardings", "vmap, Auto", "vmap, Explicit"]
+)
 def test_places(place: str, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "lce_jax"):
@@ -47,6 +48,7 @@ def test_splits(function: Function, split: str, kind: AxisType) -> None:
     assert_same(where_operands_are(SPLITS[split], kind, [function])[function.name], function)
 
 
+@pytest.mark.slow
 @combined(
     function=FUNCTIONS,
     layout=["tensor 8", "tensor 8, sequence over tensor", "data, sequence over context and tensor",

@@ -99,7 +99,7 @@ def test_inside_shard_map_with_types(cache_bytes: int) -> None:
     assert_right(evaluate(drawn, mapped), want._replace(kl=want.kl * factor))
 
 
-@pytest.mark.fast("place0", "place2")
+@pytest.mark.fast("place0")
 @pytest.mark.parametrize("place", [(P("data"), P("tensor")), (P("data", "tensor"), P("tensor")), (P(), P("data"))])
 def test_weights_with_different_padding_over_explicit_axes(place: tuple[P, P]) -> None:
     """They are gathered."""

@@ -125,6 +125,7 @@ def test_inside_shard_map(check_vma: bool, use: str, kind: str) -> None:
     assert_same(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_hidden_and_weight_that_other_axes_share(check_vma: bool) -> None:
     """The data shards have the same hidden states and other labels, so dhidden is summed over them, in float32."""

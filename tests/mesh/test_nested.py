@@ -69,6 +69,7 @@ def on_one_device() -> Any:
     return jax.jit(lambda *operands: [step(*operands) for step in steps])(*OPERANDS)
 
 
+@pytest.mark.slow
 @values_of("kind", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])
 def test_gradients_over_both_axes(kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))

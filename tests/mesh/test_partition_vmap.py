@@ -38,6 +38,7 @@ def test_vmap_over_weights(kind: AxisType) -> None:
     assert oracle.value_error(each[0], loss_of_example(HIDDEN, WEIGHT, LABELS)) < 1e-5
 
 
+@pytest.mark.fast("shard_map")
 @pytest.mark.parametrize("call", ["sharded", "shard_map"])
 def test_vmap_with_a_mesh_axis(call: str) -> None:
     """``spmd_axis_name`` spreads the batch over an axis, from outside ``shard_map``."""

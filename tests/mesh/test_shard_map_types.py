@@ -90,6 +90,7 @@ def test_every_type_gives_the_gradients_of_stored_logits(kinds: dict[str, str], 
     check_gradients(kinds, check_vma, use)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["mean", pytest.param("sliced", marks=pytest.mark.slow)])
 def test_whole_operands_that_are_cast(use: str) -> None:
     """With check_vma: nothing is typed without it."""
@@ -138,6 +139,7 @@ def test_a_whole_weight_with_an_axis_is_refused() -> None:
         mapped(HIDDEN, WEIGHT, LABELS)
 
 
+@pytest.mark.slow
 def test_an_axis_of_one_device_needs_no_split() -> None:
     mesh = jax.make_mesh((2, 1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:2])
 

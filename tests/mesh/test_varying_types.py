@@ -193,6 +193,7 @@ def test_as_on_one_device(varying: str, mesh: str) -> None:
             assert oracle.relative_norm(grads[name], want[function][1][name]) < 5e-6, (named, name)
 
 
+@pytest.mark.fast("none")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_loss_of_what_differs_is_nan(reduction: str) -> None:
     """That of the row if the row differs, and of all if a number does."""

@@ -58,7 +58,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
         yield request.param
 
 
-@pytest.mark.fast("clusters", "no row left", "dhidden written once", "chunks", "candidates, cache", "hv with a narrow")
+@pytest.mark.fast("no row left", "dhidden written once", "chunks", "candidates, cache", "hv with a narrow")
 @pytest.mark.parametrize("test", PARAMETERS, ids=str, indirect=True)
 def test_matches_float64(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     check(test, H200, monkeypatch)

@@ -23,6 +23,7 @@ from tests.mosaic_interpreter import races_found
 TOKENS = 256
 
 
+@pytest.mark.fast("20-17-16")
 @pytest.mark.parametrize(("parts", "count", "group"), [(20, 20, 16), (20, 17, 16), (5, 5, 16), (40, 30, 40)])
 def test_a_union(parts: int, count: int, group: int) -> None:
     """Of the parts that count; the others hold NaN. A group without any has the statistics of no columns."""

@@ -160,6 +160,7 @@ def test_is_planned() -> None:
     assert "teacher (hidden size 2,048, bfloat16)" in str(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     "direction", ["reverse", *(pytest.param(x, marks=pytest.mark.slow) for x in ("forward", "jsd"))]

@@ -85,6 +85,7 @@ def test_lowers(T: int, H: int, V: int, options: dict) -> None:
     lower(T, H, V, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("T", "V", "cache_bytes", "kernels"),

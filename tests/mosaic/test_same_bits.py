@@ -145,7 +145,7 @@ def test_plans_say_what_holds() -> None:
     assert plan(8 * COLUMNS, 1, implementation="xla").same_bits is None
 
 
-@pytest.mark.fast("softcap': 30.0}-True")
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @combined(
     options=[{"cache_bytes": 1 << 19}, {"temperature": True, "stats": True}, {"logit_softcap": 30.0}],

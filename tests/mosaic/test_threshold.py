@@ -187,6 +187,7 @@ SPLIT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
 @values_of("test", SPLIT, slow=SPLIT[1:])  # torch's tests split a floor
 def test_a_split_vocabulary(test: Call, shards: int) -> None:

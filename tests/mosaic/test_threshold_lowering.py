@@ -45,6 +45,7 @@ def test_lowers_over_a_mesh() -> None:
     assert "lce_live_dweight" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_lowers_for_one_shard() -> None:
     struct, options = jax.ShapeDtypeStruct, {"gradient_threshold": 0.1, "implementation": "mosaic_gpu"}

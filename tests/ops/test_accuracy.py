@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType
 
 from lce_jax import linear_logprobs, sharded_linear_logprobs
@@ -59,6 +60,7 @@ def test_equals_stored_logits(name: str, with_where: bool) -> None:
     assert np.array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_only_with_stats_and_beside_gradients() -> None:
     hidden, weight, labels, _ = draw()
     assert linear_logprobs(hidden, weight, labels).correct is None
@@ -72,6 +74,7 @@ def test_only_with_stats_and_beside_gradients() -> None:
     assert np.array_equal(with_stats, jax.grad(loss, has_aux=True)(hidden, False)[0])
 
 
+@pytest.mark.slow
 def test_under_vmap_and_without_tokens() -> None:
     hidden, weight, labels, _ = draw()
     batched = jax.vmap(lambda h, y: linear_logprobs(h, weight, y, stats=True).correct)

@@ -14,6 +14,7 @@ from tests.agreement import assert_same, evaluate
 PLAIN = cases.case("plain", leading=(4, 8), H=16, V=128, bias="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"logit_scale": -1.3}, {"logit_scale": 1.3, "logit_softcap": 4.0}], ids=str)
 def test_beside_a_traced_scale_and_softcap(options: dict[str, float]) -> None:
     traced = {name: jnp.float32(value) for name, value in options.items()}

@@ -70,6 +70,7 @@ def test_every_shard_holds_the_same_bits(shards: int) -> None:
     assert_same((first, grads), on_one_device(test))
 
 
+@pytest.mark.slow
 def test_inside_shard_map_where_ids_are_typed_as_varying() -> None:
     """An id that differs between the shards makes its row NaN, and no other."""
     test = cases.case("varying", leading=(8,), V=128, K=3)

@@ -87,6 +87,7 @@ def test_a_jsd_is_exact_to_its_ends(beta: float, rest: str) -> None:
     assert oracle.relative_norm(np.asarray(gradient, float) / size, wanted / size) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_second_derivative_of_a_jsd() -> None:
     q, p, ids = draw(rows=4)
     arrays = jnp.log(p), jnp.asarray(ids)
@@ -115,6 +116,7 @@ def test_a_rest_near_zero(divergence: str) -> None:
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(gradient, wanted, strict=True))
 
 
+@pytest.mark.fast("drop")
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_candidates_that_hold_all_mass(divergence: str) -> None:
     """For the teacher, the student or both: finite, and 0 where the two are equal."""

@@ -35,6 +35,7 @@ def rounded(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.reduce_precision(preferred(hidden, weight), exponent_bits=8, mantissa_bits=7)
 
 
+@pytest.mark.slow
 def test_bfloat16_products_are_never_rounded() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (T, H), jnp.bfloat16)

@@ -260,6 +260,7 @@ def test_memory(where: bool, direction: str) -> None:
     assert of_more <= held + (2 << 20)
 
 
+@pytest.mark.fast("jsd--inf")
 @combined(direction=["forward", "reverse", "jsd"], lowest=[-jnp.inf, -3e38])
 def test_ids_that_both_biases_rule_out(direction: str, lowest: float) -> None:
     drawn = draw(call("ruled out", bias=True, temperature=True, direction=direction))

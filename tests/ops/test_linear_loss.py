@@ -287,6 +287,7 @@ def test_calls_outside_jit_keep_a_program_as_long_as_its_loss_fn_lives() -> None
     assert live_programs() == before
 
 
+@pytest.mark.slow
 def test_what_a_loss_fn_reads_may_change_between_calls_outside_jit() -> None:
     """Numbers, arrays, NumPy's in place, what a function of ``jit`` closes over, and the rule of a derivative."""
     hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))

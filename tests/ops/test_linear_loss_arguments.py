@@ -77,6 +77,7 @@ def test_under_jit(kind: str, how: str, place: str) -> None:
     assert_same(value_and_gradients(total, x)(hidden, weight, x), expected(kind, how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_over_a_mesh(kind: str, axis_type: AxisType) -> None:

@@ -252,6 +252,7 @@ def test_float64_follows_the_weight() -> None:
         assert all(oracle.relative_norm(got, want) < 1e-13 for got, want in zip(grads, wanted, strict=True))
 
 
+@pytest.mark.slow
 def test_two_runs_are_bitwise_equal() -> None:
     test = cases.case("repeat", leading=(700,), V=1000, where="some")
     first, second = (jax.tree.leaves(together.__wrapped__((test,), "xla")) for _ in range(2))

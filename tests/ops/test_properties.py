@@ -39,7 +39,7 @@ def calls(draw: st.DrawFn):
     )
 
 
-@pytest.mark.parametrize("examples", [12, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_ragged_calls(examples: int) -> None:
     """Each is a program."""
     given(test=calls(), seed=st.integers(0, 2**31))(
@@ -84,7 +84,7 @@ def united(parts, labels):
     return merged, found.outputs
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     cuts=st.lists(st.integers(1, 60), max_size=5, unique=True),
     order=st.randoms(use_true_random=False),

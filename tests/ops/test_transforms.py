@@ -50,6 +50,7 @@ def test_remat(policy) -> None:
     assert close(jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1)))(HIDDEN, WEIGHT), plain()[1])
 
 
+@pytest.mark.slow
 def test_scan_over_microbatches() -> None:
     def step(carry, batch):
         value, grads = jax.value_and_grad(loss, argnums=(0, 1))(batch[0], WEIGHT, batch[1])
@@ -69,6 +70,7 @@ def test_vmap() -> None:
     assert close((grads[0] / 4, grads[1].mean(0)), plain()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argnums", [0, 1])
 def test_one_operand_frozen(argnums: int) -> None:
     assert close([jax.jit(jax.grad(loss, argnums=argnums))(HIDDEN, WEIGHT)], [plain()[1][argnums]])
@@ -152,6 +154,7 @@ class Trainer:
         return -logprob
 
 
+@pytest.mark.fast("method", "linear_logprobs", "gradient", "sharded loss")
 @pytest.mark.parametrize(
     "name",
     ["linear_logprobs", "gradient", "sharded", "loss", "gradient of a loss", "sharded loss", "method"],
@@ -184,6 +187,7 @@ def test_calls_outside_jit_compile_once(name: str) -> None:
 ALONE = ["linear_logprobs", "options", "arrays", "loss", "jit", "linear_loss", "pullback", "linear_logits"]
 
 
+@pytest.mark.fast("options", "linear_loss", "pullback", "over a mesh")
 @pytest.mark.parametrize("name", [*ALONE, "no tokens", "sharded", "numbers over a mesh", "no labels over a mesh"])
 def test_no_implicit_transfers(name: str) -> None:
     """Numbers and options are part of programs, or put on the device explicitly."""

@@ -30,6 +30,7 @@ def test_import_brings_nothing_but_jax_and_numpy() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 def test_import_starts_no_device() -> None:
     """A program may still choose its platform and its device count after importing."""
     done = run(
@@ -40,6 +41,7 @@ def test_import_starts_no_device() -> None:
     assert done.stdout.strip() == "3", done.stderr
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("fails", [False, True])
 def test_exit_codes(fails: bool) -> None:
     labels = "jnp.zeros((5,), int)" if fails else "jnp.zeros((4,), int)"

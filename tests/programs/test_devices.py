@@ -60,6 +60,7 @@ def test_types_name_the_device(name: str, kind: tuple[str, int]) -> None:
         assert has_kernels(FUNCTIONS[name], *structs(mesh_of(kind, types))) == (kind == H200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [H200, A100], ids=lambda kind: kind[0])
 def test_the_current_mesh_names_it(kind: tuple[str, int]) -> None:
     with jax.sharding.use_abstract_mesh(mesh_of(kind)):

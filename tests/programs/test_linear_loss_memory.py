@@ -44,6 +44,7 @@ def test_memory_follows_the_chunk_not_the_tokens(where: bool) -> None:
     assert large < 16384 * 8192 * 4 / 8
 
 
+@pytest.mark.slow
 def test_a_cotangent_of_one_costs_nothing() -> None:
     """Outside the loop, dweight is multiplied with another cotangent, and not with 1."""
 

@@ -42,6 +42,7 @@ FUNCTIONS = {"candidates": candidates, "linear_logits": linear_logits}
 FUNCTIONS |= {f"linear_kl, {direction}": divergence(direction) for direction in ("forward", "reverse", "jsd")}
 
 
+@pytest.mark.fast("linear_logits", "reverse")
 @values_of("name", FUNCTIONS, slow=["linear_kl, forward", "linear_kl, jsd"])
 def test_forward_and_backward(name: str) -> None:
     def step(hidden: Any, weight: Any, ids: Any) -> Any:

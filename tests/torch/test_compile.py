@@ -70,7 +70,7 @@ def test_dynamic_counts_of_tokens_compile_one_graph() -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.fast("True")
+@pytest.mark.fast("True-None")
 @pytest.mark.parametrize(("differentiated", "dynamic"), [(True, None), (False, True)])
 def test_any_number_of_temperatures_compile_two_graphs(differentiated: bool, dynamic: bool | None) -> None:
     """One for the first number that is seen, and one for all others, 1 among them."""

@@ -356,6 +356,7 @@ def test_the_input_that_waits_is_read(name: str, wanted: tuple[int, ...], reads:
     assert all(reads)
 
 
+@pytest.mark.slow
 def test_of_the_most_likely_tokens(reads: list[bool]) -> None:
     linear_topk(PROBLEM.hidden, PROBLEM.weight, 3)
     linear_topk(PROBLEM.hidden, PROBLEM.weight, 3, temperature=TEMPERATURE)

@@ -287,6 +287,7 @@ def test_a_second_derivative_raises(function: Function) -> None:
         twice()
 
 
+@pytest.mark.fast("logprobs", "cached", "kl")
 @pytest.mark.parametrize("function", [*GRAPHED, topk])
 def test_compiled_in_one_graph(function: Function) -> None:
     """`test_compile` has the options."""

@@ -209,7 +209,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     assert all(x.isnan().all() for x in found[:3])
 
 
-@pytest.mark.fast("parts")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("V", "vocab_size", "options"),
     [(2 * 4096, 2 * 4096 - 300, {}), (4 * 264, 904, {"vocab_part_size": 264, "stats": True, "num_candidates": 3})],

@@ -97,6 +97,7 @@ def test_labels_out_of_vocabulary(label: int) -> None:
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*UNSIGNED, torch.int8, torch.int16, torch.int32])
 def test_every_integer_type_of_labels_and_ids(dtype: torch.dtype) -> None:
     hidden, weight, labels = p.draw(V=600)
@@ -245,7 +246,7 @@ def measured(call: Any, operands: tuple[torch.Tensor, ...], **options: Any) -> A
     return found, torch.autograd.grad(torch.stack(terms).sum(), leaves)
 
 
-@pytest.mark.fast("logprobs-temperature", "logits-temperature, logit_sc", "label_smoothing, z_loss")
+@pytest.mark.fast("logprobs-temperature", "label_smoothing, z_loss")
 @pytest.mark.parametrize(("call", "options"), WITH_BIAS, ids=lambda x: x.__name__ if callable(x) else ", ".join(x))
 def test_heads_with_a_bias(call: Any, options: dict[str, Any]) -> None:
     operands = (*p.draw()[:2], BIAS)
@@ -365,7 +366,7 @@ DIVERGENCES = [
 ]
 
 
-@pytest.mark.fast("ragged jsd", "everything, jsd, kept")
+@pytest.mark.fast("everything, jsd, kept")
 @pytest.mark.parametrize("test", DIVERGENCES)
 def test_divergences(test: Call) -> None:
     """Weights lie as torch's do."""
@@ -423,6 +424,7 @@ def test_nothing_used_is_no_error() -> None:
     assert leaves.weight.grad is None
 
 
+@pytest.mark.fast("float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str) -> None:
     """What XLA compiled: one product recomputes the logits and one makes dhidden; nothing else is as large as V x H."""

@@ -106,6 +106,7 @@ def test_sizes() -> None:
     assert max(rows / n for n, rows in zip(counts, sizes, strict=True) if n > _padding.HALFWAY_FROM) <= 1.5
 
 
+@pytest.mark.fast("4097")
 @pytest.mark.parametrize("T", [4095, 4096, 4097])
 def test_around_a_whole_size(T: int) -> None:
     problem = p.draw(T=T, H=16, V=64)
@@ -151,6 +152,7 @@ def test_padding_may_hold_anything() -> None:
     assert all(map(torch.equal, (*out[:7], *grads), (*want[:7], *wanted)))
 
 
+@pytest.mark.slow
 def test_gradients_do_not_pile_up() -> None:
     """Memory is flat over 15 steps, torch's and JAX's: what torch has dropped, JAX frees at its next call."""
     problem = p.draw(T=512, H=16, V=64)

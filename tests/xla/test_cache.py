@@ -104,7 +104,7 @@ def test_gradients_match_float64(test: cases.TestCase, share: float) -> None:
     assert all(got <= 1.1 * exact for got, exact in zip(errors, without, strict=True))
 
 
-@pytest.mark.fast("1.0-bfloat16")
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("share", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
@@ -144,6 +144,7 @@ def test_products_of_cached_tiles_are_spared() -> None:
     assert products(functools.partial(gradient, cache_bytes=24 * 4 * 100), *CALL) == 4  # less than a tile
 
 
+@pytest.mark.slow
 def test_linear_loss_spares_them_too() -> None:
     def loss(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
         total, _ = linear_loss(lambda logprob, entropy, _: logprob + 0.3 * entropy, hidden, weight, labels, **options)
@@ -191,6 +192,7 @@ def test_what_keeps_nothing() -> None:
     assert any("label smoothing needs capped logits" in note for note in smoothed.notes)
 
 
+@pytest.mark.fast("float32")
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("share", "dtype", "where"),

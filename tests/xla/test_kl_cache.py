@@ -186,6 +186,7 @@ def test_is_planned() -> None:
     assert "the forward keeps 5 of 10 vocabulary tiles" in str(plan)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_where_xla_splits_the_call(caplog: pytest.LogCaptureFixture) -> None:
     drawn = draw(call("auto", leading=(4, 8), V=128))
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
