@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +12,7 @@ import pytest
 import torch
 
 from lce_jax import UnsupportedError, _types, mosaic
-from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.call import _checks
@@ -363,58 +360,3 @@ def test_a_floor_of_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.
     assert all(map(torch.equal, found[2], found[3]))
     fields = dict(zip(call.fields, found[3], strict=True))
     assert max(p.value_error(x, getattr(want, name)) for name, x in fields.items()) < 2e-5
-
-
-TEMPERATURES = torch.tensor([1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8])  # the last has no cotangent
-EACH, V = 28, 1008
-# The interpreter rounds the sum of a step over H, a GPU that of 16 columns: with steps of one size in the forward and
-# in the backward, both compute the same logits here too.
-STEPS = Tunings(tuned={("NVIDIA H200", name): ((64, Tuning(tile_k=64, stages=4)),) for name in ("forward", "dlogits")})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "greedy"), [(1, True), slow(1, False), slow(2, True), slow(2, False)])
-def test_small_temperatures(ranks: int, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients as exact as those of stored logits, over a whole and over a split vocabulary."""
-    temperature = TEMPERATURES.repeat_interleave(EACH)
-    problem = p.draw(len(temperature), H, V * ranks, torch.bfloat16)
-    exact = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels)
-    if greedy:
-        problem, exact = (x._replace(labels=(exact.hidden @ exact.weight.T).argmax(-1)) for x in (problem, exact))
-    weights = temperature * (temperature > TEMPERATURES[-1])
-    seeds = [weights * seed for seed in p.seeds_like(problem.labels)]
-    with _generations.using(dataclasses.replace(sm90.HOPPER, tunings=STEPS)):
-        loaded = emulated(monkeypatch)
-        next(loaded)
-        found = _gradients_of_ranks(problem, temperature, seeds, ranks, monkeypatch)
-        next(loaded, None)
-    assert all(x.isfinite().all() for x in found)
-    assert not found[0][-EACH:].any()
-    true = p.gradients(exact, seeds, call=p.stored, temperature=temperature.double())[1]
-
-    # Stored float32 logits, whose gradient is rounded once, as the kernels' is.
-    raw = (problem.hidden.float() @ problem.weight.float().T).requires_grad_()
-    log_p = (raw / temperature[:, None]).log_softmax(-1)
-    at_label, entropy = log_p.gather(-1, problem.labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    total = seeds[0] * at_label + seeds[1] * entropy + seeds[2] * (raw / temperature[:, None]).logsumexp(-1)
-    d = torch.autograd.grad(total.sum(), raw)[0].bfloat16().double()
-    stored = (d @ exact.weight).bfloat16(), (d.T @ exact.hidden).bfloat16()
-    by_temperature = ([*dhidden.split(EACH)[:-1], dweight] for dhidden, dweight in (found, stored, true))
-    for ours, theirs, want in zip(*by_temperature, strict=True):
-        assert p.relative_norm(ours, want) <= 2 * p.relative_norm(theirs, want)
-
-
-def _gradients_of_ranks(
-    problem: p.Problem, temperature: torch.Tensor, seeds: list[torch.Tensor], ranks: int, patch: pytest.MonkeyPatch
-) -> tuple[torch.Tensor, ...]:
-    """In hidden and in the whole weight."""
-    if ranks == 1:
-        return p.gradients(problem, seeds, temperature=temperature, implementation="mosaic_gpu")[1]
-    both, named = Ranks(patch), dict(zip(("logprobs", "entropy", "lse"), seeds, strict=True))
-    call = p.told(2 * V, group="both", reduce_grad_hidden=True, implementation="mosaic_gpu")
-    for _ in range(2):  # what a rank gathers is what the other one sent the time before
-        found = []
-        for both.rank, x in enumerate(parts_of(problem, temperature=temperature)):
-            *_, saved = forward(x, call)
-            found.append(_execute.gradients(x, [saved], named, (True, True, False), call, way_of(saved)))
-    return found[1][0], torch.cat([dweight for _, dweight in found])
