@@ -51,15 +51,11 @@ class LogprobPart(NamedTuple):
         """Those of the shard, and the cache."""
         return _shard.statistics(*self, keep_cache)[:2]
 
-    def gradients(
-        self, merged: ShardStatistics, cotangent: Results, cache: Any, dweight: Array | None, may_round_dhidden: bool
-    ) -> Primals:
+    def gradients(self, merged: ShardStatistics, cotangent: Results, cache: Any, **how: Any) -> Primals:
         """`_shard.gradients`, from the whole vocabulary's statistics. Autograd may read the cache again."""
-        call, primals, rows, start = self
-        if call.gradient_threshold:
-            cache, _ = _shard.selected(call, rows, merged, cache)
-        allowed = {"may_round_dhidden": may_round_dhidden, "may_overwrite_cache": False}
-        return _shard.gradients(call, primals, rows, start, merged, cotangent, cache, dweight=dweight, **allowed)
+        if self.call.gradient_threshold:
+            cache, _ = _shard.selected(self.call, self.rows, merged, cache)
+        return _shard.gradients(*self, merged, cotangent, cache, may_overwrite_cache=False, **how)
 
 
 def results(

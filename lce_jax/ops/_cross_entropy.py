@@ -115,6 +115,8 @@ def of_call(
     where = _counting_rows(labels, where, ignore_index)
     told, smooths = _options.loss_call(options), label_smoothing > 0
     given = _options.of_call(told, hidden, weight, labels, where, mean_logit=smooths, function="linear_cross_entropy")
+    if place is not None:
+        _options.no_axis_name(given.call)
     divisor = None if normalizer is None else _call.on_device(normalizer, labels)
     traced = None if isinstance(z_loss, float) else _call.on_device(z_loss, labels)
     (labels, where), (traced, divisor), agree = _agreed(labels, where, (traced, divisor), given.call.axis_name)

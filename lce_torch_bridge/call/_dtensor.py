@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lce_torch_bridge.tensors import _device
-from lce_torch_bridge.tensors._device import readable
+from lce_torch_bridge.tensors._device import not_compiled, readable
 
 WHY_NOT_COMPILED = "lce_torch_bridge compares the mesh of a DTensor with tp_group as it runs"
 
@@ -46,7 +46,7 @@ def spans(x: Any, group: dist.ProcessGroup | None) -> bool:
     return is_dtensor(x) and _dimension_of(group, x.device_mesh, "hidden") is not None
 
 
-@torch.compiler.disable(reason=WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
+@not_compiled(WHY_NOT_COMPILED)
 def rows(name: str, x: Any, group: dist.ProcessGroup | None, wgrad: str = "return") -> torch.Tensor:
     """This rank's part of the vocabulary, ``[V, H]`` or ``[V]``, of a DTensor. To gather it is a collective.
 
@@ -117,7 +117,7 @@ def _replicated(name: str, x: Any) -> torch.Tensor:
     return x.to_local()
 
 
-@torch.compiler.disable(reason=WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
+@not_compiled(WHY_NOT_COMPILED)
 def _dimension_of(group: dist.ProcessGroup | None, mesh: Any, name: str) -> int | None:
     """The dimension of ``mesh`` whose ranks are those of ``group``; None where the two share this rank alone.
 

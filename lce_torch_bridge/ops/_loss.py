@@ -30,7 +30,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@torch.compiler.disable(reason="lce_torch_bridge.linear_loss differentiates loss_fn as it runs")  # type: ignore[untyped-decorator]
+@_device.not_compiled("lce_torch_bridge.linear_loss differentiates loss_fn as it runs")
 def linear_loss(
     loss_fn: Callable[..., torch.Tensor],
     hidden: torch.Tensor,

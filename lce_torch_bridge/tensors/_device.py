@@ -36,6 +36,11 @@ top_hooks: Any = _autograd._top_saved_tensors_default_hooks  # None if what auto
 will_be_run: Callable[[Any], bool] = torch._C._will_engine_execute_node  # by this backward
 
 
+def not_compiled[**P, R](reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator, after which ``torch.compile`` leaves the function to Python, and says why."""
+    return torch.compiler.disable(reason=reason)
+
+
 def device_of(device: torch.device) -> kernels.Device | None:
     """``device`` as `lce_jax` describes it; None for what is no CUDA device, or is none of this machine's."""
     if device.type != "cuda" or not torch.cuda.is_available():

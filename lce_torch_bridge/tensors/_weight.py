@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lce_torch_bridge.tensors._device import is_usable, readable, will_be_run
+from lce_torch_bridge.tensors._device import is_usable, not_compiled, readable, will_be_run
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason='lce_torch_bridge with wgrad="main_grad" writes to weight.main_grad as it runs'
-)
+@not_compiled('lce_torch_bridge with wgrad="main_grad" writes to weight.main_grad as it runs')
 def accumulate_into_main_grad(weight: torch.Tensor) -> torch.Tensor:
     """``weight``, whose gradient will be added to ``weight.main_grad``, not returned.
 

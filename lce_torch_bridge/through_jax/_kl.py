@@ -201,8 +201,8 @@ def _unpacked(key: ProgramKey, given: Any) -> _Unpacked:
     options |= {"temperature": columns[0]} if call.has_temperature else {}
     options["teacher_temperature"] = columns[call.num_temperatures - 1] if call.has_teacher_temperature else 1.0
     start, options["vocab_size"] = key.part(size)
-    where, Pair = jnp.arange(rows, dtype=jnp.int32) < num_rows, _local.Pair
-    arrays = Pair(hidden, teacher_hidden), Pair(weight, teacher_weight)
+    where, pair = jnp.arange(rows, dtype=jnp.int32) < num_rows, _local.Pair
+    arrays = pair(hidden, teacher_hidden), pair(weight, teacher_weight)
     part = _local.kl_part(options, *arrays, start, where, call.direction)
     return _Unpacked(part, columns[call.num_temperatures :])
 

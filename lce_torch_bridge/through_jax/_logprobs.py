@@ -268,13 +268,12 @@ def _results(
     of_logits = {name: getattr(key.call, name) for name in ("vocab_size", "logit_scale", "logit_softcap")}
     where = jnp.arange(labels.shape[0], dtype=jnp.int32) < num_rows
     parts = _local.unpack(gathered, statistics_fields(key))
-    merged, found = _local.results(parts, jnp.where(outside, -1, labels), where, temperature, **of_logits)
-    out = found.outputs
+    merged, (out, mean) = _local.results(parts, jnp.where(outside, -1, labels), where, temperature, **of_logits)
     if megatron:
         # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
         sumexp = jnp.where(merged.sumexp == 0, 1.0, merged.sumexp)  # no token reaches the floor: 0, as elsewhere
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(sumexp), out.logprobs))
-    by_name = out._asdict() | {"mean_logit": found.mean_logit}
+    by_name = out._asdict() | {"mean_logit": mean}
     forward_only: dict[str, Any] = dict.fromkeys(statistics_fields(key).keys() - merged_fields(key).keys())
     kept = _local.pack(merged._replace(**forward_only))
     saved = as_rows(*(x for x in (labels, temperature, floor, candidates) if x is not None), kept.T)

@@ -293,10 +293,8 @@ MISTAKES: dict[str, Mistakes] = {
     "sharded_linear_topk": [(dict(weight=ONES((30, 8))), ValueError, "pass vocab_size=30")],
 }  # fmt: skip
 for sharded in (name for name in FUNCTIONS if name.startswith("sharded_")):
-    MISTAKES[sharded] = MISTAKES.get(sharded, []) + OF_MESHES
-    if sharded != "sharded_linear_cross_entropy":
-        axis = dict(axis_name="tensor"), ValueError, "axis_name='tensor' is for callers inside shard_map"
-        MISTAKES[sharded].append(axis)
+    axis = dict(axis_name="tensor"), ValueError, "axis_name='tensor' is for callers inside shard_map"
+    MISTAKES[sharded] = [*MISTAKES.get(sharded, []), *OF_MESHES, axis]
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -149,7 +149,7 @@ def test_one_shard_with_padded_rows() -> None:
     def step(hidden, weight, labels, seeds, start, num_rows):
         part = _local.LogprobPart.of(options, hidden, weight, labels, start, num_rows, mean_logit=False)
         stats, cache = part.statistics(keep_cache=True)
-        return part.gradients(stats, _local.Results(lce_jax.LogprobOutput(*seeds)), cache, None, False)
+        return part.gradients(stats, _local.Results(lce_jax.LogprobOutput(*seeds)), cache)
 
     struct = jax.ShapeDtypeStruct
     arrays = struct((2048, 1024), "bfloat16"), struct((75968, 1024), "bfloat16"), struct((2048,), "int32")

@@ -54,7 +54,7 @@ def test_lowers_for_one_shard() -> None:
     def step(hidden: Any, weight: Any, labels: Any, seed: Any) -> Any:
         part = _local.LogprobPart.of(options, hidden, weight, labels, 0, jnp.int32(300), mean_logit=False)
         stats, cache = part.statistics(keep_cache=True)
-        return part.gradients(stats, _local.Results(lce_jax.LogprobOutput(seed, seed, seed)), cache, None, False)
+        return part.gradients(stats, _local.Results(lce_jax.LogprobOutput(seed, seed, seed)), cache)
 
     found = jax.jit(step).trace(*operands, struct((512,), "float32"))
     assert "lce_live_dhidden" in found.lower(lowering_platforms=("cuda",)).as_text()
