@@ -85,6 +85,7 @@ def test_jax_and_torch(has_temperature: bool) -> None:
         assert np.array_equal(some[name], np.where(where, wanted[name], 0.0)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_of_whole_groups(most: int) -> None:
     """A vocabulary whose last columns are padding, and its parts, merged."""

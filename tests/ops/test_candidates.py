@@ -154,6 +154,7 @@ def test_ids_of_every_integer_type() -> None:
     assert np.array_equal(small.candidate_logprobs, want)
 
 
+@pytest.mark.slow
 def test_top_k_distillation_of_verl() -> None:
     """verl's forward KL on a teacher's top k: Σ_k p_k (ln p_k - log_softmax(logits)[k]), from stored logits."""
     hidden, weight, labels, _, _ = cases.draw(cases.case("verl", leading=(2, 30), H=64, V=1500, K=64))

@@ -236,6 +236,7 @@ def test_no_implicit_transfers(name: str) -> None:
             jax.block_until_ready(calls[name]())
 
 
+@pytest.mark.slow
 def test_strict_promotion_and_debug_modes() -> None:
     """Nothing is promoted by accident, and no NaN is computed on the way, not even in rows left out."""
     where = jnp.arange(24).reshape(4, 6) < 2

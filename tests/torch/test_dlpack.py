@@ -166,6 +166,7 @@ def test_torch_exports_from_the_device_of_the_tensor(monkeypatch: pytest.MonkeyP
     assert entered == [x.get_device()]
 
 
+@pytest.mark.slow
 def test_a_write_right_after_the_call_changes_nothing() -> None:
     """After an export, torch's stream waits for the program that reads its memory."""
     problem = p.draw(T=8192, H=16, V=512)  # rows that need no padding: the program reads torch's memory

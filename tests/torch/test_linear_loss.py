@@ -227,6 +227,7 @@ def scaled_gradients(call: Any, problem: p.Problem, loss_scale: float, **options
     return torch.autograd.grad(loss_scale * call(*leaves, **options), leaves[:2])
 
 
+@pytest.mark.fast("(1e-12")
 @pytest.mark.usefixtures("rounded")
 @combined(
     magnitudes=[(1e-6, 1e-6, 1e-6), (1e-12, 1e-6, 1e-9), (0.0, 1e-9, 1e3)],
