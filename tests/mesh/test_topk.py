@@ -98,6 +98,16 @@ def test_export_says_what_to_export(caplog: pytest.LogCaptureFixture) -> None:
     assert_exact(jax.export.export(told)(*operands).call(*operands), HIDDEN, WEIGHT, 5)
 
 
+@pytest.mark.slow
+def test_under_vmap() -> None:
+    out = jax.jit(jax.vmap(lambda h: linear_topk(h, WEIGHT, 40)))(HIDDEN)
+    assert_exact(out, HIDDEN, WEIGHT, 40)
+    weights = WEIGHT.reshape(8, 512, 64)
+    each = jax.vmap(lambda h, w: linear_topk(h, w, 40))(HIDDEN, weights)
+    for i in range(8):
+        assert_exact(jax.tree.map(lambda x, i=i: x[i], each), HIDDEN[i], weights[i], 40)
+
+
 def test_a_whole_weight_inside_shard_map_is_refused() -> None:
     mesh = jax.make_mesh((8,), ("tensor",), axis_types=(AxisType.Auto,))
     run = jax.shard_map(

@@ -24,23 +24,6 @@ CALLS = [
 
 
 @pytest.mark.slow
-def test_a_candidate_is_the_label() -> None:
-    """Its log-probability is the label's, in values and in gradients, also where it is drawn beside other ids."""
-    hidden, weight, labels, _, _ = cases.draw(cases.case("label", leading=(40,), H=32, V=1100))
-    ids = jnp.stack([labels, jnp.full_like(labels, -1), labels, labels], axis=-1)
-
-    def of_candidates(hidden, weight):
-        return jnp.sum(linear_logprobs(hidden, weight, labels, candidates=ids, precision="highest").candidate_logprobs)
-
-    def of_labels(hidden, weight):
-        return 3 * jnp.sum(linear_logprobs(hidden, weight, labels, precision="highest").logprobs)
-
-    got, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(hidden, weight) for f in (of_candidates, of_labels))
-    assert oracle.value_error(got[0], want[0]) < 2e-6
-    assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(got[1], want[1], strict=True))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("shards", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 8])
 def test_every_shard_holds_the_same_bits(shards: int) -> None:
     test = cases.case("shards", leading=(24,), V=1096, K=6)
