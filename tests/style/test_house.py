@@ -31,7 +31,7 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 25_421
+PACKAGES_LINES = 25_424
 PACKAGES_FILES = 134
 TESTS_LINES = 30_602
 

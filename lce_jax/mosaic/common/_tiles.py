@@ -182,6 +182,9 @@ def swizzled(extent: int, itemsize: int) -> tuple[Any, ...]:
 def snake_index(tuning: Tiles, index: Any, row_groups: Any, columns: Any) -> tuple[Any, Any]:
     """The (row group, tile of columns) of a linear index, in the order that reuses the most of L2."""
     along = tuning.snake // tuning.cluster if tuning.minor == 0 else tuning.snake
+    # The number itself, but not to LLVM, which would divide few of them as numbers of 16 bits. For that ptxas calls a
+    # function, and in what is yet to be linked, as JAX 0.12 has it compiled, no wgmma then overlaps with another.
+    columns = jnp.maximum(jnp.asarray(columns, jnp.int32), -jnp.asarray(row_groups, jnp.int32))
     return plgpu.planar_snake(index, (row_groups, columns), tuning.minor, along)
 
 
