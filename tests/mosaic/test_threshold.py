@@ -64,7 +64,7 @@ def peaked(test: Call, operands: Operands) -> Operands:
     favourite = (block * 2 * COLUMNS + rng.integers(0, COLUMNS, test.T)) % true
     hidden = 4.0 * weight[favourite] + 0.1 * rng.standard_normal((test.T, test.H))
     hidden[np.arange(test.T) >= (test.T if test.num_rows is None else test.num_rows)] = 0
-    targets = np.where(rng.random(test.T) < 0.9, favourite, -1)
+    targets = np.where((rng.random(test.T) < 0.9) & (block > 0), favourite, -1)  # the first live by probability alone
     targets[:3] = (favourite[:3] + COLUMNS) % true  # of small probability, in tiles that hold nothing else
     operands = operands._replace(hidden=jnp.asarray(hidden, test.dtype), targets=jnp.asarray(targets, jnp.int32))
     if test.options.num_candidates:
