@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax import LogprobOutput, _call, _shard
+from lce_jax import LogprobOutput, _call, _options, _shard, scalars
 
 
 def linear_logprobs(
     shards: int, hidden: Any, weight: Any, labels: Any, *, where: Any = None, vocab_size: int, **options: Any
 ) -> LogprobOutput:
     """`lce_jax.linear_logprobs` by the kernels, as each of the shards returns it."""
-    given = {**options, "vocab_size": vocab_size, "implementation": "mosaic_gpu"}
+    options = {**options, "vocab_size": vocab_size, "implementation": "mosaic_gpu"}
     columns = weight.shape[0] // shards
-    spec, primals, rows = _call.bind_shard(hidden, weight[:columns], labels, where, None, given, False)
-    spec = dataclasses.replace(spec, padded=vocab_size < weight.shape[0])
+    given = _call.describe(_options.of_call(options, hidden, weight[:columns], labels, where))
+    spec = _call.choose(given.call, scalars.INT32_MAX).but(padded=vocab_size < weight.shape[0])
+    primals, rows = _call.operands(spec, given)
 
     def statistics(primals: Any, rows: Any, start: Any, stacked: Any) -> Any:
         return _shard.statistics(spec, _shard.as_operand(primals), rows, start, False, stacked)[0]

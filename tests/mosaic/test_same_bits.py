@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import _call, _shard, mosaic
+from lce_jax import _call, _options, _shard, mosaic
 from lce_jax._dispatch import for_device
 from lce_jax._types import Operands
 from lce_jax.mathematics import _logprobs
@@ -52,8 +52,8 @@ def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: 
     def run(*given: Any) -> Any:
         hidden, weight, labels, where, temperature = given
         told = options if temperature is None else {**options, "temperature": temperature}
-        spec, primals, rows = _call.bind_shard(hidden, weight, labels, where, None, told, False)
-        return _shard.device_forward(spec, primals, rows, False)[0].outputs
+        bound = _call.bind(_call.describe(_options.of_call(told, hidden, weight, labels, where)))
+        return _shard.device_forward(*bound[:3], False)[0].outputs
 
     with for_device(SMALL), interpreting(plgpu.InterpretGPUParams()):
         out = jax.jit(run)(hidden, weight, labels, where, temperature)
