@@ -357,6 +357,14 @@ def describe(given: Given) -> Given:
     return given._replace(call=call)
 
 
+def check_values(given: Given) -> None:
+    """Refuses wrong temperatures and floors of a described call, as far as their values are known."""
+    shape, where = tuple(given.labels.shape), given.where
+    _checks.temperature(given.temperature, shape, where)
+    if given.logit_floor is not None:
+        _checks.logit_floor(given.logit_floor, shape, where)
+
+
 def choose(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
     """With the true vocabulary and the implementation; over a layout, those of one device's share.
 

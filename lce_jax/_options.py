@@ -41,7 +41,7 @@ class LogprobOptions(TypedDict, total=False):
     vocab_size: int | None
     weight_layout: Literal["vh", "hv"]
     axis_name: str | tuple[str, ...] | None
-    cache_bytes: int
+    cache_bytes: int | None
     precision: PrecisionLike
     implementation: str | tuple[str, ...] | None
     bias: Float[Array, "V"] | None
@@ -151,7 +151,7 @@ OPTIONS: dict[str, Option] = {
     "vocab_size": Option(None),
     "weight_layout": Option("vh", _layout),
     "axis_name": Option(None, _axes),
-    "cache_bytes": Option(0, scalars.num_bytes, (*_FEW, "linear_loss")),
+    "cache_bytes": Option(None, scalars.num_bytes, (*_FEW, "linear_loss")),
     "precision": Option(None, _precision),
     "implementation": Option(None, _implementations),
     "bias": Option(None),
@@ -217,6 +217,10 @@ class Given(NamedTuple):
     candidates: Any
     logit_floor: Any
 
+    def with_chunks(self, chunk_bytes: int | None) -> Given:
+        """With `Call.chunk_bytes`."""
+        return self._replace(call=dataclasses.replace(self.call, chunk_bytes=chunk_bytes))
+
 
 def checked(name: str, given: Mapping[str, Any]) -> Any:
     """The value of an option, checked unless it is the default."""
@@ -243,7 +247,7 @@ def of_call(
     scale, softcap, candidates = of["logit_scale"], of["logit_softcap"], of["candidates"]
     traced = is_array(scale) or is_array(softcap)
     named = {name: of[name] for name in ("entropy", "stats", "weight_layout", "precision", "axis_name")}
-    kept = {name: of[name] for name in ("cache_bytes", "gradient_threshold")}
+    kept = {"cache_bytes": of["cache_bytes"] or 0, "gradient_threshold": of["gradient_threshold"]}
     part_size = of["vocab_part_size"]
     call = Call(
         logit_scale=1.0 if traced else scale,

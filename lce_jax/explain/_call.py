@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 import lce_jax
-from lce_jax import _call, _checks, _dispatch, _options, mosaic, scalars
+from lce_jax import _call, _dispatch, _options, mosaic, scalars
 from lce_jax._call import Place, layout_of, share
 from lce_jax._types import PassBytes, Plan, is_array
 from lce_jax.mathematics._kl import Direction, Pair
-from lce_jax.ops._cross_entropy import Reduction, chunk_in_place
+from lce_jax.ops._cross_entropy import Reduction, left_to_the_backward
 from lce_jax.programs import _token_chunks
 from lce_jax.programs._kl import KLArguments, check_columns
 from lce_jax.xla import _kl, _logits
@@ -212,6 +212,7 @@ def explain(
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
             at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
             chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
+            Of `linear_loss`, and of a mean or a sum of `linear_cross_entropy`.
         k: that of `linear_topk`, for its plan; of the labels only the shape counts then.
         ids: ``[..., K]``, those of `linear_logits`, for its plan; of the labels only the shape counts then.
         teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`; of the labels
@@ -285,6 +286,7 @@ def explain(
         name, own = "linear_loss", own | {"chunk_bytes": chunk_bytes}
     elif is_loss:
         more = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        more |= {"chunk_bytes": chunk_bytes}
         name = "linear_cross_entropy"
         own |= more | {"reduction": reduction or "mean", "normalizer": normalizer}
     own |= options | {"where": where}
@@ -315,26 +317,29 @@ def _of_one_head(
     told = options if loss is None else _options.loss_call(options)
     smooths = loss is not None and loss.smoothing > 0
     given = _call.describe(_options.of_call(told, hidden, weight, labels, where, mean_logit=smooths, top_k=k))
-    _checks.temperature(given.temperature, labels.shape, where)
-    if given.logit_floor is not None:
-        _checks.logit_floor(given.logit_floor, labels.shape, where)
+    _call.check_values(given)
     described = given.call
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)
         described = dataclasses.replace(described, partial_rows=True)
     layout, known = layout_of(given, [labels, *([] if where is None else [where])], place)
-    call = share(described, layout)
+    call, because = share(described, layout), None
     if gradients_in_forward:
         most = _token_chunks.chunk_bytes(chunk_bytes, options)
         return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most))
-    if chunk_bytes is not None:
-        raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
-    chunk = None if loss is None else chunk_in_place(loss.reduction, loss.smoothing, described, known)
-    if chunk is not None:
-        return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=chunk))
-    if known is not layout:
-        return _partitioned_by_xla(call)
-    return _dispatch.explain(call)
+    if loss is not None:
+        most = _token_chunks.chunk_bytes_of_loss(chunk_bytes, loss.reduction, options)
+        because = left_to_the_backward(loss.reduction, options, call)
+        if because is None:
+            return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most))
+    elif chunk_bytes is not None:
+        raise ValueError(
+            f"chunk_bytes={chunk_bytes!r} is for linear_loss and linear_cross_entropy: give gradients_in_forward=True "
+            "or reduction= too"
+        )
+    plan = _dispatch.explain(call) if known is layout else _partitioned_by_xla(call)
+    notes = () if because is None else (f"the gradients are computed in the backward: {because}",)
+    return dataclasses.replace(plan, notes=(*notes, *plan.notes))
 
 
 def _partitioned_by_xla(call: Call) -> Plan:

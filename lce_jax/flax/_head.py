@@ -52,7 +52,7 @@ class OptionsOfTopK(TypedDict, total=False):
 class SharedOptions(OptionsOfTopK, total=False):
     """What a differentiable call may set."""
 
-    cache_bytes: int
+    cache_bytes: int | None
     gradient_threshold: float
     vocab_part_size: int | None
     logit_floor: float | Float[Array, "..."] | None
@@ -66,7 +66,7 @@ class OptionsOfKL(TypedDict, total=False):
     where: Bool[Array, "*b"] | None
     temperature: float | Float[Array, "..."]
     teacher_temperature: float | Float[Array, "..."] | Literal["same"]
-    cache_bytes: int
+    cache_bytes: int | None
     axis_name: Axes
 
 
@@ -86,6 +86,7 @@ class OptionsOfLoss(SharedOptions, total=False):
     label_smoothing: float
     z_loss: float | Float[Array, ""]
     normalizer: float | Array | None
+    chunk_bytes: int | None
 
 
 class TiedOptions(TypedDict, total=False):
@@ -265,8 +266,8 @@ class HeadCalls:
         Args:
             hidden: ``[..., H]``.
             labels: ``[...]`` vocabulary ids.
-            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer`` and the options
-                of `logprobs`, as in `lce_jax.linear_cross_entropy`.
+            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer``, ``chunk_bytes``
+                and the options of `logprobs`, as in `lce_jax.linear_cross_entropy`.
         """
         found: Array = self.options.call("linear_cross_entropy", hidden, self.parts(), labels, **options)
         return found

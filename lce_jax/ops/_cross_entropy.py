@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lce_jax import _call, _checks, _options, scalars
-from lce_jax._call import Place, layout_of, share
-from lce_jax._options import Given, LogprobOptions
+from lce_jax._call import Place
+from lce_jax._options import LogprobOptions
 from lce_jax._types import Call, Results, is_array
 from lce_jax.mesh import _collectives
 from lce_jax.ops._logprobs import results
@@ -21,7 +21,6 @@ from lce_jax.programs import _token_chunks
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax.mesh._layout import Layout
 
 type Reduction = Literal["mean", "sum", "none"]
 
@@ -37,12 +36,16 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float | Float[Array, ""] = 0.0,
     normalizer: float | Array | None = None,
+    chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "..."]:
     """Cross entropy of a language-model head, without storing the logits.
 
     Per token, with ε the smoothing, ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``: the cross entropy
     against ``(1 - ε)·onehot + ε/V``, and the penalty that keeps ``lse`` near 0.
+
+    A mean or a sum that is differentiated computes its gradients in the forward, as `linear_loss` does: three matrix
+    products in all. With ``cache_bytes`` it does not.
 
     Args:
         hidden, weight, labels, where: as in `linear_logprobs`.
@@ -56,7 +59,11 @@ def linear_cross_entropy(
             all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
             to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
             as 1. None: the rows that count in this call.
-        **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device,
+            where the gradients are computed in the forward; at least 128 tokens are a chunk. Fewer chunks are faster.
+            None: 1400 MiB (256 MiB on a CPU). Not with ``reduction="none"`` or ``cache_bytes``.
+        **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``. With ``cache_bytes``, 0
+            too, the gradients are computed in the backward, which recomputes what the forward does not keep.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
@@ -70,9 +77,17 @@ def linear_cross_entropy(
         NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
-        That of `linear_logprobs`. A sum or a mean without smoothing computes its gradients in the forward, which is
-        faster (see `linear_loss`), if ``cache_bytes`` is less than four fifths of a full cache and has room for dweight
-        in float32, V·H·4 bytes, and the exponentials of 2,048 tokens. `explain` says which way a call goes.
+        Of a differentiated mean or sum that of `linear_loss`: O(chunk + T) beyond the gradients, and with several
+        chunks dweight in float32, V·H·4 bytes. ``cache_bytes=0`` takes the least: with ``reduction="none"`` or
+        ``cache_bytes``, it is that of `linear_logprobs`. So it is in float16 (whose gradients need the loss's scale,
+        which the backward knows), with ``gradient_threshold`` or ``vocab_part_size``, and of a smoothed loss with a
+        softcap. A call that is not differentiated is a plain forward, and so is the first one under
+        ``jax.checkpoint``. `explain` says which way a call goes.
+
+    Numerics:
+        Each gradient is rounded once, and multiplied by the loss's cotangent after that. A power of two, such as 1 or
+        a loss scale, changes no digit; any other rounds the gradient a second time, in its own dtype: give a factor
+        as ``normalizer`` instead.
 
     Example:
         >>> import jax.numpy as jnp
@@ -84,7 +99,7 @@ def linear_cross_entropy(
     """
     _options.check_names(linear_cross_entropy, options)
     return of_call(
-        None, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer,
+        None, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, chunk_bytes,
         options,
     )  # fmt: skip
 
@@ -108,6 +123,7 @@ def of_call(
     label_smoothing: float,
     z_loss: float | Array,
     normalizer: float | Array | None,
+    chunk_bytes: int | None,
     options: LogprobOptions,
 ) -> Array:
     """The loss of a call, over the mesh at ``place`` if it is sharded by name."""
@@ -122,17 +138,16 @@ def of_call(
     (labels, where), (traced, divisor), agree = _agreed(labels, where, (traced, divisor), given.call.axis_name)
     given = given._replace(labels=labels, where=where)
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
-    chunk_bytes = _chunk_bytes(loss, given, place)
-    if chunk_bytes is None:
+    given = _call.describe(given.with_chunks(_token_chunks.chunk_bytes_of_loss(chunk_bytes, reduction, options)))
+    if left_to_the_backward(reduction, options, given.call) is not None:
         out = results(given, place)
         return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
-    arrays = {name: x for name, x in options.items() if is_array(x) and not isinstance(x, np.generic)}
-    others = {name: x for name, x in options.items() if name not in arrays and name != "cache_bytes"}
-    fixed = (*(others | {"entropy": False}).items(),)
+    _call.check_values(given)  # before jit, which traces them
+    arrays = {name: x for name, x in told.items() if is_array(x) and not isinstance(x, np.generic)}
+    fixed = (*((name, x) for name, x in told.items() if name not in arrays),)
     operands = hidden, weight, _call.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
-    return _nan_where_different(
-        agree, _in_forward(place, fixed, loss, chunk_bytes, operands, where, traced, divisor, arrays)
-    )
+    of_call = given.call.chunk_bytes, operands, where, traced, divisor, arrays
+    return _nan_where_different(agree, _in_forward(place, fixed, loss, *of_call))
 
 
 def _agreed(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Array | None]:
@@ -157,27 +172,13 @@ def _nan_where_different(agree: Array | None, loss: Array) -> Array:
     return _collectives.nan_where_different(agree, loss)
 
 
-def _chunk_bytes(loss: _Loss, given: Given, place: Place | None) -> int | None:
-    """What a chunk's exponentials may take where `linear_loss` is the faster way; None where it is not."""
-    if not given.call.cache_bytes:
-        return None
-    given = _call.describe(given)
-    _checks.temperature(given.temperature, given.labels.shape, given.where)
-    per_token = [given.labels] if given.where is None else [given.labels, given.where]
-    _, layout = layout_of(given, per_token, place or Place())
-    return chunk_in_place(loss.reduction, loss.label_smoothing, given.call, layout)
-
-
-def chunk_in_place(
-    reduction: Reduction | None, label_smoothing: float, call: Call, layout: Layout | None
-) -> int | None:
-    """`instead_of_cache` of a call that lies so; None too for losses that `linear_loss` does not sum.
-
-    Over Auto axes of the whole call: a traced call does not know how XLA will split it.
-    """
-    if reduction == "none" or label_smoothing:
-        return None
-    return _token_chunks.instead_of_cache(share(call, layout))
+def left_to_the_backward(reduction: Reduction | None, options: Mapping[str, Any], call: Call) -> str | None:
+    """Why the gradients are computed in the backward; None if they are in the forward."""
+    if reduction == "none":
+        return "the gradient of each token's loss needs its cotangent"
+    if options.get("cache_bytes") is not None:
+        return f"cache_bytes={options['cache_bytes']} asks for it"
+    return _token_chunks.left_to_the_backward(call)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
@@ -185,7 +186,7 @@ def _in_forward(
     place: Place | None,
     fixed: tuple[tuple[str, Hashable], ...],
     loss: _Loss,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     operands: tuple[Array, Array, Array],
     where: Array | None,
     traced_z_loss: Array | None,
@@ -201,15 +202,18 @@ def _in_forward(
     def per_token(x: Any) -> Array | None:
         return None if x is None else jnp.broadcast_to(jnp.asarray(x, dtype), labels.shape)
 
-    def loss_fn(logprob: Array, entropy: None, lse: Array, share: Array | None, penalty: Array | None) -> Array:
-        del entropy
-        found = _penalised(-logprob, lse, loss.z_loss, penalty)
+    smooths = loss.label_smoothing > 0
+
+    def loss_fn(logprob: Array, _: None, lse: Array, *more: Array | None) -> Array:
+        mean_logit, share, penalty = more if smooths else (None, *more)
+        found = _of_token(logprob, lse, mean_logit, loss.label_smoothing, loss.z_loss, penalty)
         return found if share is None else found * share
 
     share = None if loss.reduction == "sum" else 1 / _divisor(where, normalizer, labels.size, dtype)
-    given: Any = dict(fixed) | arrays
+    told: Any = dict(fixed) | arrays | {"cache_bytes": 0}
+    given = _options.of_call(told, *operands, where, mean_logit=smooths, function="linear_cross_entropy")
     each = per_token(share), per_token(traced_z_loss)
-    return sum_of_losses(loss_fn, *operands, each, where, chunk_bytes, given, place)[0]
+    return sum_of_losses(loss_fn, given.with_chunks(chunk_bytes), each, place)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6), inline=True)
@@ -223,19 +227,21 @@ def _reduced(
     z_loss: float,
 ) -> Array:
     """The loss from the results. Jitted: outside ``jit`` each number in an expression is a transfer."""
-    logprobs, lse = out.outputs.logprobs, out.outputs.lse
-    loss = -(1.0 - label_smoothing) * logprobs
-    if out.mean_logit is not None:
-        loss += label_smoothing * (lse - out.mean_logit)
-    loss = _penalised(loss, lse, z_loss, traced_z_loss)
+    outputs = out.outputs
+    loss = _of_token(outputs.logprobs, outputs.lse, out.mean_logit, label_smoothing, z_loss, traced_z_loss)
     if reduction == "none":
         return loss
     total = jnp.sum(loss)
     return total if reduction == "sum" else total / _divisor(where, normalizer, loss.size, loss.dtype)
 
 
-def _penalised(loss: Array, lse: Array, z_loss: float, traced_z_loss: Array | None) -> Array:
-    """With the weight of lse², a number that is known or an array."""
+def _of_token(
+    logprobs: Array, lse: Array, mean_logit: Array | None, smoothing: float, z_loss: float, traced_z_loss: Array | None
+) -> Array:
+    """The loss of one token, or of all. The weight of lse² is a number that is known or an array."""
+    loss = -(1.0 - smoothing) * logprobs
+    if mean_logit is not None:
+        loss += smoothing * (lse - mean_logit)
     if z_loss:
         loss += z_loss * lse * lse
     if traced_z_loss is not None:

@@ -32,7 +32,7 @@ def linear_logprobs(
     vocab_size: int | None = None,
     weight_layout: Literal["vh", "hv"] = "vh",
     axis_name: Axes = None,
-    cache_bytes: int = 0,
+    cache_bytes: int | None = None,
     precision: PrecisionLike = None,
     implementation: str | tuple[str, ...] | None = None,
     bias: Float[Array, "V"] | None = None,
@@ -171,11 +171,11 @@ def linear_logprobs(
         "vocab_part_size": vocab_part_size,
         "logit_floor": logit_floor,
     }
-    return results(_options.of_call(options, hidden, weight, labels, where)).public
+    return results(_call.describe(_options.of_call(options, hidden, weight, labels, where))).public
 
 
 def results(given: Given, place: Place | None = None) -> Results:
-    """What `linear_logprobs` returns, and what losses are made of; over the mesh at ``place`` if there is one."""
-    call, primals, rows, agree = _call.bind(_call.describe(given), place)
+    """What `linear_logprobs` returns, and losses are made of; over the mesh at ``place`` if there is one."""
+    call, primals, rows, agree = _call.bind(given, place)
     found = _runner.run(LOGPROBS, call, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

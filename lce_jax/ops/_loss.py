@@ -12,7 +12,7 @@ from jax import lax
 
 from lce_jax import _call, _jax, _options, _runner
 from lce_jax._call import Place
-from lce_jax._options import LogprobOptions
+from lce_jax._options import Given, LogprobOptions
 from lce_jax._types import LogprobOutput, Results
 from lce_jax.mesh import _collectives
 from lce_jax.programs import _loss, _token_chunks
@@ -103,25 +103,26 @@ def linear_loss(
         the cross entropy in the forward.
     """
     _options.check_names(linear_loss, options)
-    return sum_of_losses(loss_fn, hidden, weight, labels, per_token, where, chunk_bytes, options)
+    given = of_loss(hidden, weight, labels, where, chunk_bytes, options)
+    return sum_of_losses(loss_fn, given, per_token)
+
+
+def of_loss(
+    hidden: Any, weight: Any, labels: Any, where: Any, chunk_bytes: int | None, options: LogprobOptions
+) -> Given:
+    """What `linear_loss` is given."""
+    given = _options.of_call(options, hidden, weight, labels, where, function="linear_loss")
+    return given.with_chunks(_token_chunks.chunk_bytes(chunk_bytes, options))
 
 
 def sum_of_losses(
-    loss_fn: Any,
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    per_token: tuple[object, ...],
-    where: Any,
-    chunk_bytes: int | None,
-    options: LogprobOptions,
-    place: Place | None = None,
+    loss_fn: Any, given: Given, per_token: tuple[object, ...], place: Place | None = None
 ) -> tuple[Array, LogprobOutput]:
-    """`linear_loss`, over the mesh at ``place`` if there is one."""
-    given = _options.of_call(options, hidden, weight, labels, where, function="linear_loss")
-    most = _token_chunks.chunk_bytes(chunk_bytes, options)
+    """`linear_loss` of a call, over the mesh at ``place`` if there is one.
+
+    A call that has a mean logit gives it to ``loss_fn`` after the other results.
+    """
     call, primals, rows, agree = _call.bind(_call.describe(given), place, per_token)
-    call = dataclasses.replace(call, chunk_bytes=most)
     flat, own = _loss.leaves_of_arguments(per_token, rows.labels)
     if call.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)

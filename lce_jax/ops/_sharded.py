@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from lce_jax import _options
+from lce_jax import _call, _options
 from lce_jax._call import Place
 from lce_jax._types import LogprobOutput, TopK
 from lce_jax.mathematics._kl import Pair
@@ -74,7 +74,8 @@ def sharded_linear_logprobs(
     """
     _options.check_names(sharded_linear_logprobs, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _logprobs.results(_options.of_call(options, hidden, weight, labels, where), place).public
+    given = _call.describe(_options.of_call(options, hidden, weight, labels, where))
+    return _logprobs.results(given, place).public
 
 
 def sharded_linear_cross_entropy(
@@ -92,6 +93,7 @@ def sharded_linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float | Float[Array, ""] = 0.0,
     normalizer: float | Array | None = None,
+    chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "..."]:
     """`linear_cross_entropy` over a mesh, whose axes are named as in `sharded_linear_logprobs`.
@@ -102,7 +104,7 @@ def sharded_linear_cross_entropy(
         The loss in nats: a scalar, or ``[...]`` split as ``hidden`` is with ``reduction="none"``.
 
     Memory:
-        That of `sharded_linear_logprobs`, or of `sharded_linear_loss` where `linear_cross_entropy` would use it.
+        Per device, that of `linear_cross_entropy` on the device's tokens and columns.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -116,8 +118,9 @@ def sharded_linear_cross_entropy(
     _options.check_names(sharded_linear_cross_entropy, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
     return _cross_entropy.of_call(
-        place, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
-    )
+        place, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, chunk_bytes,
+        options,
+    )  # fmt: skip
 
 
 def sharded_linear_loss(
@@ -157,7 +160,8 @@ def sharded_linear_loss(
     """
     _options.check_names(sharded_linear_loss, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _loss.sum_of_losses(loss_fn, hidden, weight, labels, per_token, where, chunk_bytes, options, place)
+    given = _loss.of_loss(hidden, weight, labels, where, chunk_bytes, options)
+    return _loss.sum_of_losses(loss_fn, given, per_token, place)
 
 
 def sharded_linear_kl(

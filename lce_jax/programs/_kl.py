@@ -137,7 +137,7 @@ def _options_of_each(given: Mapping[str, Any]) -> tuple[Any, Any]:
     teachers = {name: given.get(f"teacher_{name}", options[f"teacher_{name}"].default) for name in names}
     teachers = {name: own[name] if isinstance(x, str) and x == "same" else x for name, x in teachers.items()}
     student, teacher = ({**shared, **x} for x in (own, teachers))
-    student["cache_bytes"] = given.get("cache_bytes", 0)
+    student["cache_bytes"] = given.get("cache_bytes")
     student["bias"], teacher["bias"] = given.get("bias"), given.get("teacher_bias")
     return student, teacher
 

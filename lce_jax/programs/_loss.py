@@ -89,14 +89,14 @@ class TokenLoss:
             ) from error
 
     def __call__(
-        self, live: Bool[Array, "T"] | None, outputs: LogprobOutput, per_token: Any, constants: Any
+        self, live: Bool[Array, "T"] | None, results: Results, per_token: Any, constants: Any
     ) -> Float[Array, "T"]:
         """The losses of flat tokens, 0 where they do not count."""
-        given, traced = [x for x in outputs[:3] if x is not None], iter(constants)
+        given, traced = jax.tree.leaves(_given_to_loss(results)), iter(constants)
         known = zip(self.known, self.impls, strict=True)
         closed = self.jaxpr.replace(consts=[_typed(next(traced), impl) if x is None else x for x, impl in known])
         (losses,) = jax.vmap(jaxpr_as_fun(closed))(*given, *per_token)
-        losses = losses.astype(outputs.lse.dtype)
+        losses = losses.astype(results.outputs.lse.dtype)
         return losses if live is None else jnp.where(live, losses, 0.0)
 
 
@@ -152,10 +152,10 @@ def trace(
     """The loss of one token, and the traced arrays that it closes over; everything per token varies over ``axes``."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {loss_fn!r}")
-    entropy = call.entropy
+    entropy, mean_logit = call.entropy, call.mean_logit
 
     def retrace(scalar: Any, *flat: Any) -> ClosedJaxpr:
-        results = scalar, scalar if entropy else None, scalar
+        results = scalar, scalar if entropy else None, scalar, *([scalar] if mean_logit else [])
         return jax.make_jaxpr(lambda results, *flat: loss_fn(*results, *own(flat)))(results, *flat)
 
     examples = _examples(call.stat_dtype, inputs)
@@ -185,6 +185,11 @@ def _constants_of(jaxpr: Any) -> Iterator[bytes | int]:
         for inner in jax.tree.leaves(list(equation.params.values())):
             if hasattr(inner, "eqns"):
                 yield from _constants_of(inner)
+
+
+def _given_to_loss(results: Results) -> tuple[Any, ...]:
+    """What a loss is given of a token; the mean logit is for `lce_jax.linear_cross_entropy` alone."""
+    return *results.outputs[:3], results.mean_logit
 
 
 def check_closure(constants: tuple[Any, ...], axes: frozenset[Any]) -> None:
@@ -218,9 +223,9 @@ def sum_of_losses(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, L
     """The sum over this device's tokens and the results, without gradients."""
     primals, rows, per_token, constants = inputs
     results, _ = _shard.device_forward(call, primals, rows, keep_cache=False)
-    live, outputs, per_token = _call.flattened((rows.where, results.outputs, per_token), rows.labels.ndim)
-    outputs, per_token = _jax.vary_over((outputs, per_token), axes_of_tokens(call, inputs))
-    return _total(call, jnp.sum(loss(live, outputs, per_token, constants))), results.outputs
+    live, flat, per_token = _call.flattened((rows.where, results, per_token), rows.labels.ndim)
+    flat, per_token = _jax.vary_over((flat, per_token), axes_of_tokens(call, inputs))
+    return _total(call, jnp.sum(loss(live, flat, per_token, constants))), results.outputs
 
 
 def forward_and_gradients(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput, Inputs]:
@@ -363,12 +368,12 @@ class _Chunks:
         start = _shard.first_column(call, primals.weight)
         stats, cache, agree = _shard.statistics_of_all(call, primals, rows, keep_cache=True)
         cache, dropped = _shard.selected_of_all(call, rows, stats, cache)
-        outputs = _shard.finish(call, rows, stats, None, dropped).outputs
-        outputs = outputs if agree is None else _collectives.nan_where_different(agree, outputs)
+        results = _shard.finish(call, rows, stats, None, dropped)
+        results = results if agree is None else _collectives.nan_where_different(agree, results)
         live = rows.live
         if live is not None:
-            outputs = jax.tree.map(lambda x: jnp.where(live, x, x[0]), outputs)
-        losses, cotangent, dper_token, dconstants = self._of_loss(live, outputs, per_token)
+            results = jax.tree.map(lambda x: jnp.where(live, x, x[0]), results)
+        losses, cotangent, dper_token, dconstants = self._of_loss(live, results, per_token)
         found = _shard.gradients(
             call, primals, rows, start, stats, cotangent, cache,
             may_round_dhidden=self.rounds and not self.psum_axes and self.hidden_dtype == call.dtype,
@@ -376,27 +381,28 @@ class _Chunks:
         )  # fmt: skip
         return _Whole(
             chunk.put(whole.losses, losses),
-            jax.tree.map(chunk.put, whole.outputs, outputs),
+            jax.tree.map(chunk.put, whole.outputs, results.outputs),
             self._added(chunk, whole.gradients, found),
             jax.tree.map(chunk.put, whole.per_token, dper_token),
             jax.tree.map(jnp.add, whole.constants, dconstants),
         )
 
     def _of_loss(
-        self, live: Bool[Array, "t"] | None, outputs: LogprobOutput, per_token: tuple[Any, ...]
+        self, live: Bool[Array, "t"] | None, results: Results, per_token: tuple[Any, ...]
     ) -> tuple[Array, Results, tuple[Any, ...], tuple[Any, ...]]:
         """A chunk's losses, and the derivatives of their sum in results, arguments and what the loss closes over."""
-        outputs, per_token = _jax.vary_over((outputs, per_token), self.token_axes)
+        results, per_token = _jax.vary_over((results, per_token), self.token_axes)
 
-        def total(results: Any, own: Any, closed: Any) -> tuple[Array, Array]:
+        def total(results: Results, own: Any, closed: Any) -> tuple[Array, Array]:
             arguments, constants = _filled(own, per_token), _filled(closed, self.constants)
-            losses = self.loss(live, LogprobOutput(*results), arguments, constants)
+            losses = self.loss(live, results, arguments, constants)
             return jnp.sum(losses), losses
 
-        value, pull, losses = jax.vjp(total, outputs[:3], _floats(per_token), _floats(self.constants), has_aux=True)
+        read = results._replace(outputs=LogprobOutput(*results.outputs[:3]))
+        value, pull, losses = jax.vjp(total, read, _floats(per_token), _floats(self.constants), has_aux=True)
         one = _jax.vary_like(jnp.ones((), value.dtype), value)
         dresults, dper_token, dconstants = pull(one)
-        return losses, Results(LogprobOutput(*dresults)), dper_token, dconstants
+        return losses, dresults, dper_token, dconstants
 
     def _added(self, chunk: TokenChunk, whole: Primals, found: Primals) -> Primals:
         """``whole`` with a chunk's dhidden in its rows; dweight, which is the sum already; and dbias added."""

@@ -12,6 +12,7 @@ from lce_jax import _dispatch, scalars
 from lce_jax._call import Compaction
 from lce_jax._options import LogprobOptions
 from lce_jax._types import Call, Plan, format_bytes
+from lce_jax.mathematics import _logprobs
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Int
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 ON_CPU = 256 << 20  # bytes of a chunk's exponentials by default
 ELSEWHERE = 1400 << 20  # on an H200, chunks of 4832 tokens at V 151936
 ALL = 1 << 62  # cache_bytes that no chunk exceeds
-WORTH_KEEPING = 0.8  # of the exponentials of all tokens: a backward from so many is the faster one
-LEAST_TOKENS = 2048  # of a chunk in place of a cache: the sum of dweight is read and written for each
 GRAIN = 128  # rows that a chunk is a multiple of: a row block of the kernels
 
 
@@ -69,21 +68,31 @@ def chunk_bytes(given: Any, options: LogprobOptions) -> int | None:
     return None if given is None else scalars.num_bytes("chunk_bytes", given)
 
 
-def instead_of_cache(call: Call) -> int | None:
-    """What a chunk may take, where gradients in the forward beat the call's ``cache_bytes`` as a cache; else None.
+def chunk_bytes_of_loss(given: Any, reduction: str | None, options: LogprobOptions) -> int | None:
+    """The same of `lce_jax.linear_cross_entropy`, most of whose options decide where its gradients are computed."""
+    others = {"reduction": reduction if reduction == "none" else None, "cache_bytes": options.get("cache_bytes")}
+    for name, other in others.items():
+        if given is not None and other is not None:
+            raise ValueError(
+                f"chunk_bytes={given!r} with {name}={other!r}: it is for gradients that are computed in the forward, "
+                f"and these are computed in the backward. Leave one of them out"
+            )
+    return None if given is None else scalars.num_bytes("chunk_bytes", given)
 
-    With a share f of all exponentials kept, forward and backward take about 4 - 0.9·f matrix products. Gradients in the
-    forward take 3.3 whatever the number of tokens is. They need what they sum dweight in, and a chunk. Not in float16,
-    where a sum over all tokens might overflow before it is scaled.
+
+def left_to_the_backward(call: Call) -> str | None:
+    """Why a mean or a sum computes its gradients in the backward, though it asks for no cache; None if it does not.
+
+    A float16 gradient needs the loss's scale, which the backward alone knows: that of a mean over many tokens would be
+    0 before it is scaled, and that of a sum might overflow.
     """
-    half = jnp.dtype(jnp.float16)
-    if not call.cache_bytes or call.gradient_threshold or half in (call.dtype, call.hidden_dtype):
-        return None
-    full = _dispatch.explain(call).full_cache_bytes
-    if call.cache_bytes >= WORTH_KEEPING * full:
-        return None
-    left = call.cache_bytes - call.columns * call.hidden_size * call.stat_dtype.itemsize
-    return left if left >= LEAST_TOKENS * call.columns * call.dtype.itemsize else None
+    if jnp.dtype(jnp.float16) in (call.dtype, call.hidden_dtype):
+        return "float16 gradients need the loss's scale, which the backward knows"
+    if call.gradient_threshold:
+        return "with a gradient_threshold there is little to recompute"
+    if call.vocab_part_size is not None or not _logprobs.keeps_exponentials(call):
+        return "no exponentials are kept that would spare a product"
+    return None
 
 
 def of_chunk(call: Call, size: int, partial_rows: bool) -> Call:
