@@ -19,6 +19,7 @@ from jax._src import config
 from jax._src.dispatch import prim_requires_devices_during_lowering as prim_requires_devices_during_lowering
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax._src.xla_bridge import make_cpu_client as make_cpu_client
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.interpreters import mlir as mlir
@@ -119,6 +120,21 @@ def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """``x`` summed over the axes it varies over, except ``axes``: the cotangent of a value that varies over these."""
     extra = tuple(sorted(varying_axes(x) - axes, key=str))
     return lax.psum(x, extra) if extra else x
+
+
+def values(primals: Any) -> Any:
+    """The arrays among what the forward rule of a ``custom_vjp`` with ``symbolic_zeros`` is given."""
+    return jax.tree.map(lambda x: x.value, primals)
+
+
+def is_differentiated(primal: Any) -> bool:
+    """Whether one of these has a gradient; None has none."""
+    return primal is not None and bool(primal.perturbed)
+
+
+def cotangents(given: Any) -> Any:
+    """What its backward rule is given, as arrays."""
+    return jax.tree.map(lambda x: ad.instantiate_zeros(ad.Zero(x.aval)) if isinstance(x, SymbolicZero) else x, given)
 
 
 check_vma: Any = config._check_vma  # a context: whether types say over which axes arrays vary

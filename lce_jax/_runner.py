@@ -22,7 +22,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import _dispatch, _jax, mosaic, scalars
-from lce_jax._types import Call, Device, Primals, UnsupportedError
+from lce_jax._types import Call, Device, Primals, UnsupportedError, Wanted
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
 from lce_jax.mesh._layout import Layout, auto_axes, layout_of_specs, mesh_of_types
 from lce_jax.xla import _logprobs as xla
@@ -402,7 +402,7 @@ class Capability(NamedTuple):
     """A function of global arrays, differentiable in its first operands. Everything else is ``rest``."""
 
     forward: Callable[..., Any]  # (call, primals, rest, differentiated) -> results, what is kept for the backward
-    backward: Callable[..., Primals]  # (call, primals, rest, kept, cotangent) -> gradients
+    backward: Callable[..., Primals]  # (call, primals, rest, kept, cotangent) -> gradients, None if not `Call.wanted`
     of_no_tokens: Callable[..., Any]  # (call, rest) -> results
 
 
@@ -423,15 +423,24 @@ def _run(capability: Capability, call: Call, primals: Primals, rest: Any) -> Any
     return capability.forward(call, primals, rest, False)[0]
 
 
+def wanted(primals: Primals) -> Wanted:
+    """The gradients that the forward rule of a ``custom_vjp`` with ``symbolic_zeros`` is asked for."""
+    return Wanted(*map(_jax.is_differentiated, primals))
+
+
 def _fwd(capability: Capability, call: Call, primals: Primals, rest: Any) -> tuple[Any, Any]:
+    asked = wanted(primals)
+    call, primals, rest = call.but(wanted=asked), _jax.values(primals), _jax.values(rest)
     forward = _jax.not_differentiable(lambda primals, rest: capability.forward(call, primals, rest, True))
     out, kept = forward(primals, rest)
-    return out, (primals, rest, kept)
+    return out, ((primals, rest, kept), asked)
 
 
 def _bwd(capability: Capability, call: Call, residuals: Any, cotangent: Any) -> tuple[Primals, None]:
-    gradients = _jax.not_differentiable(functools.partial(capability.backward, call))(*residuals, cotangent)
-    return (gradients if call.mesh is None else typed_as(gradients, residuals[0])), None
+    given, asked = residuals
+    backward = functools.partial(capability.backward, call.but(wanted=asked))
+    gradients = _jax.not_differentiable(backward)(*given, _jax.cotangents(cotangent))
+    return (gradients if call.mesh is None else typed_as(gradients, given[0])), None
 
 
-_run.defvjp(_fwd, _bwd)
+_run.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -173,6 +173,8 @@ def gradients(
 ) -> Primals:
     """The shard's part of dhidden and its dbias, in the statistics' dtype, and its dweight, in the weight's.
 
+    Those that are not `Call.wanted` are None.
+
     ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
     in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead.
     """
@@ -186,6 +188,8 @@ def gradients(
         operands, call, coefficients, cache,
         may_round_dhidden=may_round_dhidden, may_overwrite_cache=may_overwrite_cache, dweight=dweight,
     )  # fmt: skip
+    if found.hidden is None:
+        return found
     dhidden = found.hidden if order is None else _call.expand(order, found.hidden)
     dhidden = _signed(dhidden, scales)
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
@@ -313,16 +317,20 @@ def reduced(call: Call, found: Primals, given: Primals) -> Primals:
         # the next kernel on another, so collectives start after both gradients.
         found = lax.optimization_barrier(found)
     with jax.named_scope("lce_reduce"):
-        (hidden, weight, bias), dhidden = given, found.hidden
-        if call.gather_dim is not None:
-            dhidden = scattered(call, dhidden, hidden)
-        elif call.token_axes is not None and call.axis_name is not None:
-            dhidden = lax.psum(dhidden, call.axis_name)
+        of_head = zip(found[1:], given[1:], strict=True)
         return Primals(
-            _jax.psum_to_axes(dhidden.reshape(hidden.shape), _jax.varying_axes(hidden)).astype(hidden.dtype),
-            _total_dweight(call, found.weight, weight),
-            None if found.bias is None or bias is None else _total_dweight(call, found.bias, bias).astype(bias.dtype),
+            None if found.hidden is None else _total_dhidden(call, found.hidden, given.hidden),
+            *(None if dx is None else _total_dweight(call, dx, x).astype(x.dtype) for dx, x in of_head),
         )
+
+
+def _total_dhidden(call: Call, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
+    """The sum over the devices that share hidden, rounded."""
+    if call.gather_dim is not None:
+        dhidden = scattered(call, dhidden, hidden)
+    elif call.token_axes is not None and call.axis_name is not None:
+        dhidden = lax.psum(dhidden, call.axis_name)
+    return _jax.psum_to_axes(dhidden.reshape(hidden.shape), _jax.varying_axes(hidden)).astype(hidden.dtype)
 
 
 def scattered(call: Call, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:

@@ -151,6 +151,25 @@ class Primals[A](NamedTuple):
     weight: A  # [V, H], or [H, V]: Call.weight_layout
     bias: A | None = None  # [V]
 
+    def only(self, wanted: Wanted) -> Primals[A | None]:
+        """Those whose gradients are computed; None in place of the others."""
+        return Primals(*(x if asked else None for x, asked in zip(self, dataclasses.astuple(wanted), strict=True)))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Whose gradients are computed: a frozen operand has none, and no product for it."""
+
+    hidden: bool = True
+    weight: bool = True
+    bias: bool = True
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return self.hidden or self.weight or self.bias
+
 
 class RowCoefficients(NamedTuple):
     """dlogits = uniform + e^u·(constant + slope·u), with u = (x - max)·k (eq. 4), per token.
@@ -215,6 +234,7 @@ class Call:
     top_k: int = 0  # k of `linear_topk`; 0: another function
     direction: Literal["forward", "reverse", "jsd"] = "forward"  # of `linear_kl`
     teacher: Call | None = None  # the other head of `linear_kl`
+    wanted: Wanted = Wanted()  # once the call is differentiated, the gradients asked for
 
     implementation: str = ""  # chosen among those requested
     requested: tuple[str, ...] | None = None  # the names to choose from again, for a shard's shapes; None: all

@@ -25,7 +25,7 @@ from lce_jax.mosaic.common._products import update_dhidden, write_dweight
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
-type Carry = tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]  # parts of dhidden, and dweight
+type Carry = tuple[Any, Any]  # parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if not `Call.wanted`
 
 
 type Dlogits = Callable[[Array, int, Array], Array]  # (packed span, columns, the span's weight) -> dlogits
@@ -47,7 +47,7 @@ def gradients(
     may_round_dhidden: bool,
     may_overwrite_cache: bool,
     dweight: Float[Array, "V H"] | None = None,
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None]:
     """Eq. 5 of the whole shard: dhidden, anything on rows that are not live, and dweight in the weight's dtype.
 
     dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it. With
@@ -79,12 +79,13 @@ def walk(
     has_edge = _edge.is_left(call)
     rounds = may_round_dhidden and not has_edge and sum(len(part.chunks) for part in parts) == 1
     total = host.empty(call.prepared.weight.shape, case.dtype) if dweight is None else dweight
-    start = _chunks.empty_dhidden(host, case, call.shape, rounds), total
+    sums = _chunks.empty_dhidden(host, case, call.shape, rounds)
+    start = sums if case.wanted.hidden else None, total if case.wanted.weight else None
     carry: Carry = host.vary_like(start, (call.prepared, factors, candidates, cache))
     for i, part in enumerate(parts):
         carry = walk_chunks(call, part, candidates, carry, i > 0, dweight is not None)
     sums, total = carry
-    return (_edge.update_dhidden(call, factors, candidates, sums) if has_edge else sums), total
+    return (_edge.update_dhidden(call, factors, candidates, sums) if has_edge and case.wanted.hidden else sums), total
 
 
 def _parts(
@@ -140,7 +141,10 @@ def walk_chunks(
         weight = prepared.weight if in_place else _edge.columns_from(call, column, most * shape.tile)
         d = part.dlogits(span, most * shape.tile, weight)
         d = d if candidates is None else candidates.put(call, d, column, column + num_tiles * shape.tile)
-        sums = launch(update_dhidden, generation, sums, d, weight, case, span)
+        if case.wanted.hidden:
+            sums = launch(update_dhidden, generation, sums, d, weight, case, span)
+        if not case.wanted.weight:
+            return sums, None
         if in_place:
             return sums, launch(write_dweight, generation, dweight, d, prepared.hidden, case, span, adds_dweight)
         copy = call.host.vary_like(call.host.empty(weight.shape, dweight.dtype), carry)

@@ -52,8 +52,10 @@ def empty_dhidden(host: Host, case: Call, shape: Geometry, rounds: bool) -> Floa
     return host.empty(splits, case.dtype if rounds and splits[0] == 1 else jnp.float32)
 
 
-def total_dhidden(sums: Float[Array, "splits Tp Hp"], case: Call) -> Float[Array, "T H"]:
+def total_dhidden(sums: Float[Array, "splits Tp Hp"] | None, case: Call) -> Float[Array, "T H"] | None:
     """The sum of the splits, without padding."""
+    if sums is None:
+        return None
     dhidden = sums[0] if sums.shape[0] == 1 else jnp.sum(sums, axis=0)
     return dhidden[: case.num_tokens, : case.hidden_size]
 

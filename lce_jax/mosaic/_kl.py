@@ -246,16 +246,15 @@ def gradients(
     calls = Calls.prepare(plan, shard, generation)
     call, shape = calls.student, calls.student.shape
     gradient = Gradient(calls, _factors(rows, shape.padded_tokens, plan.direction), cache)
-    carry: Carry = (
-        _chunks.empty_dhidden(call.host, call.case, shape, rounds=False),
-        call.host.empty(call.prepared.weight.shape, call.case.dtype),
-    )
+    wanted, sums = call.case.wanted, _chunks.empty_dhidden(call.host, call.case, shape, rounds=False)
+    total = call.host.empty(call.prepared.weight.shape, call.case.dtype)
+    carry: Carry = sums if wanted.hidden else None, total if wanted.weight else None
     carry = _jax.vary_like(carry, (shard, rows, cache))
     cached = 0 if cache is None else cache.references.shape[0]
     for i, part in enumerate(parts_of(call, cached, gradient.from_cache, gradient.recomputed, overwrites=True)):
         carry = walk_chunks(call, part, None, carry, i > 0, adds_dweight=False)
     sums, dweight = carry
-    if _edge.is_left(call):
+    if wanted.hidden and _edge.is_left(call):
         sums = _update_dhidden_at_the_edge(gradient, sums)
     return Primals(_chunks.total_dhidden(sums, call.case), dweight)
 

@@ -27,11 +27,14 @@ def add_gradients(
     operands: Operands,
     case: Call,
     uniform: Float[Array, "T"],
-    dhidden: Float[Array, "T H"],
-    dweight: Float[Array, "V H"],
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+    dhidden: Float[Array, "T H"] | None,
+    dweight: Float[Array, "V H"] | None,
+) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None]:
     """Both gradients with the mean logit's part added; dweight is rounded a second time."""
-    dhidden = dhidden + uniform[:, None] * _summed_weight(operands, case)[None, :]
+    if dhidden is not None:
+        dhidden = dhidden + uniform[:, None] * _summed_weight(operands, case)[None, :]
+    if dweight is None:
+        return dhidden, None
     row = jnp.matmul(uniform, operands.hidden.astype(jnp.float32), precision="highest")
     part = jnp.broadcast_to(jnp.expand_dims(row, case.vocab_dim), dweight.shape)
     part = _logprobs.without_padding(part, _live(operands, case), case)

@@ -92,7 +92,7 @@ def gradients(
     rows: RowCoefficients,
     live: Int[Array, "tiles blocks"],
     dweight: Float[Array, "V H"] | None,
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None]:
     """Eq. 5 over the live tiles: dhidden in fp32, anything on rows that are not live, and dweight.
 
     dweight is in the weight's dtype, or added to the fp32 sum ``dweight``.
@@ -100,10 +100,8 @@ def gradients(
     call = KernelCall.prepare(operands, case, generation)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
     sums, total = walk(call, factors, _candidates.of_rows(call, factors, rows), live, dweight)
-    dhidden = _chunks.total_dhidden(sums, case)
-    if rows.uniform is not None:
-        dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
-    return dhidden, total
+    found = _chunks.total_dhidden(sums, case), total
+    return found if rows.uniform is None else _mean.add_gradients(operands, case, rows.uniform, *found)
 
 
 def walk(
@@ -112,7 +110,7 @@ def walk(
     candidates: PlacedCandidates | None,
     live: Int[Array, "tiles blocks"],
     dweight: Float[Array, "V H"] | None,
-) -> tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]:
+) -> tuple[Any, Any]:
     """The parts of dhidden, and dweight, from the coefficients as the kernels take them."""
     case, generation, host, prepared = call.case, call.generation, call.host, call.prepared
     adds = dweight is not None
@@ -129,12 +127,17 @@ def walk(
         along = work, sizes, host.numbers(i, prepared.num_rows, prepared.num_columns)
         d = host.launch(live_dlogits, generation, call.arrays, prepared.weight, case, factors, *along)
         d = d if candidates is None else host.put(d, *candidates, along[2], entries, *along[:2])
-        sums = host.launch(update_live_dhidden, generation, sums, d, prepared.weight, case, *along)
+        if case.wanted.hidden:
+            sums = host.launch(update_live_dhidden, generation, sums, d, prepared.weight, case, *along)
+        if not case.wanted.weight:
+            return sums, None
         return sums, host.launch(write_live_dweight, generation, dweight, d, prepared.hidden, case, *along, adds)
 
-    carry = host.vary_like((sums, total), (prepared, factors, candidates, live))
+    start = sums if case.wanted.hidden else None, total if case.wanted.weight else None
+    carry = host.vary_like(start, (prepared, factors, candidates, live))
     sums, total = host.loop(range(sizes.batches), step, carry)
-    return (_edge.update_dhidden(call, factors, candidates, sums) if _edge.is_left(call) else sums), total
+    has_edge = case.wanted.hidden and _edge.is_left(call)
+    return (_edge.update_dhidden(call, factors, candidates, sums) if has_edge else sums), total
 
 
 def sizes_of(call: KernelCall) -> Sizes:

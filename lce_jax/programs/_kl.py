@@ -300,6 +300,8 @@ class KLPart(NamedTuple):
 
         of_head = mosaic.kl_gradients if self._has_kernels else _kl_tiles.gradients
         found = of_head(self.plan, self.shard, self._of_counted(coefficients), cache)
+        if found.hidden is None:
+            return found
         dhidden = self._by_token(found.hidden)
         return found._replace(hidden=dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0))
 

@@ -238,11 +238,11 @@ def forward_and_gradients(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[
     )
     constants = tuple(None if dx is None else _total(call, dx) for dx in whole.constants)
     (dhidden, dweight, dbias), (hidden, weight, _) = whole.gradients, inputs.primals
-    dweight = _total(call, dweight.astype(weight.dtype))
+    dweight = None if dweight is None else _total(call, dweight.astype(weight.dtype))
     dbias = None if dbias is None else _total(call, dbias)
-    if call.gather_dim is not None:
+    if dhidden is not None and call.gather_dim is not None:
         dhidden = _shard.scattered(call, dhidden, hidden).astype(hidden.dtype)
-    primals = Primals(dhidden.reshape(hidden.shape), dweight, dbias)
+    primals = Primals(None if dhidden is None else dhidden.reshape(hidden.shape), dweight, dbias)
     return _total(call, jnp.sum(losses)), outputs, Inputs(primals, None, per_token, constants)
 
 
@@ -354,7 +354,8 @@ class _Chunks:
         )
         of_tokens = _jax.vary_over(of_tokens, self.token_axes)
         dweight, dbias = _jax.vary_over((dweight, dbias), self.weight_axes)
-        return of_tokens._replace(gradients=Primals(_jax.vary_over(dhidden, self.hidden_axes), dweight, dbias))
+        gradients = Primals(_jax.vary_over(dhidden, self.hidden_axes), dweight, dbias)
+        return of_tokens._replace(gradients=gradients.only(call.wanted))
 
     @jax.named_scope("chunk_of_tokens")
     def _step(self, first: Any, whole: _Whole) -> _Whole:
@@ -366,7 +367,7 @@ class _Chunks:
         rows = rows._replace(num_rows=chunk.num_rows)
         primals = _shard.as_operand(self.primals._replace(hidden=hidden))
         start = _shard.first_column(call, primals.weight)
-        stats, cache, agree = _shard.statistics_of_all(call, primals, rows, keep_cache=True)
+        stats, cache, agree = _shard.statistics_of_all(call, primals, rows, keep_cache=call.wanted.any)
         cache, dropped = _shard.selected_of_all(call, rows, stats, cache)
         results = _shard.finish(call, rows, stats, None, dropped)
         results = results if agree is None else _collectives.nan_where_different(agree, results)
@@ -374,11 +375,13 @@ class _Chunks:
         if live is not None:
             results = jax.tree.map(lambda x: jnp.where(live, x, x[0]), results)
         losses, cotangent, dper_token, dconstants = self._of_loss(live, results, per_token)
-        found = _shard.gradients(
-            call, primals, rows, start, stats, cotangent, cache,
-            may_round_dhidden=self.rounds and not self.psum_axes and self.hidden_dtype == call.dtype,
-            dweight=whole.gradients.weight if self.adds else None,
-        )  # fmt: skip
+        found = whole.gradients
+        if call.wanted.any:
+            found = _shard.gradients(
+                call, primals, rows, start, stats, cotangent, cache,
+                may_round_dhidden=self.rounds and not self.psum_axes and self.hidden_dtype == call.dtype,
+                dweight=found.weight if self.adds else None,
+            )  # fmt: skip
         return _Whole(
             chunk.put(whole.losses, losses),
             jax.tree.map(chunk.put, whole.outputs, results.outputs),
@@ -410,10 +413,11 @@ class _Chunks:
         if self.psum_axes:
             # As in `_shard.reduced`, the collective starts after the kernels.
             found = lax.optimization_barrier(found)
-            dhidden = lax.psum(found.hidden, self.psum_axes)
+            dhidden = jax.tree.map(lambda x: lax.psum(x, self.psum_axes), found.hidden)
         dweight, dbias = _jax.vary_over((found.weight, found.bias), self.weight_axes)
+        dhidden = _jax.vary_over(dhidden, self.hidden_axes)
         return Primals(
-            chunk.put(whole.hidden, _jax.vary_over(dhidden, self.hidden_axes).astype(whole.hidden.dtype)),
+            jax.tree.map(lambda all_of, x: chunk.put(all_of, x.astype(all_of.dtype)), whole.hidden, dhidden),
             dweight,
             jax.tree.map(jnp.add, whole.bias, dbias),
         )
@@ -489,6 +493,7 @@ class _GradientType:
 
 
 def _fwd(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Any, Any]:
+    call, inputs = call.but(wanted=_runner.wanted(inputs.primals)), _jax.values(inputs)
     own: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
     results = (*OF_A_FORWARD, own)
     of_inputs = _jax.not_differentiable(lambda inputs: _spread_over(call, loss, inputs, forward_and_gradients, results))
@@ -505,7 +510,7 @@ def _fwd(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Any, Any]:
 def _bwd(call: Call, loss: TokenLoss, residuals: Any, cotangent: Any) -> tuple[Inputs]:
     del loss
     (gradients, types), (own, _) = residuals, cotangent
-    own = jnp.asarray(own)  # a number, where the caller of ``jax.vjp`` gives one
+    own = jnp.asarray(_jax.cotangents(own))  # a number, where the caller of ``jax.vjp`` gives one
     shared = own if call.axis_name is None else _collectives.total_cotangent(own, call.axis_name)
 
     def scaled(by: Array, gradient: Array | None, of: _GradientType) -> Array | None:
@@ -522,4 +527,4 @@ def _bwd(call: Call, loss: TokenLoss, residuals: Any, cotangent: Any) -> tuple[I
     return (Inputs(primals, None, per_token, constants),)
 
 
-_run.defvjp(_fwd, _bwd)
+_run.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -32,13 +32,14 @@ def chunk_rows(call: Call) -> int:
 
     One chunk has no sum, which takes more than dweight itself: dweight exists after the sum only. So all tokens are
     one chunk where they take no more than a chunk and what the sum has beyond dweight: it is faster and holds less.
-    Not on a CPU, nor with a threshold, where chunks keep no exponentials that could take the sum's place.
+    Not on a CPU, nor with a threshold, where chunks keep no exponentials that could take the sum's place, nor of a
+    frozen weight, which has no sum.
     """
     tokens, on_cpu, spared = call.num_tokens, call.device.platform == "cpu", 0
     row_bytes = call.columns * (call.stat_dtype if on_cpu else call.dtype).itemsize
     given = ON_CPU if on_cpu else ELSEWHERE
     given = given if call.chunk_bytes is None else call.chunk_bytes
-    if not on_cpu and not call.gradient_threshold:
+    if not on_cpu and not call.gradient_threshold and call.wanted.weight:
         spared = call.columns * call.hidden_size * (call.stat_dtype.itemsize - call.dtype.itemsize)
     most = max(given // row_bytes // GRAIN, 1) * GRAIN
     if tokens <= most or tokens * row_bytes <= given + spared:

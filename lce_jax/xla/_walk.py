@@ -183,7 +183,8 @@ class Walk:
     ) -> Primals:
         """Eq. 5, ``dlogits`` being the gradient in the first model's raw products: dhidden, dweight and dbias.
 
-        dweight is rounded, or added to the sum ``dweight``; the others are in the statistics' dtype.
+        dweight is rounded, or added to the sum ``dweight``; the others are in the statistics' dtype. None of what is
+        not `Call.wanted`.
         """
         # The barrier puts all this after the forward's results. Otherwise XLA keeps what both passes compute, and
         # allocates the gradients from the start, although the forward's tiles could use their memory.
@@ -193,21 +194,24 @@ class Walk:
 
         def tile(start: Any, size: int, is_kept: bool, carry: Primals) -> Primals:
             part = self._of_columns(shard, self._columns(shard, start, size, is_kept), dlogits, carry.hidden, dtype)
-            dcolumns = part.weight.astype(dtype)
-            if dweight is not None:
-                dcolumns += lax.dynamic_slice_in_dim(carry.weight, start, size, vocab_dim)
-            put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+
+            def put(whole: Array, columns: Array, dim: int, adds: bool = False) -> Array:
+                columns = columns.astype(whole.dtype)
+                columns += lax.dynamic_slice_in_dim(whole, start, size, dim) if adds else 0
+                return lax.dynamic_update_slice_in_dim(whole, columns, start, dim)
+
+            put_weight = functools.partial(put, dim=vocab_dim, adds=dweight is not None)
             return Primals(
                 part.hidden,
-                lax.dynamic_update_slice_in_dim(carry.weight, dcolumns, start, vocab_dim),
-                jax.tree.map(put, carry.bias, part.bias),
+                jax.tree.map(put_weight, carry.weight, part.weight),
+                jax.tree.map(functools.partial(put, dim=0), carry.bias, part.bias),
             )
 
         init = Primals(
             jnp.full(shard.tokens[0].hidden.shape, zero.astype(call.stat_dtype)),
             jnp.full(head.weight.shape, zero.astype(call.dtype)) if dweight is None else dweight,
             jax.tree.map(jnp.zeros_like, head.bias),
-        )
+        ).only(call.wanted)
         return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
 
     def _of_columns(
@@ -220,17 +224,17 @@ class Walk:
         call = self.calls[0]
         if self.tile_t == call.num_tokens:
             part = self._of_tile(XTile(self.calls, shard.tokens, shard.rows, 0, *columns), dlogits, None, dtype)
-            return part._replace(hidden=dhidden + part.hidden)
+            return part._replace(hidden=jax.tree.map(jnp.add, dhidden, part.hidden))
 
         def chunk(own: Chunk, carry: Primals) -> Primals:
             tokens, rows = own.take((shard.tokens, shard.rows))
             tile = XTile(self.calls, tokens, rows, own.start, *columns)
             part = self._of_tile(tile, dlogits, own.new, call.stat_dtype)
-            dhidden = own.put(carry.hidden, part.hidden + own.take(carry.hidden))
-            return Primals(dhidden, carry.weight + part.weight, jax.tree.map(jnp.add, carry.bias, part.bias))
+            dhidden = jax.tree.map(lambda whole, x: own.put(whole, x + own.take(whole)), carry.hidden, part.hidden)
+            return Primals(dhidden, *jax.tree.map(jnp.add, carry[1:], part[1:]))
 
         of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), columns.heads[0])
-        init = Primals(dhidden, *_jax.vary_like(of_columns, shard))
+        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).only(call.wanted)
         return over_chunks(call.num_tokens, self.tile_t, shard.num_rows, chunk, init)
 
     def _of_tile(
@@ -240,7 +244,7 @@ class Walk:
         call, head = self.calls[0], tile.heads[0]
         d = dlogits(tile)
         d = d if new is None else jnp.where(new[:, None], d, 0.0)
-        dbias = None if head.bias is None else jnp.sum(d, axis=0)
+        dbias = None if head.bias is None or not call.wanted.bias else jnp.sum(d, axis=0)
         weight = _logprobs.without_padding(head.weight, tile.live, call)
         d, weight, hidden = (x.astype(gradient_dtype(call)) for x in (d, weight, tile.tokens[0].hidden))
         return Primals(*gradient_products(call, d, weight, hidden, call.stat_dtype, dweight_dtype), dbias)
@@ -271,12 +275,14 @@ def gradient_dtype(call: Call) -> jnp.dtype:
 
 def gradient_products(
     call: Call, d: Float[Array, "t v"], weight: Array, hidden: Float[Array, "t H"], *dtypes: Any
-) -> tuple[Float[Array, "t H"], Array]:
+) -> tuple[Float[Array, "t H"] | None, Array | None]:
     """Eq. 5 from the gradient in the raw products of some tokens with some columns; ``dtypes`` are of the results."""
     of_dhidden, of_dweight = dtypes
-    dhidden = dot(d, weight, 1, call.vocab_dim, call, of_dhidden)
     left, right = (d, hidden) if call.vocab_dim == 0 else (hidden, d)
-    return dhidden, dot(left, right, 0, 0, call, of_dweight)
+    return (
+        dot(d, weight, 1, call.vocab_dim, call, of_dhidden) if call.wanted.hidden else None,
+        dot(left, right, 0, 0, call, of_dweight) if call.wanted.weight else None,
+    )
 
 
 def dot(left: Array, right: Array, left_dim: int, right_dim: int, call: Call, dtype: Any) -> Array:
@@ -399,8 +405,8 @@ def gradients_with_cache(
     )
     dweight_dtype = call.dtype if dweight is None else dweight.dtype
     dhidden, found = gradient_products(call, d, head.weight, hidden, dhidden_dtype, dweight_dtype)
-    dbias = None if head.bias is None else jnp.sum(d, axis=0, dtype=call.stat_dtype)
-    return Primals(dhidden, found if dweight is None else dweight + found, dbias)
+    dbias = None if head.bias is None or not call.wanted.bias else jnp.sum(d, axis=0, dtype=call.stat_dtype)
+    return Primals(dhidden, found if dweight is None or found is None else dweight + found, dbias)
 
 
 def tile_sizes(call: Call) -> tuple[int, int]:

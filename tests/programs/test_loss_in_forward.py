@@ -121,7 +121,8 @@ GIVEN = HIDDEN, WEIGHT, BIAS, jnp.float32(1e-2), jnp.float32(77.0), LABELS, WHER
 @values_of(
     "options",
     [
-        {}, {"divided": False, "label_smoothing": 0.2}, {"reduction": "sum", "temperature": 0.7, "label_smoothing": 0.1},
+        {}, {"divided": False, "label_smoothing": 0.2},
+        {"reduction": "sum", "temperature": 0.7, "label_smoothing": 0.1},
         {"divided": False, "logit_softcap": 2.0},
     ],
     slow=[{}],
