@@ -118,7 +118,7 @@ def walk(
     with jax.named_scope("worklist"):
         work = host.compute(lists, sizes, host.numbers(*orders(sizes)), live, _edge.contracted_tiles(call))
     entries = None if candidates is None else candidates.entries(call, work, sizes)
-    sums = host.launch(zeros, _chunks.dhidden_shape(case, call.shape), host.numbers(prepared.num_rows))
+    sums: Any = host.launch(zeros, _chunks.dhidden_shape(case, call.shape), host.numbers(prepared.num_rows))
     total = host.empty(prepared.weight.shape, case.dtype) if dweight is None else dweight
 
     @jax.named_scope("batch")
