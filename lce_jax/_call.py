@@ -323,7 +323,7 @@ def bind(given: Given, place: Place | None = None, others: Any = ()) -> Bound:
         mesh = place.layout(given)
     else:
         arrays = (*given[1:5], given.bias, given.temperature, given.candidates, others)
-        mesh = _layout.mesh_of(arrays, call.function, call.keeps_tiles)
+        mesh = _layout.mesh_of(arrays, call.function, call.asks_for_tiles)
         mesh = mesh if call.axis_name is None else None
     shards = 1 if call.axis_name is None else _checks.axis_size(call.axis_name)
     call = choose(call, call.columns * shards, mesh)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import config
+from jax._src.core import mapped_aval, unmapped_aval
 from jax._src.dispatch import prim_requires_devices_during_lowering as prim_requires_devices_during_lowering
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax._src.xla_bridge import make_cpu_client as make_cpu_client
@@ -135,6 +136,17 @@ def is_differentiated(primal: Any) -> bool:
 def cotangents(given: Any) -> Any:
     """What its backward rule is given, as arrays."""
     return jax.tree.map(lambda x: ad.instantiate_zeros(ad.Zero(x.aval)) if isinstance(x, SymbolicZero) else x, given)
+
+
+def of_one(size: int, batched: bool, x: Any) -> Any:
+    """The type of an example of ``x``, the first dimension of which is the batch if it has one."""
+    return mapped_aval(size, 0, jax.typeof(x)) if batched else jax.typeof(x)
+
+
+def zeros_of_batch(size: int, aval: Any) -> jax.Array:
+    """Zeros for each example."""
+    zeros: jax.Array = ad.instantiate_zeros(ad.Zero(unmapped_aval(size, 0, aval)))
+    return zeros
 
 
 check_vma: Any = config._check_vma  # a context: whether types say over which axes arrays vary

@@ -247,7 +247,7 @@ def of_call(
     scale, softcap, candidates = of["logit_scale"], of["logit_softcap"], of["candidates"]
     traced = is_array(scale) or is_array(softcap)
     named = {name: of[name] for name in ("entropy", "stats", "weight_layout", "precision", "axis_name")}
-    kept = {"cache_bytes": of["cache_bytes"] or 0, "gradient_threshold": of["gradient_threshold"]}
+    kept = {name: of[name] for name in ("cache_bytes", "gradient_threshold")}
     part_size = of["vocab_part_size"]
     call = Call(
         logit_scale=1.0 if traced else scale,

@@ -156,14 +156,49 @@ def spread(call: Call, program: Program, *operands: Any) -> Any:
 
     @run_here.def_vmap
     def batched(size: int, in_batched: Any, *operands: Any) -> Any:
-        if program.joins and not has_own_columns(in_batched):
-            operands = with_batch(size, in_batched, operands)
-            out = spread(_of_batch(call, program, operands), program, *operands)
-        else:
-            out = one_by_one(functools.partial(spread, call, program), in_batched, operands)
+        by_default = call.cache_bytes is None and call.cache_budget > 0
+        run = _keeping_nothing if by_default else _spread_batch
+        out = run(call, program, size, tuple(in_batched), operands)
         return out, jax.tree.map(lambda _: True, out)
 
     return run_here(*operands)
+
+
+def _spread_batch(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
+    """`spread` of a batch of calls, as one call or one by one."""
+    if program.joins and not has_own_columns(in_batched):
+        operands = with_batch(size, in_batched, operands)
+        return spread(_of_batch(call, program, operands), program, *operands)
+    return one_by_one(functools.partial(spread, call, program), in_batched, operands)
+
+
+def _keeping_nothing(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
+    """A batch of calls that do not ask for a cache: that of each example would be too much, so there is none.
+
+    A program that returns a cache returns zeros in its place, which the compiler drops, because a program that is given
+    one of a batch does not read it.
+    """
+    kinds = program.operands
+    if any(jax.tree.leaves(jax.tree.map(lambda kind, x: x if kind is Kind.DEVICE else None, kinds, in_batched))):
+        in_batched, operands = (jax.tree.map(_but_of_devices, kinds, x) for x in (in_batched, operands))
+    elif Kind.DEVICE not in jax.tree.leaves(program.results):
+        return _spread_batch(call, program, size, in_batched, operands)
+    joins = program.joins or Kind.DEVICE in jax.tree.leaves(program.results)
+    found = _spread_batch(
+        call.but(cache_bytes=0), dataclasses.replace(program, joins=joins), size, in_batched, operands
+    )
+    examples = jax.tree.map(functools.partial(_jax.of_one, size), in_batched, operands)
+    made, shapes = jax.make_jaxpr(functools.partial(spread, call, program), return_shape=True)(*examples)
+    avals = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)
+
+    def filled(kind: Kind, own: Any, avals: Any) -> Any:
+        return jax.tree.map(functools.partial(_jax.zeros_of_batch, size), avals) if kind is Kind.DEVICE else own
+
+    return jax.tree.map(filled, program.results, found, avals)
+
+
+def _but_of_devices(kind: Kind, x: Any) -> Any:
+    return None if kind is Kind.DEVICE else x
 
 
 def _of_batch(call: Call, program: Program, operands: Any) -> Call:

@@ -378,6 +378,7 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
             unused.append("gradient_threshold is not used, and the gradients are exact,")
         call, keeps = _exact(call), False
     apart = bool(keeps and given.keeps_tiles)
+    call = call if keeps else call.but(cache_bytes=0)
     operands = _runner.head(call.vocab_dim), Kind.TOKENS
     results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
     run = functools.partial(device_forward, keep_cache=keeps)

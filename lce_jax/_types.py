@@ -196,6 +196,7 @@ class Device(NamedTuple):
 
 
 CPU = Device()
+ON_A_GPU = 1 << 30  # bytes that ``cache_bytes=None`` keeps at most
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -221,7 +222,7 @@ class Call:
     entropy: bool = True
     stats: bool = False
     weight_layout: str = "vh"
-    cache_bytes: int = 0
+    cache_bytes: int | None = None  # as the caller gives it: see `cache_budget`
     chunk_bytes: int | None = None  # of a chunk's exponentials in `linear_loss`; None: the default of the device
     precision: Any = None
     mean_logit: bool = False  # label smoothing needs it
@@ -288,12 +289,25 @@ class Call:
         return self.stats and self.gradient_threshold > 0
 
     @property
+    def cache_budget(self) -> int:
+        """The bytes of the forward's tiles that may be kept for a backward: by default some on a GPU."""
+        if self.cache_bytes is not None:
+            return self.cache_bytes
+        is_of_use = self.vocab_part_size is None and not self.gradient_threshold
+        return ON_A_GPU if is_of_use and self.device.platform == "gpu" else 0
+
+    @property
     def keeps_tiles(self) -> bool:
         """Whether a backward may need tiles of the forward, whose number depends on how the tokens are split.
 
         That of `linear_loss`, whose gradients are computed in the forward, needs none.
         """
-        return (self.cache_bytes > 0 or self.gradient_threshold > 0) and self.function != "linear_loss"
+        return (self.cache_budget > 0 or self.gradient_threshold > 0) and self.function != "linear_loss"
+
+    @property
+    def asks_for_tiles(self) -> bool:
+        """Whether the caller says so: then the call must know its mesh when it is traced."""
+        return self.keeps_tiles and (bool(self.cache_bytes) or self.gradient_threshold > 0)
 
     @property
     def vocab_dim(self) -> int:
@@ -437,9 +451,12 @@ OVERWRITES = "the backward overwrites what was kept; outside jax.jit, a copy of 
 
 def cache_notes(call: Call, kept: int, of: int, tile_bytes: int) -> tuple[str, ...]:
     """What of ``cache_bytes`` is used."""
-    if not call.cache_bytes:
+    if not call.cache_budget:
         return ()
-    return (f"the forward keeps {kept} of {of} vocabulary tiles, {format_bytes(tile_bytes)} each",)
+    because = "" if call.cache_bytes else f": cache_bytes=None is up to {format_bytes(ON_A_GPU)} on a GPU"
+    return (
+        f"the forward of a gradient keeps {kept} of {of} vocabulary tiles, {format_bytes(tile_bytes)} each{because}",
+    )
 
 
 def candidate_notes(call: Call) -> tuple[str, ...]:

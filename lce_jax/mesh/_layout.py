@@ -249,12 +249,12 @@ def _without(entry: Any, axes: Any) -> Any:
     return _spec_entry(tuple(axis for axis in as_axes(entry) if axis not in as_axes(axes)))
 
 
-def mesh_of(operands: Any, function: str, keeps_tiles: bool = False) -> AbstractMesh | None:
+def mesh_of(operands: Any, function: str, asks_for_tiles: bool = False) -> AbstractMesh | None:
     """The mesh over which the operands may be split; None for one device, and inside ``shard_map``.
 
     Where neither types nor `jax.set_mesh` name one, there may be one all the same: ``jit(..., in_shardings=...)`` tells
-    only XLA. So a traced call gets the rule too on a machine with several devices, with an empty mesh. One that keeps
-    tiles cannot have it, and is refused if it is lowered for several.
+    only XLA. So a traced call gets the rule too on a machine with several devices, with an empty mesh. One that asks
+    for tiles cannot have it, and is refused if it is lowered for several.
     """
     arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
     mesh = mesh_of_types(arrays)
@@ -265,7 +265,7 @@ def mesh_of(operands: Any, function: str, keeps_tiles: bool = False) -> Abstract
     if mesh.empty and traced:
         mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return mesh if traced and not keeps_tiles and jax.device_count() > 1 else None
+        return mesh if traced and not asks_for_tiles and jax.device_count() > 1 else None
     return None if mesh.size == 1 or mesh.manual_axes else mesh
 
 

@@ -79,7 +79,7 @@ def num_cached_tiles(case: Call, shape: Geometry) -> int:
     """The vocabulary tiles whose exponentials fit ``cache_bytes``; none if the backward visits live tiles alone."""
     if case.gradient_threshold:
         return 0
-    return min(shape.num_tiles, case.cache_bytes // cached_tile_bytes(case, shape))
+    return min(shape.num_tiles, case.cache_budget // cached_tile_bytes(case, shape))
 
 
 def cached_tile_bytes(case: Call, shape: Geometry) -> int:

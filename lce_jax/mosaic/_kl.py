@@ -141,7 +141,7 @@ def statistics(
 
 def num_cached_tiles(plan: KLPlan, shape: Geometry) -> int:
     """The vocabulary tiles of which ``cache_bytes`` hold what spares the backward their products."""
-    return min(shape.tiles_of(plan.columns), plan.cases.student.cache_bytes // tile_bytes(plan, shape))
+    return min(shape.tiles_of(plan.columns), plan.cases.student.cache_budget // tile_bytes(plan, shape))
 
 
 def tile_bytes(plan: KLPlan, shape: Geometry) -> int:

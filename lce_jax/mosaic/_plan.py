@@ -153,12 +153,9 @@ def _notes(case: Call, shape: Geometry) -> tuple[str, ...]:
             f"vocab_part_size={shape.part_columns}: {shape.part_tiles} tiles a part, {shape.num_tiles} in the forward "
             f"in place of {-(-case.columns // shape.tile)}"
         )
-    if case.cache_bytes and not case.gradient_threshold:
+    if case.cache_budget and not case.gradient_threshold:
         cached = _chunks.num_cached_tiles(case, shape)
-        notes.append(
-            f"the forward keeps {cached} of {shape.num_tiles} vocabulary tiles, "
-            f"{format_bytes(_chunks.cached_tile_bytes(case, shape))} each"
-        )
+        notes += cache_notes(case, cached, shape.num_tiles, _chunks.cached_tile_bytes(case, shape))
         if cached and _chunks.can_overwrite_cache(shape):
             notes.append(OVERWRITES)
     if not shape.whole_atoms:

@@ -149,9 +149,10 @@ type Rest = tuple[Primals, Pair[Rows]]  # the teacher, and the rows of both
 
 def forward(call: Call, student: Primals, rest: Rest, differentiated: bool) -> tuple[Array, Kept]:
     """The divergence of each token, and what a backward needs. Where XLA splits the operands, no tile is kept."""
-    asked = differentiated and call.cache_bytes > 0
-    keeps = asked and not _runner.is_left_to_xla(call, (student, rest))
-    unused = ("cache_bytes keeps nothing",) if asked and not keeps else ()
+    asked, left = differentiated and call.cache_budget > 0, _runner.is_left_to_xla(call, (student, rest))
+    keeps = asked and not left
+    unused = ("cache_bytes keeps nothing",) if asked and left and call.cache_bytes else ()
+    call = call if keeps else call.but(cache_bytes=0)
 
     def run(call: Call, student: Primals, rest: Rest) -> tuple[Array, Kept]:
         teacher, rows = rest

@@ -132,7 +132,7 @@ def explained(kl: KLPlan) -> Plan:
 def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, TileCache | None]:
     """Eqs. 1 and 6 of the whole shard, [T] each, and what ``cache_bytes`` hold of the first tiles."""
     walk, cache = plan.walk, None
-    if keep_cache and plan.cases.student.cache_bytes:
+    if keep_cache and plan.cases.student.cache_budget:
         walk = dataclasses.replace(walk, kept_columns=plan.kept_columns)
         cache = _walk.empty_cache(walk, shard, plan.per_tile)
 

@@ -53,7 +53,7 @@ class _Rows(NamedTuple):
 def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, TileCache | None]:
     """Eq. 1 of the whole shard, [T] each, and the exponentials of the first tiles, as many as ``cache_bytes`` hold."""
     (walk, shard), cache = _walk_of(operands, call), None
-    if keep_cache and call.cache_bytes:
+    if keep_cache and call.cache_budget:
         walk = dataclasses.replace(walk, kept_columns=_walk.kept_columns(call, walk.columns, walk.tile_v))
         cache = _walk.empty_cache(walk, shard)
 

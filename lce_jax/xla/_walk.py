@@ -342,8 +342,8 @@ def _place(*first: Any) -> tuple[Any, ...]:
 def kept_columns(call: Call, columns: int, tile_v: int, each: PerTile | None = None) -> int:
     """The columns of the first tiles that fit ``cache_bytes``, of a walk over ``columns``."""
     whole, rest = divmod(columns, tile_v)
-    left = call.cache_bytes - num_bytes(call, rest, tile_v, each)
-    if not call.cache_bytes or left < 0 or not _logprobs.keeps_exponentials(call):
+    left = call.cache_budget - num_bytes(call, rest, tile_v, each)
+    if not call.cache_budget or left < 0 or not _logprobs.keeps_exponentials(call):
         return 0
     return rest + min(whole, left // max(kept_bytes_of_tile(call, tile_v, each), 1)) * tile_v
 
@@ -460,11 +460,10 @@ def plan(call: Call, name: str) -> Plan:
 
 def _cache_notes(call: Call, kept: int, columns: int, tile_v: int) -> tuple[str, ...]:
     """What of ``cache_bytes`` is used."""
-    given = call.cache_bytes
-    if not given:
+    if not call.cache_budget:
         return ()
     if not _logprobs.keeps_exponentials(call):
-        return (f"cache_bytes={given} is not used: label smoothing needs capped logits that no exponential shows",)
+        return ("no tile is kept: label smoothing needs capped logits that no exponential shows",)
     tiles = -(-kept // tile_v), -(-columns // tile_v)
     return cache_notes(call, *tiles, kept_bytes_of_tile(call, min(tile_v, columns)))
 

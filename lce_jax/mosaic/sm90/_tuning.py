@@ -162,4 +162,4 @@ def _fills_narrow_tiles(case: Call, kernel: str) -> bool:
 
 def stages_output(case: Call, kernel: str) -> bool:
     """Whether a kernel stores tiles of its result through slots: the forward for a cache only, those of a KL never."""
-    return not kernel.startswith("kl") and (kernel != "forward" or case.cache_bytes > 0)
+    return not kernel.startswith("kl") and (kernel != "forward" or case.cache_budget > 0)
