@@ -164,7 +164,8 @@ def _split(
     """This package on a mesh of ``devices``, without and with a cache; hidden states and results on all of them."""
     mesh = jax.make_mesh((devices,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    ours = functools.partial(_ours, sharded_linear_logprobs, mesh=mesh, implementation=implementation)
+    told = {"mesh": mesh, "implementation": implementation, "cache_bytes": 0}
+    ours = functools.partial(_ours, sharded_linear_logprobs, **told)
 
     def place(array: Array, *axes: str) -> Array:
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))

@@ -128,7 +128,7 @@ def _drawn_for_options(shape: Shape) -> list[Array]:
 
 def of_logprobs(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:
     """Log-probability and entropy of the labels, and with a ``count`` those of candidates."""
-    out = linear_logprobs(hidden, weight, labels, candidates=ids[:, :count] if count else None)
+    out = linear_logprobs(hidden, weight, labels, candidates=ids[:, :count] if count else None, cache_bytes=0)
     return (out.logprobs, out.entropy, out.candidate_logprobs)[: 3 if count else 2]
 
 
@@ -141,7 +141,7 @@ def of_stored(count: int, hidden: Array, weight: Array, labels: Array, ids: Arra
 
 def of_floor(_: int, hidden: Array, weight: Array, labels: Array, __: Array) -> tuple[Any, ...]:
     """Log-probability and entropy over the logits that reach a floor, of each token."""
-    out = linear_logprobs(hidden, weight, labels, logit_floor=jnp.full(labels.shape, FLOOR))
+    out = linear_logprobs(hidden, weight, labels, logit_floor=jnp.full(labels.shape, FLOOR), cache_bytes=0)
     return out.logprobs, out.entropy
 
 
@@ -222,7 +222,7 @@ def _divergences() -> dict[str, Program]:
     found = {PRODUCT: Program(product)}
     for direction in scalars.DIRECTIONS:
         kl: Any = linear_kl
-        ours = functools.partial(kl, direction=direction)
+        ours = functools.partial(kl, direction=direction, cache_bytes=0)
         for way, end in ((forward, ""), (both, BACKWARD)):
             right = f"{direction}, stored logits{end}"
             found[f"{direction}, linear_kl{end}"] = Program(functools.partial(way, ours), right)
@@ -240,7 +240,7 @@ def _drawn_for_precision(shape: Shape) -> Sequence[Array]:
 
 def of_precision(precision: Any, hidden: Array, weight: Array, labels: Array) -> tuple[Any, ...]:
     """Log-probability and entropy."""
-    out = linear_logprobs(hidden, weight, labels, precision=precision)
+    out = linear_logprobs(hidden, weight, labels, precision=precision, cache_bytes=0)
     return out.logprobs, out.entropy
 
 

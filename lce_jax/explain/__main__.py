@@ -163,14 +163,16 @@ class ExplainedCall:
 
 def report(call: ExplainedCall, spare: int, compiles: bool = False) -> Iterator[str]:
     """The lines to print, for ``spare`` bytes per device."""
-    plain, in_forward = call.plan(), call.plan(gradients_in_forward=True)
+    plain, in_forward = call.plan(cache_bytes=0), call.plan(gradients_in_forward=True)
     yield from _heading(call, plain)
     yield ""
     full, cache = plain.full_cache_bytes, _cache_bytes(call, plain.full_cache_bytes, spare)
-    ways = [Line("linear_logprobs", {}, 1), Line(f"linear_logprobs, cache_bytes={full}", {"cache_bytes": full}, 0)]
+    by_default = call.plan().kept_bytes - plain.kept_bytes
+    ways = [Line(f"linear_logprobs, cache_bytes={kept}", {"cache_bytes": kept}, 1 - kept / full) for kept in (0, full)]
     if 0 < cache < full:
         ways.insert(1, Line(f"linear_logprobs, cache_bytes={cache}", {"cache_bytes": cache}, 1 - cache / full))
-    ways.append(Line("linear_loss", {"gradients_in_forward": True}, 0))
+    ways.insert(0, Line("linear_logprobs", {}, 1 - by_default / full))
+    ways.append(Line("linear_loss, linear_cross_entropy", {"gradients_in_forward": True}, 0))
     yield from _table(call, ways, plain.logits_bytes, compiles)
     yield ""
     yield from _advice(plain, in_forward, cache, spare)
@@ -222,14 +224,15 @@ def _advice(plain: Plan, in_forward: Plan, cache: int, spare: int) -> Iterator[s
     full = plain.full_cache_bytes
     for other, reason in plain.refused.items():
         yield f"not {other}: {reason}"
-    yield f"a loss that is a sum over tokens: linear_loss recomputes nothing, in {format_bytes(in_forward.most_bytes)}"
+    size = format_bytes(in_forward.most_bytes)
+    yield f"a loss that is a sum over tokens: linear_loss and linear_cross_entropy recompute nothing, in {size}"
     said = f"{format_bytes(spare)} to spare (--spare-gib)"
     if cache == full:
         yield f"else: cache_bytes={full} recomputes nothing; it keeps {format_bytes(full)} of {said}"
     elif cache:
         yield f"else: cache_bytes={cache} spares {cache / full:.0%} of the recomputation, with {said}"
     else:
-        yield f"else: leave cache_bytes out, one tile of the vocabulary takes more than {said}"
+        yield f"else: cache_bytes=0, because one tile of the vocabulary takes more than {said}"
 
 
 def _pod_of(text: str) -> _pod.Pod:

@@ -80,21 +80,21 @@ def linear_kl(
         together at most 16 MiB on a CPU and 128 MiB elsewhere, and their exponentials. In the backward also ``dhidden``
         in float32. Six numbers per token are kept between the passes, eight of "jsd". On an H100 in bfloat16, at 4096
         tokens, hidden sizes of 4096 and a vocabulary of 151,936, forward and backward of a KL hold 328 MiB, and with
-        stored logits 7.0 GiB. What ``cache_bytes`` lets the forward keep comes on top.
+        stored logits 7.0 GiB. What ``cache_bytes`` lets the forward keep comes on top, by default up to 1 GiB on a GPU.
 
     Numerics:
         Every sum and exponential is float32, and each gradient is rounded once. The backward recomputes the logits, so
         that forward and backward are four products with the student's head and two with the teacher's; "jsd", whose
         mixture needs both normalisers first, takes five and three. A full cache spares the backward one of each: three
         and one, or four and two. Equal heads have a divergence and a gradient of 0 within rounding. At small
-        temperatures too, value and gradients are as exact as those of stored float32 logits, and without a cache more
-        exact in "reverse" and "jsd" where the student is nearly one-hot.
+        temperatures too, value and gradients are as exact as those of stored float32 logits, and with ``cache_bytes=0``
+        more exact in "reverse" and "jsd" where the student is nearly one-hot.
 
     Sharding:
         As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
         (Auto axes, where ``cache_bytes`` keeps nothing; not of TPUs); inside ``shard_map`` give ``axis_name``. ``vmap``
         adds its batch to the tokens; the gradients of its examples, which each have a dweight, are computed one by one,
-        as is all of examples that have a weight of their own, and of those with a cache.
+        as is all of examples that have a weight of their own, and of those that ask for a cache.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -79,9 +79,11 @@ def linear_logprobs(
             bitwise-equal results. Rows that differ between shards are NaN, in gradients too; all are, if two shards
             pass the same columns. None: ``weight`` is whole.
         cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less: exponentials of
-            the first tiles of the vocabulary, in the weight's dtype (float32 on a CPU). 0 keeps nothing. The kernels,
-            if V is a multiple of 8, and "xla", if it keeps all tiles and no row or column is left out, overwrite the
-            cache inside ``jit`` and a copy of it outside.
+            the first tiles of the vocabulary, in the weight's dtype (float32 on a CPU). 0 keeps nothing, and so does a
+            call that is not differentiated. None: up to 1 GiB on a GPU, 0 elsewhere, under ``vmap``, over Auto axes,
+            and where a machine has several devices and tracing sees no mesh. The kernels, if V is a multiple of 8, and
+            "xla", if it keeps all tiles and no row or column is left out, overwrite the cache inside ``jit`` and a
+            copy of it outside.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
         implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), or a tuple of both, tried in
@@ -120,6 +122,7 @@ def linear_logprobs(
     Memory:
         Forward O(T + tile) beyond the operands, backward O(T·H + tile) beyond the gradients; never T·V. From forward
         to backward it keeps a few numbers per token, and the cache. `explain` gives the bytes. Candidates add O(T·K).
+        An operand that is not differentiated has no gradient, and costs no product.
 
     Numerics:
         Every sum and softmax is float32. dlogits are rounded at most once, to the weight's dtype, before the gradient
