@@ -463,17 +463,30 @@ def wanted(primals: Primals) -> Wanted:
     return Wanted(*map(_jax.is_differentiated, primals))
 
 
+def _told(asked: Wanted) -> Array:
+    """An array without numbers, whose shape tells the backward rule what is asked for.
+
+    The residuals' tree cannot: JAX takes it from any trace of the forward rule, also one where other operands are
+    differentiated.
+    """
+    return jnp.zeros((0, sum(1 << i for i, one in enumerate(dataclasses.astuple(asked)) if one)), jnp.int8)
+
+
+def _read(told: Array) -> Wanted:
+    return Wanted(*(bool(told.shape[1] >> i & 1) for i in range(3)))
+
+
 def _fwd(capability: Capability, call: Call, primals: Primals, rest: Any) -> tuple[Any, Any]:
     asked = wanted(primals)
     call, primals, rest = call.but(wanted=asked), _jax.values(primals), _jax.values(rest)
     forward = _jax.not_differentiable(lambda primals, rest: capability.forward(call, primals, rest, True))
     out, kept = forward(primals, rest)
-    return out, ((primals, rest, kept), asked)
+    return out, ((primals, rest, kept), _told(asked))
 
 
 def _bwd(capability: Capability, call: Call, residuals: Any, cotangent: Any) -> tuple[Primals, None]:
-    given, asked = residuals
-    backward = functools.partial(capability.backward, call.but(wanted=asked))
+    given, told = residuals
+    backward = functools.partial(capability.backward, call.but(wanted=_read(told)))
     gradients = _jax.not_differentiable(backward)(*given, _jax.cotangents(cotangent))
     return (gradients if call.mesh is None else typed_as(gradients, given[0])), None
 

@@ -156,7 +156,6 @@ class Primals[A](NamedTuple):
         return Primals(*(x if asked else None for x, asked in zip(self, dataclasses.astuple(wanted), strict=True)))
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Wanted:
     """Whose gradients are computed: a frozen operand has none, and no product for it."""

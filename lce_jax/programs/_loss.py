@@ -503,8 +503,21 @@ def _fwd(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Any, Any]:
         gradients = gradients._replace(constants=tuple(dx for dx, known in pairs if known is None))
     given = inputs._replace(rows=None)
     gradients = gradients if call.mesh is None else _runner.split_as(gradients, given)
+    each = zip(gradients.primals, inputs.primals, strict=True)
+    gradients = gradients._replace(primals=Primals(*(_there(dx, x) for dx, x in each)))
     types = jax.tree.map(lambda x: _GradientType(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
     return (total, outputs), (gradients, types)
+
+
+NO_GRADIENT = (0,)  # the shape of what stands in its place
+
+
+def _there(gradient: Array | None, operand: Array | None) -> Array | None:
+    """``gradient``, or an array without numbers: the residuals' tree is to be the same whichever are computed.
+
+    JAX takes it from any trace of the forward rule, also one where other operands are differentiated.
+    """
+    return jnp.zeros(NO_GRADIENT, operand.dtype) if gradient is None and operand is not None else gradient
 
 
 def _bwd(call: Call, loss: TokenLoss, residuals: Any, cotangent: Any) -> tuple[Inputs]:
@@ -514,7 +527,7 @@ def _bwd(call: Call, loss: TokenLoss, residuals: Any, cotangent: Any) -> tuple[I
     shared = own if call.axis_name is None else _collectives.total_cotangent(own, call.axis_name)
 
     def scaled(by: Array, gradient: Array | None, of: _GradientType) -> Array | None:
-        if gradient is None:
+        if gradient is None or gradient.shape == NO_GRADIENT:
             return None
         # Under value_and_grad the cotangent is the literal 1, and XLA drops the product.
         wide = jnp.promote_types(gradient.dtype, by.dtype)

@@ -116,3 +116,16 @@ def test_no_product(way: str, implementation: str) -> None:
     else:
         products = [text.count("dot_general") for text in (both, of_hidden, of_weight)]
         assert products[1] == products[2] < products[0]
+
+
+def test_in_any_order() -> None:
+    """JAX keeps what it has traced of a rule, and may take the residuals' tree from another trace than their values."""
+    operands = given()[:2]
+    for way in ("logprobs", "cross entropy", "KL"):
+        function = functools.partial(WAYS[way], bias=None, labels=given()[3])
+        want = jax.grad(function, argnums=(0, 1))(*operands)
+        for own in ((0, 1), (1,), (0,), (0, 1)):
+            for wrapped in (function, jax.checkpoint(function)):
+                found = jax.jit(jax.grad(wrapped, argnums=own))(*operands)
+                for i, gradient in zip(own, found, strict=True):
+                    assert oracle.relative_norm(gradient, want[i]) < 1e-5, (way, own)
