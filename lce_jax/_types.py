@@ -452,10 +452,8 @@ def cache_notes(call: Call, kept: int, of: int, tile_bytes: int) -> tuple[str, .
     """What of ``cache_bytes`` is used."""
     if not call.cache_budget:
         return ()
-    because = "" if call.cache_bytes else f": cache_bytes=None is up to {format_bytes(ON_A_GPU)} on a GPU"
-    return (
-        f"the forward of a gradient keeps {kept} of {of} vocabulary tiles, {format_bytes(tile_bytes)} each{because}",
-    )
+    because = "" if call.cache_bytes else f"; cache_bytes=None is up to {format_bytes(ON_A_GPU)} on a GPU"
+    return (f"the forward keeps {kept} of {of} vocabulary tiles, {format_bytes(tile_bytes)} each{because}",)
 
 
 def candidate_notes(call: Call) -> tuple[str, ...]:

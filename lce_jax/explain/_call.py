@@ -212,7 +212,6 @@ def explain(
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
             at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
             chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
-            Of `linear_loss`, and of a mean or a sum of `linear_cross_entropy`.
         k: that of `linear_topk`, for its plan; of the labels only the shape counts then.
         ids: ``[..., K]``, those of `linear_logits`, for its plan; of the labels only the shape counts then.
         teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`; of the labels

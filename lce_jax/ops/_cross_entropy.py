@@ -59,9 +59,9 @@ def linear_cross_entropy(
             all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
             to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
             as 1. None: the rows that count in this call.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device,
-            where the gradients are computed in the forward; at least 128 tokens are a chunk. Fewer chunks are faster.
-            None: 1400 MiB (256 MiB on a CPU). Not with ``reduction="none"`` or ``cache_bytes``.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
+            at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
+            chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
         **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``. With ``cache_bytes``, 0
             too, the gradients are computed in the backward, which recomputes what the forward does not keep.
 
