@@ -128,11 +128,6 @@ def values(primals: Any) -> Any:
     return jax.tree.map(lambda x: x.value, primals)
 
 
-def is_differentiated(primal: Any) -> bool:
-    """Whether one of these has a gradient; None has none."""
-    return primal is not None and bool(primal.perturbed)
-
-
 def cotangents(given: Any) -> Any:
     """What its backward rule is given, as arrays."""
     return jax.tree.map(lambda x: ad.instantiate_zeros(ad.Zero(x.aval)) if isinstance(x, SymbolicZero) else x, given)

@@ -460,20 +460,7 @@ def _run(capability: Capability, call: Call, primals: Primals, rest: Any) -> Any
 
 def wanted(primals: Primals) -> Wanted:
     """The gradients that the forward rule of a ``custom_vjp`` with ``symbolic_zeros`` is asked for."""
-    return Wanted(*map(_jax.is_differentiated, primals))
-
-
-def _told(asked: Wanted) -> Array:
-    """An array without numbers, whose shape tells the backward rule what is asked for.
-
-    The residuals' tree cannot: JAX takes it from any trace of the forward rule, also one where other operands are
-    differentiated.
-    """
-    return jnp.zeros((0, sum(1 << i for i, one in enumerate(dataclasses.astuple(asked)) if one)), jnp.int8)
-
-
-def _read(told: Array) -> Wanted:
-    return Wanted(*(bool(told.shape[1] >> i & 1) for i in range(3)))
+    return Wanted(*(x is not None and x.perturbed for x in primals))
 
 
 def _fwd(capability: Capability, call: Call, primals: Primals, rest: Any) -> tuple[Any, Any]:
@@ -481,12 +468,15 @@ def _fwd(capability: Capability, call: Call, primals: Primals, rest: Any) -> tup
     call, primals, rest = call.but(wanted=asked), _jax.values(primals), _jax.values(rest)
     forward = _jax.not_differentiable(lambda primals, rest: capability.forward(call, primals, rest, True))
     out, kept = forward(primals, rest)
-    return out, ((primals, rest, kept), _told(asked))
+    # The shape of an array without numbers tells the backward rule what is asked for. The residuals' tree cannot: JAX
+    # takes it from any trace of this rule, also one where other operands are differentiated.
+    told = jnp.zeros((0, asked.hidden, asked.weight, asked.bias), jnp.int8)
+    return out, ((primals, rest, kept), told)
 
 
 def _bwd(capability: Capability, call: Call, residuals: Any, cotangent: Any) -> tuple[Primals, None]:
     given, told = residuals
-    backward = functools.partial(capability.backward, call.but(wanted=_read(told)))
+    backward = functools.partial(capability.backward, call.but(wanted=Wanted(*map(bool, told.shape[1:]))))
     gradients = _jax.not_differentiable(backward)(*given, _jax.cotangents(cotangent))
     return (gradients if call.mesh is None else typed_as(gradients, given[0])), None
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import explain, linear_cross_entropy, sharded_linear_cross_entropy
 from tests.mesh.test_linear_loss import BIAS, HIDDEN, LABELS, WEIGHT, WHERE, assert_same, mesh_of
-from tests.pairs import pairs_of, values_of
+from tests.pairs import combined, values_of
 
 GIB = 1 << 30
 T, H, V = 32768, 4096, 151936  # exponentials have 9.3 GiB, dweight in float32 2.3
@@ -131,6 +131,7 @@ def test_the_same_loss(options: dict[str, Any]) -> None:
     assert_same(*(jax.jit(step(linear_cross_entropy, **options, **way))(*GIVEN) for way in (IN_CHUNKS, BACKWARD)))
 
 
+@pytest.mark.slow
 def test_calls_outside_jit_compile_once() -> None:
     run, compiled = step(linear_cross_entropy, divided=False), []
     first = run(*GIVEN)
@@ -142,6 +143,7 @@ def test_calls_outside_jit_compile_once() -> None:
     assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, first, again)))
 
 
+@pytest.mark.slow
 def test_labels_of_64_bits_are_clamped() -> None:
     """JAX would wrap NumPy's: 2³² + 3 would become 3."""
     far = np.asarray(LABELS, np.int64) + 2**32
@@ -149,7 +151,8 @@ def test_labels_of_64_bits_are_clamped() -> None:
     assert float(found[0]) == pytest.approx(float(found[1]))
 
 
-@pairs_of(1, kind=[AxisType.Auto, AxisType.Explicit], divided=[True, False])
+@pytest.mark.fast("Explicit-False")
+@combined(kind=[AxisType.Auto, AxisType.Explicit], divided=[True, False])
 def test_on_a_mesh(kind: AxisType, divided: bool) -> None:
     """By types or by XLA, and by names."""
     options = {"divided": divided, "label_smoothing": 0.2}
