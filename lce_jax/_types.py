@@ -221,7 +221,7 @@ class Call:
     entropy: bool = True
     stats: bool = False
     weight_layout: str = "vh"
-    cache_bytes: int | None = None  # as the caller gives it: see `cache_budget`
+    cache_bytes: int | None = 0  # as the caller gives it, or None: see `cache_budget`
     chunk_bytes: int | None = None  # of a chunk's exponentials in `linear_loss`; None: the default of the device
     precision: Any = None
     mean_logit: bool = False  # label smoothing needs it
