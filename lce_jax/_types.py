@@ -296,17 +296,13 @@ class Call:
         return ON_A_GPU if is_of_use and self.device.platform == "gpu" else 0
 
     @property
-    def keeps_tiles(self) -> bool:
-        """Whether a backward may need tiles of the forward, whose number depends on how the tokens are split.
-
-        That of `linear_loss`, whose gradients are computed in the forward, needs none.
-        """
-        return (self.cache_budget > 0 or self.gradient_threshold > 0) and self.function != "linear_loss"
-
-    @property
     def asks_for_tiles(self) -> bool:
-        """Whether the caller says so: then the call must know its mesh when it is traced."""
-        return self.keeps_tiles and (bool(self.cache_bytes) or self.gradient_threshold > 0)
+        """Whether the caller wants the backward to have tiles of the forward: then tracing must know the mesh.
+
+        How many there are depends on how the tokens are split. `linear_loss`, whose gradients are computed in the
+        forward, needs none.
+        """
+        return (bool(self.cache_bytes) or self.gradient_threshold > 0) and self.function != "linear_loss"
 
     @property
     def vocab_dim(self) -> int:
