@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 25_614
+PACKAGES_LINES = 25_617
 PACKAGES_FILES = 134
-TESTS_LINES = 30_837
+TESTS_LINES = 30_825
 
 
 def test_size() -> None:
