@@ -14,8 +14,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lce_jax import scalars
 from lce_torch_bridge._types import Entropy, OutOfVocab, Tensors, TorchCall, Wgrad
 from lce_torch_bridge.call import _checks, _dtensor
+from lce_torch_bridge.launched_directly import _way
 from lce_torch_bridge.launched_directly._way import way_of
-from lce_torch_bridge.tensors import _tensor_parallel
+from lce_torch_bridge.tensors import _device, _tensor_parallel
 from lce_torch_bridge.tensors._device import is_readable, readable
 from lce_torch_bridge.tensors._weight import accumulate_into_main_grad, autocast
 
@@ -57,7 +58,7 @@ class Options(NamedTuple):
     out_of_vocab: OutOfVocab = "zero"
     reduce_grad_hidden: bool = False
     wgrad: Wgrad = "return"
-    cache_bytes: int = 0
+    cache_bytes: int | None = None
     gradient_threshold: float = 0.0
     vocab_part_size: int | None = None
     logit_floor: float | torch.Tensor | None = None
@@ -66,6 +67,7 @@ class Options(NamedTuple):
 
 IN_NO_CALL = ("bias", "tp_group", "temperature", "candidates", "where", "ignore_index", "wgrad", "logit_floor")
 OF_CALL = [i for i, name in enumerate(Options._fields) if name not in IN_NO_CALL]  # what a `TorchCall` holds
+CACHE = OF_CALL.index(Options._fields.index("cache_bytes"))
 
 
 def check_names(function: Callable[..., Any], given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
@@ -115,12 +117,31 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
         weight, bias = _rows_of_head(weight, bias, tp_group, options.wgrad)
     if tp_group is not None:
         _check_group(tp_group, hidden, labels if candidates is None else candidates, where, weight, options.vocab_size)
+    given = [options[i] for i in OF_CALL]
+    if options.cache_bytes is None:
+        given[CACHE], _ = cache_by_default(hidden, weight, options)
     group = _tensor_parallel.NO_GROUP if tp_group is None else _tensor_parallel.name_of(tp_group)
     shards = 1 if tp_group is None else tp_group.size()
-    call = _cached_call(group, shards, weight.shape[0], num_candidates, has_floor, *[options[i] for i in OF_CALL])
+    call = _cached_call(group, shards, weight.shape[0], num_candidates, has_floor, *given)
     if not (known or torch.compiler.is_compiling()):
         _remember(hidden, weight, labels)
     return Arguments(hidden, weight, bias, labels, temperature, candidates, logit_floor, where, call)
+
+
+CACHE_BYTES = 1 << 30
+
+
+def cache_by_default(hidden: torch.Tensor, weight: torch.Tensor, options: Options) -> tuple[int, str]:
+    """What ``cache_bytes=None`` stands for, and why."""
+    if not _device.is_differentiated(hidden, weight, options.bias):
+        return 0, "no gradient is asked for"
+    if not _way.on_gpu(hidden):
+        return 0, "hidden is on no GPU"
+    if options.vocab_part_size is not None or options.gradient_threshold:
+        return 0, "with vocab_part_size no backward uses a cache, and with gradient_threshold it saves little"
+    if _device.is_traced():
+        return 0, "the call is traced"
+    return CACHE_BYTES, "a gradient is asked for, on a GPU"
 
 
 MOST_KNOWN = 4096
@@ -274,11 +295,11 @@ def without(ignore_index: int, where: torch.Tensor | None, labels: torch.Tensor)
     return where & counts
 
 
-def count(where: torch.Tensor | None, labels: torch.Tensor) -> int | torch.Tensor:
-    """How many tokens are kept, at least 1; for a mask, a tensor on its device."""
-    if where is None or where.dtype != torch.bool:
-        return max((labels if where is None else where).numel(), 1)
-    return where.sum().clamp(min=1)
+def count(rows: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
+    """How many of so many tokens are computed, at least 1; of a mask that cannot be counted, a tensor."""
+    if rows is None or rows.dtype != torch.bool:
+        return max(tokens if rows is None else len(rows), 1)
+    return rows.sum().clamp(min=1)
 
 
 def rows_of(where: torch.Tensor) -> torch.Tensor:
@@ -330,7 +351,7 @@ class CrossEntropyOptions(HeadOptions, total=False):
     """Of `linear_cross_entropy`."""
 
     wgrad: Wgrad
-    cache_bytes: int
+    cache_bytes: int | None
     vocab_part_size: int | None
     logit_floor: float | torch.Tensor | None
 
@@ -369,7 +390,7 @@ class ModelOptions(CommonOptions, total=False):
     ignore_index: int | None
     out_of_vocab: OutOfVocab
     wgrad: Wgrad
-    cache_bytes: int
+    cache_bytes: int | None
     vocab_part_size: int | None
     logit_floor: float | torch.Tensor | None
 
@@ -377,7 +398,7 @@ class ModelOptions(CommonOptions, total=False):
 class LossesOptions(TypedDict, total=False):
     """Of `lce_torch_bridge.megatron.fused_losses`."""
 
-    cache_bytes: int
+    cache_bytes: int | None
     gradient_threshold: float
     vocab_part_size: int | None
     implementation: str | tuple[str, ...] | None

@@ -249,32 +249,46 @@ def gradients_tape(
     return tape
 
 
-def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, in_place: bool = False) -> torch.Tensor | None:
     """``factor [1] · x`` in float32, rounded once; None where no kernel computes that.
 
-    For large tensors: torch's own kernel for mixed dtypes takes twice as long.
+    For large tensors: torch's own kernel for mixed dtypes takes twice as long. ``in_place`` needs x's own dtype, and a
+    factor of 1 takes no time then.
     """
-    if not (_device.is_usable(x) and _device.is_usable(factor)):
+    device = x.get_device()
+    if device != _device.current_device():
+        with torch.cuda.device(device):
+            return scale(x, factor, dtype, in_place)
+    plan = None
+    if _device.is_usable(x):
+        key = "scale", device, x.shape, x.dtype, dtype, in_place
+        plan = plan_of(key, lambda: _plan_of_scale(x, dtype, in_place))
+    if plan is None or isinstance(plan, str):
         return None
-    with torch.cuda.device(x.device):
-        plan = plan_of(("scale", x.get_device(), x.shape, x.dtype, dtype), lambda: _plan_of_scale(x, dtype))
-        return None if isinstance(plan, str) else plan.run(x.get_device(), [x, factor])[0]
+    if in_place:
+        torch.autograd.graph.increment_version(x)
+    found: torch.Tensor = plan.run(device, [x, _device.usable(factor)])[0]
+    return found
 
 
-def _plan_of_scale(x: torch.Tensor, dtype: torch.dtype) -> Launches | str:
+def _plan_of_scale(x: torch.Tensor, dtype: torch.dtype, in_place: bool) -> Launches | str:
     device, reason = _device.device_of(x.device), _device.why_not(x.device)
     if device is None or reason is not None:
         return str(reason)
-    return kernels.refusal_to_scale(x.numel(), device) or Launches(scale_tape(x.shape, name_of(x.dtype), dtype), device)
+    refusal = kernels.refusal_to_scale(x.numel(), device)
+    return refusal or Launches(scale_tape(x.shape, name_of(x.dtype), dtype, in_place), device)
 
 
-def scale_tape(shape: torch.Size, dtype: str, to: torch.dtype) -> Tape:
-    """``x, factor -> factor · x``."""
+def scale_tape(shape: torch.Size, dtype: str, to: torch.dtype, in_place: bool = False) -> Tape:
+    """``x, factor -> factor · x``, ``in_place`` where ``x`` lies."""
     tape = Tape()
     x: Any = tape.input((shape.numel(),), dtype)
     factor: Any = tape.input((1,), jnp.float32)
-    found: Any = tape.launch(kernels.scale, x, factor, jnp.dtype(name_of(to)))
-    tape.output(found, shape, to)
+    found: Any = tape.launch(kernels.scale, x, factor, jnp.dtype(name_of(to)), in_place)
+    if in_place:
+        tape.outputs.append(found)
+    else:
+        tape.output(found, shape, to)
     return tape
 
 

@@ -4,7 +4,8 @@
     the next chunk: its dhidden in its own rows, its dweight added to one float32 sum
 
 Everything is computed for a cotangent of 1, and the backward multiplies by the one that comes; or for the one that the
-caller knows, so that dweight can be added to ``main_grad`` at once.
+caller knows, so that dweight can be added to ``main_grad`` at once. In the first forward of an activation checkpoint,
+which drops what is saved and runs the forward again, nothing but the losses is computed.
 
 float16 has no numbers below 6e-8, and what keeps gradients away from there, the loss scale, is a part of the cotangent,
 which is not known in the forward. So dlogits in float16 are computed in units of their own: all cotangents are
@@ -25,7 +26,7 @@ from lce_torch_bridge._types import Sums, Tensors, TorchCall, names_of
 from lce_torch_bridge.launched_directly._passes import scale
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
-from lce_torch_bridge.operators._operators import refuse_second_derivative
+from lce_torch_bridge.operators._operators import Uncompiled, refuse_second_derivative, refuse_vmap
 from lce_torch_bridge.tensors import _device, _weight
 from lce_torch_bridge.through_jax._programs import DweightSum
 
@@ -39,7 +40,7 @@ CLOSE = 1e-6  # relative: eight of float32's steps, where each product on a cota
 class LossPlan(NamedTuple):
     """What is static about a call."""
 
-    loss_fn: Callable[..., torch.Tensor]
+    loss_fn: Callable[..., torch.Tensor]  # of the results by name, and of what is per token
     call: TorchCall
     rows: int  # of a chunk
     way: Way
@@ -51,6 +52,21 @@ class LossPlan(NamedTuple):
         """What the forward adds dweight to."""
         return None if self.cotangent is None else self.main_grad
 
+    def parts(self, tokens: int) -> list[slice]:
+        """The chunks of so many tokens."""
+        return [slice(first, min(first + self.rows, tokens)) for first in range(0, tokens, self.rows)]
+
+    def has_units(self, x: Tensors) -> bool:
+        """Whether gradients are computed in units of their own."""
+        return x.weight.dtype == torch.float16 and self.cotangent is None
+
+    def sums(self, x: Tensors) -> bool:
+        """Whether dweight is summed in float32.
+
+        One chunk's may be rounded at once, but not to float16, because the cotangent is not known.
+        """
+        return len(self.parts(len(x.labels))) != 1 or x.weight.dtype == torch.float16 or self.into is not None
+
 
 def results(plan: LossPlan, x: Tensors, keep: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """The fields of `LogprobOutput` by name, and what `_execute.gradients` needs: saved numbers and the cache."""
@@ -61,7 +77,7 @@ def results(plan: LossPlan, x: Tensors, keep: bool) -> tuple[dict[str, torch.Ten
 
 def losses_of(plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor]) -> torch.Tensor:
     """``loss_fn`` of these tokens, one number each."""
-    losses = plan.loss_fn(fields["logprobs"], fields.get("entropy"), fields["lse"], *per_token)
+    losses = plan.loss_fn(fields, *per_token)
     shape = fields["lse"].shape
     if not isinstance(losses, torch.Tensor):
         raise TypeError(f"loss_fn must return a tensor with one number per token, got {type(losses).__name__}")
@@ -77,10 +93,18 @@ def without_gradients(
     plan: LossPlan, x: Tensors, per_token: list[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The sum, which autograd differentiates in what the loss uses besides results, and the fields."""
+    losses, fields = each_loss(plan, x, per_token)
+    return losses.sum(dtype=torch.float32), fields
+
+
+def each_loss(
+    plan: LossPlan, x: Tensors, per_token: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The losses and the fields."""
     with torch.no_grad():
         fields, _ = results(plan, x, keep=False)
     given = {name: field.clone() for name, field in fields.items()}  # loss_fn may overwrite what it gets
-    return losses_of(plan, given, per_token).sum(dtype=torch.float32), fields
+    return losses_of(plan, given, per_token), fields
 
 
 class LossDerivatives(NamedTuple):
@@ -146,7 +170,8 @@ class LossAndGradients(torch.autograd.Function):
         """The sum, the results, and the gradients for the cotangent that is known, or 1."""
         (hidden, weight, bias, labels, temperature, floor), per_token = inputs[:6], inputs[6:]
         x = Tensors(hidden, weight, bias, labels, temperature, None, floor)
-        losses, fields, grads, unit = _walk(plan, _in_float32(x), per_token, ctx.needs_input_grad[1:])
+        run = _first_forward if _device.will_be_recomputed() else _walk
+        losses, fields, grads, unit = run(plan, _in_float32(x), per_token, ctx.needs_input_grad[1:])
         ctx.cotangent, ctx.way = plan.cotangent, plan.way
         ctx.main_grad = plan.main_grad  # not through save_for_backward: other micro-batches may change it before
         ctx.dtypes = [None if y is None else y.dtype for y in (*x[:3], *per_token)]
@@ -156,14 +181,19 @@ class LossAndGradients(torch.autograd.Function):
         return losses.sum(dtype=torch.float32), *fields
 
     @staticmethod
+    @torch.compiler.disable(reason="it asks whether autograd keeps the graph")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, cotangent: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
         """The gradients times the cotangent."""
         unit, *grads = ctx.saved_tensors
         if cotangent is None:
             return (None,) * (7 + len(grads) - 3)
+        if _device.is_batched(cotangent):
+            refuse_vmap()
         if torch.is_grad_enabled():  # create_graph=True: the gradients that are kept know nothing of the operands
             refuse_second_derivative(ctx)
-        came = cotangent.reshape(1)  # one dimension: otherwise products with bfloat16 would round its float32
+        came = _device.readable("the cotangent", cotangent).reshape(
+            1
+        )  # one dimension: otherwise products with bfloat16 would round its float32
         factor = came if ctx.cotangent is None else _relative(ctx.cotangent, came, ctx.main_grad is not None)
         of_operands = factor if unit is None else came / unit
         if ctx.main_grad is not None:
@@ -176,21 +206,27 @@ class LossAndGradients(torch.autograd.Function):
             found[1] = _weight.empty_sparse_like(ctx.main_grad, ctx.dtypes[1])
         return None, *found[:3], None, None, None, *found[3:]
 
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        """Refuses forward mode."""
+        Uncompiled.jvp()
+
 
 def _scaled(
     grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype, way: Way
 ) -> torch.Tensor | None:
-    """``factor · grad``, without a factor ``grad``, rounded to a dtype, and not in memory that a kept graph holds."""
+    """``factor · grad``, without a factor ``grad``, rounded to a dtype; where it lies, unless a kept graph holds it."""
     if grad is None:
         return None
+    kept = _device.graph_is_kept()
     if factor is None:
-        return grad.to(dtype, copy=_device.graph_is_kept())
-    mixed = not grad.dtype == factor.dtype == dtype
-    if way.direct and mixed and grad.numel() >= LARGE:  # torch's own kernel takes twice as long
-        found = scale(grad, factor, dtype)
+        return grad.to(dtype, copy=kept)
+    in_place = grad.dtype == dtype and not kept
+    if way.direct and grad.numel() >= LARGE:  # torch's own kernel takes twice as long for mixed dtypes, and for 1
+        found = scale(grad, factor, dtype, in_place)
         if found is not None:
             return found
-    return torch.mul(grad, factor, out=grad.new_empty(grad.shape, dtype=dtype))
+    return torch.mul(grad, factor, out=grad if in_place else grad.new_empty(grad.shape, dtype=dtype))
 
 
 def _relative(known: float, cotangent: torch.Tensor, added: bool) -> torch.Tensor | None:
@@ -230,8 +266,7 @@ def _walk(
     And what those of hidden, weight and bias are to be divided by, if it is not 1.
     """
     tokens, (names, _) = len(x.labels), names_of(plan.call)
-    parts = [slice(first, min(first + plan.rows, tokens)) for first in range(0, tokens, plan.rows)]
-    sums = ChunkSums(x, wanted[:3], len(parts), plan.into, may_have_units=plan.cotangent is None)
+    parts, sums = plan.parts(tokens), ChunkSums(plan, x, wanted[:3])
     own = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[6:], strict=True)]
     losses = x.hidden.new_empty(tokens, dtype=torch.float32)
     fields = [torch.empty_like(losses) for _ in names]
@@ -249,7 +284,23 @@ def _walk(
                     whole[part] = grad
             sums.add(part, chunk, kept, given.cotangents, plan.call, plan.way)
             del kept, found  # before the next chunk's exponentials are kept
-    return losses, fields, [*sums.finish(x.weight), *own], sums.unit
+    grads = [*sums.finish(x.weight), *own]  # before the unit, which is there then
+    return losses, fields, grads, sums.unit
+
+
+def _first_forward(
+    plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
+    """What `_walk` returns, but of gradients and unit only what a checkpoint compares: shapes and dtypes, no memory."""
+    losses, fields = each_loss(plan._replace(call=plan.call._replace(cache_bytes=0)), x, list(per_token))
+    weight = x.weight[:0].float() if plan.sums(x) else x.weight
+    makers = x.hidden, None if plan.into is not None else weight, x.bias, *per_token
+    shapes = [None if y is None else y.shape for y in (*x[:3], *per_token)]
+    grads = [
+        y.new_empty(()).expand(shape) if want and y is not None and shape is not None else None
+        for y, shape, want in zip(makers, shapes, (*wanted[:3], *wanted[6:]), strict=True)
+    ]
+    return losses, list(fields.values()), grads, losses.new_empty(1) if plan.has_units(x) else None
 
 
 @contextlib.contextmanager
@@ -286,21 +337,16 @@ def unit_of(cotangents: dict[str, torch.Tensor], x: Tensors, call: TorchCall) ->
 class ChunkSums:
     """The gradients of all chunks: of hidden row by row, of weight and bias added up."""
 
-    def __init__(
-        self, x: Tensors, wanted: tuple[bool, ...], chunks: int, into: torch.Tensor | None, may_have_units: bool
-    ) -> None:
-        """``into`` is what dweight is added to at once. They have no units if the cotangent of the loss is known."""
+    def __init__(self, plan: LossPlan, x: Tensors, wanted: tuple[bool, ...]) -> None:
         hidden, weight, bias, *_ = x
-        half = weight.dtype == torch.float16
         self._wanted = wanted
         self._hidden = torch.zeros_like(hidden) if wanted[0] else None
-        # One chunk's dweight may be rounded at once, but not to float16, because the cotangent is not known.
-        self._total = DweightSum(weight, into) if wanted[1] and (chunks != 1 or half or into is not None) else None
-        self._kept = into is None
+        self._total = DweightSum(weight, plan.into) if wanted[1] and plan.sums(x) else None
+        self._kept = plan.into is None
         self._weight: torch.Tensor | None = None
         self._bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
         self.tokens = 0  # whose gradients are here
-        self._has_units = half and may_have_units
+        self._has_units = plan.has_units(x)
         self.unit: torch.Tensor | None = None  # by which everything here is to be divided; None: 1
 
     @property
@@ -346,6 +392,8 @@ class ChunkSums:
 
     def finish(self, weight: torch.Tensor) -> list[torch.Tensor | None]:
         """Those in hidden, weight and bias."""
+        if self._has_units and self.unit is None:
+            self.unit = weight.new_ones(1, dtype=torch.float32)
         if self._wanted[1] and self._weight is None:
             self._weight = torch.zeros_like(weight) if self._total is None else self._total.taken()
         return [self._hidden, self._weight if self._kept else None, self._bias]

@@ -21,7 +21,7 @@ from lce_torch_bridge._types import Sums, Tensors, TorchCall, names_of
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
-from lce_torch_bridge.tensors._device import is_readable, readable
+from lce_torch_bridge.tensors._device import is_differentiated, is_readable, readable
 
 NAME = "lce_torch_bridge"
 KEEPS = {  # places of the operands that autograd keeps for the backward
@@ -56,11 +56,6 @@ def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
     else:
         found = (Pass if traced else Uncompiled).apply(*x, keep, recipe)
     return dict(zip(call.fields, found, strict=False))
-
-
-def is_differentiated(*operands: torch.Tensor | None) -> bool:
-    """Whether a call is recorded for a backward."""
-    return torch.is_grad_enabled() and bool([x for x in operands if x is not None and x.requires_grad])
 
 
 class Pass(torch.autograd.Function):

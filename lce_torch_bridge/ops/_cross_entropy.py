@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Unpack
 
 import torch
 
 from lce_jax import scalars
-from lce_torch_bridge._types import Reduction
-from lce_torch_bridge.call import _arguments, _checks, _dtensor
+from lce_torch_bridge._types import Reduction, Tensors, Wgrad
+from lce_torch_bridge.call import _arguments, _checks
+from lce_torch_bridge.call._arguments import Arguments, Options
+from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.ops._logprobs import linear_logprobs
+from lce_torch_bridge.ops._loss import chunk_rows, limit, sum_of_losses
+from lce_torch_bridge.tensors import _device
 
 if TYPE_CHECKING:
     from lce_torch_bridge.call._arguments import CrossEntropyOptions, EntropyOptions
@@ -27,6 +32,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     where: torch.Tensor | None = None,
+    chunk_bytes: int | None = None,
     **options: Unpack[CrossEntropyOptions],
 ) -> torch.Tensor:
     """Cross entropy of a language-model head, without storing the logits.
@@ -34,6 +40,10 @@ def linear_cross_entropy(
     ``torch.nn.functional.cross_entropy`` of the logits, with a penalty that keeps ``lse`` near 0. Per token, with ε the
     smoothing, ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``. `lce_jax.linear_cross_entropy` is the same.
     A label outside the vocabulary that is not ``ignore_index`` has logprob 0 and counts as a token; torch raises there.
+
+    A mean or a sum that is differentiated computes its gradients in the forward, as `linear_loss` does: three matrix
+    products in all, two where hidden or the weight requires no gradient, and one where nothing does. With
+    ``cache_bytes`` it does not.
 
     Args:
         hidden, weight, labels, ignore_index, where: as in `linear_logprobs`.
@@ -43,9 +53,14 @@ def linear_cross_entropy(
             Megatron's ``vocab_parallel_cross_entropy`` spreads ε over the other tokens alone: its ε is
             ``ε·V / (V - 1)`` here, on one rank. On several, it takes V and the mean from each rank's own part.
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight; at least 128
+            tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one chunk where
+            they need no more memory than several chunks and their sum. None: 1400 MiB.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
-            ``logit_floor`` and ``implementation``, as in `linear_logprobs`.
+            ``logit_floor`` and ``implementation``, as in `linear_logprobs`. With ``cache_bytes``, 0 too, the gradients
+            are computed in the backward, which recomputes what the forward does not keep. ``chunk_bytes`` is refused
+            then.
 
     Returns:
         The loss in nats, float32: a scalar, or ``[...]`` with ``reduction="none"``. It covers this rank's tokens,
@@ -57,7 +72,22 @@ def linear_cross_entropy(
         NotImplementedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        That of `linear_logprobs`.
+        Of a differentiated mean or sum that of `linear_loss`: the gradients, which exist from the forward on, beside
+        them O(chunk + T), and with several chunks dweight in float32, V·H·4 bytes. Else that of `linear_logprobs`: with
+        ``reduction="none"``, ``cache_bytes``, ``gradient_threshold`` or ``vocab_part_size``, for a smoothed loss with a
+        softcap, and in what ``torch.compile``, ``torch.func`` and other tracers see. ``cache_bytes=0`` takes the least.
+        With ``wgrad="main_grad"``, a single chunk keeps its exponentials until the backward, which adds dweight
+        to ``main_grad`` where it lies: there is no dweight at all.
+
+    Numerics:
+        Gradients are rounded once, and multiplied by the cotangent of the loss after that. A power of two, such as 1 or
+        a loss scale, changes no digit, and 1 takes no time; any other rounds dhidden and the dweight of one chunk a
+        second time, in their own dtype, and takes as long as reading and writing them once. float16 gradients are
+        rounded after the product alone, as in `linear_loss`.
+
+    Compilation:
+        In a graph of ``torch.compile`` gradients are computed in the backward. Inside an activation checkpoint the
+        first forward computes no gradients and keeps none: four products in all.
 
     Example:
         >>> import torch
@@ -72,21 +102,68 @@ def linear_cross_entropy(
     smoothing, z_loss = scalars.fraction("label_smoothing", label_smoothing), scalars.not_negative("z_loss", z_loss)
     refused = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
     _arguments.check_names(linear_cross_entropy, options, refused)
-    labels, where = _dtensor.tokens(labels=labels, where=where)
-    _checks.integers("labels", labels)
-    if where is not None:
-        _checks.where(where, labels, labels)
-    if ignore_index is not None:
-        where = _arguments.without(ignore_index, where, labels)
-    out = linear_logprobs(hidden, weight, labels, entropy=False, mean_logit=smoothing > 0, where=where, **options)
-    loss = (smoothing - 1.0) * out.logprobs
-    if out.mean_logit is not None:
-        loss = loss + smoothing * (out.lse - out.mean_logit)
+    if chunk_bytes is not None:
+        chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
+        _refuse_chunks(chunk_bytes, reduction, options.get("cache_bytes"))
+    told = Options(where=where, ignore_index=ignore_index, entropy=False, mean_logit=smoothing > 0, **options)
+    given = _arguments.of_call(hidden, weight, labels, told)
+    x, rows = _arguments.operands(given, _arguments.weight_of(given, told.wgrad))
+    loss_fn = functools.partial(_loss_of_token, smoothing, z_loss)
+    if reduction == "mean":
+        loss_fn = functools.partial(loss_fn, divisor=_arguments.count(rows, len(x.labels)))
+    if reduction != "none" and _left_to_the_backward(told, x) is None:
+        if not _fills_main_grad_at_once(given, x, told.wgrad, chunk_bytes):
+            return sum_of_losses(loss_fn, given, x, [], told.wgrad, None, chunk_bytes)[0]
+        given = given._replace(call=given.call._replace(cache_bytes=limit(chunk_bytes)))
+    losses = _arguments.placed(loss_fn(_operators.apply(x, given.call)), rows, given.labels)
+    return losses if reduction == "none" else losses.sum()
+
+
+def _loss_of_token(
+    smoothing: float, z_loss: float, fields: dict[str, torch.Tensor], divisor: int | torch.Tensor = 1
+) -> torch.Tensor:
+    """The loss of each token by its results, divided by what a mean is divided by."""
+    loss, lse = (smoothing - 1.0) * fields["logprobs"], fields["lse"]
+    if smoothing > 0:
+        loss = loss + smoothing * (lse - fields["mean_logit"])
     if z_loss > 0:
-        loss = loss + z_loss * out.lse * out.lse
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / _arguments.count(where, labels)
+        loss = loss + z_loss * lse * lse
+    return loss / divisor
+
+
+def _refuse_chunks(chunk_bytes: int, reduction: str, cache_bytes: int | None) -> None:
+    told = {"reduction": reduction if reduction == "none" else None, "cache_bytes": cache_bytes}
+    for name, other in told.items():
+        if other is not None:
+            raise ValueError(
+                f"chunk_bytes={chunk_bytes!r} with {name}={other!r}: it is for gradients that are computed in the "
+                "forward, and these are computed in the backward. Leave one of them out"
+            )
+
+
+def _left_to_the_backward(told: Options, x: Tensors) -> str | None:
+    """Why the gradients of a mean or a sum are computed in the backward; None if they are not."""
+    if told.cache_bytes is not None:
+        return f"cache_bytes={told.cache_bytes} asks for it"
+    if told.gradient_threshold:
+        return "with a gradient_threshold there is little to recompute"
+    if told.vocab_part_size is not None or (told.mean_logit and told.logit_softcap is not None):
+        return "no exponentials are kept that would spare a product"
+    if _device.is_traced() or _device.any_is_watched(x):
+        return "the call is traced"
+    return None
+
+
+def _fills_main_grad_at_once(given: Arguments, x: Tensors, wgrad: Wgrad, chunk_bytes: int | None) -> bool:
+    """Whether one chunk has all tokens, whose dweight goes to ``main_grad``.
+
+    In the forward the cotangent is not known, so dweight would be kept until the backward, and rounded for that. The
+    exponentials take no more, and the backward adds to ``main_grad`` from them where it lies, in float32.
+    """
+    if wgrad != "main_grad" or not x.weight.requires_grad:
+        return False
+    tokens = len(x.labels)
+    return chunk_rows(tokens, x.weight, chunk_bytes, wgrad, given.call) >= tokens
 
 
 def linear_entropy(

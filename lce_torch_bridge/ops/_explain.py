@@ -29,19 +29,21 @@ class Explanation:
         way: "direct" or "jax", as in `launch_with`.
         why_not_direct: why the call is not launched so; None if it is.
         plan: what `lce_jax.explain` says of this rank's part: implementation, tiles, bytes.
+        cache: the bytes that ``cache_bytes=None`` stands for in this call, and why; None if the call says how many.
     """
 
     way: str
     why_not_direct: str | None
     plan: Plan
+    cache: str | None = None
 
     def __str__(self) -> str:
-        """A line about the launch, then the plan."""
+        """A line about the launch, the plan, and a line about the cache."""
         ways = {
             "direct": "launched directly, in torch's stream and memory",
             "jax": f"run by JAX, not launched directly: {self.why_not_direct}",
         }
-        return f"{ways[self.way]}\n{self.plan}"
+        return "\n".join([ways[self.way], str(self.plan), *([self.cache] if self.cache else [])])
 
 
 def explain(
@@ -73,7 +75,12 @@ def explain(
         ('jax', 'cpu is no CUDA device of this machine', 'xla')
     """
     _arguments.check_names(explain, options, {})
-    given = _arguments.of_call(hidden, weight, labels, _arguments.Options(**options))
+    told = _arguments.Options(**options)
+    given = _arguments.of_call(hidden, weight, labels, told)
+    cache = None
+    if told.cache_bytes is None:
+        cache_bytes, why = _arguments.cache_by_default(given.hidden, given.weight, told)
+        cache = f"cache_bytes=None is {cache_bytes}: {why}"
     call = given.call
     # Its shape and dtype alone count: nothing is cast.
     weight = torch.empty_like(given.weight, dtype=_weight.dtype_of(given.weight), device="meta")
@@ -85,7 +92,7 @@ def explain(
     with kernels.for_device(described or kernels.Device()):
         structs = _device.struct(operands.hidden), _device.struct(weight), _ids(operands.labels)
         plan = lce_jax.explain(*structs, **_options(operands, call))
-    return Explanation("jax" if reason else "direct", reason, plan)
+    return Explanation("jax" if reason else "direct", reason, plan, cache)
 
 
 def _options(x: Tensors, call: Any) -> dict[str, Any]:

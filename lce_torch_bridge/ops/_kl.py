@@ -43,7 +43,7 @@ def linear_kl(
     where: torch.Tensor | None = None,
     reduce_grad_hidden: bool = False,
     wgrad: Wgrad = "return",
-    cache_bytes: int = 0,
+    cache_bytes: int | None = None,
     implementation: str | tuple[str, ...] | None = None,
 ) -> torch.Tensor:
     """Exact KL or JS divergence of two heads over one whole vocabulary, per token, without storing either's logits.
@@ -84,8 +84,8 @@ def linear_kl(
             ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``. Not under ``torch.compile``.
         cache_bytes: bytes that the forward may keep, so that the backward recomputes less: two numbers of each column
-            of the first vocabulary tiles, as in `lce_jax.linear_kl`. 0: nothing is kept. Under ``torch.compile`` each
-            count of tokens then has a graph of its own, and ``where`` must be an index.
+            of the first vocabulary tiles, as in `lce_jax.linear_kl`. 0: nothing is kept. None: as in `linear_logprobs`.
+            Under ``torch.compile`` each count of tokens then has a graph of its own, and ``where`` must be an index.
         implementation: "mosaic_gpu", "xla", or a tuple of names tried in order. None: the kernels where they serve the
             call, else "xla". JAX runs both: `launch_with` ``("direct")`` refuses the function.
 

@@ -35,7 +35,7 @@ def linear_logprobs(
     out_of_vocab: OutOfVocab = "zero",
     reduce_grad_hidden: bool = False,
     wgrad: Wgrad = "return",
-    cache_bytes: int = 0,
+    cache_bytes: int | None = None,
     gradient_threshold: float = 0.0,
     vocab_part_size: int | None = None,
     logit_floor: float | torch.Tensor | None = None,
@@ -97,10 +97,12 @@ def linear_logprobs(
             (`explain`) adds the gradient to a float32 ``main_grad`` as it computes, if ``main_grad`` is contiguous,
             aligned to 16 bytes and autocast does not cast the weight. Otherwise the gradient is rounded to the weight's
             dtype first. Not under ``torch.compile``.
-        cache_bytes: bytes that the forward may keep, so that the backward recomputes less. 0 keeps nothing.
-            A forward that keeps something takes all tokens at once, and its results may differ in the last bits from
-            one that does not. Under ``torch.compile`` each count of tokens then has a graph of its own, and ``where``
-            must be an index.
+        cache_bytes: bytes that the forward may keep, so that the backward recomputes less. 0 keeps nothing. None: 1 GiB
+            on a GPU where a gradient is asked for, nothing elsewhere, nor with ``gradient_threshold`` or
+            ``vocab_part_size``, nor in what is traced (`explain` says which). A non-reentrant activation checkpoint
+            drops it until it runs the forward again. A forward that keeps something takes all tokens at once, and its
+            results may differ in the last bits from one that does not, if JAX runs it. Under ``torch.compile`` each
+            count of tokens then has a graph of its own, and ``where`` must be an index.
         gradient_threshold: a number in [0, 1). A tile (128 tokens by 256 vocabulary columns) is left out of the
             gradients if all its probabilities are below the threshold and it holds no label and no candidate. Results
             never change. 0 is exact. "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per

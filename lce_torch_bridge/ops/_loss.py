@@ -14,8 +14,8 @@ from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _loss
 from lce_torch_bridge.operators._loss import LossAndGradients, LossPlan
-from lce_torch_bridge.operators._operators import is_differentiated
 from lce_torch_bridge.tensors import _device, _padding
+from lce_torch_bridge.tensors._device import is_differentiated
 from lce_torch_bridge.tensors._weight import main_grad_of
 
 if TYPE_CHECKING:
@@ -99,15 +99,16 @@ def linear_loss(
 
     Numerics:
         dweight of several chunks is summed over them in float32, multiplied by the sum's cotangent (1/n for a mean) and
-        rounded once. dhidden, and dweight of one chunk, are rounded before that product and after it. ``cotangent``, or
-        losses that ``loss_fn`` scales itself, avoid the first rounding. In float16 they are rounded only after the
+        rounded once. dhidden, and dweight of one chunk, are rounded before that product and after it. A cotangent that
+        is a power of two changes no digit, and 1 takes no time. ``cotangent``, or losses that ``loss_fn`` scales
+        itself, avoid the second rounding of any other. In float16 they are rounded only after the
         product, because loss scaling must come first. float16 products take the derivatives of the logits before: a
         power of two scales them below 2^15, and those 2^39 times smaller than the largest are 0. Two runs are bitwise
         equal.
 
     Compilation:
-        ``torch.compile`` leaves the call out of its graphs. Non-reentrant activation checkpointing computes the forward
-        and its gradients twice: leave the head out of the checkpoint.
+        ``torch.compile`` leaves the call out of its graphs. Inside an activation checkpoint the first forward computes
+        no gradients and keeps none: four products in all. Left out of the checkpoint, the head takes three.
 
     Example:
         >>> import torch
@@ -134,24 +135,46 @@ def linear_loss(
         )
     if cotangent is not None:
         cotangent = scalars.number("cotangent", cotangent)
-    x, own, rows = _flat(given, per_token, wgrad)
-    plan = LossPlan(
-        loss_fn, given.call, _chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call), way_of(x.hidden)
-    )
-    if not is_differentiated(*x[:3]):
-        total, fields = _loss.without_gradients(plan, x, own)
-    else:
-        of_chunks = plan.call._replace(cache_bytes=_loss.ALL)
-        main_grad = main_grad_of(given.weight) if wgrad == "main_grad" else None
-        plan = plan._replace(call=of_chunks, main_grad=main_grad, cotangent=cotangent)
-        _refuse_recomputation(plan)
-        total, *found = LossAndGradients.apply(plan, *x[:5], x.floor, *own)
-        fields = dict(zip(names_of(given.call)[0], found, strict=True))
+    x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
+    own = _flat(given, per_token, rows)
+
+    def of_fields(fields: dict[str, torch.Tensor], *own: torch.Tensor) -> torch.Tensor:
+        return loss_fn(fields["logprobs"], fields.get("entropy"), fields["lse"], *own)
+
+    total, fields = sum_of_losses(of_fields, given, x, own, wgrad, cotangent, chunk_bytes)
     placed: Any = {name: _arguments.placed(field, rows, given.labels) for name, field in fields.items()}
     return total, LogprobOutput(**{"entropy": None, **placed})
 
 
-def _chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: TorchCall) -> int:
+def sum_of_losses(
+    loss_fn: Callable[..., torch.Tensor],
+    given: Arguments,
+    x: Tensors,
+    own: list[torch.Tensor],
+    wgrad: Wgrad,
+    cotangent: float | None,
+    chunk_bytes: int | None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The sum of ``loss_fn(results by name, *own)`` over the tokens of ``x``, and these results."""
+    plan = LossPlan(
+        loss_fn, given.call, chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call), way_of(x.hidden)
+    )
+    if not is_differentiated(*x[:3]):
+        return _loss.without_gradients(plan, x, own)
+    of_chunks = plan.call._replace(cache_bytes=_loss.ALL)
+    main_grad = main_grad_of(given.weight) if wgrad == "main_grad" else None
+    plan = plan._replace(call=of_chunks, main_grad=main_grad, cotangent=cotangent)
+    _refuse_recomputation(plan)
+    total, *found = LossAndGradients.apply(plan, *x[:5], x.floor, *own)
+    return total, dict(zip(names_of(given.call)[0], found, strict=True))
+
+
+def limit(chunk_bytes: int | None) -> int:
+    """What an option of chunk_bytes stands for."""
+    return CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+
+
+def chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: TorchCall) -> int:
     """Rows of a chunk: as many as fit.
 
     The products take the same time in any chunks, and each chunk also reads and writes the float32 sum of dweight. So
@@ -161,7 +184,7 @@ def _chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgra
     chunk where they take no more than a chunk and what the sum has beyond dweight: it is faster and holds less. Not
     where a sum is kept anyway, where no exponentials are, or on a CPU, where they are float32.
     """
-    on_cpu, given = weight.device.type == "cpu", CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+    on_cpu, given = weight.device.type == "cpu", limit(chunk_bytes)
     row_bytes = weight.shape[0] * (4 if on_cpu else weight.element_size())
     sums = wgrad == "return" and weight.requires_grad and weight.dtype == torch.bfloat16
     spared = weight.numel() * 2 if sums and not (on_cpu or call.gradient_threshold) else 0
@@ -171,26 +194,20 @@ def _chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgra
 
 
 def _refuse_recomputation(plan: LossPlan) -> None:
-    """Refuses to add to main_grad in a backward: an activation checkpoint runs its forward there a second time."""
+    """Refuses to add to main_grad in a backward, where an activation checkpoint runs its forward a second time."""
     if plan.into is not None and _device.current_graph_task_id() != -1:
         raise NotImplementedError(
             f"linear_loss(wgrad='main_grad', cotangent={plan.cotangent!r}) adds to main_grad as it runs, and this is a "
-            "backward pass, where an activation checkpoint runs it again: leave the head out of the checkpoint, or "
-            "leave cotangent out. With use_reentrant=False, weight.main_grad holds the gradient already, since the "
-            "forward: zero it, or restore what it held"
+            "backward pass, where an activation checkpoint runs it again, for each backward: leave the head out of the "
+            "checkpoint, or leave cotangent out"
         )
 
 
-def _flat(
-    given: Arguments, per_token: tuple[torch.Tensor, ...], wgrad: Wgrad
-) -> tuple[Tensors, list[torch.Tensor], torch.Tensor | None]:
-    """The operands and the per-token arguments of the tokens that are kept, flat, and which tokens these are."""
-    labels = given.labels
-    x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
-    names = {f"per_token[{i}]": x for i, x in enumerate(per_token)}
-    own = []
-    for name, y in names.items():
+def _flat(given: Arguments, per_token: tuple[torch.Tensor, ...], rows: torch.Tensor | None) -> list[torch.Tensor]:
+    """The per-token arguments of the tokens that are kept, flat."""
+    labels, own = given.labels, []
+    for name, y in {f"per_token[{i}]": x for i, x in enumerate(per_token)}.items():
         (plain,) = _dtensor.tokens(**{name: y})
         _checks.per_token(name, plain, given.hidden, labels)
         own.append(_arguments.only_rows(plain.reshape(labels.numel(), *plain.shape[labels.ndim :]), rows, 0.0))
-    return x, own, rows
+    return own

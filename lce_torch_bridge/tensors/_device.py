@@ -31,9 +31,17 @@ GATHER = (
     "without a backward, FullyShardedDataParallel.summon_full_params does as well. FSDP2's DTensor is gathered here: "
     "pass it itself, not its to_local()"
 )
+is_batched: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor  # by is_grads_batched=True
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward
 top_hooks: Any = _autograd._top_saved_tensors_default_hooks  # None if what autograd saves stays as it is
 will_be_run: Callable[[Any], bool] = torch._C._will_engine_execute_node  # by this backward
+RECORDING = (  # modules of what traces by a mode
+    "torch.fx.experimental.proxy_tensor",
+    "torch._subclasses.fake_tensor",
+    "torch._subclasses.functional_tensor",
+    "torch.utils.checkpoint",
+)
+OF_FIRST_FORWARD = "_checkpoint_hook."  # in torch.utils.checkpoint; that of the second one is _recomputation_hook
 
 
 def not_compiled[**P, R](reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -128,21 +136,37 @@ def is_readable(x: Any) -> bool:
 
 def nothing_watches() -> bool:
     """Whether nothing traces, transforms or counts operators, so that none need be called: each costs the host time."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state()
-        or _autograd._profiler_enabled()
-    )
+    return not (is_traced() or torch._C._len_torch_dispatch_stack() or _autograd._profiler_enabled())
+
+
+def is_traced() -> bool:
+    """Whether the operators of this call are recorded, transformed, or remembered by a selective checkpoint.
+
+    Not where they are counted alone: a checkpoint may run a call twice of which only the first run is.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state():
+        return True
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    return bool([mode for mode in modes if type(mode).__module__ in RECORDING])
+
+
+def is_differentiated(*operands: torch.Tensor | None) -> bool:
+    """Whether a call is recorded for a backward."""
+    return torch.is_grad_enabled() and bool([x for x in operands if x is not None and x.requires_grad])
+
+
+def will_be_recomputed() -> bool:
+    """Whether a non-reentrant activation checkpoint drops what autograd saves now, and will run this forward again.
+
+    Hooks inside of the checkpoint that save what they are given, such as ``save_on_cpu``, come first.
+    """
+    hooks = top_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(OF_FIRST_FORWARD)
 
 
 def any_is_watched(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Whether one needs operators: a subclass, one without values, or a batch of is_grads_batched=True."""
-    for x in tensors:
-        if x is not None and (type(x) not in PLAIN or x.is_meta or _functorch.is_legacy_batchedtensor(x)):
-            return True
-    return False
+    return bool([x for x in tensors if x is not None and (type(x) not in PLAIN or x.is_meta or is_batched(x))])
 
 
 def graph_is_kept() -> bool:

@@ -88,7 +88,7 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     direction, where = options.pop("direction", "forward"), options.pop("where", None)
     bound, primals, rows, _ = bind(KLArguments.of(Pair(drawn.student, drawn.teacher), where, direction, options))
     assert bound.implementation == "mosaic_gpu"
-    keeps = bound.keeps_tiles
+    keeps = bound.cache_budget > 0
     kl, kept = jax.jit(lambda *given: _kl.device_forward(bound, *given, keeps))(primals, rows)
     gradients = jax.jit(lambda *given: _kl.device_backward(bound, *given))(primals, rows, kept, drawn.seed)
     return kl, gradients[:2]

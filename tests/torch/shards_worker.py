@@ -236,6 +236,7 @@ CAPPED: Any = SCALED | dict(teacher_logit_softcap="same", teacher_logit_scale="s
 CASES: list[tuple[Any, dict[str, Any]]] = [  # of 97 columns the last one's some are padding, of 40 all
     (f.logprobs, SCALED | dict(vocab_size=97)), (f.logprobs, dict(vocab_size=40)), (f.cross_entropy, {}),
     (f.entropy, {}), (f.logits, SCALED | dict(vocab_size=97)), (floored, {}), (f.loss, dict(vocab_size=97)),
+    (f.mean, dict(vocab_size=97)),
     (twice_the_same, SCALED | dict(vocab_size=97)), (divergence, CAPPED | dict(vocab_size=97, direction="reverse")),
     (divergence, dict(direction="jsd", cache_bytes=1 << 20)), (of_verl, {}),
 ]  # fmt: skip

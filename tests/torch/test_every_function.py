@@ -74,12 +74,17 @@ def loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **optio
     return [total, *out[:3]]
 
 
+def mean(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    told: Any = dict(bias=bias, ignore_index=None, label_smoothing=0.1, z_loss=1e-2)
+    return [linear_cross_entropy(hidden, weight, at(hidden, PROBLEM.labels), **told, **options)]
+
+
 def topk(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **options: Any) -> list[torch.Tensor]:
     return list(linear_topk(hidden, weight, 5, bias=bias, **options))
 
 
 GRAPHED = (logprobs, cached, entropy, cross_entropy, logits, kl)  # in graphs, and under torch.func
-DIFFERENTIABLE = (*GRAPHED, loss)
+DIFFERENTIABLE = (*GRAPHED, loss, mean)
 each = pytest.mark.parametrize("function", [*DIFFERENTIABLE, topk])
 of_differentiable = pytest.mark.parametrize("function", DIFFERENTIABLE)
 of_graphed = pytest.mark.parametrize("function", GRAPHED)
@@ -184,7 +189,7 @@ def test_kept_tokens(kind: str, function: Function) -> None:
         if got.ndim:  # a sum of losses has no tokens
             assert torch.equal(got[mask], want[mask])
             assert (got[~mask] == (-1 if got.dtype == torch.int64 else 0)).all()
-    if function in (topk, loss):
+    if function in (topk, loss, mean):
         return
     kept = [x * mask.view(3, 20, *[1] * (x.ndim - 2)) if x.requires_grad else x for x in full]
     wanted = torch.autograd.grad(objective(kept), (hidden, *others))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge import launch_with, linear_cross_entropy, linear_logprobs, linear_loss
 from lce_torch_bridge.through_jax import _logprobs
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw, skip_unless_direct
@@ -59,7 +59,7 @@ def test_the_process_has_no_client_of_jax() -> None:
 SEGMENT = 2 << 20  # bytes that torch reserves for small tensors when another one does not fit between them
 PADDED = [{"vocab_size": size} for size in (8191, 8000, 4096, 100)]
 CALLS: list[dict[str, Any]] = [
-    {},
+    {"cache_bytes": 0},
     {"cache_bytes": 1 << 30},
     {"cache_bytes": 4 << 20, "temperature": 0.7},
     *PADDED,
@@ -111,7 +111,7 @@ def test_a_whole_size_has_the_bits_of_any_other_count() -> None:
         assert all(torch.equal(x[rows], y[rows]) for x, y in zip(full[:5], kept[:5], strict=True))
 
 
-CAPTURED: list[dict[str, Any]] = [{}, {"cache_bytes": 1 << 30}, {"gradient_threshold": 1e-4}]
+CAPTURED: list[dict[str, Any]] = [{"cache_bytes": 0}, {"cache_bytes": 1 << 30}, {"gradient_threshold": 1e-4}]
 
 
 @pytest.mark.parametrize("candidates", [0, 3])
@@ -136,6 +136,39 @@ def test_a_graph_replays_what_eager_runs_compute(options: dict[str, Any], candid
         problem.labels.random_(0, 8192)
         graph.replay()
         assert all(map(torch.equal, captured, step(problem, seeds, **options)))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.3])
+@pytest.mark.parametrize("tokens", [700, 3000])
+def test_a_graph_replays_a_loss_with_its_gradients(tokens: int, factor: float) -> None:
+    """In one chunk or in several, and what its cotangent does to a dweight for which there is a kernel."""
+    problem = draw(tokens, 2048, 8192)
+
+    def step() -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in problem[:2]]
+        told: Any = dict(ignore_index=None, label_smoothing=0.1, chunk_bytes=1024 * 8192 * 2)
+        loss = linear_cross_entropy(*leaves, problem.labels, **told)
+        return [loss.detach(), *torch.autograd.grad(factor * loss, leaves)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(20):
+        problem.hidden.normal_()
+        problem.labels.random_(0, 8192)
+        graph.replay()
+        assert all(map(torch.equal, captured, step()))
+    leaves = [x.double().requires_grad_() for x in problem[:2]]
+    z = leaves[0] @ leaves[1].T
+    want = torch.nn.functional.cross_entropy(z, problem.labels, label_smoothing=0.1)
+    assert abs((captured[0] / want).item() - 1) < 1e-5
+    for got, true in zip(captured[1:], torch.autograd.grad(factor * want, leaves), strict=True):
+        assert p.relative_norm(got, true) < 4e-3  # dlogits and the gradient are rounded, one of them once more by 0.3
 
 
 def test_threads_on_streams_of_their_own() -> None:
@@ -223,7 +256,7 @@ def test_no_dweight_is_allocated() -> None:
     assert weight.grad._nnz() == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_bytes": 1 << 30}, {"gradient_threshold": 1e-4}], ids=str)
+@pytest.mark.parametrize("options", CAPTURED, ids=str)
 def test_a_main_grad_that_lies_otherwise(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels return what torch adds to it, rounded once."""
     monkeypatch.setattr(_logprobs, "gradients", None)  # JAX's, which may not run
@@ -276,6 +309,20 @@ def test_linear_loss_adds_to_main_grad_in_the_forward() -> None:
     hidden.grad = weight.grad = plain.grad = None
     extra = peak(lambda: step(weight, wgrad="main_grad", cotangent=0.5))
     assert extra < chunk_bytes + (64 << 20)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_what_a_loss_holds(factor: float) -> None:
+    """One chunk's exponentials and the gradients. The cotangent makes no second dweight."""
+    problem = draw(T, H, V)
+    leaves = problem.leaves()
+
+    def step() -> None:
+        (factor * linear_cross_entropy(*leaves, ignore_index=None)).backward()
+        leaves.hidden.grad = leaves.weight.grad = None
+
+    step()
+    assert peak(step) < 4096 * V * 2 + MATRIX + 3 * T * H * 4 + (64 << 20)
 
 
 SECONDS = 240

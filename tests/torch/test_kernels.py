@@ -16,6 +16,7 @@ from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.call import _checks
+from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._passes import refusal
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
@@ -145,6 +146,25 @@ def test_linear_loss_and_main_grad(programs: list[Any], options: dict[str, Any])
     assert programs
     launch_with("jax")
     assert max(map(p.relative_norm, found, gradients(implementation="xla"))) < 5e-3
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_a_gradient_is_scaled_where_it_lies(programs: list[Any], factor: float, to: torch.dtype) -> None:
+    """Once, from float32 too; and a gradient of a loss takes that kernel."""
+    x, by = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)), torch.tensor([factor])
+    want = (x.to(to).float() * by).to(to)
+    for given, in_place, wanted in (
+        (x.to(to, copy=True), True, want),
+        (x.to(to), False, want),
+        (x, False, (x * by).to(to)),
+    ):
+        memory = given.data_ptr()
+        found = _passes.scale(given, by, to, in_place)
+        assert found is not None
+        assert torch.equal(found, wanted)
+        assert (found.data_ptr() == memory) == in_place
+    assert [kernel.name for program in programs for kernel in program] == ["scale"] * len(programs)
 
 
 @pytest.mark.slow

@@ -17,7 +17,14 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lce_torch_bridge import LogprobOutput, linear_logits, linear_logprobs, linear_loss, linear_topk
+from lce_torch_bridge import (
+    LogprobOutput,
+    linear_cross_entropy,
+    linear_logits,
+    linear_logprobs,
+    linear_loss,
+    linear_topk,
+)
 from tests.torch import executor
 from tests.torch import problem as p
 
@@ -252,13 +259,14 @@ def placements() -> None:
 
 
 def further_functions() -> None:
-    """Candidates, logits at ids, a loss with its gradients in the forward, and the most likely tokens."""
+    """Candidates, logits at ids, losses with their gradients in the forward, and the most likely tokens."""
     mesh, problem, seed = mesh_of(2, 2)["tp"], p.draw(T, H, V), Batch(0).seeds[0]
     ids = p.candidates_like(problem.labels, V=V)
     true = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels).leaves()
     want = p.stored(*true, candidates=ids)
     z = p.stored_logits(*true[:2], ids)
-    grads = torch.autograd.grad(want.candidate_logprobs.sum() + z.sum() + (seed * want.logprobs).sum(), true[:2])
+    of_each = want.candidate_logprobs.sum() + z.sum() + (seed * want.logprobs).sum()
+    grads = torch.autograd.grad(of_each - want.logprobs.mean(), true[:2])
     top = linear_topk(*problem[:2], 5)
     for told in ({"tp_group": mesh.get_group()}, {}):
         everywhere = (problem.hidden, problem.labels, seed, ids)
@@ -267,7 +275,8 @@ def further_functions() -> None:
         out = linear_logprobs(hidden, weight, labels, candidates=chosen, **told)
         logits = linear_logits(hidden, weight, chosen, **told)
         total, _ = linear_loss(lambda logprobs, *given: given[2] * logprobs, hidden, weight, labels, own, **told)
-        (out.candidate_logprobs.sum() + logits.sum() + total).backward()
+        mean = linear_cross_entropy(hidden, weight, labels, **told)
+        (out.candidate_logprobs.sum() + logits.sum() + total + mean).backward()
         assert p.value_error(out.candidate_logprobs, want.candidate_logprobs) < VALUE
         assert p.value_error(logits, z) < VALUE
         assert max(map(p.relative_norm, (whole(hidden.grad), whole(weight.grad)), grads)) < 1e-6, told

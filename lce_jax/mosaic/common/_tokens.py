@@ -497,20 +497,29 @@ def copy(case: Call, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) 
     ]
 
 
-def scale(x: Float[Array, "n"], factor: Float[Array, "1"], dtype: Any) -> Float[Array, "n"]:
-    """``factor · x`` in float32, rounded once. n is a multiple of `SCALED`."""
+def scale(x: Float[Array, "n"], factor: Float[Array, "1"], dtype: Any, in_place: bool = False) -> Float[Array, "n"]:
+    """``factor · x`` in float32, rounded once. n is a multiple of `SCALED`. ``in_place``, a factor of 1 moves nothing.
+
+    What is not in place is rounded to ``dtype``; in place, that is the dtype of ``x``.
+    """
     layout = plgpu.Layout.WG_STRIDED((COPIED,), vec_size=COPIED // THREADS)
 
     def body(x: Any, factor: Any, scaled: Any) -> None:
-        k = plgpu.layout_cast(jnp.full((COPIED,), factor[0], jnp.float32), layout)
-        for i in range(SCALED // COPIED):
-            first = lax.axis_index("part") * SCALED + i * COPIED
-            numbers = pl.ds(pl.multiple_of(first, COPIED), COPIED)
-            values = plgpu.load(x.at[numbers], layout=layout, optimized=False)
-            scaled.at[numbers][...] = (k * values.astype(jnp.float32)).astype(dtype)
+        def multiply() -> None:
+            k = plgpu.layout_cast(jnp.full((COPIED,), factor[0], jnp.float32), layout)
+            for i in range(SCALED // COPIED):
+                first = lax.axis_index("part") * SCALED + i * COPIED
+                numbers = pl.ds(pl.multiple_of(first, COPIED), COPIED)
+                values = plgpu.load(x.at[numbers], layout=layout, optimized=False)
+                scaled.at[numbers][...] = (k * values.astype(jnp.float32)).astype(dtype)
 
-    output = jax.ShapeDtypeStruct(x.shape, dtype)
-    return kernel(body, [output], "lce_scale", {"part": x.shape[0] // SCALED})(x, factor)[0]
+        if in_place:
+            pl.when(factor[0] != 1.0)(multiply)
+        else:
+            multiply()
+
+    output, updated = jax.ShapeDtypeStruct(x.shape, dtype), {0: 0} if in_place else None
+    return kernel(body, [output], "lce_scale", {"part": x.shape[0] // SCALED}, updated=updated)(x, factor)[0]
 
 
 def zeros(shape: tuple[int, int, int], numbers: Int[Array, "1"]) -> Float[Array, "splits Tp Hp"]:

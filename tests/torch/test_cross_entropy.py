@@ -1,0 +1,378 @@
+"""The cross entropy's sums and means: gradients in the forward, how many products, what is rounded, what is kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from lce_torch_bridge import explain, linear_cross_entropy, linear_logprobs
+from lce_torch_bridge._types import Tensors, TorchCall
+from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.operators._loss import LossAndGradients
+from tests.pairs import combined
+from tests.torch import problem as p
+from tests.torch.executor import launched_directly
+from tests.torch.test_linear_loss import GRADIENT, MANY, ROUNDING
+from tests.torch.test_main_grad import WAYS, parameter, ways
+
+IN_BACKWARD: dict[str, Any] = {"cache_bytes": 0}
+BIAS = torch.randn(104, generator=torch.Generator().manual_seed(5))
+
+
+def drawn(T: int = MANY, dtype: torch.dtype = torch.float32) -> p.Problem:
+    """Some labels do not count, and one that counts is out of the vocabulary."""
+    problem = p.draw(T, dtype=dtype)
+    problem.labels[::7], problem.labels[1] = -100, 2**32 + 3
+    return problem
+
+
+def exact(
+    problem: p.Problem, reduction: str, factor: float = 1.0, smoothing: float = 0.0, z_loss: float = 0.0, **told: Any
+) -> Any:
+    """The loss and the gradients of hidden, weight and bias, in float64 with stored logits."""
+    leaves = [x.double().requires_grad_() for x in (problem.hidden.to(problem.weight.dtype), problem.weight)]
+    if "bias" in told:
+        leaves.append(told["bias"].double().requires_grad_())
+        told = told | {"bias": leaves[2]}
+    out = p.stored(*leaves[:2], problem.labels, **told)
+    losses = (smoothing - 1) * out.logprobs + smoothing * (out.lse - out.mean_logit) + z_loss * out.lse**2
+    counts = problem.labels != -100
+    loss = losses[counts].sum() / (max(int(counts.sum()), 1) if reduction == "mean" else 1)
+    return loss, torch.autograd.grad(factor * loss, leaves)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    dict(bias=BIAS, vocab_size=97, logit_scale=1.3, temperature=0.7),
+    dict(logit_softcap=3.0),
+]
+
+
+@combined(
+    options=OPTIONS, reduction=["mean", "sum"], terms=[(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)],
+    chunk_bytes=[p.THREE_CHUNKS, None],
+)  # fmt: skip
+def test_values_and_gradients(
+    options: dict[str, Any], reduction: Any, terms: tuple[float, float], chunk_bytes: int | None
+) -> None:
+    problem, (smoothing, z_loss) = drawn(), terms
+    leaves = [*problem.leaves()[:2], *([BIAS.clone().requires_grad_()] if "bias" in options else [])]
+    told = options | (dict(bias=leaves[2]) if "bias" in options else {})
+    told |= dict(label_smoothing=smoothing, z_loss=z_loss, reduction=reduction, chunk_bytes=chunk_bytes)
+    loss = linear_cross_entropy(*leaves[:2], problem.labels, **told)
+    want, wanted = exact(problem, reduction, 0.3, smoothing, z_loss, **options)
+    in_forward = not (smoothing and "logit_softcap" in options)
+    assert isinstance(loss.grad_fn, LossAndGradients._backward_cls) == in_forward
+    assert abs((loss / want).item() - 1) < 1e-5
+    for got, true in zip(torch.autograd.grad(0.3 * loss, leaves), wanted, strict=True):
+        assert p.relative_norm(got, true) < GRADIENT
+    without = linear_cross_entropy(*(x.detach() for x in leaves[:2]), problem.labels, **told)
+    assert abs((without / want).item() - 1) < 1e-5
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("factor", [1.0, 2.0**-5])
+@pytest.mark.parametrize("T", [300, MANY])
+def test_each_gradient_is_rounded_once(T: int, factor: float, dtypes: tuple[str, str]) -> None:
+    """For a cotangent that is a power of two. Both operands lie otherwise than in rows."""
+    of_hidden, of_weight = (getattr(torch, dtype) for dtype in dtypes)
+    problem = drawn(T)
+    hidden = problem.hidden.to(of_hidden).T.contiguous().requires_grad_()
+    weight = problem.weight.to(of_weight).repeat_interleave(2, 1).requires_grad_()
+    loss = linear_cross_entropy(hidden.T, weight[:, ::2], problem.labels, chunk_bytes=p.THREE_CHUNKS)
+    grads = torch.autograd.grad(factor * loss, (hidden, weight))
+    want, wanted = exact(p.Problem(hidden.detach().T, weight.detach()[:, ::2], problem.labels), "mean", factor)
+    assert abs((loss / want).item() - 1) < 1e-5
+    for got, true in zip((grads[0].T, grads[1][:, ::2]), wanted, strict=True):
+        # dlogits take the weight's dtype on a GPU alone
+        assert p.relative_norm(got, true) < (GRADIENT if got.dtype == torch.float32 else 1.05 * ROUNDING)
+
+
+@contextlib.contextmanager
+def products() -> Iterator[list[str]]:
+    """The matrix products that are computed inside, in order. "kept": logits whose exponentials are."""
+    run: list[str] = []
+    forward, gradients = _execute.forward, _execute.gradients
+
+    def noted(x: Tensors, call: TorchCall, keep: bool, *more: Any, **told: Any) -> Any:
+        run.append("kept" if keep and call.cache_bytes else "logits")
+        return forward(x, call, keep, *more, **told)
+
+    def noted_gradients(x: Tensors, kept: Any, seeds: Any, wanted: Any, call: TorchCall, *more: Any) -> Any:
+        run.extend([] if call.cache_bytes else ["logits again"])
+        run.extend(name for name, want in zip(("dhidden", "dweight"), wanted, strict=False) if want)
+        return gradients(x, kept, seeds, wanted, call, *more)
+
+    with mock.patch.object(_execute, "forward", noted), mock.patch.object(_execute, "gradients", noted_gradients):
+        yield run
+
+
+THREE = ["kept", "dhidden", "dweight"]
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_products() -> None:
+    problem = drawn(60)
+    for wanted in ((True, True), (True, False), (False, True), (False, False)):
+        hidden, weight = (x.clone().requires_grad_(want) for x, want in zip(problem[:2], wanted, strict=True))
+        with products() as run:
+            loss = linear_cross_entropy(hidden, weight, problem.labels)
+            if any(wanted):
+                assert run == [THREE[0], *(x for x, want in zip(THREE[1:], wanted, strict=True) if want)]
+                loss.backward()
+        assert len(run) == 1 + sum(wanted)
+    leaves = problem.leaves()
+    for inside in (torch.no_grad, torch.inference_mode):
+        with products() as run, inside():
+            linear_cross_entropy(*leaves, label_smoothing=0.1)
+        assert run == ["logits"]
+    with products() as run:
+        torch.autograd.grad(linear_cross_entropy(*leaves, **IN_BACKWARD), leaves[:2])
+    assert run == ["logits", "logits again", "dhidden", "dweight"]
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool, depth: int, dtype: torch.dtype) -> None:
+    """The first forward computes logits alone, and keeps no memory of its own."""
+    problem = drawn(60, dtype)
+    leaves, plain = problem.leaves(), problem.leaves()
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden * 2, leaves.weight, leaves.labels)
+
+    def layer(hidden: torch.Tensor, times: int = depth) -> torch.Tensor:
+        return checkpoint(head if times == 1 else lambda x: layer(x, times - 1), hidden, use_reentrant=reentrant)
+
+    with products() as run:
+        total = layer(leaves.hidden)
+        assert run == ["logits"]
+        (4 * total).backward()
+    assert run == [*["logits"] * (depth if reentrant else 1), *THREE]
+    (4 * linear_cross_entropy(plain.hidden * 2, *plain[1:])).backward()
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(leaves[:2], plain[:2], strict=True))
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_a_selective_checkpoint_sees_one_operator() -> None:
+    """Which it may keep. And a mode that counts the first forward alone changes nothing."""
+    ops, seen, leaves, plain = torch.ops.lce_torch_bridge.forward.default, [], drawn(60).leaves(), drawn(60).leaves()
+
+    def policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        seen.append(operator)
+        return CheckpointPolicy.MUST_SAVE if operator is ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden, leaves.weight, leaves.labels)
+
+    told: Any = dict(context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    want = torch.autograd.grad(linear_cross_entropy(*plain), plain[:2])
+    with products() as run:
+        got = torch.autograd.grad(checkpoint(head, leaves.hidden, use_reentrant=False, **told), leaves[:2])
+    assert ops in seen
+    assert run.count("logits") == 1
+    assert max(map(p.relative_norm, got, want)) < GRADIENT
+    with FlopCounterMode(display=False):
+        counted = checkpoint(head, leaves.hidden, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(counted, leaves[:2]), want))
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_hooks_inside_a_checkpoint_keep_what_they_are_given() -> None:
+    """What they save is not dropped, so gradients are there at once."""
+    leaves, plain = drawn(60).leaves(), drawn(60).leaves()
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return linear_cross_entropy(hidden, leaves.weight, leaves.labels)
+
+    checkpoint(head, leaves.hidden, use_reentrant=False).backward()
+    linear_cross_entropy(*plain).backward()
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(leaves[:2], plain[:2], strict=True))
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_a_cotangent_costs_no_memory() -> None:
+    """The gradient lies where the forward wrote it, but for a graph that is kept."""
+    leaves, places = p.draw(60).leaves(), []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        places.append(x.data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        loss = linear_cross_entropy(*leaves, ignore_index=None)
+    first = torch.autograd.grad(2 * loss, leaves[:2], retain_graph=True)
+    assert not {x.data_ptr() for x in first} & {*places}
+    again = torch.autograd.grad(4 * loss, leaves[:2])
+    assert [x.data_ptr() for x in again] == places
+    assert all(torch.equal(2 * x, y) for x, y in zip(first, again, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_losses_that_are_added_and_weights_that_are_tied() -> None:
+    """The weight is an embedding too, and the same head serves two batches."""
+    first, second = drawn(60), p.draw(60, seed=1)
+
+    def total(weight: torch.Tensor, **told: Any) -> torch.Tensor:
+        hidden = torch.nn.functional.embedding(second.labels, weight)
+        losses = [
+            linear_cross_entropy(x, weight, y.labels, **told) for x, y in ((first.hidden, first), (hidden, second))
+        ]
+        return losses[0] + 0.3 * losses[1]
+
+    (got,), (want,) = (
+        torch.autograd.grad(total(weight, **told), weight)
+        for told in ({}, IN_BACKWARD)
+        for weight in [first.weight.clone().requires_grad_()]
+    )
+    assert p.relative_norm(got, want) < GRADIENT
+
+
+@pytest.mark.parametrize("T", [300, MANY])
+def test_a_gradient_scaler_keeps_float16s_range(T: int) -> None:
+    """Gradients of a mean of 1e-5, which float16 does not hold before a loss scale of 2^24 comes."""
+    problem = drawn(T, torch.float16)
+    leaves = problem.leaves()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    loss = 1e-5 * linear_cross_entropy(*leaves, chunk_bytes=p.THREE_CHUNKS)
+    scaler.scale(loss).backward()
+    _, wanted = exact(problem, "mean", 1e-5 * 2.0**24)
+    for got, true in zip((leaves.hidden.grad, leaves.weight.grad), wanted, strict=True):
+        assert p.relative_norm(got, true) < 2.6e-4  # as in test_parity
+
+
+@ways
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("chunk_bytes", [p.THREE_CHUNKS, None], ids=["chunks", "one"])
+def test_main_grad_is_added_to_once(chunk_bytes: int | None, reentrant: bool | None, way: str) -> None:
+    """In float32, and never rounded where kernels add to it, or where several chunks are summed."""
+    problem = drawn(MANY, torch.bfloat16)
+    weight, hidden = parameter(problem, grad_added_to_main_grad=False), problem.hidden.clone().requires_grad_()
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, problem.labels, wgrad="main_grad", chunk_bytes=chunk_bytes)
+
+    with WAYS[way](), products() as run:
+        loss = head(hidden) if reentrant is None else checkpoint(head, hidden, use_reentrant=reentrant)
+        if not reentrant:  # which is differentiated in everything
+            torch.autograd.grad(loss, hidden, retain_graph=True)
+        assert not weight.main_grad.any()
+        run.clear()
+        (0.37 * loss).backward()
+    assert "logits again" not in run
+    assert weight.grad_added_to_main_grad
+    _, wanted = exact(problem, "mean", 0.37)
+    rounded = chunk_bytes is None and way == "jax"
+    assert p.relative_norm(weight.main_grad, wanted[1]) < (1.05 * ROUNDING if rounded else 1e-6)
+    assert p.relative_norm(hidden.grad, wanted[0]) < 1.5 * ROUNDING
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_in_a_graph_and_under_torch_func() -> None:
+    """Gradients are computed in the backward there, as before."""
+    problem = drawn(60)
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, problem.labels, label_smoothing=0.1)
+
+    leaves = problem.leaves()
+    want = torch.autograd.grad(loss(*leaves[:2]), leaves[:2])
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found = [torch.autograd.grad(compiled(*leaves[:2]), leaves[:2]), torch.func.grad(loss, (0, 1))(*problem[:2])]
+    for grads in found:
+        assert max(map(p.relative_norm, grads, want)) < GRADIENT
+    with products() as run, torch.profiler.profile():
+        torch.autograd.grad(loss(*leaves[:2]), leaves[:2])
+    assert run == THREE
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "vectorized": (lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True), "give it the whole batch"),
+    "vmap": (lambda f, x: torch.func.vmap(f)(x[None]), "give it the whole batch"),
+    "forward mode": (lambda f, x: dual(f, x), "no forward-mode derivatives"),
+    "twice": (lambda f, x: torch.autograd.grad(f(x), x, create_graph=True)[0].sum().backward(), "first derivatives"),
+}
+
+
+def dual(f: Callable[..., Any], x: torch.Tensor) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        f(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, of forward mode
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_gradient_says_so(name: str) -> None:
+    problem, (apply, message) = drawn(60), REFUSED[name]
+    hidden = problem.hidden.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match=message):
+        apply(lambda x: linear_cross_entropy(x, problem.weight, problem.labels), hidden)
+
+
+def test_chunks_are_of_gradients_in_the_forward() -> None:
+    for told in ({"cache_bytes": 0}, {"reduction": "none"}):
+        with pytest.raises(ValueError, match=r"chunk_bytes=7 with .*: it is for gradients .* in the forward"):
+            linear_cross_entropy(*p.draw(), chunk_bytes=7, **told)
+
+
+GIB = 1 << 30
+DEFAULTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "trained": (GIB, "a gradient is asked for, on a GPU", {}),
+    "one gradient": (GIB, "a gradient is asked for, on a GPU", {"trained": (False, True)}),
+    "frozen": (0, "no gradient is asked for", {"trained": (False, False)}),
+    "a CPU": (0, "hidden is on no GPU", {"gpu": False}),
+    "a threshold": (0, "saves little", {"gradient_threshold": 0.1}),
+    "parts": (0, "with vocab_part_size no backward", {"vocab_part_size": 8}),
+    "asked for": (5, "", {"cache_bytes": 5}),
+    "refused": (0, "", {"cache_bytes": 0}),
+}
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_cache_by_default(name: str) -> None:
+    """And `explain` says which, and why."""
+    cache_bytes, why, options = DEFAULTS[name]
+    told, problem, calls = dict(options), p.draw(), []
+    wanted, gpu = told.pop("trained", (True, True)), told.pop("gpu", True)
+    operands = [x.clone().requires_grad_(want) for x, want in zip(problem[:2], wanted, strict=True)]
+    forward = _execute.forward
+
+    def noted(x: Tensors, call: TorchCall, *more: Any, **others: Any) -> Any:
+        calls.append(call.cache_bytes)
+        return forward(x, call, *more, **others)
+
+    with launched_directly() if gpu else contextlib.nullcontext(), mock.patch.object(_execute, "forward", noted):
+        linear_logprobs(*operands, problem.labels, **told)
+        with torch.no_grad():
+            linear_logprobs(*operands, problem.labels, **told)
+        said = str(explain(*operands, problem.labels, **told))
+    assert [*dict.fromkeys(calls)] == [*dict.fromkeys([cache_bytes, told.get("cache_bytes", 0)])]
+    asked = f"cache_bytes=None is {cache_bytes}: "
+    assert ("cache_bytes=None" in said) == bool(why)
+    assert not why or (asked in said and why in said)
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_a_checkpoint_keeps_no_cache() -> None:
+    leaves, kept = p.draw().leaves(), []
+    noted = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
+    with launched_directly():
+        with noted:
+            out = checkpoint(lambda x: linear_logprobs(x, *leaves[1:]).logprobs, leaves.hidden, use_reentrant=False)
+        assert [x.shape for x in kept] == [leaves.hidden.shape]  # what it recomputes from
+        out.sum().backward()
+    assert leaves.weight.grad is not None
