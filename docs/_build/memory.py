@@ -24,14 +24,21 @@ TOKENS = tuple(1 << n for n in range(10, 18))
 SHARDS = (1, 2, 4, 8)
 # Of each call, in bytes: forward and both passes, of one copy of the logits, without a cache, with a full one, and
 # `linear_loss`.
-WAYS = ("logits stored, one copy", "linear_logprobs", "linear_logprobs, full cache", "linear_loss")
+WAYS = (
+    "logits stored, one copy",
+    "linear_logprobs",
+    "linear_logprobs, no cache",
+    "linear_logprobs, full cache",
+    "linear_loss",
+)
 
 
 def of_call(model: str, tokens: int, shards: int) -> list[int]:
     """The bytes of `WAYS`, forward and both passes in turn."""
     call = ExplainedCall(MODELS[model], tokens, shards, False, jnp.dtype("bfloat16"), "h200")
     plain = call.plan()
-    plans = (plain, call.plan(cache_bytes=plain.full_cache_bytes), call.plan(gradients_in_forward=True))
+    caches = (call.plan(cache_bytes=most) for most in (0, plain.full_cache_bytes))
+    plans = (plain, *caches, call.plan(gradients_in_forward=True))
     sizes = (size for plan in plans for size in (plan.forward_bytes, plan.most_bytes))
     return [plain.logits_bytes, plain.logits_bytes, *sizes]
 

@@ -50,7 +50,7 @@ def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
     assert "Phase 1 again, from the same seed, 2 steps" in done.stdout
     exact, same = table_row(done.stdout, "loss of the last tenth")
     assert exact == same  # on a CPU nothing is left out
-    assert table_row(done.stdout, "largest difference")[1] == "0.0e+00"
+    assert float(table_row(done.stdout, "largest difference")[1]) < 1e-5  # with a threshold gradients come later
     memory, time = (table_row(done.stdout, name) for name in ("peak", "time"))
     assert memory[2].endswith("× less")
     assert float(memory[2].split("×")[0]) > 1
