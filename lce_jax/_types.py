@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lce_jax import scalars
+
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
 
@@ -195,7 +197,6 @@ class Device(NamedTuple):
 
 
 CPU = Device()
-ON_A_GPU = 1 << 30  # bytes that ``cache_bytes=None`` keeps at most
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -293,7 +294,7 @@ class Call:
         if self.cache_bytes is not None:
             return self.cache_bytes
         is_of_use = self.vocab_part_size is None and not self.gradient_threshold
-        return ON_A_GPU if is_of_use and self.device.platform == "gpu" else 0
+        return scalars.CACHE_BYTES if is_of_use and self.device.platform == "gpu" else 0
 
     @property
     def asks_for_tiles(self) -> bool:
@@ -448,7 +449,7 @@ def cache_notes(call: Call, kept: int, of: int, tile_bytes: int) -> tuple[str, .
     """What of ``cache_bytes`` is used."""
     if not call.cache_budget:
         return ()
-    because = "" if call.cache_bytes else f"; cache_bytes=None is up to {format_bytes(ON_A_GPU)} on a GPU"
+    because = "" if call.cache_bytes else f"; cache_bytes=None is up to {format_bytes(scalars.CACHE_BYTES)} on a GPU"
     return (f"the forward keeps {kept} of {of} vocabulary tiles, {format_bytes(tile_bytes)} each{because}",)
 
 

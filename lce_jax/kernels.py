@@ -29,7 +29,7 @@ from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._chunks import Cache
 from lce_jax.mosaic._compiler import Bind, Kernel, compiled, traced, why_not
 from lce_jax.mosaic._host import Host
-from lce_jax.mosaic._operands import Geometry, Prepared, geometry
+from lce_jax.mosaic._operands import Geometry, KeptFields, Prepared, geometry, kept_fields
 from lce_jax.mosaic.common import _tiles, _tokens
 from lce_jax.mosaic.common._candidates import cotangents, keep, place_values, products, put
 from lce_jax.mosaic.common._select import select
@@ -123,14 +123,9 @@ class CallKind(Call):
         return self.columns if self.live_columns is None else self.live_columns
 
     @property
-    def saved_fields(self) -> int:
-        """How many numbers are saved of each token."""
-        return self.first_statistic + len(_operands.kept_statistics(self.case)) + self.num_candidates
-
-    @property
-    def first_statistic(self) -> int:
-        """The field of the first one that is saved."""
-        return 1 + self.has_temperature + self.has_floor + self.num_candidates
+    def kept(self) -> KeptFields:
+        """Where what is saved of each token lies."""
+        return kept_fields(self.case, self.has_temperature)
 
 
 def refusal(kind: CallKind) -> str | None:
@@ -194,15 +189,9 @@ class HostPass(NamedTuple):
 
     @property
     def of_labels(self) -> Buffer:
-        """The same, the first column, and the size of the vocabulary."""
+        """The same, the first column, the size of the vocabulary, and how many columns count."""
         kind = self.kind
-        return self.host.numbers(kind.num_tokens, kind.stride, kind.start, kind.vocab_size)
-
-    @property
-    def of_columns(self) -> Buffer:
-        """The same, the first column, and how many count."""
-        kind = self.kind
-        return self.host.numbers(kind.num_tokens, kind.stride, kind.start, kind.true_columns)
+        return self.host.numbers(kind.num_tokens, kind.stride, kind.start, kind.vocab_size, kind.true_columns)
 
     def rows(self, hidden: Buffer) -> Buffer:
         """Hidden as kernels read it: all their rows, in the weight's dtype."""
@@ -237,7 +226,7 @@ def forward(
 ) -> Forward:
     """The results of all columns, or with ``exchange`` of a vocabulary that is split over shards."""
     run, case = HostPass(kind, host), kind.case
-    saved = host.empty((kind.saved_fields * kind.rows,), jnp.float32)
+    saved = host.empty((kind.kept.size * kind.rows,), jnp.float32)
     temperature, floor, ids = tokens.temperature, tokens.floor, tokens.candidates
     of_labels = temperature, 0, run.of_labels, run.ids(saved), floor
     marked, _ = host.launch(prepare, case, tokens.labels, *of_labels)
@@ -262,7 +251,7 @@ def forward(
     kept: list[Buffer] = jax.tree.leaves(cache)
     if maxima is not None:
         numbers = host.numbers(kind.num_tokens, kind.stride, _threshold.always_live(call))
-        given = maxima, call.prepared.targets, call.prepared.scale, saved, kind.first_statistic, numbers
+        given = maxima, call.prepared.targets, call.prepared.scale, saved, kind.kept.statistics, numbers
         kept = [host.launch(select, case, *given, _threshold.held(call, columns))[0]]
     return Forward(named, saved, kept)
 
@@ -271,8 +260,7 @@ def cached_tiles(kind: CallKind, keep_cache: bool) -> int:
     """The vocabulary tiles whose exponentials a forward keeps."""
     if not keep_cache:
         return 0
-    live = max(kind.true_columns, 1)
-    return min(_chunks.num_cached_tiles(kind.case, kind.shape), -(-live // kind.shape.tile))
+    return min(_chunks.num_cached_tiles(kind.case, kind.shape), -(-max(kind.true_columns, 1) // kind.shape.tile))
 
 
 def backward(
@@ -305,7 +293,7 @@ def backward(
     kind = dataclasses.replace(kind, vocab_part_size=None)  # the tiles here know no parts
     run, case, given = HostPass(kind, host), kind.case, dict(seeds)
     temperatures, floors = (saved if there else None for there in (kind.has_temperature, kind.has_floor))
-    of_floors = floors, 1 + kind.has_temperature
+    of_floors = floors, kind.kept.floor
     marked, _ = host.launch(prepare, case, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)
     call = run.call(run.rows(hidden), weight, marked)
     seed, each, of_candidates, candidates = given.pop(PER_CANDIDATE, None), None, None, None
@@ -315,7 +303,7 @@ def backward(
     how = given, run.of_rows, kind.vocab_size, of_candidates
     factors = host.launch(coefficients, case, saved, kind.has_temperature, *how)
     if each is not None:
-        of_tokens = each, call.prepared.targets, call.prepared.scale, factors, run.of_columns
+        of_tokens = each, call.prepared.targets, call.prepared.scale, factors, run.of_labels
         candidates = PlacedCandidates(*host.launch(place_values, *of_kept, *of_tokens))
     if kind.gradient_threshold:
         sums, dweight = _threshold.walk(call, factors, candidates, kept[0], total)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "CACHE_BYTES",
     "DIRECTIONS",
     "DIVERGENCES",
     "FLOAT32_MAX",
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+CACHE_BYTES = 1 << 30  # that ``cache_bytes=None`` keeps at most, where it keeps any
 INT32_MAX = int(np.iinfo(np.int32).max)
 MOST_CANDIDATES = 512  # ids per token
 DIRECTIONS = ("forward", "reverse", "jsd")  # of the divergence of two heads

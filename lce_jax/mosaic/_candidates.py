@@ -77,8 +77,7 @@ def _placed(
     """What stands at their places, from what each adds there, and from its x all else: eqs. 4 and 5, in base 2."""
     T = len(columns)
     columns, terms, x = _logprobs.add_repeats(columns, terms, x)
-    of_rows = [factor[:T, None] for factor in factors]
-    rows = RowFactors(*of_rows, *[None] * (4 - len(of_rows)))
+    rows = RowFactors.of([factor[:T, None] for factor in factors])
     values = rows.at(x, scale[:T, None], columns == targets[:T, None], is_capped) + terms
     counts = jnp.arange(T, dtype=jnp.int32)[:, None] < num_rows
     return PlacedCandidates(jnp.where(counts, columns, -1), values)

@@ -191,6 +191,11 @@ class RowFactors(NamedTuple):
     constant: Float[Array, "T"]
     slope: Float[Array, "T"] | None
 
+    @classmethod
+    def of(cls, factors: Any) -> RowFactors:
+        """From what kernels are given, field by field."""
+        return cls(*factors, *[None] * (4 - len(factors)))
+
     def at(self, x: Any, scale: Any, is_label: Any, is_capped: bool) -> Any:
         """The dz of each row at one of its columns, given its x."""
         u = jnp.clip((x - self.max) * scale, MASKED, 0.0)
@@ -227,6 +232,24 @@ def statistic_names(case: Call) -> list[str]:
 def kept_statistics(case: Call) -> list[str]:
     """Those of them that gradients have, which `lce_jax.kernels` saves of each token."""
     return [name for name in statistic_names(case) if name not in _statistics.WITHOUT_GRADIENT]
+
+
+class KeptFields(NamedTuple):
+    """Where `lce_jax.kernels` keeps what of each token: fields. 0 is the label, 1 the temperature, if there is one."""
+
+    floor: int
+    ids: int  # that of the first candidate
+    statistics: int  # the first of `kept_statistics`
+    x: int  # that of the first candidate
+    size: int  # how many there are
+
+
+def kept_fields(case: Call, has_temperature: bool) -> KeptFields:
+    """Those of a call."""
+    floor = 1 + has_temperature
+    statistics = floor + case.has_floor + case.num_candidates
+    x = statistics + len(kept_statistics(case))
+    return KeptFields(floor, floor + case.has_floor, statistics, x, x + case.num_candidates)
 
 
 def result_statistics(case: Call) -> list[str]:

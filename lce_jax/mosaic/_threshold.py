@@ -118,7 +118,9 @@ def walk(
     with jax.named_scope("worklist"):
         work = host.compute(lists, sizes, host.numbers(*orders(sizes)), live, _edge.contracted_tiles(call))
     entries = None if candidates is None else candidates.entries(call, work, sizes)
-    sums: Any = host.launch(zeros, _chunks.dhidden_shape(case, call.shape), host.numbers(prepared.num_rows))
+    sums: Any = None
+    if case.wanted.hidden:
+        sums = host.launch(zeros, _chunks.dhidden_shape(case, call.shape), host.numbers(prepared.num_rows))
     total = host.empty(prepared.weight.shape, case.dtype) if dweight is None else dweight
 
     @jax.named_scope("batch")
@@ -133,7 +135,7 @@ def walk(
             return sums, None
         return sums, host.launch(write_live_dweight, generation, dweight, d, prepared.hidden, case, *along, adds)
 
-    start = sums if case.wanted.hidden else None, total if case.wanted.weight else None
+    start = sums, total if case.wanted.weight else None
     carry = host.vary_like(start, (prepared, factors, candidates, live))
     sums, total = host.loop(range(sizes.batches), step, carry)
     has_edge = case.wanted.hidden and _edge.is_left(call)

@@ -128,9 +128,6 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     return Arguments(hidden, weight, bias, labels, temperature, candidates, logit_floor, where, call)
 
 
-CACHE_BYTES = 1 << 30
-
-
 def cache_by_default(hidden: torch.Tensor, weight: torch.Tensor, options: Options) -> tuple[int, str]:
     """What ``cache_bytes=None`` stands for, and why."""
     if not _device.is_differentiated(hidden, weight, options.bias):
@@ -141,7 +138,7 @@ def cache_by_default(hidden: torch.Tensor, weight: torch.Tensor, options: Option
         return 0, "with vocab_part_size no backward uses a cache, and with gradient_threshold it saves little"
     if _device.is_traced():
         return 0, "the call is traced"
-    return CACHE_BYTES, "a gradient is asked for, on a GPU"
+    return scalars.CACHE_BYTES, "a gradient is asked for, on a GPU"
 
 
 MOST_KNOWN = 4096

@@ -173,6 +173,7 @@ class Tape:
         return results
 
 
+@functools.cache
 class _On:
     """torch, whose new tensors lie on a device. ``with torch.device(…)`` would cost the host half of each operation."""
 

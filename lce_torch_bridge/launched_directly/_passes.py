@@ -115,7 +115,7 @@ def forward_tape(kind: kernels.CallKind, keep_cache: bool, fields: Sequence[str]
     for name in fields:
         more = (kind.num_candidates,) if name == PER_CANDIDATE else ()
         tape.output(found.results[name], (kind.stride, *more), torch.float32)
-    tape.output(found.saved, (kind.saved_fields, kind.stride), torch.int32)
+    tape.output(found.saved, (kind.kept.size, kind.stride), torch.int32)
     tape.outputs += found.kept
     return tape
 
@@ -234,7 +234,7 @@ def gradients_tape(
     """
     tape, rows = Tape(), kind.rows
     hidden, weight = _inputs(tape, kind)
-    saved = tape.input((kind.saved_fields * rows,), jnp.float32)
+    saved = tape.input((kind.kept.size * rows,), jnp.float32)
     shapes = {name: (rows, kind.num_candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
     given = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}
     total = tape.input(weight.shape, jnp.float32) if adds else None

@@ -191,9 +191,8 @@ class LossAndGradients(torch.autograd.Function):
             refuse_vmap()
         if torch.is_grad_enabled():  # create_graph=True: the gradients that are kept know nothing of the operands
             refuse_second_derivative(ctx)
-        came = _device.readable("the cotangent", cotangent).reshape(
-            1
-        )  # one dimension: otherwise products with bfloat16 would round its float32
+        # One dimension: otherwise products with bfloat16 would round its float32.
+        came = _device.readable("the cotangent", cotangent).reshape(1)
         factor = came if ctx.cotangent is None else _relative(ctx.cotangent, came, ctx.main_grad is not None)
         of_operands = factor if unit is None else came / unit
         if ctx.main_grad is not None:

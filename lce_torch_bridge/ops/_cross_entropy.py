@@ -111,7 +111,7 @@ def linear_cross_entropy(
     loss_fn = functools.partial(_loss_of_token, smoothing, z_loss)
     if reduction == "mean":
         loss_fn = functools.partial(loss_fn, divisor=_arguments.count(rows, len(x.labels)))
-    if reduction != "none" and _left_to_the_backward(told, x) is None:
+    if reduction != "none" and not _is_left_to_the_backward(told, x):
         if not _fills_main_grad_at_once(given, x, told.wgrad, chunk_bytes):
             return sum_of_losses(loss_fn, given, x, [], told.wgrad, None, chunk_bytes)[0]
         given = given._replace(call=given.call._replace(cache_bytes=limit(chunk_bytes)))
@@ -141,17 +141,14 @@ def _refuse_chunks(chunk_bytes: int, reduction: str, cache_bytes: int | None) ->
             )
 
 
-def _left_to_the_backward(told: Options, x: Tensors) -> str | None:
-    """Why the gradients of a mean or a sum are computed in the backward; None if they are not."""
-    if told.cache_bytes is not None:
-        return f"cache_bytes={told.cache_bytes} asks for it"
-    if told.gradient_threshold:
-        return "with a gradient_threshold there is little to recompute"
-    if told.vocab_part_size is not None or (told.mean_logit and told.logit_softcap is not None):
-        return "no exponentials are kept that would spare a product"
-    if _device.is_traced() or _device.any_is_watched(x):
-        return "the call is traced"
-    return None
+def _is_left_to_the_backward(told: Options, x: Tensors) -> bool:
+    """Whether the gradients of a mean or a sum are computed in the backward: where it is asked for, or spares nothing.
+
+    With a threshold there is little to recompute, and with the other options no exponentials are kept.
+    """
+    asks = told.cache_bytes is not None or told.gradient_threshold > 0 or told.vocab_part_size is not None
+    keeps_none = told.mean_logit and told.logit_softcap is not None
+    return asks or keeps_none or _device.is_traced() or _device.any_is_watched(x)
 
 
 def _fills_main_grad_at_once(given: Arguments, x: Tensors, wgrad: Wgrad, chunk_bytes: int | None) -> bool:

@@ -20,9 +20,8 @@ from jax import lax
 
 from lce_jax._types import Call
 from lce_jax.mathematics import _logprobs
-from lce_jax.mosaic import _operands
 from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist, place
-from lce_jax.mosaic._operands import RowFactors
+from lce_jax.mosaic._operands import KeptFields, RowFactors, kept_fields, kept_statistics
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tokens import (
     THREADS,
@@ -96,7 +95,7 @@ def _piece(columns: Any, layout: Any, ref: Any, row: Any) -> Float[Array, "n"]:
 
 
 class _Kept(NamedTuple):
-    """What is kept of the candidates of a block's tokens, in a flat array as `lce_jax.kernels` lays it out."""
+    """What is kept of the candidates of a block's tokens."""
 
     case: Call
     has_temperature: bool
@@ -104,32 +103,26 @@ class _Kept(NamedTuple):
     rows: BlockRows
     stride: Any
 
+    @property
+    def layout(self) -> KeptFields:
+        """Where what lies."""
+        return kept_fields(self.case, self.has_temperature)
+
     def at(self, field: Any) -> Any:
         """Where the tokens' numbers of a field lie."""
         return self.rows.of_field(field, self.stride)
 
-    @property
-    def first(self) -> int:
-        """The field of the first id."""
-        return 1 + self.has_temperature + self.case.has_floor
-
-    @property
-    def first_x(self) -> int:
-        """The field of the first x, after the statistics."""
-        return self.first + self.case.num_candidates + len(_operands.kept_statistics(self.case))
-
     def statistic(self, name: str) -> Any:
         """One of the tokens' statistics."""
-        field = self.first + self.case.num_candidates + _operands.kept_statistics(self.case).index(name)
-        return self.fields[self.at(field)]
+        return self.fields[self.at(self.layout.statistics + kept_statistics(self.case).index(name))]
 
     def id(self, k: Any) -> Any:
         """The tokens' candidate of a number."""
-        return lax.bitcast_convert_type(self.fields[self.at(self.first + k)], jnp.int32)
+        return lax.bitcast_convert_type(self.fields[self.at(self.layout.ids + k)], jnp.int32)
 
     def x(self, k: Any) -> Any:
         """Its x, -inf where no shard owns it."""
-        return self.fields[self.at(self.first_x + k)]
+        return self.fields[self.at(self.layout.x + k)]
 
     @property
     def temperature(self) -> Any:
@@ -139,7 +132,7 @@ class _Kept(NamedTuple):
     @property
     def inverse_temperature(self) -> Any:
         """None: 1."""
-        return None if self.temperature is None else _logprobs.inverse_of(self.temperature)
+        return _logprobs.inverse_of(self.temperature) if self.has_temperature else None
 
 
 def keep(
@@ -165,8 +158,8 @@ def keep(
             logprob = _logprobs.candidate_logprobs(own, highest, scale, jnp.log(of.statistic("sumexp")))
             nan = on_all_threads(jnp.nan, jnp.float32)
             found.at[rows.here, k][...] = jnp.where(highest == highest, logprob, nan)
-            kept.at[of.at(of.first + k)][...] = lax.bitcast_convert_type(ids[rows.here, k], jnp.float32)
-            kept.at[of.at(of.first_x + k)][...] = own
+            kept.at[of.at(of.layout.ids + k)][...] = lax.bitcast_convert_type(ids[rows.here, k], jnp.float32)
+            kept.at[of.at(of.layout.x + k)][...] = own
 
         pl.when(rows.live)(write)
 
@@ -212,13 +205,13 @@ def place_values(
     targets: Int[Array, "Tp"],
     scale: Float[Array, "Tp"],
     factors: Float[Array, "factors Tp"],
-    numbers: Int[Array, "4"],
+    numbers: Int[Array, "5"],
 ) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
     """The shard's columns, once each, and what stands in dlogits there; -1 for others' ids, and beyond the last row.
 
     Of candidates that a token has several times, the last has the sum of their gradients, in their order.
 
-    ``numbers``: those of `keep`, the global id of the shard's first column, and how many columns count.
+    ``numbers``: those of `prepare`, and how many columns of the shard count.
     """
     most, rows = each.shape
 
@@ -242,15 +235,14 @@ def place_values(
             start = on_all_threads(0.0, jnp.float32), on_all_threads(-1)
             total, last = lax.fori_loop(0, most, step, start)
             column = own - on_all_threads(numbers[2])
-            there = (last == on_all_threads(k)) & (column >= 0) & (column < on_all_threads(numbers[3]))
+            there = (last == on_all_threads(k)) & (column >= 0) & (column < on_all_threads(numbers[4]))
             # With few tokens the rows after them hold anything.
             there = there & (on_all_threads(rows.first) + numbered() < on_all_threads(numbers[0]))
             columns.at[rows.here, k][...] = jnp.where(there, column, on_all_threads(-1))
-            of_rows = [factors[f, rows.here] for f in range(factors.shape[0])]
-            row, x = RowFactors(*of_rows, *[None] * (4 - len(of_rows))), of.x(k)
+            row, x = RowFactors.of([factors[f, rows.here] for f in range(factors.shape[0])]), of.x(k)
             term = total * _logprobs.row_factor(case, of.inverse_temperature)
             term = term if case.logit_softcap is None else term * _logprobs.cap_derivative(x)
-            if of.temperature is not None:
+            if has_temperature:
                 term = jnp.where(is_wrong(of.temperature), 0.0, term)
             is_label = column == targets[rows.here]
             values.at[rows.here, k][...] = row.at(x, scale[rows.here], is_label, case.logit_softcap is not None) + term

@@ -28,7 +28,7 @@ from lce_jax._types import Call, LogprobOutput, Results, RowCoefficients
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mosaic import _operands, _pallas
 from lce_jax.mosaic._chunks import num_groups
-from lce_jax.mosaic._operands import LOG2E, Geometry, Marked, geometry
+from lce_jax.mosaic._operands import LOG2E, Geometry, Marked, geometry, kept_fields
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tiles import SCALED, TILE_N, TILING
 
@@ -122,7 +122,7 @@ def prepare(
     labels: Int[Array, "R 2"] | Int[Array, "R"],
     temperatures: Float[Array, "n"] | None,
     field: int,
-    numbers: Int[Array, "4"],
+    numbers: Int[Array, "5"],
     ids: Int[Array, "R"] | None = None,
     floors: Float[Array, "n"] | None = None,
     floor_field: int = 0,
@@ -135,7 +135,7 @@ def prepare(
         temperatures: None: 1. They are the field ``field`` of a flat array.
         field: 0 if there is no other.
         numbers: how many rows there are, the stride of fields, the global id of the shard's first column, and the
-                size of the whole vocabulary.
+                size of the whole vocabulary; one more is not read.
         ids: memory for the labels in int32, if they come in halves: -1 where they are out of vocabulary.
         floors: in logits, a flat array. None: every column counts.
         floor_field: the field of that array that they are.
@@ -301,10 +301,10 @@ def _finish(
             ref.at[rows.here][...] = getattr(out, name)
         if temperature is not None:
             kept.at[rows.of_field(1, stride)][...] = temperature
+        layout = kept_fields(case, has_temperature)
         if floor is not None:
-            kept.at[rows.of_field(1 + has_temperature, stride)][...] = floor
-        first = 1 + has_temperature + case.has_floor + case.num_candidates
-        for field, name in enumerate(_operands.kept_statistics(case), first):
+            kept.at[rows.of_field(layout.floor, stride)][...] = floor
+        for field, name in enumerate(_operands.kept_statistics(case), layout.statistics):
             kept.at[rows.of_field(field, stride)][...] = getattr(stats, name)
 
     pl.when(rows.live)(write)
@@ -337,14 +337,14 @@ def _coefficients(
     seeds, of_candidates, factors = refs[: len(names)], refs[len(names) : -1], refs[-1]
     block, stride = lax.axis_index("rows"), numbers[1]
     rows, padded = BlockRows.of(block, numbers[0]), block_rows(block)
-    fields = _operands.kept_statistics(case)
+    fields, layout = _operands.kept_statistics(case), kept_fields(case, has_temperature)
 
     def pad() -> None:
         for f in range(factors.shape[0]):
             factors.at[f, padded][...] = on_all_threads(0.0, jnp.float32)
 
     def write() -> None:
-        first, zero = 1 + has_temperature + case.has_floor + case.num_candidates, on_all_threads(0.0, jnp.float32)
+        first, zero = layout.statistics, on_all_threads(0.0, jnp.float32)
         stats = _statistics.of_fields({name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)})
         given = {name: ref[rows.here] for name, ref in zip(names, seeds, strict=True)}
         seed = LogprobOutput(given.get("logprobs", zero), given.get("entropy"), given.get("lse", zero))
@@ -352,16 +352,15 @@ def _coefficients(
         inverse = None if temperature is None else _logprobs.inverse_of(temperature)
         k, factor = _logprobs.row_scale(case, inverse), _logprobs.row_factor(case, inverse)
         given_to = [sums[rows.here] for sums in of_candidates]
-        floor = kept[rows.of_field(1 + has_temperature, stride)] if case.has_floor else None
+        floor = kept[rows.of_field(layout.floor, stride)] if case.has_floor else None
         counts = None if floor is None else _logprobs.without_empty(None, stats.sumexp)
         found: RowCoefficients = _logprobs.row_coefficients(
             stats, Results(seed), k, factor, counts, case, vocab_size, *given_to
         )
         for wrong in wrong_rows(temperature, floor):
             found = _logprobs.without_gradient(found, wrong)
-        there = (
-            on_all_threads(rows.first) + numbered() < numbers[0]
-        )  # with few tokens the rows after them hold anything
+        # With few tokens the rows after them hold anything.
+        there = on_all_threads(rows.first) + numbered() < numbers[0]
         for f, x in enumerate(jax.tree.leaves(_operands.in_base_2(found))):
             factors.at[f, rows.here][...] = jnp.where(there, x, zero)
 
