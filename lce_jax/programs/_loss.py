@@ -330,14 +330,17 @@ class _Chunks:
     def run(self) -> _Whole:
         """All chunks that have a row that counts."""
         empty = self._empty()
-        if self.order is None and not self.adds:
-            return self._step(jnp.int32(0), empty)
         count: Any = -(-self.tokens // self.size)
         if self.order is not None:
             count = -(-self.order.num_rows // self.size)
             if self.call.axis_name is not None and not _jax.tracks_varying(self.call.axis_name):
                 count = lax.pmax(count, self.call.axis_name)  # or a shard given other rows would wait for ever
-        return lax.fori_loop(0, count, lambda i, whole: self._step(i * self.size, whole), empty)
+        if self.adds:
+            return lax.fori_loop(0, count, lambda i, whole: self._step(i * self.size, whole), empty)
+        if self.order is None:
+            return self._step(jnp.int32(0), empty)
+        # A loop would fill dweight with zeros first.
+        return lax.cond(count > 0, lambda: self._step(jnp.int32(0), empty), lambda: empty)
 
     def _empty(self) -> _Whole:
         call, weight = self.call, self.primals.weight
