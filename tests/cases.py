@@ -135,6 +135,17 @@ FLOORS = [
 ]  # fmt: skip
 
 
+# What "everything" of their list has too, or another case together with more.
+_SLOW = {
+    "ragged", "vocabulary of GPT-2's remainder", "softcap", "scale", "negative scale", "padded vocabulary", "hv",
+    "hv padded", "stats", "stats and where", "where with nothing live", "temperature", "bias", "one candidate",
+    "64 candidates, ragged", "candidates, no leading dimension", "candidates and where", "candidates, bias",
+    "candidates, where with nothing live", "candidates, scale 0", "candidates, negative scale, padded",
+    "candidates, bfloat16", "candidates, bfloat16 hidden, float32 weight", "bfloat16 peaked", "floor",
+}  # fmt: skip
+SLOW = [case for case in (*MATRIX, *BIASED, *CANDIDATES, *FLOORS) if case.name in _SLOW]
+
+
 def draw_floor(test: TestCase, operands: Any, options: dict[str, Any]) -> jax.Array:
     """Floors that so many logits reach, in the middle between two: no rounding moves a token over them."""
     hidden, weight, labels = operands

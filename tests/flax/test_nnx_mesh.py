@@ -74,8 +74,9 @@ def train(model, loss_function, tokens, labels, steps=3):
     return [float(step(model, state, tokens, labels)) for _ in range(steps)]
 
 
-@values_of("sequence_axis", [None, "tensor"], slow=[None])
-@values_of("tied", [False, True], slow=[False])
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_axis", [None, "tensor"])
+@pytest.mark.parametrize("tied", [False, True])
 def test_training_over_a_mesh_equals_one_device_with_logits(tied, sequence_axis):
     tokens, labels = token_batch()
     single = Model(tied, nnx.Rngs(0))

@@ -29,9 +29,7 @@ PARTITIONED = ("Auto", "Explicit", "in_shardings")  # as XLA and the types say: 
 
 
 # Those that are slow differ from others in what does not depend on the function.
-@values_of(
-    "place", PLACES, slow=["named, Explicit", "shard_map without types", "in_shardings", "vmap, Auto", "vmap, Explicit"]
-)
+@values_of("place", PLACES, slow=set(PLACES) - {"named, Auto", "shard_map", "Auto"})
 def test_places(place: str, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "lce_jax"):

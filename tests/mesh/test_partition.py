@@ -84,7 +84,7 @@ def test_a_weight_whose_gradient_is_not_to_be_summed(outside: bool) -> None:
     assert oracle.relative_norm(got, want) < 1e-5
 
 
-@pytest.mark.fast("no tokens", "ragged", "hv", "cache")
+@pytest.mark.fast("ragged-AxisType.Explicit", "cache-AxisType.Auto")
 @combined(shape=["no tokens", "no leading dimension", "ragged", "hv", "remat in a scan", "cache"], kind=KINDS)
 def test_shapes_and_transforms(shape: str, kind: AxisType) -> None:
     mesh = mesh_of(kind)

@@ -88,7 +88,7 @@ def test_explicit_axes_tell_the_batch_and_keep_their_types() -> None:
     assert oracle.value_error(out.logprobs, on_one_device(PLAIN)[0].logprobs) < 2e-6
 
 
-@pytest.mark.fast("floor and everything")
+@pytest.mark.fast("floor and everything-True")
 @combined(test=CALLS[2:], check_vma=[True, False])
 def test_inside_shard_map(test: cases.TestCase, check_vma: bool) -> None:
     assert_same(inside_shard_map(test, WIDEST, check_vma), on_one_device(test))

@@ -176,7 +176,7 @@ SOME = {
     "normalizer": [call for call in CALLS["each"] if call[0] in (with_normalizer, cross_entropy)],
     "logprobs": CALLS["all"][:1],
 }
-WAYS = [("most", "data and tensor"), ("normalizer", "tensor"), ("logprobs", "one of two")]
+WAYS = [("most", "one of two"), ("normalizer", "tensor"), ("logprobs", "data and tensor")]
 WAYS += itertools.product(CALLS, MESHES)
 
 

@@ -31,7 +31,7 @@ class Launches(TorchDispatchMode):
 def lists(live: np.ndarray, sizes: Sizes, contracted: int) -> tuple[Worklist, list[Batch]]:
     """By both; beside the mask there is something else."""
     given = [np.array(x, np.int32) for x in (_live_tiles.orders(sizes), np.c_[live, 77 + live])]
-    found = [_live_tiles.lists(jnp, sizes, *map(jnp.asarray, given), contracted)]
+    found = [jax.jit(lambda *x: _live_tiles.lists(jnp, sizes, *x, contracted))(*given)]
     with Launches() as launches:
         found.append(_live_tiles.lists(torch, sizes, *map(torch.from_numpy, given), contracted))
     assert launches.count <= MOST_OPERATIONS + (sizes.batches > 1) * MORE_IN_BATCHES

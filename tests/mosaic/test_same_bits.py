@@ -71,16 +71,17 @@ def by_torch(hidden: Any, weight: Any, labels: Any, temperature: Any = None, **o
     return {name: getattr(out, name).numpy() for name in FIELDS}
 
 
-@pytest.mark.parametrize("has_temperature", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_jax_and_torch(has_temperature: bool) -> None:
+@pytest.mark.fast("True-{'vocab_part_size'")
+@combined(has_temperature=[False, True], options=[{}, {"vocab_part_size": 264}])  # the last part is smaller
+def test_jax_and_torch(has_temperature: bool, options: dict[str, Any]) -> None:
     T = 140
     given = drawn(T, 128, 784)
     temperature = jnp.asarray(np.random.default_rng(1).uniform(0.3, 3.0, T), jnp.float32) if has_temperature else None
-    wanted = by_torch(*given, temperature)
-    found = by_jax(*given, stats=True, temperature=temperature)
+    wanted = by_torch(*given, temperature, **options)
+    found = by_jax(*given, stats=True, temperature=temperature, **options)
     assert all(np.array_equal(found[name], wanted[name]) for name in FIELDS)
     where = np.random.default_rng(2).random(T) < 0.3
-    some = by_jax(*given, where=jnp.asarray(where), stats=True, temperature=temperature)
+    some = by_jax(*given, where=jnp.asarray(where), stats=True, temperature=temperature, **options)
     for name in FIELDS:
         assert np.array_equal(some[name], np.where(where, wanted[name], 0.0)), name
 

@@ -20,7 +20,7 @@ from lce_jax.mosaic.sm90 import HOPPER
 from tests import one_device_shards, oracle
 from tests.devices import H200
 from tests.mosaic.test_lowering import lower
-from tests.mosaic.test_same_bits import FIELDS, by_jax, by_torch, drawn
+from tests.mosaic.test_same_bits import FIELDS
 from tests.mosaic_calls import call, case_of
 
 T, H = 16, 64
@@ -64,16 +64,6 @@ def test_any_number_of_shards(part: int, parts: int, columns: int, shards: tuple
     wanted = oracle.logprobs(hidden, weight[:columns], labels, **options)
     for name in NAMES:
         assert oracle.value_error(getattr(whole, name), getattr(wanted, name)) < 2e-5, name
-
-
-@pytest.mark.parametrize("has_temperature", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_jax_and_torch(has_temperature: bool) -> None:
-    """The last part is smaller."""
-    given = drawn(140, 128, 784)
-    temperature = jnp.linspace(0.3, 3.0, 140) if has_temperature else None
-    wanted = by_torch(*given, temperature, vocab_part_size=264)
-    found = by_jax(*given, stats=True, temperature=temperature, vocab_part_size=264)
-    assert all(np.array_equal(found[name], wanted[name]) for name in FIELDS)
 
 
 @pytest.mark.parametrize(("V", "part"), [(784, 264), (8240, 4120), (151936, 18992), (4096, 8), (777, 512), (700, 800)])

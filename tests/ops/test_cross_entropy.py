@@ -26,6 +26,7 @@ def definition(hidden, weight, labels, where, label_smoothing, z_loss, temperatu
     return jnp.where(where, loss, 0)
 
 
+@pytest.mark.fast("0.1-0.01-both", "none-0.0-0.0-ignore", "sum-0.1-0.01-where")
 @combined(
     reduction=["mean", "sum", "none"], label_smoothing=[0.0, 0.1], z_loss=[0.0, 1e-2],
     masked=["none", "where", "ignore_index", "both"],

@@ -80,6 +80,7 @@ def evaluate(operands: Any, ids: Any, seed: Any, options: dict[str, Any], functi
     return z, gradients
 
 
+@pytest.mark.fast("everything", "bfloat16", "hv", "512")
 @pytest.mark.parametrize("test", CALLS, ids=str)
 def test_matches_float64(test: cases.TestCase) -> None:
     check(test)

@@ -57,26 +57,23 @@ def test_cross_entropy_and_entropy_bonus() -> None:
     assert bonus(-2.0, 4.0, 3.0) == pytest.approx(2.0 + 0.9 - 1.0)
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "num_arguments"),
-    [
-        (functools.partial(losses.cross_entropy, z_loss=1e-2), 0),
-        (losses.ppo_clip, 2),
-        (losses.dapo, 2),
-        (losses.grpo, 3),
-        (functools.partial(losses.cispo, clip_high=0.5), 2),
-        (losses.with_entropy_bonus(losses.ppo_clip, 0.01), 2),
-    ],
-)
-def test_in_linear_loss(loss_fn: Any, num_arguments: int) -> None:
+def test_in_linear_loss() -> None:
     hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(30,)))
-    own = [jnp.linspace(-6.0 + i, -3.0 + i, 30) for i in range(num_arguments)]
-    (total, out), grad = jax.jit(
-        jax.value_and_grad(lambda hidden: linear_loss(loss_fn, hidden, weight, labels, *own), has_aux=True)
-    )(hidden)
-    want = sum(loss_fn(*x) for x in zip(*(np.asarray(x) for x in (*out[:3], *own)), strict=True))
-    assert float(total) == pytest.approx(float(want), rel=1e-5)
-    assert np.isfinite(grad).all()
+    functions = {
+        functools.partial(losses.cross_entropy, z_loss=1e-2): 0, losses.ppo_clip: 2, losses.dapo: 2, losses.grpo: 3,
+        functools.partial(losses.cispo, clip_high=0.5): 2, losses.with_entropy_bonus(losses.ppo_clip, 0.01): 2,
+    }  # fmt: skip
+    own = [jnp.linspace(-6.0 + i, -3.0 + i, 30) for i in range(3)]
+
+    def of(loss_fn: Any, num_arguments: int, hidden: Any) -> Any:
+        return linear_loss(loss_fn, hidden, weight, labels, *own[:num_arguments])
+
+    runs = [jax.value_and_grad(functools.partial(of, *each), has_aux=True) for each in functions.items()]
+    found = jax.jit(lambda hidden: [run(hidden) for run in runs])(hidden)
+    for (loss_fn, num_arguments), ((total, out), grad) in zip(functions.items(), found, strict=True):
+        want = sum(loss_fn(*x) for x in zip(*map(np.asarray, (*out[:3], *own[:num_arguments])), strict=True))
+        assert float(total) == pytest.approx(float(want), rel=1e-5)
+        assert np.isfinite(grad).all()
 
 
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])

@@ -17,6 +17,7 @@ import pytest
 from lce_jax import LogprobOutput, linear_logprobs
 from lce_jax._types import is_array
 from tests import cases, oracle
+from tests.pairs import values_of
 
 # Rounding as users get it, of `cases.MATRIX`.
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
@@ -127,7 +128,8 @@ def group_of(test: cases.TestCase) -> tuple[cases.TestCase, ...]:
     """The cases of its program."""
     for some in (cases.MATRIX, cases.BIASED, cases.CANDIDATES, cases.FLOORS):
         if test in some:
-            return tuple(one for one in some if (one.dtype == "float32") == (test.dtype == "float32"))
+            kinds = [(one.dtype == "float32", one in cases.SLOW) for one in (test, *some)]
+            return tuple(one for one, kind in zip(some, kinds[1:], strict=True) if kind == kinds[0])
     return (test,)
 
 
@@ -176,7 +178,7 @@ def materialised(hidden, weight, labels, seeds, options):
     return jax.grad(objective, argnums=tuple(range(len(operands))))(*operands)
 
 
-@pytest.mark.parametrize("test", CALLS, ids=str)
+@values_of("test", CALLS, slow=cases.SLOW)
 def test_matches_float64(test: cases.TestCase) -> None:
     check(test)
 
@@ -220,7 +222,7 @@ def check(test: cases.TestCase, implementation: str = "xla", slack: float = 1.0)
             assert oracle.relative_norm(got, true) <= chance * oracle.relative_norm(theirs, true)
 
 
-@pytest.mark.parametrize("test", [t for t in CALLS if t.where and t.where != "all"], ids=str)
+@values_of("test", [t for t in CALLS if t.where and t.where != "all"], slow=cases.SLOW)
 def test_rows_left_out_are_exactly_zero(test: cases.TestCase) -> None:
     out, (dhidden, dweight, *_), _, (*_, options) = evaluate(test)
     dead = ~np.asarray(options["where"])
@@ -232,7 +234,7 @@ def test_rows_left_out_are_exactly_zero(test: cases.TestCase) -> None:
         assert np.all(np.asarray(dweight) == 0)
 
 
-@pytest.mark.parametrize("test", [t for t in CALLS if dict(t.options).get("vocab_size")], ids=str)
+@values_of("test", [t for t in CALLS if dict(t.options).get("vocab_size")], slow=cases.SLOW)
 def test_padding_columns_have_zero_gradient(test: cases.TestCase) -> None:
     _, (_, dweight, *dbias), _, (*_, options) = evaluate(test)
     dweight = dweight if options.get("weight_layout", "vh") == "vh" else dweight.T

@@ -54,6 +54,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> Any:
     jax.clear_caches()
 
 
+@pytest.mark.fast("everything", "bfloat16", "nothing live", "k 64")
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("name", CALLS)
 def test_matches_float64(name: str) -> None:

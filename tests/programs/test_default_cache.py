@@ -70,6 +70,7 @@ def by_default(monkeypatch: pytest.MonkeyPatch) -> Any:
     return keep
 
 
+@pytest.mark.fast("logprobs")
 @pytest.mark.parametrize("function", [logprobs, divergence])
 def test_a_batch_of_calls_keeps_nothing(function: Any, by_default: Any) -> None:
     """vmap under and over the gradient, and of a pullback alone, whose forward is no batch."""

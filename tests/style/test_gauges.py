@@ -40,6 +40,7 @@ ON_A_CPU = {
 }
 
 
+@pytest.mark.fast("linear_cross_entropy", "linear_kl", "explain")
 @pytest.mark.parametrize("name", ON_A_CPU)
 def test_on_a_cpu(name: str) -> None:
     call, functions, files = ON_A_CPU[name]
@@ -84,6 +85,7 @@ IN_TORCH = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("loss_of_torch")
 @pytest.mark.parametrize(
     ("way", "call"),
     [pytest.param(way, call, id=f"{call.__name__} {way}") for way, calls in IN_TORCH.items() for call in calls],

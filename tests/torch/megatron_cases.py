@@ -7,6 +7,8 @@ import json
 import pathlib
 from typing import Any
 
+import pytest
+
 from tests.torch.processes import forked, torchrun
 
 
@@ -274,7 +276,15 @@ def run_ranks(
         failure = torchrun(ranks, command, directory / "logs", seconds, own_gpus=gpus == "own", **told)
     results = directory / "results"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    outcome = {line["case"]: line["result"] for line in lines}
+    outcome = {line["case"]: line["result"] for line in reversed(lines)}  # the first of the ranks that raised
     if failure is not None:
         outcome["failure"] = failure
     return outcome
+
+
+def of(outcome: dict[str, Any], case: Case) -> dict[str, Any]:
+    """The result of a case. One that raised ended the ranks, and alone says why."""
+    if case.name not in outcome:
+        pytest.skip("the ranks ended before this case: test_the_ranks_end_well and the case that ended them say why")
+    assert "raised" not in outcome[case.name], outcome[case.name]["raised"]
+    return outcome[case.name]

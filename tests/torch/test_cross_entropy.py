@@ -55,6 +55,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.fast("{}-mean-(0.2", "temperature-sum-(0.1, 0.0)-None", "3.0}-mean-(0.0, 0.01)-8")
 @combined(
     options=OPTIONS, reduction=["mean", "sum"], terms=[(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)],
     chunk_bytes=[p.THREE_CHUNKS, None],

@@ -10,7 +10,7 @@ import pytest
 
 from tests.torch import megatron_cases
 from tests.torch.gpu_problem import skip_unless_direct
-from tests.torch.megatron_cases import Case, run_ranks
+from tests.torch.megatron_cases import Case, of, run_ranks
 from tests.torch.processes import ranks
 
 pytestmark = pytest.mark.multi_gpu
@@ -46,12 +46,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def results_seeing_all(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     skip_without_megatron()
     return run_ranks(tmp_path_factory.mktemp("ranks") / "all", "SEEING_ALL_GPUS", ranks=2, seconds=180, gpus="all")
-
-
-def of(results: dict[str, Any], case: Case) -> dict[str, Any]:
-    if case.name not in results:
-        pytest.fail(f"the ranks did not get to {case.name!r}: {results.get('failure', '')[-2000:]}")
-    return results[case.name]
 
 
 def cases(*checks: str, table: list[Case] = megatron_cases.ON_GPUS) -> Any:

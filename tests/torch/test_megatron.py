@@ -52,10 +52,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 def of(results: Results, case: Case) -> dict[str, Any]:
-    found = results("MORE" if case in megatron_cases.MORE else "ALL")
-    if case.name not in found:
-        pytest.fail(f"the ranks did not get to {case.name!r}: {found.get('failure', '')[-2000:]}")
-    return found[case.name]
+    return megatron_cases.of(results("MORE" if case in megatron_cases.MORE else "ALL"), case)
 
 
 @pytest.mark.parametrize("table", ["ALL", pytest.param("MORE", marks=pytest.mark.slow)])

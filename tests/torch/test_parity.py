@@ -31,7 +31,7 @@ from lce_torch_bridge.through_jax._logprobs import pull_back
 from lce_torch_bridge.through_jax._programs import ProgramKey, program
 from tests import cases, oracle
 from tests.kl_cases import CALLS, Call, call, draw, expected
-from tests.pairs import combined
+from tests.pairs import combined, values_of
 from tests.torch import problem as p
 
 NOT_SERVED = {"weight_layout", "precision"}
@@ -43,18 +43,7 @@ GRADIENT = 1e-6
 ROUNDING = {torch.float32: GRADIENT, torch.bfloat16: 2.0e-3, torch.float16: 2.6e-4}
 
 
-# What only JAX's side sees, which tests/ops/test_parity.py has as well, is slow; "everything" has it too, or
-# the case against autograd below.
-SLOW = {
-    "three leading dimensions", "vocabulary of GPT-2's remainder", "foreign labels", "where with everything live",
-    "scale", "negative scale", "padded to one column", "peaked", "bfloat16 peaked", "candidates, scale 0",
-    "candidates, peaked", "candidates, where with nothing live", "candidates, negative scale, padded",
-    "64 candidates, ragged", "one candidate", "temperature", "softcap", "stats", "padded vocabulary",
-}  # fmt: skip
-PARITY = [pytest.param(test, marks=pytest.mark.slow if test.name in SLOW else ()) for test in SERVED]
-
-
-@pytest.mark.parametrize("test", PARITY, ids=str)
+@values_of("test", SERVED, slow=cases.SLOW)
 def test_case(test: cases.TestCase) -> None:
     problem, options, seeds = p.from_case(test)
     out, (dhidden, dweight) = p.gradients(problem, seeds, **options)

@@ -39,7 +39,7 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pytest.mark.fast("37", "2500")
+@pytest.mark.fast("2500-torch.bfloat16")
 @combined(T=[37, 2500, _padding.FORWARD_ROWS, _padding.FORWARD_ROWS + 700], dtype=[torch.float32, torch.bfloat16])
 def test_kept_rows_have_the_bits_of_the_full_call(T: int, dtype: torch.dtype) -> None:
     hidden, weight, labels = p.draw(T=T, H=48, V=3000, dtype=dtype)

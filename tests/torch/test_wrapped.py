@@ -17,17 +17,16 @@ from tests.torch.processes import ranks
 
 MODELS = ("fsdp", "freed", "other_reductions", "tensor_parallel", "placements", "further_functions", "biases", "ddp")
 SHARDS = (
-    "foreign_labels", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding",
-    "every_function", "of_dtensors", "chosen_on_one_rank", "loss_in_forward",
+    "foreign_labels", "collectives", "empty", "uneven", "rounding", "every_function", "of_dtensors", "loss_in_forward",
 )  # fmt: skip
-GROUPS = ("rows_that_differ", "in_16_bits", "other_tokens", "whole_weights", "right_groups")
+GROUPS = ("rows_that_differ", "other_tokens", "whole_weights", "right_groups")
+MORE = ("negative_controls", "kept_rows", "chosen_on_one_rank", "in_16_bits", "more_of_every_function")
 RUNS = {
     "models": (4, "wrapped_worker", MODELS),
     "two parts": (2, "shards_worker", (*SHARDS, *GROUPS)),
-    "four parts": (4, "shards_worker", ("every_function", "of_dtensors", "loss_in_forward", *GROUPS)),
-    "more": (2, "shards_worker", ("more_of_every_function",)),
+    "four parts": (4, "shards_worker", ("every_function", "of_dtensors", "loss_in_forward", "in_16_bits", *GROUPS)),
+    "more": (2, "shards_worker", MORE),
 }
-
 
 SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in list(RUNS)[2:]]
 
