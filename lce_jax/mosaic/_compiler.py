@@ -69,7 +69,8 @@ def traced(launch: Callable[..., Any], tree: Any, leaves: tuple[Any, ...]) -> Ke
         return launch(*jax.tree.unflatten(tree, given))
 
     def noted(*arrays: Any) -> None:
-        with _pallas.noting() as notes:
+        # A pipeline asks for which GPU. For any, the operands have the same order.
+        with _pallas.noting() as notes, _pallas.lowering_for("9.0"):
             out = function(*arrays)
         found.extend((notes, list(map(id, arrays)), out))
 
