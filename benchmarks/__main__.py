@@ -11,6 +11,7 @@ from types import ModuleType
 
 PARTS = {
     "heads": "log-probability and entropy of a head, beside stored logits and other packages (the default)",
+    "losses": "the losses by default: evaluation, gradients, a frozen weight, a checkpoint",
     "options": "what candidates, a floor and linear_logits cost",
     "kl": "divergences of two heads",
     "precision": "float32 operands, by what multiplies them",
@@ -19,7 +20,9 @@ PARTS = {
     "sweep": "the tiles of the Hopper kernels; needs such a GPU",
     "doctor": "whether the kernels are right on this machine",
 }
-MODULES = dict.fromkeys(("options", "kl", "precision"), "programs")  # of parts whose name is not their module's
+MODULES = dict.fromkeys(
+    ("losses", "options", "kl", "precision"), "programs"
+)  # of parts whose name is not their module's
 # JAX would take three quarters of a GPU's memory at its first use, and leave too little for the peers. But memory that
 # is taken piece by piece has no room for the largest array of a step.
 MEMORY = {"step": ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")}

@@ -1,5 +1,6 @@
-"""Programs timed in turns beside one product, each compared with stored logits: options, divergences, precisions.
+"""Programs timed in turns beside one product, each compared with stored logits: losses, options, divergences.
 
+    losses     linear_cross_entropy and linear_logprobs as they are called without options, and what some of them change
     options    candidates and a floor beside the log-probabilities of labels, and linear_logits
     kl         exact divergences of two heads, by linear_kl and by TRL
     precision  float32 operands by what multiplies them; what the device cannot multiply so is left out
@@ -25,7 +26,7 @@ from benchmarks.heads import add_shapes, shapes_here, words
 from benchmarks.measure import Fields, Run, compile_jax
 from benchmarks.problem import Shape, default_dtype, draw_model, random_problem, said, sizes
 from benchmarks.records import Job, Measured
-from lce_jax import linear_kl, linear_logits, linear_logprobs, scalars
+from lce_jax import linear_cross_entropy, linear_kl, linear_logits, linear_logprobs, scalars
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
@@ -114,6 +115,52 @@ def apart(found: Any, right: Any) -> float:
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True)
     wide = ([x.astype(jnp.float32) for x in pair] for pair in pairs)
     return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in wide)
+
+
+def _drawn_for_losses(shape: Shape) -> Sequence[Array]:
+    return random_problem(shape, default_dtype())
+
+
+def stored_cross_entropy(hidden: Array, weight: Array, labels: Array) -> Array:
+    """The mean over the labels that are not -100, from stored logits in the operands' dtype."""
+    logp, kept = jax.nn.log_softmax(product(hidden, weight).astype(jnp.float32)), labels != -100
+    at = jnp.take_along_axis(logp, jnp.where(kept, labels, 0)[:, None], axis=-1)[:, 0]
+    return -jnp.sum(jnp.where(kept, at, 0.0)) / jnp.sum(kept)
+
+
+def _losses() -> dict[str, Program]:
+    def evaluated(function: Function, *operands: Array) -> Any:
+        return function(*operands[:3])
+
+    def both(function: Function, *operands: Array) -> Any:
+        hidden, weight, labels, *_ = operands
+        return jax.value_and_grad(lambda h, w: function(h, w, labels), argnums=(0, 1))(hidden, weight)
+
+    def frozen(function: Function, *operands: Array) -> Any:
+        hidden, weight, labels, *_ = operands
+        return jax.value_and_grad(lambda h: function(h, weight, labels))(hidden)
+
+    def of_seeds(function: Function, *operands: Array) -> Any:
+        hidden, weight, labels, *seeds = operands
+        return with_gradients(lambda h, w: function(0, h, w, labels, labels), seeds, hidden, weight)
+
+    def by_default(_: int, hidden: Array, weight: Array, labels: Array, __: Array) -> tuple[Any, ...]:
+        out = linear_logprobs(hidden, weight, labels)
+        return out.logprobs, out.entropy
+
+    ours, frozen_end = linear_cross_entropy, f", frozen weight{BACKWARD}"
+    least: Any = functools.partial(linear_cross_entropy, cache_bytes=0)
+    found = {PRODUCT: Program(product)}
+    for end, way in (("", evaluated), (BACKWARD, both), (frozen_end, frozen)):
+        found[f"linear_cross_entropy{end}"] = Program(functools.partial(way, ours), f"cross entropy, stored{end}")
+        found[f"cross entropy, stored{end}"] = Program(functools.partial(way, stored_cross_entropy))
+    for name, function in (("checkpointed", jax.checkpoint(ours)), ("cache_bytes=0", least)):
+        like = f"cross entropy, stored{BACKWARD}"
+        found[f"linear_cross_entropy, {name}{BACKWARD}"] = Program(functools.partial(both, function), like)
+    like = f"logprobs, stored{BACKWARD}"
+    for name, logprobs in (("linear_logprobs", by_default), ("linear_logprobs, cache_bytes=0", of_logprobs)):
+        found[f"{name}{BACKWARD}"] = Program(functools.partial(of_seeds, logprobs), like)
+    return found | {like: Program(functools.partial(of_seeds, of_stored))}
 
 
 def _drawn_for_options(shape: Shape) -> list[Array]:
@@ -273,6 +320,7 @@ def _precisions() -> dict[str, Program]:
 
 # What each part draws and times.
 PARTS: dict[str, tuple[Callable[[Shape], Sequence[Array]], Callable[[], dict[str, Program]]]] = {
+    "losses": (_drawn_for_losses, _losses),
     "options": (_drawn_for_options, _options),
     "kl": (_drawn_for_kl, _divergences),
     "precision": (_drawn_for_precision, _precisions),

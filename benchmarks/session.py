@@ -24,6 +24,7 @@ SIZES = [f"--shape {t},{h},{v}" for t, h, v in GPU_SHAPES]
 PLAN = [  # for a GPU, the most wanted first
     f"heads {SIZES[0]}",  # beside the peers
     *(f"heads {each} --no-peers" for each in SIZES),
+    *(f"losses {each}" for each in SIZES[:2]),
     *(f"{part} {SIZES[0]}" for part in ("options", "kl", "precision")),
     "heads --shape 8192,4096,151936 --data text",  # beside them too: Apple's CCE leaves out small probabilities
     f"heads {SIZES[0]} --no-peers --implementation xla",

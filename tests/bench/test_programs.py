@@ -1,4 +1,4 @@
-"""The parts of the bench that time small programs, in a tiny form: options, kl, precision."""
+"""The parts of the bench that time small programs, in a tiny form: losses, options, kl, precision."""
 
 from __future__ import annotations
 
@@ -33,6 +33,14 @@ def test_the_divergence_of_two_heads(capsys: pytest.CaptureFixture[str], tmp_pat
     with pytest.raises(SystemExit):
         bench.main(["kl", "--shape", "24,16"])
     assert "'24,16' must be three numbers: tokens, hidden size, vocabulary" in capsys.readouterr().err
+
+
+def test_the_losses_by_default(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "losses")
+    compared = {name: row["apart"] for name, row in rows.items() if "apart" in row}
+    assert {name for name in rows if name.startswith("linear_")} == {*compared}
+    assert len(compared) == 7
+    assert max(compared.values()) < 2e-5
 
 
 def test_a_few_ids_per_token(tmp_path: Path) -> None:
