@@ -73,12 +73,12 @@ def test_every_run_says_what_repeats_it(path):
 
 
 def test_the_first_lines_of_the_readme():
-    keys = ("materialised", "ours", "ours full cache")
-    stored, ours, cached = (bench.row_of(bench.first_job(), key, bench.BOTH) for key in keys)
+    keys = ("materialised", "ours", "ours in forward")
+    stored, ours, in_forward = (bench.row_of(bench.first_job(), key, bench.BOTH) for key in keys)
     assert round(stored["temp_bytes"] / ours["temp_bytes"]) == 19
     assert round(100 * (ours["median_seconds"] / stored["median_seconds"] - 1)) == 17  # %
-    assert round(stored["temp_bytes"] / cached["temp_bytes"]) == 3
-    assert round(100 * (1 - cached["median_seconds"] / stored["median_seconds"])) == 9  # %
+    assert round(stored["temp_bytes"] / in_forward["temp_bytes"]) == 3
+    assert round(100 * (1 - in_forward["median_seconds"] / stored["median_seconds"])) == 7  # %
     text = bench.job(f"heads --shape {bench.TEXT}")
     exact, threshold = (bench.row_of(text, key, bench.BOTH) for key in ("ours", "ours threshold"))
     assert threshold["median_seconds"] < exact["median_seconds"] / 2
@@ -144,6 +144,8 @@ def test_what_a_training_step_gains():
         assert round(stored["memory_bytes"] / ours["memory_bytes"], 1) == 1.4
         more.append(round(100 * (ours["seconds"] / stored["seconds"] - 1), 1))  # %
     assert more == [0.5, -2.0]
+    stored, ours = found["cross entropy", "logits stored", 16_384], found["cross entropy", "lce_jax", 131_072]
+    assert round(100 * (8 * stored["seconds"] / ours["seconds"] - 1)) == 9  # %: tokens per second
     assert found["cross entropy", "logits stored", 32_768]["memory_bytes"] / 2**30 < card
 
 
