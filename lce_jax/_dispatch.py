@@ -155,6 +155,8 @@ _logger = logging.getLogger("lce_jax")
 def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
     """The first implementation requested that serves ``call``, and the reasons of those before it. The log tells, once.
 
+    It warns where the device has kernels that cannot serve the call, which is several times slower then.
+
     Raises:
         UnsupportedError: none of them can.
     """
@@ -164,7 +166,10 @@ def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
         if reason is None:
             if call.requested is None:
                 what = "linear log-probabilities" if call.teacher is None else "divergences of two heads"
-                _log_choice(what, call.device.platform, name, tuple(refused.items()))
+                on_gpu = name == xla.NAME and call.device.platform == "gpu"
+                lacks = on_gpu and mosaic.serves(call.device) and mosaic.without_kernels(call) is None
+                level = logging.WARNING if lacks else logging.INFO
+                _log_choice(level, what, call.device.platform, name, tuple(refused.items()))
             return IMPLEMENTATIONS[name], refused
         refused[name] = reason
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
@@ -182,6 +187,6 @@ def over(call: Call, mesh: Any) -> Call:
 
 
 @functools.cache
-def _log_choice(what: str, platform: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
+def _log_choice(level: int, what: str, platform: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
     reasons = "".join(f"; not {other}: {reason}" for other, reason in refused)
-    _logger.info("%s on %s: %s%s", what, platform, name, reasons)
+    _logger.log(level, "%s on %s: %s%s", what, platform, name, reasons)

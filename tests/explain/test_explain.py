@@ -15,9 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lce_jax
-from lce_jax import UnsupportedError, _dispatch, explain, linear_kl, linear_logprobs, mosaic
+from lce_jax import UnsupportedError, _dispatch, explain, linear_kl, linear_logprobs, linear_topk, mosaic
 from tests import cases
-from tests.devices import H200
+from tests.devices import B200, H200
 
 CALL = (jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), jnp.int32))
 
@@ -189,6 +189,29 @@ def test_the_automatic_choice_is_logged_once_with_its_reasons(caplog: pytest.Log
     messages = [record.getMessage() for record in caplog.records if record.name == "lce_jax"]
     assert len(messages) == 1
     assert "xla; not picky: hidden size 8 is not to its taste" in messages[0]
+
+
+def test_a_call_that_misses_the_kernels_of_its_gpu_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def chosen(dtype: str, device: Any = H200, function: Any = linear_logprobs) -> list[int]:
+        caplog.clear()
+        struct = jax.ShapeDtypeStruct
+        for _ in range(2):
+            with _dispatch.for_device(device):
+                jax.eval_shape(
+                    lambda *x: function(*x),
+                    struct((128, 128), dtype),
+                    struct((512, 128), dtype),
+                    struct((128,), "int32"),
+                )
+        return [record.levelno for record in caplog.records]
+
+    _dispatch._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="lce_jax"):
+        assert chosen("bfloat16") == [logging.INFO]
+        assert chosen("float32") == [logging.WARNING]
+        assert "xla; not mosaic_gpu: needs a bfloat16 or float16 weight" in caplog.text
+        assert chosen("float32", B200) == [logging.INFO]
+        assert chosen("float32", function=lambda h, w, _: linear_topk(h, w, 2)) == [logging.INFO]
 
 
 def test_format_bytes() -> None:

@@ -81,7 +81,7 @@ IN_TORCH = {
     "through JAX": {
         of_torch: ((204, 29), (50, 15)), loss_of_torch: ((239, 30), (73, 16)), topk_of_torch: ((158, 33), (47, 14))
     },
-    "directly": {of_torch: ((320, 40), (38, 13)), loss_of_torch: ((338, 41), (57, 15))},
+    "directly": {of_torch: ((320, 40), (38, 13)), loss_of_torch: ((340, 41), (57, 15))},
 }  # fmt: skip
 
 
