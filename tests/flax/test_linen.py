@@ -40,7 +40,7 @@ def make_head(**options):
 
 
 def initialise(head):
-    return head.init(jax.random.key(0), jnp.zeros((1, HIDDEN)))
+    return jax.jit(head.init)(jax.random.key(0), jnp.zeros((1, HIDDEN)))
 
 
 BIASED = HEADS["bias, scale, softcap"]

@@ -37,7 +37,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.fast("masked-(-1.3, Array(3., dtype=float32))-vh")
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @combined(
     function=list(FUNCTIONS),

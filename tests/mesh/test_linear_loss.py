@@ -80,7 +80,7 @@ def test_from_outside(shape: tuple[int, int], axes: dict[str, Any], kind: AxisTy
     assert out.logprobs.shape == LABELS.shape
 
 
-@pytest.mark.fast("False-mean-gathered")
+@pytest.mark.slow
 @combined(check_vma=[True, False], use=["same", "mean", "weighted"], kind=["whole", "gathered"])
 def test_inside_shard_map(check_vma: bool, use: str, kind: str) -> None:
     """Under the types of ``check_vma``, and by the convention of ``psum`` without them.

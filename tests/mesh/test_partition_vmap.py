@@ -93,7 +93,7 @@ MESHES: dict[str, tuple[dict[str, AxisType], P]] = {
 }
 
 
-@pytest.mark.fast("cache-True-vocabulary", "linear_loss-False-hidden")
+@pytest.mark.fast("cache-True-vocabulary")
 @combined(example=list(EXAMPLES), shared=[True, False], mesh=list(MESHES))
 def test_examples_over_explicit_axes(example: str, shared: bool, mesh: str) -> None:
     """Each with a dweight of its own, with a weight that they share or of its own."""

@@ -53,7 +53,8 @@ def test_dhidden_is_rounded_in_the_kernel_only_where_nothing_is_added(
     assert any(f"-> tensor<1x{rows}x{H}xf32>" in line for line in kernels) != rounded
 
 
-@pytest.mark.parametrize("sequence_axis", [pytest.param(None, marks=pytest.mark.slow), "tensor"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_axis", [None, "tensor"])
 def test_sharded(sequence_axis: str | None) -> None:
     mesh = jax.make_mesh((1, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     arguments = [

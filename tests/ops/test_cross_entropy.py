@@ -176,7 +176,7 @@ def test_labels_of_a_small_type_with_ignore_index() -> None:
     assert np.isclose(loss, np.log(100))
 
 
-@pytest.mark.fast("bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_traced_z_loss_is_the_number_and_has_a_gradient(dtype: jnp.dtype) -> None:
     hidden, weight, labels, _, _ = cases.draw(TEST)
@@ -225,13 +225,14 @@ def test_micro_batches_add_up_to_the_mean_of_all(normalizer: str) -> None:
     def part(weight, i):
         return linear_cross_entropy(hidden[i], weight, labels[i], normalizer=divisor, **options)
 
-    want, wanted = jax.value_and_grad(mean_of_all)(weight)
-    parts = [jax.jit(jax.value_and_grad(part))(weight, i) for i in range(4)]
+    want, wanted = jax.jit(jax.value_and_grad(mean_of_all))(weight)
+    parts = [*map(functools.partial(jax.jit(jax.value_and_grad(part)), weight), range(4))]
     assert parts[0][0] == 0
     assert np.isclose(sum(value for value, _ in parts), want, rtol=1e-6)
     assert oracle.relative_norm(sum(grad for _, grad in parts), wanted) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_normalizer_over_devices() -> None:
     hidden, weight, labels, _, _ = cases.draw(TEST)
     labels = labels.at[0].set(-100).at[1:, ::3].set(-100)

@@ -123,7 +123,7 @@ def assert_as_exact_as_stored(drawn: Drawn, shards: int) -> None:
     assert (ours <= np.maximum(2 * theirs, floor)).all(), ours / np.maximum(theirs, floor)
 
 
-@pytest.mark.fast("reverse-3.0-peaked")
+@pytest.mark.slow
 @combined(direction=["forward", "reverse", "jsd"], softcap=[None, 3.0], models=[*MODELS])
 def test_gradients(direction: str, softcap: float | None, models: str) -> None:
     assert_as_exact_as_stored(draw(models, direction, softcap), 1)

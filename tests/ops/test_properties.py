@@ -84,6 +84,7 @@ def united(parts, labels):
     return merged, found.outputs
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(
     cuts=st.lists(st.integers(1, 60), max_size=5, unique=True),

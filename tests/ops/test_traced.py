@@ -125,7 +125,7 @@ def test_of_each_example_under_vmap() -> None:
         assert all(oracle.relative_norm(a[i], b) < 2e-6 for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.fast("sharded-both", "jit, explicit")
+@pytest.mark.fast("jit, explicit")
 @pytest.mark.parametrize(
     ("how", "name"),
     [("sharded", "both"), ("sharded, explicit", "both"), ("jit, auto", "scale below 0"), ("jit, explicit", "both")],

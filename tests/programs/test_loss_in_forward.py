@@ -79,6 +79,7 @@ def test_one_way_or_the_other() -> None:
             explain(HIDDEN, WEIGHT, LABELS, **{"reduction": "mean", "chunk_bytes": 7} | options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_lowering() -> None:
     traced = jax.jit(jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))).trace(*STRUCTS)

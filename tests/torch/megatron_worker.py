@@ -178,20 +178,14 @@ def threads(tp: int, model: Options, _options: Options) -> Result:
     hidden = torch.ones(4, 1, it.model.config.hidden_size)
     logits, _ = it.model.output_layer(hidden)
     inside, turn, decoder = threading.Barrier(3), threading.Lock(), it.model.decoder
-    # Megatron's tracker of random states raises where two threads are in it.
-    hooks = [decoder.register_forward_pre_hook(lambda *_: turn.acquire() and None)]
-    hooks += [decoder.register_forward_hook(lambda *_: turn.release(), always_call=True)]
-
-    def wait(*_: Any) -> None:
-        inside.wait()
-
-    hooks += [it.model.output_layer.register_forward_pre_hook(wait)]
+    # Megatron's tracker of random states raises where two threads are in it. A hook's result would replace the inputs.
+    decoder.register_forward_pre_hook(lambda *_: turn.acquire() is None or None)
+    decoder.register_forward_hook(lambda *_: turn.release(), always_call=True)
+    it.model.output_layer.register_forward_pre_hook(lambda *_: inside.wait() is None or None)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(it.model.output_layer, hidden), *(pool.submit(call, it.model, x) for x in batches)]
         for future in futures:  # the others would wait for one that raised
             future.add_done_callback(lambda done: done.exception() and inside.abort())
-    for hook in hooks:
-        hook.remove()
     errors = [error for future in futures if isinstance(error := future.exception(), Exception)]
     if errors:
         raise ExceptionGroup("of the threads", errors)

@@ -236,10 +236,10 @@ MORE += [(divergence, dict(vocab_size=40)), (divergence, CAPPED | dict(vocab_siz
 
 
 def more_of_every_function(group: dist.ProcessGroup) -> None:
-    every_function(group, MORE, (f.logprobs, f.cross_entropy, f.logits, twice_the_same))
+    every_function(group, MORE, (f.logprobs, f.cross_entropy, f.logits, divergence, twice_the_same))
 
 
-def every_function(group: dist.ProcessGroup, cases: Any = CASES, graphed: Any = (divergence,)) -> None:
+def every_function(group: dist.ProcessGroup, cases: Any = CASES, graphed: Any = ()) -> None:
     """Eager and in one graph: what float64 has of the whole vocabulary, with the same bits on all ranks."""
     operands = [x.to(DEVICE) for x in (f.PROBLEM.hidden, f.PROBLEM.weight, f.BIAS)]
     seen = set()

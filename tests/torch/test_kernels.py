@@ -196,13 +196,14 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
 
     def on_both() -> list[list[torch.Tensor]]:
         found = []
-        for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
+        for step, ranks.rank in enumerate((0, 1, 0)):  # each receives what was sent before: the first has no part
             x = operands[ranks.rank]
             *out, saved = forward(x, call)
-            found.append([*out, *_execute.gradients(x, [saved], named, (True, True, False), call, way_of(saved))])
-        return found[2:]
+            if step:
+                found.append([*out, *_execute.gradients(x, [saved], named, (True, True, False), call, way_of(saved))])
+        return found
 
-    first, second = on_both()
+    second, first = on_both()
     assert len(programs) == 4  # a forward and a backward on each rank
     assert all(map(torch.equal, first[:4], second[:4]))
     launch_with("jax")
@@ -210,7 +211,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     wanted, of_xla = p.gradients(problem, seeds, **options)
     assert max(map(p.value_error, first[:4], (*wanted[:3], wanted.candidate_logprobs))) < 2e-5
     dweight = torch.cat([first[5], second[5]])
-    assert max(map(p.relative_norm, (second[4], dweight), of_xla)) < 5e-3
+    assert max(map(p.relative_norm, (first[4], dweight), of_xla)) < 5e-3
     launch_with("direct")
     labels, other = problem.labels.clone(), ids.clone()
     labels[2], other[4, 1] = -100, (other[4, 1] + 1).clamp(min=0)

@@ -78,7 +78,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.fast("logit_scale")
+@pytest.mark.fast("vocab_size-8", "vocab_size-None")
 @combined(options=OPTIONS, chunk_bytes=[0, p.THREE_CHUNKS, None])
 def test_values_and_all_gradients(options: dict[str, Any], chunk_bytes: int | None) -> None:
     problem = p.draw(T=MANY)
@@ -146,6 +146,7 @@ def test_one_chunk_has_the_bits_of_two_passes() -> None:
     assert all(map(torch.equal, (total, *out[:3], *grads), (again, *want[:3], *wanted)))
 
 
+@pytest.mark.fast("5000")
 @pytest.mark.parametrize("T", [300, MANY])
 def test_bfloat16_is_scaled_without_rounding_the_factor(T: int) -> None:
     """1/37 in bfloat16 is off by 1.6e-3, which would shrink each gradient by that."""
@@ -309,6 +310,7 @@ def test_a_number_and_all_tokens() -> None:
     assert torch.all(linear_logprobs(*foreign, logit_floor=1e30, out_of_vocab="megatron").logprobs == 0)
 
 
+@pytest.mark.fast("linear_loss-0.001")
 @pytest.mark.parametrize("temperature", [1e-2, 1e-3, 1e-4])
 @pytest.mark.parametrize("loss", [False, True], ids=["linear_logprobs", "linear_loss"])
 def test_greedy_labels(loss: bool, temperature: float) -> None:
