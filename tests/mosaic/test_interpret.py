@@ -24,21 +24,6 @@ from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
 from tests.devices import H200
 from tests.mosaic_calls import CALLS, MULTIPROCESSORS, Call, Oracle, budget_of, check
 
-# One thing alone, which other calls have together with more: `make test-all` runs these, ten seconds each.
-ALONE = {
-    "a shorter last chunk, columns that are no whole atom", "targets in the columns that are no whole atom", "clusters",
-    "dweight added, columns that are no whole atom", "padding up to columns that are no whole atom", "several launches",
-    "candidates, columns that are no whole atom", "padding of a traced number of columns", "padding up to half an atom",
-    "padding, stats, softcap, temperature", "chunks of a cache that others read", "candidates that XLA gathers", "hv",
-    "candidates, half a cache", "one step over H, shared", "parts, several launches", "chunks, half a cache", "ragged",
-    "a shorter last chunk", "dweight added, hv", "parts of an odd V", "one step over H", "rows left out", "parts, hv",
-    "dweight added", "cache", "several launches, cache", "half a cache, float16", "parts, padding, shared, clusters",
-    "a shorter last chunk, hv", "floor, columns that are no whole atom", "floor, parts", "floor with everything",
-    "dweight added, padding", "stages that do not divide, a cache that others read",
-    "cache with everything, narrow tiles",
-}  # fmt: skip
-PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in ALONE else []) for one in CALLS]
-
 
 def kernels_of(test: Call) -> Generation:
     """Hopper with settings that a small call does not get: turns, clusters, several chunks, several launches."""
@@ -58,8 +43,9 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
         yield request.param
 
 
-@pytest.mark.fast("no row left", "dhidden written once", "chunks", "candidates, cache", "hv with a narrow")
-@pytest.mark.parametrize("test", PARAMETERS, ids=str, indirect=True)
+# What others have alone; each takes ten seconds.
+@pytest.mark.fast("no row left", "dhidden written once", "chunks, columns", "candidates, cache", "hv with a narrow")
+@pytest.mark.parametrize("test", CALLS, ids=str, indirect=True)
 def test_matches_float64(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     check(test, H200, monkeypatch)
     assert "RACE DETECTED" not in capfd.readouterr().out
