@@ -38,11 +38,6 @@ CALLS = [
     call("columns that no kernel covers, random", **SHAPE | {"V": 517}, num_columns=400),
     call("candidates, cache, random", **SHAPE, cache_bytes=1 << 30, num_candidates=3, num_columns=500),
 ]
-SELDOM = {  # other calls have it too, with more
-    "recomputed, greedy", "half a cache, greedy", "threshold, softcap, random", "candidates, cache, random",
-    "columns that no kernel covers, random", "columns that no kernel covers, greedy", "half a cache, softcap, random",
-}  # fmt: skip
-PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in SELDOM else []) for one in CALLS]
 
 
 @pytest.fixture(name="test")
@@ -110,7 +105,7 @@ def of_stored_logits(test: Call, operands: Operands, seeds: list[jax.Array], opt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("test", PARAMETERS, ids=str, indirect=True)
+@pytest.mark.parametrize("test", CALLS, ids=str, indirect=True)
 def test_gradients(test: Call) -> None:
     check(test, case_of(test))
 

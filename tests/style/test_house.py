@@ -33,7 +33,7 @@ def test_length() -> None:
 # What the two packages are today. Less is better: lower the numbers with it.
 PACKAGES_LINES = 25_840
 PACKAGES_FILES = 134
-TESTS_LINES = 31_302
+TESTS_LINES = 31_297
 
 
 def test_size() -> None:
