@@ -55,7 +55,7 @@ def assert_same(got: Any, want: Any) -> None:
         assert oracle.relative_norm(x, y) < 5e-6
 
 
-@pytest.mark.fast("Auto")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "axes", "kind"),
     [

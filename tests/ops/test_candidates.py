@@ -92,7 +92,7 @@ def test_under_vmap(test: cases.TestCase) -> None:
     assert_same((out, (dhidden, jnp.sum(dweight, axis=0))), on_one_device(test))
 
 
-@pytest.mark.fast("softcap")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"logit_scale": -1.3}, {"logit_scale": 1.3, "logit_softcap": 4.0}], ids=str)
 def test_traced_scale_and_softcap(options: dict[str, float]) -> None:
     traced = {name: jnp.float32(value) for name, value in options.items()}

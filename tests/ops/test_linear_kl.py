@@ -151,7 +151,7 @@ def test_a_traced_beta_and_its_ends() -> None:
         assert oracle.relative_norm(got, want) < 2e-6
 
 
-@pytest.mark.fast("reverse-3.0")
+@pytest.mark.slow
 @combined(direction=["forward", "reverse", "jsd"], softcap=[None, 3.0])
 def test_padding_temperatures(direction: str, softcap: float | None) -> None:
     """A row at 1e-8 without a cotangent adds nothing to the gradients, and one with a cotangent keeps to itself."""

@@ -92,7 +92,7 @@ CASES = [
 
 
 # Those that are slow have a half of what another one has.
-@pytest.mark.fast("float32 hidden", "everything", "a shorter last chunk", "no row counts", "no tokens")
+@pytest.mark.fast("everything", "a shorter last chunk", "no row counts", "no tokens")
 @values_of(
     "test", CASES, slow=[test for test in CASES if test.name in ("one chunk", "equal chunks", "every row counts")]
 )

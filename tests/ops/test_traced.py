@@ -145,7 +145,7 @@ def test_over_a_mesh(how: str, name: str) -> None:
     assert_same(got, want)
 
 
-@pytest.mark.fast("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma: bool) -> None:
     hidden, weight, labels, _, _ = cases.draw(cases.case("shard_map", leading=(16,), V=128, spread=3.0))
