@@ -176,7 +176,9 @@ def names_of(function: str) -> tuple[str, ...]:
     return tuple(name for name in names if name != "axis_name" or base == function)
 
 
-def check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def check_names(
+    function: Callable[..., Any], given: Mapping[str, Any], loss_fn: Callable[..., Any] | None = None
+) -> None:
     """Refuses names in ``**options`` that ``function`` does not have; the message lists those that it does."""
     known = names_of(function.__name__)
     if given.keys() <= set(known):
@@ -184,7 +186,7 @@ def check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     if unknown := [name for name in given if name not in OPTIONS]:
         parameters = inspect.signature(function).parameters.items()
         own = (name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known)
-        raise scalars.unknown_options(function.__name__, unknown, (*own, *known))
+        raise scalars.unknown_options(function.__name__, unknown, (*own, *known), loss_fn)
     refuse(function.__name__, given)
 
 

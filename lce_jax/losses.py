@@ -1,11 +1,12 @@
 """Per-token losses for `lce_jax.linear_loss`: functions of one token's results and of what comes with it.
 
-    loss_fn = functools.partial(losses.dapo, clip_high=0.3)
-    total, out = linear_loss(loss_fn, hidden, weight, labels, old_logprobs, advantages, where=mask)
+    total, out = linear_loss(
+        losses.dapo, hidden, weight, labels, old_logprob=old, advantage=advantages, clip_high=0.3, where=mask
+    )
 
-Each takes ``(logprob, entropy, lse, *per_token)``, scalars, and keyword parameters, which `functools.partial` sets and
-which may be traced arrays. Each returns the token's loss: divide the sum by the number of tokens, or of sequences, as
-your objective says.
+Each takes ``(logprob, entropy, lse)`` of a token and what comes with it, in one order: ``old_logprob``, ``advantage``,
+``reference_logprob``. Then parameters by name, numbers or traced arrays, which `functools.partial` sets too. Each
+returns the token's loss: divide the sum by the number of tokens, or of sequences, as your objective says.
 
 `distillation_loss` is apart from these: it takes whole arrays, what ``linear_logprobs(..., candidates=ids)`` returns
 and what a teacher says of the same ids.
@@ -151,8 +152,8 @@ def grpo(
     entropy: Float[Array, ""] | None,
     lse: Float[Array, ""],
     old_logprob: Float[Array, ""],
-    reference_logprob: Float[Array, ""],
     advantage: Float[Array, ""],
+    reference_logprob: Float[Array, ""],
     *,
     clip: float | Float[Array, ""] = 0.2,
     kl: float | Float[Array, ""] = 0.04,
@@ -166,8 +167,8 @@ def grpo(
         entropy: not used.
         lse: not used.
         old_logprob: that of the policy which drew the token.
-        reference_logprob: that of the policy to stay close to.
         advantage: A, normalised within the token's group of answers.
+        reference_logprob: that of the policy to stay close to.
         clip: ε, at least 0.
         kl: weight of the divergence, at least 0.
 
@@ -179,7 +180,7 @@ def grpo(
 
     Example:
         >>> from lce_jax import losses
-        >>> round(float(losses.grpo(-1.0, None, 0.0, -1.0, -2.0, 1.0, kl=1.0)), 3)    # -1 + 1/e
+        >>> round(float(losses.grpo(-1.0, None, 0.0, -1.0, 1.0, -2.0, kl=1.0)), 3)    # -1 + 1/e
         -0.632
 
     References:

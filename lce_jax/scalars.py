@@ -7,9 +7,10 @@ So errors read alike. Each takes an argument's name and value, and returns a pla
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,14 @@ __all__ = [
     "OTHER_NAMES",
     "RESTS",
     "alone_with_floor",
+    "arguments_of_loss",
     "bound",
     "candidate_shape",
     "flag",
     "fraction",
     "integer",
     "is_integer",
+    "is_number",
     "is_temperature",
     "not_negative",
     "num_bytes",
@@ -42,6 +45,7 @@ __all__ = [
     "of_the_student_alone",
     "one_of",
     "part_size",
+    "per_token_shape",
     "positive",
     "real",
     "unknown_options",
@@ -119,6 +123,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a number or a flag of Python or NumPy, which has one value in a program."""
+    return isinstance(value, numbers.Number | np.generic)
+
+
 def integer(name: str, value: Any) -> int:
     """A whole number that an int32 holds."""
     if not is_integer(value):
@@ -182,11 +191,55 @@ OTHER_NAMES = {
 }
 
 
-def unknown_options(function: str, unknown: Sequence[str], known: Sequence[str]) -> TypeError:
-    """The refusal of names that are no options of a function, with the one that the first may mean."""
-    meant = OTHER_NAMES.get(unknown[0]) or next(iter(difflib.get_close_matches(unknown[0], known, 1)), None)
+def unknown_options(
+    function: str, unknown: Sequence[str], known: Sequence[str], loss_fn: Callable[..., Any] | None = None
+) -> TypeError:
+    """The refusal of names that are no options of a function, nor arguments of the ``loss_fn`` that it is given.
+
+    With the one that the first may mean.
+    """
+    of_loss = _own_names(loss_fn)
+    similar = iter(difflib.get_close_matches(unknown[0], [*of_loss, *known], 1))
+    meant = OTHER_NAMES.get(unknown[0]) or next(similar, None)
     hint = f" (did you mean {meant}?)" if meant else ""
-    return TypeError(f"{function}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
+    also = "" if loss_fn is None else f"; arguments of loss_fn: {', '.join(of_loss) or 'none by name'}"
+    return TypeError(f"{function}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}{also}")
+
+
+def arguments_of_loss(
+    loss_fn: Callable[..., Any], per_token: Sequence[Any], given: Mapping[str, Any], options: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is ``given`` by name, apart: arguments of a per-token loss, which takes them all, and the rest."""
+    own = _own_names(loss_fn) if given else []
+    named = {name: x for name, x in given.items() if name in own}
+    rest = {name: x for name, x in given.items() if name not in own}
+    if both := [name for name in named if name in options]:
+        raise TypeError(f"{both[0]} is an option, and loss_fn has an argument of that name: rename the argument")
+    if own and rest.keys() <= set(options):  # else the caller refuses the rest
+        try:
+            inspect.signature(loss_fn).bind(None, None, None, *per_token, **named)
+        except TypeError as error:
+            raise TypeError(f"loss_fn: {error}; its own arguments are {', '.join(own)}") from None
+    return named, rest
+
+
+def _own_names(loss_fn: Any) -> list[str]:
+    """The arguments that a per-token loss takes by name, after log-probability, entropy and lse."""
+    try:
+        parameters = list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):  # it is no function, or says nothing of its arguments
+        return []
+    first = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)][:3]
+    by_name = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+    return [x.name for x in by_name if x not in first]
+
+
+def per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
+    """A shape that begins with that of the tokens, with 1 where it is the same for all; or that of one number."""
+    if shape and (len(shape) < len(tokens) or any(n not in (1, m) for n, m in zip(shape, tokens, strict=False))):
+        raise ValueError(
+            f"{name} {tuple(shape)} must begin with the shape of labels {tuple(tokens)}, or have 1 in place of a size"
+        )
 
 
 def alone_with_floor(num_candidates: int, mean_logit: bool) -> None:

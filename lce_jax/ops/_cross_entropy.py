@@ -213,7 +213,7 @@ def _in_forward(
     told: Any = dict(fixed) | arrays | {"cache_bytes": 0}
     given = _options.of_call(told, *operands, where, mean_logit=smooths, function="linear_cross_entropy")
     each = per_token(share), per_token(traced_z_loss)
-    return sum_of_losses(loss_fn, given.with_chunks(chunk_bytes), each, place)[0]
+    return sum_of_losses(loss_fn, given.with_chunks(chunk_bytes), (each, {}), place)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6), inline=True)

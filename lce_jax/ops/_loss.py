@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _call, _jax, _options, _runner
+from lce_jax import _call, _jax, _options, _runner, scalars
 from lce_jax._call import Place
-from lce_jax._options import Given, LogprobOptions
+from lce_jax._options import Given
 from lce_jax._types import LogprobOutput, Results
 from lce_jax.mesh import _collectives
 from lce_jax.programs import _loss, _token_chunks
@@ -30,7 +30,7 @@ def linear_loss(
     *per_token: object,
     where: Bool[Array, "*b"] | None = None,
     chunk_bytes: int | None = None,
-    **options: Unpack[LogprobOptions],
+    **options: object,
 ) -> tuple[Float[Array, ""], LogprobOutput]:
     """Σ loss_fn(logprob, entropy, lse, …) over the tokens, its gradients computed in the forward.
 
@@ -44,12 +44,16 @@ def linear_loss(
             ``entropy=False``, and the token's slice of each further argument. Any JAX function that returns one
             floating-point scalar. It may close over arrays; traced ones have gradients too.
         hidden, weight, labels, where: as in `linear_logprobs`.
-        per_token: arrays, or trees of them, whose shapes begin with that of labels: advantages, old
-            log-probabilities, random keys. Real and complex numbers are differentiable.
+        per_token: the further arguments of ``loss_fn``. Give them by name, ``advantage=...``: then none is taken for
+            another, and a name that ``loss_fn`` does not have, or that is missing, is refused. Each is an array, or a
+            tree of them, whose shape begins with that of labels, with 1 in place of a size where all are the same
+            (``[b, 1]`` for one number per sequence), or is (). Real and complex numbers are differentiable. Numbers of
+            Python and NumPy are constants of the program.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
             at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
             chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
-        **options: those of `linear_logprobs` but ``cache_bytes``, ``candidates`` and ``vocab_part_size``.
+        **options: those of `linear_logprobs` but ``cache_bytes``, ``candidates`` and ``vocab_part_size``. All other
+            names are arguments of ``loss_fn``.
 
     Returns:
         The sum over the rows that count, float32 (float64 for a float64 weight), and a `LogprobOutput` for metrics,
@@ -93,7 +97,7 @@ def linear_loss(
         >>> hidden, weight, labels = jnp.ones((4, 8)), jnp.zeros((1000, 8)), jnp.arange(4)
         >>> advantages = jnp.array([1.0, -1.0, 2.0, 0.0])
         >>> def objective(weight):
-        ...     return linear_loss(policy_gradient, hidden, weight, labels, advantages)
+        ...     return linear_loss(policy_gradient, hidden, weight, labels, advantage=advantages)
         >>> (total, out), dweight = jax.jit(jax.value_and_grad(objective, has_aux=True))(weight)
         >>> round(float(total), 3), out.logprobs.shape         # 2·ln 1000 - 4·0.01·ln 1000
         (13.539, (4,))
@@ -102,28 +106,39 @@ def linear_loss(
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), which computes the gradients of
         the cross entropy in the forward.
     """
-    _options.check_names(linear_loss, options)
-    given = of_loss(hidden, weight, labels, where, chunk_bytes, options)
-    return sum_of_losses(loss_fn, given, per_token)
+    return of_call(linear_loss, None, loss_fn, hidden, weight, labels, where, chunk_bytes, per_token, options)
 
 
-def of_loss(
-    hidden: Any, weight: Any, labels: Any, where: Any, chunk_bytes: int | None, options: LogprobOptions
-) -> Given:
-    """What `linear_loss` is given."""
-    given = _options.of_call(options, hidden, weight, labels, where, function="linear_loss")
-    return given.with_chunks(_token_chunks.chunk_bytes(chunk_bytes, options))
+def of_call(
+    function: Callable[..., Any],
+    place: Place | None,
+    loss_fn: Callable[..., Array],
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    where: Any,
+    chunk_bytes: int | None,
+    per_token: tuple[object, ...],
+    options: Mapping[str, Any],
+) -> tuple[Array, LogprobOutput]:
+    """The results of ``function``, over the mesh at ``place`` if it is sharded by name."""
+    known = _options.names_of(function.__name__)
+    named, told = scalars.arguments_of_loss(loss_fn, per_token, options, known)
+    _options.check_names(function, told, loss_fn)
+    given = _options.of_call(told, hidden, weight, labels, where, function="linear_loss")
+    given = given.with_chunks(_token_chunks.chunk_bytes(chunk_bytes, told))
+    return sum_of_losses(loss_fn, given, (per_token, named), place)
 
 
 def sum_of_losses(
-    loss_fn: Any, given: Given, per_token: tuple[object, ...], place: Place | None = None
+    loss_fn: Any, given: Given, arguments: Any, place: Place | None = None
 ) -> tuple[Array, LogprobOutput]:
-    """`linear_loss` of a call, over the mesh at ``place`` if there is one.
+    """`linear_loss` of a call, over the mesh at ``place`` if there is one; ``arguments``: by place, and by name.
 
     A call that has a mean logit gives it to ``loss_fn`` after the other results.
     """
-    call, primals, rows, agree = _call.bind(_call.describe(given), place, per_token)
-    flat, own = _loss.leaves_of_arguments(per_token, rows.labels)
+    call, primals, rows, agree = _call.bind(_call.describe(given), place, arguments)
+    flat, own = _loss.leaves_of_arguments(arguments, rows.labels)
     if call.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)
         agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))

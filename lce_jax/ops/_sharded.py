@@ -135,7 +135,7 @@ def sharded_linear_loss(
     sequence_axis: Axes = None,
     where: Bool[Array, "*b"] | None = None,
     chunk_bytes: int | None = None,
-    **options: Unpack[LogprobOptions],
+    **options: object,
 ) -> tuple[Float[Array, ""], LogprobOutput]:
     """`linear_loss` over a mesh, whose axes are named as in `sharded_linear_logprobs`.
 
@@ -158,10 +158,10 @@ def sharded_linear_loss(
         >>> round(float(total / 8), 3)                         # ln 1000
         6.908
     """
-    _options.check_names(sharded_linear_loss, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    given = _loss.of_loss(hidden, weight, labels, where, chunk_bytes, options)
-    return _loss.sum_of_losses(loss_fn, given, per_token, place)
+    return _loss.of_call(
+        sharded_linear_loss, place, loss_fn, hidden, weight, labels, where, chunk_bytes, per_token, options
+    )
 
 
 def sharded_linear_kl(

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # type: ignore[attr-defined]
 
-from lce_jax import _call, _checks, _dispatch, _jax, _runner, _shard
+from lce_jax import _call, _checks, _dispatch, _jax, _runner, _shard, scalars
 from lce_jax._call import Rows
 from lce_jax._runner import Kind, Program, spread
 from lce_jax._types import Call, LogprobOutput, Primals, Results
@@ -118,19 +118,32 @@ def outliving(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
     return dataclasses.replace(loss, identity=(str(made), *_constants_of(made))), inputs
 
 
-def leaves_of_arguments(
-    per_token: tuple[Any, ...], labels: Any
-) -> tuple[tuple[Any, ...], Callable[..., tuple[Any, ...]]]:
-    """The leaves of the loss's own arguments, checked and `untyped`, and what makes arguments of such leaves."""
-    flat, tree = jax.tree.flatten(per_token)
-    shape = tuple(labels.shape)
-    for place, x in enumerate(flat):
-        name = f"per-token argument {place} of loss_fn"
-        _checks.array(name, x)
-        if tuple(x.shape[: len(shape)]) != shape:
-            raise ValueError(f"{name} {tuple(x.shape)} must begin with the shape of labels {shape}")
+def leaves_of_arguments(arguments: Any, labels: Any) -> tuple[tuple[Any, ...], Callable[..., Any]]:
+    """The arrays of the loss's own arguments, one for each token and `untyped`, and what makes arguments of such.
+
+    Numbers are no arrays: the loss gets them as they are.
+    """
+    given, tree = jax.tree_util.tree_flatten_with_path(arguments)
+    shape, flat = tuple(labels.shape), []
+    numbers = [x if scalars.is_number(x) else None for _, x in given]
+    for path, x in given:
+        if not scalars.is_number(x):
+            name = f"per-token argument {jax.tree_util.keystr(path[1:], simple=True, separator='.')} of loss_fn"
+            _checks.array(name, x)
+            scalars.per_token_shape(name, x.shape, shape)
+            flat.append(jnp.asarray(x))
     impls = tuple(map(_impl, flat))
-    return tuple(untyped(jnp.asarray(x)) for x in flat), lambda own: jax.tree.unflatten(tree, map(_typed, own, impls))
+
+    def of_token(own: Any) -> Any:
+        arrays = map(_typed, own, impls)
+        return jax.tree.unflatten(tree, [next(arrays) if x is None else x for x in numbers])
+
+    def for_each(x: Array) -> Array:
+        data = untyped(x)
+        whole = (*shape, *data.shape[min(x.ndim, len(shape)) :])
+        return data if data.shape == whole else jnp.broadcast_to(data, whole)
+
+    return tuple(map(for_each, flat)), of_token
 
 
 def untyped(x: Any) -> Any:
@@ -147,7 +160,7 @@ def _impl(x: Any) -> Any:
 
 
 def trace(
-    loss_fn: Callable[..., Any], own: Callable[..., tuple[Any, ...]], call: Call, inputs: Inputs, axes: frozenset[Any]
+    loss_fn: Callable[..., Any], own: Callable[..., Any], call: Call, inputs: Inputs, axes: frozenset[Any]
 ) -> tuple[TokenLoss, tuple[Any, ...]]:
     """The loss of one token, and the traced arrays that it closes over; everything per token varies over ``axes``."""
     if not callable(loss_fn):
@@ -156,7 +169,12 @@ def trace(
 
     def retrace(scalar: Any, *flat: Any) -> ClosedJaxpr:
         results = scalar, scalar if entropy else None, scalar, *([scalar] if mean_logit else [])
-        return jax.make_jaxpr(lambda results, *flat: loss_fn(*results, *own(flat)))(results, *flat)
+
+        def of_token(results: Any, *flat: Any) -> Any:
+            by_place, by_name = own(flat)
+            return loss_fn(*results, *by_place, **by_name)
+
+        return jax.make_jaxpr(of_token)(results, *flat)
 
     examples = _examples(call.stat_dtype, inputs)
     if axes:

@@ -321,14 +321,63 @@ def test_what_a_loss_fn_reads_may_change_between_calls_outside_jit() -> None:
         assert oracle.relative_norm(gradient, wanted) < 1e-6
 
 
+@pytest.mark.parametrize("shape", [(6, 1), (1, 4), (), (1, 1)], ids=str)
+def test_an_argument_that_is_the_same_for_many_tokens(shape: tuple[int, ...]) -> None:
+    """It broadcasts as a temperature does, and its gradient is the sum over them; so does a random key."""
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(6, 4)))
+    factor = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    keys = jax.random.split(jax.random.key(0), shape)
+
+    def loss(logprob: Any, _: Any, __: Any, factor: Any, key: Any) -> Any:
+        return logprob * factor * jax.random.uniform(key)
+
+    def total(of: Any, factor: Any) -> Any:
+        return of(loss, hidden, weight, labels, factor=factor, key=keys)[0]
+
+    def each(*operands: Any, factor: Any, key: Any) -> Any:
+        return linear_loss(*operands, *(jnp.broadcast_to(x, labels.shape) for x in (factor, key)))
+
+    value, got = jax.value_and_grad(functools.partial(total, linear_loss))(factor)
+    want, wanted = jax.value_and_grad(functools.partial(total, each))(factor)
+    assert got.shape == shape
+    assert value == want
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+OWN = {"old": np.zeros((6, 4), np.float32), "advantage": np.ones((6, 1), np.float32)}
+
+
 @pytest.mark.parametrize(
-    ("own", "message"),
+    ("by_place", "by_name", "message"),
     [
-        (np.zeros((23,), np.float32), r"\(23,\) must begin with the shape of labels \(24,\)"),
-        (1.0, "per-token argument 0 of loss_fn must be an array, got float"),
+        (["x"], {}, "per-token argument 0 of loss_fn must be an array, got str"),
+        ([], {**OWN, "old": np.zeros((5, 4))}, r"argument old of loss_fn \(5, 4\) must begin with .* labels \(6, 4\), or"),
+        ([], {**OWN, "advantage": np.zeros(6)}, r"argument advantage of loss_fn \(6,\) must begin with .* labels"),
+        ([], {**OWN, "old": {"a": np.zeros(4)}}, r"argument old.a of loss_fn \(4,\) must begin"),
+        ([], {"old": OWN["old"]}, "missing a required argument: 'advantage'; its own arguments are old, advantage, low"),
+        ([OWN["old"]], OWN, "loss_fn: multiple values for argument 'old'; its own arguments are old"),
+        (
+            [], {"old": OWN["old"], "advantages": OWN["advantage"]},
+            r"unknown option advantages \(did you mean advantage\?\); known: where, .*; arguments of loss_fn: old, adv",
+        ),
+        ([], {**OWN, "temprature": 0.7}, r"unknown option temprature \(did you mean temperature\?\)"),
+        ([], {**OWN, "precision": "highest"}, "precision is an option, and loss_fn has an argument of that name"),
     ],
-)
-def test_errors(own: Any, message: str) -> None:
-    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))
+)  # fmt: skip
+def test_errors(by_place: list[Any], by_name: dict[str, Any], message: str) -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(6, 4)))
+
+    def loss(
+        logprob: Any, _: Any, __: Any, old: Any, advantage: Any, *, low: float = 0.0, precision: Any = None
+    ) -> Any:
+        del low, precision
+        return (logprob - old) * advantage
+
     with pytest.raises((TypeError, ValueError), match=message):
-        linear_loss(lambda logprob, *_: logprob, hidden, weight, labels, own)
+        linear_loss(loss, hidden, weight, labels, *by_place, **by_name)
+
+
+def test_a_loss_that_names_no_arguments_takes_none_by_name() -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))
+    with pytest.raises(TypeError, match="unknown option factor; known: .*; arguments of loss_fn: none by name"):
+        linear_loss(lambda logprob, *_, **__: logprob, hidden, weight, labels, factor=labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ def test_formulas(logprob: float, advantage: float) -> None:
     dapo = max(-r * advantage, -clipped(r, 0.2, 0.28) * advantage)
     assert losses.dapo(logprob, None, 0.0, OLD, advantage) == pytest.approx(dapo, rel=1e-6)
     kl = float(np.exp(REFERENCE - logprob)) - (REFERENCE - logprob) - 1
-    grpo = losses.grpo(logprob, None, 0.0, OLD, REFERENCE, advantage, clip=0.1, kl=0.3)
+    grpo = losses.grpo(logprob, None, 0.0, OLD, advantage, REFERENCE, clip=0.1, kl=0.3)
     assert grpo == pytest.approx(ppo + 0.3 * kl, rel=1e-6)
     cispo = losses.cispo(logprob, None, 0.0, OLD, advantage, clip_low=0.3, clip_high=0.5)
     assert cispo == pytest.approx(-clipped(r, 0.3, 0.5) * advantage * logprob, rel=1e-6)
@@ -47,7 +48,7 @@ def test_derivatives(logprob: float, advantage: float) -> None:
     assert got == pytest.approx(0.0 if beyond else -r * advantage, rel=1e-5)
     got = jax.grad(functools.partial(losses.cispo, clip_high=0.5))(logprob, None, 0.0, OLD, advantage)
     assert got == pytest.approx(-min(r, 1.5) * advantage, rel=1e-5)
-    got = jax.grad(functools.partial(losses.grpo, kl=0.3))(logprob, None, 0.0, logprob, REFERENCE, advantage)
+    got = jax.grad(functools.partial(losses.grpo, kl=0.3))(logprob, None, 0.0, logprob, advantage, REFERENCE)
     assert got == pytest.approx(-advantage + 0.3 * (1 - np.exp(REFERENCE - logprob)), rel=1e-5, abs=1e-6)
 
 
@@ -57,23 +58,46 @@ def test_cross_entropy_and_entropy_bonus() -> None:
     assert bonus(-2.0, 4.0, 3.0) == pytest.approx(2.0 + 0.9 - 1.0)
 
 
+NAMES = "old_logprob", "advantage", "reference_logprob"
+
+
 def test_in_linear_loss() -> None:
+    """Arguments by name, in any order, and in the one order of all losses; parameters by name or beforehand."""
     hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(30,)))
-    functions = {
-        functools.partial(losses.cross_entropy, z_loss=1e-2): 0, losses.ppo_clip: 2, losses.dapo: 2, losses.grpo: 3,
-        functools.partial(losses.cispo, clip_high=0.5): 2, losses.with_entropy_bonus(losses.ppo_clip, 0.01): 2,
-    }  # fmt: skip
-    own = [jnp.linspace(-6.0 + i, -3.0 + i, 30) for i in range(3)]
+    functions: list[tuple[Any, dict[str, Any], int]] = [
+        (losses.cross_entropy, {"z_loss": 1e-2}, 0), (losses.ppo_clip, {}, 2),
+        (losses.dapo, {"clip_high": jnp.float32(0.3)}, 2), (losses.grpo, {"kl": 0.5}, 3),
+        (losses.cispo, {"clip_high": 0.5}, 2), (losses.with_entropy_bonus(losses.ppo_clip, 0.01), {"clip": 0.1}, 2),
+    ]  # fmt: skip
+    own = {name: jnp.linspace(-6.0 + i, -3.0 + i, 30) for i, name in enumerate(NAMES)}
 
-    def of(loss_fn: Any, num_arguments: int, hidden: Any) -> Any:
-        return linear_loss(loss_fn, hidden, weight, labels, *own[:num_arguments])
+    def of(loss_fn: Any, parameters: Any, count: int, by_name: bool, hidden: Any) -> Any:
+        if by_name:
+            named = {name: own[name] for name in reversed(NAMES[:count])}
+            return linear_loss(loss_fn, hidden, weight, labels, **named, **parameters)
+        function = functools.partial(loss_fn, **parameters)
+        return linear_loss(function, hidden, weight, labels, *[own[name] for name in NAMES[:count]])
 
-    runs = [jax.value_and_grad(functools.partial(of, *each), has_aux=True) for each in functions.items()]
-    found = jax.jit(lambda hidden: [run(hidden) for run in runs])(hidden)
-    for (loss_fn, num_arguments), ((total, out), grad) in zip(functions.items(), found, strict=True):
-        want = sum(loss_fn(*x) for x in zip(*map(np.asarray, (*out[:3], *own[:num_arguments])), strict=True))
-        assert float(total) == pytest.approx(float(want), rel=1e-5)
-        assert np.isfinite(grad).all()
+    runs = [
+        [jax.value_and_grad(functools.partial(of, *each, by_name), has_aux=True) for by_name in (True, False)]
+        for each in functions
+    ]
+    found = jax.jit(lambda hidden: [[run(hidden) for run in both] for both in runs])(hidden)
+    for (loss_fn, parameters, count), both in zip(functions, found, strict=True):
+        for (total, out), grad in both:
+            given = zip(*map(np.asarray, (*out[:3], *[own[name] for name in NAMES[:count]])), strict=True)
+            want = sum(loss_fn(*x, **parameters) for x in given)
+            assert float(total) == pytest.approx(float(want), rel=1e-5)
+            assert np.isfinite(grad).all()
+
+
+def test_every_loss_has_one_order() -> None:
+    for name in losses.__all__:
+        if name not in ("distillation_loss", "with_entropy_bonus"):
+            first = [
+                x.name for x in inspect.signature(getattr(losses, name)).parameters.values() if x.kind != x.KEYWORD_ONLY
+            ]
+            assert tuple(first) == ("logprob", "entropy", "lse", *NAMES[: len(first) - 3]), name
 
 
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
@@ -86,7 +110,8 @@ def test_in_linear_loss() -> None:
 def test_far_off_policy(loss_fn: Any, num_old: int, difference: float, advantage: float) -> None:
     """Values and gradients are finite, and 0 where the advantage is, also where a ratio overflows float32."""
     old = [jnp.float32(-2.0 - difference), jnp.float32(-2.0 - max(-1e4, min(difference, 1e4)))][:num_old]
-    value, slope = jax.value_and_grad(loss_fn)(jnp.float32(-2.0), None, 0.0, *old, advantage)
+    own = dict(zip(("old_logprob", "reference_logprob"), old, strict=False), advantage=advantage)
+    value, slope = jax.value_and_grad(lambda logprob: loss_fn(logprob, None, 0.0, **own))(jnp.float32(-2.0))
     assert np.isfinite(value)
     assert np.isfinite(slope)
     if num_old == 1 and advantage == 0:
@@ -98,7 +123,7 @@ def test_far_off_policy(loss_fn: Any, num_old: int, difference: float, advantage
 def test_a_divergence_of_nearly_equal_policies_is_exact() -> None:
     """Down to the square of their difference, not that of float32's rounding of 1."""
     for difference in (1e-2, 1e-3, 1e-4):
-        own = losses.grpo(0.0, None, 0.0, 0.0, difference, 0.0, kl=1.0)
+        own = losses.grpo(0.0, None, 0.0, 0.0, 0.0, difference, kl=1.0)
         assert own == pytest.approx(np.expm1(difference) - difference, rel=2e-3)
 
 
