@@ -1,14 +1,25 @@
-"""Losses of what the functions of `lce_torch_bridge` return, in plain PyTorch.
+"""Losses of what the functions of `lce_torch_bridge` return, in plain PyTorch: `lce_jax.losses` for tensors.
 
+    total, out = linear_loss(
+        losses.grpo, hidden, weight, labels, old_logprob=old, advantage=advantages, reference_logprob=reference
+    )
     top = linear_topk(teacher_hidden, teacher_weight, 64)
     out = linear_logprobs(hidden, weight, labels, candidates=top.ids)
     loss = losses.distillation_loss(out.candidate_logprobs, top.logprobs, top.ids).mean()
 
-`lce_jax.losses` has the same function for arrays.
+All but `distillation_loss` give each token's loss. They take ``(logprob, entropy, lse)``, tensors of one shape, and
+what comes with the tokens, in one order: ``old_logprob``, ``advantage``, ``reference_logprob``. Then parameters by
+name, numbers. They serve the results of a model too: ``losses.dapo(*out[:3], old_logprob=old, advantage=advantages)``.
+Divide the sum by the number of tokens, or of sequences, as your objective says.
+
+A difference of log-probabilities counts as at most 80, so that ratios are finite in float32, and has no gradient
+beyond that: a token so far off-policy is to be left out by ``where``.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,9 +27,196 @@ import torch
 from lce_jax import scalars
 from lce_torch_bridge.call import _checks
 
-__all__ = ["distillation_loss"]
+__all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
 
 MOST_DISTANCE = 80.0  # of two log-probabilities whose exponential is taken: e^80 lies within float32
+
+
+def cross_entropy(
+    logprob: torch.Tensor, entropy: torch.Tensor | None, lse: torch.Tensor, *, z_loss: float = 0.0
+) -> torch.Tensor:
+    """``-logprob + z_loss·lse²``.
+
+    Args:
+        logprob: ln p(label), nats.
+        entropy: not used; give ``entropy=False`` to `lce_torch_bridge.linear_loss`.
+        lse: ln Σ exp(logits), nats.
+        z_loss: weight of ``lse²``, at least 0, which keeps ``lse`` near 0.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import losses
+        >>> losses.cross_entropy(torch.tensor(-2.0), None, torch.tensor(3.0), z_loss=0.5).item()
+        6.5
+    """
+    del entropy
+    return -logprob + scalars.not_negative("z_loss", z_loss) * lse * lse
+
+
+def ppo_clip(
+    logprob: torch.Tensor,
+    entropy: torch.Tensor | None,
+    lse: torch.Tensor,
+    old_logprob: torch.Tensor,
+    advantage: torch.Tensor,
+    *,
+    clip: float = 0.2,
+) -> torch.Tensor:
+    """``-min(r·A, clip(r, 1 - ε, 1 + ε)·A)`` with the ratio ``r = exp(logprob - old_logprob)``.
+
+    Args:
+        logprob: ln p(label), nats.
+        entropy: not used.
+        lse: not used.
+        old_logprob: that of the policy which drew the token.
+        advantage: A.
+        clip: ε, at least 0.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import losses
+        >>> round(losses.ppo_clip(*torch.tensor([-1.0, 0.0, 0.0, -2.0, 1.0])).item(), 3)    # r = e is clipped
+        -1.2
+    """
+    clip = scalars.not_negative("clip", clip)
+    return dapo(logprob, entropy, lse, old_logprob, advantage, clip_low=clip, clip_high=clip)
+
+
+def dapo(
+    logprob: torch.Tensor,
+    entropy: torch.Tensor | None,
+    lse: torch.Tensor,
+    old_logprob: torch.Tensor,
+    advantage: torch.Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+) -> torch.Tensor:
+    """`ppo_clip` with a range that is wider above 1, so that unlikely tokens can become likely.
+
+    Divide the sum by the number of tokens of all sequences.
+
+    Args:
+        logprob: ln p(label), nats.
+        entropy: not used.
+        lse: not used.
+        old_logprob: that of the policy which drew the token.
+        advantage: A.
+        clip_low: how far the ratio may fall below 1, at least 0.
+        clip_high: how far it may rise above 1, at least 0.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import losses
+        >>> round(losses.dapo(*torch.tensor([-1.0, 0.0, 0.0, -2.0, 1.0])).item(), 3)    # r = e is clipped
+        -1.28
+    """
+    del entropy, lse
+    ratio = _ratio(logprob, old_logprob)
+    return -torch.minimum(ratio * advantage, _clipped(ratio, clip_low, clip_high) * advantage)
+
+
+def grpo(
+    logprob: torch.Tensor,
+    entropy: torch.Tensor | None,
+    lse: torch.Tensor,
+    old_logprob: torch.Tensor,
+    advantage: torch.Tensor,
+    reference_logprob: torch.Tensor,
+    *,
+    clip: float = 0.2,
+    kl: float = 0.04,
+) -> torch.Tensor:
+    """`ppo_clip` plus ``kl·(e^d - d - 1)`` with ``d = reference_logprob - logprob``.
+
+    The second term estimates KL(policy ‖ reference) without bias, and is never negative (k3).
+
+    Args:
+        logprob: ln p(label), nats.
+        entropy: not used.
+        lse: not used.
+        old_logprob: that of the policy which drew the token.
+        advantage: A, normalised within the token's group of answers.
+        reference_logprob: that of the policy to stay close to.
+        clip: ε, at least 0.
+        kl: weight of the divergence, at least 0.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import losses
+        >>> round(losses.grpo(*torch.tensor([-1.0, 0.0, 0.0, -1.0, 1.0, -2.0]), kl=1.0).item(), 3)    # -1 + 1/e
+        -0.632
+    """
+    kl, difference = scalars.not_negative("kl", kl), (reference_logprob - logprob).clamp(max=MOST_DISTANCE)
+    clipped = ppo_clip(logprob, entropy, lse, old_logprob, advantage, clip=clip)
+    return clipped + kl * (difference.expm1() - difference)
+
+
+def cispo(
+    logprob: torch.Tensor,
+    entropy: torch.Tensor | None,
+    lse: torch.Tensor,
+    old_logprob: torch.Tensor,
+    advantage: torch.Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float,
+) -> torch.Tensor:
+    """``-w·A·logprob``, where the weight ``w = clip(r, 1 - ε_low, 1 + ε_high)`` of the ratio has no gradient.
+
+    So a token whose ratio is clipped still has a gradient.
+
+    Args:
+        logprob: ln p(label), nats.
+        entropy: not used.
+        lse: not used.
+        old_logprob: that of the policy which drew the token.
+        advantage: A.
+        clip_low: how far the weight may fall below 1, at least 0; 1 leaves it free, as the paper does.
+        clip_high: how far it may rise above 1, at least 0. The paper tunes it and gives no number.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import losses
+        >>> losses.cispo(*torch.tensor([-1.0, 0.0, 0.0, -2.0, 1.0]), clip_high=1.0).item()    # w = 2
+        2.0
+    """
+    del entropy, lse
+    return -_clipped(_ratio(logprob, old_logprob), clip_low, clip_high).detach() * advantage * logprob
+
+
+def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float) -> Callable[..., torch.Tensor]:
+    """``loss_fn`` minus ``coefficient·entropy``: a policy that stays undecided is rewarded.
+
+    Args:
+        loss_fn: a per-token loss.
+        coefficient: weight of the entropy, at least 0.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import losses
+        >>> losses.with_entropy_bonus(losses.cross_entropy, 0.5)(*torch.tensor([-2.0, 3.0, 0.0])).item()
+        0.5
+    """
+    coefficient = scalars.not_negative("coefficient", coefficient)
+
+    @functools.wraps(loss_fn)
+    def with_bonus(logprob: Any, entropy: Any, lse: Any, *per_token: Any, **named: Any) -> Any:
+        if entropy is None:
+            raise ValueError(f"an entropy bonus of {coefficient} needs the entropy, but the call has entropy=False")
+        return loss_fn(logprob, entropy, lse, *per_token, **named) - coefficient * entropy
+
+    return with_bonus
+
+
+def _ratio(logprob: torch.Tensor, old_logprob: torch.Tensor) -> torch.Tensor:
+    """Of the probabilities: finite, so that 0 times it is 0, and without a gradient where it is bounded."""
+    return (logprob - old_logprob).clamp(max=MOST_DISTANCE).exp()
+
+
+def _clipped(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    low, high = scalars.not_negative("clip_low", low), scalars.not_negative("clip_high", high)
+    return ratio.clamp(1.0 - low, 1.0 + high)
 
 
 def distillation_loss(

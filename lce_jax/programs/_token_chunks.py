@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def chunk_rows(call: Call) -> int:
     return next(equal, -(-tokens // (least * GRAIN)) * GRAIN)
 
 
-def chunk_bytes(given: Any, options: LogprobOptions) -> int | None:
+def chunk_bytes(given: Any, options: Mapping[str, Any]) -> int | None:
     """`Call.chunk_bytes`, checked."""
     if "cache_bytes" in options:
         raise ValueError(

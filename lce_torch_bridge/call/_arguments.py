@@ -70,7 +70,12 @@ OF_CALL = [i for i, name in enumerate(Options._fields) if name not in IN_NO_CALL
 CACHE = OF_CALL.index(Options._fields.index("cache_bytes"))
 
 
-def check_names(function: Callable[..., Any], given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+def check_names(
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    refused: Mapping[str, str],
+    loss_fn: Callable[..., Any] | None = None,
+) -> None:
     """The names in a function's ``**options``: all `Options` but those ``refused``, with the reason for each."""
     for name, why in refused.items():
         if name in given:
@@ -79,7 +84,7 @@ def check_names(function: Callable[..., Any], given: Mapping[str, Any], refused:
     if unknown:
         own = [each.name for each in inspect.signature(function).parameters.values() if each.kind == each.KEYWORD_ONLY]
         known = dict.fromkeys([*own, *(name for name in Options._fields if name not in refused)])
-        raise scalars.unknown_options(function.__name__, unknown, list(known))
+        raise scalars.unknown_options(function.__name__, unknown, list(known), loss_fn)
 
 
 def _shown(value: Any) -> str:
@@ -367,14 +372,6 @@ class ExplainOptions(EntropyOptions, total=False):
     mean_logit: bool
     candidates: torch.Tensor | None
     ignore_index: int | None
-    out_of_vocab: OutOfVocab
-
-
-class LossOptions(HeadOptions, total=False):
-    """Of `linear_loss`, beside what its signature names."""
-
-    entropy: Entropy
-    stats: bool
     out_of_vocab: OutOfVocab
 
 

@@ -175,12 +175,12 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
         raise ValueError(f"where as an index must hold each row at most once, got {repeats} repeats{hint}")
 
 
-def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
-    """A tensor whose shape begins with that of labels."""
+def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A tensor whose shape begins with that of labels, from one with 1 where it is the same for all, or one number."""
     tensor(name, value)
-    if value.shape[: labels.ndim] != labels.shape:
-        raise ValueError(f"{name} {tuple(value.shape)} must begin with the shape of labels {tuple(labels.shape)}")
+    scalars.per_token_shape(name, value.shape, labels.shape)
     same_device(hidden, **{name: value})
+    return value.expand(labels.shape + value.shape[labels.ndim :])
 
 
 def may_look_at(x: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from lce_torch_bridge.operators._loss import LossAndGradients, LossPlan
 from lce_torch_bridge.tensors import _device, _padding
 from lce_torch_bridge.tensors._device import is_differentiated
 from lce_torch_bridge.tensors._weight import main_grad_of
-
-if TYPE_CHECKING:
-    from lce_torch_bridge.call._arguments import LossOptions
 
 CHUNK_BYTES = 1400 << 20  # chunks of 4096 tokens at V 151936
 NO_CANDIDATES = "loss_fn gets log-probability, entropy and lse"
@@ -36,13 +33,13 @@ def linear_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    *per_token: torch.Tensor,
+    *per_token: torch.Tensor | float,
     where: torch.Tensor | None = None,
     ignore_index: int | None = None,
     wgrad: Wgrad = "return",
     cotangent: float | None = None,
     chunk_bytes: int | None = None,
-    **options: Unpack[LossOptions],
+    **options: object,
 ) -> tuple[torch.Tensor, LogprobOutput]:
     """Σ loss_fn(logprob, entropy, lse, …) over the tokens, its gradients computed in the forward.
 
@@ -57,8 +54,10 @@ def linear_loss(
             with ``entropy=False``. Any differentiable PyTorch code that returns ``[t]`` losses, each made of its own
             token's numbers alone, because chunks end anywhere. It may close over numbers and tensors without a
             gradient.
-        per_token: tensors whose shapes begin with that of labels: advantages, old log-probabilities. Those that
-            require a gradient get one.
+        per_token: the further arguments of ``loss_fn``. Give them by name, ``advantage=...``: then none is taken for
+            another, and a name that ``loss_fn`` does not have, or that is missing, is refused. Each is a tensor whose
+            shape begins with that of labels, with 1 in place of a size where all are the same (``[b, 1]`` for one
+            number per sequence), or is (); those that require a gradient get one. ``loss_fn`` gets numbers as they are.
         wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad`` in the backward, in
             float32 if there are several chunks, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``.
@@ -74,7 +73,8 @@ def linear_loss(
             they need no more memory than several chunks and their sum. None: 1400 MiB.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold``,
-            ``logit_floor`` and ``implementation``, as in `linear_logprobs`.
+            ``logit_floor`` and ``implementation``, as in `linear_logprobs`. All other names are arguments of
+            ``loss_fn``.
 
     Returns:
         The sum over the tokens that are kept, float32, and a `LogprobOutput` for metrics, through which no gradient
@@ -113,20 +113,21 @@ def linear_loss(
     Example:
         >>> import torch
         >>> from lce_torch_bridge import linear_loss
-        >>> def policy_gradient(logprobs, entropy, lse, advantages):
-        ...     return -advantages * logprobs - 0.01 * entropy
+        >>> def policy_gradient(logprobs, entropy, lse, advantage):
+        ...     return -advantage * logprobs - 0.01 * entropy
         >>> hidden, weight = torch.ones(4, 8), torch.zeros(1000, 8, requires_grad=True)
         >>> advantages = torch.tensor([1.0, -1.0, 2.0, 0.0])
-        >>> total, out = linear_loss(policy_gradient, hidden, weight, torch.arange(4), advantages)
+        >>> total, out = linear_loss(policy_gradient, hidden, weight, torch.arange(4), advantage=advantages)
         >>> total.backward()
         >>> round(total.item(), 3), out.logprobs.shape         # 2·ln 1000 - 4·0.01·ln 1000
         (13.539, torch.Size([4]))
     """
-    _arguments.check_names(linear_loss, options, REFUSED)
+    named, rest = scalars.arguments_of_loss(loss_fn, per_token, options, Options._fields)
+    _arguments.check_names(linear_loss, rest, REFUSED, loss_fn)
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     if chunk_bytes is not None:
         chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
-    told = Options(where=where, ignore_index=ignore_index, wgrad=wgrad, **options)
+    told = Options(where=where, ignore_index=ignore_index, wgrad=wgrad, **rest)
     given = _arguments.of_call(hidden, weight, labels, told)
     if not (_checks.has_values(given.hidden) and _checks.has_values(given.weight)):
         raise NotImplementedError(
@@ -136,12 +137,15 @@ def linear_loss(
     if cotangent is not None:
         cotangent = scalars.number("cotangent", cotangent)
     x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
-    own = _flat(given, per_token, rows)
+    arguments = {f"per_token[{i}]": y for i, y in enumerate(per_token)} | named
+    tensors = {name: _flat(name, y, given, rows) for name, y in arguments.items() if not scalars.is_number(y)}
 
     def of_fields(fields: dict[str, torch.Tensor], *own: torch.Tensor) -> torch.Tensor:
-        return loss_fn(fields["logprobs"], fields.get("entropy"), fields["lse"], *own)
+        found = arguments | dict(zip(tensors, own, strict=True))
+        by_place, by_name = list(found.values())[: len(per_token)], {name: found[name] for name in named}
+        return loss_fn(fields["logprobs"], fields.get("entropy"), fields["lse"], *by_place, **by_name)
 
-    total, fields = sum_of_losses(of_fields, given, x, own, wgrad, cotangent, chunk_bytes)
+    total, fields = sum_of_losses(of_fields, given, x, [*tensors.values()], wgrad, cotangent, chunk_bytes)
     placed: Any = {name: _arguments.placed(field, rows, given.labels) for name, field in fields.items()}
     return total, LogprobOutput(**{"entropy": None, **placed})
 
@@ -203,11 +207,10 @@ def _refuse_recomputation(plan: LossPlan) -> None:
         )
 
 
-def _flat(given: Arguments, per_token: tuple[torch.Tensor, ...], rows: torch.Tensor | None) -> list[torch.Tensor]:
-    """The per-token arguments of the tokens that are kept, flat."""
-    labels, own = given.labels, []
-    for name, y in {f"per_token[{i}]": x for i, x in enumerate(per_token)}.items():
-        (plain,) = _dtensor.tokens(**{name: y})
-        _checks.per_token(name, plain, given.hidden, labels)
-        own.append(_arguments.only_rows(plain.reshape(labels.numel(), *plain.shape[labels.ndim :]), rows, 0.0))
-    return own
+def _flat(name: str, y: Any, given: Arguments, rows: torch.Tensor | None) -> torch.Tensor:
+    """A per-token argument of the tokens that are kept, flat."""
+    labels = given.labels
+    (plain,) = _dtensor.tokens(**{name: y})
+    whole = _checks.per_token(name, plain, given.hidden, labels)
+    flat: torch.Tensor = _arguments.only_rows(whole.reshape(labels.numel(), *whole.shape[labels.ndim :]), rows, 0.0)
+    return flat

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 import lce_jax.losses
-from lce_torch_bridge import linear_cross_entropy, linear_entropy, linear_logprobs, linear_loss, linear_topk, verl
+from lce_torch_bridge import (
+    linear_cross_entropy,
+    linear_entropy,
+    linear_logprobs,
+    linear_loss,
+    linear_topk,
+    losses,
+    verl,
+)
 from lce_torch_bridge.losses import distillation_loss
 from tests.ops.test_distillation_loss import BETA, DIVERGENCES, RESTS, draw, expected
 from tests.oracle import relative_norm, value_error
@@ -509,3 +521,78 @@ def test_the_words_are_those_of_lce_jax() -> None:
     different = {name for name in ours if ours[name] != theirs[name]}
     assert ours.keys() == theirs.keys()
     assert different == {"beta"}  # a number here, perhaps an array there
+
+
+NAMES = "old_logprob", "advantage", "reference_logprob"
+PER_TOKEN: dict[str, tuple[int, dict[str, float]]] = {  # how many arguments, and parameters
+    "cross_entropy": (0, {"z_loss": 0.1}),
+    "ppo_clip": (2, {"clip": 0.1}),
+    "dapo": (2, {}),
+    "grpo": (3, {"kl": 0.5}),
+    "cispo": (2, {"clip_low": 0.3, "clip_high": 0.5}),
+}
+
+
+@pytest.mark.parametrize("bonus", [0.0, 0.1])
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_a_loss_of_each_token_is_that_of_lce_jax(name: str, bonus: float) -> None:
+    """Values and gradients, inside and outside of the clip's range, and far off-policy; what names, in what order."""
+    count, parameters = PER_TOKEN[name]
+    ours, theirs = getattr(losses, name), getattr(lce_jax.losses, name)
+    assert [*inspect.signature(ours).parameters] == [*inspect.signature(theirs).parameters]
+    rng = np.random.default_rng(0)
+    given = np.stack([-rng.exponential(3, 60), rng.exponential(2, 60), rng.normal(5, 2, 60)])
+    own = np.stack([given[0] + rng.normal(0, 1, 60), rng.normal(size=60), given[0] + rng.normal(0, 1, 60)])
+    own[0, :3], own[2, 3:6], own[1, 6:9] = -1e4, 1e4, 0.0
+    x, own = given.astype(np.float32), own[:count].astype(np.float32)
+    if bonus:
+        ours, theirs = losses.with_entropy_bonus(ours, bonus), lce_jax.losses.with_entropy_bonus(theirs, bonus)
+
+    leaf = torch.tensor(x, requires_grad=True)
+    found = ours(*leaf, **dict(zip(NAMES, torch.tensor(own), strict=False)), **parameters)
+    (slopes,) = torch.autograd.grad(found.sum(), leaf)
+
+    def total(x: Any) -> Any:
+        each = jax.vmap(functools.partial(theirs, **parameters))(*x, *own)
+        return each.sum(), each
+
+    wanted, want = jax.grad(total, has_aux=True)(jnp.asarray(x))
+    np.testing.assert_allclose(found.detach().numpy(), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(slopes.numpy(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_by_name_and_numbers() -> None:
+    """In any order, one number per sequence, and parameters; with the gradient of what needs one."""
+    problem = p.draw(T=40)
+    labels, advantage = problem.labels.view(4, 10), torch.randn(4, 1).requires_grad_()
+    old = linear_logprobs(*problem).logprobs.view(4, 10) + 0.3 * torch.randn(4, 10)
+    leaves = problem._replace(hidden=problem.hidden.view(4, 10, -1), labels=labels).leaves()
+    told: Any = dict(chunk_bytes=0, wgrad="return")
+    by_name, _ = linear_loss(
+        losses.grpo, *leaves, reference_logprob=old, kl=0.5, advantage=advantage, old_logprob=old, **told
+    )
+    loss = functools.partial(losses.grpo, kl=0.5)
+    by_place, _ = linear_loss(loss, *leaves, old, advantage.expand(4, 10), old, **told)
+    inputs = *leaves[:2], advantage
+    assert torch.equal(by_name, by_place)
+    assert all(map(torch.equal, *(torch.autograd.grad(x, inputs) for x in (by_name, by_place))))
+    constant, _ = linear_loss(lambda x, _, __, a: a * x, *leaves, 2.0)
+    assert torch.equal(constant, linear_loss(lambda x, _, __, a: a * x, *leaves, a=torch.tensor(2.0))[0])
+    with pytest.raises(ValueError, match=r"advantage \(4,\) must begin with the shape of labels \(4, 10\), or have 1"):
+        linear_loss(losses.ppo_clip, *leaves, old_logprob=old, advantage=advantage[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda *x: losses.cross_entropy(*x[:3], z_loss=-1.0), "z_loss must not be negative, got -1"),
+        (lambda *x: losses.ppo_clip(*x, clip=-0.5), "clip must not be negative, got -0.5"),
+        (lambda *x: losses.grpo(*x, x[0], kl=-0.5), "kl must not be negative, got -0.5"),
+        (lambda *x: losses.cispo(*x, clip_high=torch.ones(1)), "clip_high must be a Python number, got Tensor"),
+        (lambda *_: losses.with_entropy_bonus(losses.dapo, "1"), "coefficient must be .*'1'"),
+        (lambda *x: losses.with_entropy_bonus(losses.dapo, 0.1)(x[0], None, *x[2:]), "0.1 needs the entropy"),
+    ],
+)
+def test_mistakes_of_losses(call: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(*torch.zeros(5, 3))

@@ -42,6 +42,10 @@ def plain(logprobs: torch.Tensor, _entropy: Any, lse: torch.Tensor, *own: torch.
     return lse - sum(own, logprobs)
 
 
+def scaled(logprobs: torch.Tensor, _entropy: Any, _lse: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    return own * logprobs
+
+
 HEAD = {"hidden": GOOD.hidden, "weight": GOOD.weight}
 TEACHER = {"teacher_hidden": torch.ones(6, 4), "teacher_weight": torch.ones(10, 4)}
 ARGUMENTS: dict[str, dict[str, Any]] = {  # by position, in this order; options follow
@@ -148,6 +152,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         (dict(mean_logit=True), r"TypeError: .*mean_logit=True: loss_fn gets .*; linear_logprobs has this option"),
         (dict(candidates=GOOD.labels[:, None]), r"TypeError: .*linear_logprobs has this option"),
         (dict(temprature=1.0), r"TypeError: linear_loss: unknown option temprature .*; known: where, .*chunk_bytes"),
+        (dict(loss_fn=scaled, owned=torch.ones(6)),
+         r"TypeError: .*unknown option owned \(did you mean own\?\); known: where, .*; arguments of loss_fn: own"),
+        (dict(loss_fn=scaled, temperature=0.5),
+         r"TypeError: loss_fn: missing a required argument: 'own'; its own arguments are own"),
+        (dict(loss_fn=lambda x, *_, stats=1: stats * x, stats=True), r"TypeError: stats is an option, and loss_fn has"),
+        (dict(loss_fn=lambda x, *_, own: own * x, own=(), more=torch.ones(5)), r"TypeError: .*unknown option more;"),
         (dict(chunk_bytes=-1), r"ValueError: .*chunk_bytes must be a whole number of bytes, at least 0, got -1"),
         (dict(wgrad="add"), r"""ValueError: .*wgrad must be "return" or "main_grad", got 'add'"""),
         (dict(entropy="none"), r'TypeError: .*entropy must be True, False or "metric", got .none.'),
