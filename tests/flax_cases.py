@@ -11,6 +11,8 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
+from lce_jax import losses
+
 BATCH, SEQUENCE, HIDDEN, VOCAB = 8, 6, 16, 51
 ROWS = 56
 PADDED = {"pad_to_multiple": 8}  # VOCAB to ROWS
@@ -39,6 +41,8 @@ def batch():
     return jax.random.normal(hidden, (*shape, HIDDEN)), jax.random.randint(labels, shape, 0, VOCAB)
 
 
+OLD = -3.0 - jax.random.uniform(jax.random.key(5), (BATCH, SEQUENCE))
+ADVANTAGE = jnp.linspace(-1.0, 1.0, BATCH)[:, None]  # of a sequence
 IDS = jax.random.randint(jax.random.key(4), (BATCH, SEQUENCE, 3), 0, VOCAB).at[..., 1].set(-1)
 
 
@@ -55,21 +59,25 @@ def results(head, hidden, labels, stored=False):
     def of_methods(params, hidden):
         out = head.call(params, "logprobs", hidden, labels, temperature=0.5, candidates=IDS)
         options = {"ignore_index": 3, "z_loss": 1e-3, "label_smoothing": 0.1}
-        return *out[:3], out.candidate_logprobs, head.call(params, "loss", hidden, labels, **options)
+        loss = head.call(params, "loss", hidden, labels, **options)
+        own = {"old_logprob": OLD, "advantage": ADVANTAGE, "where": labels != 3}
+        policy, _ = head.call(params, "linear_loss", losses.ppo_clip, hidden, labels, **own)
+        return *out[:3], out.candidate_logprobs, loss, policy
 
     def of_logits(params, hidden):
         logits = head.call(params, "__call__", hidden)
         log_p = jax.nn.log_softmax(logits / 0.5)
         candidates = jnp.where(IDS < 0, 0.0, jnp.take_along_axis(log_p, jnp.maximum(IDS, 0), axis=-1))
         logprobs, _, lse = from_logits(logits, labels)
-        losses = -0.9 * logprobs + 0.1 * (lse - jnp.mean(logits, axis=-1)) + 1e-3 * lse**2
-        loss = jnp.sum(jnp.where(labels != 3, losses, 0.0)) / jnp.sum(labels != 3)
-        return *from_logits(logits / 0.5, labels), candidates, loss
+        each = -0.9 * logprobs + 0.1 * (lse - jnp.mean(logits, axis=-1)) + 1e-3 * lse**2
+        loss = jnp.sum(jnp.where(labels != 3, each, 0.0)) / jnp.sum(labels != 3)
+        policy = jnp.sum(losses.ppo_clip(logprobs, None, lse, OLD, ADVANTAGE), where=labels != 3)
+        return *from_logits(logits / 0.5, labels), candidates, loss, policy
 
     def total(params, hidden):
         found = (of_logits if stored else of_methods)(params, hidden)
-        logprobs, entropy, lse, candidates, loss = found
-        return jnp.sum(logprobs + 0.3 * entropy + 0.1 * lse) + jnp.sum(candidates) + loss, found
+        logprobs, entropy, lse, candidates, loss, policy = found
+        return jnp.sum(logprobs + 0.3 * entropy + 0.1 * lse) + jnp.sum(candidates) + loss + policy, found
 
     def step(params, hidden):
         logits = head.call(params, "__call__", hidden)

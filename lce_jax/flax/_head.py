@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 import jax
@@ -19,6 +19,7 @@ from lce_jax.ops import _sharded
 from lce_jax.ops._cross_entropy import linear_cross_entropy
 from lce_jax.ops._kl import linear_kl
 from lce_jax.ops._logprobs import linear_logprobs
+from lce_jax.ops._loss import linear_loss
 from lce_jax.ops._topk import linear_topk
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from lce_jax.ops._cross_entropy import Reduction
 
 FUNCTIONS: dict[str, Any] = {
-    function.__name__: function for function in (linear_logprobs, linear_topk, linear_kl, linear_cross_entropy)
+    function.__name__: function
+    for function in (linear_logprobs, linear_topk, linear_kl, linear_cross_entropy, linear_loss)
 }
 SHARDED: dict[str, Any] = {f"sharded_{name}": getattr(_sharded, f"sharded_{name}") for name in FUNCTIONS}
 
@@ -161,11 +163,14 @@ class HeadSettings:
         logits, _ = _logprobs.transform_logits(raw, call, None)
         return logits[..., : self.vocab_size]
 
-    def call(self, function: str, hidden: Any, own: tuple[Any, Any], *arguments: Any, **options: Any) -> Any:
-        """That function of `lce_jax`, or the one over a mesh if the head names an axis; ``own``: weight and bias."""
+    def call(self, function: str, before: tuple[Any, ...], own: tuple[Any, Any], /, *after: Any, **options: Any) -> Any:
+        """That function of `lce_jax`, or the one over a mesh if the head names an axis.
+
+        Its arguments ``before`` the weight and ``after`` it; ``own``: weight and bias.
+        """
         weight, bias = own
         called = SHARDED[f"sharded_{function}"] if self.on_mesh else FUNCTIONS[function]
-        return called(hidden, self.cast(weight), *arguments, bias=bias, **self._own_options(), **options)
+        return called(*before, self.cast(weight), *after, bias=bias, **self._own_options(), **options)
 
     def _own_options(self) -> dict[str, Any]:
         """The options that belong to the head; Python refuses one that a call gives again."""
@@ -210,7 +215,7 @@ class HeadCalls:
                 ``gradient_threshold``, ``vocab_part_size``, ``logit_floor``, ``implementation`` and (inside
                 ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
         """
-        found: LogprobOutput = self.options.call("linear_logprobs", hidden, self.parts(), labels, **options)
+        found: LogprobOutput = self.options.call("linear_logprobs", (hidden,), self.parts(), labels, **options)
         return found
 
     def topk(self, hidden: Float[Array, "*b H"], k: int, **options: Unpack[OptionsOfTopK]) -> TopK:
@@ -222,7 +227,7 @@ class HeadCalls:
             **options: ``where``, ``temperature``, ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as
                 in `lce_jax.linear_topk`.
         """
-        found: TopK = self.options.call("linear_topk", hidden, self.parts(), k, **options)
+        found: TopK = self.options.call("linear_topk", (hidden,), self.parts(), k, **options)
         return found
 
     def kl(
@@ -255,7 +260,7 @@ class HeadCalls:
         values = bias, of_teacher.logit_scale, of_teacher.logit_softcap
         both: dict[str, Any] = {f"teacher_{name}": value for name, value in zip(names, values, strict=True)}
         arguments = teacher_hidden, of_teacher.cast(weight)
-        found: Array = own.call("linear_kl", hidden, self.parts(), *arguments, **both, **options)
+        found: Array = own.call("linear_kl", (hidden,), self.parts(), *arguments, **both, **options)
         return found
 
     def loss(
@@ -269,7 +274,35 @@ class HeadCalls:
             **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer``, ``chunk_bytes``
                 and the options of `logprobs`, as in `lce_jax.linear_cross_entropy`.
         """
-        found: Array = self.options.call("linear_cross_entropy", hidden, self.parts(), labels, **options)
+        found: Array = self.options.call("linear_cross_entropy", (hidden,), self.parts(), labels, **options)
+        return found
+
+    def linear_loss(
+        self,
+        loss_fn: Callable[..., Array],
+        hidden: Float[Array, "*b H"],
+        labels: Int[Array, "*b"],
+        *per_token: object,
+        **options: object,
+    ) -> tuple[Float[Array, ""], LogprobOutput]:
+        """Σ loss_fn(logprob, entropy, lse, …) over the tokens, without storing the logits.
+
+        Args:
+            loss_fn: a loss of one token, such as those of `lce_jax.losses`.
+            hidden: ``[..., H]``.
+            labels: ``[...]`` vocabulary ids.
+            *per_token: the further arguments of ``loss_fn``: give them by name, ``advantage=...``.
+            **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``chunk_bytes``, ``gradient_threshold``,
+                ``logit_floor``, ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as in
+                `lce_jax.linear_loss`; all other names are arguments of ``loss_fn``.
+
+        Returns:
+            The sum, and a `LogprobOutput` for metrics.
+        """
+        given = loss_fn, hidden
+        found: tuple[Array, LogprobOutput] = self.options.call(
+            "linear_loss", given, self.parts(), labels, *per_token, **options
+        )
         return found
 
 

@@ -1,4 +1,4 @@
-"""A language-model head for Flax Linen, over `lce_jax.linear_logprobs` and `lce_jax.linear_cross_entropy`."""
+"""A language-model head for Flax Linen, over the functions of `lce_jax`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class LinenTiedOptions(_head.TiedOptions, total=False):
 
 
 class LMHead(_head.HeadCalls, nn.Module):
-    """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
+    """A language-model head that need not store its logits: ``head.logprobs``, ``loss``, ``linear_loss``, ``topk``.
 
     Holds a parameter ``weight [rows, H]``, or (`tied`) uses an embedding's, and with ``use_bias`` a ``bias [rows]``.
-    Scale, cap, padding and mesh are set here once, so they are the same in sampling, in log-probabilities and in the
-    loss.
+    Scale, cap, bias, padding, dtype and mesh are set here once, so they are the same in sampling, ``head(hidden)``, and
+    in every method.
 
     Attributes:
         embed: an ``nn.Embed`` of the parent whose parameter is the head's weight. None: the head has its own.
@@ -145,7 +145,8 @@ class LMHead(_head.HeadCalls, nn.Module):
         return self.weight, self.bias
 
     # Linen makes a module's methods of what stands in its class.
-    logprobs, topk, kl, loss = _head.HeadCalls.logprobs, _head.HeadCalls.topk, _head.HeadCalls.kl, _head.HeadCalls.loss
+    logprobs, topk, kl = _head.HeadCalls.logprobs, _head.HeadCalls.topk, _head.HeadCalls.kl
+    loss, linear_loss = _head.HeadCalls.loss, _head.HeadCalls.linear_loss
 
 
 def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any, dims: int = 2) -> Any:

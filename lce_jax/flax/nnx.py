@@ -1,4 +1,4 @@
-"""A language-model head for Flax NNX, over `lce_jax.linear_logprobs` and `lce_jax.linear_cross_entropy`."""
+"""A language-model head for Flax NNX, over the functions of `lce_jax`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class LMHead(_head.HeadCalls, nnx.Module):
-    """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
+    """A language-model head that need not store its logits: ``head.logprobs``, ``loss``, ``linear_loss``, ``topk``.
 
     Holds a parameter ``weight [rows, H]``, its own or (`tied`) an embedding's, and with ``use_bias`` a ``bias [rows]``.
-    Scale, cap, padding and mesh are set here once, so they are the same in sampling, in log-probabilities and in the
-    loss.
+    Scale, cap, bias, padding, dtype and mesh are set here once, so they are the same in sampling, ``head(hidden)``, and
+    in every method.
 
     Args:
         hidden_size: H.
@@ -36,17 +36,17 @@ class LMHead(_head.HeadCalls, nnx.Module):
             before the scale (GPT-J, Phi). The kernels for Hopper GPUs do not serve it.
         logit_scale: multiplies the float32 logits (Cohere, MuP).
         logit_softcap: ``c`` in ``c·tanh(logits / c)`` (Gemma 2: 30). None: no cap.
-        dtype: of the matrix products; each call casts the weight and the hidden states to it. None: that of the
-            weight.
+        dtype: of the matrix products; each call casts the weight and the hidden states to it. With bfloat16 the
+            kernels for Hopper GPUs serve float32 parameters. None: that of the weight.
         param_dtype: the dtype of the head's own weight and of the bias.
         weight_init: initializer of the head's own weight.
         precision: of the matrix products with float32 operands.
         mesh: the mesh of the axes below. None: that of ``jax.set_mesh``, at construction and in each call.
         vocab_axis: the mesh axis (or axes) that splits the vocabulary. The head's own weight is created split over it,
             or as ``weight_init`` says itself (``nnx.with_partitioning(initializer, ("tensor", "fsdp"))``). With this
-            or one of the next two, ``logprobs`` and ``loss`` are `lce_jax.sharded_linear_logprobs` and
-            `lce_jax.sharded_linear_cross_entropy`. Without them they are `lce_jax.linear_logprobs` and
-            `lce_jax.linear_cross_entropy`, for one device or inside ``jax.shard_map``.
+            or one of the next two, every method is the function over a mesh, such as
+            `lce_jax.sharded_linear_logprobs`. Without them it is `lce_jax.linear_logprobs`, for one device, under
+            ``jit`` on a mesh, or inside ``jax.shard_map``.
         batch_axes: the mesh axis (or axes) that splits the first dimension of the hidden states.
         sequence_axis: the mesh axis (or axes) that splits their sequence; it may be ``vocab_axis``, or end with it.
         rngs: for the head's own weight.
@@ -63,6 +63,9 @@ class LMHead(_head.HeadCalls, nnx.Module):
         (2, 5, 1000)
         >>> head.logprobs(hidden, labels).entropy.shape
         (2, 5)
+        >>> from lce_jax import losses
+        >>> own = {"old_logprob": jnp.full((2, 5), -7.0), "advantage": jnp.array([[1.0], [-1.0]])}
+        >>> total, out = head.linear_loss(losses.ppo_clip, hidden, labels, **own)
         >>> loss, grads = nnx.value_and_grad(lambda head: head.loss(hidden, labels, z_loss=1e-4))(head)
         >>> grads["weight"].shape
         (1024, 16)

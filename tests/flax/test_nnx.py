@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from examples import lora_head
-from lce_jax import linear_cross_entropy
+from lce_jax import UnsupportedError, linear_cross_entropy, losses
 from lce_jax.flax.nnx import LMHead
 from tests.flax_cases import (
     BATCH,
@@ -91,6 +91,7 @@ def test_an_adapter_on_the_head_is_refused():
     head.weight_lora_a, head.weight_lora_b = nnx.LoRAParam(a), nnx.LoRAParam(b)
     for call in (
         lambda: head.loss(hidden, labels),
+        lambda: head.linear_loss(losses.cross_entropy, hidden, labels),
         lambda: head.logprobs(hidden, labels),
         lambda: head.topk(hidden, 3),
         lambda: head.kl(hidden, plain, hidden),
@@ -123,6 +124,32 @@ def test_parameter_dtype_and_product_dtype_are_apart():
     grads = nnx.grad(lambda head: head.loss(*batch()))(head)
     assert grads["weight"].dtype == jnp.float32
     assert make_head(param_dtype=jnp.bfloat16).weight.dtype == jnp.bfloat16
+
+
+@pytest.mark.usefixtures("hopper")
+def test_kernels_serve_a_bfloat16_head_with_float32_parameters():
+    """Every method that has kernels, and the gradient is the parameter's."""
+    hidden, labels = jnp.zeros((4, 32, 128)), jnp.zeros((4, 32), jnp.int32)
+    own = {"old_logprob": jnp.zeros((4, 32)), "advantage": jnp.zeros((4, 1))}
+
+    kernels = {"implementation": "mosaic_gpu"}
+    calls = (
+        lambda head: jnp.sum(head.logprobs(hidden, labels, **kernels).logprobs),
+        lambda head: head.loss(hidden, labels, **kernels),
+        lambda head: head.linear_loss(losses.ppo_clip, hidden, labels, **own, **kernels)[0],
+        lambda head: jnp.sum(head.kl(hidden, head, hidden)),
+    )
+
+    def gradient(call, **options):
+        graph, state = nnx.split(LMHead(128, 1024, rngs=nnx.Rngs(0), **options))
+        return jax.make_jaxpr(jax.grad(lambda state: call(nnx.merge(graph, state))))(state)
+
+    for call in calls:
+        found = gradient(call, dtype=jnp.bfloat16)
+        assert [x.dtype for x in found.out_avals] == [jnp.float32]
+        assert "mosaic_gpu" in str(found)
+    with pytest.raises(UnsupportedError, match="float32"):  # products
+        gradient(calls[0])
 
 
 def test_tied_weight_is_one_parameter():

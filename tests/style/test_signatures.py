@@ -17,7 +17,7 @@ from lce_jax import losses
 from lce_jax.flax import linen, nnx
 
 MODULES = (lce_jax, losses, lce_torch_bridge, lce_torch_bridge.megatron, lce_torch_bridge.verl)
-METHODS = ("__init__", "tied", "__call__", "logprobs", "topk", "kl", "loss")
+METHODS = ("__init__", "tied", "__call__", "logprobs", "topk", "kl", "loss", "linear_loss")
 PUBLIC = [
     *(value for module in MODULES for name in module.__all__ if inspect.isfunction(value := getattr(module, name))),
     *(inspect.unwrap(getattr(kind, name)) for kind in (nnx.LMHead, linen.LMHead) for name in METHODS),
