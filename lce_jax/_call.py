@@ -342,6 +342,8 @@ def describe(given: Given) -> Given:
         _checks.array("hidden", hidden)
         labels = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
     _checks.operands(hidden, weight, labels, where, given.bias, call)
+    if given.ignore_index is not None:
+        where = _kept(int32_labels(labels), where, given.ignore_index)
     if given.candidates is not None:
         scalars.candidate_shape("candidates", given.candidates.shape, labels.shape, "labels")
     dtype, of_hidden = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
@@ -354,7 +356,13 @@ def describe(given: Given) -> Given:
         partial_rows=where is not None,
         device=_dispatch.current_device(weight, hidden, labels, where),
     )
-    return given._replace(call=call)
+    return given._replace(call=call, where=where, ignore_index=None)
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _kept(labels: Array, where: Array | None, ignore_index: int) -> Array:
+    kept = labels != ignore_index
+    return kept if where is None else kept & where
 
 
 def check_values(given: Given) -> None:

@@ -218,6 +218,7 @@ class Given(NamedTuple):
     bias: Any
     candidates: Any
     logit_floor: Any
+    ignore_index: Any  # until `lce_jax._call.describe` leaves its rows out
 
     def with_chunks(self, chunk_bytes: int | None) -> Given:
         """With `Call.chunk_bytes`."""
@@ -238,6 +239,7 @@ def of_call(
     weight: Any = None,
     labels: Any = None,
     where: Any = None,
+    ignore_index: Any = None,
     mean_logit: bool = False,
     function: str = "linear_logprobs",
     top_k: Any = None,
@@ -270,7 +272,8 @@ def of_call(
     if call.has_floor:
         scalars.alone_with_floor(call.num_candidates, mean_logit)
     factors: tuple[Any, Any] = (scale, softcap) if traced else (None, None)
-    others = of["bias"], of["candidates"], of["logit_floor"]
+    ignored = None if ignore_index is None else scalars.integer("ignore_index", ignore_index)
+    others = of["bias"], of["candidates"], of["logit_floor"], ignored
     return Given(call, hidden, weight, labels, where, of["temperature"], *factors, *others)
 
 

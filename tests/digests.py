@@ -113,7 +113,7 @@ def in_jax() -> Iterator[tuple[str, Any]]:
         yield f"linear_logits, {dtype}", jax.jit(logits)(h, w)
         yield (
             f"masked_logprobs, {dtype}",
-            lce_jax.masked_logprobs(lce_jax.linear_logits(h, w, IDS), IDS, IDS[:, 0])[IDS[:, 0] >= 0],
+            lce_jax.masked_logprobs(lce_jax.linear_logits(h, w, IDS), IDS, IDS[:, 0]).logprobs[IDS[:, 0] >= 0],
         )
 
 

@@ -78,6 +78,7 @@ class OptionsOfLogprobs(SharedOptions, total=False):
     entropy: bool
     stats: bool
     candidates: Int[Array, "*b K"] | None
+    ignore_index: int | None
 
 
 class OptionsOfLoss(SharedOptions, total=False):
@@ -212,8 +213,8 @@ class HeadCalls:
             hidden: ``[..., H]``.
             labels: ``[...]`` vocabulary ids.
             **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``candidates``, ``cache_bytes``,
-                ``gradient_threshold``, ``vocab_part_size``, ``logit_floor``, ``implementation`` and (inside
-                ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
+                ``gradient_threshold``, ``vocab_part_size``, ``logit_floor``, ``ignore_index``, ``implementation`` and
+                (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
         """
         found: LogprobOutput = self.options.call("linear_logprobs", (hidden,), self.parts(), labels, **options)
         return found

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax import _call, _checks, _options, scalars
+from lce_jax import _call, _checks, _options
 from lce_jax._call import Place
 from lce_jax._options import LogprobOptions
 from lce_jax._types import Call, Results, is_array
@@ -128,17 +128,18 @@ def of_call(
 ) -> Array:
     """The loss of a call, over the mesh at ``place`` if it is sharded by name."""
     label_smoothing, z_loss, normalizer = _options.of_loss(reduction, label_smoothing, z_loss, normalizer)
-    where = _counting_rows(labels, where, ignore_index)
     told, smooths = _options.loss_call(options), label_smoothing > 0
-    given = _options.of_call(told, hidden, weight, labels, where, mean_logit=smooths, function="linear_cross_entropy")
+    given = _options.of_call(
+        told, hidden, weight, labels, where, ignore_index, mean_logit=smooths, function="linear_cross_entropy",
+    )  # fmt: skip
     if place is not None:
         _options.no_axis_name(given.call)
+    given = _call.describe(given.with_chunks(_token_chunks.chunk_bytes_of_loss(chunk_bytes, reduction, options)))
     divisor = None if normalizer is None else _call.on_device(normalizer, labels)
     traced = None if isinstance(z_loss, float) else _call.on_device(z_loss, labels)
-    (labels, where), (traced, divisor), agree = _agreed(labels, where, (traced, divisor), given.call.axis_name)
+    (labels, where), (traced, divisor), agree = _agreed(labels, given.where, (traced, divisor), given.call.axis_name)
     given = given._replace(labels=labels, where=where)
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
-    given = _call.describe(given.with_chunks(_token_chunks.chunk_bytes_of_loss(chunk_bytes, reduction, options)))
     if left_to_the_backward(reduction, options, given.call) is not None:
         out = results(given, place)
         return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
@@ -155,9 +156,6 @@ def _agreed(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any,
     if axis_name is None:
         return (labels, where), numbers, None
     _checks.axis_size(axis_name)
-    _checks.label_array(labels)
-    if where is not None:
-        _checks.where_array(where, labels.shape)
     rows, agree = _collectives.same_on_all_shards((labels, where), labels.ndim, axis_name)
     numbers, also = _collectives.same_on_all_shards(numbers, 0, axis_name)
     return rows, numbers, _collectives.both(_collectives.where_it_counts(agree, rows[1]), also)
@@ -257,18 +255,3 @@ def _divisor(where: Array | None, normalizer: Array | None, num_tokens: int, dty
     if where is None:
         return max(num_tokens, 1)
     return jnp.maximum(jnp.sum(where, dtype=dtype), 1)
-
-
-def _counting_rows(labels: Array, where: Array | None, ignore_index: int | None) -> Array | None:
-    if ignore_index is None:
-        return where
-    if where is not None:
-        _checks.label_array(labels)
-        _checks.where_array(where, labels.shape)
-    return _kept(_call.int32_labels(labels), where, scalars.integer("ignore_index", ignore_index))
-
-
-@functools.partial(jax.jit, static_argnums=2, inline=True)
-def _kept(labels: Array, where: Array | None, ignore_index: int) -> Array:
-    kept = labels != ignore_index
-    return kept if where is None else kept & where

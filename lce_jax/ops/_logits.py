@@ -12,6 +12,7 @@ from jax import lax
 from lce_jax import _call, _checks, _options, _runner, scalars
 from lce_jax._call import Place
 from lce_jax._options import Given, LogprobOptions
+from lce_jax._types import LogprobOutput
 from lce_jax.mesh import _collectives
 from lce_jax.programs._logits import LOGITS
 
@@ -19,12 +20,11 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
 
 
-def masked_logprobs(
-    logits: Float[Array, "*b K"], ids: Int[Array, "*b K"], labels: Int[Array, "*b"]
-) -> Float[Array, "*b"]:
-    """Log-probability of the label in a softmax over a set of ids: what top-k, top-p or min-p sampling left.
+def masked_logprobs(logits: Float[Array, "*b K"], ids: Int[Array, "*b K"], labels: Int[Array, "*b"]) -> LogprobOutput:
+    """Log-probability and entropy of a softmax over a set of ids: what top-k, top-p or min-p sampling left.
 
-    ``logprob = z[label] - ln Σ_{k: ids[k] ≥ 0} exp(z[k])``, with the z of `linear_logits`.
+    ``logprobs = z[label] - lse`` with ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])`` and the z of `linear_logits`, and the
+    entropy ``-Σ p ln p`` over the set. Differentiable in ``logits``.
 
     Args:
         logits: ``[..., K]``, those of `linear_logits` at ``ids``.
@@ -33,9 +33,10 @@ def masked_logprobs(
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split.
 
     Returns:
-        ``[...]`` in the dtype of the logits. -inf, without a gradient, where the label is not in the set: sampling
-        could not have drawn it. 0, without a gradient, where the set has no id or the label is negative, as in a
-        prompt: `linear_logprobs` gives 0 for such a label too.
+        A `LogprobOutput` with ``logprobs``, ``entropy`` and ``lse``, ``[...]`` in the dtype of the logits. A logprob
+        is -inf, without a gradient, where the label is not in the set: sampling could not have drawn it. It is 0,
+        without a gradient, where the label is negative, as in a prompt: `linear_logprobs` gives 0 for such a label too.
+        All are 0 where the set has no id.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, with the offending values.
@@ -45,8 +46,10 @@ def masked_logprobs(
         >>> from lce_jax import masked_logprobs
         >>> ids = jnp.array([[3, 5, -1], [3, 5, 8]])
         >>> out = masked_logprobs(jnp.zeros((2, 3)), ids, jnp.array([5, 6]))
-        >>> [round(float(x), 3) for x in out]               # -ln 2, and a label outside the set
+        >>> [round(float(x), 3) for x in out.logprobs]      # -ln 2, and a label outside the set
         [-0.693, -inf]
+        >>> [round(float(x), 3) for x in out.entropy]       # ln 2, ln 3
+        [0.693, 1.099]
     """
     _checks.array("logits", logits)
     _checks.label_array(ids, "ids")
@@ -62,19 +65,22 @@ def masked_logprobs(
 
 
 @functools.partial(jax.jit, inline=True)
-def _masked(logits: Array, ids: Array, labels: Array) -> Array:
+def _masked(logits: Array, ids: Array, labels: Array) -> LogprobOutput:
     """Jitted: outside ``jit`` each number in an expression is a transfer."""
     logits = lax.optimization_barrier(logits)  # else a compiler may fuse what makes them with u, which may be above 0
     in_set = ids >= 0
+    some = jnp.any(in_set, axis=-1)
     is_label = in_set & (ids == labels[..., None])
     highest = lax.stop_gradient(jnp.max(jnp.where(in_set, logits, -jnp.inf), axis=-1, keepdims=True))
     highest = jnp.where(highest == -jnp.inf, 0.0, highest)
     u = jnp.where(in_set, logits - highest, 0.0)
-    total = jnp.sum(jnp.where(in_set, jnp.exp(u), 0.0), axis=-1)
-    found = jnp.any(is_label, axis=-1)
+    e = jnp.where(in_set, jnp.exp(u), 0.0)
+    total = jnp.where(some, jnp.sum(e, axis=-1), 1.0)
     at_label = jnp.sum(jnp.where(is_label, u, 0.0), axis=-1)
-    no_draw = jnp.where((labels < 0) | ~jnp.any(in_set, axis=-1), 0.0, -jnp.inf).astype(logits.dtype)
-    return jnp.where(found, at_label - jnp.log(jnp.where(found, total, 1.0)), no_draw)
+    no_draw = jnp.where((labels < 0) | ~some, 0.0, -jnp.inf).astype(logits.dtype)
+    logprobs = jnp.where(jnp.any(is_label, axis=-1), at_label - jnp.log(total), no_draw)
+    entropy = jnp.log(total) - jnp.sum(e * jnp.where(e > 0, u, 0.0), axis=-1) / total
+    return LogprobOutput(logprobs, entropy, jnp.where(some, highest[..., 0], 0.0) + jnp.log(total))
 
 
 __all__ = ["linear_logits"]

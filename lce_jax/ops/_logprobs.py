@@ -24,6 +24,7 @@ def linear_logprobs(
     labels: Int[Array, "*b"],
     *,
     where: Bool[Array, "*b"] | None = None,
+    ignore_index: int | None = None,
     temperature: float | Float[Array, "..."] = 1.0,
     logit_softcap: float | Float[Array, ""] | None = None,
     logit_scale: float | Float[Array, ""] = 1.0,
@@ -48,17 +49,19 @@ def linear_logprobs(
     all in nats; with ``candidates``, also ``candidate_logprobs = z[candidates] - lse``. Differentiable, once, in
     ``hidden``, ``weight`` and ``bias`` through all four.
 
-    No label is ignored here: ``where=labels != -100`` leaves out rows with PyTorch's label for that.
+    No label is ignored unless ``ignore_index`` says so: -100 is PyTorch's.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
             float64. Cast to the weight's dtype for the matrix products.
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
-            ignores it (``ignore_index``).
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless it is
+            ignored (``ignore_index``).
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
+        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
+            vocabulary has logprob 0.
         temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one
             value per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is
             refused where it is known; in a traced array its row returns NaN and has no gradient, and the other rows
@@ -174,7 +177,7 @@ def linear_logprobs(
         "vocab_part_size": vocab_part_size,
         "logit_floor": logit_floor,
     }
-    return results(_call.describe(_options.of_call(options, hidden, weight, labels, where))).public
+    return results(_call.describe(_options.of_call(options, hidden, weight, labels, where, ignore_index))).public
 
 
 def results(given: Given, place: Place | None = None) -> Results:

@@ -29,6 +29,7 @@ def linear_loss(
     labels: Int[Array, "*b"],
     *per_token: object,
     where: Bool[Array, "*b"] | None = None,
+    ignore_index: int | None = None,
     chunk_bytes: int | None = None,
     **options: object,
 ) -> tuple[Float[Array, ""], LogprobOutput]:
@@ -43,7 +44,7 @@ def linear_loss(
         loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)`` of one token: scalars, ``entropy`` None with
             ``entropy=False``, and the token's slice of each further argument. Any JAX function that returns one
             floating-point scalar. It may close over arrays; traced ones have gradients too.
-        hidden, weight, labels, where: as in `linear_logprobs`.
+        hidden, weight, labels, where, ignore_index: as in `linear_logprobs`.
         per_token: the further arguments of ``loss_fn``. Give them by name, ``advantage=...``: then none is taken for
             another, and a name that ``loss_fn`` does not have, or that is missing, is refused. Each is an array, or a
             tree of them, whose shape begins with that of labels, with 1 in place of a size where all are the same
@@ -106,7 +107,9 @@ def linear_loss(
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), which computes the gradients of
         the cross entropy in the forward.
     """
-    return of_call(linear_loss, None, loss_fn, hidden, weight, labels, where, chunk_bytes, per_token, options)
+    return of_call(
+        linear_loss, None, loss_fn, hidden, weight, labels, where, ignore_index, chunk_bytes, per_token, options
+    )
 
 
 def of_call(
@@ -117,6 +120,7 @@ def of_call(
     weight: Any,
     labels: Any,
     where: Any,
+    ignore_index: int | None,
     chunk_bytes: int | None,
     per_token: tuple[object, ...],
     options: Mapping[str, Any],
@@ -125,7 +129,7 @@ def of_call(
     known = _options.names_of(function.__name__)
     named, told = scalars.arguments_of_loss(loss_fn, per_token, options, known)
     _options.check_names(function, told, loss_fn)
-    given = _options.of_call(told, hidden, weight, labels, where, function="linear_loss")
+    given = _options.of_call(told, hidden, weight, labels, where, ignore_index, function="linear_loss")
     given = given.with_chunks(_token_chunks.chunk_bytes(chunk_bytes, told))
     return sum_of_losses(loss_fn, given, (per_token, named), place)
 

@@ -32,6 +32,7 @@ def sharded_linear_logprobs(
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
     where: Bool[Array, "*b"] | None = None,
+    ignore_index: int | None = None,
     **options: Unpack[LogprobOptions],
 ) -> LogprobOutput:
     """`linear_logprobs` over a mesh: the vocabulary split over one axis, the tokens over others.
@@ -74,7 +75,7 @@ def sharded_linear_logprobs(
     """
     _options.check_names(sharded_linear_logprobs, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    given = _call.describe(_options.of_call(options, hidden, weight, labels, where))
+    given = _call.describe(_options.of_call(options, hidden, weight, labels, where, ignore_index))
     return _logprobs.results(given, place).public
 
 
@@ -134,6 +135,7 @@ def sharded_linear_loss(
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
     where: Bool[Array, "*b"] | None = None,
+    ignore_index: int | None = None,
     chunk_bytes: int | None = None,
     **options: object,
 ) -> tuple[Float[Array, ""], LogprobOutput]:
@@ -160,8 +162,9 @@ def sharded_linear_loss(
     """
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
     return _loss.of_call(
-        sharded_linear_loss, place, loss_fn, hidden, weight, labels, where, chunk_bytes, per_token, options
-    )
+        sharded_linear_loss, place, loss_fn, hidden, weight, labels, where, ignore_index, chunk_bytes, per_token,
+        options,
+    )  # fmt: skip
 
 
 def sharded_linear_kl(

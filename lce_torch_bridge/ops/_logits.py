@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lce_torch_bridge._types import Wgrad
+from lce_torch_bridge._types import LogprobOutput, Wgrad
 from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.call._arguments import Options
 from lce_torch_bridge.operators import _operators
@@ -109,11 +109,11 @@ def linear_logits(
     return _arguments.placed(found["logits"], rows, given.labels)
 
 
-def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probability of the label in a softmax over a set of ids: what top-k, top-p or min-p sampling left.
+def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> LogprobOutput:
+    """Log-probability and entropy of a softmax over a set of ids: what top-k, top-p or min-p sampling left.
 
-    ``logprob = z[label] - ln Σ_{k: ids[k] ≥ 0} exp(z[k])``, with the z of `linear_logits`. Plain PyTorch, which
-    differentiates it in ``logits`` any number of times.
+    ``logprobs = z[label] - lse`` with ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])`` and the z of `linear_logits`, and the
+    entropy ``-Σ p ln p`` over the set. Plain PyTorch, which differentiates them in ``logits`` any number of times.
 
     Args:
         logits: ``[..., K]``, those of `linear_logits` at ``ids``.
@@ -122,9 +122,10 @@ def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tenso
         labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
 
     Returns:
-        ``[...]`` in the dtype of the logits. -inf, without a gradient, where the label is not in the set: sampling
-        could not have drawn it. 0, without a gradient, where the set has no id or the label is negative, as in a
-        prompt: `linear_logprobs` gives 0 for such a label too.
+        A `LogprobOutput` with ``logprobs``, ``entropy`` and ``lse``, ``[...]`` in the dtype of the logits. A logprob
+        is -inf, without a gradient, where the label is not in the set: sampling could not have drawn it. It is 0,
+        without a gradient, where the label is negative, as in a prompt: `linear_logprobs` gives 0 for such a label too.
+        All are 0 where the set has no id.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, with the offending values.
@@ -134,8 +135,10 @@ def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tenso
         >>> from lce_torch_bridge import masked_logprobs
         >>> ids = torch.tensor([[3, 5, -1], [3, 5, 8]])
         >>> out = masked_logprobs(torch.zeros(2, 3), ids, torch.tensor([5, 6]))
-        >>> [round(x, 3) for x in out.tolist()]               # -ln 2, and a label outside the set
+        >>> [round(x, 3) for x in out.logprobs.tolist()]      # -ln 2, and a label outside the set
         [-0.693, -inf]
+        >>> [round(x, 3) for x in out.entropy.tolist()]       # ln 2, ln 3
+        [0.693, 1.099]
     """
     _checks.tensor("logits", logits)
     _checks.integers("labels", labels)
@@ -148,8 +151,10 @@ def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tenso
     ids, labels = ids.long(), labels.long()  # torch compares only some of the unsigned types
     in_set = ids >= 0
     is_label = in_set & (ids == labels.unsqueeze(-1))
-    found = is_label.any(-1)
-    # Where the label is not in the set, the softmax is that of zeros: NaN cannot reach the gradient.
-    z = logits.masked_fill(~in_set, -torch.inf).where(found.unsqueeze(-1), 0.0)
-    logprobs = z.log_softmax(-1).where(is_label, 0.0).sum(-1)
-    return logprobs.masked_fill(~found & in_set.any(-1) & (labels >= 0), -torch.inf)
+    found, some = is_label.any(-1), in_set.any(-1)
+    # Where the set has no id, the softmax is that of zeros: NaN cannot reach the gradient.
+    z = logits.masked_fill(~in_set, -torch.inf).where(some.unsqueeze(-1), 0.0)
+    log_p = z.log_softmax(-1)
+    logprobs = log_p.where(is_label, 0.0).sum(-1).masked_fill(~found & some & (labels >= 0), -torch.inf)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
+    return LogprobOutput(logprobs, entropy.where(some, 0.0), z.logsumexp(-1).where(some, 0.0))

@@ -202,6 +202,10 @@ def test_options_of_other_functions(name: str, option: str) -> None:
 
 
 type Mistakes = list[tuple[dict[str, Any], type[Exception], str]]
+IGNORED: Mistakes = [
+    (dict(ignore_index=-100.0), TypeError, "ignore_index must be a Python integer, got -100.0"),
+    (dict(ignore_index=2**40), ValueError, "ignore_index must lie .* got 1099511627776"),
+]
 OF_LOSSES: Mistakes = [
     (dict(reduction="batchmean"), ValueError, "reduction must be .* got 'batchmean'"),
     (dict(label_smoothing=1.0), ValueError, r"label_smoothing must lie in \[0, 1\), got 1.0"),
@@ -218,13 +222,13 @@ OF_LOSSES: Mistakes = [
     (dict(normalizer=jnp.float32(-2)), ValueError, "normalizer must not be .* got -2.0"),
     (dict(normalizer=np.array(-2)), ValueError, "normalizer must not be negative, got -2.0"),
     (dict(normalizer=ONES((4,))), ValueError, r"normalizer must be .* got shape \(4,\)"),
-    (dict(ignore_index=-100.0), TypeError, "ignore_index must be a Python integer, got -100.0"),
-    (dict(ignore_index=2**40), ValueError, "ignore_index must lie .* got 1099511627776"),
+    *IGNORED,
     (dict(entropy=True), ValueError, "entropy=True, but a loss has no such output: linear_logprobs"),
     (dict(stats=True), ValueError, "stats=True, but a loss has no such output: linear_logprobs"),
     (dict(candidates=IDS), ValueError, "candidates, but a loss has no such output"),
 ]  # fmt: skip
 OF_ROW_LOSSES: Mistakes = [
+    *IGNORED,
     (dict(chunk_byte=3), TypeError, r"unknown option chunk_byte \(did you mean chunk_bytes\?\)"),
     (dict(cache_bytes=3), ValueError, "cache_bytes=3: linear_loss keeps nothing"),
     (dict(vocab_part_size=8), ValueError, r"vocab_part_size=8: linear_loss .* Call linear_logprobs"),
@@ -318,7 +322,11 @@ SHARED = set(LogprobOptions.__annotations__)
     ("function", "known", "unknown"),
     [
         (linear_cross_entropy, OF_A_LOSS | SHARED - OF_LOGPROBS, OF_A_MESH | OF_LOGPROBS),
-        (sharded_linear_logprobs, {"where"} | OF_A_MESH | SHARED - {"axis_name"}, {"label_smoothing", "axis_name"}),
+        (
+            sharded_linear_logprobs,
+            {"where", "ignore_index"} | OF_A_MESH | SHARED - {"axis_name"},
+            {"label_smoothing", "axis_name"},
+        ),
         (
             sharded_linear_cross_entropy,
             OF_A_LOSS | OF_A_MESH | SHARED - {"axis_name"} - OF_LOGPROBS,

@@ -139,8 +139,9 @@ def test_nothing_is_promoted_or_transferred(dtype: str) -> None:
             floors.of_smallest(top.lse, "bfloat16"),
         ]  # fmt: skip
         of_numpy = [floors.top_k(numbers), floors.min_p(numbers.lse, 0.3), floors.of_smallest(numbers.lse, "bfloat16")]
-        replayed = masked_logprobs(top.logprobs, ids, labels)
-        replayed_numpy = masked_logprobs(numbers.logprobs, np.asarray(ids, np.int64), np.asarray(labels, np.uint8))
+        replayed = masked_logprobs(top.logprobs, ids, labels).logprobs
+        of_numpy_ids = np.asarray(ids, np.int64), np.asarray(labels, np.uint8)
+        replayed_numpy = masked_logprobs(numbers.logprobs, *of_numpy_ids).logprobs
     assert all(x.shape == (2, 3) and x.dtype == jnp.float32 for x in found)
     assert replayed.dtype == dtype
     assert np.array_equal(replayed, replayed_numpy)

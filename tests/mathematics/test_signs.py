@@ -26,7 +26,7 @@ def of_candidates(hidden: Any, weight: Any, ids: Any, **options: Any) -> list[An
 
 
 def of_masked(hidden: Any, weight: Any, ids: Any, **options: Any) -> list[Any]:
-    return [masked_logprobs(linear_logits(hidden, weight, ids, **options), ids, ids[..., 0])]
+    return [masked_logprobs(linear_logits(hidden, weight, ids, **options), ids, ids[..., 0]).logprobs]
 
 
 FUNCTIONS = {"top-k": of_topk, "candidates": of_candidates, "masked": of_masked}

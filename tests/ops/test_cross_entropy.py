@@ -12,7 +12,14 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import linear_cross_entropy, sharded_linear_cross_entropy
+from lce_jax import (
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_loss,
+    sharded_linear_cross_entropy,
+    sharded_linear_logprobs,
+    sharded_linear_loss,
+)
 from tests import cases, oracle
 from tests.pairs import combined
 
@@ -56,6 +63,42 @@ def test_matches_the_definition(reduction: str, label_smoothing: float, z_loss: 
     (value, got), (true, want) = both(ours), both(theirs)
     assert oracle.value_error(value, true) < 2e-6
     assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("place", ["one device", "sharded", "inside shard_map"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_ignored_labels_of_log_probabilities(place: str, masked: bool) -> None:
+    """As with ``where=labels != ignore_index``, to the bit; also of NumPy's labels, which do not hold -100."""
+    hidden, weight, labels, *_ = cases.draw(TEST)
+    ignored, mesh = 7, jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    labels = np.asarray(labels.at[::2, 1].set(ignored), np.uint8)
+    live = jnp.asarray(np.random.default_rng(0).random(labels.shape) < 0.6) if masked else None
+    kept = jnp.asarray(labels != ignored) if live is None else jnp.asarray(labels != ignored) & live
+    named = {"mesh": mesh, "batch_axes": "data"}
+
+    def both(hidden, weight, labels, **options):
+        if place == "sharded":
+            total, _ = sharded_linear_loss(negative, hidden, weight, labels, **options, **named)
+            return sharded_linear_logprobs(hidden, weight, labels, **options, **named).logprobs, total
+        options |= {"axis_name": "tensor"} if place == "inside shard_map" else {}
+        total, _ = linear_loss(negative, hidden, weight, labels, **options)
+        return linear_logprobs(hidden, weight, labels, **options).logprobs, total
+
+    def negative(logprob, *_):
+        return -logprob
+
+    def run(**options):
+        call = functools.partial(both, **options)
+        if place == "inside shard_map":
+            call = jax.shard_map(call, mesh=mesh, in_specs=(P(), P("tensor"), P()), out_specs=(P(), P()))
+        return call(hidden, weight, labels)
+
+    got = run(ignore_index=ignored, where=live)
+    for x, y in zip(got, run(where=kept), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert jnp.all((got[0] == 0) == ~kept)
+    for x, y in zip(run(ignore_index=-100, where=live), run(where=live), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_smoothing_with_temperature_scale_and_padding() -> None:

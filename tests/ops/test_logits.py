@@ -235,20 +235,27 @@ def test_sampling_mask_of_skyrl() -> None:
     def stored(hidden, weight):
         z = jnp.matmul(hidden, weight.T, precision="highest") / 0.7
         z = jnp.where(in_set | ~found[..., None], z, -jnp.inf)
-        picked = jnp.take_along_axis(jax.nn.log_softmax(z), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
-        return jnp.sum(jnp.where(found, picked, 0.0)), jnp.where(found, picked, -jnp.inf)
+        log_p = jax.nn.log_softmax(z)
+        picked = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+        some = jnp.any(ids >= 0, axis=-1)
+        entropy = jnp.where(some, -jnp.sum(jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * log_p, 0.0), -1), 0.0)
+        of_set = entropy, jnp.where(some, jax.nn.logsumexp(z, axis=-1), 0.0)
+        total = jnp.sum(jnp.where(found, picked, 0.0)) + sum(map(jnp.sum, of_set))
+        return total, (jnp.where(found, picked, -jnp.inf), *of_set)
 
     def ours(hidden, weight):
         out = masked_logprobs(linear_logits(hidden, weight, ids, temperature=0.7), ids, labels)
-        return jnp.sum(out.at[0, 5].set(0.0)), out
+        total = jnp.sum(out.logprobs.at[0, 5].set(0.0)) + jnp.sum(out.entropy) + jnp.sum(out.lse)
+        return total, out[:3]
 
     got, want = (jax.jit(jax.grad(f, argnums=(0, 1), has_aux=True))(hidden, weight) for f in (ours, stored))
     assert 0 < np.asarray(found).sum() < found.size
-    kept, values = np.asarray(found), np.asarray(got[1])
+    kept, values = np.asarray(found), np.asarray(got[1][0])
     assert values[0, 5] == -np.inf
     assert values[0, 0] == values[1, 2] == values[1, 11] == 0  # the last one has neither ids nor a label
     assert np.sum(~kept) == 4
-    assert oracle.value_error(np.asarray(got[1])[kept], np.asarray(want[1])[kept]) < 2e-6
+    assert oracle.value_error(values[kept], np.asarray(want[1][0])[kept]) < 2e-6
+    assert all(oracle.value_error(a, b) < 2e-6 for a, b in zip(got[1][1:], want[1][1:], strict=True))
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[0], want[0], strict=True))
 
 

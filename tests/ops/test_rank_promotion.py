@@ -43,7 +43,7 @@ def of_loss(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options
 
 def of_logits(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options: Any) -> Any:
     z = lce_jax.linear_logits(hidden, weight, candidates, **options)
-    masked = lce_jax.masked_logprobs(z, candidates, labels)
+    masked = lce_jax.masked_logprobs(z, candidates, labels).logprobs
     return jnp.sum(z) + jnp.sum(jnp.where(jnp.isfinite(masked), masked, 0.0))
 
 

@@ -286,7 +286,7 @@ def chosen_on_one_rank(group: dist.ProcessGroup) -> None:
 
     def of_set(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **told: Any) -> torch.Tensor:
         own = ids.where((ids >= 0) & (ids < 1024), -1)
-        return masked_logprobs(linear_logits(hidden, weight, own, **told), own, labels)
+        return masked_logprobs(linear_logits(hidden, weight, own, **told), own, labels).logprobs
 
     def of_candidates(*operands: torch.Tensor, **told: Any) -> torch.Tensor:
         return linear_logprobs(*operands, candidates=ids, **told).candidate_logprobs

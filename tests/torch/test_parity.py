@@ -98,7 +98,7 @@ def test_every_integer_type_of_labels_and_ids(dtype: torch.dtype) -> None:
         out = linear_logprobs(hidden, weight, labels, candidates=ids)
         kept = linear_logprobs(hidden, weight, labels, ignore_index=-100)
         logits = linear_logits(hidden, weight, ids)
-        return out.logprobs, out.candidate_logprobs, kept.lse, logits, masked_logprobs(logits, ids, labels)
+        return out.logprobs, out.candidate_logprobs, kept.lse, logits, masked_logprobs(logits, ids, labels).logprobs
 
     assert all(map(torch.equal, calls(labels.to(dtype), ids.to(dtype)), calls(labels, ids)))
 
@@ -313,32 +313,40 @@ def test_a_softmax_over_a_set() -> None:
     assert 5 < found.sum() < 37
     true = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels).leaves()
     z = (true.hidden @ true.weight.T / 0.8).masked_fill(~in_set, -torch.inf)[found]
-    want = z.log_softmax(-1).gather(1, problem.labels[found][:, None])[:, 0]
-    wanted = torch.autograd.grad((want * torch.arange(len(want))).sum(), true[:2])
+    log_p = z.log_softmax(-1)
+    want = log_p.gather(1, problem.labels[found][:, None])[:, 0]
+    entropies, lse = -(log_p.exp() * log_p.masked_fill(log_p.isinf(), 0.0)).sum(-1), z.logsumexp(-1)
+    wanted = torch.autograd.grad(((want + entropies + lse) * torch.arange(len(want))).sum(), true[:2])
     leaves = problem.leaves()
     chosen = linear_logits(*leaves[:2], ids, temperature=0.8)
-    got = masked_logprobs(chosen, ids, problem.labels)
-    assert got[11] == 0  # it has no ids
+    out = masked_logprobs(chosen, ids, problem.labels)
+    got = out.logprobs
+    assert [x[11] for x in out[:3]] == [0, 0, 0]  # it has no ids
     assert (got[~found].sort().values == torch.tensor([-torch.inf] * (int((~found).sum()) - 1) + [0.0])).all()
-    assert p.value_error(got[found], want) < VALUE
+    assert max(map(p.value_error, (x[found] for x in out[:3]), (want, entropies, lse))) < VALUE
     weights = torch.zeros(37).masked_scatter(found, torch.arange(len(want)).float())
-    grads = torch.autograd.grad(got, leaves[:2], weights)  # nothing of a label that is not in its set
+    grads = torch.autograd.grad(out[:3], leaves[:2], [weights] * 3)  # nothing of a label that is not in its set
     assert max(map(p.relative_norm, grads, wanted)) < GRADIENT
     theirs = lce_jax.masked_logprobs(jnp.asarray(chosen.detach().numpy()), ids.numpy(), problem.labels.numpy())
-    assert torch.allclose(got, torch.tensor(theirs.tolist()), rtol=0, atol=VALUE)
+    assert all(
+        torch.allclose(x, torch.tensor(y.tolist()), rtol=0, atol=VALUE)
+        for x, y in zip(out[:3], theirs[:3], strict=True)
+    )
 
 
 def test_a_prompt_has_no_softmax_over_a_set() -> None:
     """The 0 of `linear_logprobs` for the same labels, so that a masked sum and its gradient are those of the rest."""
     ids, labels = torch.tensor([[-1, -1], [-1, -1], [3, 5], [3, 5]]), torch.tensor([-100, 3, -100, 5])
     z = torch.tensor([[torch.nan, torch.nan], [1.0, 2.0], [1.0, 2.0], [1.0, 1.0]], requires_grad=True)
-    got = masked_logprobs(z, ids, labels)
-    (got * (labels >= 0)).sum().backward()
+    got, entropy, *_ = masked_logprobs(z, ids, labels)
+    ((got + entropy) * (labels >= 0)).sum().backward()
+    assert entropy[1:].tolist() == pytest.approx([0, 0.5822, math.log(2)], abs=1e-4)
     assert got.tolist() == pytest.approx([0, 0, 0, -math.log(2)])
     assert z.grad is not None
     assert z.grad.tolist() == [[0, 0], [0, 0], [0, 0], [-0.5, 0.5]]
     theirs = lce_jax.masked_logprobs(jnp.asarray(z.detach().numpy()), ids.numpy(), labels.numpy())
-    assert theirs.tolist() == pytest.approx([0, 0, 0, -math.log(2)])
+    assert theirs.logprobs.tolist() == pytest.approx([0, 0, 0, -math.log(2)])
+    assert theirs.entropy.tolist() == pytest.approx(entropy.tolist())
 
 
 FLOAT32 = call("float32", leading=(37,), V=104, where=True, temperature=True, teacher_temperature=1.7, logit_scale=-1.3,

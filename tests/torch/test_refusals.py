@@ -395,7 +395,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, torch.Tensor]]] = {
     "linear_logits": (lambda **x: sum_of(bridge.linear_logits(**x)), SHARED | {"ids": IDS}),
     "linear_topk": (lambda **x: sum_of(*bridge.linear_topk(k=2, **x)), SHARED),
     "masked_logprobs": (
-        lambda **x: sum_of(bridge.masked_logprobs(**x)),
+        lambda **x: sum_of(*bridge.masked_logprobs(**x)),
         {"logits": torch.ones(6, 2), "ids": IDS.abs() + torch.tensor([0, 200]), "labels": GOOD.labels},
     ),
 }
