@@ -90,7 +90,8 @@ def test_ignored_labels_of_log_probabilities(place: str, masked: bool) -> None:
     def run(**options):
         call = functools.partial(both, **options)
         if place == "inside shard_map":
-            call = jax.shard_map(call, mesh=mesh, in_specs=(P(), P("tensor"), P()), out_specs=(P(), P()))
+            specs = {"in_specs": (P(), P("tensor"), P()), "out_specs": (P(), P())}
+            call = jax.jit(jax.shard_map(call, mesh=mesh, **specs))
         return call(hidden, weight, labels)
 
     got = run(ignore_index=ignored, where=live)

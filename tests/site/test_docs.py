@@ -98,6 +98,12 @@ def test_a_step_takes_as_many_lines_as_the_page_says(page, holds, count):
     assert said in (ROOT / page).read_text()
 
 
+def test_grpo_takes_thirty_lines():
+    blocks = BLOCKS[ROOT / "docs" / "grpo.md"]
+    assert len(blocks) == 3
+    assert all(sum(bool(line.strip()) for line in block.code.splitlines()) <= 30 for block in blocks)
+
+
 MODULES = [
     lce_jax,
     losses,
