@@ -47,7 +47,8 @@ def bytes_held(hidden: jax.ShapeDtypeStruct, weight: jax.ShapeDtypeStruct, label
 def metrics(hidden: jax.Array, weight: jax.Array, labels: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
     loss, out = linear_loss(losses.with_entropy_bonus(losses.ppo_clip, 0.01), hidden, weight, labels, old, {"a": old})
     assert out.entropy is not None
-    return loss + linear_cross_entropy(hidden, weight, labels, z_loss=1e-4), out.entropy
+    own = linear_loss(losses.dapo, hidden, weight, labels, old_logprob=old, advantage=old, clip_high=0.3, stats=True)
+    return loss + own[0] + linear_cross_entropy(hidden, weight, labels, z_loss=1e-4), out.entropy
 
 
 def mistakes(hidden: jax.Array, weight: jax.Array, labels: jax.Array, flag: bool) -> None:
@@ -63,12 +64,13 @@ def mistakes(hidden: jax.Array, weight: jax.Array, labels: jax.Array, flag: bool
 """
 TORCH_SCRIPT = """
 import torch
-from lce_torch_bridge import linear_cross_entropy, linear_entropy, linear_logprobs, linear_loss
+from lce_torch_bridge import linear_cross_entropy, linear_entropy, linear_logprobs, linear_loss, losses
 
 
 def objective(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     out = linear_logprobs(hidden, weight, labels, entropy="metric", where=labels != -100)
     total, seen = linear_loss(lambda logprobs, entropy, lse: -logprobs, hidden, weight, labels, wgrad="main_grad")
+    linear_loss(losses.ppo_clip, hidden, weight, labels, old_logprob=out.logprobs, advantage=out.lse, clip=0.1)
     entropy, lse = linear_entropy(hidden, weight, temperature=0.7)
     assert out.entropy is not None
     assert seen.entropy is not None
@@ -86,6 +88,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from lce_jax import losses
 from lce_jax.flax import linen
 from lce_jax.flax.nnx import LMHead
 
@@ -94,7 +97,8 @@ other = linen.LMHead(16, 1000, dtype=jnp.bfloat16)
 
 
 def objective(hidden: jax.Array, labels: jax.Array) -> jax.Array:
-    out = head.logprobs(hidden, labels, stats=True)
+    out = head.logprobs(hidden, labels, stats=True, ignore_index=-100)
+    head.linear_loss(losses.ppo_clip, hidden, labels, old_logprob=out.logprobs, advantage=out.lse, clip=0.1)
     assert out.entropy is not None
     return head.loss(hidden, labels, z_loss=1e-4) - out.logprobs.sum() - out.entropy.sum() + other(hidden).max()
 
