@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import LogprobOutput, TopK, floors, linear_logprobs, linear_topk, masked_logprobs
+from tests import cases
 from tests.pairs import combined, values_of
 
 T, H, V = 1000, 64, 300
@@ -223,3 +224,17 @@ def test_a_share_that_is_none(p: float, kind: Any) -> None:
             ValueError, match=r"p must (lie in \(0, 1\], (got|but is)|be (positive|finite) in float32, got)"
         ):
             call(kind(float(p)))
+
+
+def test_the_rank_of_a_label_is_the_support_over_its_own_logit() -> None:
+    """As docs/floors.md has it, and vLLM: how many ids have a logit at least as large, equal ones too."""
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(40,), H=32, V=500))
+    weight = weight.at[7].set(weight[3])
+    labels = labels.at[0].set(3).at[1].set(int(jnp.argmax(hidden[1] @ weight.T)))
+    out = linear_logprobs(hidden, weight, labels)
+    floor = floors.of_smallest(out.logprobs + out.lse, "float32")
+    rank = linear_logprobs(hidden, weight, labels, logit_floor=floor, stats=True).support
+    z = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
+    own = np.take_along_axis(z, np.asarray(labels)[:, None], axis=1)
+    np.testing.assert_array_equal(rank, np.sum(z >= own - 2.0**-16 * np.abs(own), axis=1))
+    assert rank[1] == 1

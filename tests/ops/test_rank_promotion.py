@@ -37,7 +37,7 @@ def of_loss(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options
     del candidates
     options = {name: x for name, x in options.items() if name != "cache_bytes"}
     loss_fn = losses.with_entropy_bonus(functools.partial(losses.grpo, kl=0.1), 0.1)
-    per_token = [jnp.full(labels.shape, x) for x in (-4.0, -4.5, 1.0)]
+    per_token = [jnp.full(labels.shape, x) for x in (-4.0, 1.0, -4.5)]
     return lce_jax.linear_loss(loss_fn, hidden, weight, labels, *per_token, chunk_bytes=3000, **options)[0]
 
 

@@ -33,7 +33,7 @@ def test_length() -> None:
 # What the two packages are today. Less is better: lower the numbers with it.
 PACKAGES_LINES = 26_181
 PACKAGES_FILES = 134
-TESTS_LINES = 31_581
+TESTS_LINES = 31_596
 
 
 def test_size() -> None:
