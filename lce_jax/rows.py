@@ -44,7 +44,7 @@ def next_tokens(
 ) -> Int[Array, "*b L"]:
     """The label of each row: the next token of its sequence, or one further ahead; -100 where there is none.
 
-    `lce_jax.linear_cross_entropy` leaves labels of -100 out; elsewhere give ``where=labels != -100``.
+    `lce_jax.linear_cross_entropy` leaves labels of -100 out; elsewhere give ``ignore_index=-100``.
 
     Args:
         tokens: ``[..., L]`` integers.
