@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lce_torch_bridge import losses, rows
     from lce_torch_bridge._types import LogprobOutput, TopK
     from lce_torch_bridge.launched_directly._way import launch_with
-    from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy, linear_entropy
+    from lce_torch_bridge.ops._cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, linear_entropy
     from lce_torch_bridge.ops._explain import Explanation, explain
     from lce_torch_bridge.ops._kl import linear_kl
     from lce_torch_bridge.ops._logits import linear_logits, masked_logprobs
@@ -27,6 +27,7 @@ if importlib.util.find_spec("torch") is None:
 
 __all__ = [
     "Explanation",
+    "LinearCrossEntropyLoss",
     "LogprobOutput",
     "TopK",
     "explain",
@@ -49,7 +50,7 @@ _MODULES = {
     "_types": ("LogprobOutput", "TopK"),
     "launched_directly._way": ("launch_with",),
     "losses": ("losses",),
-    "ops._cross_entropy": ("linear_cross_entropy", "linear_entropy"),
+    "ops._cross_entropy": ("LinearCrossEntropyLoss", "linear_cross_entropy", "linear_entropy"),
     "ops._explain": ("Explanation", "explain"),
     "ops._kl": ("linear_kl",),
     "ops._logits": ("linear_logits", "masked_logprobs"),
@@ -59,7 +60,8 @@ _MODULES = {
     "rows": ("rows",),
     "through_jax._runtime": ("init", "release"),
 }
-_module_of = {name: module for module, names in _MODULES.items() for name in names}
+_FRAMEWORKS = ("areal", "megatron", "nemo_rl", "skyrl", "torchtitan", "transformers", "trl", "verl")
+_module_of = {name: module for module, names in _MODULES.items() for name in names} | {x: x for x in _FRAMEWORKS}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,26 @@
-"""verl's ``linear_cross_entropy``: its name, its positional signature, its results."""
+"""verl's ``linear_cross_entropy``: its name, its positional signature, its results; and `install`, which puts it there.
+
+verl itself imports the modules that VERL_USE_EXTERNAL_MODULES names, on the driver and in Ray's workers. This one then
+installs itself::
+
+    export VERL_USE_EXTERNAL_MODULES=lce_torch_bridge.verl
+    python -m verl.trainer.main_ppo \\
+        actor_rollout_ref.model.use_fused_kernels=True \\
+        actor_rollout_ref.model.fused_kernel_options.impl_backend=triton ...
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lce_jax import scalars
+from lce_torch_bridge import _framework
 from lce_torch_bridge._types import Reduction
 from lce_torch_bridge.call import _checks
 from lce_torch_bridge.ops._logprobs import linear_logprobs
@@ -14,7 +28,69 @@ from lce_torch_bridge.ops._logprobs import linear_logprobs
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["install", "install_in_worker", "linear_cross_entropy"]
+
+FUNCTION = "verl.utils.kernel.linear_cross_entropy"
+CALLERS_AT_IMPORT = ("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap")
+_installed = _framework.Installed("verl", "0.9", "log-probabilities of the head come")
+
+
+def install() -> _framework.Installed:
+    """Puts `linear_cross_entropy` into verl, here and in each worker process that Ray starts from then on.
+
+    To be called before ``ray.init``, with verl's switches ``use_fused_kernels=True`` and ``impl_backend=triton``.
+
+    Returns:
+        What `Installed.undo` takes away in this process. Its ``calls`` counts the calls in this process. The logger
+        ``lce_torch_bridge`` says once in each process that there is one. A second call returns the same.
+
+    Raises:
+        NotImplementedError: verl's function has another name.
+        RuntimeError: Ray runs already.
+
+    Example:
+        >>> import lce_torch_bridge.verl
+        >>> lce_torch_bridge.verl.install()  # doctest: +SKIP
+    """
+    ray = _framework.in_workers_of_ray(f"{__name__}.install_in_worker")
+    return install_in_worker().put(ray)
+
+
+def install_in_worker() -> _framework.Installed:
+    """`install` of this process alone: what verl's VERL_USE_EXTERNAL_MODULES=lce_torch_bridge.verl does in each.
+
+    Five modules of verl import the function at each call; the two of Megatron may have it already.
+
+    Returns:
+        What `install` returns.
+
+    Raises:
+        NotImplementedError: verl's function has another name. And then, when something is put around a head, as an
+            adapter (LoRA) is, or a head has a bias: verl reads its weight alone.
+
+    Example:
+        >>> hook = "lce_torch_bridge.verl.install_in_worker"
+        >>> ray.init(runtime_env={"worker_process_setup_hook": hook})  # doctest: +SKIP
+    """
+    modules = importlib.import_module(FUNCTION), *(sys.modules[name] for name in CALLERS_AT_IMPORT if name in sys.modules)
+    return _installed.put(
+        *((module, "linear_cross_entropy", _counted) for module in modules),
+        hooks=(_refuse_bias, functools.partial(_framework.refuse_wrapped_head, ("lm_head", "output_layer"))),
+    )
+
+
+def _counted(*arguments: Any, **named: Any) -> Any:
+    """In place of verl's function."""
+    _installed.count()
+    return linear_cross_entropy(*arguments, **named)
+
+
+def _refuse_bias(_model: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """A hook that torch calls before a module becomes part of another. verl hands over the head's weight alone."""
+    if name == "lm_head" and isinstance(module, torch.nn.Linear) and module.bias is not None:
+        raise NotImplementedError(
+            "lm_head has a bias, which verl drops here: set use_fused_kernels=False, without lce_torch_bridge.verl"
+        )
 
 
 def linear_cross_entropy(
@@ -93,3 +169,7 @@ def _like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
             "hidden.transpose(0, 1)"
         )
     return hidden
+
+
+if __name__ in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
+    install_in_worker()

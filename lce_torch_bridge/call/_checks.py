@@ -73,6 +73,20 @@ def hidden(x: Any) -> None:
         raise ValueError("hidden must be [..., H], got a tensor without dimensions")
 
 
+def head(layer: Any) -> None:
+    """A linear layer that is its weight and bias, which alone are read, so that an adapter would not train."""
+    copies = getattr(layer, "modules_to_save", None)  # PEFT trains a copy, and ``layer.weight`` is the copy's
+    for each in [layer] if copies is None else copies.values():
+        forward = getattr(each, "_old_forward", each.forward)  # accelerate puts its own around it
+        hooks = (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
+        hooked = any(not hook.__module__.startswith("torch.distributed") for hook in hooks)
+        if hooked or getattr(forward, "__func__", None) is not torch.nn.Linear.forward:
+            raise NotImplementedError(
+                f"the head, {type(each)}, is more than its weight and bias: leave it out of target_modules "
+                "(modules_to_save trains all of it), of quantization and of hooks, or merge_and_unload() an adapter"
+            )
+
+
 def bias(x: Any, weight: torch.Tensor) -> None:
     """One number for each of this rank's rows of the weight, or None."""
     if x is None:

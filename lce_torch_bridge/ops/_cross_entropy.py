@@ -1,4 +1,4 @@
-"""Functions made of `linear_logprobs`: the loss, and the entropy alone."""
+"""Functions made of `linear_logprobs`: the loss, also as a module, and the entropy alone."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from lce_torch_bridge.call._arguments import CrossEntropyOptions, EntropyOptions
 
 NO_OUTPUTS = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")  # options of what a loss does not return
+OF_TORCH = {
+    "out_features": "call linear_cross_entropy with each head's rows of the weight",
+    "weight": "take reduction='none', and weigh the losses of tokens",
+    "options": "chunk_bytes= bounds the memory",
+}
 
 
 def linear_cross_entropy(
@@ -200,3 +205,60 @@ def linear_entropy(
     out = linear_logprobs(hidden, weight, labels, **options)
     assert out.entropy is not None
     return out.entropy, out.lse
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """``torch.nn.LinearCrossEntropyLoss`` without logits: a head, and `linear_cross_entropy` of it.
+
+    The head is ``self.linear``, as in torch's module, whose ``state_dict`` this one takes, and gives.
+
+    Args:
+        in_features: H, the hidden size.
+        num_classes: V, the vocabulary.
+        bias: whether the head has one.
+        device, dtype: of the weight.
+        reduction, label_smoothing: as in `linear_cross_entropy`.
+        ignore_index: as in `linear_cross_entropy`. None: -100, as in torch's module.
+        **options: of `linear_cross_entropy`. What torch's module has beside these is refused: ``out_features`` and
+            ``weight``, of classes, because there is no such loss here, and ``options``, because its chunks are others.
+
+    Raises:
+        TypeError: one of these three; any other option that is not known, in the first call.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import LinearCrossEntropyLoss
+        >>> loss_fn = LinearCrossEntropyLoss(8, 1000)
+        >>> loss = loss_fn(torch.zeros(2, 3, 8), torch.ones(2, 3).long())  # input, target
+        >>> round(loss.item(), 3)                           # ln 1000
+        6.908
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: Reduction = "mean",
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        **options: Unpack[CrossEntropyOptions],
+    ) -> None:
+        super().__init__()
+        for name, instead in OF_TORCH.items():
+            if name in options:
+                raise TypeError(f"LinearCrossEntropyLoss has no {name}, which torch's module has: {instead}")
+        self.linear = torch.nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.ignore_index = -100 if ignore_index is None else ignore_index
+        self.reduction, self.label_smoothing, self.options = reduction, label_smoothing, options
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss of ``[..., H]`` and ids ``[...]``. A head that is more than its weight and bias is refused."""
+        _checks.head(self.linear)
+        return linear_cross_entropy(
+            input, self.linear.weight, target, bias=self.linear.bias, reduction=self.reduction,
+            ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, **self.options,
+        )  # fmt: skip

@@ -1,0 +1,177 @@
+r"""NeMo RL with Megatron: its fused head is this package's, in each worker that has Megatron, after `install`.
+
+From the command line, in front of the script that starts the run, with this package in the environments of all workers::
+
+    python -m lce_torch_bridge.nemo_rl examples/run_grpo.py \
+        --config ... policy.megatron_cfg.enabled=true policy.megatron_cfg.use_fused_linear_logprobs=true
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import runpy
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.nn.functional
+
+from lce_torch_bridge import _framework, rows
+from lce_torch_bridge.ops._logprobs import linear_logprobs
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["install", "install_in_worker", "packed_logprobs"]
+
+_installed = _framework.Installed("nemo-rl", "0.6", "log-probabilities of the head come")
+
+
+def install() -> _framework.Installed:
+    """Puts this package's function into NeMo RL, here and in each worker process that Ray starts from then on.
+
+    To be called before ``ray.init``, with NeMo RL's switch ``policy.megatron_cfg.use_fused_linear_logprobs=true``.
+
+    Returns:
+        What `Installed.undo` takes away in this process. Its ``calls`` counts the calls in this process. The logger
+        ``lce_torch_bridge`` says once in each process that there is one. A second call returns the same.
+
+    Raises:
+        NotImplementedError: NeMo RL's function has another name or other parameters.
+        RuntimeError: Ray runs already.
+
+    Example:
+        >>> import lce_torch_bridge.nemo_rl
+        >>> lce_torch_bridge.nemo_rl.install()  # doctest: +SKIP
+    """
+    ray = _framework.in_workers_of_ray(f"{__name__}.install_in_worker")
+    return install_in_worker().put(ray)
+
+
+def install_in_worker() -> _framework.Installed:
+    """`install` of this process alone: for ``runtime_env={"worker_process_setup_hook": ...}`` of ``ray.init``.
+
+    Workers without Megatron, as vLLM's are, compute no training head: there it does nothing.
+
+    Returns:
+        What `install` returns.
+
+    Raises:
+        NotImplementedError: NeMo RL's function has another name or other parameters. And then, when something is put
+            around an output layer, as an adapter (LoRA) is: NeMo RL reads its weight alone.
+
+    Example:
+        >>> hook = "lce_torch_bridge.nemo_rl.install_in_worker"
+        >>> ray.init(runtime_env={"worker_process_setup_hook": hook})  # doctest: +SKIP
+    """
+    if not (importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")):
+        return _installed
+    from nemo_rl.distributed import model_utils
+
+    return _installed.put(
+        (model_utils, "from_parallel_hidden_states_to_logprobs", _logprobs),
+        (model_utils, "from_parallel_logits_to_logprobs", _refuse_logits),
+        hooks=(functools.partial(_framework.refuse_wrapped_head, ("output_layer",)),),
+    )
+
+
+def _logprobs(
+    tensor_parallel_hidden_states: torch.Tensor, output_weight_layer: torch.Tensor, runtime_gather_output: bool,
+    target: torch.Tensor, vocab_start_index: int, vocab_end_index: int, tp_group: dist.ProcessGroup,
+    inference_only: bool = False, cp_group: dist.ProcessGroup | None = None, chunk_size: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """In place of ``from_parallel_hidden_states_to_logprobs``. Hidden states [s / CP / TP, b, h], all tokens [b, s].
+
+    Returns [b, s - 1], as its function without context parallelism, and ``from_parallel_logits_to_logprobs`` with it.
+    """
+    del runtime_gather_output, chunk_size
+    _framework.check_shard(output_weight_layer, vocab_start_index, vocab_end_index)
+    with torch.no_grad() if inference_only else contextlib.nullcontext():
+        labels = rows.next_tokens(target)
+        found = _over_ranks(tensor_parallel_hidden_states, output_weight_layer, labels, tp_group, cp_group, None)
+    return found[:, :-1]
+
+
+def packed_logprobs(
+    tensor_parallel_hidden_states: torch.Tensor, output_weight_layer: torch.Tensor, target: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor, unpacked_seqlen: int, vocab_start_index: int, vocab_end_index: int,
+    group: dist.ProcessGroup, inference_only: bool = False, cp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``from_parallel_logits_to_logprobs_packed_sequences`` from hidden states. NeMo RL has no call of it yet.
+
+    Args:
+        tensor_parallel_hidden_states: ``[T / CP / TP, 1, h]``.
+        output_weight_layer: ``[V / TP, h]``, this rank's rows of the head.
+        target: ``[1, T]`` token ids of all ranks.
+        cu_seqlens_padded: where each sequence begins, and T.
+        unpacked_seqlen: the longest sequence that is returned.
+        vocab_start_index: the first id of this rank's rows.
+        vocab_end_index: the id after their last.
+        group: the tensor-parallel group.
+        inference_only: without gradients.
+        cp_group: the context-parallel group, over which cotangents are summed, as in NeMo RL.
+
+    Returns:
+        ``[n, unpacked_seqlen - 1]``, each sequence in a row of its own.
+
+    Raises:
+        ValueError: the weight has another number of rows than the vocabulary's part.
+        lce_jax.UnsupportedError, TypeError, NotImplementedError, RuntimeError: in the cases that `linear_logprobs`
+            lists.
+
+    Example:
+        >>> from lce_torch_bridge.nemo_rl import packed_logprobs
+        >>> logprobs = packed_logprobs(states, weight, tokens, offsets, 9, 0, 128, group)  # doctest: +SKIP
+    """
+    _framework.check_shard(output_weight_layer, vocab_start_index, vocab_end_index)
+    with torch.no_grad() if inference_only else contextlib.nullcontext():
+        labels = rows.next_tokens(target, cu_seqlens=cu_seqlens_padded)
+        states = tensor_parallel_hidden_states, output_weight_layer
+        (found,) = _over_ranks(*states, labels, group, cp_group, cu_seqlens_padded)
+    length = unpacked_seqlen - 1
+    ends = itertools.pairwise(cu_seqlens_padded.tolist())
+    each = [found[begin : max(end - 1, begin)][:length] for begin, end in ends]  # the last token has no next one
+    return torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in each])
+
+
+def _over_ranks(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup,
+    cp_group: dist.ProcessGroup | None, cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """[b, s], from the labels [b, s] of all rows. As in NeMo RL, cotangents of context-parallel ranks are summed."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    _installed.count()
+    cp_size = 1 if cp_group is None else cp_group.size()
+    cp_rank = 0 if cp_group is None else cp_group.rank()
+    mine = rows.of_rank(labels, cp_rank, cp_size, cu_seqlens=cu_seqlens)
+    hidden = gather_from_sequence_parallel_region(hidden, True, tp_group)  # and its reverse
+    out = linear_logprobs(hidden, weight, mine.t(), tp_group=tp_group, entropy=False, ignore_index=-100)
+    found = out.logprobs.t().contiguous()  # as the hidden states lie, [s / CP, b], and back
+    if cp_size > 1:
+        found = torch.cat(torch.distributed.nn.functional.all_gather(found, cp_group), -1)
+    return rows.in_sequence_order(found, cp_size, cu_seqlens=cu_seqlens)
+
+
+def _refuse_logits(*_: Any, **__: Any) -> Any:
+    """In place of the function that NeMo RL's Megatron workers call where its switch is off."""
+    raise RuntimeError(
+        "NeMo RL passes logits: set policy.megatron_cfg.use_fused_linear_logprobs=true, or undo "
+        "lce_torch_bridge.nemo_rl"
+    )
+
+
+def _main() -> None:
+    """Runs a script of NeMo RL with its own arguments."""
+    from lce_torch_bridge import nemo_rl
+
+    sys.argv = sys.argv[1:]
+    with nemo_rl.install():
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main()

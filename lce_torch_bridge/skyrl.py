@@ -1,0 +1,100 @@
+"""SkyRL with Megatron: its fused head is this package's, in every process that Ray starts after `install`.
+
+From the command line, in place of ``python -m skyrl.train.entrypoints.main_base``::
+
+    python -m lce_torch_bridge.skyrl trainer.strategy=megatron trainer.fused_lm_head_logprob=true ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lce_torch_bridge import _framework
+from lce_torch_bridge.ops._logprobs import linear_logprobs
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["install", "install_in_worker"]
+
+_installed = _framework.Installed("skyrl", "0.3", "log-probabilities of the head come")
+
+
+def install() -> _framework.Installed:
+    """Puts this package's function into SkyRL, here and in each worker process that Ray starts from then on.
+
+    To be called before ``ray.init``, with SkyRL's switch ``trainer.fused_lm_head_logprob=true``.
+
+    Returns:
+        What `Installed.undo` takes away in this process. Its ``calls`` counts the calls in this process. The logger
+        ``lce_torch_bridge`` says once in each process that there is one. A second call returns the same.
+
+    Raises:
+        NotImplementedError: SkyRL's function has another name or other parameters.
+        RuntimeError: Ray runs already.
+
+    Example:
+        >>> import lce_torch_bridge.skyrl
+        >>> lce_torch_bridge.skyrl.install()  # doctest: +SKIP
+    """
+    ray = _framework.in_workers_of_ray(f"{__name__}.install_in_worker")
+    return install_in_worker().put(ray)
+
+
+def install_in_worker() -> _framework.Installed:
+    """`install` of this process alone: for ``runtime_env={"worker_process_setup_hook": ...}`` of ``ray.init``.
+
+    Returns:
+        What `install` returns.
+
+    Raises:
+        NotImplementedError: SkyRL's function has another name or other parameters. And then, when something is put
+            around an output layer, as an adapter (LoRA) is: SkyRL reads its weight alone.
+
+    Example:
+        >>> hook = "lce_torch_bridge.skyrl.install_in_worker"
+        >>> ray.init(runtime_env={"worker_process_setup_hook": hook})  # doctest: +SKIP
+    """
+    from skyrl.backends.skyrl_train.distributed.megatron import model_utils
+
+    return _installed.put(
+        (model_utils, "_fused_lm_head_logprob_apply", _logprobs),
+        (model_utils, "from_parallel_logits_to_logprobs", _refuse_logits),
+        (model_utils, "from_parallel_logits_to_logprobs_packed_sequences", _refuse_logits),
+        hooks=(functools.partial(_framework.refuse_wrapped_head, ("output_layer",)),),
+    )
+
+
+def _logprobs(
+    backend: str, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, vocab_start_index: int,
+    vocab_end_index: int, chunk_size: int, tp_group: dist.ProcessGroup, inference_only: bool,
+) -> torch.Tensor:  # fmt: skip
+    """In place of ``_fused_lm_head_logprob_apply``. [b, s]; the caller sums dhidden over the ranks."""
+    del backend, chunk_size
+    _framework.check_shard(weight, vocab_start_index, vocab_end_index)
+    _installed.count()
+    with torch.no_grad() if inference_only else contextlib.nullcontext():
+        return linear_logprobs(hidden, weight, target, tp_group=tp_group, entropy=False).logprobs
+
+
+def _refuse_logits(*_: Any, **__: Any) -> Any:
+    """In place of the functions that SkyRL calls where its switch is off."""
+    raise RuntimeError("SkyRL passes logits: set trainer.fused_lm_head_logprob=true, or undo lce_torch_bridge.skyrl")
+
+
+def _main() -> None:
+    """SkyRL's own entry point, with its arguments."""
+    from skyrl.train.entrypoints import main_base
+
+    from lce_torch_bridge import skyrl
+
+    with skyrl.install():
+        main_base.main()
+
+
+if __name__ == "__main__":
+    _main()

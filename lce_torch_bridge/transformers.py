@@ -1,0 +1,170 @@
+"""Causal language models of Hugging Face Transformers whose loss needs no logits: `patch` one, before it is trained.
+
+With labels, the model then computes its loss from the last hidden states and the head's weight. Without labels, as in
+``generate``, it is as before. The Trainer does not change.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+
+from lce_torch_bridge._framework import Installed
+from lce_torch_bridge.call import _checks
+from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lce_torch_bridge.call._arguments import CrossEntropyOptions
+
+__all__ = ["loss_function", "patch"]
+
+# What else a configuration may do to logits, or add to a loss; `_check_logits` finds what has another name.
+OF_LOGITS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "output_router_logits")
+
+
+def patch(model: PreTrainedModel) -> Installed:
+    """Given labels, a model returns its loss and no logits; without labels it is as before.
+
+    Call it before the Trainer, DDP or FSDP2 wraps the model. Gradient accumulation, evaluation of the loss
+    (``prediction_loss_only=True``) and a copy of the model work.
+
+    Args:
+        model: a causal language model of Transformers 5 whose head is a linear layer, with or without a softcap.
+
+    Returns:
+        What `Installed.undo` takes away. Its ``calls`` counts the losses. The logger ``lce_torch_bridge`` says once
+        that there is one. A second call for the same model returns the same.
+
+    Raises:
+        NotImplementedError: the head is more than its weight and bias, as with an adapter (LoRA); the configuration
+            scales logits or adds a router's loss; the model has an encoder; or its logits, of the last token in the
+            first call, are not those of its head and softcap.
+
+    Example:
+        >>> import lce_torch_bridge.transformers
+        >>> lce_torch_bridge.transformers.patch(model)  # doctest: +SKIP
+        >>> Trainer(model, arguments, train_dataset=rows).train()  # doctest: +SKIP
+    """
+    there = vars(model).get("forward")
+    if isinstance(there, functools.partial) and there.func is _forward:
+        return there.args[2]
+    _checks.head(model.get_output_embeddings())
+    config = model.config.get_text_config()
+    if getattr(model.config, "is_encoder_decoder", False) or model.base_model is model:
+        raise NotImplementedError(f"{type(model).__name__} is not a decoder in base_model, and a head")
+    for name in OF_LOGITS:
+        if getattr(config, name, None) not in (None, False, 1):
+            raise NotImplementedError(f"{name}={getattr(config, name)}: this loss leaves it out")
+    installed = Installed("transformers", "5", f"the loss of {type(model).__name__} comes")
+    forward = functools.partial(_forward, model, model.forward, installed)  # whose copy has a copy of the model
+    functools.update_wrapper(forward, type(model).forward)  # the Trainer reads the signature
+    return installed.put((model, "forward", forward))
+
+
+def loss_function(
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int | None = None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    *,
+    weight: torch.Tensor,
+    **options: Unpack[CrossEntropyOptions],
+) -> torch.Tensor:
+    """Transformers' loss of a causal language model, of hidden states and the head's weight in place of logits.
+
+    Args:
+        hidden_states: ``[b, s, H]``, what the head is applied to.
+        labels: ``[b, s]`` token ids, not shifted: the hidden state of a token predicts the next one.
+        vocab_size: as in `linear_logprobs`.
+        num_items_in_batch: what the sum of the losses is divided by, as the Trainer counts labels over micro-batches.
+            None: the number of labels that count here.
+        ignore_index: as in `linear_logprobs`.
+        shift_labels: ``[b, s]``, labels that are shifted already, in place of ``labels``.
+        weight: as in `linear_logprobs`.
+        **options: as in `linear_cross_entropy`.
+
+    Returns:
+        The loss in nats, a float32 scalar.
+
+    Raises:
+        lce_jax.UnsupportedError, ValueError, TypeError, NotImplementedError, RuntimeError: in the cases that
+            `linear_cross_entropy` lists.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge.transformers import loss_function
+        >>> tokens, weight = torch.tensor([[1, 2, 3]]), torch.zeros(1000, 8)
+        >>> round(loss_function(torch.ones(1, 3, 8), tokens, weight=weight).item(), 3)  # ln 1000
+        6.908
+    """
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("no labels: pass labels, or shift_labels")
+        hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
+    loss = linear_cross_entropy(
+        hidden_states, weight, shift_labels, vocab_size=vocab_size, ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum", **options,
+    )  # fmt: skip
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def _forward(
+    model: Any, stock: Any, installed: Installed, /, *arguments: Any, labels: torch.Tensor | None = None,
+    shift_labels: torch.Tensor | None = None, num_items_in_batch: torch.Tensor | int | None = None, **inputs: Any,
+) -> Any:  # fmt: skip
+    """In place of a model's ``forward``."""
+    if labels is None and shift_labels is None:
+        return stock(*arguments, **inputs)
+    from transformers.modeling_outputs import CausalLMOutput
+
+    head = model.get_output_embeddings()  # at each call, because PEFT may replace it later
+    _checks.head(head)
+    if inputs.get("output_router_logits"):
+        raise NotImplementedError("output_router_logits=True: this loss leaves it out")
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    inputs["use_cache"] = False
+    if installed.calls == 0:
+        hidden = _check_logits(model, stock, softcap, arguments, inputs)
+    else:
+        hidden = model.base_model(*arguments, **inputs).last_hidden_state
+    installed.count()
+    loss = loss_function(
+        hidden, labels, None, num_items_in_batch, -100, shift_labels,
+        weight=head.weight, bias=head.bias, logit_softcap=softcap,
+    )  # fmt: skip
+    return CausalLMOutput(loss=loss)
+
+
+def _check_logits(model: Any, stock: Any, softcap: float | None, arguments: Any, inputs: dict[str, Any]) -> Any:
+    """The hidden states of a model's own forward, whose logits of the last token are those of its head and softcap.
+
+    A model may scale or mask its logits, or what its head is given, whatever its configuration calls that.
+    """
+    outputs: list[Any] = []
+    hook = model.base_model.register_forward_hook(lambda *given: outputs.append(given[-1]))
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(stock).parameters else {}
+    try:
+        logits = stock(*arguments, **inputs, **last).logits[:, -1:].float()
+    finally:
+        hook.remove()
+    hidden = outputs[-1].last_hidden_state
+    with torch.no_grad():
+        want = model.get_output_embeddings()(hidden[:, -1:]).float()
+        want = want if softcap is None else softcap * torch.tanh(want / softcap)
+        # A softcap of bfloat16 logits is off by 2⁻⁸ of the largest, and what scales or masks them by more.
+        if not (logits - want).abs().max() <= 2**-6 * want.abs().max():
+            raise NotImplementedError(
+                f"the logits of {type(model).__name__} are not those of its head"
+                f"{'' if softcap is None else f' and a softcap of {softcap}'}: this loss would leave out what it does "
+                "to them. Compute the loss of this model in its own forward, with loss_function"
+            )
+    return hidden
