@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lce_torch_bridge import losses, rows
+    from lce_torch_bridge._framework import Installed
     from lce_torch_bridge._types import LogprobOutput, TopK
     from lce_torch_bridge.launched_directly._way import launch_with
     from lce_torch_bridge.ops._cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, linear_entropy
@@ -27,6 +28,7 @@ if importlib.util.find_spec("torch") is None:
 
 __all__ = [
     "Explanation",
+    "Installed",
     "LinearCrossEntropyLoss",
     "LogprobOutput",
     "TopK",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "_framework": ("Installed",),
     "_types": ("LogprobOutput", "TopK"),
     "launched_directly._way": ("launch_with",),
     "losses": ("losses",),

@@ -167,7 +167,7 @@ def _init_with(hook: str) -> Callable[..., Any]:
     def init(*arguments: Any, runtime_env: Any = None, **named: Any) -> Any:
         runtime_env = dict(runtime_env or {})
         if (other := runtime_env.setdefault("worker_process_setup_hook", hook)) != hook:
-            raise ValueError(f"worker_process_setup_hook={other!r} of runtime_env: call {hook} in it, and not install()")
+            raise ValueError(f"worker_process_setup_hook={other!r} in runtime_env: call {hook} in it, not install()")
         return stock(*arguments, runtime_env=runtime_env, **named)
 
     return init

@@ -1,6 +1,6 @@
 r"""NeMo RL with Megatron: its fused head is this package's, in each worker that has Megatron, after `install`.
 
-From the command line, in front of the script that starts the run, with this package in the environments of all workers::
+From the command line, in front of a script, with this package in the environments of all workers::
 
     python -m lce_torch_bridge.nemo_rl examples/run_grpo.py \
         --config ... policy.megatron_cfg.enabled=true policy.megatron_cfg.use_fused_linear_logprobs=true

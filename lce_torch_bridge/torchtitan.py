@@ -29,8 +29,8 @@ def install() -> _framework.Installed:
     """Every trainer that torchtitan builds then has the override, as ``--override.imports`` says it for one run.
 
     Returns:
-        What `Installed.undo` takes away. Its ``calls`` counts the losses. The logger ``lce_torch_bridge`` says once that
-        there is one. A second call returns the same.
+        What `Installed.undo` takes away. Its ``calls`` counts the losses. The logger ``lce_torch_bridge`` says once
+        that there is one. A second call returns the same.
 
     Raises:
         NotImplementedError: torchtitan's trainer has another name. And then, when a trainer is built: its loss is not
@@ -81,7 +81,7 @@ def without_logits(config: Any) -> Any:
     return _head_loss().Config(loss_fn=stock)
 
 
-def _loss_of(lm_head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _loss_of(lm_head: torch.nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The sum of this rank's losses. Called as the head's forward, within which FSDP2 has gathered the weight."""
     from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 
@@ -101,20 +101,20 @@ def _head_loss() -> Any:
     """The class of the loss, a torchtitan's."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
-    class HeadLoss(ChunkedLossWrapper):
+    class HeadLoss(ChunkedLossWrapper):  # type: ignore[misc] # not installed here
         """The trainer leaves the head out of the model's forward, and hands it to this loss."""
 
         @dataclass(kw_only=True, slots=True)
-        class Config(ChunkedLossWrapper.Config):
+        class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
             pass
 
-        def set_lm_head(self, lm_head: torch.nn.Module) -> None:
+        def set_lm_head(self, lm_head: torch.nn.Linear) -> None:
             if type(lm_head).forward is not torch.nn.Linear.forward:
                 raise NotImplementedError(
                     f"lm_head is {type(lm_head)}, and its weight and bias alone are read: leave it out of LoRA "
                     "(target_modules=) and of a quantization (filter_fqns=)"
                 )
-            lm_head.forward = functools.partial(_loss_of, lm_head)
+            lm_head.forward = functools.partial(_loss_of, lm_head)  # type: ignore[method-assign]
             self.lm_head = lm_head
 
         def __call__(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,12 +19,10 @@ from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lce_torch_bridge.call._arguments import CrossEntropyOptions
-
 __all__ = ["loss_function", "patch"]
 
-# What else a configuration may do to logits, or add to a loss; `_check_logits` finds what has another name.
-OF_LOGITS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "output_router_logits")
+# What a configuration may do to logits besides; `_check_logits` finds what has another name.
+OF_LOGITS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 def patch(model: PreTrainedModel) -> Installed:
@@ -58,8 +56,9 @@ def patch(model: PreTrainedModel) -> Installed:
     if getattr(model.config, "is_encoder_decoder", False) or model.base_model is model:
         raise NotImplementedError(f"{type(model).__name__} is not a decoder in base_model, and a head")
     for name in OF_LOGITS:
-        if getattr(config, name, None) not in (None, False, 1):
+        if getattr(config, name, None) not in (None, 1):
             raise NotImplementedError(f"{name}={getattr(config, name)}: this loss leaves it out")
+    _refuse_routers_loss(getattr(config, "output_router_logits", None))
     installed = Installed("transformers", "5", f"the loss of {type(model).__name__} comes")
     forward = functools.partial(_forward, model, model.forward, installed)  # whose copy has a copy of the model
     functools.update_wrapper(forward, type(model).forward)  # the Trainer reads the signature
@@ -75,7 +74,9 @@ def loss_function(
     shift_labels: torch.Tensor | None = None,
     *,
     weight: torch.Tensor,
-    **options: Unpack[CrossEntropyOptions],
+    bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
 ) -> torch.Tensor:
     """Transformers' loss of a causal language model, of hidden states and the head's weight in place of logits.
 
@@ -88,7 +89,9 @@ def loss_function(
         ignore_index: as in `linear_logprobs`.
         shift_labels: ``[b, s]``, labels that are shifted already, in place of ``labels``.
         weight: as in `linear_logprobs`.
-        **options: as in `linear_cross_entropy`.
+        bias: as in `linear_logprobs`.
+        logit_scale: as in `linear_logprobs`.
+        logit_softcap: as in `linear_logprobs`.
 
     Returns:
         The loss in nats, a float32 scalar.
@@ -109,8 +112,8 @@ def loss_function(
             raise ValueError("no labels: pass labels, or shift_labels")
         hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
     loss = linear_cross_entropy(
-        hidden_states, weight, shift_labels, vocab_size=vocab_size, ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum", **options,
+        hidden_states, weight, shift_labels, bias=bias, logit_scale=logit_scale, logit_softcap=logit_softcap,
+        vocab_size=vocab_size, ignore_index=ignore_index, reduction="mean" if num_items_in_batch is None else "sum",
     )  # fmt: skip
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
@@ -128,9 +131,9 @@ def _forward(
 
     head = model.get_output_embeddings()  # at each call, because PEFT may replace it later
     _checks.head(head)
-    if inputs.get("output_router_logits"):
-        raise NotImplementedError("output_router_logits=True: this loss leaves it out")
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    config = model.config.get_text_config()
+    _refuse_routers_loss(inputs.get("output_router_logits", getattr(config, "output_router_logits", None)))
+    softcap = getattr(config, "final_logit_softcapping", None)
     inputs["use_cache"] = False
     if installed.calls == 0:
         hidden = _check_logits(model, stock, softcap, arguments, inputs)
@@ -142,6 +145,14 @@ def _forward(
         weight=head.weight, bias=head.bias, logit_softcap=softcap,
     )  # fmt: skip
     return CausalLMOutput(loss=loss)
+
+
+def _refuse_routers_loss(asked: bool | None) -> None:
+    """Of mixtures of experts, which add it where this is True in a call, or else in their configuration."""
+    if asked:
+        raise NotImplementedError(
+            "output_router_logits=True adds a router's loss, which this loss leaves out: set it to False"
+        )
 
 
 def _check_logits(model: Any, stock: Any, softcap: float | None, arguments: Any, inputs: dict[str, Any]) -> Any:

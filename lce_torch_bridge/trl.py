@@ -97,7 +97,8 @@ class _Divergence:
         }  # fmt: skip
         kl = linear_kl(
             student_hidden, weight, teacher_hidden, teacher_weight, teacher_bias=teacher_bias, **own,
-            direction={0.0: "forward", 1.0: "reverse"}.get(beta, "jsd"), beta=beta if 0.0 < beta < 1.0 else None,
+            direction="forward" if beta == 0.0 else "reverse" if beta == 1.0 else "jsd",
+            beta=beta if 0.0 < beta < 1.0 else None,
             teacher_logit_scale=teacher_logit_scale, teacher_logit_softcap=teacher_final_logit_softcapping,
         )  # fmt: skip
         with torch.no_grad():

@@ -1,11 +1,11 @@
-"""verl's ``linear_cross_entropy``: its name, its positional signature, its results; and `install`, which puts it there.
+r"""verl's ``linear_cross_entropy``: its name, its positional signature, its results; `install` puts it into verl.
 
 verl itself imports the modules that VERL_USE_EXTERNAL_MODULES names, on the driver and in Ray's workers. This one then
 installs itself::
 
     export VERL_USE_EXTERNAL_MODULES=lce_torch_bridge.verl
-    python -m verl.trainer.main_ppo \\
-        actor_rollout_ref.model.use_fused_kernels=True \\
+    python -m verl.trainer.main_ppo \
+        actor_rollout_ref.model.use_fused_kernels=True \
         actor_rollout_ref.model.fused_kernel_options.impl_backend=triton ...
 """
 
@@ -72,7 +72,8 @@ def install_in_worker() -> _framework.Installed:
         >>> hook = "lce_torch_bridge.verl.install_in_worker"
         >>> ray.init(runtime_env={"worker_process_setup_hook": hook})  # doctest: +SKIP
     """
-    modules = importlib.import_module(FUNCTION), *(sys.modules[name] for name in CALLERS_AT_IMPORT if name in sys.modules)
+    kernel = importlib.import_module(FUNCTION)
+    modules = [kernel, *(sys.modules[name] for name in CALLERS_AT_IMPORT if name in sys.modules)]
     return _installed.put(
         *((module, "linear_cross_entropy", _counted) for module in modules),
         hooks=(_refuse_bias, functools.partial(_framework.refuse_wrapped_head, ("lm_head", "output_layer"))),

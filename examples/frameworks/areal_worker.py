@@ -1,4 +1,4 @@
-"""AReaL's FSDP engine with logits and with ``examples/areal_head.py``; prints JSON.
+"""AReaL's FSDP engine with logits and with `lce_torch_bridge.areal`; prints JSON.
 
 ``torchrun -m examples.frameworks.areal_worker BACKEND``, in an environment with areal; a BACKEND as AReaL names it:
 "fsdp:d2".
@@ -11,6 +11,7 @@ import os
 os.environ.update(JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1")
 
 import json
+import logging
 import sys
 import tempfile
 from typing import Any
@@ -23,7 +24,7 @@ from areal.utils import stats_tracker
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-from examples import areal_head
+from lce_torch_bridge import areal as ours
 
 STEPS = 3
 LOGGED = ("loss/avg", "vocab_min_logits/avg", "vocab_max_logits/avg")
@@ -93,13 +94,14 @@ def farthest(got: Any, want: Any) -> float:
 
 
 def main() -> None:
+    logging.getLogger("lce_torch_bridge").addHandler(logging.StreamHandler(sys.stdout))
     with tempfile.TemporaryDirectory() as folder:
         want = trained(a_model(folder))
-        theirs = areal_head.calls
-        areal_head.install()
+        installed = ours.install()
+        theirs = installed.calls
         got = trained(folder)
     found = {name: (got[name], want[name]) for name in ("losses", "norms")}
-    found |= {"logprobs": farthest(got["logprobs"], want["logprobs"]), "calls": (theirs, areal_head.calls)}
+    found |= {"logprobs": farthest(got["logprobs"], want["logprobs"]), "calls": (theirs, installed.calls)}
     found["parameters"] = max(farthest(got["parameters"][name], x) for name, x in want["parameters"].items())
     found["refusal"] = refusal(got["engine"])
     print(json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""NeMo RL's own function with its fused head and with ``examples/nemo_rl_head.py``; prints JSON.
+"""NeMo RL's own function with its fused head and with `lce_torch_bridge.nemo_rl`; prints JSON.
 
 ``python -m examples.frameworks.nemo_rl_worker``, with a checkout of NeMo RL on the path.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from nemo_rl.distributed import model_utils
 
-from examples import nemo_rl_head
+from lce_torch_bridge import nemo_rl
 
 
 def scored(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -33,10 +33,10 @@ def main() -> None:
     hidden, weight = torch.randn(8, 2, 32, generator=generator), torch.randn(128, 32, generator=generator) / 4
     given = hidden, weight, torch.randint(0, 128, (2, 8), generator=generator)
     want = scored(*given)
-    nemo_rl_head.install()
+    installed = nemo_rl.install_in_worker()
     got = scored(*given)
     norms = [((x - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
-    results: dict[str, Any] = {"values": norms[0], "gradients": max(norms[1:]), "calls": nemo_rl_head.calls}
+    results: dict[str, Any] = {"values": norms[0], "gradients": max(norms[1:]), "calls": installed.calls}
     try:
         model_utils.from_parallel_logits_to_logprobs(hidden @ weight.t(), given[2], 0, 128, None)
     except RuntimeError as refusal:

@@ -1,24 +1,20 @@
-"""``python -m examples.frameworks.ray_worker FRAMEWORK``: prints whose head a worker process has that Ray starts."""
+"""``python -m examples.frameworks.ray_worker FRAMEWORK [HOW]``: prints whose head Ray's worker has."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 
 import ray
 
-from examples import nemo_rl_head, skyrl_head
+from lce_torch_bridge import nemo_rl, skyrl, verl
 
 FUNCTIONS = {
     "verl": ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"),
     "skyrl": ("skyrl.backends.skyrl_train.distributed.megatron.model_utils", "_fused_lm_head_logprob_apply"),
     "nemo_rl": ("nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs"),
 }
-INITS = {  # verl reads VERL_USE_EXTERNAL_MODULES by itself
-    "skyrl": functools.partial(skyrl_head.init_with_install, ray.init),
-    "nemo_rl": functools.partial(nemo_rl_head.init_with_install, ray.init),
-}
+INSTALLS = {"verl": verl.install, "skyrl": skyrl.install, "nemo_rl": nemo_rl.install}
 
 
 @ray.remote
@@ -27,5 +23,7 @@ def module_of(module: str, function: str) -> str:
 
 
 if __name__ == "__main__":
-    INITS.get(sys.argv[1], ray.init)(num_cpus=1, include_dashboard=False)
+    if sys.argv[2:] != ["by itself"]:  # verl reads VERL_USE_EXTERNAL_MODULES
+        INSTALLS[sys.argv[1]]()
+    ray.init(num_cpus=1, include_dashboard=False)
     print(ray.get(module_of.remote(*FUNCTIONS[sys.argv[1]])))

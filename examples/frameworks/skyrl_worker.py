@@ -1,4 +1,4 @@
-"""SkyRL's own functions with its fused head and with ``examples/skyrl_head.py``; prints JSON.
+"""SkyRL's own functions with its fused head and with `lce_torch_bridge.skyrl`; prints JSON.
 
 ``python -m examples.frameworks.skyrl_worker``, in an environment with skyrl and megatron-core.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from skyrl.backends.skyrl_train.distributed.megatron import model_utils
 
-from examples import skyrl_head
+from lce_torch_bridge import skyrl
 
 
 def scored(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -35,10 +35,10 @@ def main() -> None:
     hidden, weight = torch.randn(2, 8, 32, generator=generator), torch.randn(128, 32, generator=generator) / 4
     given = hidden, weight, torch.randint(0, 128, (2, 8), generator=generator)
     want = scored(*given)
-    skyrl_head.install()
+    installed = skyrl.install_in_worker()
     got = scored(*given)
     norms = [((x - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
-    results: dict[str, Any] = {"values": max(norms[:2]), "gradients": max(norms[2:]), "calls": skyrl_head.calls}
+    results: dict[str, Any] = {"values": max(norms[:2]), "gradients": max(norms[2:]), "calls": installed.calls}
     try:
         model_utils.from_parallel_logits_to_logprobs(hidden @ weight.t(), given[2], 0, 128, None)
     except RuntimeError as refusal:

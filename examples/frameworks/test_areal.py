@@ -1,4 +1,4 @@
-"""AReaL's FSDP engine with ``examples/areal_head.py``: what it computes from logits, and the steps of its own head."""
+"""AReaL's FSDP engine with `lce_torch_bridge.areal`: what it computes from logits, and the steps of its own head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.torch.processes import ranks, torchrun
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("areal"), reason="needs areal: make test-frameworks")
-LINE = "areal_head: log-probabilities of the head come from lce_torch_bridge"
+LINE = "areal: log-probabilities of the head come from lce_torch_bridge"
 CALLS = 14  # micro-batches: two in each of six steps, and two of the forward
 
 

@@ -21,7 +21,7 @@ def results() -> dict[str, Any]:
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=root)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("trl_head: log-probabilities of the head come from lce_torch_bridge") == 1  # the first
+    assert done.stderr.count("trl: log-probabilities and divergences of the head come from lce_torch_bridge") == 1
     return json.loads(done.stdout.splitlines()[-1])
 
 

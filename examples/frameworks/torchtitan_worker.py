@@ -1,7 +1,7 @@
 """torchtitan's trainer, from its own entry point, with its loss or ours; prints JSON.
 
-``torchrun -m examples.frameworks.torchtitan_worker FILE [OPTION ...]``, in an environment with torchtitan. FILE gets
-this rank's parts of the parameters after the steps. What torchtitan asks of GPUs and of NCCL alone is replaced: reports
+``torchrun -m examples.frameworks.torchtitan_worker FILE [install] [OPTION ...]``, in an environment with torchtitan.
+FILE gets this rank's parts of the parameters after the steps. What torchtitan asks of GPUs and of NCCL alone is replaced: reports
 of a device's memory, shorter timeouts, and the factor 1 of FSDP2's sums, which gloo takes without a factor.
 """
 
@@ -12,6 +12,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import json
+import logging
 import sys
 import tempfile
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from unittest import mock
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+
+import lce_torch_bridge
 
 set_factor = FSDPModule.set_gradient_divide_factor
 
@@ -72,9 +75,14 @@ def refusal_of(override: Any) -> str:
 
 def main() -> None:
     find_a_cpu()
-    found: dict[str, Any] = {"losses": train(*sys.argv[1:]), "calls": 0}
-    if recipe := sys.modules.get("torchtitan_head"):
-        found |= {"calls": recipe.calls, "refused": refusal_of(recipe.without_logits)}
+    logging.getLogger("lce_torch_bridge").addHandler(logging.StreamHandler(sys.stdout))
+    file, *options = sys.argv[1:]
+    if options[:1] == ["install"]:  # in place of --override.imports
+        lce_torch_bridge.torchtitan.install()
+        del options[0]
+    found: dict[str, Any] = {"losses": train(file, *options), "calls": 0}
+    if ours := sys.modules.get("lce_torch_bridge.torchtitan"):
+        found |= {"calls": ours._installed.calls, "refused": refusal_of(ours.without_logits)}
     print(json.dumps(found), flush=True)
 
 

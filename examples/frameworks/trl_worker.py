@@ -1,4 +1,4 @@
-"""TRL's trainers with its own function and with ``examples/trl_head.py``, in a process of their own; prints JSON.
+"""TRL's trainers with its own function and with `lce_torch_bridge.trl`, in a process of their own; prints JSON.
 
 ``python -m examples.frameworks.trl_worker``, in an environment with trl.
 """
@@ -22,7 +22,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer import distillation_trainer, utils
 
-from examples import trl_head
+from examples import trl_grpo
+from lce_torch_bridge import trl as ours
 
 STEPS = 3
 STOCK, STOCK_DIVERGENCE = utils._ChunkedLogProbFunction, distillation_trainer.ChunkedDivergenceFunction
@@ -53,7 +54,7 @@ def fused_head() -> dict[str, Any]:
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
     labels = tokens.masked_fill(torch.arange(16) < 4, -100)
     found = []
-    for function in (trl_head.Logprobs, STOCK):
+    for function in (ours._Logprobs, STOCK):
         utils._ChunkedLogProbFunction = function
         head.zero_grad()
         out = head(tokens, labels=labels, fused_lm_head=True)
@@ -90,7 +91,7 @@ def train(name: str, reference: str) -> tuple[list[float], torch.Tensor]:
     )  # fmt: skip
     given: dict[str, Any] = dict(args=told, processing_class=tokenizer(), train_dataset=data(name))
     if name in SAMPLED:
-        given |= dict(reward_funcs=trl_head.odd_words)
+        given |= dict(reward_funcs=trl_grpo.odd_words)
     torch.manual_seed(0)
     trainer = getattr(trl, f"{name}Trainer")(Qwen3ForCausalLM.from_pretrained(reference), **given)
     trainer.train()
@@ -128,14 +129,15 @@ def compare(name: str, reference: str, start: torch.Tensor) -> dict[str, Any]:
     utils._ChunkedLogProbFunction, distillation_trainer.ChunkedDivergenceFunction = STOCK, STOCK_DIVERGENCE
     run = functools.partial(distil, BETAS[name]) if name in BETAS else functools.partial(train, name)
     want, weight = run(reference)
-    before, least = trl_head.calls, 1e-3 if name in BETAS else 1.0  # a loss of these is about 0 by design
-    trl_head.install()
-    got, _ = run(reference)
+    least = 1e-3 if name in BETAS else 1.0  # a loss of these is about 0 by design
+    with ours.install() as installed:
+        before = installed.calls
+        got, _ = run(reference)
     return {
         "losses": max(abs(x - y) / max(abs(y), least) for x, y in zip(got, want, strict=True)),
         "moved": ((weight - start).norm() / start.norm()).item(),
         "steps": len(got) // (2 if name in BETAS else 1),
-        "calls": trl_head.calls - before,
+        "calls": installed.calls - before,
     }
 
 
@@ -149,7 +151,7 @@ def main() -> None:
         results |= {name: compare(name, folder, start) for name in (*DATA, *BETAS)}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # where the program writes trl-out
-        results["program"] = trl_head.main()
+        results["program"] = trl_grpo.main()
     print(json.dumps(results))
 
 

@@ -15,7 +15,6 @@ with socket.socket() as free:
 os.environ.update(JAX_PLATFORMS="cpu", VERL_PLATFORM="cpu", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
                   MASTER_ADDR="localhost", MASTER_PORT=port)  # fmt: skip
 
-import importlib
 import json
 import sys
 import tempfile
@@ -25,6 +24,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from lce_torch_bridge import verl
 
 LENGTHS, PROMPT = (10, 14), 4
 
@@ -80,7 +81,7 @@ def main(way: str) -> None:
     from verl.utils import tensordict_utils
 
     torch.distributed.init_process_group("gloo")
-    head = importlib.import_module("examples.verl_head") if way == "ours" else None
+    installed = verl.install_in_worker() if way == "ours" else None
     made, generator = engine(way), torch.Generator().manual_seed(1)
     tokens = [torch.randint(0, 64, (n,), generator=generator) for n in LENGTHS]
     rows = {
@@ -98,7 +99,7 @@ def main(way: str) -> None:
         data = tensordict_utils.get_tensordict(nested, non_tensor_dict=options)
         with made.train_mode():
             losses += made.train_batch(data, loss_of)["loss"]
-    print(json.dumps({"losses": losses, "calls": head.calls if head else 0}))
+    print(json.dumps({"losses": losses, "calls": installed.calls if installed else 0}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""verl's own patch of a model with ``examples/verl_head.py``, and with verl's head in PyTorch; prints JSON.
+"""verl's own patch of a model with `lce_torch_bridge.verl`, and with verl's head in PyTorch; prints JSON.
 
 ``python -m examples.frameworks.verl_worker``, in an environment with verl.
 """
@@ -20,7 +20,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils.kernel import linear_cross_entropy as kernel
 
-from examples import verl_head
+from examples import verl_actor
+from lce_torch_bridge import verl
 
 
 def scored(backend: str, model: Any) -> list[torch.Tensor]:
@@ -37,12 +38,15 @@ def main() -> None:
     torch.manual_seed(0)
     sizes = dict(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=8)
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    got, want = scored("triton", model), scored("torch", model)
+    with verl.install_in_worker() as installed:
+        results: dict[str, Any] = {
+            "replaced": [x.linear_cross_entropy is verl._counted for x in (kernel, overlap, fused)]
+        }
+        got, want = scored("triton", model), scored("torch", model)
     norms = [((x - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
-    results: dict[str, Any] = {"values": max(norms[:2]), "gradients": max(norms[2:]), "calls": verl_head.calls}
-    results["replaced"] = [x.linear_cross_entropy is verl_head.linear_cross_entropy for x in (kernel, overlap, fused)]
-    verl_head.calls = 0
-    results["losses"] = verl_head.main()
+    results |= {"values": max(norms[:2]), "gradients": max(norms[2:]), "calls": installed.calls}
+    installed.calls = 0
+    results["losses"] = verl_actor.main()
     print(json.dumps(results))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -245,7 +245,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         reduction: Reduction = "mean",
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
-        **options: Unpack[CrossEntropyOptions],
+        **options: object,
     ) -> None:
         super().__init__()
         for name, instead in OF_TORCH.items():
@@ -253,7 +253,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
                 raise TypeError(f"LinearCrossEntropyLoss has no {name}, which torch's module has: {instead}")
         self.linear = torch.nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.ignore_index = -100 if ignore_index is None else ignore_index
-        self.reduction, self.label_smoothing, self.options = reduction, label_smoothing, options
+        self.reduction, self.label_smoothing = reduction, label_smoothing
+        self.options: dict[str, Any] = options
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss of ``[..., H]`` and ids ``[...]``. A head that is more than its weight and bias is refused."""

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from examples import nemo_rl_head, skyrl_head, trl_head
-from tests.recipes import framework_doubles as doubles
+from lce_torch_bridge import nemo_rl, skyrl, trl
+from tests.torch import framework_doubles as doubles
 from tests.torch.processes import ranks, torchrun
 
 pytestmark = [
@@ -56,9 +56,9 @@ def test_functions_of_frameworks(results: list[dict[str, Any]], name: str) -> No
 @pytest.mark.parametrize(
     ("ours", "published"),
     [
-        (skyrl_head.logprobs, doubles.SkyRL),
-        (nemo_rl_head.logprobs, doubles.NeMoRL),
-        (trl_head.Logprobs.apply, doubles.TRL),
+        (skyrl._logprobs, doubles.SkyRL),
+        (nemo_rl._logprobs, doubles.NeMoRL),
+        (trl._Logprobs.apply, doubles.TRL),
     ],
 )
 def test_arguments_are_the_published_ones(ours: Any, published: Any) -> None:
@@ -66,14 +66,14 @@ def test_arguments_are_the_published_ones(ours: Any, published: Any) -> None:
 
 
 def test_arguments_of_packed_sequences_are_the_published_ones_after_the_hidden_states() -> None:
-    ours = tuple(inspect.signature(nemo_rl_head.packed_logprobs).parameters)
+    ours = tuple(inspect.signature(nemo_rl.packed_logprobs).parameters)
     assert ours[2:] == doubles.NeMoRL.packed_arguments
 
 
 def test_a_shard_of_another_size_is_refused() -> None:
     tensors = torch.ones(1, 2, 4), torch.ones(8, 4), torch.zeros(1, 2, dtype=int)
     with pytest.raises(ValueError, match=r"vocab_end_index=16 are not of weight \(8, 4\)"):
-        skyrl_head.logprobs("torch", *tensors, 0, 16, 4, None, False)
+        skyrl._logprobs("torch", *tensors, 0, 16, 4, None, False)
 
 
 @pytest.mark.parametrize("options", [(0.7, 64), (0.7, 64, 5.0, 0.5)])
@@ -88,7 +88,7 @@ def test_trl(options: tuple[Any, ...]) -> None:
         *((None, 1.0)[len(options) - 2 :] if len(options) < 4 else ()),
         ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     )
-    got, want = (function.apply(*leaves, targets, *outputs) for function in (trl_head.Logprobs, doubles.TRL))
+    got, want = (function.apply(*leaves, targets, *outputs) for function in (trl._Logprobs, doubles.TRL))
     for x, y in zip(got[:4], want[:4], strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)
     assert torch.equal(got[4], want[4])
@@ -96,5 +96,5 @@ def test_trl(options: tuple[Any, ...]) -> None:
     grads = [torch.autograd.grad(x[0].sum() + 0.1 * x[1].sum(), leaves) for x in (got, want)]
     for x, y in zip(*grads, strict=True):
         assert (x - y).norm() <= NEAR * y.norm()
-    only_squares = trl_head.Logprobs.apply(*leaves, targets, 1.0, 64, outputs=("log_sum_sq_probs",))
+    only_squares = trl._Logprobs.apply(*leaves, targets, 1.0, 64, outputs=("log_sum_sq_probs",))
     assert [x is None for x in only_squares] == [False, True, False, True, True]

@@ -13,9 +13,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from examples import fsdp2_sft, megatron_grpo, nemo_rl_head, skyrl_head
+from examples import fsdp2_sft, megatron_grpo
+from lce_torch_bridge import nemo_rl as ours_of_nemo_rl
 from lce_torch_bridge import rows
-from tests.recipes import framework_doubles as doubles
+from lce_torch_bridge import skyrl as ours_of_skyrl
+from tests.torch import framework_doubles as doubles
 from tests.torch import megatron_models
 
 type Trained = tuple[list[float], torch.nn.Module]
@@ -60,7 +62,7 @@ def skyrl(rank: int) -> dict[str, float]:
     whole = [x.double().requires_grad_() for x in (hidden, weight)]
     want = doubles.SkyRL.whole(*whole, tokens)
     mine = [x.requires_grad_() for x in (hidden.clone(), weight[rank * part :][:part].clone())]
-    got = skyrl_head.logprobs("torch", *mine, tokens, rank * part, (rank + 1) * part, 4, group, False)
+    got = ours_of_skyrl._logprobs("torch", *mine, tokens, rank * part, (rank + 1) * part, 4, group, False)
     dhidden, dweight = torch.autograd.grad(got, mine, seeds)
     torch.distributed.all_reduce(dhidden)
     wanted = torch.autograd.grad(want, whole, seeds.double())
@@ -75,7 +77,7 @@ def nemo_rl(rank: int) -> dict[str, float]:
     whole = [x.double().requires_grad_() for x in (hidden, weight)]
     want = doubles.NeMoRL.whole(*whole, tokens)
     mine = [x.requires_grad_() for x in (hidden[rank * 4 :][:4].clone(), weight[rank * part :][:part].clone())]
-    got = nemo_rl_head.logprobs(*mine, False, tokens, rank * part, (rank + 1) * part, group, chunk_size=4)
+    got = ours_of_nemo_rl._logprobs(*mine, False, tokens, rank * part, (rank + 1) * part, group, chunk_size=4)
     dhidden, dweight = torch.autograd.grad(got, mine, seeds[:, :-1])
     wanted = torch.autograd.grad(want, whole, seeds[:, :-1].double())
     return errors((got, dhidden, dweight), (want, wanted[0][rank * 4 :][:4], wanted[1][rank * part :][:part]))
@@ -88,7 +90,7 @@ def nemo_rl_context_parallel(rank: int) -> dict[str, float]:
     whole = [x.double().requires_grad_() for x in (hidden, weight)]
     want = doubles.NeMoRL.whole(*whole, tokens)
     mine = [x.requires_grad_() for x in (rows.of_rank(hidden, rank, 2, axis=0), weight.clone())]
-    got = nemo_rl_head.logprobs(*mine, False, tokens, 0, len(weight), alone(rank), False, cp_group())
+    got = ours_of_nemo_rl._logprobs(*mine, False, tokens, 0, len(weight), alone(rank), False, cp_group())
     return errors_of_ranks(rank, got, mine, want, whole, seeds[:, :-1], None)
 
 
@@ -100,7 +102,7 @@ def nemo_rl_packed(rank: int) -> dict[str, float]:
     want = doubles.NeMoRL.whole_packed(*whole, tokens, offsets.tolist(), 9)
     mine = [x.requires_grad_() for x in (rows.of_rank(hidden, rank, 2, axis=0, cu_seqlens=offsets), weight.clone())]
     vocabulary = 0, len(weight)
-    got = nemo_rl_head.packed_logprobs(*mine, tokens, offsets, 9, *vocabulary, alone(rank), False, cp_group())
+    got = ours_of_nemo_rl.packed_logprobs(*mine, tokens, offsets, 9, *vocabulary, alone(rank), False, cp_group())
     return errors_of_ranks(rank, got, mine, want, whole, seeds[0, :8].expand(2, 8), offsets)
 
 

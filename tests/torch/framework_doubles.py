@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import types
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -82,6 +84,18 @@ class TRL:
         return chosen, -(logp.exp() * logp).sum(-1), squares, z.mean(-1), z.argmax(-1) == targets
 
 
+def modules_of(monkeypatch: pytest.MonkeyPatch, *paths: str) -> None:
+    """Stand-ins for modules of a framework, and for their parents, in ``sys.modules``."""
+    for path in paths:
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            place = ".".join(parts[:end])
+            if not isinstance(sys.modules.get(place), Framework):
+                monkeypatch.setitem(sys.modules, place, Framework(place))
+            if end > 1:
+                setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[place])
+
+
 class LoraLinear(torch.nn.Module):
     """Like PEFT's ``lora.Linear``: around a layer, whose weight and bias it passes off as its own."""
 
@@ -129,18 +143,20 @@ class ModulesToSave(torch.nn.Module):
 class CausalLM(torch.nn.Module):
     """Like a causal language model of Transformers."""
 
-    def __init__(self, bias: bool = False) -> None:
+    def __init__(self, bias: bool = False, config: Any = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.base_model, self.lm_head = Trunk(), torch.nn.Linear(16, 64, bias=bias)
-        self.config = types.SimpleNamespace(get_text_config=types.SimpleNamespace)
+        self.config = config or types.SimpleNamespace(get_text_config=types.SimpleNamespace)
 
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.lm_head
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits."""
-        return self.lm_head(self.base_model(tokens).last_hidden_state)
+    def forward(self, tokens: torch.Tensor, use_cache: bool = True, logits_to_keep: int = 0) -> types.SimpleNamespace:
+        """Logits, of the last tokens."""
+        del use_cache
+        hidden = self.base_model(tokens).last_hidden_state
+        return types.SimpleNamespace(logits=self.lm_head(hidden[:, -logits_to_keep:]))
 
 
 class Trunk(torch.nn.Module):

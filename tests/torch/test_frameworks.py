@@ -1,0 +1,537 @@
+"""What frameworks get: put there and taken away whole, counted, and refused where it would leave something out.
+
+The frameworks are stand-ins; ``examples/frameworks`` has their own tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import logging
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.modules import module as torch_modules
+
+import lce_torch_bridge
+from lce_torch_bridge import _framework, areal, linear_cross_entropy, nemo_rl, skyrl, torchtitan, trl, verl
+from lce_torch_bridge.transformers import loss_function, patch
+from tests.torch import framework_doubles as doubles
+from tests.torch.framework_doubles import CausalLM, LoraLinear, ModulesToSave
+
+MORE = "is more than its weight and bias: leave it out of target_modules"
+TOKENS = torch.randint(0, 64, (3, 12), generator=torch.Generator().manual_seed(0))
+VERSIONS = {"trl": "1.16.0", "verl": "0.9.1", "skyrl": "0.3.0", "nemo-rl": "0.6.0", "torchtitan": "0.3.0",
+            "areal": "1.0.4", "transformers": "5.10.4"}  # fmt: skip
+NEMO_RL = "from_parallel_hidden_states_to_logprobs"
+SKYRL, VERL = "skyrl.backends.skyrl_train.distributed.megatron.model_utils", "verl.utils.kernel.linear_cross_entropy"
+MODULES = {
+    trl: ("trl.trainer.distillation_trainer", "trl.trainer.utils"),
+    verl: (VERL, "verl.models.mcore.model_forward_fused"),
+    skyrl: (SKYRL,),
+    nemo_rl: ("nemo_rl.distributed.model_utils",),
+    torchtitan: ("torchtitan.components.loss", "torchtitan.config.override", "torchtitan.distributed.spmd_types",
+                 "torchtitan.trainer"),
+    areal: ("areal.engine", "areal.engine.fsdp_engine"),
+}  # fmt: skip
+PLACES = {  # what is replaced
+    trl: {"trl.trainer.utils": ["_ChunkedLogProbFunction"],
+          "trl.trainer.distillation_trainer": ["ChunkedDivergenceFunction"]},
+    verl: {VERL: ["linear_cross_entropy"], "verl.models.mcore.model_forward_fused": ["linear_cross_entropy"],
+           "ray": ["init"]},
+    skyrl: {SKYRL: ["_fused_lm_head_logprob_apply", "from_parallel_logits_to_logprobs",
+                    "from_parallel_logits_to_logprobs_packed_sequences"], "ray": ["init"]},
+    nemo_rl: {"nemo_rl.distributed.model_utils": [NEMO_RL,
+                                                  "from_parallel_logits_to_logprobs"], "ray": ["init"]},
+    areal: {"areal.engine": ["FSDPPPOActor", "FSDPLMEngine"]},
+    torchtitan: {"torchtitan.trainer.Trainer": ["__init__"]},
+}  # fmt: skip
+each_framework = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
+
+
+class Trainer:
+    """Like torchtitan's."""
+
+    def __init__(self, config: Any) -> None:
+        self.imports = list(config.override.imports)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For every framework and for Ray, as if they were installed."""
+    doubles.modules_of(monkeypatch, *(path for paths in MODULES.values() for path in paths))
+    doubles.modules_of(monkeypatch, "transformers.modeling_outputs", "ray", "skyrl.train.entrypoints.main_base")
+    sys.modules["torchtitan.trainer"].Trainer = type("Trainer", (Trainer,), {"__init__": Trainer.__init__})
+    sys.modules["torchtitan.config.override"].override = lambda **_: lambda function: function
+    sys.modules["ray"].is_initialized = lambda: False
+    sys.modules["ray"].init = lambda **given: given
+    monkeypatch.setattr("importlib.metadata.version", VERSIONS.__getitem__)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    before = dict(torch_modules._global_module_registration_hooks)
+    yield
+    for module in MODULES:
+        module._installed.undo()
+        module._installed.calls = 0
+    assert torch_modules._global_module_registration_hooks == before
+    for made in (torchtitan._init, torchtitan._override, torchtitan._head_loss, areal._engine, _framework._init_with):
+        made.cache_clear()
+
+
+def owner_of(path: str) -> Any:
+    return sys.modules["torchtitan.trainer"].Trainer if path.endswith("Trainer") else sys.modules[path]
+
+
+def held(module: types.ModuleType) -> list[Any]:
+    return [getattr(owner_of(path), name) for path, names in PLACES[module].items() for name in names]
+
+
+@each_framework
+def test_installed_twice_and_taken_away(module: Any) -> None:
+    before = held(module)
+    owned = {path: dict(vars(owner_of(path))) for path in PLACES[module]}
+    with module.install() as installed:
+        ours = held(module)
+        assert all(x is not y for x, y in zip(ours, before, strict=True))
+        assert module.install() is installed
+        assert all(x is y for x, y in zip(held(module), ours, strict=True))
+    assert all(x is y for x, y in zip(held(module), before, strict=True))
+    assert {path: dict(vars(owner_of(path))) for path in PLACES[module]} == owned
+    installed.undo()  # nothing is left to undo
+    assert module.install() is installed
+    assert all(x is not y for x, y in zip(held(module), before, strict=True))
+
+
+@each_framework
+def test_another_version_is_said(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "99.1")
+    with pytest.warns(RuntimeWarning, match=r"is tested with [\w-]+ \d+\.\d+, and this is 99.1: compare a step's loss"):
+        module.install()
+
+
+def test_a_version_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", unknown)
+    with pytest.warns(RuntimeWarning, match="this is a copy without a version"):
+        skyrl.install()
+
+
+def test_a_function_with_other_parameters_is_refused() -> None:
+    utils = sys.modules[SKYRL]
+    utils._fused_lm_head_logprob_apply = lambda hidden, weight: hidden @ weight
+    with pytest.raises(
+        NotImplementedError, match=r"takes hidden, weight, and not backend, .*skyrl 0.3.0, and .* for 0.3"
+    ):
+        skyrl.install()
+    assert held(skyrl)[1] is not skyrl._refuse_logits  # nothing is half installed
+
+
+def test_a_function_of_another_name_is_refused() -> None:
+    sys.modules["ray"].init = None
+    with pytest.raises(NotImplementedError, match=r"init of ray is not there: this is skyrl 0\.3\.0"):
+        _framework.Installed("skyrl", "0.3", "").put((sys.modules["ray"], "init", print))
+
+
+def test_what_others_have_replaced_since_stays() -> None:
+    installed = skyrl.install()
+    utils = sys.modules[SKYRL]
+    ours, utils._fused_lm_head_logprob_apply = utils._fused_lm_head_logprob_apply, print
+    with pytest.raises(
+        RuntimeError, match=r"_fused_lm_head_logprob_apply of skyrl.* has been replaced since: undo that"
+    ):
+        installed.undo()
+    utils._fused_lm_head_logprob_apply = ours
+
+
+def test_calls_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2, 3, 8, generator=generator), torch.randn(16, 8, generator=generator)
+    labels = torch.randint(0, 16, (2, 3), generator=generator)
+    with caplog.at_level(logging.INFO, "lce_torch_bridge"), skyrl.install() as of_skyrl, verl.install() as of_verl:
+        for _ in range(2):
+            sys.modules[SKYRL]._fused_lm_head_logprob_apply("torch", hidden, weight, labels, 0, 16, 4, None, False)
+            sys.modules[VERL].linear_cross_entropy(hidden, weight, labels, 0.7)
+    assert (of_skyrl.calls, of_verl.calls) == (2, 2)
+    said = [record.getMessage() for record in caplog.records if "come from lce" in record.getMessage()]
+    line = "log-probabilities of the head come from lce_torch_bridge"
+    assert said == [f"skyrl: {line}", f"verl: {line}"]
+
+
+@pytest.mark.parametrize("module", [verl, skyrl, nemo_rl], ids=["verl", "skyrl", "nemo_rl"])
+def test_each_worker_of_ray_has_ours(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, hook = sys.modules["ray"], f"{module.__name__}.install_in_worker"
+    with module.install():
+        given = ray.init(num_cpus=1, runtime_env={"env_vars": {"A": "1"}})
+        assert given == {"num_cpus": 1, "runtime_env": {"env_vars": {"A": "1"}, "worker_process_setup_hook": hook}}
+        assert ray.init() == {"runtime_env": {"worker_process_setup_hook": hook}}
+        with pytest.raises(ValueError, match=f"'mine' in runtime_env: call {hook} in it, not install"):
+            ray.init(runtime_env={"worker_process_setup_hook": "mine"})
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    before = held(module)
+    with pytest.raises(RuntimeError, match=rf"call install\(\) before ray.init\(\), or give .*{hook}"):
+        module.install()
+    assert all(x is y for x, y in zip(held(module), before, strict=True))
+    importlib.import_module(module.__name__).install_in_worker()  # as Ray calls the hook
+    assert held(module)[0] is not before[0]
+
+
+def test_workers_of_nemo_rl_without_megatron_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    before = held(nemo_rl)
+    nemo_rl.install_in_worker()
+    assert all(x is y for x, y in zip(held(nemo_rl), before, strict=True))
+
+
+def test_verl_finds_its_module_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lce_torch_bridge, "verl", verl)
+    monkeypatch.delitem(sys.modules, "lce_torch_bridge.verl")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine,lce_torch_bridge.verl")
+    fresh = importlib.import_module("lce_torch_bridge.verl")
+    assert sys.modules[VERL].linear_cross_entropy is fresh._counted
+    assert isinstance(sys.modules["ray"].init(), dict)  # as it was
+    fresh._installed.undo()
+
+
+def test_command_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Each runs with ours in place, and leaves the framework as it was."""
+    ran, before = [], held(skyrl) + held(nemo_rl)
+    sys.modules["skyrl.train.entrypoints.main_base"].main = lambda: ran.append(held(skyrl)[0] is skyrl._logprobs)
+    skyrl._main()
+    script = tmp_path / "script.py"
+    lines = "import sys", "from nemo_rl.distributed import model_utils", f"sys.argv.append(model_utils.{NEMO_RL})"
+    script.write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "argv", ["nemo_rl", str(script), "--mine"])
+    nemo_rl._main()
+    assert ran == [True]
+    assert sys.argv == [str(script), "--mine", nemo_rl._logprobs]
+    assert all(x is y for x, y in zip(held(skyrl) + held(nemo_rl), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("module", "switch"),
+    [(skyrl, "trainer.fused_lm_head_logprob=true"), (nemo_rl, "policy.megatron_cfg.use_fused_linear_logprobs=true")],
+    ids=["skyrl", "nemo_rl"],
+)
+def test_logits_are_an_error(module: Any, switch: str) -> None:
+    module.install()
+    with pytest.raises(RuntimeError, match=f"passes logits: set {switch}, or undo {module.__name__}"):
+        held(module)[1](torch.ones(1, 2, 8))
+
+
+def test_no_framework_is_imported_before_it_is_asked_for() -> None:
+    names = [module.__name__.rpartition(".")[2] for module in MODULES]
+    code = (
+        f"import sys, lce_torch_bridge as b; [getattr(b, name) for name in {[*names, 'transformers']}];"
+        f"print([x for x in {[*names, 'transformers', 'ray']} if x in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def of_logits(model: CausalLM) -> torch.Tensor:
+    """The loss of the model's own logits, in float64."""
+    logits = model.lm_head(model.base_model(TOKENS).last_hidden_state)[:, :-1].double()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+def right(loss: torch.Tensor, model: CausalLM) -> None:
+    """The loss is that of the logits, and so are the gradients of all that trains."""
+    trained = [x for x in model.parameters() if x.requires_grad]
+    want = of_logits(model)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
+    for x, y in zip(torch.autograd.grad(loss, trained), torch.autograd.grad(want, trained), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+
+
+def hooked(head: torch.nn.Linear) -> torch.nn.Linear:
+    head.register_forward_hook(lambda *given: given[-1] / 2)
+    return head
+
+
+def replaced(head: torch.nn.Linear) -> torch.nn.Linear:
+    head.forward = lambda hidden: torch.nn.functional.linear(hidden / 2, head.weight)  # type: ignore[method-assign]
+    return head
+
+
+class Half(torch.nn.Linear):
+    """A layer of its own kind, as quantized ones are."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) / 2
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("wrap", [LoraLinear, hooked, replaced, lambda _: Half(16, 64)])
+def test_hugging_face_refuses(wrap: Any, first: bool) -> None:
+    """Whether the head is wrapped before the model is changed, or after."""
+    model = CausalLM()
+    if first:
+        model.lm_head = wrap(model.lm_head)
+        with pytest.raises(NotImplementedError, match=MORE):
+            patch(model)
+        return
+    patch(model)
+    right(model(TOKENS, labels=TOKENS).loss, model)
+    model.lm_head = wrap(model.lm_head)
+    model(TOKENS)  # logits, for `generate`
+    with pytest.raises(NotImplementedError, match=MORE):
+        model(TOKENS, labels=TOKENS)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_what_hugging_faces_refusal_says_is_right(first: bool) -> None:
+    """A head in modules_to_save trains, and so does one with a bias; an adapter counts once it is merged."""
+    for model, wrap in ((CausalLM(), ModulesToSave), (CausalLM(bias=True), lambda head: LoraLinear(head).merged())):
+        if not first:
+            patch(model)
+        model.lm_head = wrap(model.lm_head)
+        if first:
+            patch(model)
+        trained = [x for x in model.lm_head.parameters() if x.requires_grad]
+        for x in trained:
+            x.data += 0.1 * torch.randn_like(x)  # a copy is no longer its original
+        right(model(TOKENS, labels=TOKENS).loss, model)
+
+
+def test_hugging_face_takes_a_head_around_which_others_put_hooks() -> None:
+    """FSDP2 registers hooks, and accelerate replaces ``forward``: neither changes what the head computes."""
+    model = CausalLM()
+    patch(model)
+
+    def post_forward(*_: Any) -> None:
+        pass
+
+    post_forward.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+    model.lm_head.register_forward_hook(post_forward)
+    model.lm_head._old_forward = model.lm_head.forward
+    model.lm_head.forward = functools.partial(model.lm_head._old_forward)
+    right(model(TOKENS, labels=TOKENS).loss, model)
+
+
+class Scaled(CausalLM):
+    """Changes its logits, or what its head is given, and has no name for it."""
+
+    def __init__(self, **by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, tokens: torch.Tensor, **_: Any) -> types.SimpleNamespace:
+        hidden = self.base_model(tokens).last_hidden_state * self.by.get("hidden", 1.0)
+        return types.SimpleNamespace(logits=self.lm_head(hidden) * self.by.get("logits", 1.0))
+
+
+@pytest.mark.parametrize("by", [{"hidden": 0.5}, {"logits": 1.1}])
+def test_logits_that_are_not_the_heads_are_refused(by: dict[str, float]) -> None:
+    model = Scaled(**by)
+    with (
+        patch(model) as patched,
+        pytest.raises(NotImplementedError, match="of Scaled are not those of its head:"),
+    ):
+        model(TOKENS, labels=TOKENS)
+    assert patched.calls == 0
+    model = Scaled()
+    patch(model)
+    right(model(TOKENS, labels=TOKENS).loss, model)
+
+
+@pytest.mark.parametrize(("name", "value"), [("logit_scale", 0.5), ("logits_scaling", 8)])
+def test_what_a_configuration_says_of_logits_is_refused(name: str, value: float) -> None:
+    model = CausalLM()
+    model.config.get_text_config = lambda: types.SimpleNamespace(**{name: value})
+    with pytest.raises(NotImplementedError, match=f"{name}={value}: this loss leaves it out"):
+        patch(model)
+    assert "forward" not in vars(model)
+
+
+def test_a_routers_loss_is_refused() -> None:
+    """Whether the configuration asks for it, or a call."""
+    model, asks = CausalLM(), lambda: types.SimpleNamespace(output_router_logits=True)
+    patch(model)
+    with pytest.raises(NotImplementedError, match="output_router_logits=True adds a router's loss, which this loss"):
+        model(TOKENS, labels=TOKENS, output_router_logits=True)
+    model.config.get_text_config = asks
+    for call in (lambda: model(TOKENS, labels=TOKENS), lambda: patch(CausalLM(config=model.config))):
+        with pytest.raises(NotImplementedError, match="which this loss leaves out: set it to False"):
+            call()
+
+
+def test_models_with_an_encoder_are_refused() -> None:
+    model = CausalLM()
+    model.config.is_encoder_decoder = True
+    with pytest.raises(NotImplementedError, match="CausalLM is not a decoder in base_model, and a head"):
+        patch(model)
+
+
+def test_a_softcap() -> None:
+    """Of a model that has it in its configuration."""
+
+    class Capped(CausalLM):
+        def forward(self, tokens: torch.Tensor, **options: Any) -> types.SimpleNamespace:
+            return types.SimpleNamespace(logits=0.5 * torch.tanh(super().forward(tokens, **options).logits / 0.5))
+
+    model = Capped()
+    model.config.get_text_config = lambda: types.SimpleNamespace(final_logit_softcapping=0.5)
+    want = torch.nn.functional.cross_entropy(model(TOKENS).logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+    patch(model)
+    for _ in range(2):
+        torch.testing.assert_close(model(TOKENS, labels=TOKENS).loss, want)
+    model.config.get_text_config = lambda: types.SimpleNamespace(final_logit_softcapping=0.1)
+    patch(other := Capped())
+    other.config = model.config
+    with pytest.raises(NotImplementedError, match=r"not those of its head and a softcap of 0\.1"):
+        other(TOKENS, labels=TOKENS)
+
+
+def test_a_patched_model(caplog: pytest.LogCaptureFixture) -> None:
+    model = CausalLM()
+    with caplog.at_level(logging.INFO, "lce_torch_bridge"), patch(model) as patched:
+        assert patch(model) is patched
+        for _ in range(2):
+            right(model(TOKENS, labels=TOKENS).loss, model)
+        assert patched.calls == 2
+        other = copy.deepcopy(model)
+        other.lm_head.weight.data *= 2
+        right(other(TOKENS, labels=TOKENS).loss, other)  # of its own weight
+        assert patched.calls == 2
+        shifted = TOKENS.roll(-1, 1)
+        shifted[:, -1] = -100
+        torch.testing.assert_close(
+            model(TOKENS, shift_labels=shifted, num_items_in_batch=torch.tensor(33)).loss,
+            model(TOKENS, labels=TOKENS).loss,
+        )
+    assert "forward" not in vars(model)
+    assert [x.getMessage() for x in caplog.records].count(
+        "transformers: the loss of CausalLM comes from lce_torch_bridge"
+    ) == 1
+
+
+def test_the_loss_function() -> None:
+    model = CausalLM(bias=True)
+    given = model.base_model(TOKENS).last_hidden_state, TOKENS
+    own = {"weight": model.lm_head.weight, "bias": model.lm_head.bias}
+    torch.testing.assert_close(loss_function(*given, 64, **own).double(), of_logits(model), rtol=1e-6, atol=0)
+    summed = loss_function(*given, num_items_in_batch=11, **own)
+    torch.testing.assert_close(summed.double(), 3 * of_logits(model), rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="no labels: pass labels, or shift_labels"):
+        loss_function(given[0], None, **own)
+
+
+def test_torchtitan() -> None:
+    torchtitan.install()
+    loss = torchtitan._head_loss()()
+    loss.set_lm_head(torch.nn.Linear(16, 64))
+    for head in (LoraLinear(torch.nn.Linear(16, 64)), Half(16, 64)):
+        with pytest.raises(NotImplementedError, match=r"lm_head is .*: leave it out of LoRA \(target_modules=\)"):
+            loss.set_lm_head(head)
+        assert "forward" not in vars(head)
+    trainer = sys.modules["torchtitan.trainer"].Trainer
+    for imports in (["mine"], ["mine", "lce_torch_bridge.torchtitan.without_logits"]):
+        config = types.SimpleNamespace(override=types.SimpleNamespace(imports=imports))
+        assert trainer(config).imports == ["mine", "lce_torch_bridge.torchtitan.without_logits"]
+
+
+def test_torchtitan_finds_the_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By importing its module, and under its name."""
+    found = []
+    sys.modules["torchtitan.config.override"].override = lambda **_: found.append
+    monkeypatch.setattr(lce_torch_bridge, "torchtitan", torchtitan)
+    monkeypatch.delitem(sys.modules, "lce_torch_bridge.torchtitan")
+    importlib.import_module("lce_torch_bridge.torchtitan")
+    assert [f"{x.__module__}.{x.__name__}" for x in found] == [torchtitan.OVERRIDE]
+
+
+def test_areal() -> None:
+    areal.install()
+    actor = areal.Actor  # as AReaL's workers find it
+    assert sys.modules["areal.engine"].FSDPPPOActor is actor
+    assert (actor.__module__, actor.__qualname__) == ("lce_torch_bridge.areal", "Actor")
+    with pytest.raises(AttributeError, match="has no attribute 'Critic'"):
+        _ = areal.Critic
+    engine = object.__new__(type("Engine", (areal._WithoutLogits,), {}))
+    engine.parallel_helper, engine.enable_tree_training = types.SimpleNamespace(tp_size=1), False
+    engine.config, engine.model = types.SimpleNamespace(is_critic=False), CausalLM()
+    engine.model_config = engine.model.config
+    engine._check_head()
+    engine.model.lm_head.forward = None  # as it is left at each call
+    engine._check_head()
+    for head in (LoraLinear(torch.nn.Linear(16, 64)), Half(16, 64)):
+        engine.model.lm_head = head
+        with pytest.raises(NotImplementedError, match=r"lm_head is .*Leave lm_head out of target_modules"):
+            engine._check_head()
+    engine.enable_tree_training = True
+    with pytest.raises(NotImplementedError, match="serves neither tensor parallelism, tree training nor a critic"):
+        engine._check_head()
+
+
+class Megatron(torch.nn.Module):
+    """Like a language model of megatron-core, or of Transformers."""
+
+    def __init__(self, name: str, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.name = name
+        setattr(self, name, layer)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return getattr(self, self.name)
+
+
+class ValueHead(torch.nn.Linear):
+    """Like the head that verl gives to a critic: it takes the place of the output layer, and is not around it."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input), None
+
+
+@pytest.mark.parametrize(
+    ("module", "heads"),
+    [
+        (verl, ("lm_head", "output_layer")),
+        (trl, ("lm_head", "embed_out")),
+        (skyrl, ("output_layer",)),
+        (nemo_rl, ("output_layer",)),
+    ],
+    ids=["verl", "trl", "skyrl", "nemo_rl"],
+)
+def test_frameworks_that_hand_over_a_weight(module: Any, heads: tuple[str, ...]) -> None:
+    module.install()
+    for head in heads:
+        model = Megatron(head, torch.nn.Linear(16, 64, bias=False))
+        model.first = LoraLinear(torch.nn.Linear(16, 16))  # of another layer
+        model.first = ModulesToSave(torch.nn.Linear(16, 16))
+        wrapped = getattr(model, head)
+        with pytest.raises(NotImplementedError, match=f"LoraLinear'> around {head}, whose weight alone is read: leave"):
+            setattr(model, head, LoraLinear(wrapped))
+        assert getattr(model, head) is wrapped
+        if head != "lm_head":
+            setattr(model, head, ValueHead(16, 1))
+        setattr(model, head, torch.nn.Linear(16, 64, bias=False))
+        if module in (verl, trl):
+            setattr(model, head, torch.compile(getattr(model, head)))
+            setattr(model, head, torch.nn.Linear(16, 64, bias=False))
+            setattr(model, head, ModulesToSave(getattr(model, head)))
+            assert getattr(model, head).weight.requires_grad
+
+
+def test_verl_leaves_out_no_bias() -> None:
+    with verl.install():
+        with pytest.raises(NotImplementedError, match="lm_head has a bias, which verl drops here"):
+            Megatron("lm_head", torch.nn.Linear(16, 64))
+        Megatron("output_layer", ValueHead(16, 1))  # a critic's
+    Megatron("lm_head", torch.nn.Linear(16, 64))
+
+
+def test_lora_on_the_head_in_pytorch() -> None:
+    """What docs/recipes/lora.md writes for torch: the gradients of an adapter around the head."""
+    model = CausalLM()
+    model.lm_head = layer = LoraLinear(model.lm_head)
+    hidden = model.base_model(TOKENS).last_hidden_state[:, :-1]
+    a, b, weight, scale = layer.lora_A.weight, layer.lora_B.weight, layer.weight, layer.scale
+    hidden, weight = torch.cat([hidden, scale * hidden @ a.t()], -1), torch.cat([weight.detach(), b], -1)
+    right(linear_cross_entropy(hidden, weight, TOKENS[:, 1:]), model)
