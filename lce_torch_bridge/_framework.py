@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, Self
@@ -102,8 +103,8 @@ class Installed:
 def _version(framework: str) -> str:
     try:
         return importlib.metadata.version(framework)
-    except importlib.metadata.PackageNotFoundError:
-        return "a copy without a version"
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+        return getattr(sys.modules.get(framework.replace("-", "_")), "__version__", "a copy without a version")
 
 
 def _shown(owner: Any) -> str:

@@ -29,8 +29,7 @@ def install() -> _framework.Installed:
     To be called in the script that starts the run, before the trainer is built.
 
     Returns:
-        What `Installed.undo` takes away. Its ``calls`` counts the calls in this process. The logger
-        ``lce_torch_bridge`` says once in each process that there is one. A second call returns the same.
+        What counts the calls in this process, and undoes it; a second call returns the same.
 
     Raises:
         NotImplementedError: AReaL's engines have other names. And then, in an engine's step: tensor parallelism, tree

@@ -25,7 +25,7 @@ from lce_torch_bridge.ops._logprobs import linear_logprobs
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["install", "install_in_worker", "packed_logprobs"]
+__all__ = ["install"]
 
 _installed = _framework.Installed("nemo-rl", "0.6", "log-probabilities of the head come")
 
@@ -36,11 +36,11 @@ def install() -> _framework.Installed:
     To be called before ``ray.init``, with NeMo RL's switch ``policy.megatron_cfg.use_fused_linear_logprobs=true``.
 
     Returns:
-        What `Installed.undo` takes away in this process. Its ``calls`` counts the calls in this process. The logger
-        ``lce_torch_bridge`` says once in each process that there is one. A second call returns the same.
+        What counts the calls in this process, and undoes it; a second call returns the same.
 
     Raises:
-        NotImplementedError: NeMo RL's function has another name or other parameters.
+        NotImplementedError: NeMo RL's function has another name or other parameters; later, something is put
+            around the output layer, as an adapter (LoRA) is.
         RuntimeError: Ray runs already.
 
     Example:
@@ -55,17 +55,6 @@ def install_in_worker() -> _framework.Installed:
     """`install` of this process alone: for ``runtime_env={"worker_process_setup_hook": ...}`` of ``ray.init``.
 
     Workers without Megatron, as vLLM's are, compute no training head: there it does nothing.
-
-    Returns:
-        What `install` returns.
-
-    Raises:
-        NotImplementedError: NeMo RL's function has another name or other parameters. And then, when something is put
-            around an output layer, as an adapter (LoRA) is: NeMo RL reads its weight alone.
-
-    Example:
-        >>> hook = "lce_torch_bridge.nemo_rl.install_in_worker"
-        >>> ray.init(runtime_env={"worker_process_setup_hook": hook})  # doctest: +SKIP
     """
     if not (importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")):
         return _installed
@@ -100,31 +89,9 @@ def packed_logprobs(
     cu_seqlens_padded: torch.Tensor, unpacked_seqlen: int, vocab_start_index: int, vocab_end_index: int,
     group: dist.ProcessGroup, inference_only: bool = False, cp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``from_parallel_logits_to_logprobs_packed_sequences`` from hidden states. NeMo RL has no call of it yet.
+    """``from_parallel_logits_to_logprobs_packed_sequences`` from hidden states [T / CP / TP, 1, h]; tokens [1, T].
 
-    Args:
-        tensor_parallel_hidden_states: ``[T / CP / TP, 1, h]``.
-        output_weight_layer: ``[V / TP, h]``, this rank's rows of the head.
-        target: ``[1, T]`` token ids of all ranks.
-        cu_seqlens_padded: where each sequence begins, and T.
-        unpacked_seqlen: the longest sequence that is returned.
-        vocab_start_index: the first id of this rank's rows.
-        vocab_end_index: the id after their last.
-        group: the tensor-parallel group.
-        inference_only: without gradients.
-        cp_group: the context-parallel group, over which cotangents are summed, as in NeMo RL.
-
-    Returns:
-        ``[n, unpacked_seqlen - 1]``, each sequence in a row of its own.
-
-    Raises:
-        ValueError: the weight has another number of rows than the vocabulary's part.
-        lce_jax.UnsupportedError, TypeError, NotImplementedError, RuntimeError: in the cases that `linear_logprobs`
-            lists.
-
-    Example:
-        >>> from lce_torch_bridge.nemo_rl import packed_logprobs
-        >>> logprobs = packed_logprobs(states, weight, tokens, offsets, 9, 0, 128, group)  # doctest: +SKIP
+    Returns [n, unpacked_seqlen - 1]: each sequence in a row of its own. NeMo RL has no call of it yet.
     """
     _framework.check_shard(output_weight_layer, vocab_start_index, vocab_end_index)
     with torch.no_grad() if inference_only else contextlib.nullcontext():

@@ -19,7 +19,7 @@ from lce_torch_bridge.ops._logprobs import linear_logprobs
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["install", "install_in_worker"]
+__all__ = ["install"]
 
 _installed = _framework.Installed("skyrl", "0.3", "log-probabilities of the head come")
 
@@ -30,11 +30,11 @@ def install() -> _framework.Installed:
     To be called before ``ray.init``, with SkyRL's switch ``trainer.fused_lm_head_logprob=true``.
 
     Returns:
-        What `Installed.undo` takes away in this process. Its ``calls`` counts the calls in this process. The logger
-        ``lce_torch_bridge`` says once in each process that there is one. A second call returns the same.
+        What counts the calls in this process, and undoes it; a second call returns the same.
 
     Raises:
-        NotImplementedError: SkyRL's function has another name or other parameters.
+        NotImplementedError: SkyRL's function has another name or other parameters; later, something is put around
+            the output layer, as an adapter (LoRA) is.
         RuntimeError: Ray runs already.
 
     Example:
@@ -46,19 +46,7 @@ def install() -> _framework.Installed:
 
 
 def install_in_worker() -> _framework.Installed:
-    """`install` of this process alone: for ``runtime_env={"worker_process_setup_hook": ...}`` of ``ray.init``.
-
-    Returns:
-        What `install` returns.
-
-    Raises:
-        NotImplementedError: SkyRL's function has another name or other parameters. And then, when something is put
-            around an output layer, as an adapter (LoRA) is: SkyRL reads its weight alone.
-
-    Example:
-        >>> hook = "lce_torch_bridge.skyrl.install_in_worker"
-        >>> ray.init(runtime_env={"worker_process_setup_hook": hook})  # doctest: +SKIP
-    """
+    """`install` of this process alone: for ``runtime_env={"worker_process_setup_hook": ...}`` of ``ray.init``."""
     from skyrl.backends.skyrl_train.distributed.megatron import model_utils
 
     return _installed.put(

@@ -29,8 +29,7 @@ def install() -> _framework.Installed:
     """Every trainer that torchtitan builds then has the override, as ``--override.imports`` says it for one run.
 
     Returns:
-        What `Installed.undo` takes away. Its ``calls`` counts the losses. The logger ``lce_torch_bridge`` says once
-        that there is one. A second call returns the same.
+        What counts the calls in this process, and undoes it; a second call returns the same.
 
     Raises:
         NotImplementedError: torchtitan's trainer has another name. And then, when a trainer is built: its loss is not

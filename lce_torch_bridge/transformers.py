@@ -35,8 +35,7 @@ def patch(model: PreTrainedModel) -> Installed:
         model: a causal language model of Transformers 5 whose head is a linear layer, with or without a softcap.
 
     Returns:
-        What `Installed.undo` takes away. Its ``calls`` counts the losses. The logger ``lce_torch_bridge`` says once
-        that there is one. A second call for the same model returns the same.
+        What counts the losses, and undoes it; a second call for the same model returns the same.
 
     Raises:
         NotImplementedError: the head is more than its weight and bias, as with an adapter (LoRA); the configuration
@@ -80,18 +79,14 @@ def loss_function(
 ) -> torch.Tensor:
     """Transformers' loss of a causal language model, of hidden states and the head's weight in place of logits.
 
+    The other arguments are those of `linear_cross_entropy` and `linear_logprobs`.
+
     Args:
         hidden_states: ``[b, s, H]``, what the head is applied to.
         labels: ``[b, s]`` token ids, not shifted: the hidden state of a token predicts the next one.
-        vocab_size: as in `linear_logprobs`.
         num_items_in_batch: what the sum of the losses is divided by, as the Trainer counts labels over micro-batches.
             None: the number of labels that count here.
-        ignore_index: as in `linear_logprobs`.
         shift_labels: ``[b, s]``, labels that are shifted already, in place of ``labels``.
-        weight: as in `linear_logprobs`.
-        bias: as in `linear_logprobs`.
-        logit_scale: as in `linear_logprobs`.
-        logit_softcap: as in `linear_logprobs`.
 
     Returns:
         The loss in nats, a float32 scalar.

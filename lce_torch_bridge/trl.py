@@ -25,12 +25,11 @@ def install() -> _framework.Installed:
     """Puts this package's functions into TRL, which looks them up at each call. To be called in each process.
 
     Returns:
-        What `Installed.undo` takes away. Its ``calls`` counts the calls. The logger ``lce_torch_bridge`` says once that
-        there is one. A second call returns the same.
+        What counts the calls in this process, and undoes it; a second call returns the same.
 
     Raises:
-        NotImplementedError: TRL's functions have other names or parameters. And then, when something is put around a
-            head, as an adapter (LoRA) is: TRL reads the head's weight alone.
+        NotImplementedError: TRL's functions have other names or parameters; later, something is put around a head, as
+            an adapter (LoRA) is.
 
     Example:
         >>> import lce_torch_bridge.trl

@@ -28,7 +28,7 @@ from lce_torch_bridge.ops._logprobs import linear_logprobs
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["install", "install_in_worker", "linear_cross_entropy"]
+__all__ = ["install", "linear_cross_entropy"]
 
 FUNCTION = "verl.utils.kernel.linear_cross_entropy"
 CALLERS_AT_IMPORT = ("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap")
@@ -41,11 +41,11 @@ def install() -> _framework.Installed:
     To be called before ``ray.init``, with verl's switches ``use_fused_kernels=True`` and ``impl_backend=triton``.
 
     Returns:
-        What `Installed.undo` takes away in this process. Its ``calls`` counts the calls in this process. The logger
-        ``lce_torch_bridge`` says once in each process that there is one. A second call returns the same.
+        What counts the calls in this process, and undoes it; a second call returns the same.
 
     Raises:
-        NotImplementedError: verl's function has another name.
+        NotImplementedError: verl's function has another name; later, something is put around a head, as an adapter
+            (LoRA) is, or a head has a bias.
         RuntimeError: Ray runs already.
 
     Example:
@@ -60,17 +60,6 @@ def install_in_worker() -> _framework.Installed:
     """`install` of this process alone: what verl's VERL_USE_EXTERNAL_MODULES=lce_torch_bridge.verl does in each.
 
     Five modules of verl import the function at each call; the two of Megatron may have it already.
-
-    Returns:
-        What `install` returns.
-
-    Raises:
-        NotImplementedError: verl's function has another name. And then, when something is put around a head, as an
-            adapter (LoRA) is, or a head has a bias: verl reads its weight alone.
-
-    Example:
-        >>> hook = "lce_torch_bridge.verl.install_in_worker"
-        >>> ray.init(runtime_env={"worker_process_setup_hook": hook})  # doctest: +SKIP
     """
     kernel = importlib.import_module(FUNCTION)
     modules = [kernel, *(sys.modules[name] for name in CALLERS_AT_IMPORT if name in sys.modules)]

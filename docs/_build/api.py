@@ -35,7 +35,19 @@ SECTIONS = {
     "flax": Section("Flax", {"NNX": "lce_jax.flax.nnx", "Linen": "lce_jax.flax.linen"}),
     "torch": Section(
         "PyTorch",
-        {"": "lce_torch_bridge", "verl": "lce_torch_bridge.verl", "Megatron": "lce_torch_bridge.megatron"},
+        {"": "lce_torch_bridge", "Megatron": "lce_torch_bridge.megatron"},
+    ),
+    "frameworks": Section(
+        "Frameworks",
+        {
+            "Transformers": "lce_torch_bridge.transformers",
+            "TRL": "lce_torch_bridge.trl",
+            "verl": "lce_torch_bridge.verl",
+            "torchtitan": "lce_torch_bridge.torchtitan",
+            "AReaL": "lce_torch_bridge.areal",
+            "SkyRL": "lce_torch_bridge.skyrl",
+            "NeMo RL": "lce_torch_bridge.nemo_rl",
+        },
     ),
 }
 # A package of the same name hides the function from the parser of docstrings, which reads files.

@@ -1,8 +1,8 @@
 """torchtitan's trainer, from its own entry point, with its loss or ours; prints JSON.
 
 ``torchrun -m examples.frameworks.torchtitan_worker FILE [install] [OPTION ...]``, in an environment with torchtitan.
-FILE gets this rank's parts of the parameters after the steps. What torchtitan asks of GPUs and of NCCL alone is replaced: reports
-of a device's memory, shorter timeouts, and the factor 1 of FSDP2's sums, which gloo takes without a factor.
+FILE gets this rank's parts of the parameters after the steps. What torchtitan asks of GPUs and of NCCL alone is
+replaced: reports of a device's memory, shorter timeouts, and the factor 1 of FSDP2's sums, which gloo takes without.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import lce_torch_bridge
 from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
@@ -23,7 +24,10 @@ programs = script("programs")
 def test_a_page_shows_its_programs_whole(page: Path) -> None:
     text = page.read_text()
     assert text == programs.written(page), "run: python docs/_build/programs.py"
-    assert text.count("```python") == len(programs.PLACE.findall(text))
+    lines = re.findall(r"^```python\nlce_torch_bridge\.(\w+)\.(\w+)\((?:model)?\)\n```$", text, re.MULTILINE)
+    assert text.count("```python") == len(programs.PLACE.findall(text)) + len(lines)
+    for module, name in lines:  # tests/torch/test_frameworks.py calls them
+        assert callable(getattr(getattr(lce_torch_bridge, module), name))
     for name in re.findall(r"`((?:examples|tests)/[\w/.]+)`", text):
         assert (ROOT / name).exists(), name
     for code in re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
@@ -42,7 +46,8 @@ def test_every_program_has_a_recorded_run_with_versions() -> None:
     runs = json.loads((ROOT / "benchmarks" / "recorded.json").read_text())["runs"]
     beside = json.loads((ROOT / "benchmarks" / "frameworks.json").read_text())["rows"]  # called by a test
     rows = {row[0]: row[1] for row in (*runs["examples cpu"]["rows"], *beside)}
-    assert {*rows, "distillation"} == {Path(name).stem for name in PROGRAMS}
+    modules = {f"lce_torch_bridge.{name}" for name in ("areal", "nemo_rl", "skyrl", "torchtitan")}  # with no program
+    assert {*rows, "distillation"} == {Path(name).stem for name in PROGRAMS} | modules
     assert all(re.search(r" \d+\.\d+\.\d+", versions) for versions in rows.values())
     assert runs["distillation"]["device"]["jax"]
 

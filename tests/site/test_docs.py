@@ -20,7 +20,7 @@ from lce_jax import floors, losses, rows
 from lce_jax.explain.__main__ import parser as explain_parser
 from lce_jax.flax import linen, nnx
 from lce_jax.mosaic._call import Generation
-from lce_torch_bridge import megatron, verl
+from lce_torch_bridge import areal, megatron, nemo_rl, skyrl, torchtitan, transformers, trl, verl
 from tests.doc_blocks import IN_ORDER, PAGES, ROOT, WITHOUT_A_GPU, in_order, parts
 from tests.site.test_figures import script
 
@@ -113,6 +113,12 @@ MODULES = [
     lce_torch_bridge.losses,
     lce_torch_bridge.rows,
     megatron,
+    areal,
+    nemo_rl,
+    skyrl,
+    torchtitan,
+    transformers,
+    trl,
     verl,
     nnx,
     linen,

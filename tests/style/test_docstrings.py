@@ -12,8 +12,8 @@ import torch
 
 import lce_jax
 import lce_torch_bridge
-import lce_torch_bridge.verl
 from lce_jax._options import LogprobOptions
+from lce_torch_bridge import areal, megatron, nemo_rl, skyrl, torchtitan, transformers, trl, verl
 from lce_torch_bridge.megatron import _hooks, _output_layer
 
 # (function, argument): an argument of another kind under the same name.
@@ -46,13 +46,16 @@ OTHER_MEANING_IN_THE_BRIDGE = {
     ("verl.linear_cross_entropy", "labels"): "verl's callers pass further shapes",
     ("verl.linear_cross_entropy", "temperature"): "verl's callers pass a number or None",
     ("verl.linear_cross_entropy", "reduction"): "of log-probabilities, without those that do not count",
+    ("patch", "model"): "of Transformers",
+    ("loss_function", "hidden_states"): "Transformers' shape",
+    ("loss_function", "labels"): "[b, s], which it shifts",
     ("output_processor", "labels"): "the model's own, which the context replaces",
     ("fused_output_layer", "labels"): "[b, s], as Megatron has them",
 }
 FUNCTIONS = [x for name in lce_jax.__all__ if inspect.isfunction(x := getattr(lce_jax, name))]
 BRIDGE = [
     getattr(module, name)
-    for module in (lce_torch_bridge, lce_torch_bridge.megatron, lce_torch_bridge.verl)
+    for module in (lce_torch_bridge, areal, megatron, nemo_rl, skyrl, torchtitan, transformers, trl, verl)
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 ]

@@ -11,12 +11,12 @@ import pytest
 
 import lce_jax
 import lce_torch_bridge
-import lce_torch_bridge.megatron
-import lce_torch_bridge.verl
 from lce_jax import losses
 from lce_jax.flax import linen, nnx
+from lce_torch_bridge import areal, megatron, nemo_rl, skyrl, torchtitan, transformers, trl, verl
 
-MODULES = (lce_jax, losses, lce_torch_bridge, lce_torch_bridge.megatron, lce_torch_bridge.verl)
+FRAMEWORKS = (areal, megatron, nemo_rl, skyrl, torchtitan, transformers, trl, verl)
+MODULES = (lce_jax, losses, lce_torch_bridge, *FRAMEWORKS)
 METHODS = ("__init__", "tied", "__call__", "logprobs", "topk", "kl", "loss", "linear_loss")
 PUBLIC = [
     *(value for module in MODULES for name in module.__all__ if inspect.isfunction(value := getattr(module, name))),
