@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -12,13 +13,14 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from lce_torch_bridge import explain, linear_cross_entropy, linear_logprobs
+from lce_torch_bridge import LinearCrossEntropyLoss, explain, linear_cross_entropy, linear_logprobs
 from lce_torch_bridge._types import Tensors, TorchCall
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.operators._loss import LossAndGradients
 from tests.pairs import combined
 from tests.torch import problem as p
 from tests.torch.executor import launched_directly
+from tests.torch.framework_doubles import LoraLinear
 from tests.torch.test_linear_loss import GRADIENT, MANY, ROUNDING
 from tests.torch.test_main_grad import WAYS, parameter, ways
 
@@ -377,3 +379,42 @@ def test_a_checkpoint_keeps_no_cache() -> None:
         assert [x.shape for x in kept] == [leaves.hidden.shape]  # what it recomputes from
         out.sum().backward()
     assert leaves.weight.grad is not None
+
+
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyLoss"), reason="needs PyTorch 2.13")
+@pytest.mark.parametrize("told", [{}, {"bias": True, "reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1}])
+def test_the_module_is_that_of_torch(told: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    ours, theirs = LinearCrossEntropyLoss(16, 64, **told), torch.nn.LinearCrossEntropyLoss(16, 64, **told)
+    ours.load_state_dict(theirs.state_dict())
+    hidden, labels = torch.randn(9, 16), torch.tensor([3, 3, 5, 7, 9, 11, 60, 61, 62])
+    if not told:
+        labels[:2] = -100
+    losses = [loss_fn(input=hidden, target=labels) for loss_fn in (ours, theirs)]
+    torch.testing.assert_close(*losses)
+    grads = [torch.autograd.grad(loss, list(of.parameters())) for loss, of in zip(losses, (ours, theirs), strict=True)]
+    torch.testing.assert_close(*grads)
+    named = inspect.signature(torch.nn.LinearCrossEntropyLoss).parameters
+    own = dict(inspect.signature(LinearCrossEntropyLoss).parameters)
+    assert own.pop("options").kind is inspect.Parameter.VAR_KEYWORD
+    assert {*named} - {*own} == {"out_features", "weight", "options"}
+    assert all(named[name].default == x.default for name, x in own.items())
+
+
+def test_the_module_takes_options_and_refuses_torchs_own() -> None:
+    loss_fn = LinearCrossEntropyLoss(16, 64, z_loss=0.1)
+    hidden, labels = torch.ones(2, 3, 16), torch.ones(2, 3, dtype=int)
+    want = linear_cross_entropy(hidden, loss_fn.linear.weight, labels, z_loss=0.1)
+    assert torch.equal(loss_fn(hidden, labels), want)
+    for name, instead in (
+        ("weight", "weigh the losses"),
+        ("out_features", "rows of the weight"),
+        ("options", "chunk_by"),
+    ):
+        with pytest.raises(
+            TypeError, match=f"LinearCrossEntropyLoss has no {name}, which torch's module has: .*{instead}"
+        ):
+            LinearCrossEntropyLoss(16, 64, **{name: None})
+    loss_fn.linear = LoraLinear(loss_fn.linear)
+    with pytest.raises(NotImplementedError, match=r"the head, .*LoraLinear.*, is more than its weight and bias"):
+        loss_fn(hidden, labels)
