@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 if importlib.util.find_spec("torch") is None:
     raise ModuleNotFoundError(
-        "lce_torch_bridge needs PyTorch 2.11 or newer: pip install 'lce-jax[torch]'", name="torch"
+        "lce_torch_bridge needs PyTorch 2.11 or newer: in the checkout, pip install '.[torch]'", name="torch"
     )
 
 __all__ = [

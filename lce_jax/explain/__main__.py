@@ -21,7 +21,7 @@ from lce_jax._jax import abstract_device
 from lce_jax._types import format_bytes
 from lce_jax.explain import _pod
 from lce_jax.explain._arguments import gibibytes, positive
-from lce_jax.explain._models import MODELS, ModelHead, model_head
+from lce_jax.explain._models import MODELS, ModelHead, model_head, model_named
 from lce_jax.explain._pod import TARGETS
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -39,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
         prog="lce-jax explain",
         description="The memory of a language-model head per device: with stored logits, and with this package.",
     )
-    out.add_argument("--model", choices=MODELS, metavar="NAME", help=f"a model's head: {', '.join(MODELS)}")
+    named = f"a model's head, also as Hugging Face names it: {', '.join(MODELS)}"
+    out.add_argument("--model", type=model_named, choices=MODELS, metavar="NAME", help=named)
     out.add_argument("--hidden", type=positive, metavar="H", help="hidden size, in place of a model")
     out.add_argument("--vocab", type=positive, metavar="V", help="vocabulary, in place of a model")
     out.add_argument("--softcap", type=_softcap, help="logit softcap, in place of a model")

@@ -9,6 +9,7 @@ and leave out the last 64 of Gemma 3's 262208, and of https://github.com/google/
 from __future__ import annotations
 
 import dataclasses
+import re
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,12 @@ MODELS = {
     "mixtral-8x7b": ModelHead(4096, 32000),
     "olmo3-7b": ModelHead(4096, 100278),
 }
+
+
+def model_named(name: str) -> str:
+    """The key in `MODELS` of a name such as Qwen/Qwen3-8B-Base at Hugging Face. Another name stays as it is."""
+    short = re.sub("-(base|instruct|it|pt)$", "", name.rpartition("/")[2].lower())
+    return next((key for key in MODELS if key.replace("-", "") == short.replace("-", "")), name)
 
 
 def model_head(name: str) -> ModelHead:

@@ -3,4 +3,4 @@
 import importlib.util
 
 if importlib.util.find_spec("flax") is None:
-    raise ModuleNotFoundError("lce_jax.flax needs Flax 0.12.7 or newer: pip install 'lce-jax[flax]'", name="flax")
+    raise ModuleNotFoundError("lce_jax.flax needs Flax >= 0.12.7: in the checkout, pip install '.[flax]'", name="flax")

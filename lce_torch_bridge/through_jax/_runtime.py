@@ -261,7 +261,7 @@ def _remedy(cuda: bool) -> str:
     """Which platforms are chosen, and which should be. ``cuda``: JAX is to use GPUs."""
     remedy = f'JAX_PLATFORMS is {jax.config.jax_platforms!r}: leave it unset or write "cuda,cpu"'
     if cuda:
-        remedy += ', and install JAX with CUDA: pip install "lce-jax[cuda13]"'
+        remedy += ', and install JAX with CUDA: in the checkout, pip install ".[cuda13]"'
     return remedy
 
 

@@ -14,7 +14,7 @@ import pytest
 import lce_jax
 from lce_jax import explain, linear_kl, linear_logprobs, linear_topk
 from lce_jax.explain import __main__ as command
-from lce_jax.explain._models import MODELS
+from lce_jax.explain._models import MODELS, model_head, model_named
 from tests.torch.test_host import backward, forward, head, held_bytes
 
 struct = jax.ShapeDtypeStruct
@@ -147,9 +147,18 @@ def test_as_a_command() -> None:
     assert lce_jax.explain is imported is inner is explain
 
 
+def test_a_model_as_hugging_face_names_it() -> None:
+    names = ("Qwen/Qwen3-8B", "Qwen3-8B-Base", "google/gemma-2-9b-it", "deepseek-ai/DeepSeek-V3", "qwen2.5-7b")
+    assert [*map(model_named, names)] == ["qwen3-8b", "qwen3-8b", "gemma2-9b", "deepseek-v3", "qwen2.5-7b"]
+    assert command.read(["--model", names[0], "--tokens", "64"])[0].head == model_head("qwen3-8b")
+    for other in ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-80B", "Qwen/Qwen2.5-Coder-7B"):
+        assert model_named(other) == other
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--model", "Qwen/Qwen3-80B"], "invalid choice: 'Qwen/Qwen3-80B' (choose from"),
         ([], "give --model, or --hidden and --vocab"),
         (["--hidden", "64"], "give --model, or --hidden and --vocab"),
         (["--model", "qwen3-8b", "--hidden", "64"], "give --model, or --hidden and --vocab"),

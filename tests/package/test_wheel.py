@@ -88,7 +88,7 @@ def test_it_runs_the_quick_start(wheel: Path, tmp_path: Path) -> None:
     for module, extra in (("lce_torch_bridge", "torch"), ("lce_jax.flax.nnx", "flax")):  # neither is there
         refused = f"try: import {module}\nexcept ModuleNotFoundError as error: print(error.name, error)"
         assert run(python, "-I", "-c", refused).startswith(f"{extra} {module.removesuffix('.nnx')} needs ")
-        assert f": pip install 'lce-jax[{extra}]'" in run(python, "-I", "-c", refused)
+        assert f": in the checkout, pip install '.[{extra}]'" in run(python, "-I", "-c", refused)
 
 
 def test_it_says_what_it_is(wheel: Path) -> None:

@@ -116,7 +116,7 @@ def platforms() -> Iterator[Callable[[str | None], None]]:
         ("cpu", r"cpu tensors need JAX's cpu backend.*JAX_PLATFORMS is 'tpu': leave it unset or write \"cuda,cpu\"$"),
         (
             "cuda:1",
-            r"cuda:1 tensors need JAX's cuda backend.* install JAX with CUDA: pip install \"lce-jax\[cuda13\]\"",
+            r"cuda:1 tensors need JAX's cuda backend.* JAX with CUDA: in the checkout, pip install \"\.\[cuda13\]\"",
         ),
     ],
 )
