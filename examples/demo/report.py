@@ -56,7 +56,8 @@ def print_tables(
     console: Console, stages: list[Evaluation], real_reward: float, again: SecondRun | None, comparison: Comparison
 ) -> None:
     """What training changed, what the threshold changed, and what fusing changed."""
-    table = Table(title="On held-out files", title_justify="left")
+    gamed = "Short statements alone earn more reward than real text does: the loss says what that costs."
+    table = Table(title="On held-out files", title_justify="left", caption=gamed, caption_justify="left")
     table.add_column("")
     for name in _STAGES:
         table.add_column(name, justify="right")
