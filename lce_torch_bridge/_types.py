@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 type Entropy = bool | Literal["metric"]
-type WithEntropy = Literal[True, "metric"]
 type OutOfVocab = Literal["zero", "megatron"]
 type Wgrad = Literal["return", "main_grad"]
 type Reduction = Literal["none", "sum", "mean"]

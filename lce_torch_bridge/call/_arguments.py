@@ -23,7 +23,7 @@ from lce_torch_bridge.tensors._weight import accumulate_into_main_grad, autocast
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from lce_torch_bridge._types import WithEntropy
+    from lce_torch_bridge._types import Entropy
 
 
 class Arguments(NamedTuple):
@@ -378,7 +378,9 @@ class ExplainOptions(EntropyOptions, total=False):
 class ModelOptions(CommonOptions, total=False):
     """Of `lce_torch_bridge.megatron.fused_output_layer`."""
 
-    entropy: WithEntropy
+    entropy: Entropy
+    stats: bool
+    mean_logit: bool
     candidates: torch.Tensor | None
     where: torch.Tensor | None
     ignore_index: int | None

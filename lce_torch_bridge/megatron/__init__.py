@@ -1,8 +1,8 @@
 """Log-probabilities and losses of Megatron-core models without logits, and without editing Megatron.
 
-- `output_processor`: log-probabilities of GPTModel, with megatron-core 0.18 and newer.
-- `fused_output_layer`, a context manager: log-probabilities of HybridModel, MambaModel and older GPTModel, back to
-  megatron-core 0.13.
+- `fused_output_layer`, a context manager: log-probabilities of every model, HybridModel, MambaModel and GPTModel, back
+  to megatron-core 0.13.
+- `output_processor`: the same of GPTModel, with megatron-core 0.18 and newer, in several threads.
 - `fused_losses`, a context manager: the losses that a model computes itself, of ``labels=`` and of multi-token
   prediction.
 

@@ -89,31 +89,29 @@ def output_processor(
     )
     with replaced_here(output_layer, forward):
         out, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
-    batch_first: list[Any] = [None if field is None else field.transpose(0, 1).contiguous() for field in out]
-    return LogprobOutput(*batch_first)
+    return _batch_first(out)
 
 
 @contextlib.contextmanager
 def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: Unpack[ModelOptions]) -> Iterator[None]:
-    """Inside, ``model(tokens, positions, mask)`` returns ``[b, s, 2]``, log-probability and entropy, not logits.
+    """Inside, ``model(tokens, positions, mask)`` returns what `output_processor` returns, not logits.
 
-    This is for models without an output processor. Call the model without ``labels``. With ``candidates`` ``[b, s, K]``
-    it returns ``[b, s, 2 + K]``, their log-probabilities last. The backward pass may run outside, unless an activation
-    checkpoint holds the whole model, which it then calls again. Multi-token prediction keeps its own loss, without
-    logits, as in `fused_losses`.
+    This is for every model and version, HybridModel first. Call the model without ``labels``. The backward pass may run
+    outside, unless an activation checkpoint holds the whole model, which it then calls again. Multi-token prediction
+    keeps its own loss, without logits, as in `fused_losses`.
 
     Args:
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
             or other modules. Its methods, and those of its output layer, are replaced for all threads until the block
             ends. So one thread at a time may be inside; `output_processor` serves several.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
-        **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``candidates``, ``where``,
-            ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
-            ``logit_floor`` and ``implementation``, as in the context of `output_processor`. Not ``entropy=False``,
-            because the model returns two results; with "metric" the entropy has no gradient.
+        **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``stats``, ``mean_logit``,
+            ``candidates``, ``where``, ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``,
+            ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``implementation``, as in the context of
+            `output_processor`.
 
     Yields:
-        None.
+        None. The model returns a `LogprobOutput` of ``[b, s]`` tensors inside, as from `output_processor`.
 
     Raises:
         NotImplementedError: the model cannot be served; the message says why and what to do.
@@ -126,24 +124,20 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
     Example:
         >>> from lce_torch_bridge.megatron import fused_output_layer
         >>> with fused_output_layer(model, labels, temperature=0.7):  # doctest: +SKIP
-        ...     logprobs, entropy = model(tokens, positions, mask).unbind(-1)
+        ...     logprobs, entropy, *_ = model(tokens, positions, mask)
     """
     inner = _unwrapped(model)
     given: dict[str, Any] = {**options}
-    further = {name: given.get(name, False) for name in ("stats", "mean_logit")}
-    if given.get("entropy") is False or any(further.values()):
-        told = ", ".join(f"{name}={value!r}" for name, value in further.items())
-        raise ValueError(
-            f"entropy={given.get('entropy', True)!r}, {told}: the model returns exactly logprob and entropy "
-            '(and candidates) here; entropy="metric" has no gradient and costs little'
-        )
     predictions = bool(getattr(inner.config, "mtp_num_layers", None))
     forward = FusedForward(
         inner.output_layer, labels, multiplier(getattr(inner, "_scale_logits", unscaled)), given, mtp=predictions
     )
-    returned = (*labels.shape, 2 + (given["candidates"].shape[-1] if given.get("candidates") is not None else 0))
     of_losses = {name: given[name] for name in OF_LOSSES if name in given}
-    with pending_logits(inner, _stacked(forward), of_losses, processors=False), _returning(inner, returned):
+
+    def returned(pending: PendingLogits) -> LogprobOutput:
+        return _batch_first(forward(*pending.inputs)[0])
+
+    with pending_logits(inner, returned, of_losses, processors=False), _without_own_loss(inner):
         yield
 
 
@@ -197,31 +191,25 @@ def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> It
         yield
 
 
-def _without_labels(_pending: PendingLogits) -> torch.Tensor:
+def _without_labels(_pending: PendingLogits) -> LogprobOutput:
     raise NotImplementedError(
         "the model was called without labels inside fused_losses, where there are no logits to return: pass labels, "
         "or an output_processor, or call it outside"
     )
 
 
-def _stacked(forward: FusedForward) -> Callable[[PendingLogits], torch.Tensor]:
-    """What a model returns inside `fused_output_layer`, sequence first: logprob, entropy, and candidates."""
-
-    def returned(pending: PendingLogits) -> torch.Tensor:
-        out, _bias = forward(*pending.inputs)
-        fields: Any = out[:2]
-        stacked = torch.stack(fields, dim=-1)
-        return stacked if out.candidate_logprobs is None else torch.cat([stacked, out.candidate_logprobs], -1)
-
-    return returned
+def _batch_first(out: LogprobOutput) -> LogprobOutput:
+    """Results of ``[s, b]`` as the model returns them."""
+    fields: list[Any] = [None if field is None else field.transpose(0, 1).contiguous() for field in out]
+    return LogprobOutput(*fields)
 
 
 @contextlib.contextmanager
-def _returning(model: torch.nn.Module, returned: tuple[int, ...]) -> Iterator[None]:
-    """Inside, the model returns this shape, or raises. With labels it would return its own loss, ``[b, s]``."""
+def _without_own_loss(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the model raises where it would return its own loss, of labels."""
 
-    def check(_model: torch.nn.Module, _inputs: Any, out: torch.Tensor) -> None:
-        if out.shape != returned:
+    def check(_model: torch.nn.Module, _inputs: Any, out: Any) -> None:
+        if not isinstance(out, LogprobOutput):
             raise ValueError(
                 f"the model was called with labels {tuple(out.shape)} inside fused_output_layer, and returned its loss "
                 "of them: give the labels to fused_output_layer alone; the loss is -logprob"

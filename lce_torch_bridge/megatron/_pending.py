@@ -19,6 +19,7 @@ from lce_torch_bridge.megatron._output_layer import FusedForward, multiplier
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lce_torch_bridge._types import LogprobOutput
 
 _changing = threading.Lock()
 
@@ -111,7 +112,7 @@ class PendingLogits:
 
     layer: Any
     inputs: tuple[Any, ...]  # of ColumnParallelLinear.forward
-    returned: Callable[[PendingLogits], torch.Tensor]  # what a model without labels returns, sequence first
+    returned: Callable[[PendingLogits], LogprobOutput]  # what a model without labels returns
     scale: float = 1.0
     predicted: torch.Tensor | None = None  # [s, b], the label where its logit is the largest, else another id
 
@@ -132,9 +133,13 @@ class PendingLogits:
         columns = self.size(-1) * self.layer.tp_group.size()
         return labels.where(hit & (labels >= 0) & (labels < columns), ~labels)
 
-    def transpose(self, _first: int, _second: int) -> torch.Tensor:
-        """The model's last step, if it has no labels: ``[b, s, ...]`` of what is returned in place of logits."""
-        return self.returned(self).transpose(0, 1)
+    def transpose(self, _first: int, _second: int) -> PendingLogits:
+        """The model's last step, if it has no labels, is ``transpose(0, 1).contiguous()``."""
+        return self
+
+    def contiguous(self) -> LogprobOutput:
+        """What is returned in place of logits."""
+        return self.returned(self)
 
     def size(self, _dimension: int) -> int:
         """How many columns a rank has, of which Megatron makes global ids."""
@@ -172,7 +177,7 @@ def _unknown(asked: str) -> AttributeError:
 
 @contextlib.contextmanager
 def pending_logits(
-    model: Any, returned: Callable[[PendingLogits], torch.Tensor], options: Mapping[str, Any], *, processors: bool
+    model: Any, returned: Callable[[PendingLogits], LogprobOutput], options: Mapping[str, Any], *, processors: bool
 ) -> Iterator[None]:
     """Inside, a model's output layer returns `PendingLogits`, and its losses are the op's.
 

@@ -128,11 +128,7 @@ def fused(it: Subject, batch: Batch, **options: Any) -> Iterator[Outputs]:
         call = checkpointed(call, reentrant=it.checkpoint == "reentrant")
     with inside:
         out = call(*batch.inputs)
-        found = (
-            (*out[..., :2].unbind(-1), out[..., 2:])
-            if it.wrapper
-            else (*out[:2], getattr(out, "candidate_logprobs", out[-1]))
-        )
+        found = *out[:2], getattr(out, "candidate_logprobs", out[-1])
         yield found if "candidates" in options else found[:2]
 
 

@@ -150,9 +150,6 @@ def of_the_context_manager(tp: int, gpt: Any, hybrid: Any, batch: Any) -> Result
     stage = subject(tp, kind="hybrid", stage="first").model
     stage.output_layer = gpt.output_layer  # as in a stage with multi-token prediction
     return {
-        "no entropy, context manager": wrapper(hybrid, batch, entropy=False),
-        "stats, context manager": wrapper(hybrid, batch, stats=True),
-        "mean logit, context manager": wrapper(hybrid, batch, mean_logit=True),
         "nested": message(nested),
         "no output layer": wrapper(torch.nn.Linear(4, 4), batch),
         "two output layers": wrapper(torch.nn.ModuleDict({"actor": gpt, "critic": hybrid}), batch),
