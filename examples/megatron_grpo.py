@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lce_torch_bridge import rows
-from lce_torch_bridge.megatron import output_processor
+from lce_torch_bridge.megatron import fused_output_layer
 
 
 class Rollout(NamedTuple):
@@ -33,8 +33,8 @@ class Rollout(NamedTuple):
 def score(model: torch.nn.Module, rollout: Rollout, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy [b, s] of the next tokens, 0 outside the response; the same bits on all TP ranks."""
     labels = rows.next_tokens(rollout.tokens)
-    context = {"labels": labels, "temperature": temperature, "where": rollout.response}
-    logprobs, entropy, *_ = model(*rollout[:3], output_processor=output_processor, output_processor_context=context)
+    with fused_output_layer(model, labels, temperature=temperature, where=rollout.response):
+        logprobs, entropy, *_ = model(*rollout[:3])
     return logprobs, entropy
 
 
@@ -53,6 +53,7 @@ def grpo_step(
 
 
 def build(tensor_parallel: int) -> GPTModel:
+    """A HybridModel is scored alike, but its layers need Transformer Engine."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     megatron_random.model_parallel_cuda_manual_seed(0)
     config = TransformerConfig(

@@ -88,7 +88,7 @@ def test_no_block_is_left_out():
 
 
 @pytest.mark.parametrize(
-    ("page", "holds", "count"), [("docs/pytorch.md", "init_process_group", 24), ("README.md", "output_processor", 7)]
+    ("page", "holds", "count"), [("docs/pytorch.md", "init_process_group", 24), ("README.md", "fused_output_layer", 7)]
 )
 def test_a_step_takes_as_many_lines_as_the_page_says(page, holds, count):
     (block,) = (block for block in BLOCKS[ROOT / page] if holds in block.code)

@@ -82,6 +82,7 @@ PARITY = [
     *(_case("parity", tp, name, model, {}) for tp in (1, 2) for name, model in MODELS.items()),
     *(_case("parity", 2, f"{name}, SP", MODELS[name] | dict(sp=True), {}) for name in SEQUENCE_PARALLEL),
     *(_case("parity", tp, name, {}, options) for tp in (1, 2) for name, options in OPTIONS.items()),
+    _case("parity", 1, "no entropy, Hybrid", dict(kind="hybrid"), OPTIONS["no entropy"]),
     _case("parity", 2, "everything, SP", dict(sp=True, mup=True), OPTIONS["everything"]),
     _case("parity", 2, "everything, Hybrid, SP", dict(sp=True, kind="hybrid"), OPTIONS["everything"]),
 ]

@@ -122,8 +122,9 @@ def float16_module(tp: int, model: Options, _options: Options) -> Result:
     with fused(it, batch) as want:
         it = in_training(it)
     with fused(it, batch) as got:
-        outer = "" if it.wrapper else type(call(it.model, batch)).__qualname__
-    return {"same bits": all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), "type": outer}
+        outer = it.model(*batch.inputs) if it.wrapper else call(it.model, batch)
+    same = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    return {"same bits": same, "type": type(outer).__qualname__}
 
 
 def hidden_as_it_is(tp: int, model: Options, _options: Options) -> Result:
@@ -204,8 +205,8 @@ def readme(tp: int, model: Options, _options: Options) -> Result:
     it = subject(tp, **model)
     batch, drawn = draw(where="some")
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    (block,) = (code for code in blocks if "output_processor_context" in code)
-    written, advantages = block[block.index("context = ") :], batch.seeds[0]
+    (block,) = (code for code in blocks if "fused_output_layer" in code)
+    written, advantages = block[block.index("labels = ") :], batch.seeds[0]
     tokens, positions, _ = batch.inputs
     batch = batch._replace(mask=None, labels=tokens.roll(-1, dims=1))
 
@@ -213,8 +214,8 @@ def readme(tp: int, model: Options, _options: Options) -> Result:
         with torch.no_grad():
             old, *_ = call(it.model, batch, temperature=0.7, where=mask)
         names: Options = dict(
-            torch=torch, model=it.model, tokens=tokens, positions=positions, output_processor=output_processor,
-            response_mask=mask, old_logprobs=old, advantages=advantages,
+            torch=torch, model=it.model, tokens=tokens, positions=positions,
+            fused_output_layer=fused_output_layer, response_mask=mask, old_logprobs=old, advantages=advantages,
         )  # fmt: skip
         it.model.zero_grad()
         exec(written, names)
