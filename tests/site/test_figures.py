@@ -79,6 +79,10 @@ def test_the_first_lines_of_the_readme():
     assert round(100 * (ours["median_seconds"] / stored["median_seconds"] - 1)) == 17  # %
     assert round(stored["temp_bytes"] / in_forward["temp_bytes"]) == 3
     assert round(100 * (1 - in_forward["median_seconds"] / stored["median_seconds"])) == 7  # %
+    beside = bench.job(f"heads --shape {bench.SHAPE}")
+    ways = ("ours in forward", "Liger fused linear CE", "Apple CCE")
+    took = [round(1e3 * bench.row_of(beside, key, bench.BOTH)["median_seconds"], 1) for key in ways]
+    assert took == [23.5, 74.0, 93.6]  # ms
     text = bench.job(f"heads --shape {bench.TEXT}")
     exact, threshold = (bench.row_of(text, key, bench.BOTH) for key in ("ours", "ours threshold"))
     assert threshold["median_seconds"] < exact["median_seconds"] / 2
