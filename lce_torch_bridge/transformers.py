@@ -39,8 +39,9 @@ def patch(model: PreTrainedModel) -> Installed:
 
     Raises:
         NotImplementedError: the head is more than its weight and bias, as with an adapter (LoRA); the configuration
-            scales logits or adds a router's loss; the model has an encoder; or its logits, of the last token in the
-            first call, are not those of its head and softcap.
+            scales logits or adds a router's loss; the model has an encoder, reads labels before its head, or has
+            another loss (its own, or ``model.loss_function``); or its logits, of the last token in the first call, are
+            not those of its head and softcap.
 
     Example:
         >>> import lce_torch_bridge.transformers
@@ -58,6 +59,9 @@ def patch(model: PreTrainedModel) -> Installed:
         if getattr(config, name, None) not in (None, 1):
             raise NotImplementedError(f"{name}={getattr(config, name)}: this loss leaves it out")
     _refuse_routers_loss(getattr(config, "output_router_logits", None))
+    _check_loss(model)
+    if "labels" in inspect.signature(model.base_model.forward).parameters:
+        raise NotImplementedError(f"{type(model.base_model).__name__} reads labels, as for its mask: it gets none here")
     installed = Installed("transformers", "5", f"the loss of {type(model).__name__} comes")
     forward = functools.partial(_forward, model, model.forward, installed)  # whose copy has a copy of the model
     functools.update_wrapper(forward, type(model).forward)  # the Trainer reads the signature
@@ -129,6 +133,8 @@ def _forward(
     config = model.config.get_text_config()
     _refuse_routers_loss(inputs.get("output_router_logits", getattr(config, "output_router_logits", None)))
     softcap = getattr(config, "final_logit_softcapping", None)
+    _check_loss(model)
+    inputs.pop("return_dict", None)  # an output of Transformers is also read by place
     inputs["use_cache"] = False
     if installed.calls == 0:
         hidden = _check_logits(model, stock, softcap, arguments, inputs)
@@ -150,6 +156,17 @@ def _refuse_routers_loss(asked: bool | None) -> None:
         )
 
 
+def _check_loss(model: Any) -> None:
+    """The model gives its logits to Transformers' loss of a causal language model, as few still do not."""
+    own = "loss_function" not in inspect.unwrap(type(model).forward).__code__.co_names
+    name = "a loss of its own" if own else getattr(model.loss_function, "__name__", repr(model.loss_function))
+    if name != "ForCausalLMLoss":
+        raise NotImplementedError(
+            f"{type(model).__name__} computes {name}, and this is ForCausalLMLoss of Transformers, of next tokens: "
+            "leave the model as it is. Of an adapter (PEFT), patch the model in it, model.get_base_model()"
+        )
+
+
 def _check_logits(model: Any, stock: Any, softcap: float | None, arguments: Any, inputs: dict[str, Any]) -> Any:
     """The hidden states of a model's own forward, whose logits of the last token are those of its head and softcap.
 
@@ -159,7 +176,7 @@ def _check_logits(model: Any, stock: Any, softcap: float | None, arguments: Any,
     hook = model.base_model.register_forward_hook(lambda *given: outputs.append(given[-1]))
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(stock).parameters else {}
     try:
-        logits = stock(*arguments, **inputs, **last).logits[:, -1:].float()
+        logits = stock(*arguments, **inputs | last).logits[:, -1:].float()
     finally:
         hook.remove()
     hidden = outputs[-1].last_hidden_state

@@ -152,11 +152,19 @@ class CausalLM(torch.nn.Module):
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.lm_head
 
-    def forward(self, tokens: torch.Tensor, use_cache: bool = True, logits_to_keep: int = 0) -> types.SimpleNamespace:
-        """Logits, of the last tokens."""
+    def forward(
+        self, tokens: torch.Tensor, labels: Any = None, use_cache: bool = True, logits_to_keep: int = 0
+    ) -> types.SimpleNamespace:
+        """Logits, of the last tokens, and their loss."""
         del use_cache
-        hidden = self.base_model(tokens).last_hidden_state
-        return types.SimpleNamespace(logits=self.lm_head(hidden[:, -logits_to_keep:]))
+        logits = self.lm_head(self.base_model(tokens).last_hidden_state[:, -logits_to_keep:])
+        return types.SimpleNamespace(logits=logits, loss=None if labels is None else self.loss_function(logits, labels))
+
+    def loss_function(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Under the name that Transformers' own has."""
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    loss_function.__name__ = "ForCausalLMLoss"
 
 
 class Trunk(torch.nn.Module):

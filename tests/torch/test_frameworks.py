@@ -324,9 +324,12 @@ class Scaled(CausalLM):
         super().__init__()
         self.by = by
 
-    def forward(self, tokens: torch.Tensor, **_: Any) -> types.SimpleNamespace:
+    def forward(self, tokens: torch.Tensor, labels: Any = None, **_: Any) -> types.SimpleNamespace:
         hidden = self.base_model(tokens).last_hidden_state * self.by.get("hidden", 1.0)
-        return types.SimpleNamespace(logits=self.lm_head(hidden) * self.by.get("logits", 1.0))
+        logits = self.lm_head(hidden) * self.by.get("logits", 1.0)
+        return types.SimpleNamespace(
+            logits=logits, loss=labels if labels is None else self.loss_function(logits, labels)
+        )
 
 
 @pytest.mark.parametrize("by", [{"hidden": 0.5}, {"logits": 1.1}])
@@ -371,12 +374,37 @@ def test_models_with_an_encoder_are_refused() -> None:
         patch(model)
 
 
+def test_other_losses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a model's forward, also where it is around a model; one that is set, also later; one of read labels."""
+
+    class Own(CausalLM):
+        def forward(self, tokens: torch.Tensor, **_: Any) -> types.SimpleNamespace:
+            return types.SimpleNamespace(loss=self.lm_head(self.base_model(tokens).last_hidden_state).sum())
+
+    with pytest.raises(NotImplementedError, match=r"Own computes a loss of its own, .*model\.get_base_model\(\)"):
+        patch(Own())
+    patch(model := CausalLM())
+    right(model(TOKENS, labels=TOKENS, return_dict=False).loss, model)
+    monkeypatch.setattr(CausalLM, "loss_function", torch.nn.functional.mse_loss)
+    for call in (lambda: model(TOKENS, labels=TOKENS), lambda: patch(CausalLM())):
+        with pytest.raises(NotImplementedError, match="CausalLM computes mse_loss, and this is ForCausalLMLoss of"):
+            call()
+    monkeypatch.undo()
+    model = CausalLM()
+    monkeypatch.setattr(model.base_model, "forward", lambda tokens, labels: (tokens, labels))
+    with pytest.raises(NotImplementedError, match="Trunk reads labels, as for its mask: it gets none here"):
+        patch(model)
+
+
 def test_a_softcap() -> None:
     """Of a model that has it in its configuration."""
 
     class Capped(CausalLM):
-        def forward(self, tokens: torch.Tensor, **options: Any) -> types.SimpleNamespace:
-            return types.SimpleNamespace(logits=0.5 * torch.tanh(super().forward(tokens, **options).logits / 0.5))
+        def forward(self, tokens: torch.Tensor, labels: Any = None, **options: Any) -> types.SimpleNamespace:
+            logits = 0.5 * torch.tanh(super().forward(tokens, **options).logits / 0.5)
+            return types.SimpleNamespace(
+                logits=logits, loss=None if labels is None else self.loss_function(logits, labels)
+            )
 
     model = Capped()
     model.config.get_text_config = lambda: types.SimpleNamespace(final_logit_softcapping=0.5)
