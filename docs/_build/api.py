@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import json
 import re
 import shutil
@@ -50,6 +51,7 @@ SECTIONS = {
         },
     ),
 }
+KINDS = "Functions", "Over a mesh whose axes are named", "Classes"
 # A package of the same name hides the function from the parser of docstrings, which reads files.
 WHERE = {"lce_jax.explain": "lce_jax.explain.explain"}
 
@@ -58,8 +60,13 @@ def names_of(module: str) -> dict[str, Any]:
     """The public names of a module that are no modules themselves, in the order of kind and name."""
     found = importlib.import_module(module)
     values = {name: getattr(found, name) for name in getattr(found, "__all__", ["LMHead"])}  # a Flax module has no list
-    rank = {name: (not inspect.isfunction(x), name.startswith("sharded_")) for name, x in values.items()}
+    rank = {name: kind(name, x) for name, x in values.items()}
     return {name: values[name] for name in sorted(values, key=rank.__getitem__) if not inspect.ismodule(values[name])}
+
+
+def kind(name: str, value: Any) -> int:
+    """Which of `KINDS` a name is."""
+    return int(name.startswith("sharded_")) if inspect.isfunction(value) else 2
 
 
 def summary(value: Any) -> str:
@@ -87,8 +94,11 @@ def index(section: Section) -> str:
         parts += [f"## {heading}\n"] * bool(heading)
         if inspect.getdoc(importlib.import_module(module)) and module not in ("lce_jax", "lce_torch_bridge"):
             parts.append(f"::: {module}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}\n")
-        cells = [f"| [`{name}`]({module}.{name}.md) | {summary(x)} |" for name, x in names_of(module).items()]
-        parts.append("\n".join(["| name | |", "|---|---|", *cells]) + "\n")
+        groups = [(of, dict(found)) for of, found in itertools.groupby(names_of(module).items(), lambda x: kind(*x))]
+        for of, names in groups:
+            parts += [f"##{'#' * bool(heading)} {KINDS[of]}\n"] * (len(groups) > 1)
+            cells = [f"| [`{name}`]({module}.{name}.md) | {summary(x)} |" for name, x in names.items()]
+            parts.append("\n".join(["| name | |", "|---|---|", *cells]) + "\n")
     return "\n".join(parts)
 
 
