@@ -46,7 +46,7 @@ class Theme(NamedTuple):
 
 THEMES = {
     "light": Theme("#ffffff", "#1f2933", "#5b6672", "#0b6e99", "#b4bcc6", "#eef2f6"),
-    "dark": Theme("#14161c", "#e6e9ee", "#9aa5b1", "#4cb4dd", "#565f6b", "#232730"),
+    "dark": Theme("#14161c", "#e6e9ee", "#9aa5b1", "#4cb4dd", "#6b7584", "#232730"),
 }
 
 
@@ -59,7 +59,7 @@ def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], N
     """One picture in both themes."""
     for mode, theme in THEMES.items():
         style: dict[str, Any] = {"svg.hashsalt": name, "font.size": 10, "text.color": theme.ink}
-        style |= dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), theme.ink)
+        style |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), theme.ink)
         with mpl.rc_context(style):
             figure = Figure(figsize=size, layout="constrained", facecolor=theme.background)
             draw(figure, theme)
