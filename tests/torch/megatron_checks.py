@@ -128,8 +128,7 @@ def fused(it: Subject, batch: Batch, **options: Any) -> Iterator[Outputs]:
         call = checkpointed(call, reentrant=it.checkpoint == "reentrant")
     with inside:
         out = call(*batch.inputs)
-        found = *out[:2], getattr(out, "candidate_logprobs", out[-1])
-        yield found if "candidates" in options else found[:2]
+        yield (*out[:2], getattr(out, "candidate_logprobs", out[-1])) if "candidates" in options else out[:2]
 
 
 def checkpointed(call: Callable[..., Any], *, reentrant: bool) -> Callable[..., Any]:

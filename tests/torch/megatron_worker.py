@@ -123,8 +123,7 @@ def float16_module(tp: int, model: Options, _options: Options) -> Result:
         it = in_training(it)
     with fused(it, batch) as got:
         outer = it.model(*batch.inputs) if it.wrapper else call(it.model, batch)
-    same = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    return {"same bits": same, "type": type(outer).__qualname__}
+    return {"same bits": all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), "type": type(outer).__name__}
 
 
 def hidden_as_it_is(tp: int, model: Options, _options: Options) -> Result:
@@ -262,7 +261,6 @@ def restored(tp: int, model: Options, _options: Options) -> Result:
     except KeyError:
         after = it.model(*batch.inputs)
     return {
-        "type": type(inside).__name__,
         "shape": str(tuple(inside.logprobs.shape)),
         "dtype": str(inside.logprobs.dtype),
         "as before": kept == (set(vars(it.model)), set(vars(it.model.output_layer))),

@@ -81,8 +81,7 @@ WANTED: dict[str, tuple[str, dict[str, Any]]] = {
     "threads": ("", {"same bits": True, "logits": True}),
     "readme": ("loss gradient", {"first ratio is 1": True, "without tokens: loss": 0.0,
                                  "without tokens: gradient": 0.0, "cut alike": True}),
-    "restored": ("", {"type": "LogprobOutput", "shape": "(3, 32)", "dtype": "torch.float32", "as before": True,
-                      "same bits": True}),
+    "restored": ("", {"shape": "(3, 32)", "dtype": "torch.float32", "as before": True, "same bits": True}),
     "wrapped": ("logprobs", {"logits after": 0.0, "labels refused": True}),
     # The forward pass does not show it.
     "reduction left out": ("logprobs", {}),
