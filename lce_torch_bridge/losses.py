@@ -112,6 +112,7 @@ def dapo(
         -1.28
     """
     del entropy, lse
+    _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
     ratio = _ratio(logprob, old_logprob)
     return -torch.minimum(ratio * advantage, _clipped(ratio, clip_low, clip_high) * advantage)
 
@@ -147,6 +148,7 @@ def grpo(
         >>> round(losses.grpo(*torch.tensor([-1.0, 0.0, 0.0, -1.0, 1.0, -2.0]), kl=1.0).item(), 3)    # -1 + 1/e
         -0.632
     """
+    _check_dimensions(logprob, reference_logprob=reference_logprob)
     kl, difference = scalars.not_negative("kl", kl), (reference_logprob - logprob).clamp(max=MOST_DISTANCE)
     clipped = ppo_clip(logprob, entropy, lse, old_logprob, advantage, clip=clip)
     return clipped + kl * (difference.expm1() - difference)
@@ -182,6 +184,7 @@ def cispo(
         2.0
     """
     del entropy, lse
+    _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
     return -_clipped(_ratio(logprob, old_logprob), clip_low, clip_high).detach() * advantage * logprob
 
 
@@ -207,6 +210,16 @@ def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float)
         return loss_fn(logprob, entropy, lse, *per_token, **named) - coefficient * entropy
 
     return with_bonus
+
+
+def _check_dimensions(logprob: torch.Tensor, **own: Any) -> None:
+    """A number, or as many dimensions as the tokens have: [b] would go along the sequence of [b, s]."""
+    for name, x in own.items():
+        if isinstance(x, torch.Tensor) and x.ndim not in (0, logprob.ndim):
+            raise ValueError(
+                f"{name} {tuple(x.shape)} must have the dimensions of logprob {tuple(logprob.shape)}, of size 1 where "
+                "all are the same: [b, 1] for one number per sequence"
+            )
 
 
 def _ratio(logprob: torch.Tensor, old_logprob: torch.Tensor) -> torch.Tensor:

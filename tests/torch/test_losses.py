@@ -591,6 +591,8 @@ def test_arguments_by_name_and_numbers() -> None:
         (lambda *x: losses.cispo(*x, clip_high=torch.ones(1)), "clip_high must be a Python number, got Tensor"),
         (lambda *_: losses.with_entropy_bonus(losses.dapo, "1"), "coefficient must be .*'1'"),
         (lambda *x: losses.with_entropy_bonus(losses.dapo, 0.1)(x[0], None, *x[2:]), "0.1 needs the entropy"),
+        (lambda *x: losses.cispo(x[0][None], *x[1:], clip_high=1), r"old_logprob \(3,\) must .*logprob \(1, 3\)"),
+        (lambda *x: losses.grpo(*x, torch.zeros(3, 1)), r"reference_logprob \(3, 1\) must have the dim.*\[b, 1\] for"),
     ],
 )
 def test_mistakes_of_losses(call: Any, message: str) -> None:
