@@ -155,15 +155,18 @@ def in_workers_of_ray(hook: str) -> tuple[Any, str, Any]:
             "Ray runs already, and its workers would not have this package's head: call install() before ray.init(), "
             f"or give ray.init(runtime_env={{'worker_process_setup_hook': {hook!r}}})"
         )
-    return ray, "init", _init_with(hook)
+    return ray, "init", around(ray.init, _init_with, hook)
+
+
+def around(present: Callable[..., Any], wrap: Callable[..., Any], *given: Any) -> Any:
+    """``wrap(present, *given)``, or ``present`` if it is one already; ``wrap`` is cached and uses `functools.wraps`."""
+    wrapped = getattr(present, "__wrapped__", None)
+    is_ours = wrapped is not None and wrap(wrapped, *given) is present
+    return present if is_ours else wrap(present, *given)
 
 
 @functools.cache
-def _init_with(hook: str) -> Callable[..., Any]:
-    import ray
-
-    stock = ray.init
-
+def _init_with(stock: Callable[..., Any], hook: str) -> Callable[..., Any]:
     @functools.wraps(stock)
     def init(*arguments: Any, runtime_env: Any = None, **named: Any) -> Any:
         runtime_env = dict(runtime_env or {})

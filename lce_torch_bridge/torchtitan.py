@@ -43,13 +43,11 @@ def install() -> _framework.Installed:
     from torchtitan.trainer import Trainer
 
     _override()
-    return _installed.put((Trainer, "__init__", _init(Trainer)))
+    return _installed.put((Trainer, "__init__", _framework.around(Trainer.__init__, _init)))
 
 
 @functools.cache
-def _init(trainer: Any) -> Any:
-    stock = trainer.__init__
-
+def _init(stock: Any) -> Any:
     @functools.wraps(stock)
     def init(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
         if OVERRIDE not in config.override.imports:

@@ -175,6 +175,10 @@ def test_each_worker_of_ray_has_ours(module: Any, monkeypatch: pytest.MonkeyPatc
         assert ray.init() == {"runtime_env": {"worker_process_setup_hook": hook}}
         with pytest.raises(ValueError, match=f"'mine' in runtime_env: call {hook} in it, not install"):
             ray.init(runtime_env={"worker_process_setup_hook": "mine"})
+    first = ray.init
+    monkeypatch.setattr(ray, "init", lambda **given: ("traced", first(**given)))
+    with module.install(), module.install():  # what another has put there meanwhile is kept
+        assert ray.init() == ("traced", {"runtime_env": {"worker_process_setup_hook": hook}})
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     before = held(module)
     with pytest.raises(RuntimeError, match=rf"call install\(\) before ray.init\(\), or give .*{hook}"):
