@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 from lce_jax.mosaic import _compiler, _pallas
 from tests.devices import H200
+from tests.torch.processes import succeed
 from tests.torch.test_host import backward, forward, head, launched
 
 SMALL: Any = dict(num_tokens=128, hidden_size=128, columns=512, vocab_size=512)
@@ -44,17 +43,16 @@ def test_a_plugin_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_client_of_jax_is_made() -> None:
-    code = f"""
-from jax._src import xla_bridge
-from lce_jax.mosaic import _compiler
-from tests.devices import H200
-from tests.torch.test_host import backward, forward, head, launched
-small = head(**{SMALL}, cache_bytes=1 << 40)
-kernels = [*launched(forward(small, keep_cache=True)), *launched(backward(small, owns_cache=True))]
-print(len(kernels), len(_compiler.module(kernels[0], H200)) > 0, xla_bridge.backends_are_initialized())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.split() == ["11", "True", "False"], done.stderr
+    found = succeed(f"""
+        from jax._src import xla_bridge
+        from lce_jax.mosaic import _compiler
+        from tests.devices import H200
+        from tests.torch.test_host import backward, forward, head, launched
+        small = head(**{SMALL}, cache_bytes=1 << 40)
+        kernels = [*launched(forward(small, keep_cache=True)), *launched(backward(small, owns_cache=True))]
+        print(len(kernels), len(_compiler.module(kernels[0], H200)) > 0, xla_bridge.backends_are_initialized())
+        """)
+    assert found.split() == ["11", "True", "False"]
 
 
 def test_kernels_are_lowered_whatever_the_caller_has_set() -> None:
