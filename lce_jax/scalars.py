@@ -210,6 +210,8 @@ def arguments_of_loss(
     loss_fn: Callable[..., Any], per_token: Sequence[Any], given: Mapping[str, Any], options: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is ``given`` by name, apart: arguments of a per-token loss, which takes them all, and the rest."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {type(loss_fn)}")
     own = _own_names(loss_fn) if given else []
     named = {name: x for name, x in given.items() if name in own}
     rest = {name: x for name, x in given.items() if name not in own}

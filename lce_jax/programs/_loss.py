@@ -163,8 +163,6 @@ def trace(
     loss_fn: Callable[..., Any], own: Callable[..., Any], call: Call, inputs: Inputs, axes: frozenset[Any]
 ) -> tuple[TokenLoss, tuple[Any, ...]]:
     """The loss of one token, and the traced arrays that it closes over; everything per token varies over ``axes``."""
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {loss_fn!r}")
     entropy, mean_logit = call.entropy, call.mean_logit
 
     def retrace(scalar: Any, *flat: Any) -> ClosedJaxpr:

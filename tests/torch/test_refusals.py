@@ -141,6 +141,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
          r"ValueError: .*logit_floor with candidates, 2 per"),
     ],
     "linear_loss": [
+        (dict(loss_fn=torch.ones(6), own=torch.ones(6)), r"TypeError: loss_fn must be a function of .*'torch.Tensor'"),
         (dict(loss_fn=lambda *_: 1.0), r"TypeError: .*loss_fn must return a tensor .* per token, got float"),
         (dict(loss_fn=lambda x, *_: x.sum()), r"ValueError: .*one floating-point number per token, .* got \(\)"),
         (dict(loss_fn=lambda x, *_: x > 0), r"ValueError: .*got \(6,\) of torch.bool"),
