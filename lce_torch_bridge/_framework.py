@@ -146,16 +146,18 @@ def check_shard(weight: torch.Tensor, vocab_start_index: int, vocab_end_index: i
         raise ValueError(f"{vocab_start_index=} and {vocab_end_index=} are not of weight {tuple(weight.shape)}")
 
 
-def in_workers_of_ray(hook: str) -> tuple[Any, str, Any]:
-    """For `Installed.put`: a ``ray.init`` after which each worker process calls ``hook`` before anything else."""
+def with_workers_of_ray(install_in_worker: Callable[[], Installed]) -> Installed:
+    """Installed in this process, and by a ``ray.init`` in each worker process, before anything else runs there."""
     import ray
 
+    hook = f"{install_in_worker.__module__}.{install_in_worker.__name__}"
     if ray.is_initialized():
         raise RuntimeError(
             "Ray runs already, and its workers would not have this package's head: call install() before ray.init(), "
             f"or give ray.init(runtime_env={{'worker_process_setup_hook': {hook!r}}})"
         )
-    return ray, "init", around(ray.init, _init_with, hook)
+    init = around(ray.init, _init_with, hook)
+    return install_in_worker().put((ray, "init", init))
 
 
 def around(present: Callable[..., Any], wrap: Callable[..., Any], *given: Any) -> Any:

@@ -18,12 +18,12 @@ beyond that: a token so far off-policy is to be left out by ``where``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+import lce_jax.losses
 from lce_jax import scalars
 from lce_torch_bridge.call import _checks
 
@@ -201,15 +201,9 @@ def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float)
         >>> losses.with_entropy_bonus(losses.cross_entropy, 0.5)(*torch.tensor([-2.0, 3.0, 0.0])).item()
         0.5
     """
-    coefficient = scalars.not_negative("coefficient", coefficient)
-
-    @functools.wraps(loss_fn)
-    def with_bonus(logprob: Any, entropy: Any, lse: Any, *per_token: Any, **named: Any) -> Any:
-        if entropy is None:
-            raise ValueError(f"an entropy bonus of {coefficient} needs the entropy, but the call has entropy=False")
-        return loss_fn(logprob, entropy, lse, *per_token, **named) - coefficient * entropy
-
-    return with_bonus
+    subtracting: Any = lce_jax.losses.with_entropy_bonus  # of tensors as of JAX's arrays
+    found: Callable[..., torch.Tensor] = subtracting(loss_fn, scalars.not_negative("coefficient", coefficient))
+    return found
 
 
 def _check_dimensions(logprob: torch.Tensor, **own: Any) -> None:

@@ -52,8 +52,7 @@ def install() -> _framework.Installed:
         >>> import lce_torch_bridge.verl
         >>> lce_torch_bridge.verl.install()  # doctest: +SKIP
     """
-    ray = _framework.in_workers_of_ray(f"{__name__}.install_in_worker")
-    return install_in_worker().put(ray)
+    return _framework.with_workers_of_ray(install_in_worker)
 
 
 def install_in_worker() -> _framework.Installed:

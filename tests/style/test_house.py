@@ -31,7 +31,7 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 27_298
+PACKAGES_LINES = 27_291
 PACKAGES_FILES = 141
 TESTS_LINES = 32_037
 
