@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-import lce_jax.losses
+from lce_jax import losses as of_arrays
 from lce_jax import scalars
 from lce_torch_bridge.call import _checks
 
@@ -201,7 +201,7 @@ def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float)
         >>> losses.with_entropy_bonus(losses.cross_entropy, 0.5)(*torch.tensor([-2.0, 3.0, 0.0])).item()
         0.5
     """
-    subtracting: Any = lce_jax.losses.with_entropy_bonus  # of tensors as of JAX's arrays
+    subtracting: Any = of_arrays.with_entropy_bonus  # of tensors as of JAX's arrays
     found: Callable[..., torch.Tensor] = subtracting(loss_fn, scalars.not_negative("coefficient", coefficient))
     return found
 
