@@ -51,7 +51,7 @@ test-frameworks:
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --upgrade pip
 	.venv-frameworks/bin/python -m pip install --quiet --editable '.[torch]' 'megatron-core>=0.19.2' pytest \
-		'google-tunix==0.1.7' 'trl==1.16.0' 'verl==0.9.1' optax
+		'google-tunix==0.1.7' 'trl==1.16.0' 'verl==0.9.1' optax peft
 	.venv-frameworks/bin/python -m pip install --quiet --no-deps \
 		'skyrl==0.3.0' 'liger-kernel==0.8.5' 'cut-cross-entropy==25.1.1'
 	.venv-frameworks/bin/python -m pytest \

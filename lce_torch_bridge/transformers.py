@@ -28,8 +28,8 @@ OF_LOGITS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_mult
 def patch(model: PreTrainedModel) -> Installed:
     """Given labels, a model returns its loss and no logits; without labels it is as before.
 
-    Call it before the Trainer, DDP or FSDP2 wraps the model. Gradient accumulation, evaluation of the loss
-    (``prediction_loss_only=True``) and a copy of the model work.
+    Call it before the Trainer or DDP wraps the model; before PEFT or FSDP2 does, or after, for the model inside.
+    Gradient accumulation, evaluation of the loss (``prediction_loss_only=True``) and a deep copy of the model work.
 
     Args:
         model: a causal language model of Transformers 5 whose head is a linear layer, with or without a softcap.
@@ -163,7 +163,7 @@ def _check_loss(model: Any) -> None:
     if name != "ForCausalLMLoss":
         raise NotImplementedError(
             f"{type(model).__name__} computes {name}, and this is ForCausalLMLoss of Transformers, of next tokens: "
-            "leave the model as it is. Of an adapter (PEFT), patch the model in it, model.get_base_model()"
+            "leave the model as it is. Of an adapter (PEFT), patch the model in it: patch(model.get_base_model())"
         )
 
 

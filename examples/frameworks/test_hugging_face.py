@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face without logits: its own losses, on one process and under DDP."""
+"""The Trainer of Hugging Face without logits: its own losses, on one process and under DDP; PEFT's adapters, FSDP2."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from tests.torch.processes import ranks
 
 pytestmark = pytest.mark.skipif(
-    not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")),
-    reason="needs transformers and accelerate: make test-frameworks",
+    not all(map(importlib.util.find_spec, ("transformers", "accelerate", "peft"))),
+    reason="needs transformers, accelerate and peft: make test-frameworks",
 )
 
 
@@ -29,3 +29,10 @@ def test_the_losses_are_those_of_logits(size: int, tmp_path: Path) -> None:
         assert found["models"]["Cohere"] == "logit_scale=0.0625: this loss leaves it out"
         assert found["models"]["Granite"] == "logits_scaling=8.0: this loss leaves it out"
         assert "RecurrentGemmaForCausalLM are not those of its head" in found["models"]["RecurrentGemma"]
+        for name, dweight in (("attention", []), ("whole head", ["dweight"])):
+            for patched, copied, products in found["adapters"][name]:
+                assert max(patched, copied) < 1e-6
+                assert products == ["kept", "dhidden", *dweight]
+        for name in ("head", "head's weight", "tokens of a tied head"):
+            assert all("is more than its weight and bias: leave it" in refusal for refusal in found["adapters"][name])
+        assert size == 1 or max(found["sharded"]) < 1e-6

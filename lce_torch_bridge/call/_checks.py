@@ -82,8 +82,9 @@ def head(layer: Any) -> None:
         hooked = any(not hook.__module__.startswith("torch.distributed") for hook in hooks)
         if hooked or getattr(forward, "__func__", None) is not torch.nn.Linear.forward:
             raise NotImplementedError(
-                f"the head, {type(each)}, is more than its weight and bias: leave it out of target_modules "
-                "(modules_to_save trains all of it), of quantization and of hooks, or merge_and_unload() an adapter"
+                f"the head, {type(each)}, is more than its weight and bias: leave it out of target_modules, "
+                "target_parameters (modules_to_save trains all of it), trainable_token_indices, quantization and "
+                "hooks, or merge_and_unload() an adapter"
             )
 
 

@@ -24,6 +24,7 @@ from lce_torch_bridge import _framework, areal, linear_cross_entropy, nemo_rl, s
 from lce_torch_bridge.transformers import loss_function, patch
 from tests.torch import framework_doubles as doubles
 from tests.torch.framework_doubles import CausalLM, LoraLinear, ModulesToSave
+from tests.torch.test_cross_entropy import products
 
 MORE = "is more than its weight and bias: leave it out of target_modules"
 TOKENS = torch.randint(0, 64, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -256,6 +257,16 @@ def right(loss: torch.Tensor, model: CausalLM) -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
 
 
+def test_hugging_faces_frozen_head_costs_no_gradient() -> None:
+    model = CausalLM()
+    model.lm_head.requires_grad_(False)
+    patch(model)
+    for _ in range(2):
+        with products() as run:
+            right(model(TOKENS, labels=TOKENS).loss, model)
+        assert run == ["kept", "dhidden"]
+
+
 def hooked(head: torch.nn.Linear) -> torch.nn.Linear:
     head.register_forward_hook(lambda *given: given[-1] / 2)
     return head
@@ -385,7 +396,9 @@ def test_other_losses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(self, tokens: torch.Tensor, **_: Any) -> types.SimpleNamespace:
             return types.SimpleNamespace(loss=self.lm_head(self.base_model(tokens).last_hidden_state).sum())
 
-    with pytest.raises(NotImplementedError, match=r"Own computes a loss of its own, .*model\.get_base_model\(\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"Own computes a loss of its own, .*patch\(model\.get_base_model\(\)\)"
+    ):
         patch(Own())
     patch(model := CausalLM())
     right(model(TOKENS, labels=TOKENS, return_dict=False).loss, model)

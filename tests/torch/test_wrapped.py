@@ -15,7 +15,10 @@ from lce_torch_bridge.tensors import _tensor_parallel
 from tests.torch import problem as p
 from tests.torch.processes import ranks
 
-MODELS = ("fsdp", "freed", "other_reductions", "tensor_parallel", "placements", "further_functions", "biases", "ddp")
+MODELS = (
+    "fsdp", "patched", "freed", "other_reductions", "tensor_parallel", "placements", "further_functions", "biases",
+    "ddp",
+)  # fmt: skip
 SHARDS = (
     "foreign_labels", "collectives", "empty", "uneven", "rounding", "every_function", "of_dtensors", "loss_in_forward",
 )  # fmt: skip
