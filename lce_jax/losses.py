@@ -8,8 +8,9 @@ Each takes ``(logprob, entropy, lse)`` of a token and what comes with it, in one
 ``reference_logprob``. Then parameters by name, numbers or traced arrays, which `functools.partial` sets too. Each
 returns the token's loss: divide the sum by the number of tokens, or of sequences, as your objective says.
 
-`distillation_loss` is apart from these: it takes whole arrays, what ``linear_logprobs(..., candidates=ids)`` returns
-and what a teacher says of the same ids.
+They serve whole arrays too, such as the results of `linear_logprobs`. What comes with these is a number, or has their
+dimensions, with size 1 where all are the same: ``[b, 1]`` for one advantage per sequence. `distillation_loss` takes
+whole arrays alone, what ``linear_logprobs(..., candidates=ids)`` returns and what a teacher says of the same ids.
 
 A difference of log-probabilities counts as at most 80, so that ratios are finite in float32, and has no gradient
 beyond that: a token so far off-policy is to be left out by ``where``.
@@ -142,6 +143,7 @@ def dapo(
         Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025).
     """
     del entropy, lse
+    _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
     ratio = jnp.exp(_bounded(logprob - old_logprob))
     low, high = _not_negative("clip_low", clip_low), _not_negative("clip_high", clip_high)
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1.0 - low, 1.0 + high) * advantage)
@@ -187,6 +189,7 @@ def grpo(
         Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (2024), eqs.
         3 and 4; Schulman, "Approximating KL Divergence" (2020), for k3.
     """
+    _check_dimensions(logprob, reference_logprob=reference_logprob)
     difference = _bounded(reference_logprob - logprob)
     divergence = jnp.expm1(difference) - difference
     return ppo_clip(logprob, entropy, lse, old_logprob, advantage, clip=clip) + _not_negative("kl", kl) * divergence
@@ -230,6 +233,7 @@ def cispo(
         MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention" (2025).
     """
     del entropy, lse
+    _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
     low, high = _not_negative("clip_low", clip_low), _not_negative("clip_high", clip_high)
     weight = lax.stop_gradient(jnp.clip(jnp.exp(_bounded(logprob - old_logprob)), 1.0 - low, 1.0 + high))
     return -weight * advantage * logprob
@@ -267,6 +271,11 @@ def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float
         return loss_fn(logprob, entropy, lse, *per_token, **parameters) - coefficient * entropy
 
     return with_bonus
+
+
+def _check_dimensions(logprob: Any, **own: Any) -> None:
+    for name, x in own.items():
+        scalars.dimensions_of_tokens(name, jnp.shape(x), jnp.shape(logprob))
 
 
 def _bounded(difference: Any) -> Any:

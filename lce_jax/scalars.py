@@ -31,6 +31,7 @@ __all__ = [
     "arguments_of_loss",
     "bound",
     "candidate_shape",
+    "dimensions_of_tokens",
     "flag",
     "fraction",
     "integer",
@@ -207,17 +208,25 @@ def unknown_options(
 
 
 def arguments_of_loss(
-    loss_fn: Callable[..., Any], per_token: Sequence[Any], given: Mapping[str, Any], options: Collection[str]
+    loss_fn: Callable[..., Any],
+    per_token: Sequence[Any],
+    given: Mapping[str, Any],
+    options: Collection[str],
+    parameters: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is ``given`` by name, apart: arguments of a per-token loss, which takes them all, and the rest."""
+    """What is ``given`` by name, apart: arguments of a per-token loss, which takes them all, and the rest.
+
+    ``parameters``: those of the caller that take a name before it can be given to the loss; None is none.
+    """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {type(loss_fn)}")
-    own = _own_names(loss_fn) if given else []
+    taken = [name for name, x in parameters.items() if x is not None]
+    own = _own_names(loss_fn) if given or taken else []
     named = {name: x for name, x in given.items() if name in own}
     rest = {name: x for name, x in given.items() if name not in own}
-    if both := [name for name in named if name in options]:
+    if both := [name for name in own if name in taken or (name in named and name in options)]:
         raise TypeError(f"{both[0]} is an option, and loss_fn has an argument of that name: rename the argument")
-    if own and rest.keys() <= set(options):  # else the caller refuses the rest
+    if given and own and rest.keys() <= set(options):  # else the caller refuses the rest
         try:
             inspect.signature(loss_fn).bind(None, None, None, *per_token, **named)
         except TypeError as error:
@@ -241,6 +250,15 @@ def per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]) -> N
     if shape and (len(shape) < len(tokens) or any(n not in (1, m) for n, m in zip(shape, tokens, strict=False))):
         raise ValueError(
             f"{name} {tuple(shape)} must begin with the shape of labels {tuple(tokens)}, or have 1 in place of a size"
+        )
+
+
+def dimensions_of_tokens(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
+    """A number's shape, or one of as many dimensions: [b] would go along the sequence of [b, s]."""
+    if len(shape) not in (0, len(tokens)):
+        raise ValueError(
+            f"{name} {tuple(shape)} must have the dimensions of logprob {tuple(tokens)}, of size 1 where all are the "
+            "same: [b, 1] for one number per sequence"
         )
 
 

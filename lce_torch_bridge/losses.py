@@ -207,13 +207,9 @@ def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float)
 
 
 def _check_dimensions(logprob: torch.Tensor, **own: Any) -> None:
-    """A number, or as many dimensions as the tokens have: [b] would go along the sequence of [b, s]."""
     for name, x in own.items():
-        if isinstance(x, torch.Tensor) and x.ndim not in (0, logprob.ndim):
-            raise ValueError(
-                f"{name} {tuple(x.shape)} must have the dimensions of logprob {tuple(logprob.shape)}, of size 1 where "
-                "all are the same: [b, 1] for one number per sequence"
-            )
+        if isinstance(x, torch.Tensor):
+            scalars.dimensions_of_tokens(name, x.shape, logprob.shape)
 
 
 def _ratio(logprob: torch.Tensor, old_logprob: torch.Tensor) -> torch.Tensor:

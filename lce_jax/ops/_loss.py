@@ -127,7 +127,9 @@ def of_call(
 ) -> tuple[Array, LogprobOutput]:
     """The results of ``function``, over the mesh at ``place`` if it is sharded by name."""
     known = _options.names_of(function.__name__)
-    named, told = scalars.arguments_of_loss(loss_fn, per_token, options, known)
+    parameters = {"where": where, "ignore_index": ignore_index, "chunk_bytes": chunk_bytes}
+    parameters |= {} if place is None else place._asdict()
+    named, told = scalars.arguments_of_loss(loss_fn, per_token, options, known, parameters)
     _options.check_names(function, told, loss_fn)
     given = _options.of_call(told, hidden, weight, labels, where, ignore_index, function="linear_loss")
     given = given.with_chunks(_token_chunks.chunk_bytes(chunk_bytes, told))

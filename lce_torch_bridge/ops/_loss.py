@@ -122,7 +122,9 @@ def linear_loss(
         >>> round(total.item(), 3), out.logprobs.shape         # 2·ln 1000 - 4·0.01·ln 1000
         (13.539, torch.Size([4]))
     """
-    named, rest = scalars.arguments_of_loss(loss_fn, per_token, options, Options._fields)
+    parameters = {"where": where, "ignore_index": ignore_index, "wgrad": None if wgrad == "return" else wgrad,
+                  "cotangent": cotangent, "chunk_bytes": chunk_bytes}  # fmt: skip
+    named, rest = scalars.arguments_of_loss(loss_fn, per_token, options, Options._fields, parameters)
     _arguments.check_names(linear_loss, rest, REFUSED, loss_fn)
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     if chunk_bytes is not None:

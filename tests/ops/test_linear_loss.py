@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lce_jax import linear_logprobs, linear_loss
+from lce_jax import linear_logprobs, linear_loss, sharded_linear_loss
 from tests import cases, oracle
 from tests.pairs import values_of
 
@@ -381,3 +381,21 @@ def test_a_loss_that_names_no_arguments_takes_none_by_name() -> None:
     hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))
     with pytest.raises(TypeError, match=r"unknown option factor; known: .*; arguments of loss_fn: none by name"):
         linear_loss(lambda logprob, *_, **__: logprob, hidden, weight, labels, factor=labels)
+
+
+def test_a_name_that_an_option_takes_from_the_loss_is_refused() -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))
+
+    def loss(
+        logprob: Any, _: Any, __: Any, where: Any = 1.0, ignore_index: int = 0, chunk_bytes: int = 0, mesh: Any = None
+    ) -> Any:
+        del ignore_index, chunk_bytes, mesh
+        return where * logprob
+
+    mesh = jax.make_mesh((1,), ("tensor",))
+    for name, x in {"where": labels > 3, "ignore_index": 3, "chunk_bytes": 1, "mesh": mesh}.items():
+        of = sharded_linear_loss if name == "mesh" else linear_loss
+        with pytest.raises(
+            TypeError, match=f"{name} is an option, .* has an argument of that name: rename the argument"
+        ):
+            of(loss, hidden, weight, labels, **{name: x})

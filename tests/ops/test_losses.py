@@ -160,3 +160,21 @@ def test_parameters_may_be_traced() -> None:
 def test_errors(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [(losses.ppo_clip, "old_logprob"), (losses.dapo, "advantage"), (losses.grpo, "reference_logprob"),
+     (functools.partial(losses.cispo, clip_high=0.5), "advantage")],
+)  # fmt: skip
+def test_whole_arrays(loss: Any, name: str) -> None:
+    """[b, 1] is one number per sequence. [b] would go along the sequence, and is refused."""
+    logprob, of_each = jnp.linspace(-2.0, -1.0, 9).reshape(3, 3), jnp.linspace(-1.5, -1.0, 3)
+    own = {
+        x: -1.5 for x in ("old_logprob", "advantage", "reference_logprob") if x in inspect.signature(loss).parameters
+    }
+    got = loss(logprob, None, logprob, **own | {name: of_each[:, None]})
+    for row, found, number in zip(logprob, got, of_each, strict=True):
+        np.testing.assert_allclose(found, loss(row, None, row, **own | {name: number}), rtol=1e-6)
+    with pytest.raises(ValueError, match=rf"{name} \(3,\) must have the dim.* logprob \(3, 3\), .*: \[b, 1\] for one"):
+        loss(logprob, None, logprob, **own | {name: of_each})

@@ -335,3 +335,20 @@ def test_greedy_labels(loss: bool, temperature: float) -> None:
         return linear_logprobs(*operands, temperature=temperature).logprobs.sum()
 
     assert error(ours) <= 2 * error(stored)
+
+
+def test_a_name_that_an_option_takes_from_the_loss_is_refused() -> None:
+    def loss(
+        logprobs: Any, _: Any, __: Any, where: Any = 1.0, ignore_index: Any = 0, wgrad: Any = 0, cotangent: Any = 0,
+        chunk_bytes: Any = 0,
+    ) -> Any:  # fmt: skip
+        del ignore_index, wgrad, cotangent, chunk_bytes
+        return where * logprobs
+
+    problem = p.draw()
+    given = {"where": problem.labels > 3, "ignore_index": 3, "wgrad": "main_grad", "cotangent": 0.5, "chunk_bytes": 1}
+    for name, x in given.items():
+        with pytest.raises(
+            TypeError, match=f"{name} is an option, .* has an argument of that name: rename the argument"
+        ):
+            linear_loss(loss, *problem, **{name: x})
