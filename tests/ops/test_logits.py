@@ -234,11 +234,11 @@ def test_sampling_mask_of_skyrl() -> None:
 
     def stored(hidden, weight):
         z = jnp.matmul(hidden, weight.T, precision="highest") / 0.7
-        z = jnp.where(in_set | ~found[..., None], z, -jnp.inf)
+        some = jnp.any(ids >= 0, axis=-1)
+        z = jnp.where(in_set | ~some[..., None], z, -jnp.inf)
         log_p = jax.nn.log_softmax(z)
         picked = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
-        some = jnp.any(ids >= 0, axis=-1)
-        entropy = jnp.where(some, -jnp.sum(jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * log_p, 0.0), -1), 0.0)
+        entropy = jnp.where(some, -jnp.sum(jnp.exp(log_p) * jnp.where(jnp.isfinite(log_p), log_p, 0.0), -1), 0.0)
         of_set = entropy, jnp.where(some, jax.nn.logsumexp(z, axis=-1), 0.0)
         total = jnp.sum(jnp.where(found, picked, 0.0)) + sum(map(jnp.sum, of_set))
         return total, (jnp.where(found, picked, -jnp.inf), *of_set)
