@@ -35,7 +35,7 @@ SMALL = {
         "EVERY = 3 ": "EVERY = 20 ",
         "SFT_STEPS = 120": "SFT_STEPS = 2",
         "RL_STEPS = 14": "RL_STEPS = 1",
-        "vocab_multiple=128)": "vocab_multiple=128, num_layers=1)",
+        "dtype=jnp.bfloat16)": "dtype=jnp.bfloat16, num_layers=1)",
         "(0.0, 0.01, 0.05)": "(0.0, 0.05)",
         "rng, 8, 129)": "rng, 4, 33)",
         "rng, 32, 129)": "rng, 4, 33)",
