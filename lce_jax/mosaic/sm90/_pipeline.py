@@ -79,14 +79,14 @@ def walk_products(
     """
     matmul = products[0].matmul
 
-    @functools.partial(pl.run_scoped, ring=_ring(*products[0][:3]), scratch=scratch, collective_axes="wg")
+    @functools.partial(pl.run_scoped, ring=ring_of(*products[0][:3]), scratch=scratch, collective_axes="wg")
     def run(ring: Any, scratch: Any) -> None:
         def fetch() -> None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
             def visit(tile: Tile, before: Any) -> Any:
                 for product in products:
-                    step = functools.partial(_fetch, product, ring, offset, product.part(tile), before)
+                    step = functools.partial(fetch_step, product, ring, offset, product.part(tile), before)
                     lax.fori_loop(0, _steps(product, tile), step, None)
                     before = before + _steps(product, tile)
                 return before
@@ -94,7 +94,7 @@ def walk_products(
             # A block must not exit before its neighbour's copies into it have landed.
             total = visit_all(visit, jnp.int32(0))
             first = jnp.maximum(total - matmul.tuning.stages, 0)
-            lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[_stage(matmul, i)]), None)
+            lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[stage_of(matmul, i)]), None)
 
         def compute() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
@@ -135,7 +135,8 @@ class Ring(NamedTuple):
     consumed: Any
 
 
-def _ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
+def ring_of(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
+    """The stages of a product."""
     tuning, itemsize = matmul.tuning, matmul.case.dtype.itemsize
     swizzles = [widest_swizzle(operand.shape[1], itemsize)[0] for operand in (lhs, rhs)]
     if matmul.lhs_k == 1 or matmul.rhs_k == 1:
@@ -155,14 +156,15 @@ def _ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
     )
 
 
-def _stage(matmul: Matmul, step: Any) -> Any:
+def stage_of(matmul: Matmul, step: Any) -> Any:
+    """That of a step, counted through all tiles."""
     return lax.rem(step, jnp.int32(matmul.tuning.stages))
 
 
-def _fetch(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any, _: None) -> None:
+def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any, _: None) -> None:
     """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
     matmul, lhs, rhs = product[:3]
-    tuning, stage = matmul.tuning, _stage(matmul, before + step)
+    tuning, stage = matmul.tuning, stage_of(matmul, before + step)
     found = None if tile.locate is None else tile.locate(_of_turn(tuning, tile, step)[1])  # while the stage is in use
     pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
     turn, number = _of_turn(tuning, tile, step)
@@ -193,12 +195,12 @@ def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Arra
     before = before + turn * tile.num_steps
 
     def release(step: Any) -> None:
-        plgpu.barrier_arrive(ring.consumed.at[_stage(matmul, before + step)])
+        plgpu.barrier_arrive(ring.consumed.at[stage_of(matmul, before + step)])
 
     @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((WARPGROUP_ROWS, tuning.tile_n), jnp.float32))
     def product(accumulator: Any) -> Any:
         def step(i: Any, _: None) -> None:
-            stage = _stage(matmul, before + i)
+            stage = stage_of(matmul, before + i)
             plgpu.barrier_wait(ring.produced.at[turn * tuning.stages + stage])
             lhs = ring.lhs.at[stage, rows, :] if matmul.lhs_k == 1 else ring.lhs.at[stage, :, rows].T
             rhs = ring.rhs.at[stage].T if matmul.rhs_k == 1 else ring.rhs.at[stage]
@@ -218,7 +220,14 @@ def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Arra
     return product
 
 
-def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
+def kernel(
+    matmul: Matmul,
+    body: Callable,
+    outputs: list[jax.ShapeDtypeStruct],
+    name: str,
+    warpgroups: int = COMPUTE_WARPGROUPS + 1,
+    **more: Any,
+) -> Callable:
     """``body`` on every multiprocessor. Axes: "sm" is the cluster, "cluster" the block in it, "wg" the warpgroup."""
     return _pallas.kernel(
         body,
@@ -227,7 +236,7 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
         grid_names=("sm",),
         cluster=(matmul.tuning.cluster,),
         cluster_names=("cluster",),
-        num_threads=COMPUTE_WARPGROUPS + 1,
+        num_threads=warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

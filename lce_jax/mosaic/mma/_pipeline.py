@@ -1,0 +1,119 @@
+"""Tiles of a product by mma.sync, the instruction that all GPUs since Ampere have.
+
+A block is two warpgroups, which copy the operands themselves: beside a third one, for copies, a thread would have 168
+registers, fewer than an accumulator of 128 and the operands need.
+
+A warp reads its operands from shared memory into registers, for each of its tiles anew. A warp of 16 rows and 256
+columns, as wgmma's results lie, would read 272 numbers for 16 x 256 products: more than shared memory gives in the time
+of the products. So each warpgroup multiplies all 128 rows with half of the columns, 160 numbers for the 32 x 128
+products of a warp. Then they exchange halves, and each holds 64 rows, as every epilogue expects them.
+
+    multiplied     | rows 0-63   | 0 | 1 |        held     | 0 | 0 |
+                   | rows 64-127 | 0 | 1 |                 | 1 | 1 |
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.common._logits import Held
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, Matmul, Offset, Product, Tile, VisitAll, swizzled
+from lce_jax.mosaic.mma._tuning import EXCHANGED
+from lce_jax.mosaic.sm90 import _pipeline
+from lce_jax.mosaic.sm90._pipeline import Ring, fetch_step, ring_of, stage_of
+from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
+
+if TYPE_CHECKING:
+    from lce_jax._shapes import Array, Float
+
+HELD = Held(WARPGROUP_ROWS)
+
+kernel = functools.partial(_pipeline.kernel, warpgroups=COMPUTE_WARPGROUPS)
+
+
+class Exchange(NamedTuple):
+    """Where the warpgroups exchange their halves."""
+
+    slots: Any  # [warpgroups, 2, 64, EXCHANGED] in float32
+    written: Any  # a barrier
+
+
+def walk_tiles(
+    matmul: Matmul,
+    lhs: Any,
+    rhs: Any,
+    offset: Offset,
+    visit_all: VisitAll,
+    consume: Callable[[Tile, Callable[[], Float[Array, "64 n"]], Any], None],
+    scratch: Any = None,
+) -> None:
+    """As that of `lce_jax.mosaic.sm90`; the next tile's copies begin after the epilogue of the tile before it."""
+    shape = (COMPUTE_WARPGROUPS, 2, WARPGROUP_ROWS, EXCHANGED)
+    slots = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(EXCHANGED, 4))
+    exchange = Exchange(slots, plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS))
+
+    @functools.partial(
+        pl.run_scoped, ring=ring_of(matmul, lhs, rhs), exchange=exchange, scratch=scratch, collective_axes="wg"
+    )
+    def run(ring: Ring, exchange: Exchange, scratch: Any) -> None:
+        def visit(tile: Tile, before: Any) -> Any:
+            def multiply() -> Array:
+                start = functools.partial(_start, Product(matmul, lhs, rhs), ring, offset, tile, before)
+                return _exchanged(_multiply(matmul, ring, tile, before, start), exchange)
+
+            consume(tile, multiply, scratch)
+            return before + tile.num_steps
+
+        visit_all(visit, jnp.int32(0))
+
+
+def _start(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any) -> None:
+    """The copies of a step."""
+    first = lax.axis_index("wg") == 0
+    pl.when(first)(lambda: fetch_step(product, ring, offset, tile, before, step, None))
+
+
+def _multiply(
+    matmul: Matmul, ring: Ring, tile: Tile, before: Any, start: Callable[[Any], None]
+) -> Float[Array, "128 n/2"]:
+    """This warpgroup's columns of a tile. A step's copies start when the step is done that had its stage."""
+    ahead, half = matmul.tuning.stages - 1, matmul.tuning.tile_n // COMPUTE_WARPGROUPS
+    columns = pl.ds(pl.multiple_of(lax.axis_index("wg") * half, half), half)
+    lax.fori_loop(0, jnp.minimum(tile.num_steps, ahead), lambda i, _: start(i), None)
+
+    def step(i: Any, accumulator: Array) -> Array:
+        stage = stage_of(matmul, before + i)
+        pl.when(i + ahead < tile.num_steps)(lambda: start(i + ahead))
+        plgpu.barrier_wait(ring.produced.at[stage])
+        lhs = ring.lhs.at[stage] if matmul.lhs_k == 1 else ring.lhs.at[stage].T
+        rhs = ring.rhs.at[stage, columns, :].T if matmul.rhs_k == 1 else ring.rhs.at[stage, :, columns]
+        accumulator = plgpu.mma(accumulator, lhs[...], rhs[...])
+        plgpu.barrier_arrive(ring.consumed.at[stage])
+        return accumulator
+
+    zeros = plgpu.layout_cast(jnp.zeros((ROW_BLOCK, half), jnp.float32), HELD.layout)
+    return lax.fori_loop(0, tile.num_steps, step, zeros)
+
+
+def _exchanged(product: Float[Array, "128 n/2"], exchange: Exchange) -> Float[Array, "64 n"]:
+    """This warpgroup's rows, half of whose columns the other has multiplied."""
+    warpgroup = lax.axis_index("wg")
+    is_first = warpgroup == 0
+    top, bottom = product[:WARPGROUP_ROWS], product[WARPGROUP_ROWS:]
+    own, given = lax.cond(is_first, lambda: (top, bottom), lambda: (bottom, top))
+    found = []
+    for i, start in enumerate(range(0, product.shape[1], EXCHANGED)):
+        # Of two slots in turn: who writes one has passed the barrier before which the other has read it.
+        exchange.slots.at[warpgroup, i % 2][...] = given[:, start : start + EXCHANGED]
+        plgpu.barrier_arrive(exchange.written)
+        plgpu.barrier_wait(exchange.written)
+        found.append(plgpu.load(exchange.slots.at[1 - warpgroup, i % 2], layout=HELD.layout))
+    other = jnp.concatenate(found, axis=1)
+    left, right = lax.cond(is_first, lambda: (own, other), lambda: (other, own))
+    return jnp.concatenate([left, right], axis=1)

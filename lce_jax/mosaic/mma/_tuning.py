@@ -1,0 +1,34 @@
+"""The free choices of the kernels by mma.sync."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lce_jax._types import Call
+from lce_jax.mosaic.common._tiles import ROW_BLOCK
+from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, Tuning, stages_output
+
+EXCHANGED = 8  # columns that the warpgroups exchange at a time
+EXCHANGE_BYTES = 2 * ROW_BLOCK * EXCHANGED * 4
+
+KERNELS = ("forward", "dlogits", "dhidden", "dweight", "live_dhidden", "live_dweight")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tunings:
+    """Which tuning a kernel gets."""
+
+    tuning: Tuning = Tuning(tile_k=32, stages=3, slots=1)
+
+    def of(self, case: Call, kernel: str) -> Tuning:
+        """The same for all."""
+        del case, kernel
+        return self.tuning
+
+    def smem_bytes(self, case: Call) -> dict[str, int]:
+        """What a block of each kernel needs of shared memory."""
+        itemsize = case.dtype.itemsize
+        return {
+            kernel: self.of(case, kernel).smem_bytes(itemsize, stages_output(case, kernel), EXCHANGE_BYTES)
+            for kernel in KERNELS
+        }
