@@ -23,7 +23,6 @@ from benchmarks.records import Job, Measured
 from lce_jax import UnsupportedError, explain
 from lce_jax._types import Call
 from lce_jax.mosaic import NAME, _generations, sm90
-from lce_jax.mosaic.common._tiles import SMEM_LIMIT
 from lce_jax.mosaic.sm90._tuning import Tuning, stages_output
 
 # The Hopper kernels, and the direction whose time decides the tiles of each.
@@ -83,7 +82,7 @@ def around(case: Call, kernel: str, tuning: Tuning, fields: Mapping[str, Sequenc
         with contextlib.suppress(ValueError):  # raised by choices that exclude each other
             made.append(dataclasses.replace(tuning, **dict(zip(fields, values, strict=True))))
     staged = stages_output(case, kernel)
-    return [one for one in made if one.smem_bytes(case.dtype.itemsize, staged) <= SMEM_LIMIT]
+    return [one for one in made if one.smem_bytes(case.dtype.itemsize, staged) <= sm90.HOPPER.smem_limit]
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def supports(case: Call) -> str | None:
     if reason is not None or case.teacher is None:
         return reason
     of_teacher = _generations.refusal(case.teacher)
-    return _refusal.kl_refusal(case.heads) if of_teacher is None else f"the teacher: {of_teacher}"
+    return _refusal.kl_refusal(case.heads, _generation_of(case)) if of_teacher is None else f"the teacher: {of_teacher}"
 
 
 def without_kernels(case: Call) -> str | None:

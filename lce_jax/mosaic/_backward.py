@@ -101,7 +101,7 @@ def _parts(
     def from_cache(span: Array, columns: int, weight: Array) -> Array:
         del weight
         assert cache is not None
-        return launch(cached_dlogits, arrays, case, factors, cache, span, columns, overwrites)
+        return launch(cached_dlogits, call.generation, arrays, case, factors, cache, span, columns, overwrites)
 
     return parts_of(call, 0 if cache is None else cache.max.shape[0], from_cache, recomputed, overwrites)
 

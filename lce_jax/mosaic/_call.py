@@ -32,12 +32,7 @@ class Machine(NamedTuple):
             each number rounded to the output's dtype. ``add`` may be traced: whether it adds to what is there.
         statistics: the epilogue of the forward's tiles: `lce_jax.mosaic.common._statistics`.
         dlogits: the epilogue of the backward's: `lce_jax.mosaic.common._dlogits`.
-        walk_products: ``(products, offset, visit_all, consume, scratch)``: as ``walk_tiles``, of two heads.
-            ``multiply`` has a function for each `Product`, to be called in turn.
-        held: ``()``: the scratch in which a tile of p waits.
-        kl_statistics: the epilogue of the forward's tiles of two heads: `lce_jax.mosaic.common._kl`.
-        kl_mixture_sums: that of the second pass, for a mixture.
-        kl_dlogits: the epilogue of the backward's.
+        kl: the same for tiles of two heads; None where a tile of one cannot wait for the other's.
     """
 
     kernel: Callable[..., Callable[..., Any]]
@@ -46,11 +41,26 @@ class Machine(NamedTuple):
     send_product: Callable[..., None]
     statistics: Callable[..., None]
     dlogits: Callable[..., None]
+    kl: KLMachine | None = None
+
+
+class KLMachine(NamedTuple):
+    """What a generation makes of tiles of two heads: `lce_jax.mosaic.common._kl`.
+
+    Attributes:
+        walk_products: ``(products, offset, visit_all, consume, scratch)``: as ``walk_tiles``, of two heads.
+            ``multiply`` has a function for each `Product`, to be called in turn.
+        held: ``()``: the scratch in which a tile of p waits.
+        statistics: the epilogue of the forward's tiles.
+        mixture_sums: that of the second pass, for a mixture.
+        dlogits: the epilogue of the backward's.
+    """
+
     walk_products: Callable[..., None]
     held: Callable[..., Any]
-    kl_statistics: Callable[..., None]
-    kl_mixture_sums: Callable[..., None]
-    kl_dlogits: Callable[..., None]
+    statistics: Callable[..., None]
+    mixture_sums: Callable[..., None]
+    dlogits: Callable[..., None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +75,8 @@ class Generation:
         tunings: the free choices of a kernel, ``tunings.of(case, kernel)``, and ``tunings.smem_bytes(case)``: what
             a block of each needs of shared memory.
         machine: how tiles are multiplied, and what becomes of them.
+        smem_limit: the bytes of shared memory that a block may use.
+        has_tma: whether copies to and from shared memory are TMA's, which leaves out what lies outside an array.
     """
 
     compute_capabilities: tuple[str, ...]
@@ -73,6 +85,14 @@ class Generation:
     budget: Budget
     tunings: Any
     machine: Machine
+    smem_limit: int
+    has_tma: bool = True
+
+    @property
+    def kl(self) -> KLMachine:
+        """That of its machine; a call without one is refused before."""
+        assert self.machine.kl is not None
+        return self.machine.kl
 
 
 class KernelCall(NamedTuple):

@@ -21,6 +21,7 @@ from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._host import least
 from lce_jax.mosaic.common._dlogits import dlogits
 from lce_jax.mosaic.common._products import update_dhidden as add_product
+from lce_jax.mosaic.common._tiles import ATOM_ROWS
 from lce_jax.mosaic.common._tokens import copy
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def weight(call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
     column, (case, shape) = call.shape.column(tile), (call.case, call.shape)
     if not shape.whole_atoms or case.vocab_dim == 1:
         return columns_from(call, column, shape.tile)
-    rows, width = case.columns // shape.atom, shape.atom * case.hidden_size
-    numbers = call.host.numbers(column // shape.atom, call.prepared.num_columns - column)
+    rows, width = case.columns // ATOM_ROWS, ATOM_ROWS * case.hidden_size
+    numbers = call.host.numbers(column // ATOM_ROWS, call.prepared.num_columns - column)
     copied = call.host.launch(copy, case, call.host.reshape(call.prepared.weight, (rows, width)), numbers)
     return call.host.reshape(copied, (shape.tile, case.hidden_size))
 

@@ -58,4 +58,4 @@ def refusal(case: Call) -> str | None:
         return f"needs compute capability {capabilities}, {device.kind} has {device.compute_capability or 'another'}"
     if device.core_count < 2:
         return f"needs to know the number of multiprocessors of {device.kind}"
-    return _refusal.refusal(case, generation.tunings.smem_bytes(case))
+    return _refusal.refusal(case, generation)

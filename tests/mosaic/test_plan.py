@@ -13,7 +13,6 @@ from lce_jax import mosaic
 from lce_jax._types import Call, Device
 from lce_jax.mosaic import _chunks, sm90
 from lce_jax.mosaic._operands import geometry
-from lce_jax.mosaic.common._tiles import SMEM_LIMIT
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, H100, NARROW, SHORT
 from tests.devices import H200
 
@@ -89,7 +88,7 @@ def test_every_kernel_fits_shared_memory() -> None:
     chosen = [*BY_KERNEL.items(), *((kernel, SHORT) for kernel in BY_KERNEL), ("dhidden", NARROW), ("dweight", NARROW)]
     chosen += [(kernel, one) for (_, kernel), entries in sm90.HOPPER.tunings.tuned.items() for _, one in entries]
     for kernel, tuning in chosen:
-        assert tuning.smem_bytes(2, staged=True) <= SMEM_LIMIT, kernel
+        assert tuning.smem_bytes(2, staged=True) <= sm90.HOPPER.smem_limit, kernel
 
 
 def test_narrow_tiles_where_they_leave_no_column_empty() -> None:

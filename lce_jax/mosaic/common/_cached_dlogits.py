@@ -20,6 +20,7 @@ from jax import lax
 from lce_jax._types import Call
 from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mosaic import _pallas
+from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._chunks import Cache
 from lce_jax.mosaic._operands import Prepared, RowFactors, Span
 from lce_jax.mosaic._pallas import pl, plgpu
@@ -111,20 +112,28 @@ def kernel(body: Callable[..., None], output: Any, case: Call, name: str, cached
     )
 
 
-def walk_blocks(walk: BlockWalk, cached: Sequence[Any], output: Any, gradient: Gradient) -> None:
+def walk_blocks(
+    walk: BlockWalk, cached: Sequence[Any], output: Any, gradient: Gradient, has_tma: bool = True
+) -> None:
     """Writes ``gradient`` of each block of the ``cached`` arrays to ``output``."""
-    staging = plgpu.SMEM((SLOTS, *BLOCK), output.dtype, transforms=_transforms(output))
+    staging = plgpu.SMEM((SLOTS, *BLOCK), output.dtype, transforms=_transforms(output)) if has_tma else None
+    more = {} if has_tma else {"oob_fill_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
 
     @functools.partial(pl.run_scoped, slots=staging)
     def run(slots: Any) -> None:
         def body(index: Any, *refs: Any) -> None:
             block = walk.block(index[0])
             values = [plgpu.load(ref, layout=HELD.layout, optimized=False).astype(jnp.float32) for ref in refs]
-            _send(gradient(block, values), slots, index[0], output.at[block.rows, block.columns])
+            d, destination = gradient(block, values), output.at[block.rows, block.columns]
+            if has_tma:
+                _send(d, slots, index[0], destination)
+            else:
+                _pallas.store(destination, d.astype(output.dtype))
 
-        specs = [plgpu.BlockSpec(BLOCK, walk.cached_place, transforms=_transforms(x)) for x in cached]
+        specs = [plgpu.BlockSpec(BLOCK, walk.cached_place, transforms=_transforms(x), **more) for x in cached]
         plgpu.emit_pipeline(body, grid=(walk.num_steps,), in_specs=specs, max_concurrent_steps=STAGES)(*cached)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if has_tma:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _transforms(x: Any) -> Any:
@@ -141,6 +150,7 @@ def _send(d: Array, slots: Any, step: Any, destination: Any) -> None:
 
 
 def cached_dlogits(
+    generation: Generation,
     prepared: Prepared,
     case: Call,
     factors: Float[Array, "factors Tp"],
@@ -156,7 +166,7 @@ def cached_dlogits(
     ``overwrites`` the gradient takes the place of all of the cache, block by block, each read before it is written.
     """
     output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), case.dtype)
-    body, updated = functools.partial(_kernel, case), {0: 0} if overwrites else None
+    body, updated = functools.partial(_kernel, case, generation.has_tma), {0: 0} if overwrites else None
     (result,) = kernel(body, output, case, "lce_cached_dlogits", [cache.exponentials], updated)(
         cache.exponentials,
         cache.max,
@@ -182,6 +192,7 @@ class Refs(NamedTuple):
 
 def _kernel(
     case: Call,
+    has_tma: bool,
     exponentials: Any,  # [T, columns of the cache]
     tile_max: Any,
     factors: Any,
@@ -193,7 +204,7 @@ def _kernel(
 ) -> None:
     refs, span = Refs(tile_max, factors, scale, targets, holds_target, output), Span.unpack(scalars)
     gradient = functools.partial(_block_gradient, case, refs, span)
-    walk_blocks(BlockWalk.of(span), [exponentials], output, gradient)
+    walk_blocks(BlockWalk.of(span), [exponentials], output, gradient, has_tma)
 
 
 def _block_gradient(case: Call, refs: Refs, span: Span, block: Block, values: Sequence[Array]) -> Array:

@@ -15,7 +15,6 @@ from lce_jax._types import Call
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist
 from lce_jax.mosaic._operands import Prepared, Span
-from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic.common import _logits
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, Matmul, Tile
 
@@ -78,7 +77,6 @@ def _kernel(
 
     slots = machine.staging(matmul, output.shape[1], output.dtype)
     _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def live_dlogits(
@@ -131,7 +129,6 @@ def _live_kernel(
 
     slots = machine.staging(matmul, TILE_N, output.dtype)
     _logits.walk_live_logits(machine, matmul, hidden, weight, cells, order, sizes, batch, consume, slots)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 class DlogitsRefs(NamedTuple):

@@ -25,7 +25,7 @@ from jax import lax
 
 from lce_jax._types import Call
 from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics, Mixture, MixtureCoefficients
-from lce_jax.mosaic._call import Generation, Machine
+from lce_jax.mosaic._call import Generation, KLMachine
 from lce_jax.mosaic._operands import LOG2E, Span
 from lce_jax.mosaic.common import _cached_dlogits, _logits
 from lce_jax.mosaic.common._cached_dlogits import HELD, Block, BlockWalk, along, cap_derivative, of_cache
@@ -195,7 +195,7 @@ def kl_statistics(
     updated = [parts, *jax.tree.leaves(cache)]
 
     def epilogue(refs: KLRefs, *of_tile: Any) -> None:
-        generation.machine.kl_statistics(refs, direction, *of_tile)
+        generation.kl.statistics(refs, direction, *of_tile)
 
     parts, *kept = _updated(generation, cases, epilogue, "kl_statistics", name, given, updated)
     return parts, KLCache(*kept) if kept else None
@@ -213,7 +213,7 @@ def kl_mixture_sums(
 
     A tile of padding alone has sums of 0. What is left unwritten is as with `kl_statistics`.
     """
-    given, epilogue = [*_arrays(operands, span), factors], generation.machine.kl_mixture_sums
+    given, epilogue = [*_arrays(operands, span), factors], generation.kl.mixture_sums
     return _updated(generation, cases, epilogue, "kl_mixture_sums", "lce_kl_mixture_sums", given, [parts])[0]
 
 
@@ -230,10 +230,10 @@ def _updated(
 
     ``given`` may end with factors of the rows.
     """
-    machine, matmuls = generation.machine, _matmuls(cases, generation.tunings.of(cases[0], kernel))
-    run = machine.kernel(
+    kl, matmuls = generation.kl, _matmuls(cases, generation.tunings.of(cases[0], kernel))
+    run = generation.machine.kernel(
         matmuls[0],
-        functools.partial(_kernel_per_tile, machine, matmuls, epilogue, len(updated)),
+        functools.partial(_kernel_per_tile, kl, matmuls, epilogue, len(updated)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
         name,
         updated={len(given) + i: i for i in range(len(updated))},
@@ -242,7 +242,7 @@ def _updated(
 
 
 def _kernel_per_tile(
-    machine: Machine, matmuls: tuple[Matmul, Matmul], epilogue: Callable[..., None], num_updated: int, *refs: Any
+    kl: KLMachine, matmuls: tuple[Matmul, Matmul], epilogue: Callable[..., None], num_updated: int, *refs: Any
 ) -> None:
     *arrays, scales, mask, scalars, rest = _unpacked(refs)
     # What is updated, as it was, lies in the same places.
@@ -255,7 +255,7 @@ def _kernel_per_tile(
         where = KLWhere(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
         epilogue(of_kernel, tile, where, multiply, scratch)
 
-    _walk(machine, matmuls, arrays, span, consume, machine.held())
+    _walk(kl, matmuls, arrays, span, consume, kl.held())
 
 
 def kl_dlogits(
@@ -273,22 +273,22 @@ def kl_dlogits(
     `MixtureFactors`. Zero on columns that are padding or do not exist; tiles after the span and row blocks without a
     live row are left unwritten.
     """
-    machine, matmuls = generation.machine, _matmuls(cases, generation.tunings.of(cases[0], "kl_dlogits"))
+    kl, matmuls = generation.kl, _matmuls(cases, generation.tunings.of(cases[0], "kl_dlogits"))
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), cases[0].dtype)  # whole tiles
-    body = functools.partial(_dlogits_kernel, machine, matmuls, direction)
-    return machine.kernel(matmuls[0], body, [output], "lce_kl_dlogits")(*_arrays(operands, span), factors)[0]
+    body = functools.partial(_dlogits_kernel, kl, matmuls, direction)
+    return generation.machine.kernel(matmuls[0], body, [output], "lce_kl_dlogits")(*_arrays(operands, span), factors)[0]
 
 
-def _dlogits_kernel(machine: Machine, matmuls: tuple[Matmul, Matmul], direction: Direction, *refs: Any) -> None:
+def _dlogits_kernel(kl: KLMachine, matmuls: tuple[Matmul, Matmul], direction: Direction, *refs: Any) -> None:
     *arrays, scales, mask, scalars, (factors, output) = _unpacked(refs)
     span = Span.unpack(scalars)
     of_kernel = KLRefs(_heads(matmuls, scales), mask, output, factors)
 
     def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
         where = KLWhere(span.column + tile.column, None, span.num_columns)
-        machine.kl_dlogits(of_kernel, direction, tile, where, multiply, scratch)
+        kl.dlogits(of_kernel, direction, tile, where, multiply, scratch)
 
-    _walk(machine, matmuls, arrays, span, consume, machine.held())
+    _walk(kl, matmuls, arrays, span, consume, kl.held())
 
 
 def of_rows[F: (KLCoefficients, MixtureFactors)](kind: type[F], factors: Any, load: Callable[[Any], Array]) -> F:
@@ -330,13 +330,13 @@ def _heads(matmuls: tuple[Matmul, Matmul], scales: Sequence[Any]) -> tuple[HeadO
 
 
 def _walk(
-    machine: Machine, matmuls: tuple[Matmul, Matmul], arrays: Sequence[Any], span: Span, consume: Any, scratch: Any
+    kl: KLMachine, matmuls: tuple[Matmul, Matmul], arrays: Sequence[Any], span: Span, consume: Any, scratch: Any
 ) -> None:
     """Over the logits of the live row groups and the span's vocabulary tiles."""
     visit_all = _logits.visit_all(matmuls[0], span)
     of_heads = zip(matmuls, arrays[::2], arrays[1::2], strict=True)
     products = [Product(matmul, hidden, weight, _logits.num_steps(matmul)) for matmul, hidden, weight in of_heads]
-    machine.walk_products(products, Offset(column=span.offset), visit_all, consume, scratch)
+    kl.walk_products(products, Offset(column=span.offset), visit_all, consume, scratch)
 
 
 def cached_kl_dlogits(

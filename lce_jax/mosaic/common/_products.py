@@ -86,7 +86,6 @@ def _dhidden_kernel(
     groups, num_steps = row_groups(matmul, span.num_rows), ceil_div(span.depth, matmul.tuning.tile_k)
     visit_all = functools.partial(_visit_all, matmul, groups, columns, splits, num_steps)
     machine.walk_tiles(matmul, dlogits, weight, Offset(k=span.offset), visit_all, consume, slots)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def write_dweight(
@@ -133,7 +132,6 @@ def _dweight_kernel(
     num_steps = ceil_div(span.num_rows, matmul.tuning.tile_k)
     visit_all = functools.partial(_visit_all, matmul, groups, columns, 1, num_steps)
     machine.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def update(machine: Machine, matmul: Matmul, body: Any, name: str, operands: tuple[Array, ...], result: Array) -> Array:
@@ -232,7 +230,6 @@ def _live_dhidden_kernel(
 
     slots = machine.staging(matmul, hidden_size, output.dtype)
     machine.walk_tiles(matmul, dlogits, weight, Offset(), visit_all, consume, slots)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def write_live_dweight(
@@ -310,4 +307,3 @@ def _live_dweight_kernel(
 
     slots = machine.staging(matmul, output.shape[1], output.dtype)
     machine.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

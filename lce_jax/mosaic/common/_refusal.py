@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from lce_jax._types import Call, format_bytes
-from lce_jax.mosaic.common._tiles import ATOM_ROWS, COLUMN_GRAIN, SMEM_LIMIT, TILE_N, widest_swizzle
+from lce_jax.mosaic._call import Generation
+from lce_jax.mosaic.common._tiles import ATOM_ROWS, COLUMN_GRAIN, TILE_N, widest_swizzle
 
 
-def refusal(case: Call, smem_bytes: Mapping[str, int]) -> str | None:
-    """Why the kernels cannot serve ``case``; None where they can. ``smem_bytes``: what a block of each kernel needs.
+def refusal(case: Call, generation: Generation) -> str | None:
+    """Why a generation's kernels cannot serve ``case``; None where they can.
 
     A dtype without exact products, a shape that cannot be tiled, or an option that no kernel knows.
     """
-    return _shape_refusal(case) or _smem_refusal(smem_bytes) or _options_refusal(case)
+    return _shape_refusal(case, generation) or _smem_refusal(case, generation) or _options_refusal(case, generation)
 
 
-def kl_refusal(cases: tuple[Call, ...]) -> str | None:
+def kl_refusal(cases: tuple[Call, ...], generation: Generation) -> str | None:
     """Why the kernels that see two heads cannot serve ``cases``, each of which other kernels serve."""
+    if generation.machine.kl is None:
+        return "linear_kl: a tile of one head, which waits for the other's, does not fit in shared memory"
     student, teacher = cases
     if student.dtype != teacher.dtype:
         return f"both weights must have one dtype, got {student.dtype.name} and the teacher's {teacher.dtype.name}"
@@ -31,7 +32,7 @@ def kl_refusal(cases: tuple[Call, ...]) -> str | None:
     return None
 
 
-def _shape_refusal(case: Call) -> str | None:
+def _shape_refusal(case: Call, generation: Generation) -> str | None:
     if case.dtype.name not in ("bfloat16", "float16"):
         return f"needs a bfloat16 or float16 weight (fp32 products would run in TF32), got {case.dtype.name}"
     if case.hidden_size % 64:
@@ -39,12 +40,17 @@ def _shape_refusal(case: Call) -> str | None:
     if case.columns < TILE_N:
         return f"V must be at least {TILE_N}, one tile, got {case.columns}"
     if case.weight_layout == "hv":
-        return _refusal_of_columns(case)
+        return _refusal_of_columns(case, generation)
+    part, atom = case.vocab_part_size, generation.tiling.atom
+    if part is not None and not generation.has_tma and part % atom:
+        return f"needs vocab_part_size to be a multiple of {atom}, got {part}"
     return None
 
 
-def _refusal_of_columns(case: Call) -> str | None:
+def _refusal_of_columns(case: Call, generation: Generation) -> str | None:
     """Why a weight [H, V] cannot be tiled."""
+    if not generation.has_tma:
+        return 'weight_layout must be "vh" on a GPU without TMA'
     if case.columns % COLUMN_GRAIN:
         return f'weight_layout="hv" needs V to be a multiple of {COLUMN_GRAIN}, got {case.columns}'
     part, grain = case.vocab_part_size, widest_swizzle(case.columns, case.dtype.itemsize)[1]
@@ -54,20 +60,19 @@ def _refusal_of_columns(case: Call) -> str | None:
     return None
 
 
-def _smem_refusal(smem_bytes: Mapping[str, int]) -> str | None:
-    for kernel, needed in smem_bytes.items():
-        if needed > SMEM_LIMIT:
-            return (
-                f"the {kernel} kernel needs {format_bytes(needed)} of shared memory, {format_bytes(SMEM_LIMIT)} exist"
-            )
+def _smem_refusal(case: Call, generation: Generation) -> str | None:
+    limit = generation.smem_limit
+    for kernel, needed in generation.tunings.smem_bytes(case).items():
+        if needed > limit:
+            return f"the {kernel} kernel needs {format_bytes(needed)} of shared memory, {format_bytes(limit)} exist"
     return None
 
 
-def _options_refusal(case: Call) -> str | None:
+def _options_refusal(case: Call, generation: Generation) -> str | None:
     if case.logit_scale <= 0:
         return f"logit_scale must be positive for its running maximum, got {case.logit_scale}"
-    if case.gradient_threshold and case.columns % ATOM_ROWS:
-        return f"gradient_threshold needs V to be a multiple of {ATOM_ROWS}, got {case.columns}"
+    if case.gradient_threshold and case.columns % generation.tiling.atom:
+        return f"gradient_threshold needs V to be a multiple of {generation.tiling.atom}, got {case.columns}"
     if case.has_bias:
         return "bias: the kernels' epilogues add none to the products"
     if case.traced_scale and case.logit_softcap is not None:

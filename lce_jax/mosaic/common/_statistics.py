@@ -20,7 +20,6 @@ from lce_jax.mathematics._statistics import SUMS, of_fields
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._chunks import Cache
 from lce_jax.mosaic._operands import Prepared, Span, geometry
-from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic.common import _logits, _tiles
 from lce_jax.mosaic.common._tiles import TILE_N, TILING, Matmul, Tile
 
@@ -111,7 +110,6 @@ def _kernel(
 
     slots = None if cache is None else machine.staging(matmul, TILE_N, hidden.dtype)
     _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def sums(case: Call, u: Array, e: Array) -> list[Array]:

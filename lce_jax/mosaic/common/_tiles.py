@@ -40,7 +40,6 @@ STAGING_COLUMNS = STAGING_BYTES // 2  # 16-bit numbers in those bytes
 ATOM_ROWS = 8  # rows of the smallest swizzled piece; TMA copies whole ones
 SCALED = 4096  # numbers that a block multiplies, where a kernel multiplies many by one
 COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: a minor dimension must be a multiple of it
-SMEM_LIMIT = 232_448  # bytes a block may use on compute capabilities 9.0, 10.0 and 10.3 (CUDA programming guide)
 SMEM_ALIGNMENT = 1024  # of every allocation in a kernel
 BARRIER_BYTES = 8
 

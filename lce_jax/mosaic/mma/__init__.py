@@ -1,20 +1,70 @@
-"""GPUs with mma.sync alone: Blackwell for desktops (compute capability 12.0)."""
+"""GPUs with mma.sync alone: Ampere, Ada, and Blackwell for desktops (compute capabilities 8.0, 8.6, 8.9 and 12.0).
+
+_pipeline.py  tiles of a product by two warpgroups, and the exchange of their halves
+_copies.py    how operands come into shared memory: by TMA, or by cp.async
+_tuning.py    the free choices of each kernel
+
+The epilogues are Hopper's: the accumulators lie in registers as wgmma's do.
+"""
 
 from __future__ import annotations
 
-from lce_jax.mosaic._call import Generation
-from lce_jax.mosaic._chunks import Budget
-from lce_jax.mosaic.common._tiles import TILING
-from lce_jax.mosaic.mma import _pipeline
-from lce_jax.mosaic.mma._tuning import Tunings
-from lce_jax.mosaic.sm90._machine import MACHINE
-from lce_jax.mosaic.sm90._tuning import DHIDDEN_WAVES
+import functools
+from typing import Any
 
-BY_TMA = Generation(
+from lce_jax.mosaic._call import Generation, Machine
+from lce_jax.mosaic._chunks import Budget
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
+from lce_jax.mosaic.mma import _pipeline
+from lce_jax.mosaic.mma._copies import BY_CP_ASYNC, BY_TMA, Copies
+from lce_jax.mosaic.mma._tuning import Tunings
+from lce_jax.mosaic.sm90 import _epilogue
+from lce_jax.mosaic.sm90._tuning import DHIDDEN_WAVES, Tuning
+
+
+def _machine(copies: Copies, staging: Any) -> Machine:
+    return Machine(
+        kernel=_pipeline.kernel,
+        walk_tiles=functools.partial(_pipeline.walk_tiles, copies),
+        staging=staging,
+        send_product=_epilogue.send_product,
+        statistics=_epilogue.statistics,
+        dlogits=_epilogue.dlogits,
+    )
+
+
+def _no_staging(*_: Any) -> None:
+    """Without TMA the epilogues store what registers hold."""
+
+
+BUDGET = Budget(dhidden_waves=DHIDDEN_WAVES)
+
+SM120 = Generation(
     compute_capabilities=("12.0",),
-    devices=("RTX 5090", "RTX PRO 6000"),
+    devices=("RTX 5090", "RTX PRO 6000", "RTX 5080", "RTX 5070"),
     tiling=TILING,
-    budget=Budget(dhidden_waves=DHIDDEN_WAVES),
-    tunings=Tunings(),
-    machine=MACHINE._replace(kernel=_pipeline.kernel, walk_tiles=_pipeline.walk_tiles),
+    budget=BUDGET,
+    tunings=Tunings(tuning=Tuning(tile_k=32, stages=3, slots=1)),
+    machine=_machine(BY_TMA, _epilogue.staging),
+    smem_limit=101_376,
+)
+SM80 = Generation(
+    compute_capabilities=("8.0",),
+    devices=("A100", "A800", "A30"),
+    tiling=TILING._replace(atom=ROW_BLOCK),
+    budget=BUDGET,
+    tunings=Tunings(tuning=Tuning(tile_k=32, stages=4)),
+    machine=_machine(BY_CP_ASYNC, _no_staging),
+    smem_limit=166_912,
+    has_tma=False,
+)
+SM89 = Generation(
+    compute_capabilities=("8.9", "8.6"),
+    devices=("L40", "RTX 4090", "L4", "RTX 6000 Ada", "A10", "A40", "RTX 3090", "RTX A6000"),
+    tiling=SM80.tiling,
+    budget=BUDGET,
+    tunings=Tunings(tuning=Tuning(tile_k=32, stages=3)),
+    machine=SM80.machine,
+    smem_limit=101_376,
+    has_tma=False,
 )

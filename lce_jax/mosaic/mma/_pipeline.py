@@ -18,23 +18,23 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._logits import Held
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, Matmul, Offset, Product, Tile, VisitAll, swizzled
+from lce_jax.mosaic.mma._copies import Copies
 from lce_jax.mosaic.mma._tuning import EXCHANGED
-from lce_jax.mosaic.sm90 import _pipeline
-from lce_jax.mosaic.sm90._pipeline import Ring, fetch_step, ring_of, stage_of
+from lce_jax.mosaic.sm90._pipeline import Ring, stage_of
 from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
 HELD = Held(WARPGROUP_ROWS)
-
-kernel = functools.partial(_pipeline.kernel, warpgroups=COMPUTE_WARPGROUPS)
 
 
 class Exchange(NamedTuple):
@@ -45,6 +45,7 @@ class Exchange(NamedTuple):
 
 
 def walk_tiles(
+    copies: Copies,
     matmul: Matmul,
     lhs: Any,
     rhs: Any,
@@ -53,48 +54,46 @@ def walk_tiles(
     consume: Callable[[Tile, Callable[[], Float[Array, "64 n"]], Any], None],
     scratch: Any = None,
 ) -> None:
-    """As that of `lce_jax.mosaic.sm90`; the next tile's copies begin after the epilogue of the tile before it."""
+    """As that of `lce_jax.mosaic.sm90`, but a tile's copies begin after the epilogue of the tile before it."""
     shape = (COMPUTE_WARPGROUPS, 2, WARPGROUP_ROWS, EXCHANGED)
     slots = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(EXCHANGED, 4))
     exchange = Exchange(slots, plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS))
 
     @functools.partial(
-        pl.run_scoped, ring=ring_of(matmul, lhs, rhs), exchange=exchange, scratch=scratch, collective_axes="wg"
+        pl.run_scoped, ring=copies.ring(matmul, lhs, rhs), exchange=exchange, scratch=scratch, collective_axes="wg"
     )
     def run(ring: Ring, exchange: Exchange, scratch: Any) -> None:
         def visit(tile: Tile, before: Any) -> Any:
             def multiply() -> Array:
-                start = functools.partial(_start, Product(matmul, lhs, rhs), ring, offset, tile, before)
-                return _exchanged(_multiply(matmul, ring, tile, before, start), exchange)
+                product = Product(matmul, lhs, rhs)
+                return _exchanged(_multiply(copies, product, ring, offset, tile, before), exchange)
 
             consume(tile, multiply, scratch)
             return before + tile.num_steps
 
         visit_all(visit, jnp.int32(0))
 
-
-def _start(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any) -> None:
-    """The copies of a step."""
-    first = lax.axis_index("wg") == 0
-    pl.when(first)(lambda: fetch_step(product, ring, offset, tile, before, step, None))
+    copies.end()
 
 
 def _multiply(
-    matmul: Matmul, ring: Ring, tile: Tile, before: Any, start: Callable[[Any], None]
+    copies: Copies, product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any
 ) -> Float[Array, "128 n/2"]:
-    """This warpgroup's columns of a tile. A step's copies start when the step is done that had its stage."""
+    """This warpgroup's columns of a tile. A step's copies start once both have done the step whose stage it takes."""
+    matmul = product.matmul
     ahead, half = matmul.tuning.stages - 1, matmul.tuning.tile_n // COMPUTE_WARPGROUPS
     columns = pl.ds(pl.multiple_of(lax.axis_index("wg") * half, half), half)
+    start = functools.partial(copies.start, product, ring, offset, tile, before)
     lax.fori_loop(0, jnp.minimum(tile.num_steps, ahead), lambda i, _: start(i), None)
 
     def step(i: Any, accumulator: Array) -> Array:
         stage = stage_of(matmul, before + i)
+        copies.wait(product, ring, tile, before, i)
         pl.when(i + ahead < tile.num_steps)(lambda: start(i + ahead))
-        plgpu.barrier_wait(ring.produced.at[stage])
         lhs = ring.lhs.at[stage] if matmul.lhs_k == 1 else ring.lhs.at[stage].T
         rhs = ring.rhs.at[stage, columns, :].T if matmul.rhs_k == 1 else ring.rhs.at[stage, :, columns]
         accumulator = plgpu.mma(accumulator, lhs[...], rhs[...])
-        plgpu.barrier_arrive(ring.consumed.at[stage])
+        copies.release(ring, stage)
         return accumulator
 
     zeros = plgpu.layout_cast(jnp.zeros((ROW_BLOCK, half), jnp.float32), HELD.layout)
@@ -117,3 +116,20 @@ def _exchanged(product: Float[Array, "128 n/2"], exchange: Exchange) -> Float[Ar
     other = jnp.concatenate(found, axis=1)
     left, right = lax.cond(is_first, lambda: (own, other), lambda: (other, own))
     return jnp.concatenate([left, right], axis=1)
+
+
+def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
+    """``body`` on every multiprocessor, as that of `lce_jax.mosaic.sm90`, with one block in each cluster."""
+    return _pallas.kernel(
+        body,
+        out_type=outputs,
+        grid=(matmul.clusters, 1),
+        grid_names=("sm", "cluster"),
+        num_threads=COMPUTE_WARPGROUPS,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        kernel_name=name,
+        **more,
+    )

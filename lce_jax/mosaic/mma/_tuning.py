@@ -18,7 +18,7 @@ KERNELS = ("forward", "dlogits", "dhidden", "dweight", "live_dhidden", "live_dwe
 class Tunings:
     """Which tuning a kernel gets."""
 
-    tuning: Tuning = Tuning(tile_k=32, stages=3, slots=1)
+    tuning: Tuning
 
     def of(self, case: Call, kernel: str) -> Tuning:
         """The same for all."""
@@ -27,8 +27,5 @@ class Tunings:
 
     def smem_bytes(self, case: Call) -> dict[str, int]:
         """What a block of each kernel needs of shared memory."""
-        itemsize = case.dtype.itemsize
-        return {
-            kernel: self.of(case, kernel).smem_bytes(itemsize, stages_output(case, kernel), EXCHANGE_BYTES)
-            for kernel in KERNELS
-        }
+        itemsize, tuning = case.dtype.itemsize, self.tuning
+        return {kernel: tuning.smem_bytes(itemsize, stages_output(case, kernel), EXCHANGE_BYTES) for kernel in KERNELS}

@@ -22,4 +22,5 @@ HOPPER = Generation(
     budget=Budget(dhidden_waves=DHIDDEN_WAVES),
     tunings=Tunings(),
     machine=MACHINE,
+    smem_limit=232_448,  # CUDA programming guide, as those of other capabilities
 )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Call
+from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._operands import FLOOR
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._dlogits import DlogitsRefs, DlogitsWhere
@@ -94,8 +95,11 @@ def send(
 ) -> None:
     """Rounds a block of columns and copies it to ``output[rows, column:]``, or adds it there.
 
-    TMA drops what lies outside.
+    TMA drops what lies outside. ``slots``: None where a GPU has no TMA.
     """
+    if slots is None:
+        _store(values, rows, output, column, add)
+        return
     count, width = slots.shape[1], slots.shape[3]
     if block > 0 and output.shape[1] <= width:
         return  # Mosaic (0.11.2, 0.12.0) would write over block 0: it drops the index into a dimension of one block
@@ -105,6 +109,18 @@ def send(
     plgpu.commit_smem()
     columns = pl.ds(multiple_of(column, width), width)
     plgpu.copy_smem_to_gmem(slot, output.at[rows, columns], reduction_op="add" if add else None)
+
+
+def _store(values: Float[Array, "64 64"], rows: Any, output: Any, column: Any, add: bool) -> None:
+    """The same from registers. Rows and columns of an output are multiples of 64."""
+    place = output.at[rows, pl.ds(multiple_of(column, STAGING_COLUMNS), STAGING_COLUMNS)]
+
+    def store() -> None:
+        rounded = values.astype(output.dtype)
+        there = plgpu.load(place, layout=HELD.layout, optimized=False) if add else None
+        _pallas.store(place, rounded if there is None else there + rounded)
+
+    pl.when((rows.start < output.shape[0]) & (column < output.shape[1]))(store)
 
 
 def send_product(multiply: Any, slots: Any, row: Any, output: Any, column: Any, add: bool | Array) -> None:
@@ -124,7 +140,7 @@ def send_product(multiply: Any, slots: Any, row: Any, output: Any, column: Any, 
 
 
 def _send_tile(values: Float[Array, "64 n"], slots: Any, rows: Any, output: Any, column: Any, add: bool) -> None:
-    width = slots.shape[-1]
+    width = STAGING_COLUMNS if slots is None else slots.shape[-1]
     for i, start in enumerate(range(0, values.shape[1], width)):
         send(values[:, start : start + width], i, slots, rows, output, column + start, add)
 

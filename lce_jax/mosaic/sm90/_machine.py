@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lce_jax.mosaic._call import Machine
+from lce_jax.mosaic._call import KLMachine, Machine
 from lce_jax.mosaic.sm90 import _epilogue, _kl, _pipeline
 
 MACHINE = Machine(
@@ -12,9 +12,11 @@ MACHINE = Machine(
     send_product=_epilogue.send_product,
     statistics=_epilogue.statistics,
     dlogits=_epilogue.dlogits,
-    walk_products=_pipeline.walk_products,
-    held=_kl.held,
-    kl_statistics=_kl.statistics,
-    kl_mixture_sums=_kl.mixture_sums,
-    kl_dlogits=_kl.dlogits,
+    kl=KLMachine(
+        walk_products=_pipeline.walk_products,
+        held=_kl.held,
+        statistics=_kl.statistics,
+        mixture_sums=_kl.mixture_sums,
+        dlogits=_kl.dlogits,
+    ),
 )

@@ -64,6 +64,7 @@ def walk_tiles(
     """
     one = [Product(matmul, lhs, rhs)]
     walk_products(one, offset, visit_all, lambda tile, multiply, own: consume(tile, multiply[0], own), scratch)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the epilogues' stores
 
 
 def walk_products(
@@ -220,14 +221,7 @@ def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Arra
     return product
 
 
-def kernel(
-    matmul: Matmul,
-    body: Callable,
-    outputs: list[jax.ShapeDtypeStruct],
-    name: str,
-    warpgroups: int = COMPUTE_WARPGROUPS + 1,
-    **more: Any,
-) -> Callable:
+def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
     """``body`` on every multiprocessor. Axes: "sm" is the cluster, "cluster" the block in it, "wg" the warpgroup."""
     return _pallas.kernel(
         body,
@@ -236,7 +230,7 @@ def kernel(
         grid_names=("sm",),
         cluster=(matmul.tuning.cluster,),
         cluster_names=("cluster",),
-        num_threads=warpgroups,
+        num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

@@ -1,0 +1,123 @@
+"""How the operands of mma.sync come into shared memory: by TMA, or before Hopper by cp.async.
+
+TMA copies a tile for one thread, counts the bytes that have come, and fills with zeros what lies outside an array. Of
+cp.async every thread copies 16 bytes at a time, waits for its own, and must stay inside the array. So rows of hidden
+states come padded to whole row blocks, rows of the weight in halves of a tile (`Tiling.atom`), and what a tile of
+columns lacks is copied twice: no result has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, Matmul, Offset, Product, StepPlace, Tile, next_place
+from lce_jax.mosaic.sm90._pipeline import Ring, fetch_step, ring_of, stage_of
+from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
+
+
+class Copies(NamedTuple):
+    """What a walk over tiles asks of the copies, in both warpgroups.
+
+    Attributes:
+        ring: ``(matmul, lhs, rhs)``: the stages.
+        start: ``(product, ring, offset, tile, before, step)`` starts the copies of a step.
+        wait: ``(product, ring, tile, before, step)`` waits until both operands of a step are there.
+        release: ``(ring, stage)`` hands a stage back that this warpgroup has read.
+        end: waits for what an epilogue stores.
+    """
+
+    ring: Callable[..., Ring]
+    start: Callable[..., None]
+    wait: Callable[..., None]
+    release: Callable[[Ring, Any], None]
+    end: Callable[[], None]
+
+
+def _start_tma(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any) -> None:
+    is_first = lax.axis_index("wg") == 0
+    pl.when(is_first)(lambda: fetch_step(product, ring, offset, tile, before, step, None))
+
+
+def _wait_tma(product: Product, ring: Ring, tile: Tile, before: Any, step: Any) -> None:
+    del tile
+    plgpu.barrier_wait(ring.produced.at[stage_of(product.matmul, before + step)])
+
+
+BY_TMA = Copies(
+    ring=ring_of,
+    start=_start_tma,
+    wait=_wait_tma,
+    release=lambda ring, stage: plgpu.barrier_arrive(ring.consumed.at[stage]),
+    end=lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True),
+)
+
+
+def _ring_cp_async(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
+    """A barrier of a stage says that both have copied their part, and so that both have done the step before."""
+    produced = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=matmul.tuning.stages)
+    return ring_of(matmul, lhs, rhs)._replace(produced=produced, consumed=None)
+
+
+def _start_cp_async(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any) -> None:
+    """Each warpgroup copies half of lhs, and those columns of rhs that it multiplies itself."""
+    matmul, lhs, rhs = product[:3]
+    tuning, warpgroup, stage = matmul.tuning, lax.axis_index("wg"), stage_of(matmul, before + step)
+    number = tile.first_step + step
+    place: StepPlace = next_place(matmul, offset, tile, number) if tile.locate is None else tile.locate(number)
+    first_row = pl.multiple_of(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    rows, own = pl.ds(place.row + first_row, WARPGROUP_ROWS), pl.ds(first_row, WARPGROUP_ROWS)
+    depth = pl.ds(place.lhs_k, tuning.tile_k)
+    if matmul.lhs_k == 1:
+        _copy(lhs.at[rows, depth], ring.lhs.at[stage, own, :])
+    else:
+        _copy(lhs.at[depth, rows], ring.lhs.at[stage, :, own])
+    width = _piece(matmul, rhs)
+    for first in range(0, tuning.tile_n // COMPUTE_WARPGROUPS, width):
+        to = pl.multiple_of(warpgroup * (tuning.tile_n // COMPUTE_WARPGROUPS) + first, width)
+        size = rhs.shape[1 - matmul.rhs_k]
+        columns = pl.ds(pl.multiple_of(jnp.minimum(offset.column + tile.column + to, size - width), width), width)
+        if matmul.rhs_k == 1:
+            _copy(rhs.at[columns, pl.ds(pl.multiple_of(place.rhs_k, tuning.tile_k), tuning.tile_k)], ring.rhs.at[stage, pl.ds(to, width), :])
+        else:
+            last = rhs.shape[0] - tuning.tile_k  # of a live tile, whose dlogits beyond the weight are zero
+            depth = pl.ds(pl.multiple_of(jnp.minimum(place.rhs_k, last), tuning.tile_k), tuning.tile_k)
+            _copy(rhs.at[depth, columns], ring.rhs.at[stage, :, pl.ds(to, width)])
+
+
+def _piece(matmul: Matmul, rhs: Any) -> int:
+    """The columns of rhs that are copied at a time, so that each piece lies inside it or beside it."""
+    half = matmul.tuning.tile_n // COMPUTE_WARPGROUPS
+    return half if rhs.shape[1 - matmul.rhs_k] % half == 0 else STAGING_COLUMNS
+
+
+def _copy(source: Any, destination: Any) -> None:
+    plgpu.copy_gmem_to_smem(source, destination, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
+def _wait_cp_async(product: Product, ring: Ring, tile: Tile, before: Any, step: Any) -> None:
+    """Each copy is a group of its own. The last steps wait for all: nothing was started after them."""
+    matmul = product.matmul
+    later = matmul.tuning.stages - 2
+    copies = 1 + matmul.tuning.tile_n // COMPUTE_WARPGROUPS // _piece(matmul, product.rhs)
+    lax.cond(
+        step + later < tile.num_steps,
+        lambda: plgpu.wait_gmem_to_smem(later * copies),
+        lambda: plgpu.wait_gmem_to_smem(0),
+    )
+    produced = ring.produced.at[stage_of(matmul, before + step)]
+    plgpu.barrier_arrive(produced)
+    plgpu.barrier_wait(produced)
+
+
+BY_CP_ASYNC = Copies(
+    ring=_ring_cp_async,
+    start=_start_cp_async,
+    wait=_wait_cp_async,
+    release=lambda ring, stage: None,
+    end=lambda: None,
+)
