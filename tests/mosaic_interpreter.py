@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import callback as jax_callback
 from jax._src import core
-from jax._src.pallas.mosaic.interpret import thread_map
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, shared_memory
+from jax._src.pallas.mosaic.interpret import race_detection_state, thread_map
+from jax._src.pallas.mosaic_gpu import primitives
+from jax._src.pallas.mosaic_gpu.interpret import (
+    gpu_callbacks,
+    interpret_pallas_call,
+    jaxpr_interpret,
+    shared_memory,
+)
 
 from tests import mosaic_evaluate
 
 with_jax_arrays, to_int = jax_callback.io_callback_impl, shared_memory._to_int
 compiled, as_a_program = thread_map._run_jaxpr, interpret_pallas_call.interpret_pallas_call
 copy_smem_to_gmem, Store = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
+Load, Interpreter = gpu_callbacks.AsyncCopyGmemToSmemTask, jaxpr_interpret.JaxprInterpreter
+copy_by_tma, arithmetic = Interpreter._interpret_copy_gmem_to_smem_p, Interpreter._interpret_arithmetic_primitive
 
 
 def prepare() -> None:
@@ -27,6 +37,10 @@ def prepare() -> None:
     interpret_pallas_call.interpret_pallas_call = interpret
     gpu_callbacks.AsyncCopySmemToGmemTask = AddingStore
     gpu_callbacks.copy_smem_to_gmem = begin_store
+    gpu_callbacks.AsyncCopyGmemToSmemTask = LoadAfterReads
+    primitives.mma_p.def_impl(multiplied)
+    Interpreter._interpret_copy_gmem_to_smem_p = begin_copy
+    Interpreter._interpret_arithmetic_primitive = end_copies
 
 
 def afresh() -> None:
@@ -74,6 +88,110 @@ def begin_store(*, reduction_op: str | None, **kwargs: Any) -> Any:
     return copy_smem_to_gmem(reduction_op=None, **kwargs)
 
 
+def multiplied(accumulator: Any, a: Any, b: Any) -> Any:
+    """What `plgpu.mma` computes."""
+    return accumulator + jnp.dot(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
+
+
+class LoadAfterReads(Load):  # type: ignore[misc, valid-type]
+    """A copy by TMA over what threads have read, which a barrier orders: what they have written needs a fence besides.
+
+    JAX's own asks for the fence after reads too. Only what wgmma reads, it knows to be read.
+    """
+
+    def post_read(self, tma_thread_id: int, shared_memory: Any) -> None:
+        if not shared_memory.detect_races:
+            return
+        self.clock.inc(tma_thread_id)
+        races, key, access = gpu_callbacks.get_races(), self.dst_allocation_key, self.dst_access
+        with races.lock:
+            written = list(races.writes[key])
+        now, fenced = self.clock.generic_clock.copy(), self.clock.async_smem_clock.copy()
+        races.check_write(self.thread, now, key, access, self.source_info)
+        with races.lock:
+            races.writes[key] = [(who, fenced if at is now else at, *of) for who, at, *of in races.writes[key]]
+        for _, clock, where, frame in written:
+            if not clock.ordered(fenced) and race_detection_state._ranges_overlap(access.range, where):
+                raise RuntimeError(f"RACE DETECTED: a copy by TMA over what {frame} wrote without a fence")
+
+
+def _copies_of(thread: Any, memory: Any) -> Any:
+    """The clocks of a thread's copies that it has not waited for."""
+    return vars(memory).setdefault("copies", collections.defaultdict(collections.deque))[thread]
+
+
+def begin_copy(self: Any, eqn: Any, token: Any, get_invals: Any) -> Any:
+    """Runs ``copy_gmem_to_smem`` without a barrier: cp.async, whose end the same thread waits for."""
+    if eqn.params["has_barrier"]:
+        return copy_by_tma(self, eqn, token, get_invals)
+    refs, flat = get_invals()[:2], get_invals()[2:]
+    trees = [eqn.params[f"{which}_transforms_treedef"] for which in ("src", "dst")]
+    each = flat[: trees[0].num_leaves], flat[trees[0].num_leaves :]
+    resolved = [
+        jaxpr_interpret.resolve_ref(var.aval, ref, jax.tree.unflatten(tree, leaves))
+        for var, ref, tree, leaves in zip(eqn.invars, refs, trees, each, strict=False)
+    ]
+
+    @gpu_callbacks.fail_on_exception
+    def run(mesh_location: Any, thread: Any, resolved: Any) -> Any:
+        keys, accesses = [], []
+        for ref, transforms in resolved:
+            transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+            keys.append(gpu_callbacks.HostAllocationKey.from_array(ref))
+            accesses.append(gpu_callbacks._get_shared_memory().access(keys[-1], transforms))
+        memory = gpu_callbacks._get_shared_memory()
+        clock = memory.incr_clock(thread) if memory.detect_races else None
+        where = mesh_location, thread, keys[0], accesses[0], keys[1], accesses[1], eqn.source_info
+        task = Copy(*where)
+        task.clock = clock
+        memory.execute_async_task(task)
+        return np.int32(0)
+
+    jax_callback.io_callback(run, jax.ShapeDtypeStruct((), jnp.int32), self.mesh_location, self.thread, resolved)
+    return token, []
+
+
+class Copy(gpu_callbacks.AsyncCopyTask):  # type: ignore[misc]
+    """One copy by cp.async, which must stay inside the array that it reads."""
+
+    clock: Any = None
+
+    def pre_read(self, tma_thread_id: int, shared_memory: Any) -> None:
+        if self.clock is not None:
+            self.clock.inc(tma_thread_id)
+            now = self.clock.generic_clock.copy()
+            gpu_callbacks.get_races().check_read(
+                self.thread, now, self.src_allocation_key, self.src_access, source_info=self.source_info
+            )
+
+    def post_read(self, tma_thread_id: int, shared_memory: Any) -> None:
+        if self.clock is not None:
+            self.clock.inc(tma_thread_id)
+            now = self.clock.generic_clock.copy()
+            gpu_callbacks.get_races().check_write(
+                self.thread, now, self.dst_allocation_key, self.dst_access, source_info=self.source_info
+            )
+            _copies_of(self.thread, shared_memory).append(self.clock)
+
+
+def end_copies(self: Any, eqn: Any, get_invals: Any) -> Any:
+    """Runs ``wait_gmem_to_smem(n)``: of this thread's copies all but the last n are over."""
+    if eqn.primitive is not primitives.wait_gmem_to_smem_p:
+        return arithmetic(self, eqn, get_invals)
+
+    @gpu_callbacks.fail_on_exception
+    def run(thread: Any) -> Any:
+        memory = gpu_callbacks._get_shared_memory()
+        begun = _copies_of(thread, memory)
+        with memory.lock:
+            while len(begun) > eqn.params["n"]:
+                memory.clocks[thread].update(begun.popleft())
+        return np.int32(0)
+
+    jax_callback.io_callback(run, jax.ShapeDtypeStruct((), jnp.int32), self.thread)
+    return []
+
+
 class AddingStore(Store):  # type: ignore[misc, valid-type]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,3 +218,4 @@ class AddingStore(Store):  # type: ignore[misc, valid-type]
             )
         self.post_write(tma_thread_id, memory)
         return None
+

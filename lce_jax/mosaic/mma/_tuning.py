@@ -19,6 +19,7 @@ class Tunings:
     """Which tuning a kernel gets."""
 
     tuning: Tuning
+    has_tma: bool = True  # or nothing is stored through shared memory
 
     def of(self, case: Call, kernel: str) -> Tuning:
         """The same for all."""
@@ -28,4 +29,5 @@ class Tunings:
     def smem_bytes(self, case: Call) -> dict[str, int]:
         """What a block of each kernel needs of shared memory."""
         itemsize, tuning = case.dtype.itemsize, self.tuning
-        return {kernel: tuning.smem_bytes(itemsize, stages_output(case, kernel), EXCHANGE_BYTES) for kernel in KERNELS}
+        staged = {kernel: self.has_tma and stages_output(case, kernel) for kernel in KERNELS}
+        return {kernel: tuning.smem_bytes(itemsize, staged[kernel], EXCHANGE_BYTES) for kernel in KERNELS}
