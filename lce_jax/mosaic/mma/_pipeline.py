@@ -64,11 +64,9 @@ def walk_tiles(
     )
     def run(ring: Ring, exchange: Exchange, scratch: Any) -> None:
         def visit(tile: Tile, before: Any) -> Any:
-            def multiply() -> Array:
-                product = Product(matmul, lhs, rhs)
-                return _exchanged(_multiply(copies, product, ring, offset, tile, before), exchange)
-
-            consume(tile, multiply, scratch)
+            # First of all: what an epilogue loads before it multiplies would take registers meanwhile.
+            product = _exchanged(_multiply(copies, Product(matmul, lhs, rhs), ring, offset, tile, before), exchange)
+            consume(tile, lambda: product, scratch)
             return before + tile.num_steps
 
         visit_all(visit, jnp.int32(0))
