@@ -157,6 +157,7 @@ class Copy(gpu_callbacks.AsyncCopyTask):  # type: ignore[misc]
     clock: Any = None
 
     def pre_read(self, tma_thread_id: int, shared_memory: Any) -> None:
+        del shared_memory
         if self.clock is not None:
             self.clock.inc(tma_thread_id)
             now = self.clock.generic_clock.copy()
@@ -218,4 +219,3 @@ class AddingStore(Store):  # type: ignore[misc, valid-type]
             )
         self.post_write(tma_thread_id, memory)
         return None
-

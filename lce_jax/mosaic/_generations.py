@@ -30,14 +30,14 @@ def serving(device: Device) -> Generation | None:
 
 @contextlib.contextmanager
 def using(generation: Generation) -> Iterator[None]:
-    """Within it, ``generation`` serves in place of that of the same compute capabilities: for sweeps and tests.
+    """Within it, ``generation`` serves its compute capabilities: for sweeps and tests.
 
     It is read while tracing, so trace afresh inside.
     """
     global GENERATIONS
     before = GENERATIONS
-    same = [one.compute_capabilities == generation.compute_capabilities for one in before]
-    GENERATIONS = tuple(generation if is_same else one for one, is_same in zip(before, same, strict=True))
+    others = (one for one in before if one.compute_capabilities != generation.compute_capabilities)
+    GENERATIONS = (generation, *others)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The kernels by mma.sync, run on the CPU by the interpreter with its race detector, against stored logits in float64."""
+"""The kernels by mma.sync, interpreted with the race detector, against stored logits in float64."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from lce_jax import mosaic
 from lce_jax.mosaic import _generations, mma
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, lowering_for, plgpu
 from tests.devices import H200
-from tests.mosaic_calls import CALLS, Call, budget_of, check
+from tests.mosaic.test_threshold import check_live_tiles, with_threshold
+from tests.mosaic_calls import CALLS, Call, budget_of, call, case_of, check
+from tests.mosaic_interpreter import afresh, races_found
 
 
 def generation_of(test: Call, generation: Generation) -> Generation:
@@ -24,7 +29,10 @@ def generation_of(test: Call, generation: Generation) -> Generation:
 @pytest.fixture(name="test")
 def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
     test, generation = request.param
-    used, lowered = _generations.using(generation_of(test, generation)), lowering_for(generation.compute_capabilities[0])
+    used, lowered = (
+        _generations.using(generation_of(test, generation)),
+        lowering_for(generation.compute_capabilities[0]),
+    )
     with used, lowered, interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         yield test
 
@@ -34,12 +42,69 @@ def is_served(call: Call, generation: Generation) -> bool:
     return generation.has_tma or (call.options.weight_layout == "vh" and whole_parts)
 
 
-def calls(generation: Generation) -> list[Any]:
+def calls(generation: Generation, of: list[Call] = CALLS) -> list[Any]:
     capability = generation.compute_capabilities[0]
-    return [pytest.param((call, generation), id=f"{call}-{capability}") for call in CALLS if is_served(call, generation)]
+    return [pytest.param((call, generation), id=f"{call}-{capability}") for call in of if is_served(call, generation)]
 
 
+# What others have alone, and what differs between the ways of copying.
+@pytest.mark.fast(
+    "narrow tiles-12.0", "shared, clusters-12.0", "narrow tiles-8.9", "chunks, columns that are no whole atom-8.9"
+)
 @pytest.mark.parametrize("test", [*calls(mma.SM120), *calls(mma.SM89)], indirect=True)
 def test_matches_float64(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     check(test, H200, monkeypatch)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("test", calls(mma.SM80, [call("one step too many in flight", T=128, V=256)]), indirect=True)
+def test_a_copy_that_is_not_waited_for_is_a_race(test: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = plgpu.wait_gmem_to_smem
+    monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda n: wait(n + 2), raising=False)
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        check(test, H200, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"weight_layout": "hv"}, 'weight_layout must be "vh" on a GPU without TMA'),
+        ({"vocab_part_size": 264}, "needs vocab_part_size to be a multiple of 128, got 264"),
+        ({"gradient_threshold": 0.1, "columns": 1032}, "gradient_threshold needs V to be a multiple of 128, got 1032"),
+    ],
+)
+def test_what_cp_async_cannot_read_is_refused(options: dict[str, Any], reason: str) -> None:
+    case = dataclasses.replace(case_of(call("refused", V=1024)), **options)
+    with _generations.using(dataclasses.replace(mma.SM89, compute_capabilities=("9.0",))):
+        assert mosaic.supports(case) == reason
+
+
+def test_a_tile_of_the_other_head_has_no_room() -> None:
+    case = case_of(call("student"))
+    with _generations.using(dataclasses.replace(mma.SM120, compute_capabilities=("9.0",))):
+        assert mosaic.supports(case) is None
+        reason = mosaic.supports(dataclasses.replace(case, teacher=case))
+    assert reason == "linear_kl: a tile of one head, which waits for the other's, does not fit in shared memory"
+
+
+LIVE = [
+    call("several batches, padding, candidates", T=264, V=1152, H=64, num_columns=1100, num_rows=200, chunk=1,
+         num_candidates=3, temperature=True, stats=True),
+    call("several batches, padding, floor", T=264, V=1152, H=64, num_columns=1100, num_rows=200, chunk=1,
+         has_floor=True, temperature=True, stats=True),
+    call("padding, softcap, no entropy, dweight added, float16", T=136, V=896, H=64, num_columns=600,
+         logit_softcap=3.0, entropy=False, adds_dweight=True, dtype="float16"),
+]  # fmt: skip
+
+
+@pytest.mark.fast("candidates-8.9")
+@pytest.mark.parametrize("test", [*calls(mma.SM120, LIVE), *calls(mma.SM89, LIVE)], indirect=True)
+def test_live_tiles_alone(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    afresh()
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    test = with_threshold(test)
+    case = case_of(test)
+    assert mosaic.supports(case) is None
+    check_live_tiles(test, case)
+    assert not races_found()
     assert "RACE DETECTED" not in capfd.readouterr().out

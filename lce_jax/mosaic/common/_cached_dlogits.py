@@ -112,9 +112,7 @@ def kernel(body: Callable[..., None], output: Any, case: Call, name: str, cached
     )
 
 
-def walk_blocks(
-    walk: BlockWalk, cached: Sequence[Any], output: Any, gradient: Gradient, has_tma: bool = True
-) -> None:
+def walk_blocks(walk: BlockWalk, cached: Sequence[Any], output: Any, gradient: Gradient, has_tma: bool = True) -> None:
     """Writes ``gradient`` of each block of the ``cached`` arrays to ``output``."""
     staging = plgpu.SMEM((SLOTS, *BLOCK), output.dtype, transforms=_transforms(output)) if has_tma else None
     more = {} if has_tma else {"oob_fill_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}

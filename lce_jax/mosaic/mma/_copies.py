@@ -66,37 +66,32 @@ def _ring_cp_async(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
 def _start_cp_async(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any) -> None:
     """Each warpgroup copies half of lhs, and those columns of rhs that it multiplies itself."""
     matmul, lhs, rhs = product[:3]
-    tuning, warpgroup, stage = matmul.tuning, lax.axis_index("wg"), stage_of(matmul, before + step)
-    number = tile.first_step + step
+    tile_k, half, width = matmul.tuning.tile_k, matmul.tuning.tile_n // COMPUTE_WARPGROUPS, _piece(matmul, rhs)
+    warpgroup, stage, number = lax.axis_index("wg"), stage_of(matmul, before + step), tile.first_step + step
     place: StepPlace = next_place(matmul, offset, tile, number) if tile.locate is None else tile.locate(number)
-    first_row = pl.multiple_of(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    rows, own = pl.ds(place.row + first_row, WARPGROUP_ROWS), pl.ds(first_row, WARPGROUP_ROWS)
-    depth = pl.ds(place.lhs_k, tuning.tile_k)
-    if matmul.lhs_k == 1:
-        _copy(lhs.at[rows, depth], ring.lhs.at[stage, own, :])
-    else:
-        _copy(lhs.at[depth, rows], ring.lhs.at[stage, :, own])
-    width = _piece(matmul, rhs)
-    for first in range(0, tuning.tile_n // COMPUTE_WARPGROUPS, width):
-        to = pl.multiple_of(warpgroup * (tuning.tile_n // COMPUTE_WARPGROUPS) + first, width)
-        size = rhs.shape[1 - matmul.rhs_k]
-        columns = pl.ds(pl.multiple_of(jnp.minimum(offset.column + tile.column + to, size - width), width), width)
-        if matmul.rhs_k == 1:
-            _copy(rhs.at[columns, pl.ds(pl.multiple_of(place.rhs_k, tuning.tile_k), tuning.tile_k)], ring.rhs.at[stage, pl.ds(to, width), :])
-        else:
-            last = rhs.shape[0] - tuning.tile_k  # of a live tile, whose dlogits beyond the weight are zero
-            depth = pl.ds(pl.multiple_of(jnp.minimum(place.rhs_k, last), tuning.tile_k), tuning.tile_k)
-            _copy(rhs.at[depth, columns], ring.rhs.at[stage, :, pl.ds(to, width)])
+
+    def copy(k: int, source: Any, rows: Any, depth: Any, stages: Any, to: Any, size: int) -> None:
+        """``size`` rows of an operand whose dimension ``k`` is contracted."""
+        depth, rows, to = pl.ds(depth, tile_k), pl.ds(rows, size), pl.ds(pl.multiple_of(to, size), size)
+        every = slice(None)
+        where, slot = ((rows, depth), (to, every)) if k == 1 else ((depth, rows), (every, to))
+        destination = stages.at[(stage, *slot)]
+        plgpu.copy_gmem_to_smem(source.at[where], destination, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+    own = warpgroup * WARPGROUP_ROWS
+    copy(matmul.lhs_k, lhs, place.row + own, place.lhs_k, ring.lhs, own, WARPGROUP_ROWS)
+    # What lies beyond the weight: rows of a live tile whose dlogits are zero, and columns that no result has.
+    depth = pl.multiple_of(jnp.minimum(place.rhs_k, rhs.shape[matmul.rhs_k] - tile_k), tile_k)
+    for first in range(0, half, width):
+        to = warpgroup * half + first
+        columns = jnp.minimum(offset.column + tile.column + to, rhs.shape[1 - matmul.rhs_k] - width)
+        copy(matmul.rhs_k, rhs, pl.multiple_of(columns, width), depth, ring.rhs, to, width)
 
 
 def _piece(matmul: Matmul, rhs: Any) -> int:
     """The columns of rhs that are copied at a time, so that each piece lies inside it or beside it."""
     half = matmul.tuning.tile_n // COMPUTE_WARPGROUPS
     return half if rhs.shape[1 - matmul.rhs_k] % half == 0 else STAGING_COLUMNS
-
-
-def _copy(source: Any, destination: Any) -> None:
-    plgpu.copy_gmem_to_smem(source, destination, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
 
 def _wait_cp_async(product: Product, ring: Ring, tile: Tile, before: Any, step: Any) -> None:
@@ -118,6 +113,6 @@ BY_CP_ASYNC = Copies(
     ring=_ring_cp_async,
     start=_start_cp_async,
     wait=_wait_cp_async,
-    release=lambda ring, stage: None,
+    release=lambda *_: None,
     end=lambda: None,
 )

@@ -125,9 +125,7 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
         grid_names=("sm", "cluster"),
         num_threads=COMPUTE_WARPGROUPS,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         kernel_name=name,
         **more,
     )
