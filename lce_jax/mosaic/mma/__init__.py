@@ -4,7 +4,8 @@ _pipeline.py  tiles of a product by two warpgroups, and the exchange of their ha
 _copies.py    how operands come into shared memory: by TMA, or by cp.async
 _tuning.py    the free choices of each kernel
 
-The epilogues are Hopper's: the accumulators lie in registers as wgmma's do.
+The epilogues are Hopper's: the accumulators lie in registers as wgmma's do. No GPU has run these kernels yet, so
+`lce_jax.mosaic._generations` does not name them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
 from lce_jax.mosaic.mma import _pipeline
 from lce_jax.mosaic.mma._copies import BY_CP_ASYNC, BY_TMA, Copies
-from lce_jax.mosaic.mma._tuning import Tunings
+from lce_jax.mosaic.mma._tuning import OneTuning
 from lce_jax.mosaic.sm90 import _epilogue
 from lce_jax.mosaic.sm90._tuning import DHIDDEN_WAVES, Tuning
 
@@ -44,7 +45,7 @@ SM120 = Generation(
     devices=("RTX 5090", "RTX PRO 6000", "RTX 5080", "RTX 5070"),
     tiling=TILING,
     budget=BUDGET,
-    tunings=Tunings(tuning=Tuning(tile_k=32, stages=3, slots=1)),
+    tunings=OneTuning(tuning=Tuning(tile_k=32, stages=3, slots=1)),
     machine=_machine(BY_TMA, _epilogue.staging),
     smem_limit=101_376,
 )
@@ -53,7 +54,7 @@ SM80 = Generation(
     devices=("A100", "A800", "A30"),
     tiling=TILING._replace(atom=ROW_BLOCK),
     budget=BUDGET,
-    tunings=Tunings(tuning=Tuning(tile_k=32, stages=4), has_tma=False),
+    tunings=OneTuning(tuning=Tuning(tile_k=32, stages=4), has_tma=False),
     machine=_machine(BY_CP_ASYNC, _no_staging),
     smem_limit=166_912,
     has_tma=False,
@@ -63,7 +64,7 @@ SM89 = Generation(
     devices=("L40", "RTX 4090", "L4", "RTX 6000 Ada", "A10", "A40", "RTX 3090", "RTX A6000"),
     tiling=SM80.tiling,
     budget=BUDGET,
-    tunings=Tunings(tuning=Tuning(tile_k=32, stages=3), has_tma=False),
+    tunings=OneTuning(tuning=Tuning(tile_k=32, stages=3), has_tma=False),
     machine=SM80.machine,
     smem_limit=101_376,
     has_tma=False,

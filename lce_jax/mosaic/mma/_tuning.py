@@ -15,14 +15,14 @@ KERNELS = ("forward", "dlogits", "dhidden", "dweight", "live_dhidden", "live_dwe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tunings:
-    """Which tuning a kernel gets."""
+class OneTuning:
+    """Which tuning a kernel gets: all the same."""
 
     tuning: Tuning
     has_tma: bool = True  # or nothing is stored through shared memory
 
     def of(self, case: Call, kernel: str) -> Tuning:
-        """The same for all."""
+        """That one."""
         del case, kernel
         return self.tuning
 
