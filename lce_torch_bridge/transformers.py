@@ -123,7 +123,8 @@ def _forward(
     model: Any, stock: Any, installed: Installed, /, *arguments: Any, labels: torch.Tensor | None = None,
     shift_labels: torch.Tensor | None = None, num_items_in_batch: torch.Tensor | int | None = None, **inputs: Any,
 ) -> Any:  # fmt: skip
-    """In place of a model's ``forward``."""
+    """In place of a model's ``forward``, to which accelerate's `unwrap_model` may bind it as if it were a function."""
+    arguments = arguments[1:] if arguments and arguments[0] is model else arguments
     if labels is None and shift_labels is None:
         return stock(*arguments, **inputs)
     from transformers.modeling_outputs import CausalLMOutput

@@ -332,6 +332,16 @@ def test_hugging_face_takes_a_head_around_which_others_put_hooks() -> None:
     right(model(TOKENS, labels=TOKENS).loss, model)
 
 
+def test_hugging_faces_model_that_accelerate_unwraps() -> None:
+    """With ``keep_fp32_wrapper=False`` it binds the model's ``forward`` to the model, whatever it is."""
+    model = CausalLM()
+    want = model(TOKENS).logits
+    patch(model)
+    model.forward = types.MethodType(model.forward, model)
+    right(model(TOKENS, labels=TOKENS).loss, model)
+    assert torch.equal(model(TOKENS).logits, want)
+
+
 class Scaled(CausalLM):
     """Changes its logits, or what its head is given, and has no name for it."""
 
