@@ -1,32 +1,30 @@
-"""Pallas's interpreter of GPU kernels (0.11.2, 0.12.0): its arrays, what it found, stores that add, which it lacks."""
+"""Pallas's interpreter of GPU kernels (0.11.2, 0.12.0): its arrays, what it found, and what it lacks.
+
+That is stores that add, and what GPUs without wgmma use: mma.sync, cp.async, and TMA over what threads have read.
+"""
 
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src import callback as jax_callback
-from jax._src import core
-from jax._src.pallas.mosaic.interpret import race_detection_state, thread_map
+from jax._src import core, dispatch
+from jax._src.interpreters import mlir
+from jax._src.pallas.mosaic.interpret import thread_map, vector_clock
 from jax._src.pallas.mosaic_gpu import primitives
-from jax._src.pallas.mosaic_gpu.interpret import (
-    gpu_callbacks,
-    interpret_pallas_call,
-    jaxpr_interpret,
-    shared_memory,
-)
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, jaxpr_interpret, shared_memory
 
 from tests import mosaic_evaluate
 
 with_jax_arrays, to_int = jax_callback.io_callback_impl, shared_memory._to_int
 compiled, as_a_program = thread_map._run_jaxpr, interpret_pallas_call.interpret_pallas_call
 copy_smem_to_gmem, Store = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
-Load, Interpreter = gpu_callbacks.AsyncCopyGmemToSmemTask, jaxpr_interpret.JaxprInterpreter
-copy_by_tma, arithmetic = Interpreter._interpret_copy_gmem_to_smem_p, Interpreter._interpret_arithmetic_primitive
+interpret_jaxpr, CP_ASYNC = jaxpr_interpret.JaxprInterpreter.interpret, "cp.async"
 
 
 def prepare() -> None:
@@ -35,12 +33,14 @@ def prepare() -> None:
     shared_memory._to_int = lambda x: int(x) if isinstance(x, np.ndarray) else to_int(x)
     thread_map._run_jaxpr = mosaic_evaluate.run_thread
     interpret_pallas_call.interpret_pallas_call = interpret
-    gpu_callbacks.AsyncCopySmemToGmemTask = AddingStore
+    gpu_callbacks.AsyncCopySmemToGmemTask = lambda *args, **kwargs: _begun_here.task(*args, **kwargs)
+    gpu_callbacks.AsyncCopyGmemToSmemTask = Load
     gpu_callbacks.copy_smem_to_gmem = begin_store
-    gpu_callbacks.AsyncCopyGmemToSmemTask = LoadAfterReads
-    primitives.mma_p.def_impl(multiplied)
-    Interpreter._interpret_copy_gmem_to_smem_p = begin_copy
-    Interpreter._interpret_arithmetic_primitive = end_copies
+    gpu_callbacks.GPURaceDetectionState = Races
+    shared_memory.GPUSharedMemory = Memory
+    jaxpr_interpret.JaxprInterpreter.interpret = interpret_stores
+    primitives.mma_p.def_impl(functools.partial(dispatch.apply_primitive, primitives.mma_p))
+    mlir.register_lowering(primitives.mma_p, mlir.lower_fun(multiply, multiple_results=False), platform="cpu")
 
 
 def afresh() -> None:
@@ -78,129 +78,17 @@ def interpret(*args: Any, **params: Any) -> Any:
 
 
 _one_kernel = threading.Lock()  # XLA may begin two that do not depend on each other; they would share their memory
-_begun_here = threading.local()  # whether the copy that this thread begins adds
+_begun_here = threading.local()  # what the copy is that this thread begins
 
 
 def begin_store(*, reduction_op: str | None, **kwargs: Any) -> Any:
-    """Runs ``copy_smem_to_gmem(..., reduction_op="add")``, race detector included."""
-    assert reduction_op in (None, "add")
-    _begun_here.adds = reduction_op == "add"
+    """Runs ``copy_smem_to_gmem(..., reduction_op="add")`` and copies by cp.async, race detector included."""
+    _begun_here.task = {None: Store, "add": AddingStore, CP_ASYNC: Copy}[reduction_op]
     return copy_smem_to_gmem(reduction_op=None, **kwargs)
 
 
-def multiplied(accumulator: Any, a: Any, b: Any) -> Any:
-    """What `plgpu.mma` computes."""
-    return accumulator + jnp.dot(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
-
-
-class LoadAfterReads(Load):  # type: ignore[misc, valid-type]
-    """A copy by TMA over what threads have read, which a barrier orders: what they have written needs a fence besides.
-
-    JAX's own asks for the fence after reads too. Only what wgmma reads, it knows to be read.
-    """
-
-    def post_read(self, tma_thread_id: int, shared_memory: Any) -> None:
-        if not shared_memory.detect_races:
-            return
-        self.clock.inc(tma_thread_id)
-        races, key, access = gpu_callbacks.get_races(), self.dst_allocation_key, self.dst_access
-        with races.lock:
-            written = list(races.writes[key])
-        now, fenced = self.clock.generic_clock.copy(), self.clock.async_smem_clock.copy()
-        races.check_write(self.thread, now, key, access, self.source_info)
-        with races.lock:
-            races.writes[key] = [(who, fenced if at is now else at, *of) for who, at, *of in races.writes[key]]
-        for _, clock, where, frame in written:
-            if not clock.ordered(fenced) and race_detection_state._ranges_overlap(access.range, where):
-                raise RuntimeError(f"RACE DETECTED: a copy by TMA over what {frame} wrote without a fence")
-
-
-def _copies_of(thread: Any, memory: Any) -> Any:
-    """The clocks of a thread's copies that it has not waited for."""
-    return vars(memory).setdefault("copies", collections.defaultdict(collections.deque))[thread]
-
-
-def begin_copy(self: Any, eqn: Any, token: Any, get_invals: Any) -> Any:
-    """Runs ``copy_gmem_to_smem`` without a barrier: cp.async, whose end the same thread waits for."""
-    if eqn.params["has_barrier"]:
-        return copy_by_tma(self, eqn, token, get_invals)
-    refs, flat = get_invals()[:2], get_invals()[2:]
-    trees = [eqn.params[f"{which}_transforms_treedef"] for which in ("src", "dst")]
-    each = flat[: trees[0].num_leaves], flat[trees[0].num_leaves :]
-    resolved = [
-        jaxpr_interpret.resolve_ref(var.aval, ref, jax.tree.unflatten(tree, leaves))
-        for var, ref, tree, leaves in zip(eqn.invars, refs, trees, each, strict=False)
-    ]
-
-    @gpu_callbacks.fail_on_exception
-    def run(mesh_location: Any, thread: Any, resolved: Any) -> Any:
-        keys, accesses = [], []
-        for ref, transforms in resolved:
-            transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
-            keys.append(gpu_callbacks.HostAllocationKey.from_array(ref))
-            accesses.append(gpu_callbacks._get_shared_memory().access(keys[-1], transforms))
-        memory = gpu_callbacks._get_shared_memory()
-        clock = memory.incr_clock(thread) if memory.detect_races else None
-        where = mesh_location, thread, keys[0], accesses[0], keys[1], accesses[1], eqn.source_info
-        task = Copy(*where)
-        task.clock = clock
-        memory.execute_async_task(task)
-        return np.int32(0)
-
-    jax_callback.io_callback(run, jax.ShapeDtypeStruct((), jnp.int32), self.mesh_location, self.thread, resolved)
-    return token, []
-
-
-class Copy(gpu_callbacks.AsyncCopyTask):  # type: ignore[misc]
-    """One copy by cp.async, which must stay inside the array that it reads."""
-
-    clock: Any = None
-
-    def pre_read(self, tma_thread_id: int, shared_memory: Any) -> None:
-        del shared_memory
-        if self.clock is not None:
-            self.clock.inc(tma_thread_id)
-            now = self.clock.generic_clock.copy()
-            gpu_callbacks.get_races().check_read(
-                self.thread, now, self.src_allocation_key, self.src_access, source_info=self.source_info
-            )
-
-    def post_read(self, tma_thread_id: int, shared_memory: Any) -> None:
-        if self.clock is not None:
-            self.clock.inc(tma_thread_id)
-            now = self.clock.generic_clock.copy()
-            gpu_callbacks.get_races().check_write(
-                self.thread, now, self.dst_allocation_key, self.dst_access, source_info=self.source_info
-            )
-            _copies_of(self.thread, shared_memory).append(self.clock)
-
-
-def end_copies(self: Any, eqn: Any, get_invals: Any) -> Any:
-    """Runs ``wait_gmem_to_smem(n)``: of this thread's copies all but the last n are over."""
-    if eqn.primitive is not primitives.wait_gmem_to_smem_p:
-        return arithmetic(self, eqn, get_invals)
-
-    @gpu_callbacks.fail_on_exception
-    def run(thread: Any) -> Any:
-        memory = gpu_callbacks._get_shared_memory()
-        begun = _copies_of(thread, memory)
-        with memory.lock:
-            while len(begun) > eqn.params["n"]:
-                memory.clocks[thread].update(begun.popleft())
-        return np.int32(0)
-
-    jax_callback.io_callback(run, jax.ShapeDtypeStruct((), jnp.int32), self.thread)
-    return []
-
-
 class AddingStore(Store):  # type: ignore[misc, valid-type]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.adds = _begun_here.adds
-
     def __call__(self, tma_thread_id: int) -> None:
-        if not self.adds:
-            return super().__call__(tma_thread_id)
         memory = gpu_callbacks._get_shared_memory()
 
         def read(key: Any, access: Any) -> Any:
@@ -218,4 +106,104 @@ class AddingStore(Store):  # type: ignore[misc, valid-type]
                 self.dst_allocation_key, access, total, self.thread, logging_info=self.logging_info
             )
         self.post_write(tma_thread_id, memory)
-        return None
+
+
+def multiply(accumulator: Any, a: Any, b: Any) -> Any:
+    """What ``plgpu.mma`` returns."""
+    return accumulator + jax.lax.dot(a.astype(accumulator.dtype), b.astype(accumulator.dtype))
+
+
+def interpret_stores(self: Any, jaxpr: Any, token: Any, *args: Any) -> Any:
+    """Copies by cp.async become stores with a name of their own: of those too a thread waits for all but the last n."""
+
+    def as_store(eqn: Any) -> Any:
+        if eqn.primitive.name == "wait_gmem_to_smem":
+            return eqn.replace(primitive=primitives.wait_smem_to_gmem_p, params={**eqn.params, "wait_read_only": True})
+        if eqn.primitive.name == "copy_gmem_to_smem" and not eqn.params.get("has_barrier", True):
+            assert eqn.params["oob_mode"] is primitives.OOBFillMode.PROMISE_IN_BOUNDS
+            kept = "src_transforms_treedef", "dst_transforms_treedef", "has_user_predicate"
+            params = {name: eqn.params[name] for name in kept} | {"commit_group": True, "reduction_op": CP_ASYNC}
+            return eqn.replace(primitive=primitives.copy_smem_to_gmem_p, params=params)
+        return eqn
+
+    return interpret_jaxpr(self, jaxpr.replace(eqns=[as_store(eqn) for eqn in jaxpr.eqns]), token, *args)
+
+
+class Begun(vector_clock.NpVectorClock):
+    """When a thread began a copy by cp.async, whose accesses are over once it has waited for the copy."""
+
+    waited: Any = None
+
+    def ordered(self, later: Any) -> bool:
+        return self.waited is not None and self.waited.lt(later)
+
+
+class Copy(Store):  # type: ignore[misc, valid-type]
+    """Lands at once, but for the race detector. Outside its arrays the machine would copy whatever is there."""
+
+    clips_out_of_bounds_destination = False
+
+    def pre_read(self, _: int, memory: Any) -> None:
+        for where in (*self.src_access.range, *self.dst_access.range):
+            if getattr(where, "start", where) < 0:  # NumPy would count from the end
+                raise IndexError(f"Out-of-bounds copy from [{self.src_access}] to [{self.dst_access}]: negative.")
+        if memory.detect_races:
+            begun = _of(Begun, self.clock.generic_clock)
+            of = self.src_allocation_key, self.src_access, self.source_info
+            to = self.dst_allocation_key, self.dst_access, self.source_info
+            gpu_callbacks.get_races().check_read(self.thread, begun, *of)
+            gpu_callbacks.get_races().check_write(self.thread, begun, *to)
+            memory.copies[self.thread].append(begun)
+
+    def post_read(self, _: int, memory: Any) -> None:
+        """Nothing: both accesses are checked from the start on."""
+
+    post_write = post_read
+
+
+class Memory(shared_memory.GPUSharedMemory):  # type: ignore[misc]
+    """Knows the copies by cp.async of each thread that it has not waited for."""
+
+    def reset_per_cluster_state(self) -> None:
+        super().reset_per_cluster_state()
+        self.copies: dict[Any, Any] = collections.defaultdict(collections.deque)
+
+    def wait_smem_to_gmem(self, thread: Any, n: int, wait_read_only: bool) -> None:
+        super().wait_smem_to_gmem(thread, n, wait_read_only)
+        while len(self.copies[thread]) > n:
+            self.copies[thread].popleft().waited = self.get_clock(thread).generic_clock
+
+    def kernel_thread_finished(self, thread: Any) -> None:
+        super().kernel_thread_finished(thread)
+        if self.copies[thread]:
+            raise ValueError(f"{thread} ends before {len(self.copies[thread])} of its copies by cp.async do.")
+
+
+class Read(vector_clock.NpVectorClock):
+    """When a thread read: a barrier orders a copy by TMA after it. After a write the copy needs a fence too."""
+
+    def ordered(self, later: Any) -> bool:
+        return super().ordered(getattr(later, "without_fence", later))
+
+
+class Races(gpu_callbacks.GPURaceDetectionState):  # type: ignore[misc]
+    def check_read(self, thread: Any, clock: Any, *where: Any, **more: Any) -> None:
+        super().check_read(thread, clock if isinstance(clock, Begun) else _of(Read, clock), *where, **more)
+
+
+class Load(gpu_callbacks.AsyncCopyGmemToSmemTask):  # type: ignore[misc]
+    """A copy by TMA, before which JAX's own asks for a fence after reads too; CUTLASS for sm_120 has none either."""
+
+    def post_read(self, tma_thread_id: int, memory: Any) -> None:
+        if memory.detect_races:
+            self.clock.inc(tma_thread_id)
+            clock = self.clock.async_smem_clock.copy()
+            clock.without_fence = self.clock.generic_clock.copy()
+            to = self.dst_allocation_key, self.dst_access, self.source_info
+            gpu_callbacks.get_races().check_write(self.thread, clock, *to)
+
+
+def _of(kind: Any, clock: Any) -> Any:
+    made = kind.__new__(kind)
+    made.clock = clock.clock.copy()
+    return made

@@ -20,6 +20,7 @@ from tests.mosaic_interpreter import (
     interpret,
     interpret_pallas_call,
     jax_callback,
+    races_found,
     thread_map,
     with_jax_arrays,
     with_numpy_arrays,
@@ -72,6 +73,137 @@ def test_the_same_is_found(arrays: Any, threads: Any, whole: Any, monkeypatch: p
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RACE DETECTED\s+(write|read) of .*body") as raised:
         run(waits=False)
     assert "test_interpreter" in str(raised.value).split("RACE DETECTED")[1]
+    afresh()
+
+
+STEPS, STAGES, DEPTH = 6, 4, 16
+# Sums of whole numbers are exact in any order.
+LHS, RHS = (np.random.default_rng(n).integers(-8, 8, (n, STEPS * DEPTH)).astype(jnp.bfloat16) for n in (128, 32))
+
+
+def product(body: Any, fault: str, **barriers: Any) -> np.ndarray:
+    """LHS by RHS: each of two threads multiplies 64 rows by mma.sync."""
+    ring = {"lhs": plgpu.SMEM((STAGES, 128, DEPTH), jnp.bfloat16), "rhs": plgpu.SMEM((STAGES, 32, DEPTH), jnp.bfloat16)}
+    with interpreting(plgpu.InterpretGPUParams(detect_races=True)):
+        of = kernel(
+            functools.partial(body, fault), out_type=[jax.ShapeDtypeStruct((128, 32), jnp.float32)],
+            scratch_types=ring | barriers, num_threads=2, thread_name="thread",
+            compiler_params=plgpu.CompilerParams(), kernel_name="planted",
+        )  # fmt: skip
+        return np.asarray(jax.jit(lambda x, w: of(x, w))(LHS, RHS)[0])
+
+
+def by_cp_async(fault: str, x: Any, w: Any, out: Any, lhs: Any, rhs: Any, copied: Any) -> None:
+    """Each thread copies its rows and half of the columns, waits for both copies of a step, then for the other."""
+    thread = lax.axis_index("thread")
+    rows, columns = (pl.ds(pl.multiple_of(n * thread, n), n) for n in (64, 16))
+    ahead = STAGES if fault == "copies too early" else STAGES - 1
+    outside = {"after the end": 0.5, "before the start": -2}.get(fault, 0)
+
+    def start(step: int) -> None:
+        for source, ring, own in ((x, lhs, rows), (w, rhs, columns)):
+            place = pl.ds(own.start + int(outside * own.size), own.size), pl.ds(step * DEPTH, DEPTH)
+            to = ring.at[step % STAGES, own]
+            plgpu.copy_gmem_to_smem(source.at[place], to, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+    for step in range(ahead):
+        start(step)
+    accumulator = jnp.zeros((64, 32), jnp.float32)
+    for step in range(STEPS):
+        later = 2 * (min(step + ahead, STEPS) - step - 1)
+        if fault != "no wait":
+            plgpu.wait_gmem_to_smem(later + (fault == "one copy too few"))
+        if fault != "no barrier":
+            plgpu.barrier_arrive(copied)
+            plgpu.barrier_wait(copied)
+        if step + ahead < STEPS:
+            start(step + ahead)
+        accumulator = plgpu.mma(accumulator, lhs[step % STAGES, rows], rhs.at[step % STAGES].T[...])
+    if fault == "in flight at the end":
+        start(0)
+    out[rows] = accumulator
+
+
+def by_tma(fault: str, x: Any, w: Any, out: Any, lhs: Any, rhs: Any, copied: Any, read: Any) -> None:
+    """One thread copies. A barrier is enough after what both have read, what they have written needs a fence too."""
+    thread = lax.axis_index("thread")
+    rows = pl.ds(pl.multiple_of(64 * thread, 64), 64)
+
+    def start(step: int) -> None:
+        stage, depth = step % STAGES, pl.ds(step * DEPTH, DEPTH)
+        if step >= STAGES and fault != "copies too early":
+            plgpu.barrier_wait(read.at[stage])
+        plgpu.copy_gmem_to_smem(x.at[:, depth], lhs.at[stage], copied.at[stage])
+        plgpu.copy_gmem_to_smem(w.at[:, depth], rhs.at[stage], copied.at[stage])
+
+    for step in range(STAGES - 1):
+        pl.when(thread == 0)(functools.partial(start, step))
+    accumulator = jnp.zeros((64, 32), jnp.float32)
+    for step in range(STEPS):
+        stage = step % STAGES
+        if fault != "no wait":
+            plgpu.barrier_wait(copied.at[stage])
+        accumulator = plgpu.mma(accumulator, lhs[stage, rows], rhs.at[stage].T[...])
+        if "writes" in fault:
+            lhs[stage, rows] = jnp.zeros((64, DEPTH), jnp.bfloat16)
+        if fault == "writes, with a fence":
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(read.at[stage])
+        if step + STAGES - 1 < STEPS:
+            pl.when(thread == 0)(functools.partial(start, step + STAGES - 1))
+    out[rows] = accumulator
+
+
+RINGS = {
+    "cp.async": functools.partial(product, by_cp_async, copied=plgpu.Barrier(num_arrivals=2)),
+    "TMA": functools.partial(
+        product, by_tma, **{name: plgpu.Barrier(num_arrivals=2, num_barriers=STAGES) for name in ("copied", "read")}
+    ),
+}
+
+
+@pytest.mark.parametrize("threads", [mosaic_evaluate.run_thread, compiled], ids=["evaluated", "compiled"])
+@pytest.mark.parametrize(("ring", "fault"), [("cp.async", ""), ("TMA", ""), ("TMA", "writes, with a fence")])
+def test_rings_for_mma_sync(ring: str, fault: str, threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_map, "_run_jaxpr", threads)
+    afresh()
+    np.testing.assert_array_equal(RINGS[ring](fault), LHS.astype(np.float32) @ RHS.astype(np.float32).T)
+    assert not races_found()
+
+
+@pytest.mark.parametrize(
+    ("ring", "fault", "found"),
+    [
+        *(("cp.async", fault, "RACE") for fault in ("no wait", "one copy too few", "no barrier", "copies too early")),
+        ("cp.async", "after the end", "Out-of-bounds copy"),
+        ("cp.async", "before the start", "Out-of-bounds copy .* negative"),
+        ("cp.async", "in flight at the end", "ends before 2 of its copies"),
+        *(("TMA", fault, "RACE") for fault in ("no wait", "copies too early", "writes, without a fence")),
+    ],
+)
+def test_faults_in_rings_are_found(ring: str, fault: str, found: str) -> None:
+    afresh()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=found):
+        RINGS[ring](fault)
+    afresh()
+
+
+def test_the_newest_of_many_copies_is_in_flight() -> None:
+    """JAX's own has five clocks for all copies."""
+
+    def newest(x: Any, out: Any, tiles: Any) -> None:
+        for i in range(6):
+            plgpu.copy_gmem_to_smem(x.at[i], tiles.at[i], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+        plgpu.wait_gmem_to_smem(5)
+        out[...] = tiles[5]
+
+    afresh()
+    x, raises = jnp.ones((6, *SHAPE)), pytest.raises(jax.errors.JaxRuntimeError, match="RACE")
+    with interpreting(plgpu.InterpretGPUParams(detect_races=True)), raises:
+        kernel(
+            newest, out_type=[jax.ShapeDtypeStruct(SHAPE, x.dtype)], scratch_types=[plgpu.SMEM(x.shape, x.dtype)],
+            num_threads=1, thread_name="thread", compiler_params=plgpu.CompilerParams(), kernel_name="planted",
+        )(x)  # fmt: skip
     afresh()
 
 
