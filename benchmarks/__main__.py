@@ -15,13 +15,14 @@ PARTS = {
     "options": "what candidates, a floor and linear_logits cost",
     "kl": "divergences of two heads",
     "precision": "float32 operands, by what multiplies them",
+    "pipelines": "the kernels of every generation, on a GPU that can run them all",
     "step": "a training step of a transformer, with stored logits and without",
     "session": "those of all these that the file of a GPU lacks, for some minutes",
     "sweep": "the tiles of the Hopper kernels; needs such a GPU",
     "doctor": "whether the kernels are right on this machine",
 }
 MODULES = dict.fromkeys(
-    ("losses", "options", "kl", "precision"), "programs"
+    ("losses", "options", "kl", "precision", "pipelines"), "programs"
 )  # of parts whose name is not their module's
 # JAX would take three quarters of a GPU's memory at its first use, and leave too little for the peers. But memory that
 # is taken piece by piece has no room for the largest array of a step.

@@ -4,6 +4,7 @@
     options    candidates and a floor beside the log-probabilities of labels, and linear_logits
     kl         exact divergences of two heads, by linear_kl and by TRL
     precision  float32 operands by what multiplies them; what the device cannot multiply so is left out
+    pipelines  the kernels of every generation as an H100 runs them, whose tensor cores know mma.sync too
 
 The product is one of the first two operands; under `precision`, of these in bfloat16.
 """
@@ -11,9 +12,10 @@ The product is one of the first two operands; under `precision`, of these in bfl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,6 +29,9 @@ from benchmarks.measure import Fields, Run, compile_jax
 from benchmarks.problem import Shape, default_dtype, draw_model, random_problem, said, sizes
 from benchmarks.records import Job, Measured
 from lce_jax import linear_cross_entropy, linear_kl, linear_logits, linear_logprobs, scalars
+from lce_jax._dispatch import current_device
+from lce_jax.mosaic import NAME, _generations, _pallas, mma, sm90
+from lce_jax.mosaic._call import Generation
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
@@ -318,10 +323,50 @@ def _precisions() -> dict[str, Program]:
     return found
 
 
+@contextlib.contextmanager
+def with_kernels_of(generation: Generation) -> Iterator[None]:
+    """Within it, calls on this device run the kernels of ``generation``. They are chosen while tracing: afresh."""
+    own = dataclasses.replace(generation, compute_capabilities=(current_device().compute_capability,))
+    before_hopper = _pallas.lowering_for(generation.compute_capabilities[0])  # where JAX copies by cp.async
+    jax.clear_caches()
+    with _generations.using(own), contextlib.nullcontext() if generation.has_tma else before_hopper:
+        yield
+    jax.clear_caches()
+
+
+def compiled_by(generation: Generation, function: Function, *operands: Array) -> Run:
+    """``function`` with the kernels of ``generation``."""
+    with with_kernels_of(generation):
+        return compile_jax(function, *operands)
+
+
+KERNELS = {"wgmma": sm90.HOPPER, "mma.sync by TMA": mma.SM120, "mma.sync by cp.async": mma.SM80}
+
+
+def _pipelines() -> dict[str, Program]:
+    def forward(options: dict[str, Any], *operands: Array) -> tuple[Any, ...]:
+        out = linear_logprobs(*operands[:3], **options)
+        return out.logprobs, out.entropy
+
+    def both(options: dict[str, Any], *operands: Array) -> tuple[Any, ...]:
+        hidden, weight, labels, *seeds = operands
+        return with_gradients(lambda h, w: forward(options, h, w, labels), seeds, hidden, weight)
+
+    found = {PRODUCT: Program(product)}
+    for way, end, kept in ((forward, "", 0), (both, BACKWARD, 0), (both, f", full cache{BACKWARD}", FULL_CACHE)):
+        right = f"xla{end}"
+        found[right] = Program(functools.partial(way, {"implementation": "xla", "cache_bytes": kept}))
+        ours = functools.partial(way, {"implementation": NAME, "cache_bytes": kept})
+        for name, generation in KERNELS.items():
+            found[f"{name}{end}"] = Program(ours, right, functools.partial(compiled_by, generation))
+    return found
+
+
 # What each part draws and times.
 PARTS: dict[str, tuple[Callable[[Shape], Sequence[Array]], Callable[[], dict[str, Program]]]] = {
     "losses": (_drawn_for_losses, _losses),
     "options": (_drawn_for_options, _options),
     "kl": (_drawn_for_kl, _divergences),
     "precision": (_drawn_for_precision, _precisions),
+    "pipelines": (_drawn_for_losses, _pipelines),
 }

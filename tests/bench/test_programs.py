@@ -54,6 +54,16 @@ def test_a_few_ids_per_token(tmp_path: Path) -> None:
     assert len(records.read(tmp_path / "cpu.json")["jobs"]) == 2
 
 
+def test_kernels_of_other_generations_need_a_gpu(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "pipelines")
+    assert {name for name in rows if "left_out" not in rows[name] and name.startswith("xla")} == {
+        "xla", "xla, + backward", "xla, full cache, + backward",
+    }  # fmt: skip
+    left_out = [row["left_out"] for name, row in rows.items() if name.startswith(tuple(programs.KERNELS))]
+    assert len(left_out) == 9
+    assert all("needs an NVIDIA GPU" in why for why in left_out)
+
+
 def test_a_program_that_fails_while_it_is_timed_has_no_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import lce_jax
 from benchmarks.problem import TOPK_NAME, stored
+from benchmarks.programs import KERNELS, with_kernels_of
 from lce_jax import LogprobOutput
 from lce_jax.mosaic import _generations, sm90
 
@@ -153,6 +154,21 @@ def double(tree: Any) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_matches_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_case(name, monkeypatch)
+
+
+@pytest.mark.parametrize("kernels", [name for name in KERNELS if name != "wgmma"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_of_other_generations(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper GPU runs mma.sync and cp.async too."""
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("Hopper alone runs the instructions of all generations")
+    with with_kernels_of(KERNELS[kernels]):
+        check_case(name, monkeypatch)
+
+
+def check_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the same bits, near float64."""
     call = dict(CASES[name])
     use_statistics_bytes(call.pop("statistics_bytes", STATISTICS_BYTES), monkeypatch)
     hidden, weight, rows, options = draw(**call)
