@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 from lce_jax import mosaic
+from lce_jax._types import Device
+from lce_jax.kernels import for_device
 from lce_jax.mosaic import _generations, mma
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, lowering_for, plgpu
 from tests.devices import H200
+from tests.mosaic.test_lowering import EVERYTHING, lower
 from tests.mosaic.test_threshold import check_live_tiles, with_threshold
 from tests.mosaic_calls import CALLS, Call, budget_of, call, case_of, check
 from tests.mosaic_interpreter import afresh, races_found
@@ -85,6 +88,23 @@ def test_a_tile_of_the_other_head_has_no_room() -> None:
         assert mosaic.supports(case) is None
         reason = mosaic.supports(dataclasses.replace(case, teacher=case))
     assert reason == "linear_kl: a tile of one head, which waits for the other's, does not fit in shared memory"
+
+
+HEADS: list[tuple[int, int, int, dict[str, Any]]] = [
+    (2048, 4096, 151936, {**EVERYTHING, "cache_bytes": 1 << 29, "vocab_size": 151669}),
+    (1003, 704, 19008, {"logit_scale": True, "where": True, "vocab_size": 18100, "floor": True, "stats": True}),
+    (600, 2880, 50257, {"cache_bytes": 1 << 40}),
+]
+
+
+@pytest.mark.fast("2048-8.0", "600-12.0")
+@pytest.mark.parametrize("generation", [mma.SM80, mma.SM89, mma.SM120], ids=lambda one: one.compute_capabilities[0])
+@pytest.mark.parametrize(("T", "H", "V", "options"), HEADS, ids=[head[0] for head in HEADS])
+def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any], generation: Generation) -> None:
+    capability = generation.compute_capabilities[0]
+    claimed = for_device(Device("gpu", generation.devices[0], capability, 108))
+    with _generations.using(generation), lowering_for(capability), claimed:
+        lower(T, H, V, **options)
 
 
 LIVE = [
