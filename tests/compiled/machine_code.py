@@ -1,6 +1,6 @@
 """The kernels as machine code for GPUs that are not there: registers, spills and shared memory.
 
-``python -m tests.compiled.machine_code [h200]`` prints a table that stands beside this file, one for each
+``python -m tests.compiled.machine_code [h200|a100|l40s|rtx5090]`` prints a table that stands beside this file, one for each
 GPU and version of JAX. It needs the wheels of ``make test-compile``: JAX's CUDA plugin, which describes a GPU that is
 not there, and ptxas.
 """
@@ -27,7 +27,7 @@ from lce_jax._types import Device
 from lce_jax.explain._models import MODELS
 from lce_jax.explain._pod import TARGETS
 from lce_jax.kernels import CallKind, for_device
-from lce_jax.mosaic import _compiler
+from lce_jax.mosaic import _compiler, _generations, mma, sm90
 from lce_jax.mosaic._compiler import Kernel
 from lce_jax.mosaic._pallas import lowering_for
 from lce_torch_bridge.launched_directly import _passes
@@ -36,7 +36,13 @@ from lce_torch_bridge.tensors import _tensor_parallel
 from tests.devices import H200
 
 HERE = pathlib.Path(__file__).parent
-DEVICES = {"h200": H200}
+DEVICES = {
+    "h200": H200,
+    "a100": Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108),
+    "l40s": Device("gpu", "NVIDIA L40S", "8.9", 142),
+    "rtx5090": Device("gpu", "NVIDIA GeForce RTX 5090", "12.0", 170),
+}
+GENERATIONS = {"h200": sm90.HOPPER, "a100": mma.SM80, "l40s": mma.SM89, "rtx5090": mma.SM120}
 PREFIX = "lce kernel"  # of a line that this file prints before ptxas prints its own
 USED = re.compile(rb"ptxas info *: Used (\d+) registers")
 SPILLED = re.compile(rb"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -114,7 +120,7 @@ def tapes(of: CallKind) -> Iterator[Tape]:
 
 
 def kernels(device: Device) -> list[tuple[Kernel, str]]:
-    """Every kernel once, with the first call that has it."""
+    """Every kernel once, with the first call that has it; of other generations than Hopper those that differ."""
     found: dict[bytes, tuple[Kernel, str]] = {}  # calls of other shapes may share one
     for name, of in calls(device).items():
         for tape in tapes(of):
@@ -122,7 +128,9 @@ def kernels(device: Device) -> list[tuple[Kernel, str]]:
                 found.setdefault(_compiler.module(kernel, device), (kernel, name))
     scale = _passes.scale_tape(torch.Size([4096 * 151936]), "float32", torch.bfloat16).steps[0].run
     assert isinstance(scale, Kernel)
-    return [*found.values(), (scale, "qwen3-8b")]
+    every = [*found.values(), (scale, "qwen3-8b")]
+    own = "statistics", "dlogits", "dhidden", "dweight"
+    return every if device == H200 else [each for each in every if each[0].name.endswith(own)]
 
 
 def shared_bytes(kernel: Kernel, device: Device) -> int:
@@ -173,7 +181,7 @@ def _entry(said: bytes) -> Entry:
 def table(target: str, found: list[Entry]) -> str:
     """The text of the table."""
     ptxas, device = importlib.metadata.version("nvidia-cuda-nvcc"), DEVICES[target]
-    architecture = f"sm_{device.compute_capability.replace('.', '')}a"
+    architecture = f"sm_{device.compute_capability.replace('.', '')}{'a' if target in ('h200', 'rtx5090') else ''}"
     versions = f"JAX {jax.__version__}, ptxas {ptxas}, {device.kind} ({architecture})"
     first = f"{versions}: registers of a thread, the others in bytes"
     return "\n".join([first, HEADER, *map(str, found)]) + "\n"
@@ -181,4 +189,5 @@ def table(target: str, found: list[Entry]) -> str:
 
 if __name__ == "__main__":
     target = sys.argv[1] if sys.argv[1:] else "h200"
-    compile_all(target) if sys.argv[2:] == ["compile"] else print(table(target, entries(target)), end="")
+    with _generations.using(GENERATIONS[target]):
+        compile_all(target) if sys.argv[2:] == ["compile"] else print(table(target, entries(target)), end="")

@@ -65,7 +65,8 @@ def walk_tiles(
     def run(ring: Ring, exchange: Exchange, scratch: Any) -> None:
         def visit(tile: Tile, before: Any) -> Any:
             # First of all: what an epilogue loads before it multiplies would take registers meanwhile.
-            product = _exchanged(_multiply(copies, Product(matmul, lhs, rhs), ring, offset, tile, before), exchange)
+            parts = _multiply(copies, Product(matmul, lhs, rhs), ring, offset, tile, before)
+            product = _exchanged(*parts, exchange)
             consume(tile, lambda: product, scratch)
             return before + tile.num_steps
 
@@ -76,44 +77,49 @@ def walk_tiles(
 
 def _multiply(
     copies: Copies, product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any
-) -> Float[Array, "128 n/2"]:
-    """This warpgroup's columns of a tile. A step's copies start once both have done the step whose stage it takes."""
-    matmul = product.matmul
+) -> tuple[Float[Array, "64 n/2"], Float[Array, "64 n/2"]]:
+    """This warpgroup's columns of its own rows, and of the other's.
+
+    A step's copies start once both have done the step whose stage it takes.
+    """
+    matmul, warpgroup = product.matmul, lax.axis_index("wg")
     ahead, half = matmul.tuning.stages - 1, matmul.tuning.tile_n // COMPUTE_WARPGROUPS
-    columns = pl.ds(pl.multiple_of(lax.axis_index("wg") * half, half), half)
+    columns = pl.ds(pl.multiple_of(warpgroup * half, half), half)
     start = functools.partial(copies.start, product, ring, offset, tile, before)
     lax.fori_loop(0, jnp.minimum(tile.num_steps, ahead), lambda i, _: start(i), None)
 
-    def step(i: Any, accumulator: Array) -> Array:
+    def rows_of(owner: Any, stage: Any) -> Array:
+        rows = pl.ds(pl.multiple_of(owner * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
+        return (ring.lhs.at[stage, rows, :] if matmul.lhs_k == 1 else ring.lhs.at[stage, :, rows].T)[...]
+
+    def step(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         stage = stage_of(matmul, before + i)
         copies.wait(product, ring, tile, before, i)
         pl.when(i + ahead < tile.num_steps)(lambda: start(i + ahead))
-        lhs = ring.lhs.at[stage] if matmul.lhs_k == 1 else ring.lhs.at[stage].T
-        rhs = ring.rhs.at[stage, columns, :].T if matmul.rhs_k == 1 else ring.rhs.at[stage, :, columns]
-        accumulator = plgpu.mma(accumulator, lhs[...], rhs[...])
+        rhs = (ring.rhs.at[stage, columns, :].T if matmul.rhs_k == 1 else ring.rhs.at[stage, :, columns])[...]
+        own, other = (
+            plgpu.mma(x, rows_of(w, stage), rhs) for x, w in zip(sums, (warpgroup, 1 - warpgroup), strict=True)
+        )
         copies.release(ring, stage)
-        return accumulator
+        return own, other
 
-    zeros = plgpu.layout_cast(jnp.zeros((ROW_BLOCK, half), jnp.float32), HELD.layout)
-    return lax.fori_loop(0, tile.num_steps, step, zeros)
+    zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, half), jnp.float32), HELD.layout)
+    return lax.fori_loop(0, tile.num_steps, step, (zeros, zeros))
 
 
-def _exchanged(product: Float[Array, "128 n/2"], exchange: Exchange) -> Float[Array, "64 n"]:
+def _exchanged(own: Float[Array, "64 n/2"], given: Float[Array, "64 n/2"], exchange: Exchange) -> Float[Array, "64 n"]:
     """This warpgroup's rows, half of whose columns the other has multiplied."""
     warpgroup = lax.axis_index("wg")
-    is_first = warpgroup == 0
-    top, bottom = product[:WARPGROUP_ROWS], product[WARPGROUP_ROWS:]
-    own, given = lax.cond(is_first, lambda: (top, bottom), lambda: (bottom, top))
     found = []
-    for i, start in enumerate(range(0, product.shape[1], EXCHANGED)):
+    for i, start in enumerate(range(0, own.shape[1], EXCHANGED)):
         # Of two slots in turn: who writes one has passed the barrier before which the other has read it.
         exchange.slots.at[warpgroup, i % 2][...] = given[:, start : start + EXCHANGED]
         plgpu.barrier_arrive(exchange.written)
         plgpu.barrier_wait(exchange.written)
         found.append(plgpu.load(exchange.slots.at[1 - warpgroup, i % 2], layout=HELD.layout))
-    other = jnp.concatenate(found, axis=1)
-    left, right = lax.cond(is_first, lambda: (own, other), lambda: (other, own))
-    return jnp.concatenate([left, right], axis=1)
+    received = jnp.concatenate(found, axis=1)
+    is_first = plgpu.layout_cast(lax.broadcast_in_dim(warpgroup, own.shape, ()), HELD.layout) == 0
+    return jnp.concatenate([jnp.where(is_first, own, received), jnp.where(is_first, received, own)], axis=1)
 
 
 def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
