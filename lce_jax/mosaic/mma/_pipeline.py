@@ -25,7 +25,7 @@ from jax import lax
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._logits import Held
-from lce_jax.mosaic.common._tiles import ROW_BLOCK, Matmul, Offset, Product, Tile, VisitAll, swizzled
+from lce_jax.mosaic.common._tiles import Matmul, Offset, Product, Tile, VisitAll, swizzled
 from lce_jax.mosaic.mma._copies import Copies
 from lce_jax.mosaic.mma._tuning import EXCHANGED
 from lce_jax.mosaic.sm90._pipeline import Ring, stage_of
