@@ -1,8 +1,8 @@
 """The kernels as machine code for GPUs that are not there: registers, spills and shared memory.
 
-``python -m tests.compiled.machine_code [h200|a100|l40s|rtx5090]`` prints a table that stands beside
-this file, one for each GPU and version of JAX. It needs the wheels of ``make test-compile``: JAX's CUDA plugin, which describes a GPU that is
-not there, and ptxas.
+``python -m tests.compiled.machine_code [h200|a100|l40s|rtx5090]`` prints a table that stands beside this file, one for
+each GPU and version of JAX. It needs the wheels of ``make test-compile``: JAX's CUDA plugin, which describes a GPU that
+is not there, and ptxas.
 """
 
 from __future__ import annotations
