@@ -16,7 +16,7 @@ from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, Matmul, Offset, Product, StepPlace, Tile, next_place
-from lce_jax.mosaic.sm90._pipeline import Ring, fetch_step, ring_of, stage_of
+from lce_jax.mosaic.sm90._pipeline import Ring, fetch_step, ring_of, stage_of, wait_for_last
 from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
 
@@ -28,14 +28,14 @@ class Copies(NamedTuple):
         start: ``(product, ring, offset, tile, before, step)`` starts the copies of a step.
         wait: ``(product, ring, tile, before, step)`` waits until both operands of a step are there.
         release: ``(ring, stage)`` hands a stage back that this warpgroup has read.
-        end: waits for what an epilogue stores.
+        end: ``(matmul, ring, total)`` waits for all of so many steps, and for what epilogues store.
     """
 
     ring: Callable[..., Ring]
     start: Callable[..., None]
     wait: Callable[..., None]
     release: Callable[[Ring, Any], None]
-    end: Callable[[], None]
+    end: Callable[[Matmul, Ring, Any], None]
 
 
 def _start_tma(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any) -> None:
@@ -48,12 +48,18 @@ def _wait_tma(product: Product, ring: Ring, tile: Tile, before: Any, step: Any) 
     plgpu.barrier_wait(ring.produced.at[stage_of(product.matmul, before + step)])
 
 
+def _end_tma(matmul: Matmul, ring: Ring, total: Any) -> None:
+    is_first = lax.axis_index("wg") == 0
+    pl.when(is_first)(lambda: wait_for_last(matmul, ring, total))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 BY_TMA = Copies(
     ring=ring_of,
     start=_start_tma,
     wait=_wait_tma,
     release=lambda ring, stage: plgpu.barrier_arrive(ring.consumed.at[stage]),
-    end=lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True),
+    end=_end_tma,
 )
 
 
@@ -114,5 +120,5 @@ BY_CP_ASYNC = Copies(
     start=_start_cp_async,
     wait=_wait_cp_async,
     release=lambda *_: None,
-    end=lambda: None,
+    end=lambda *_: None,
 )

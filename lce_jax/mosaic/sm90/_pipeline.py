@@ -93,9 +93,7 @@ def walk_products(
                 return before
 
             # A block must not exit before its neighbour's copies into it have landed.
-            total = visit_all(visit, jnp.int32(0))
-            first = jnp.maximum(total - matmul.tuning.stages, 0)
-            lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[stage_of(matmul, i)]), None)
+            wait_for_last(matmul, ring, visit_all(visit, jnp.int32(0)))
 
         def compute() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
@@ -160,6 +158,12 @@ def ring_of(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
 def stage_of(matmul: Matmul, step: Any) -> Any:
     """That of a step, counted through all tiles."""
     return lax.rem(step, jnp.int32(matmul.tuning.stages))
+
+
+def wait_for_last(matmul: Matmul, ring: Ring, total: Any) -> None:
+    """Until the last of so many steps are done, whose stages nothing has taken since."""
+    first = jnp.maximum(total - matmul.tuning.stages, 0)
+    lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[stage_of(matmul, i)]), None)
 
 
 def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any, _: None) -> None:
