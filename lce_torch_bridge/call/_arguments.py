@@ -257,9 +257,7 @@ def operands(given: Arguments, weight: torch.Tensor) -> tuple[Tensors, torch.Ten
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if candidates is not None:
         candidates = candidates.reshape(-1, candidates.shape[-1])
-    if given.where is None:
-        return Tensors(hidden, weight, given.bias, labels, temperature, candidates, floor), None
-    rows, of = rows_of(given.where), only_rows
+    rows, of = None if given.where is None else rows_of(given.where), only_rows
     numbers = of(temperature, rows, 1.0), of(candidates, rows, -1), of(floor, rows, 0.0)
     return Tensors(of(hidden, rows, 0.0), weight, given.bias, of(labels, rows, 0), *numbers), rows
 
@@ -304,12 +302,18 @@ def count(rows: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
     return rows.sum().clamp(min=1)
 
 
-def rows_of(where: torch.Tensor) -> torch.Tensor:
-    """The index of the rows that are computed. A mask that cannot be counted stays a mask: all rows are computed."""
+def rows_of(where: torch.Tensor) -> torch.Tensor | None:
+    """The index of the rows that are computed; None: all are.
+
+    A mask that cannot be counted stays a mask: all rows are computed.
+    """
     if where.dtype != torch.bool:
         return where
-    where = where.reshape(-1)
-    return where.nonzero().squeeze(1) if torch.compiler.is_compiling() or _checks.has_values(where) else where
+    where, compiles = where.reshape(-1), torch.compiler.is_compiling()
+    if not (compiles or _checks.has_values(where)):
+        return where
+    rows = where.nonzero().squeeze(1)
+    return rows if compiles or len(rows) < len(where) else None
 
 
 def only_rows(x: Any, rows: torch.Tensor | None, other: float) -> Any:

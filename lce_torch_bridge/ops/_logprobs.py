@@ -81,8 +81,9 @@ def linear_logprobs(
             tokens; K from 1 to 512. -1 stands for none. None: ``.candidate_logprobs`` is None and costs nothing.
         where: the tokens that count: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
             (int64 or int32). The others are 0 and have no gradient. Time and memory fall with the tokens that count,
-            whose results have the same bits as without ``where``. The host waits for the GPU to count a bool tensor. It
-            does not wait for an index on a GPU, nor check it: a row that is named twice counts twice in the gradients.
+            whose results have the same bits as without ``where``. The host waits for the GPU to count a bool tensor,
+            and copies no rows where it leaves none out. It does not wait for an index on a GPU, nor check it: a row
+            that is named twice counts twice in the gradients.
             A bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
         ignore_index: tokens with this label (-100 is PyTorch's) are left out, as with a bool ``where``; the host waits
             for their count. None: no label leaves its token out, not even one outside the vocabulary.

@@ -56,6 +56,17 @@ def test_kept_rows_have_the_bits_of_the_full_call(T: int, dtype: torch.dtype) ->
                 assert (got[~mask] == 0).all()
 
 
+@pytest.mark.parametrize("label", [0, -100])
+def test_a_mask_that_leaves_nothing_out_copies_no_rows(label: int) -> None:
+    """What autograd keeps of hidden is hidden itself."""
+    hidden, weight, labels = p.draw()
+    labels[0] = label
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.data_ptr()), x)[1], lambda x: x):
+        linear_logprobs(hidden.requires_grad_(), weight, labels, ignore_index=-100)
+    assert (hidden.data_ptr() in kept) == (label == 0)
+
+
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 @pytest.mark.parametrize("ignored", [-100, 7])
