@@ -258,6 +258,8 @@ def operands(given: Arguments, weight: torch.Tensor) -> tuple[Tensors, torch.Ten
     if candidates is not None:
         candidates = candidates.reshape(-1, candidates.shape[-1])
     rows, of = None if given.where is None else rows_of(given.where), only_rows
+    if rows is None:
+        return Tensors(hidden, weight, given.bias, labels, temperature, candidates, floor), None
     numbers = of(temperature, rows, 1.0), of(candidates, rows, -1), of(floor, rows, 0.0)
     return Tensors(of(hidden, rows, 0.0), weight, given.bias, of(labels, rows, 0), *numbers), rows
 
@@ -303,10 +305,7 @@ def count(rows: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
 
 
 def rows_of(where: torch.Tensor) -> torch.Tensor | None:
-    """The index of the rows that are computed; None: all are.
-
-    A mask that cannot be counted stays a mask: all rows are computed.
-    """
+    """The index of the rows that are computed; None: all are. A mask that cannot be counted stays a mask."""
     if where.dtype != torch.bool:
         return where
     where, compiles = where.reshape(-1), torch.compiler.is_compiling()
