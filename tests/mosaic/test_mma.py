@@ -87,7 +87,7 @@ def test_a_tile_of_the_other_head_has_no_room() -> None:
     with _generations.using(dataclasses.replace(mma.SM120, compute_capabilities=("9.0",))):
         assert mosaic.supports(case) is None
         reason = mosaic.supports(dataclasses.replace(case, teacher=case))
-    assert reason == "linear_kl: a tile of one head, which waits for the other's, does not fit in shared memory"
+    assert reason == "linear_kl: there is no room in shared memory for a tile of one head that waits for the other's"
 
 
 HEADS: list[tuple[int, int, int, dict[str, Any]]] = [

@@ -18,7 +18,7 @@ def refusal(case: Call, generation: Generation) -> str | None:
 def kl_refusal(cases: tuple[Call, ...], generation: Generation) -> str | None:
     """Why the kernels that see two heads cannot serve ``cases``, each of which other kernels serve."""
     if generation.machine.kl is None:
-        return "linear_kl: a tile of one head, which waits for the other's, does not fit in shared memory"
+        return "linear_kl: there is no room in shared memory for a tile of one head that waits for the other's"
     student, teacher = cases
     if student.dtype != teacher.dtype:
         return f"both weights must have one dtype, got {student.dtype.name} and the teacher's {teacher.dtype.name}"
