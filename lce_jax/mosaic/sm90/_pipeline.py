@@ -99,9 +99,7 @@ def walk_products(
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
             def visit(tile: Tile, before: Any) -> Any:
-                multiply = [
-                    functools.partial(_multiply_one, products, i, ring, tile, before) for i in range(len(products))
-                ]
+                multiply = [functools.partial(_multiply, products, i, ring, tile, before) for i in range(len(products))]
                 consume(tile, multiply, scratch)
                 return _steps_before(products, len(products), tile, before)
 
@@ -118,11 +116,6 @@ def _steps(product: Product, tile: Tile) -> Any:
 def _steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
     """Those before a product of a tile, ``before`` being those before the tile."""
     return functools.reduce(lambda total, product: total + _steps(product, tile), products[:number], before)
-
-
-def _multiply_one(products: Sequence[Product], number: int, ring: Ring, tile: Tile, before: Any) -> Array:
-    product = products[number]
-    return _multiply(product.matmul, ring, product.part(tile), _steps_before(products, number, tile, before))
 
 
 class Ring(NamedTuple):
@@ -191,8 +184,10 @@ def _of_turn(tuning: Tuning, tile: Tile, step: Any) -> tuple[Any, Any]:
     return turn, tile.first_step + step - turn * tile.num_steps
 
 
-def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 n"]:
-    """This warpgroup's part of a tile."""
+def _multiply(products: Sequence[Product], number: int, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 n"]:
+    """This warpgroup's part of one of the products of a tile."""
+    before = _steps_before(products, number, tile, before)
+    matmul, tile = products[number].matmul, products[number].part(tile)
     tuning, warpgroup = matmul.tuning, lax.axis_index("wg")
     in_flight = tuning.in_flight
     turn, part = (warpgroup, 0) if tuning.turns > 1 else (0, warpgroup)  # of the tile's steps, of a step's rows
