@@ -54,7 +54,7 @@ SM80 = Generation(
     devices=("A100", "A800", "A30"),
     tiling=TILING._replace(atom=ROW_BLOCK),
     budget=BUDGET,
-    tunings=OneTuning(tuning=Tuning(tile_k=32, stages=4), has_tma=False),
+    tunings=OneTuning(tuning=Tuning(tile_k=64, stages=3), has_tma=False),
     machine=_machine(BY_CP_ASYNC, _no_staging),
     smem_limit=166_912,
     has_tma=False,
