@@ -32,6 +32,20 @@ NAMES = {
     "materialised by hand": "logits stored, gradient by hand",
 }
 IN_FORWARD = "ours in forward", "ours full cache"
+GRADIENTS = ", + backward"  # ends the names of programs with gradients
+LOSSES = {
+    "`linear_cross_entropy`, no gradient": "linear_cross_entropy",
+    "`linear_cross_entropy`": f"linear_cross_entropy{GRADIENTS}",
+    "`linear_cross_entropy`, frozen weight": f"linear_cross_entropy, frozen weight{GRADIENTS}",
+    "`linear_cross_entropy`, `jax.checkpoint`": f"linear_cross_entropy, checkpointed{GRADIENTS}",
+    "`linear_cross_entropy`, `cache_bytes=0`": f"linear_cross_entropy, cache_bytes=0{GRADIENTS}",
+    "logits stored, no gradient": "cross entropy, stored",
+    "logits stored": f"cross entropy, stored{GRADIENTS}",
+    "logits stored, frozen weight": f"cross entropy, stored, frozen weight{GRADIENTS}",
+    "`linear_logprobs` and entropy": f"linear_logprobs{GRADIENTS}",
+    "the same, `cache_bytes=0`": f"linear_logprobs, cache_bytes=0{GRADIENTS}",
+    "the same, logits stored": f"logprobs, stored{GRADIENTS}",
+}
 SCALED = "ours", "ours full cache", "Liger scaled cross entropy"  # what an H200 has and the other card has not
 CACHES = {
     "ours": "no cache",
@@ -179,21 +193,37 @@ def failure(job: Run) -> str:
 
 
 def first() -> str:
-    """The README's shape, forward and backward: time and memory, without logits and with."""
-    keys = {
-        "materialised": "logits stored (JAX)",
-        "ours in forward": "lce_jax, gradients in the forward",
-        "ours": "lce_jax, `cache_bytes=0`",
+    """The README's shape, the loss and its gradients: time and memory, without logits and with."""
+    labels = {
+        "logits stored (JAX)": "logits stored",
+        "`linear_cross_entropy`": "`linear_cross_entropy`",
+        "`linear_cross_entropy`, `cache_bytes=0`": "`linear_cross_entropy`, `cache_bytes=0`",
     }
-    rows = [(label, row_of(first_job(), key, BOTH)) for key, label in keys.items()]
-    lines = [
-        [label, f"{row['median_seconds'] * 1e3:.1f} ms", format_bytes(row["temp_bytes"])] for label, row in rows if row
-    ]
-    return markdown(["forward and backward", "time", "temporary memory"], lines)
+    rows = [(label, named(job(f"losses --shape {FIRST}"), LOSSES[key])) for label, key in labels.items()]
+    lines = [[label, f"{row['median_seconds'] * 1e3:.1f} ms", format_bytes(row["temp_bytes"])] for label, row in rows]
+    return markdown(["loss and gradients", "time", "temporary memory"], lines)
+
+
+def named(measured: Run, name: str) -> Run:
+    """The row of a program."""
+    return next(row for row in timed(measured["rows"]) if row["name"] == name)
+
+
+def losses(*measured: Run) -> str:
+    """A line per call, three columns per shape."""
+    head = [""]
+    for one in measured:
+        head += [f"{shape_of(one)}: ms", "÷ product", "temporary memory"]
+    lines = []
+    for label, name in LOSSES.items():
+        rows = [named(one, name) for one in measured]
+        cells = [[ms(row), ratio(row), format_bytes(row["temp_bytes"])] for row in rows]
+        lines.append([label, *(cell for of_shape in cells for cell in of_shape)])
+    return markdown(head, lines)
 
 
 def first_job() -> Run:
-    """That shape's."""
+    """That shape's heads."""
     return job(f"heads --shape {FIRST} --no-peers")
 
 
@@ -277,7 +307,7 @@ def passes(measured: Run, programs: Mapping[str, str], what: str, apart: str = "
     found = {row["name"]: row for row in timed(measured["rows"])}
     lines = []
     for label, name in programs.items():
-        alone, both = found[name], found[f"{name}, + backward"]
+        alone, both = found[name], found[f"{name}{GRADIENTS}"]
         cells = [label, ms(alone), ratio(alone), ms(both), ratio(both), format_bytes(both["temp_bytes"])]
         lines.append(cells + ([f"{both['apart']:.1e}" if "apart" in both else "–"] if apart else []))
     head = [f"{shape_of(measured)}: {what}", "forward, ms", "÷ product", "forward + backward, ms", "÷ product"]
@@ -288,8 +318,8 @@ def divergences(measured: Run) -> str:
     """A line per direction and way: both directions of time, products, and memory."""
     found = {row["name"]: row for row in timed(measured["rows"])}
     lines = [["one product", ms(found.pop("one product")), "–", "–", "–"]]
-    end = ", + backward"
-    for name, both in ((name.removesuffix(end), row) for name, row in found.items() if name.endswith(end)):
+    ending = ((name.removesuffix(GRADIENTS), row) for name, row in found.items() if name.endswith(GRADIENTS))
+    for name, both in ending:
         missing = "as without" if "cache" in name else "–"  # a peer is timed with its backward alone
         lines.append([name, ms(found.get(name), missing), ms(both), ratio(both), format_bytes(both["temp_bytes"])])
     return markdown(["one process", "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"], lines)
@@ -323,6 +353,13 @@ def steps_by(jobs: list[Run]) -> str:
     return measured_by(run, command, CARD, {})
 
 
+def of_losses() -> dict[str, str]:
+    """The losses by default, and how both shapes are measured."""
+    measured = [job(f"losses --shape {shape}") for shape in (SHAPE, FIRST)]
+    by = measured_by(newest(measured), "python -m benchmarks losses --shape T,H,V", CARD, {})
+    return {"losses": losses(*measured), "losses by": by}
+
+
 def made() -> dict[str, str]:
     """All of them by name, and the lines that say how each was measured."""
     beside, options, precision, kl = (
@@ -334,7 +371,7 @@ def made() -> dict[str, str]:
     found = {"first": first(), "details": details(), "step": steps(jobs("step")), "step by": steps_by(jobs("step"))}
     found |= {"summary": summary(CARD), "summary by": summary_by(CARD)}
     found |= {"summary h200": summary("h200"), "summary h200 by": summary_by("h200")}
-    found |= of_job("peers", peers(beside), beside)
+    found |= of_losses() | of_job("peers", peers(beside), beside)
     found |= of_job("peers h200", peers(other, SCALED), other, "h200")
     found |= of_job("top k", topk(alone), alone)
     found |= of_job("xla cache", of_both(xla, CACHES, '`implementation="xla"`'), xla)
