@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import bench_tables
+import bounds
 from bench_tables import ROOT, Run, load, markdown, measured_by
 
 import lce_jax
@@ -81,6 +82,7 @@ def tables() -> dict[str, str]:
         "functions": functions(),
         "options": options(),
         "support": recorded(support),
+        "bounds": bounds.bounds(),
         "errors": errors(accuracy),
         "errors by": provenance(accuracy, "accuracy"),
         "tpu": recorded(tpu),

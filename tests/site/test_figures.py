@@ -46,7 +46,7 @@ def test_readers_see_the_file_of_each_table_and_picture_beside_it(page):
     made = tables.tables()
     files = {name.removesuffix(" by"): tables.source_of(by) for name, by in made.items() if name.endswith(" by")}
     files |= dict.fromkeys(("first", "details"), figures.FILE)
-    no_figures = {"functions", "options", "support"}
+    no_figures = {"functions", "options", "support", "bounds"}
     for section in re.split(r"^##? .*$", page.read_text(), flags=re.MULTILINE):
         seen = re.sub(r"<!--.*?-->", "", section, flags=re.DOTALL)
         shown = {name.removesuffix(" by") for _, name, *_ in tables.PLACE.findall(section)} - no_figures
