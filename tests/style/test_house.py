@@ -33,7 +33,7 @@ def test_length() -> None:
 # What the two packages are today. Less is better: lower the numbers with it.
 PACKAGES_LINES = 27_740
 PACKAGES_FILES = 145
-TESTS_LINES = 32_562
+TESTS_LINES = 32_575
 
 
 def test_size() -> None:
