@@ -3,50 +3,120 @@
 python -m examples.frameworks.hugging_face_step 4 16
 
 Random weights of the sizes of Qwen 3 0.6B in bfloat16, sequences of 4,096 tokens, activation checkpoints, fused AdamW.
-"Liger's body" is Liger's kernels for norms, activations and rotary embeddings as well. The argument is how many
-sequences a step has. Needs transformers and liger-kernel, and 80 GB.
+Each way's loss and gradient of the head, of the same weights, are compared before anything is timed. The arguments are
+how many sequences a step has; --rounds, how often the ways take turns. "Liger's body" is Liger's kernels for norms,
+activations and rotary embeddings as well, which --heads leaves out. Needs transformers and liger-kernel, and 80 GB;
+--tiny is for a look on a CPU, without Liger.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import statistics
-import sys
 import time
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from liger_kernel.transformers import apply_liger_kernel_to_qwen3
-from liger_kernel.transformers.model.qwen3 import lce_forward
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import lce_torch_bridge.transformers
 
-LENGTH, ROUNDS, STEPS = 4096, 4, 2
+STEPS = 2  # between two readings of the clock
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 SIZES: dict[str, Any] = dict(
     vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
     num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=40960, use_cache=False,
 )  # fmt: skip
+TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=32)  # fmt: skip
 
 
-def ways() -> tuple[Any, dict[str, Callable[..., Any]]]:
-    """A model, and its forward as it is, with Liger's head and with ours."""
+def options(document: str | None, *switches: str) -> argparse.Namespace:
+    """Of this command and of `trl_step`; with the sizes of the model and the length of a sequence."""
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sequences", type=int, nargs="*", default=[4, 16])
+    parser.add_argument("--rounds", type=int, default=4)
+    for switch in ("--tiny", *switches):
+        parser.add_argument(switch, action="store_true")
+    told = parser.parse_args()
+    told.sizes, told.length = (SIZES | TINY, 64) if told.tiny else (SIZES, 4096)
+    print(torch.cuda.get_device_name() if ON_GPU else "CPU", torch.__version__)
+    return told
+
+
+def model_of(sizes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES)).to(torch.bfloat16).train()
+    with torch.device(DEVICE):
+        return Qwen3ForCausalLM(Qwen3Config(**sizes)).to(torch.bfloat16).train()
+
+
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def forget_peak() -> None:
+    gc.collect()  # a trainer refers to itself
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def memory() -> str:
+    """The peak of torch's allocator, and what the card holds outside it: CUDA's context, libraries, JAX."""
+    if not ON_GPU:
+        return "no card"
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free - torch.cuda.memory_reserved()
+    return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, {outside / 2**30:.1f} GiB outside torch"
+
+
+def ways(told: argparse.Namespace) -> tuple[Any, dict[str, Callable[..., Any]]]:
+    """A model, and its forward as it is, with Liger's head and with ours."""
+    model = model_of(told.sizes)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    stock = model.forward
+    forwards = {"stock": model.forward}
+    if ON_GPU:
+        from liger_kernel.transformers.model.qwen3 import lce_forward
+
+        forwards["Liger's head"] = types.MethodType(lce_forward, model)
     lce_torch_bridge.transformers.patch(model)
-    return model, {"stock": stock, "Liger's head": types.MethodType(lce_forward, model), "our head": model.forward}
+    return model, forwards | {"our head": model.forward}
 
 
-def measure(model: Any, forwards: dict[str, Callable[..., Any]], sequences: int) -> None:
-    """Prints milliseconds a step, tokens per second and torch's peak; a way that does not fit says so."""
-    ids = torch.randint(0, SIZES["vocab_size"], (sequences, LENGTH), device="cuda")
+def compare(model: Any, forwards: dict[str, Callable[..., Any]], ids: torch.Tensor) -> list[str]:
+    """Prints each way's loss, and how far its gradient of the head is from that of the first; the ways that fit."""
+    fits: list[str] = []
+    want = None  # in the host's memory
+    for name, forward in forwards.items():
+        model.forward = forward
+        model.zero_grad(set_to_none=True)
+        forget_peak()
+        try:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        except torch.cuda.OutOfMemoryError:
+            print(f"{len(ids):3d} sequences, {name}: out of memory", flush=True)
+            continue
+        got = model.lm_head.weight.grad.float()
+        want = got.cpu() if want is None else want
+        error = torch.dist(got, want.to(DEVICE)) / want.norm()
+        fits.append(name)
+        told = f"loss {loss.item():.5f}, gradient of the head {error:.1e} from that of {fits[0]}"
+        print(f"{len(ids):3d} sequences, {name}: {told}", flush=True)
+    return fits
+
+
+def measure(model: Any, forwards: dict[str, Callable[..., Any]], sequences: int, told: argparse.Namespace) -> None:
+    """Prints milliseconds a step, tokens per second and memory."""
+    ids = torch.randint(0, told.sizes["vocab_size"], (sequences, told.length), device=DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    seconds: dict[str, list[float]] = {}
-    peaks: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in compare(model, forwards, ids)}
+    memories: dict[str, str] = {}
 
     def steps(name: str, count: int) -> None:
         model.forward = forwards[name]
@@ -54,18 +124,13 @@ def measure(model: Any, forwards: dict[str, Callable[..., Any]], sequences: int)
             optimizer.zero_grad(set_to_none=True)
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
-        torch.cuda.synchronize()
+        synchronize()
 
-    for name in forwards:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        try:
-            steps(name, 2)
-        except torch.cuda.OutOfMemoryError:
-            print(f"{sequences:3d} sequences, {name}: out of memory", flush=True)
-            continue
-        seconds[name], peaks[name] = [], torch.cuda.max_memory_allocated() / 2**30
-    for _ in range(ROUNDS):
+    for name in seconds:
+        forget_peak()
+        steps(name, 2)
+        memories[name] = memory()
+    for _ in range(told.rounds):
         for name, found in seconds.items():
             steps(name, 1)
             start = time.perf_counter()
@@ -73,21 +138,24 @@ def measure(model: Any, forwards: dict[str, Callable[..., Any]], sequences: int)
             found.append((time.perf_counter() - start) / STEPS)
     for name, found in seconds.items():
         median = statistics.median(found)
-        speed = f"{median * 1e3:.1f} ms, {sequences * LENGTH / median:,.0f} tokens/s, {peaks[name]:.1f} GiB"
+        speed = f"{median * 1e3:.1f} ms, {ids.numel() / median:,.0f} tokens/s, {memories[name]}"
         print(f"{sequences:3d} sequences, {name}: {speed}", flush=True)
 
 
-def main(every: list[int]) -> None:
+def main(told: argparse.Namespace) -> None:
     """With the model's own body, then with Liger's."""
-    for sequences in every:
-        measure(*ways(), sequences)
+    for sequences in told.sequences:
+        measure(*ways(told), sequences, told)
+    if told.heads or not ON_GPU:
+        return
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
     apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=False)
-    for sequences in every:
-        model, forwards = ways()
+    for sequences in told.sequences:
+        model, forwards = ways(told)
         del forwards["stock"]
-        measure(model, {f"Liger's body, {name}": forward for name, forward in forwards.items()}, sequences)
+        measure(model, {f"Liger's body, {name}": way for name, way in forwards.items()}, sequences, told)
 
 
 if __name__ == "__main__":
-    print(torch.cuda.get_device_name(), torch.__version__)
-    main([int(word) for word in sys.argv[1:]] or [4, 16])
+    main(options(__doc__, "--heads"))
