@@ -3,9 +3,10 @@
 python -m examples.frameworks.trl_step 4 16
 
 The model is that of `hugging_face_step`. GRPO's completions are random ids in place of sampled ones: a step is a
-forward, a backward and an update. Each run starts from the same weights: the first step's loss, norm of the gradient and
-entropy are printed, and how far its gradient of the head is from that with TRL's. The arguments are how many sequences
-of 4,096 tokens a step has; --rounds, how often the two heads take turns. Needs trl; --tiny is for a look on a CPU.
+forward, a backward and an update. Each run starts from the same weights: the first step's loss, norm of the gradient
+and entropy are printed, and how far its gradient of the head is from that with TRL's. The arguments are how many
+sequences of 4,096 tokens a step has; --rounds, how often the two heads take turns. Needs trl; --tiny is for a look on a
+CPU.
 """
 
 from __future__ import annotations
