@@ -16,6 +16,7 @@ PARTS = {
     "kl": "divergences of two heads",
     "precision": "float32 operands, by what multiplies them",
     "pipelines": "the kernels of every generation, on a GPU that can run them all",
+    "mesh": "the head over all devices of this host",
     "step": "a training step of a transformer, with stored logits and without",
     "session": "those of all these that the file of a GPU lacks, for some minutes",
     "sweep": "the tiles of the Hopper kernels; needs such a GPU",

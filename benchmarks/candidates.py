@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import problem as right
 from benchmarks.measure import Fields, Run, compile_jax
@@ -22,7 +21,6 @@ from lce_jax import (
     linear_logprobs,
     linear_loss,
     linear_topk,
-    sharded_linear_logprobs,
 )
 
 if TYPE_CHECKING:
@@ -82,13 +80,10 @@ def judge(candidates: Iterable[Candidate], problem: Problem) -> Callable[[str, A
     return judged
 
 
-def jax_candidates(
-    problem: Problem, implementation: str | None, devices: int = 1, threshold: float = 0.0
-) -> list[Candidate]:
+def jax_candidates(problem: Problem, implementation: str | None, threshold: float = 0.0) -> list[Candidate]:
     """The bare product, this package (with a cache where one is kept), the chunked loop, and stored logits.
 
-    With several ``devices``, this package with the vocabulary split over them too; with a ``threshold``, its gradients
-    without the tiles below it too.
+    With a ``threshold``, its gradients without the tiles below it too.
     """
     wanted = implementation or tuple(_dispatch.IMPLEMENTATIONS)
 
@@ -109,8 +104,6 @@ def jax_candidates(
         rows.append(in_forward(problem, name, wanted))
     if threshold:
         rows += _over_threshold(problem, name, threshold, wanted)
-    if devices > 1:
-        rows += _split(problem, wanted, name, devices, cached=full > 0)
     if served_by != "xla":
         rows += [way(problem, "chunked", "lce_jax (xla)", ours(name="xla")) for way in (forward, both)]
     label = f"XLA, stored {problem.hidden.dtype.name} logits"
@@ -156,29 +149,6 @@ def _over_threshold(problem: Problem, name: str, threshold: float, wanted: str |
     row = dataclasses.replace(both(problem, "ours threshold", label, function()), gradient_slack=2.0**-3)
     without = both(problem, "ours threshold without entropy", f"{label}, no entropy", function(entropy=False))
     return [row, dataclasses.replace(without, objective="logprob", gradient_slack=2.0**-6)]
-
-
-def _split(
-    problem: Problem, implementation: str | tuple[str, ...], label: str, devices: int, cached: bool
-) -> list[Candidate]:
-    """This package on a mesh of ``devices``, without and with a cache; hidden states and results on all of them."""
-    mesh = jax.make_mesh((devices,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
-    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    told = {"mesh": mesh, "implementation": implementation, "cache_bytes": 0}
-    ours = functools.partial(_ours, sharded_linear_logprobs, **told)
-
-    def place(array: Array, *axes: str) -> Array:
-        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
-
-    hidden, weight, *rest = problem
-    if weight.shape[0] % devices == 0:  # else left to the call, which says what it needs
-        problem = Problem(place(hidden), place(weight, "tensor"), *map(place, rest))
-    label = f"{label}, {devices} devices"
-    rows = [way(problem, "ours split", label, ours()) for way in (forward, both)]
-    if cached:
-        full = ours(cache_bytes=UNLIMITED)
-        rows.append(both(problem, "ours split full cache", f"{label}, full cache", full))
-    return [dataclasses.replace(row, results=lambda found: jax.device_put(dict(found), first)) for row in rows]
 
 
 def materialised(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]:

@@ -24,8 +24,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_shapes(command)
     known = _dispatch.IMPLEMENTATIONS
     command.add_argument("--implementation", choices=known, help="default: the best for this device")
-    split = "also time the vocabulary split over this many"
-    command.add_argument("--devices", type=_arguments.positive, default=1, help=split)
     data = "random logits, or such as a language model has, and then a gradient threshold too (default: random)"
     command.add_argument("--data", choices=("random", "text"), default="random", help=data)
     command.add_argument("--no-peers", action="store_true", help="leave out what PyTorch computes")
@@ -47,14 +45,11 @@ def words(part: str, shape: Shape) -> list[str]:
     return [part, "--shape", ",".join(map(str, shape))]
 
 
-def jobs(options: argparse.Namespace, command: argparse.ArgumentParser) -> list[Job]:
+def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
     """One for each shape."""
-    if options.devices > jax.device_count():
-        command.error(f"argument --devices: {options.devices}, and this machine has {jax.device_count()}")
     more = ["--no-peers"] if options.no_peers else []
     more += ["--implementation", options.implementation] if options.implementation else []
     more += ["--data", options.data] if options.data != "random" else []
-    more += ["--devices", str(options.devices)] if options.devices > 1 else []
     return [
         Job([*words("heads", shape), *more], functools.partial(_measure, shape, options))
         for shape in options.shape or shapes_here()
@@ -62,7 +57,7 @@ def jobs(options: argparse.Namespace, command: argparse.ArgumentParser) -> list[
 
 
 def _measure(shape: Shape, options: argparse.Namespace) -> Measured:
-    given = options.implementation, options.rounds, not options.no_peers, options.devices, options.data == "text"
+    given = options.implementation, options.rounds, not options.no_peers, options.data == "text"
     return measure(shape, default_dtype(), *given)
 
 
@@ -72,12 +67,11 @@ def measure(
     implementation: str | None,
     rounds: int,
     with_peers: bool = True,
-    devices: int = 1,
     is_text: bool = False,
 ) -> Measured:
     """One shape, timed and printed; with ``is_text``, on data like a language model's, and with a threshold too."""
     problem = (text.text_problem if is_text else random_problem)(shape, dtype)
-    candidates = jax_candidates(problem, implementation, devices, text.THRESHOLD if is_text else 0.0)
+    candidates = jax_candidates(problem, implementation, text.THRESHOLD if is_text else 0.0)
     candidates += peer_candidates(problem) if with_peers else []
     candidates.sort(key=lambda one: DIRECTIONS.index(one.direction))
     found = rows({one.name: one.compile for one in candidates}, judge(candidates, problem), rounds)
@@ -92,5 +86,4 @@ def measure(
         row |= skipped
     about = {"shape": sizes(shape), "dtype": dtype.name, "data": "text" if is_text else "random"}
     show(found, f"{said(shape)}, {dtype.name}, {about['data']}")
-    ours = ("ours", "ours split") if devices > 1 else ("ours",)
-    return Measured(found, about, {(key, way) for key in ours for way in (FORWARD, BOTH)} <= {*timed})
+    return Measured(found, about, {("ours", way) for way in (FORWARD, BOTH)} <= {*timed})

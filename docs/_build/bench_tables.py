@@ -116,7 +116,7 @@ def job(key: str, card: str = CARD) -> Run:
 
 def heads(card: str = CARD) -> list[Run]:
     """The jobs of heads on a card that have random logits and no other packages."""
-    other = {"--data", "--implementation", "--devices"}
+    other = {"--data", "--implementation"}
     return [one for one in jobs("heads", card) if "--no-peers" in one["arguments"] and not other & {*one["arguments"]}]
 
 

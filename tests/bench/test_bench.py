@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
-from benchmarks import __main__ as command
 from benchmarks import candidates, heads, measure, peers, problem, programs, text
 from benchmarks.candidates import BOTH, FORWARD, TOPK, materialised
 
@@ -155,21 +154,6 @@ def test_peers_can_be_left_out():
     flops = found["ours", BOTH]["useful_flops_per_second"] * found["ours", BOTH]["median_seconds"]
     assert flops == pytest.approx(6 * 8 * 16 * 64)
     assert found["ours", TOPK]["errors"][problem.TOPK_NAME] < 1e-6
-
-
-@pytest.mark.parametrize("vocab_size", [520, 521])
-def test_the_vocabulary_split_over_devices(vocab_size):
-    measured = heads.measure((24, 32, vocab_size), jnp.dtype("float32"), None, 1, with_peers=False, devices=2)
-    assert measured.healthy == (vocab_size % 2 == 0)
-    if not measured.healthy:  # two devices cannot share 521 columns evenly
-        assert any("2 devices" in name and "521" in row.get("left_out", "") for name, row in measured.rows.items())
-        return
-    assert by_key(measured)["ours split", BOTH]["errors"]["dweight"] < 1e-6
-
-
-def test_a_split_that_cannot_be_timed_is_a_failure(tmp_path):
-    options = ["--devices", "2", "--no-peers", "--rounds", "1", "--out", str(tmp_path / "cpu.json")]
-    assert command.main([*options, "--shape", "24,32,521"]) == 1
 
 
 def test_objectives_of_peers_have_their_own_references(tiny):

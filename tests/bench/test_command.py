@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
         (["--shape", "0,64,512"], "0 is not between 1 and"),
         (["--shape", "8k,64,512"], "'8k' is no whole number: write all its digits, such as 8192"),
         (["--implementation", "magic"], "invalid choice: 'magic'"),
-        (["--shape", "16,32,520", "--devices", "99"], "argument --devices: 99, and this machine has"),
     ],
 )
 def test_bad_arguments_end_with_usage(arguments, message, capsys):

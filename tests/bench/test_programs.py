@@ -54,6 +54,18 @@ def test_a_few_ids_per_token(tmp_path: Path) -> None:
     assert len(records.read(tmp_path / "cpu.json")["jobs"]) == 2
 
 
+def test_a_mesh_beside_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(tmp_path, "mesh")
+    compared = {name: row for name, row in rows.items() if "apart" in row}
+    assert {name.partition(":")[0] for name in compared} == {"vocabulary", "sequence", "tokens", "both"}
+    assert len(compared) == 4 * 4
+    assert all(row["apart"] < 2e-5 and row["ratio_to_one"] > 0 for row in compared.values())
+    assert bench.main(["mesh", "--shape", "24,16,601", "--rounds", "1", "--out", str(tmp_path / "odd.json")]) == 1
+    monkeypatch.setattr("jax.device_count", lambda: 1)
+    with pytest.raises(SystemExit):
+        bench.main(["mesh"])
+
+
 def test_kernels_of_other_generations_need_a_gpu(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "pipelines")
     assert {name for name in rows if "left_out" not in rows[name] and name.startswith("xla")} == {

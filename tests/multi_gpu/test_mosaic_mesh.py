@@ -22,10 +22,11 @@ CALLS = {
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", CALLS)
-def test_vocabulary_split_over_two(name: str, check_vma: bool) -> None:
+def test_vocabulary_split_over_every_gpu(name: str, check_vma: bool) -> None:
     hidden, weight, rows, options = draw(1003, 1024, 64128, **CALLS[name])
     supported(hidden, weight, options)
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    count = len(jax.devices())
+    mesh = jax.make_mesh((count,), ("tensor",), axis_types=(AxisType.Auto,))
     static = {**options, "implementation": "mosaic_gpu"}
 
     def step(hidden, weight, rows, **axis):
@@ -38,8 +39,8 @@ def test_vocabulary_split_over_two(name: str, check_vma: bool) -> None:
 
     def shard(hidden, weight, rows):
         (dhidden, dweight), out = step(hidden, weight, rows, axis_name="tensor")
-        if not check_vma:  # each shard differentiates its own copy of the objective: JAX's sum, over two copies
-            dhidden, dweight = jax.lax.psum(dhidden, "tensor") / 2, dweight / 2
+        if not check_vma:  # each shard differentiates its own copy of the objective: JAX's sum, over all copies
+            dhidden, dweight = jax.lax.psum(dhidden, "tensor") / count, dweight / count
         return (dhidden, dweight), out
 
     split = P("tensor")
@@ -50,9 +51,9 @@ def test_vocabulary_split_over_two(name: str, check_vma: bool) -> None:
     arguments = [
         jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((hidden, P()), (weight, split), (rows, P()))
     ]
-    two = jax.device_get(sharded(*arguments))
-    for got, want in zip(jax.tree.leaves(two[1]), jax.tree.leaves(one[1]), strict=True):
+    split_results = jax.device_get(sharded(*arguments))
+    for got, want in zip(jax.tree.leaves(split_results[1]), jax.tree.leaves(one[1]), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
-    for got, want in zip(two[0], one[0], strict=True):
+    for got, want in zip(split_results[0], one[0], strict=True):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
         assert np.linalg.norm(got - want) <= 4e-3 * np.linalg.norm(want)
