@@ -127,7 +127,7 @@ def _in_arithmetic_of(call: Call, function: Callable[..., Any], *operands: Any) 
     if call.implementation != mosaic.NAME:
         return function(*operands)
     run, arrays = of_arrays(function, operands)
-    return mosaic.per_token(run, *arrays)
+    return mosaic.per_token(call, run, *arrays)
 
 
 def of_arrays(function: Callable[..., Any], operands: Any) -> tuple[Callable[..., Any], list[Any]]:

@@ -28,6 +28,7 @@ from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._chunks import Cache
 from lce_jax.mosaic._compiler import Bind, Kernel, compiled, traced, why_not
+from lce_jax.mosaic._generations import device_refusal
 from lce_jax.mosaic._host import Host
 from lce_jax.mosaic._operands import Geometry, KeptFields, Prepared, geometry, kept_fields
 from lce_jax.mosaic.common import _tiles, _tokens
@@ -36,7 +37,6 @@ from lce_jax.mosaic.common._select import select
 from lce_jax.mosaic.common._tokens import coefficients, finish, prepare, scale
 
 __all__ = [
-    "SERVED",
     "THREADS",
     "Bind",
     "CallKind",
@@ -46,6 +46,7 @@ __all__ = [
     "Tokens",
     "backward",
     "compiled",
+    "device_refusal",
     "for_device",
     "forward",
     "live_shape",
@@ -60,8 +61,6 @@ __all__ = [
 
 THREADS = 128  # rows that every per-token array has at least
 
-SERVED = tuple(one for generation in _generations.GENERATIONS for one in generation.compute_capabilities)
-
 PER_CANDIDATE = "candidate_logprobs"  # the result [R, K], and its cotangent
 
 type Buffer = Any  # an array of the host's, with a shape, a dtype and `view(shape, dtype)`
@@ -69,7 +68,7 @@ type Buffer = Any  # an array of the host's, with a shape, a dtype and `view(sha
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallKind(Call):
-    """A call whose kernels a host launches. H is a multiple of 64, 128 at least, and the weight's V one of 8.
+    """A call whose kernels a host launches. H is a multiple of 64, 128 at least, and the weight's V one of the atom.
 
     Attributes:
         rows: of the kernels' arrays, as many as there are tokens or more: a multiple of 128.
@@ -142,8 +141,9 @@ def refusal(kind: CallKind) -> str | None:
 
 def refusal_to_scale(size: int, device: Device) -> str | None:
     """Why `scale` does not multiply so many numbers on a device; None if it does."""
-    if _generations.serving(device) is None:
-        return f"no kernels for {device.kind}"
+    reason = device_refusal(device)
+    if reason is not None:
+        return reason
     if size % _tiles.SCALED or size >= 1 << 31:
         return f"{size} numbers must be a multiple of {_tiles.SCALED}, and less than 2^31"
     return None

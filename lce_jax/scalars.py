@@ -164,7 +164,7 @@ def num_bytes(name: str, value: Any) -> int:
 
 
 def part_size(value: Any, cache_bytes: int | None, gradient_threshold: float) -> int | None:
-    """A ``vocab_part_size``: columns, a multiple of 8 as kernels read the weight. None: the vocabulary has no parts."""
+    """A ``vocab_part_size``: columns, a multiple of 8 as TMA reads the weight. None: the vocabulary has no parts."""
     if value is None:
         return None
     value = integer("vocab_part_size", value)

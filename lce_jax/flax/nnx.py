@@ -33,11 +33,11 @@ class LMHead(_head.HeadCalls, nnx.Module):
         pad_to_multiple: rounds the rows of the head's own weight up, for example to the number of shards. Rows from
             ``vocab_size`` on are padding: in no logits and no sum, with zero gradient. A tied weight is not padded.
         use_bias: whether the head has a parameter ``bias [rows]`` too, zero at first, which is added to the products
-            before the scale (GPT-J, Phi). The kernels for Hopper GPUs do not serve it.
+            before the scale (GPT-J, Phi). The kernels do not serve it.
         logit_scale: multiplies the float32 logits (Cohere, MuP).
         logit_softcap: ``c`` in ``c·tanh(logits / c)`` (Gemma 2: 30). None: no cap.
         dtype: of the matrix products; each call casts the weight and the hidden states to it. With bfloat16 the
-            kernels for Hopper GPUs serve float32 parameters. None: that of the weight.
+            kernels serve float32 parameters. None: that of the weight.
         param_dtype: the dtype of the head's own weight and of the bias.
         weight_init: initializer of the head's own weight.
         precision: of the matrix products with float32 operands.

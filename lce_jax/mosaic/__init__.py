@@ -13,7 +13,6 @@ one importer of the kernel language.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -41,12 +40,17 @@ from lce_jax.xla._walk import Shard
 NAME = "mosaic_gpu"
 
 
-def _promotes_ranks[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose code and kernels rely on ranks being promoted, whatever the caller's configuration says."""
+def _launches[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` of a call or a plan of one, whose kernels are lowered for its device, which need not be there.
+
+    Code and kernels rely on ranks being promoted, whatever the caller's configuration says.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with jax.numpy_rank_promotion("allow"):
+        (case,) = (x.cases.student if isinstance(x, KLPlan) else x for x in args if isinstance(x, (Call, KLPlan)))
+        capability = case.device.compute_capability or _generation_of(case).compute_capabilities[0]
+        with jax.numpy_rank_promotion("allow"), _pallas.lowering_for(capability, unless_told=True):
             return function(*args, **kwargs)
 
     return run
@@ -75,27 +79,28 @@ def plan(case: Call) -> Plan:
     return _plan.plan(case, _generation_of(case), NAME)
 
 
-@_promotes_ranks
+@_launches
 def statistics(operands: Operands, case: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
     """Eq. 1 of the whole shard, and the cache."""
     return _forward.statistics(operands, case, _generation_of(case), keep_cache)
 
 
-@_promotes_ranks
+@_launches
 def in_parts(operands: Operands, case: Call, keep_cache: bool = False) -> tuple[Parts, Any]:
     """Eq. 1 of each group of tiles, and the cache."""
     return _forward.in_parts(operands, case, _generation_of(case), keep_cache)
 
 
-@_promotes_ranks
+@_launches
 def merged(parts: Parts, case: Call, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
     """All shards' groups joined in their order."""
     return _forward.merged(parts, case, _generation_of(case), inverse_temperature, num_rows)
 
 
-@_promotes_ranks
-def per_token(function: Callable[..., Any], *operands: Any) -> Any:
+@_launches
+def per_token(case: Call, function: Callable[..., Any], *operands: Any) -> Any:
     """In a kernel."""
+    del case
     return _tokens.per_token(function, *operands)
 
 
@@ -104,15 +109,7 @@ def serves(device: Device) -> bool:
     return jax.__version_info__ >= _generations.JAX_OF_THE_KERNELS and _generations.serving(device) is not None
 
 
-def lowering_for(device: Device) -> contextlib.AbstractContextManager[None]:
-    """Within it, kernels are lowered for a device that need not be there."""
-    generation = _generations.serving(device)
-    if generation is None:
-        return contextlib.nullcontext()
-    return _pallas.lowering_for(device.compute_capability or generation.compute_capabilities[0])
-
-
-@_promotes_ranks
+@_launches
 def selected(case: Call, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
     """The live tiles, and the dropped mass."""
     if cache is None:
@@ -120,7 +117,7 @@ def selected(case: Call, cache: Any, of_rows: Normalizer, num_rows: Any) -> tupl
     return _threshold.select(case, cache, of_rows, num_rows)
 
 
-@_promotes_ranks
+@_launches
 def gradients(
     operands: Operands,
     case: Call,
@@ -149,19 +146,19 @@ def kl_plan(plan: KLPlan) -> Plan:
     return _plan.kl_plan(plan, _generation_of(plan.cases.student), NAME)
 
 
-@_promotes_ranks
+@_launches
 def kl_statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Any]:
     """`lce_jax.xla._kl.statistics`, with kernels."""
     return _kl.statistics(plan, shard, _generation_of(plan.cases.student), keep_cache)
 
 
-@_promotes_ranks
+@_launches
 def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
     """`lce_jax.xla._kl.mixture_sums`, with kernels."""
     return _kl.mixture_sums(plan, shard, rows, _generation_of(plan.cases.student))
 
 
-@_promotes_ranks
+@_launches
 def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: Any = None) -> Primals:
     """`lce_jax.xla._kl.gradients`, with kernels."""
     return _kl.gradients(plan, shard, rows, cache, _generation_of(plan.cases.student))

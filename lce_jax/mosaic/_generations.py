@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import jax
@@ -10,10 +11,11 @@ import jax
 from lce_jax._types import Call, Device
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic.common import _refusal
+from lce_jax.mosaic.mma import SM80, SM89, SM120
 from lce_jax.mosaic.sm90 import HOPPER
 
 JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest whose kernel language has been tested on a GPU
-GENERATIONS: tuple[Generation, ...] = (HOPPER,)
+GENERATIONS: tuple[Generation, ...] = (HOPPER, SM120, SM80, SM89)
 
 
 def serving(device: Device) -> Generation | None:
@@ -22,7 +24,8 @@ def serving(device: Device) -> Generation | None:
     A device that is only described, for compiling ahead of time, has a name and no compute capability.
     """
     for generation in GENERATIONS:
-        described = not device.compute_capability and any(name in device.kind for name in generation.devices)
+        words = rf"\b({'|'.join(generation.devices)})\b"
+        described = not device.compute_capability and re.search(words, device.kind)
         if device.compute_capability in generation.compute_capabilities or described:
             return generation
     return None
@@ -46,16 +49,24 @@ def using(generation: Generation) -> Iterator[None]:
 
 def refusal(case: Call) -> str | None:
     """Why no kernels can serve ``case``; None where one can."""
-    device = case.device
-    each = (f"{', '.join(one.compute_capabilities)} ({', '.join(one.devices[:3])})" for one in GENERATIONS)
-    capabilities = " or ".join(each)
+    reason = device_refusal(case.device)
+    if reason is not None:
+        return reason
+    generation = serving(case.device)
+    assert generation is not None
+    return _refusal.refusal(case, generation)
+
+
+def device_refusal(device: Device) -> str | None:
+    """Why no kernels can serve any call on ``device``; None where some can."""
+    *others, last = sorted((one for each in GENERATIONS for one in each.compute_capabilities), key=float)
+    capabilities = f"{', '.join(others)} or {last} ({', '.join(one.devices[0] for one in GENERATIONS)})"
     if device.platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU of compute capability {capabilities}, this is {device.platform}"
     if jax.__version_info__ < JAX_OF_THE_KERNELS:
         return f"needs JAX {'.'.join(map(str, JAX_OF_THE_KERNELS))} or newer, this is {jax.__version__}"
-    generation = serving(device)
-    if generation is None:
+    if serving(device) is None:
         return f"needs compute capability {capabilities}, {device.kind} has {device.compute_capability or 'another'}"
     if device.core_count < 2:
         return f"needs to know the number of multiprocessors of {device.kind}"
-    return _refusal.refusal(case, generation)
+    return None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from lce_jax import _jax
 
@@ -34,6 +35,7 @@ plgpu: Any = Language("jax.experimental.pallas.mosaic_gpu")
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
 _lowered_for: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar("lowered_for", default=None)
+TRACED_FOR = "lce_traced_for"  # metadata of a kernel's launch: a compute capability
 _notes: contextvars.ContextVar[list[Note] | None] = contextvars.ContextVar("notes", default=None)
 
 
@@ -59,14 +61,19 @@ def interpreting(parameters: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lowering_for(compute_capability: str) -> Iterator[None]:
+def lowering_for(compute_capability: str, unless_told: bool = False) -> Iterator[None]:
     """Within it, kernels are lowered for GPUs of this compute capability, which need not be there.
 
     Mosaic asks JAX's default device, and its first local device how much shared memory it has, which would start JAX on
-    the GPU. So what it asks is replaced, once: from then on it answers for the context that it is called in.
+    the GPU. So what it asks is replaced, once: from then on it answers for the context that it is called in. A kernel
+    that is traced within it is lowered so later too. ``unless_told``: not inside another, nor where the default device
+    is such a GPU.
     """
-    _answer_by_context()
+    answer = _answer_by_context()
     major, minor = map(int, compute_capability.split("."))
+    if unless_told and (_lowered_for.get() or answer() == (major, minor)):
+        yield
+        return
     token = _lowered_for.set((major, minor))
     try:
         yield
@@ -75,12 +82,23 @@ def lowering_for(compute_capability: str) -> Iterator[None]:
 
 
 @functools.cache
-def _answer_by_context() -> None:
+def _answer_by_context() -> Callable[[], tuple[int, ...]]:
+    """What says which GPU JAX itself would lower for."""
     core: Any = importlib.import_module("jax.experimental.mosaic.gpu.core")
     utils: Any = importlib.import_module("jax.experimental.mosaic.gpu.utils")
-    infer_arch = utils._infer_arch
+    infer_arch: Callable[[], tuple[int, ...]] = utils._infer_arch
     utils._infer_arch = lambda: _lowered_for.get() or infer_arch()
     core.jax = _Jax()
+    registration: Any = importlib.import_module("jax._src.pallas.mosaic_gpu.pallas_call_registration")
+    lower = registration.mpmd_map_mgpu_lowering_rule
+
+    def lower_as_traced(context: Any, *nodes: Any, **params: Any) -> Any:
+        traced_for = (context.jaxpr_eqn_ctx.xla_metadata or {}).get(TRACED_FOR)
+        with lowering_for(traced_for) if traced_for else contextlib.nullcontext():
+            return lower(context, *nodes, **params)
+
+    registration.mpmd_map_mgpu_lowering_rule = lower_as_traced
+    return infer_arch
 
 
 class _Jax:
@@ -117,7 +135,9 @@ def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = Non
     run = _updating_kernel(body, updated, **kwargs) if updated else plgpu.kernel(body, **kwargs)
 
     def typed(*operands: Any) -> Any:
-        with jax.enable_x64(False):  # the kernels count in int32, also if the caller has x64 on
+        told = _lowered_for.get()
+        marked = set_xla_metadata(**{TRACED_FOR: "{}.{}".format(*told)}) if told else contextlib.nullcontext()
+        with jax.enable_x64(False), marked:  # the kernels count in int32, also if the caller has x64 on
             results = _jax.vary_like(run(*operands), operands)
         notes = _notes.get()
         if notes is not None:

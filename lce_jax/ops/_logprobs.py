@@ -84,12 +84,12 @@ def linear_logprobs(
         cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less: exponentials of
             the first tiles of the vocabulary, in the weight's dtype (float32 on a CPU). 0 keeps nothing, and so does a
             call that is not differentiated. None: up to 1 GiB on a GPU, 0 elsewhere, under ``vmap``, over Auto axes,
-            and where a machine has several devices and tracing sees no mesh. The kernels, if V is a multiple of 8, and
-            "xla", if it keeps all tiles and no row or column is left out, overwrite the cache inside ``jit`` and a
-            copy of it outside.
+            and where a machine has several devices and tracing sees no mesh. The kernels, if V is a multiple of 8 (128
+            before Hopper), and "xla", if it keeps all tiles and no row or column is left out, overwrite the cache
+            inside ``jit`` and a copy of it outside.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
-        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), or a tuple of both, tried in
+        implementation: "mosaic_gpu" (kernels for NVIDIA GPUs), "xla" (every device), or a tuple of both, tried in
             order. None: the best one that can serve the call; its name is logged once (logger ``lce_jax``). `explain`
             gives the choice and the reasons.
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
@@ -100,11 +100,11 @@ def linear_logprobs(
         gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
             hold no label and no candidate, are left out of the gradients: a number in [0, 1). Results never change. 0
             is exact. "mosaic_gpu" alone leaves tiles out; the gradients of the others stay exact.
-        vocab_part_size: columns of a part of the vocabulary, a multiple of 8. The kernels' tiles begin anew at each
-            part's first column, so results have the same bits over any number of shards: give the columns of the
-            smallest shard that any mesh or process group has. Shards must have whole parts; only a vocabulary that is
-            not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``. "mosaic_gpu" alone makes
-            such a promise; the others ignore it. None: each shard is one part.
+        vocab_part_size: columns of a part of the vocabulary, a multiple of 8 (128 before Hopper). The kernels' tiles
+            begin anew at each part's first column, so results have the same bits over any number of shards: give the
+            columns of the smallest shard that any mesh or process group has. Shards must have whole parts; only a
+            vocabulary that is not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``.
+            "mosaic_gpu" alone makes such a promise; the others ignore it. None: each shard is one part.
         logit_floor: f: the distribution is that over the tokens v with ``z[v] >= f`` and the label, as top-k, top-p or
             min-p leave it: a number, or an array that broadcasts to ``labels``, in logits. ``lse`` and a probability
             are sums over V that another program rounds otherwise; a logit is one product. `lce_jax.floors` makes

@@ -50,8 +50,7 @@ def linear_topk(
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
             ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``. None has a gradient, and the temperature
             does not change the order; a wrong one of a traced array gives ids -1 and NaN in its row. The
-            ``implementation`` is "xla": the kernels for Hopper GPUs do not serve it, because XLA's own product takes
-            the same time.
+            ``implementation`` is "xla": the kernels do not serve it, because XLA's own product takes the same time.
 
     Returns:
         A `TopK`: ids and logprobs ``[..., k]``, lse ``[...]``.

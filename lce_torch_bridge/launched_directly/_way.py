@@ -22,7 +22,7 @@ def launch_with(way: Literal["direct", "jax"] | None) -> None:
     """Says how calls are run, from now on and in this process.
 
     Args:
-        way: "direct" launches the kernels for Hopper GPUs on torch's current stream with torch's memory, and JAX starts
+        way: "direct" launches the kernels on torch's current stream with torch's memory, and JAX starts
             no client on the GPU. A call that cannot be served so raises. "jax" lends the tensors to JAX, which keeps a
             pool of GPU memory of its own (`init`). None, as in the beginning, is "direct" where it can be, else "jax";
             the logger ``lce_torch_bridge`` says once why not. Where the kernels run, each token's results have the same

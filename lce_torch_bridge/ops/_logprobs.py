@@ -56,8 +56,8 @@ def linear_logprobs(
             of the context share the copy, as with ``torch.nn.functional.linear``.
         labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
         bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
-            autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels for
-            Hopper GPUs do not serve it: ``implementation=None`` then takes "xla" there. None: no bias.
+            autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels do
+            not serve it: ``implementation=None`` then takes "xla". None: no bias.
         tp_group: the process group over which the vocabulary is split into parts of the same size; rank r holds the
             r-th. All ranks pass the same ``hidden`` and ``labels`` and get bitwise-equal results. None: ``weight`` is
             whole.
@@ -74,8 +74,7 @@ def linear_logprobs(
         stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, and ``.sum_p_squared``, Σ p² over the
             vocabulary (verl's ``sum_pi_squared``). They have no gradient.
         mean_logit: True fills ``.mean_logit``, the mean of ``z`` over the true vocabulary, with a gradient. Label
-            smoothing needs it (`linear_cross_entropy`). The kernels for Hopper GPUs do not serve it together with
-            a cap.
+            smoothing needs it (`linear_cross_entropy`). The kernels do not serve it together with a cap.
         candidates: ``[..., K]`` integers of any type: vocabulary ids per token, global also when the vocabulary is
             split, whose log-probabilities under the whole vocabulary are wanted too, such as a teacher's most likely
             tokens; K from 1 to 512. -1 stands for none. None: ``.candidate_logprobs`` is None and costs nothing.
@@ -109,18 +108,18 @@ def linear_logprobs(
             never change. 0 is exact. "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per
             token. `lce_jax` tells how much probability was left out (``dropped_mass``). Under ``torch.compile``: as
             ``cache_bytes``.
-        vocab_part_size: columns of a part of the vocabulary, a multiple of 8. The kernels' tiles begin anew at each
-            part's first column, so calls that are launched directly (`explain`) have the same bits over any number of
-            ranks. Give the rows of the smallest shard that any ``tp_group`` has. Ranks must have whole parts; only a
-            vocabulary that is not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``. None:
-            each rank's rows are one part.
+        vocab_part_size: columns of a part of the vocabulary, a multiple of 8 (128 before Hopper). The kernels' tiles
+            begin anew at each part's first column, so calls that are launched directly (`explain`) have the same bits
+            over any number of ranks. Give the rows of the smallest shard that any ``tp_group`` has. Ranks must have
+            whole parts; only a vocabulary that is not split may end inside one. Not with ``cache_bytes`` or
+            ``gradient_threshold``. None: each rank's rows are one part.
         logit_floor: a number f, or a float tensor that broadcasts to ``labels``, in logits. The distribution is then
             over the set of the tokens v with ``z[v] >= f`` and the label, as top-k, top-p or min-p sampling leaves it.
             -inf leaves all. Gradients are 0 outside of the set, and ``stats=True`` fills ``support``, the number of
             tokens in it. An empty set, of a label out of vocabulary, has 0 in outputs and gradients. A NaN is refused
             where its value is known; elsewhere its row returns NaN. Not with ``candidates`` or ``mean_logit``. No
             gradient. `lce_jax.floors` says where floors come from. None: every token.
-        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), or a tuple of both, tried in
+        implementation: "mosaic_gpu" (kernels for NVIDIA GPUs), "xla" (every device), or a tuple of both, tried in
             order. None: the best one that can serve the call.
 
     Returns:

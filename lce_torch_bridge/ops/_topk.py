@@ -52,8 +52,7 @@ def linear_topk(
         where: the tokens that count: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
             once (int64 or int32). The others have ids -1 and zeros, and cost no work. The host waits for the GPU to
             count a bool tensor, but not for an index. None: all.
-        implementation: None or "xla": the kernels for Hopper GPUs do not serve it, because XLA's own product takes the
-            same time.
+        implementation: None or "xla": the kernels do not serve it, because XLA's own product takes the same time.
 
     Returns:
         A `TopK`: ids and logprobs ``[..., k]``, lse ``[...]``.

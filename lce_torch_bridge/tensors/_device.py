@@ -68,10 +68,7 @@ def why_not(device: torch.device) -> str | None:
     described = device_of(device)
     if described is None:
         return f"{device} is no CUDA device of this machine"
-    if described.compute_capability not in kernels.SERVED:
-        served = " or ".join(kernels.SERVED)
-        return f"{described.kind} has compute capability {described.compute_capability}, the kernels need {served}"
-    return kernels.why_not()
+    return kernels.device_refusal(described) or kernels.why_not()
 
 
 def struct(x: torch.Tensor) -> jax.ShapeDtypeStruct:

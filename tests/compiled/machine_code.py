@@ -33,12 +33,12 @@ from lce_jax.mosaic._pallas import lowering_for
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._host import Tape, needed
 from lce_torch_bridge.tensors import _tensor_parallel
-from tests.devices import H200
+from tests.devices import A100, H200
 
 HERE = pathlib.Path(__file__).parent
 DEVICES = {
     "h200": H200,
-    "a100": Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108),
+    "a100": A100,
     "l40s": Device("gpu", "NVIDIA L40S", "8.9", 142),
     "rtx5090": Device("gpu", "NVIDIA GeForce RTX 5090", "12.0", 170),
 }

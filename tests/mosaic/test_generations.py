@@ -12,11 +12,18 @@ import pytest
 
 from lce_jax import _dispatch, mosaic
 from lce_jax._types import Call, Device, UnsupportedError
-from lce_jax.mosaic import _generations, sm90
+from lce_jax.mosaic import _generations, mma, sm90
 from lce_jax.mosaic._call import Generation
-from tests.devices import B200, H200
+from tests.devices import A100, B200, H200
 
-A100 = Device("gpu", "NVIDIA A100", "8.0", 108)
+DESCRIBED = {
+    **dict.fromkeys(("H100 80GB HBM3", "GH200 480GB", "H20"), sm90.HOPPER),
+    **dict.fromkeys(("A100-SXM4-80GB", "A30", "A800 40GB Active"), mma.SM80),
+    **dict.fromkeys(("A10", "A10G", "L4", "L40", "L40S", "RTX A6000", "GeForce RTX 3090 Ti"), mma.SM89),
+    **dict.fromkeys(("RTX 6000 Ada Generation", "GeForce RTX 4090"), mma.SM89),
+    **dict.fromkeys(("GeForce RTX 5090", "RTX PRO 6000 Blackwell Workstation Edition"), mma.SM120),
+    **dict.fromkeys(("RTX A3000", "A1000", "Quadro RTX 6000", "GB200", "Tesla V100-SXM2-32GB"), None),
+}
 
 
 def case(device: Device) -> Call:
@@ -29,8 +36,11 @@ def case(device: Device) -> Call:
         (H200, sm90.HOPPER),
         (B200, None),
         (H200._replace(compute_capability=""), sm90.HOPPER),  # described, to compile ahead of time
-        (A100, None),
-        (A100._replace(compute_capability=""), None),
+        (B200._replace(compute_capability=""), None),
+        (A100, mma.SM80),
+        (Device("gpu", "NVIDIA A10", "8.6", 72), mma.SM89),
+        (Device("gpu", "another Ada", "8.9", 72), mma.SM89),
+        *[(Device("gpu", f"NVIDIA {kind}", "", 72), generation) for kind, generation in DESCRIBED.items()],
     ],
 )
 def test_the_device_picks_the_generation(device: Device, generation: Generation | None) -> None:
@@ -41,9 +51,9 @@ def test_the_device_picks_the_generation(device: Device, generation: Generation 
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        (Device("cpu"), "9.0 (H100, H200, GH200), this is cpu"),
-        (A100, "9.0 (H100, H200, GH200), NVIDIA A100 has 8.0"),
-        (Device("gpu", "NVIDIA A100"), r"NVIDIA A100 has another"),
+        (Device("cpu"), "8.0, 8.6, 8.9, 9.0 or 12.0 (H100, RTX 5090, A100, L40S), this is cpu"),
+        (B200, "8.0, 8.6, 8.9, 9.0 or 12.0 (H100, RTX 5090, A100, L40S), NVIDIA B200 has 10.0"),
+        (Device("gpu", "NVIDIA B200"), r"NVIDIA B200 has another"),
         (H200._replace(core_count=0), r"number of multiprocessors of NVIDIA H200"),
     ],
 )
@@ -52,8 +62,8 @@ def test_a_refusal_names_every_generation(device: Device, reason: str) -> None:
 
 
 def test_what_no_generation_serves_has_no_plan() -> None:
-    with pytest.raises(UnsupportedError, match=r'"mosaic_gpu": .* NVIDIA A100 has 8\.0'):
-        mosaic.plan(case(A100))
+    with pytest.raises(UnsupportedError, match=r'"mosaic_gpu": .* NVIDIA B200 has 10\.0'):
+        mosaic.plan(case(B200))
 
 
 def test_another_generation_serves_for_a_while() -> None:

@@ -192,7 +192,7 @@ REFUSED = {
     "columns": (structs(64, 64, 64, 513), H200, "V must be a multiple of 8, got 513"),
     "the teacher's hidden size": (structs(64, 64, 96, 512), H200, "the teacher: H must be a multiple of 64"),
     "float32": (structs(64, 64, 64, 512, "float32"), H200, "needs a bfloat16 or float16 weight"),
-    "Blackwell": (structs(64, 64, 64, 512), B200, "needs compute capability 9.0"),
+    "Blackwell": (structs(64, 64, 64, 512), B200, "needs compute capability 8.0"),
 }
 
 

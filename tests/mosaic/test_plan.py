@@ -14,7 +14,7 @@ from lce_jax._types import Call, Device
 from lce_jax.mosaic import _chunks, sm90
 from lce_jax.mosaic._operands import geometry
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, H100, NARROW, SHORT
-from tests.devices import H200
+from tests.devices import B200, H200
 
 
 def case(**changes) -> Call:
@@ -29,7 +29,7 @@ def case(**changes) -> Call:
     ("changes", "reason"),
     [
         ({"device": Device("cpu")}, "this is cpu"),
-        ({"device": Device("gpu", "NVIDIA A100", "8.0", 108)}, "NVIDIA A100 has 8.0"),
+        ({"device": B200}, "NVIDIA B200 has 10.0"),
         ({"dtype": jnp.dtype("float32")}, "got float32"),
         ({"hidden_size": 1000}, "got 1000"),
         ({"columns": 200}, "at least 256"),
@@ -44,7 +44,7 @@ def test_refusals_say_why(changes: dict, reason: str) -> None:
 
 def test_refused_on_this_machine() -> None:
     arrays = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((256, 64), jnp.bfloat16), jnp.zeros((8,), jnp.int32)
-    with pytest.raises(lce_jax.UnsupportedError, match=r"needs an NVIDIA GPU of compute capability 9\.0"):
+    with pytest.raises(lce_jax.UnsupportedError, match=r"needs an NVIDIA GPU of compute capability 8\.0, 8\.6"):
         lce_jax.linear_logprobs(*arrays, implementation="mosaic_gpu")
 
 

@@ -22,13 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lce_jax
 import lce_torch_bridge
 from lce_jax import kernels
-from lce_jax.kernels import CallKind, Device, Kernel
+from lce_jax.kernels import CallKind, Kernel
 from lce_jax.mosaic import _chunks
 from lce_torch_bridge import explain, launch_with, linear_logprobs
 from lce_torch_bridge._types import PER_CANDIDATE
 from lce_torch_bridge.launched_directly import _host, _passes, _way
 from lce_torch_bridge.launched_directly._host import Buffer, Launches, Memory, Tape, needed
 from lce_torch_bridge.tensors import _device
+from tests.devices import A100, B200
 from tests.torch import problem as p
 from tests.torch.as_gpu import H200, as_gpu
 
@@ -116,10 +117,10 @@ def test_other_numbers_of_tokens_have_the_same_kernels() -> None:
     ("changed", "reason"),
     [
         ({"columns": 50257, "vocab_size": 50257}, "V must be a multiple of 8, got 50257"),
+        ({"columns": 50256, "device": A100}, "V must be a multiple of 128, got 50256"),
         ({"hidden_size": 64}, "H must be at least 128, got 64"),
         ({"dtype": jnp.dtype("float32")}, "bfloat16 or float16"),
-        ({"device": Device("gpu", "NVIDIA B200", "10.0", 148)}, "compute capability"),
-        ({"device": Device("gpu", "NVIDIA A100", "8.0", 108)}, "compute capability"),
+        ({"device": B200}, "compute capability"),
     ],
 )
 def test_refusals(changed: dict[str, Any], reason: str) -> None:

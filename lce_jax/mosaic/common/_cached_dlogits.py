@@ -37,7 +37,7 @@ COLUMNS = 128  # of a block
 BLOCK = (ROWS, COLUMNS)
 HELD = Held(ROWS)
 PER_TILE = TILE_N // COLUMNS
-SHARED_BYTES = 192 << 10  # of a multiprocessor, for the blocks of all kernel blocks on it
+SHARED_BYTES = 192 << 10  # of a Hopper's multiprocessor, for the blocks of all kernel blocks on it
 STAGES = 2
 SLOTS = 2  # of the staging memory
 
@@ -97,10 +97,19 @@ class Block:
 type Gradient = Callable[[Block, Sequence[Array]], Array]  # of what is cached of a block, in float32
 
 
-def kernel(body: Callable[..., None], output: Any, case: Call, name: str, cached: Sequence[Any], updated: Any) -> Any:
-    """``body`` on as many kernel blocks as there is room for the ``cached`` arrays' blocks."""
-    in_flight = STAGES * sum(x.dtype.itemsize for x in cached) + SLOTS * output.dtype.itemsize
-    per_core = SHARED_BYTES // (ROWS * COLUMNS * in_flight)
+def kernel(
+    body: Callable[..., None],
+    output: Any,
+    case: Call,
+    name: str,
+    cached: Sequence[Any],
+    updated: Any,
+    slots: int = SLOTS,
+    shared_bytes: int = SHARED_BYTES,
+) -> Any:
+    """``body`` on as many kernel blocks as there is room for the ``cached`` arrays' blocks, and ``slots`` to send."""
+    in_flight = STAGES * sum(x.dtype.itemsize for x in cached) + slots * output.dtype.itemsize
+    per_core = shared_bytes // (ROWS * COLUMNS * in_flight)
     return _pallas.kernel(
         body,
         out_type=[output],
@@ -165,7 +174,8 @@ def cached_dlogits(
     """
     output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), case.dtype)
     body, updated = functools.partial(_kernel, case, generation.has_tma), {0: 0} if overwrites else None
-    (result,) = kernel(body, output, case, "lce_cached_dlogits", [cache.exponentials], updated)(
+    room = SLOTS if generation.has_tma else 0, generation.smem_limit
+    (result,) = kernel(body, output, case, "lce_cached_dlogits", [cache.exponentials], updated, *room)(
         cache.exponentials,
         cache.max,
         factors,

@@ -4,8 +4,8 @@ _pipeline.py  tiles of a product by two warpgroups, and the exchange of their ha
 _copies.py    how operands come into shared memory: by TMA, or by cp.async
 _tuning.py    the free choices of each kernel
 
-The epilogues are Hopper's: the accumulators lie in registers as wgmma's do. No GPU has run these kernels yet, so
-`lce_jax.mosaic._generations` does not name them.
+The epilogues are Hopper's: the accumulators lie in registers as wgmma's do. An H100, which has these instructions too,
+has run the kernels by TMA and, forced, by cp.async (`benchmarks.programs.KERNELS`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SM80 = Generation(
 )
 SM89 = Generation(
     compute_capabilities=("8.9", "8.6"),
-    devices=("L40", "RTX 4090", "L4", "RTX 6000 Ada", "A10", "A40", "RTX 3090", "RTX A6000"),
+    devices=("L40S", "L40", "L4", "RTX 4090", "RTX 6000 Ada", "A10", "A10G", "A40", "RTX 3090", "RTX A6000"),
     tiling=SM80.tiling,
     budget=BUDGET,
     tunings=OneTuning(tuning=Tuning(tile_k=32, stages=3), has_tma=False),
