@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 27_740
+PACKAGES_LINES = 27_768
 PACKAGES_FILES = 145
-TESTS_LINES = 32_575
+TESTS_LINES = 32_591
 
 
 def test_size() -> None:
