@@ -326,7 +326,8 @@ def _precisions() -> dict[str, Program]:
 @contextlib.contextmanager
 def with_kernels_of(generation: Generation) -> Iterator[None]:
     """Within it, calls on this device run the kernels of ``generation``. They are chosen while tracing: afresh."""
-    own = dataclasses.replace(generation, compute_capabilities=(current_device().compute_capability,))
+    capability = current_device().compute_capability
+    own = dataclasses.replace(generation, compute_capabilities=(capability,), ran_on=None)
     before_hopper = _pallas.lowering_for(generation.compute_capabilities[0])  # where JAX copies by cp.async
     jax.clear_caches()
     with _generations.using(own), contextlib.nullcontext() if generation.has_tma else before_hopper:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from lce_jax import _jax, mosaic
+from lce_jax import _first_call, _jax, mosaic
 from lce_jax._types import (
     Call,
     Device,
@@ -163,6 +163,8 @@ def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
     refused: dict[str, str] = {}
     for name in IMPLEMENTATIONS if call.requested is None else call.requested:
         reason = IMPLEMENTATIONS[name].supports(call)
+        if reason is None and name == mosaic.NAME and _described.get() is None:
+            reason = _first_call.refusal(call.device)
         if reason is None:
             if call.requested is None:
                 what = "linear log-probabilities" if call.teacher is None else "divergences of two heads"
@@ -178,7 +180,9 @@ def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
 def explain(call: Call) -> Plan:
     """The plan of the implementation that `choose` picks, with the reasons of those before it."""
     chosen, refused = choose(call)
-    return dataclasses.replace(chosen.plan(call), refused=refused)
+    plan = chosen.plan(call)
+    notes = _first_call.notes(call.device) if chosen is mosaic else ()
+    return dataclasses.replace(plan, refused=refused, notes=(*plan.notes, *notes))
 
 
 def over(call: Call, mesh: Any) -> Call:

@@ -105,8 +105,8 @@ def per_token(case: Call, function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def serves(device: Device) -> bool:
-    """Whether a device has kernels, and this version of JAX what they need."""
-    return jax.__version_info__ >= _generations.JAX_OF_THE_KERNELS and _generations.serving(device) is not None
+    """Whether a device has kernels, and they were not found wrong there."""
+    return _generations.device_refusal(device) is None
 
 
 @_launches

@@ -77,6 +77,7 @@ class Generation:
         machine: how tiles are multiplied, and what becomes of them.
         smem_limit: the bytes of shared memory that a block may use.
         has_tma: whether copies to and from shared memory are TMA's, which leaves out what lies outside an array.
+        ran_on: the card that ran the same source, where none of its own has: the first call on one checks itself.
     """
 
     compute_capabilities: tuple[str, ...]
@@ -87,6 +88,7 @@ class Generation:
     machine: Machine
     smem_limit: int
     has_tma: bool = True
+    ran_on: str | None = None
 
     @property
     def kl(self) -> KLMachine:

@@ -16,6 +16,7 @@ from lce_jax.mosaic.sm90 import HOPPER
 
 JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest whose kernel language has been tested on a GPU
 GENERATIONS: tuple[Generation, ...] = (HOPPER, SM120, SM80, SM89)
+FOUND: dict[tuple[Generation, Device], str | None] = {}  # what the first call on a GPU of this machine found wrong
 
 
 def serving(device: Device) -> Generation | None:
@@ -65,8 +66,16 @@ def device_refusal(device: Device) -> str | None:
         return f"needs an NVIDIA GPU of compute capability {capabilities}, this is {device.platform}"
     if jax.__version_info__ < JAX_OF_THE_KERNELS:
         return f"needs JAX {'.'.join(map(str, JAX_OF_THE_KERNELS))} or newer, this is {jax.__version__}"
-    if serving(device) is None:
+    generation = serving(device)
+    if generation is None:
         return f"needs compute capability {capabilities}, {device.kind} has {device.compute_capability or 'another'}"
     if device.core_count < 2:
         return f"needs to know the number of multiprocessors of {device.kind}"
-    return None
+    return FOUND.get((generation, device))
+
+
+def unchecked(device: Device) -> Generation | None:
+    """The generation of ``device`` if it ran on another card alone, and no call has compared its results here."""
+    generation = serving(device)
+    is_known = generation is None or generation.ran_on is None or (generation, device) in FOUND
+    return None if is_known else generation

@@ -19,7 +19,8 @@ import lce_jax
 from benchmarks.problem import TOPK_NAME, stored
 from benchmarks.programs import KERNELS, with_kernels_of
 from lce_jax import LogprobOutput
-from lce_jax.mosaic import _generations, sm90
+from lce_jax.mosaic import _generations, mma, sm90
+from lce_jax.mosaic.mma import _pipeline
 
 pytestmark = pytest.mark.gpu
 
@@ -80,7 +81,7 @@ def draw(T: int, H: int, V: int, dtype: str = "bfloat16", seed: int = 0, **optio
     return jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), rows, options
 
 
-def step(implementation: str, options: dict[str, Any]):
+def step(implementation: str | None, options: dict[str, Any]):
     """(outputs, gradients) of one call, compiled."""
     return gradients_of(
         functools.partial(lce_jax.linear_logprobs, implementation=implementation), {"cache_bytes": 0} | options
@@ -165,6 +166,25 @@ def test_kernels_of_other_generations(name: str, kernels: str, monkeypatch: pyte
         pytest.skip("Hopper alone runs the instructions of all generations")
     with with_kernels_of(KERNELS[kernels]):
         check_case(name, monkeypatch)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_first_call_checks_itself(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kernels that count as never run on this card, and with a fault that is planted in them."""
+    device = jax.devices()[0]
+    generation = dataclasses.replace(mma.SM120, compute_capabilities=(device.compute_capability,))
+    if not right:
+        exchanged = _pipeline._exchanged
+        monkeypatch.setattr(_pipeline, "_exchanged", lambda own, given, *more: exchanged(given, own, *more))
+    hidden, weight, rows, options = draw(T=100, H=128, V=1000)
+    jax.clear_caches()
+    with _generations.using(generation):
+        jax.block_until_ready(step(None, options)(hidden, weight, rows))
+        plan = lce_jax.explain(hidden, weight, rows["labels"])
+    assert (plan.implementation == "mosaic_gpu") == right
+    assert right or f"its first call on {device.device_kind} differed from xla's" in plan.refused["mosaic_gpu"]
+    (found,) = [reason for (of, _), reason in _generations.FOUND.items() if of is generation]
+    assert (found is None) == right
 
 
 def check_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ def _no_staging(*_: Any) -> None:
     """Without TMA the epilogues store what registers hold."""
 
 
+RAN_ON = "an H100 with JAX 0.11.2"
 BUDGET = Budget(dhidden_waves=DHIDDEN_WAVES)
 
 SM120 = Generation(
@@ -48,6 +49,7 @@ SM120 = Generation(
     tunings=OneTuning(tuning=Tuning(tile_k=32, stages=3, slots=1)),
     machine=_machine(BY_TMA, _epilogue.staging),
     smem_limit=101_376,
+    ran_on=RAN_ON,
 )
 SM80 = Generation(
     compute_capabilities=("8.0",),
@@ -57,6 +59,7 @@ SM80 = Generation(
     tunings=OneTuning(tuning=Tuning(tile_k=64, stages=3), has_tma=False),
     machine=_machine(BY_CP_ASYNC, _no_staging),
     smem_limit=166_912,
+    ran_on=RAN_ON,
     has_tma=False,
 )
 SM89 = Generation(
@@ -67,5 +70,6 @@ SM89 = Generation(
     tunings=OneTuning(tuning=Tuning(tile_k=32, stages=3), has_tma=False),
     machine=SM80.machine,
     smem_limit=101_376,
+    ran_on=RAN_ON,
     has_tma=False,
 )

@@ -1,0 +1,108 @@
+"""Kernels that have run on another card alone: the first call on this one compares them with `lce_jax.xla`.
+
+Once per process and kind of device, on a small problem: a vocabulary that ends in a tile, labels that are none, half a
+cache, both gradients. It takes as long as it takes to compile them. If they differ, no call of the process runs them.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lce_jax import mosaic
+from lce_jax._types import Call, Device, LogprobOutput, Operands, Results
+from lce_jax.mathematics import _logprobs
+from lce_jax.mosaic import _generations
+from lce_jax.xla import _logprobs as xla
+
+T, H, V = 200, 256, 1000
+CACHE_BYTES = 300_000  # two of four tiles
+BOUNDS = {"logprobs": 1e-4, "entropy": 1e-4, "lse": 1e-4, "dhidden": 0.03, "dweight": 0.03}  # in nats; relative
+
+_logger = logging.getLogger("lce_jax")
+_one_at_a_time = threading.Lock()
+
+
+def refusal(device: Device) -> str | None:
+    """What is wrong with the kernels on ``device``; None if nothing is, or if it is none of this process's."""
+    if _generations.unchecked(device) is None:
+        return None
+    with _one_at_a_time:
+        generation, here = _generations.unchecked(device), devices_like(device)
+        if generation is not None and here:
+            _generations.FOUND[generation, device] = reason = _in_a_thread(device, here[0])
+            if reason is not None:
+                _logger.warning('"mosaic_gpu" is not used on %s in this process: %s', device.kind, reason)
+    return _generations.device_refusal(device)
+
+
+def devices_like(device: Device) -> list[jax.Device]:
+    """Those of this process."""
+    return [one for one in jax.local_devices() if one.device_kind == device.kind]
+
+
+def notes(device: Device) -> tuple[str, ...]:
+    """What `explain` says of such kernels."""
+    generation = _generations.serving(device)
+    if generation is None or generation.ran_on is None:
+        return ()
+    then = "this process" if _generations.unchecked(device) is None else "the first call"
+    return (f"the same source ran on {generation.ran_on}, not on {device.kind}: {then} compares a small call with xla",)
+
+
+def _in_a_thread(device: Device, here: jax.Device) -> str | None:
+    """Of its own, because what JAX knows of the trace, the mesh and the options around this call is the thread's."""
+    found: list[str | None] = []
+    run = functools.partial(contextvars.copy_context().run, lambda: found.append(_compare(device, here)))
+    thread = threading.Thread(target=run, name="lce_first_call")
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _compare(device: Device, here: jax.Device) -> str | None:
+    call = Call(
+        num_tokens=T, hidden_size=H, columns=V, vocab_size=V, dtype=jnp.dtype("bfloat16"), device=device,
+        cache_bytes=CACHE_BYTES,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    hidden, weight = rng.standard_normal((T, H)), rng.standard_normal((V, H)) * 2 / np.sqrt(H)
+    arrays: Any = [hidden.astype(call.dtype), weight.astype(call.dtype), rng.integers(-1, V, T).astype(np.int32)]
+    arrays += [rng.uniform(0.5, 2.0, T).astype(np.float32), rng.standard_normal((3, T)).astype(np.float32)]
+    try:
+        with jax.default_device(here):
+            run = [jax.jit(functools.partial(_answers, one, call)) for one in (mosaic, xla)]
+            found, wanted = (jax.device_get(one(*jax.device_put(arrays, here))) for one in run)
+    except Exception as error:
+        return f"its first call on {device.kind} raised {type(error).__name__}: {str(error).partition('\n')[0]}"
+    errors = {name: _error(x, wanted[name], name.startswith("d")) for name, x in found.items()}
+    wrong = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= BOUNDS[name]]
+    told = f"its first call on {device.kind} differed from xla's: {', '.join(wrong)}"
+    return f"{told}; `python -m benchmarks doctor` says more" if wrong else None
+
+
+def _answers(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inverse: Any, seeds: Any) -> dict[str, Any]:
+    operands = Operands(hidden, weight, targets, inverse, None, None)
+    stats, cache = one.statistics(operands, call, True)
+    scale, factor = _logprobs.row_scale(call, inverse), _logprobs.row_factor(call, inverse)
+    per_token = functools.partial(mosaic.per_token, call) if one is mosaic else lambda function, *x: function(*x)
+    out = _logprobs.finish(stats, scale, targets, None, V, None, per_token).outputs
+    rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
+    dhidden, dweight, _ = one.gradients(operands, call, rows, cache)
+    return {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse, "dhidden": dhidden, "dweight": dweight}
+
+
+def _error(x: Any, wanted: Any, relative: bool) -> float:
+    """The largest, or that of the worst row beside all rows' typical length."""
+    apart, wanted = x.astype(np.float64) - wanted.astype(np.float64), wanted.astype(np.float64)
+    if not relative:
+        return float(np.abs(apart).max())
+    lengths = np.linalg.norm(wanted, axis=1)
+    return float((np.linalg.norm(apart, axis=1) / np.maximum(lengths, np.median(lengths))).max())

@@ -1,0 +1,127 @@
+"""The first call on a card that has not run its kernels: they are compared with `xla`, and refused if wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import UnsupportedError, _dispatch, _first_call, explain, linear_logprobs
+from lce_jax.kernels import for_device
+from lce_jax.mosaic import _generations
+from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic.mma import _pipeline
+from tests.devices import A100
+from tests.mosaic_interpreter import afresh
+
+DEVICE = A100._replace(core_count=2)
+CALL = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16), jnp.arange(8)
+
+
+@pytest.fixture(autouse=True)
+def a100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's CPU counts as an A100."""
+    monkeypatch.setattr(_generations, "FOUND", {})
+    monkeypatch.setattr(_dispatch, "current_device", lambda *_, **__: DEVICE)
+    monkeypatch.setattr(_first_call, "devices_like", lambda _: jax.local_devices())
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    afresh()
+    jax.clear_caches()
+    with interpreting(plgpu.InterpretGPUParams()):
+        yield
+
+
+@pytest.fixture
+def by_xla(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The check runs `xla` in place of the kernels. Returns what it was asked for."""
+    answers, asked = _first_call._answers, list[Any]()
+    monkeypatch.setattr(_first_call, "_answers", lambda one, *x: asked.append(one) or answers(_first_call.xla, *x))
+    return asked
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_right_kernels_are_used(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lce_jax")
+    plan = explain(*CALL)
+    assert plan.implementation == "mosaic_gpu"
+    told = f"an H100 with JAX 0.11.2, not on {A100.kind}: this process compares a small call with xla"
+    assert plan.notes[-1].endswith(told)
+    assert list(_generations.FOUND.values()) == [None]
+    assert not caplog.records
+
+
+def swapped(own: Any, given: Any, exchange: Any, exchanged: Callable[..., Any] = _pipeline._exchanged) -> Any:
+    return exchanged(given, own, exchange)
+
+
+def raising(*_: Any) -> Any:
+    raise RuntimeError("no such instruction\nat 0x3")
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [(swapped, "differed from xla's: dhidden"), (raising, "raised RuntimeError: no")],
+)
+def test_wrong_kernels_are_refused(
+    fault: Any, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "lce_jax")
+    monkeypatch.setattr(_pipeline, "_exchanged", fault)
+    for _ in range(2):
+        plan = explain(*CALL)
+        assert plan.implementation == "xla"
+        assert f"its first call on {A100.kind} {told}" in plan.refused["mosaic_gpu"]
+        with pytest.raises(UnsupportedError, match=told):
+            linear_logprobs(*CALL, implementation="mosaic_gpu")
+    (record,) = caplog.records
+    assert told in record.getMessage()
+
+
+def in_shard_map(hidden: Any, weight: Any, labels: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    step = jax.shard_map(logprobs, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))
+    return jax.jit(step)(hidden, weight, labels)
+
+
+def logprobs(*operands: Any) -> Any:
+    return linear_logprobs(*operands, cache_bytes=0).logprobs
+
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "eager": logprobs,
+    "jit": jax.jit(logprobs),
+    "gradient": lambda *x: jax.jit(jax.grad(lambda *x: logprobs(*x).sum()))(*x),
+    "vmap": lambda hidden, *x: jax.vmap(logprobs, (0, None, None))(hidden[None], *x),
+    "shard_map": in_shard_map,
+    "x64": lambda *x: jax.enable_x64(True)(jax.jit(logprobs))(*x),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_whatever_is_around_the_call(name: str, by_xla: list[Any]) -> None:
+    """The check compiles and runs its own programs. What the call is traced for is not run here."""
+    jax.clear_caches()
+    jax.eval_shape(AROUND[name], *CALL)
+    jax.eval_shape(AROUND[name], *CALL)
+    assert len(by_xla) == 2
+    assert list(_generations.FOUND.values()) == [None]
+
+
+def test_devices_of_others_are_not_checked(monkeypatch: pytest.MonkeyPatch, by_xla: list[Any]) -> None:
+    with for_device(DEVICE):
+        assert explain(*CALL).implementation == "mosaic_gpu"
+    monkeypatch.setattr(_first_call, "devices_like", lambda _: [])
+    plan = explain(*CALL)
+    assert plan.implementation == "mosaic_gpu"
+    assert plan.notes[-1].endswith(f"not on {A100.kind}: the first call compares a small call with xla")
+    assert not by_xla
