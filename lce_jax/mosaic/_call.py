@@ -32,7 +32,7 @@ class Machine(NamedTuple):
             each number rounded to the output's dtype. ``add`` may be traced: whether it adds to what is there.
         statistics: the epilogue of the forward's tiles: `lce_jax.mosaic.common._statistics`.
         dlogits: the epilogue of the backward's: `lce_jax.mosaic.common._dlogits`.
-        kl: the same for tiles of two heads; None where a tile of one cannot wait for the other's.
+        kl: the same for tiles of two heads.
     """
 
     kernel: Callable[..., Callable[..., Any]]
@@ -41,23 +41,25 @@ class Machine(NamedTuple):
     send_product: Callable[..., None]
     statistics: Callable[..., None]
     dlogits: Callable[..., None]
-    kl: KLMachine | None = None
+    kl: KLMachine
 
 
 class KLMachine(NamedTuple):
     """What a generation makes of tiles of two heads: `lce_jax.mosaic.common._kl`.
 
     Attributes:
+        kernel: that of `Machine`, whose ``body`` is given last where tiles of p wait: a scratch.
         walk_products: ``(products, offset, visit_all, consume, scratch)``: as ``walk_tiles``, of two heads.
             ``multiply`` has a function for each `Product`, to be called in turn.
-        held: ``()``: the scratch in which a tile of p waits.
+        hold: ``(scratch, x)`` lets a warpgroup's part of a tile of p wait; the epilogues get it without ``scratch``.
         statistics: the epilogue of the forward's tiles.
         mixture_sums: that of the second pass, for a mixture.
         dlogits: the epilogue of the backward's.
     """
 
+    kernel: Callable[..., Callable[..., Any]]
     walk_products: Callable[..., None]
-    held: Callable[..., Any]
+    hold: Callable[..., Any]
     statistics: Callable[..., None]
     mixture_sums: Callable[..., None]
     dlogits: Callable[..., None]
@@ -89,12 +91,6 @@ class Generation:
     smem_limit: int
     has_tma: bool = True
     ran_on: str | None = None
-
-    @property
-    def kl(self) -> KLMachine:
-        """That of its machine; a call without one is refused before."""
-        assert self.machine.kl is not None
-        return self.machine.kl
 
 
 class KernelCall(NamedTuple):

@@ -195,7 +195,7 @@ def kl_statistics(
     updated = [parts, *jax.tree.leaves(cache)]
 
     def epilogue(refs: KLRefs, *of_tile: Any) -> None:
-        generation.kl.statistics(refs, direction, *of_tile)
+        generation.machine.kl.statistics(refs, direction, *of_tile)
 
     parts, *kept = _updated(generation, cases, epilogue, "kl_statistics", name, given, updated)
     return parts, KLCache(*kept) if kept else None
@@ -213,7 +213,7 @@ def kl_mixture_sums(
 
     A tile of padding alone has sums of 0. What is left unwritten is as with `kl_statistics`.
     """
-    given, epilogue = [*_arrays(operands, span), factors], generation.kl.mixture_sums
+    given, epilogue = [*_arrays(operands, span), factors], generation.machine.kl.mixture_sums
     return _updated(generation, cases, epilogue, "kl_mixture_sums", "lce_kl_mixture_sums", given, [parts])[0]
 
 
@@ -230,8 +230,8 @@ def _updated(
 
     ``given`` may end with factors of the rows.
     """
-    kl, matmuls = generation.kl, _matmuls(cases, generation.tunings.of(cases[0], kernel))
-    run = generation.machine.kernel(
+    kl, matmuls = generation.machine.kl, _matmuls(cases, generation.tunings.of(cases[0], kernel))
+    run = kl.kernel(
         matmuls[0],
         functools.partial(_kernel_per_tile, kl, matmuls, epilogue, len(updated)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
@@ -244,7 +244,7 @@ def _updated(
 def _kernel_per_tile(
     kl: KLMachine, matmuls: tuple[Matmul, Matmul], epilogue: Callable[..., None], num_updated: int, *refs: Any
 ) -> None:
-    *arrays, scales, mask, scalars, rest = _unpacked(refs)
+    *arrays, scales, mask, scalars, (*rest, held) = _unpacked(refs)
     # What is updated, as it was, lies in the same places.
     factors, (output, *kept) = rest[: -2 * num_updated] or [None], rest[-num_updated:]
     span = Span.unpack(scalars)
@@ -253,9 +253,9 @@ def _kernel_per_tile(
 
     def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
         where = KLWhere(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
-        epilogue(of_kernel, tile, where, multiply, scratch)
+        epilogue(of_kernel, tile, where, multiply, functools.partial(kl.hold, scratch))
 
-    _walk(kl, matmuls, arrays, span, consume, kl.held())
+    _walk(kl, matmuls, arrays, span, consume, held)
 
 
 def kl_dlogits(
@@ -273,22 +273,22 @@ def kl_dlogits(
     `MixtureFactors`. Zero on columns that are padding or do not exist; tiles after the span and row blocks without a
     live row are left unwritten.
     """
-    kl, matmuls = generation.kl, _matmuls(cases, generation.tunings.of(cases[0], "kl_dlogits"))
+    kl, matmuls = generation.machine.kl, _matmuls(cases, generation.tunings.of(cases[0], "kl_dlogits"))
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), cases[0].dtype)  # whole tiles
     body = functools.partial(_dlogits_kernel, kl, matmuls, direction)
-    return generation.machine.kernel(matmuls[0], body, [output], "lce_kl_dlogits")(*_arrays(operands, span), factors)[0]
+    return kl.kernel(matmuls[0], body, [output], "lce_kl_dlogits")(*_arrays(operands, span), factors)[0]
 
 
 def _dlogits_kernel(kl: KLMachine, matmuls: tuple[Matmul, Matmul], direction: Direction, *refs: Any) -> None:
-    *arrays, scales, mask, scalars, (factors, output) = _unpacked(refs)
+    *arrays, scales, mask, scalars, (factors, output, held) = _unpacked(refs)
     span = Span.unpack(scalars)
     of_kernel = KLRefs(_heads(matmuls, scales), mask, output, factors)
 
     def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
         where = KLWhere(span.column + tile.column, None, span.num_columns)
-        kl.dlogits(of_kernel, direction, tile, where, multiply, scratch)
+        kl.dlogits(of_kernel, direction, tile, where, multiply, functools.partial(kl.hold, scratch))
 
-    _walk(kl, matmuls, arrays, span, consume, kl.held())
+    _walk(kl, matmuls, arrays, span, consume, held)
 
 
 def of_rows[F: (KLCoefficients, MixtureFactors)](kind: type[F], factors: Any, load: Callable[[Any], Array]) -> F:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lce_jax._types import Call, format_bytes
 from lce_jax.mosaic._call import Generation
-from lce_jax.mosaic.common._tiles import ATOM_ROWS, COLUMN_GRAIN, TILE_N, widest_swizzle
+from lce_jax.mosaic.common._tiles import COLUMN_GRAIN, TILE_N, widest_swizzle
 
 
 def refusal(case: Call, generation: Generation) -> str | None:
@@ -17,16 +17,14 @@ def refusal(case: Call, generation: Generation) -> str | None:
 
 def kl_refusal(cases: tuple[Call, ...], generation: Generation) -> str | None:
     """Why the kernels that see two heads cannot serve ``cases``, each of which other kernels serve."""
-    if generation.machine.kl is None:
-        return "linear_kl: there is no room in shared memory for a tile of one head that waits for the other's"
     student, teacher = cases
     if student.dtype != teacher.dtype:
         return f"both weights must have one dtype, got {student.dtype.name} and the teacher's {teacher.dtype.name}"
     for whose, case in (("", student), ("the teacher's ", teacher)):
         if case.weight_layout != "vh":
             return f'{whose}weight_layout must be "vh", got "{case.weight_layout}"'
-        if case.columns % ATOM_ROWS:
-            return f"{whose}V must be a multiple of {ATOM_ROWS}, got {case.columns}"
+        if case.columns % generation.tiling.atom:
+            return f"{whose}V must be a multiple of {generation.tiling.atom}, got {case.columns}"
         if case.traced_scale:
             return f"{whose}logit_scale and logit_softcap must be numbers, not arrays"
     return None

@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from lce_jax.mosaic._call import Generation, Machine
+from lce_jax.mosaic._call import Generation, KLMachine, Machine
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
 from lce_jax.mosaic.mma import _pipeline
 from lce_jax.mosaic.mma._copies import BY_CP_ASYNC, BY_TMA, Copies
 from lce_jax.mosaic.mma._tuning import OneTuning
-from lce_jax.mosaic.sm90 import _epilogue
+from lce_jax.mosaic.sm90 import _epilogue, _kl
 from lce_jax.mosaic.sm90._tuning import DHIDDEN_WAVES, Tuning
 
 
@@ -31,6 +31,14 @@ def _machine(copies: Copies, staging: Any) -> Machine:
         send_product=_epilogue.send_product,
         statistics=_epilogue.statistics,
         dlogits=_epilogue.dlogits,
+        kl=KLMachine(
+            kernel=_pipeline.kl_kernel,
+            walk_products=functools.partial(_pipeline.walk_held, copies),
+            hold=functools.partial(_kl.HeldTile.of, False),
+            statistics=_kl.statistics,
+            mixture_sums=_kl.mixture_sums,
+            dlogits=_kl.dlogits,
+        ),
     )
 
 

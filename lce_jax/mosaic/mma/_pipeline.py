@@ -15,7 +15,7 @@ products of a warp. Then they exchange halves, and each holds 64 rows, as every 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -28,7 +28,8 @@ from lce_jax.mosaic.common._logits import Held
 from lce_jax.mosaic.common._tiles import Matmul, Offset, Product, Tile, VisitAll, swizzled
 from lce_jax.mosaic.mma._copies import Copies
 from lce_jax.mosaic.mma._tuning import EXCHANGED
-from lce_jax.mosaic.sm90._pipeline import Ring, stage_of
+from lce_jax.mosaic.sm90._kl import HELD_SHAPE
+from lce_jax.mosaic.sm90._pipeline import Ring, stage_of, steps_before
 from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
 if TYPE_CHECKING:
@@ -55,22 +56,47 @@ def walk_tiles(
     scratch: Any = None,
 ) -> None:
     """As that of `lce_jax.mosaic.sm90`, but a tile's copies begin after the epilogue of the tile before it."""
+
+    def multiplied(tile: Tile, multiply: Sequence[Callable[[], Float[Array, "64 n"]]], scratch: Any) -> None:
+        # First of all: what an epilogue loads before it multiplies would take registers meanwhile.
+        product = multiply[0]()
+        consume(tile, lambda: product, scratch)
+
+    walk_products(copies, [Product(matmul, lhs, rhs)], offset, visit_all, multiplied, scratch)
+
+
+def walk_products(
+    copies: Copies,
+    products: Sequence[Product],
+    offset: Offset,
+    visit_all: VisitAll,
+    consume: Callable[[Tile, Sequence[Callable[[], Float[Array, "64 n"]]], Any], None],
+    scratch: Any = None,
+) -> None:
+    """As that of `lce_jax.mosaic.sm90`."""
+    matmul = products[0].matmul
     shape = (COMPUTE_WARPGROUPS, 2, WARPGROUP_ROWS, EXCHANGED)
     slots = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(EXCHANGED, 4))
     exchange = Exchange(slots, plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS))
 
     @functools.partial(
-        pl.run_scoped, ring=copies.ring(matmul, lhs, rhs), exchange=exchange, scratch=scratch, collective_axes="wg"
+        pl.run_scoped, ring=copies.ring(*products[0][:3]), exchange=exchange, scratch=scratch, collective_axes="wg"
     )
     def run(ring: Ring, exchange: Exchange, scratch: Any) -> None:
         def visit(tile: Tile, before: Any) -> Any:
-            # First of all: what an epilogue loads before it multiplies would take registers meanwhile.
-            parts = _multiply(copies, Product(matmul, lhs, rhs), ring, offset, tile, before)
-            product = _exchanged(*parts, exchange)
-            consume(tile, lambda: product, scratch)
-            return before + tile.num_steps
+            def multiply(number: int) -> Float[Array, "64 n"]:
+                product, done = products[number], steps_before(products, number, tile, before)
+                return _exchanged(*_multiply(copies, product, ring, offset, product.part(tile), done), exchange)
+
+            consume(tile, [functools.partial(multiply, number) for number in range(len(products))], scratch)
+            return steps_before(products, len(products), tile, before)
 
         copies.end(matmul, ring, visit_all(visit, jnp.int32(0)))
+
+
+def walk_held(copies: Copies, products: Sequence[Product], offset: Offset, visit_all: VisitAll, consume: Callable, held: Any) -> None:
+    """`walk_products`, ``held`` being there already."""
+    walk_products(copies, products, offset, visit_all, lambda tile, multiply, _: consume(tile, multiply, held))
 
 
 def _multiply(
@@ -118,6 +144,17 @@ def _exchanged(own: Float[Array, "64 n/2"], given: Float[Array, "64 n/2"], excha
     received = jnp.concatenate(found, axis=1)
     is_first = plgpu.layout_cast(lax.broadcast_in_dim(warpgroup, own.shape, ()), HELD.layout) == 0
     return jnp.concatenate([jnp.where(is_first, own, received), jnp.where(is_first, received, own)], axis=1)
+
+
+def kl_kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
+    """`kernel`, ``body`` given last the global memory in which a block's tiles wait: shared memory has no room."""
+    held = jax.ShapeDtypeStruct((matmul.clusters, *HELD_SHAPE), jnp.float32)
+
+    def own(*refs: Any) -> None:
+        body(*refs[:-1], refs[-1].at[lax.axis_index("sm")])
+
+    run = kernel(matmul, own, [*outputs, held], name, **more)
+    return lambda *operands: run(*operands)[:-1]
 
 
 def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:

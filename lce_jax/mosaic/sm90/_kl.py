@@ -35,8 +35,8 @@ from lce_jax.mosaic.common._kl import (
 )
 from lce_jax.mosaic.common._logits import softcap
 from lce_jax.mosaic.common._statistics import as_cached
-from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N, Tile, multiple_of, swizzled
-from lce_jax.mosaic.sm90 import _epilogue
+from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N, Matmul, Tile, multiple_of, swizzled
+from lce_jax.mosaic.sm90 import _epilogue, _pipeline
 from lce_jax.mosaic.sm90._epilogue import HELD, without_padding
 from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
@@ -48,37 +48,53 @@ BLOCKS = TILE_N // STAGING_COLUMNS
 STRIP = 32  # columns
 
 
-def held() -> Any:
-    """Shared memory for a tile of each compute warpgroup."""
-    shape = (COMPUTE_WARPGROUPS, BLOCKS, WARPGROUP_ROWS, STAGING_COLUMNS)
-    return plgpu.SMEM(shape, jnp.float32, transforms=swizzled(STAGING_COLUMNS, 4))
+HELD_SHAPE = (COMPUTE_WARPGROUPS, BLOCKS, WARPGROUP_ROWS, STAGING_COLUMNS)  # the tiles of a block that wait
+
+
+def kernel(matmul: Matmul, body: Callable[..., None], *given: Any, **more: Any) -> Callable[..., Any]:
+    """That of `_pipeline`, ``body`` given last the shared memory for a tile of each compute warpgroup."""
+    held = plgpu.SMEM(HELD_SHAPE, jnp.float32, transforms=swizzled(STAGING_COLUMNS, 4))
+    return _pipeline.kernel(matmul, lambda *refs: body(*refs, held), *given, **more)
 
 
 class HeldTile(NamedTuple):
     """A tile of x that waits for that of the other head."""
 
     blocks: Any  # [blocks, 64, 64], of this warpgroup
+    in_smem: bool  # or in global memory, where each thread reads what it has written itself
 
     @classmethod
-    def of(cls, x: Float[Array, "64 256"], scratch: Any) -> HeldTile:
+    def of(cls, in_smem: bool, scratch: Any, x: Float[Array, "64 256"]) -> HeldTile:
         """``x``, written to ``scratch``."""
-        blocks = scratch.at[lax.axis_index("wg")]
-        plgpu.commit_smem()  # all threads have read the tile before
+        held = cls(scratch.at[lax.axis_index("wg")], in_smem)
+        held._wait()  # all threads have read the tile before
         for i in range(BLOCKS):
-            blocks.at[i][...] = block_of(x, i)
-        return cls(blocks)
+            if in_smem:
+                held.blocks.at[i][...] = block_of(x, i)
+            else:
+                _pallas.store(held.blocks.at[i], block_of(x, i))
+        return held
 
     def block(self, i: int) -> Float[Array, "64 64"]:
         """Columns 64 i to 64 i + 63."""
-        # A barrier, beyond which the compiler moves no load: the whole tile at once would spill registers.
-        plgpu.commit_smem()
-        return plgpu.load(self.blocks.at[i], layout=HELD.layout)
+        return self._load(i)
 
     def strip(self, column: int) -> Float[Array, "64 32"]:
         """Half of a block, for what takes many registers for each column."""
-        plgpu.commit_smem()
         block, first = divmod(column, STAGING_COLUMNS)
-        return plgpu.load(self.blocks.at[block, :, pl.ds(first, STRIP)], layout=HELD.layout)
+        return self._load(block, slice(None), pl.ds(first, STRIP))
+
+    def _load(self, *place: Any) -> Array:
+        # A barrier, beyond which the compiler moves no load: the whole tile at once would spill registers.
+        self._wait()
+        return plgpu.load(self.blocks.at[place], layout=HELD.layout, optimized=self.in_smem)
+
+    def _wait(self) -> None:
+        if self.in_smem:
+            plgpu.commit_smem()
+
+
+type Hold = Callable[[Array], HeldTile]
 
 
 def block_of(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
@@ -104,14 +120,14 @@ MOST = MOST_DISTANCE * LOG2E  # as `MixtureFactors.most`, of a logarithm that is
 
 
 def statistics(
-    refs: KLRefs, direction: Direction, tile: Tile, where: KLWhere, multiply: Multiply, scratch: Any
+    refs: KLRefs, direction: Direction, tile: Tile, where: KLWhere, multiply: Multiply, hold: Hold
 ) -> None:
     """A warpgroup's part of a tile, from its products to the partial statistics."""
     rows = functools.partial(_epilogue.rows_of, tile.row)  # computed where they are needed: no register holds them
     p, q = refs.heads
     x = x_of(p.case, multiply[0](), refs.mask, where)
     max_p = jnp.maximum(jnp.max(x, axis=1), FLOOR)
-    held = HeldTile.of(x, scratch)
+    held = hold(x)
     x = x_of(q.case, multiply[1](), refs.mask, where)
     max_q = jnp.maximum(jnp.max(x, axis=1), FLOOR)
     at_p = functools.reduce(jnp.maximum, [_at(held.block(i), max_p, block_of(x, i)) for i in range(BLOCKS)])
@@ -165,11 +181,11 @@ def _relative(x: Float[Array, "64 n"], reference: Float[Array, "64"], scale: Flo
     return (x - HELD.along_rows(reference, columns)) * HELD.along_rows(scale, columns)
 
 
-def mixture_sums(refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multiply, scratch: Any) -> None:
+def mixture_sums(refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multiply, hold: Hold) -> None:
     """A warpgroup's part of a tile, from its products to the partial sums of a mixture."""
     rows = functools.partial(_epilogue.rows_of, tile.row)
     p, q = refs.heads
-    held = HeldTile.of(x_of(p.case, multiply[0](), refs.mask, where), scratch)
+    held = hold(x_of(p.case, multiply[0](), refs.mask, where))
     x = x_of(q.case, multiply[1](), refs.mask, where)
     is_above_half = refs.factors[MixtureFactors._fields.index("is_above_half"), 0] > 0.0
 
@@ -242,11 +258,11 @@ def _times_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array
     return jnp.where(e > 0.0, e * x, 0.0)
 
 
-def dlogits(refs: KLRefs, direction: Direction, tile: Tile, where: KLWhere, multiply: Multiply, scratch: Any) -> None:
+def dlogits(refs: KLRefs, direction: Direction, tile: Tile, where: KLWhere, multiply: Multiply, hold: Hold) -> None:
     """A warpgroup's part of a tile, from its products to the output."""
     rows = functools.partial(_epilogue.rows_of, tile.row)
     p, q = refs.heads
-    held = HeldTile.of(x_of(p.case, multiply[0](), refs.mask, where), scratch)
+    held = hold(x_of(p.case, multiply[0](), refs.mask, where))
     x = x_of(q.case, multiply[1](), refs.mask, where)
     gradient = _of_mixture(refs, rows, where) if direction == "jsd" else _of_kl(refs, rows, direction == "reverse")
     for i in range(BLOCKS):

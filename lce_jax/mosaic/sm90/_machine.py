@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from lce_jax.mosaic._call import KLMachine, Machine
 from lce_jax.mosaic.sm90 import _epilogue, _kl, _pipeline
 
@@ -14,7 +16,8 @@ MACHINE = Machine(
     dlogits=_epilogue.dlogits,
     kl=KLMachine(
         walk_products=_pipeline.walk_products,
-        held=_kl.held,
+        kernel=_kl.kernel,
+        hold=functools.partial(_kl.HeldTile.of, True),
         statistics=_kl.statistics,
         mixture_sums=_kl.mixture_sums,
         dlogits=_kl.dlogits,

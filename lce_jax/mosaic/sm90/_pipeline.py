@@ -101,7 +101,7 @@ def walk_products(
             def visit(tile: Tile, before: Any) -> Any:
                 multiply = [functools.partial(_multiply, products, i, ring, tile, before) for i in range(len(products))]
                 consume(tile, multiply, scratch)
-                return _steps_before(products, len(products), tile, before)
+                return steps_before(products, len(products), tile, before)
 
             visit_all(visit, jnp.int32(0))
 
@@ -113,7 +113,7 @@ def _steps(product: Product, tile: Tile) -> Any:
     return product.matmul.tuning.turns * product.part(tile).num_steps
 
 
-def _steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
+def steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
     """Those before a product of a tile, ``before`` being those before the tile."""
     return functools.reduce(lambda total, product: total + _steps(product, tile), products[:number], before)
 
@@ -186,7 +186,7 @@ def _of_turn(tuning: Tuning, tile: Tile, step: Any) -> tuple[Any, Any]:
 
 def _multiply(products: Sequence[Product], number: int, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 n"]:
     """This warpgroup's part of one of the products of a tile."""
-    before = _steps_before(products, number, tile, before)
+    before = steps_before(products, number, tile, before)
     matmul, tile = products[number].matmul, products[number].part(tile)
     tuning, warpgroup = matmul.tuning, lax.axis_index("wg")
     in_flight = tuning.in_flight
