@@ -48,13 +48,14 @@ class KLMachine(NamedTuple):
     """What a generation makes of tiles of two heads: `lce_jax.mosaic.common._kl`.
 
     Attributes:
-        kernel: that of `Machine`, whose ``body`` is given last where tiles of p wait: a scratch.
-        walk_products: ``(products, offset, visit_all, consume, scratch)``: as ``walk_tiles``, of two heads.
-            ``multiply`` has a function for each `Product`, to be called in turn.
-        hold: ``(scratch, x)`` lets a warpgroup's part of a tile of p wait; the epilogues get it without ``scratch``.
+        kernel: that of `Machine`, whose ``body`` is given last where tiles of p wait.
+        walk_products: ``(products, offset, visit_all, consume, held)``: as ``walk_tiles``, of two heads. ``multiply``
+            has a function for each `Product`, to be called in turn.
+        hold: ``(held, x)`` lets a warpgroup's part of a tile of p wait; the epilogues know ``held`` already.
         statistics: the epilogue of the forward's tiles.
         mixture_sums: that of the second pass, for a mixture.
         dlogits: the epilogue of the backward's.
+        held_bytes: of global memory in which tiles of p wait, for each multiprocessor.
     """
 
     kernel: Callable[..., Callable[..., Any]]
@@ -63,6 +64,7 @@ class KLMachine(NamedTuple):
     statistics: Callable[..., None]
     mixture_sums: Callable[..., None]
     dlogits: Callable[..., None]
+    held_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

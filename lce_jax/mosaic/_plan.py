@@ -57,6 +57,8 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
     chunk = _chunks.chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
     statistics = 4 * shape.padded_tokens * _kl.FIELDS * _kl.launch_tiles(shape, generation.budget, kl.columns)
     sums = 4 * math.prod(_chunks.dhidden_shape(student, shape))
+    # Beside copies of hidden states where tiles of one head wait for the other's.
+    beside = sum(copied) + generation.machine.kl.held_bytes * student.device.core_count
     return Plan(
         implementation=name,
         refused={},
@@ -67,8 +69,8 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
             **_kl_tile_sizes(student, generation),
             "backward chunk": max(chunk, cached * shape.tile),
         },
-        forward_bytes=statistics + sum(copied),
-        backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize + sums + sum(copied),
+        forward_bytes=statistics + beside,
+        backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize + sums + beside,
         kept_bytes=kl.numbers_kept * 4 * student.num_tokens + cached * _kl.tile_bytes(kl, shape),
         logits_bytes=student.num_tokens * min(student.columns, teacher.columns) * 4,
         notes=(

@@ -1,20 +1,24 @@
-"""`linear_kl` with Hopper's kernels: run on the CPU by the interpreter, lowered for CUDA, planned, refused."""
+"""`linear_kl` with kernels: run on the CPU by the interpreter, lowered for CUDA, planned, refused."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from lce_jax import UnsupportedError, _dispatch, explain, linear_kl
 from lce_jax.mathematics._kl import Pair
-from lce_jax.mosaic import _generations, sm90
+from lce_jax.mosaic import _generations, mma, sm90
 from lce_jax.mosaic._call import Generation
-from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic._pallas import interpreting, lowering_for, plgpu
+from lce_jax.mosaic.sm90._kl import HeldTile
 from lce_jax.programs import _kl
 from lce_jax.programs._kl import KLArguments, bind
 from tests import oracle
@@ -82,6 +86,21 @@ CALLS = [
 ]
 
 
+def by_mma(generation: Generation) -> list[Any]:
+    """Each direction, with and without pieces and a cache; V in whole atoms."""
+    in_pieces, atom = dataclasses.replace(generation, budget=SMALL), generation.tiling.atom
+    of = [
+        (keeping(PADDED, 1), generation), (keeping(CAPPED, 2, 2 * TILE_BYTES), in_pieces), (MOSTLY_TEACHER, generation),
+        (SHARP, generation), (keeping(CAPPED_MIXTURE, 3, 2 * TILE_BYTES), in_pieces),
+    ]  # fmt: skip
+    return [pytest.param(in_atoms(test, atom), own, id=f"{test}-{own.compute_capabilities[0]}") for test, own in of]
+
+
+def in_atoms(test: Call, atom: int) -> Call:
+    columns = -(-test.V // atom) * atom
+    return test._replace(V=columns, teachers_columns=test.teachers_columns and columns + atom)
+
+
 def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The divergence and the gradients of one device's program. The runner around it cannot be interpreted."""
     options = dict(drawn.options)
@@ -94,22 +113,38 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return kl, gradients[:2]
 
 
-@pytest.mark.fast("mixture, some", "reverse, caps")
-@pytest.mark.parametrize(("test", "generation"), CALLS)
+@pytest.mark.fast("mixture, some kept", "reverse, caps, some", "wider teacher, 1 tiles kept-8.9", "sharp-12.0")
+@pytest.mark.parametrize(("test", "generation"), [*CALLS, *by_mma(mma.SM120), *by_mma(mma.SM89)])
 def test_matches_float64(
     test: Call, generation: Generation, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    with interpreted(generation):
+        check(test, monkeypatch)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@contextlib.contextmanager
+def interpreted(generation: Generation) -> Iterator[None]:
+    """Within it, the generation's kernels run in the interpreter, on the device of the tests."""
+    own, (capability, *_) = (
+        dataclasses.replace(generation, compute_capabilities=("9.0",)),
+        generation.compute_capabilities,
+    )
+    with _generations.using(own), lowering_for(capability), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+
+
+def check(test: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter makes of a call, against float64, and of the same one without a cache."""
     afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     monkeypatch.setattr(_dispatch, "current_device", lambda *_, **__: H200._replace(core_count=2))
     drawn = draw(test)
-    with _generations.using(generation), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
-        kl, gradients = evaluate(drawn)
-        if "cache_bytes" in drawn.options:
-            plain, _ = evaluate(drawn._replace(options=drawn.options | {"cache_bytes": 0}))
-            np.testing.assert_array_equal(kl, plain)
+    kl, gradients = evaluate(drawn)
+    if "cache_bytes" in drawn.options:
+        plain, _ = evaluate(drawn._replace(options=drawn.options | {"cache_bytes": 0}))
+        np.testing.assert_array_equal(kl, plain)
     assert not races_found()  # in the last kernel
-    assert "RACE DETECTED" not in capfd.readouterr().out
     want = expected(drawn)
     assert oracle.value_error(kl, want.kl) < 4e-6
     # One rounding of dlogits, and one of the result. With a cache one of what is kept.
@@ -121,6 +156,31 @@ def test_matches_float64(
         left_out = ~np.asarray(drawn.options["where"])
         assert (np.asarray(kl)[left_out] == 0).all()
         assert (np.asarray(gradients[0], np.float64)[left_out] == 0).all()
+
+
+KL = mma.SM120.machine.kl
+
+
+def hold_in_one_place(held: Any, x: Any) -> Any:
+    """Whatever the block."""
+    return HeldTile.of(x, held.at[0, lax.axis_index("wg")], KL.hold(held, x).load)
+
+
+FAULTS = {
+    "a tile in another's place": (KL._replace(hold=hold_in_one_place), jax.errors.JaxRuntimeError, "RACE DETECTED"),
+    "one head twice": (
+        KL._replace(walk_products=lambda products, *rest: KL.walk_products(products[:1] * 2, *rest)),
+        AssertionError, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("machine", "error", "found"), FAULTS.values(), ids=FAULTS)
+def test_faults_are_found(machine: Any, error: Any, found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = dataclasses.replace(mma.SM120, machine=mma.SM120.machine._replace(kl=machine))
+    with interpreted(generation), pytest.raises(error, match=found):
+        check(SHARP, monkeypatch)
+    afresh()
 
 
 def structs(T: int, H: int, G: int, V: int, dtype: str = "bfloat16", teachers: str | None = None) -> list[Any]:

@@ -82,12 +82,11 @@ def test_what_cp_async_cannot_read_is_refused(options: dict[str, Any], reason: s
         assert mosaic.supports(case) == reason
 
 
-def test_a_tile_of_the_other_head_has_no_room() -> None:
-    case = case_of(call("student"))
-    with _generations.using(dataclasses.replace(mma.SM120, compute_capabilities=("9.0",))):
+def test_both_heads_come_in_whole_atoms() -> None:
+    case = case_of(call("student", V=264))
+    with _generations.using(dataclasses.replace(mma.SM89, compute_capabilities=("9.0",))):
         assert mosaic.supports(case) is None
-        reason = mosaic.supports(dataclasses.replace(case, teacher=case))
-    assert reason == "linear_kl: there is no room in shared memory for a tile of one head that waits for the other's"
+        assert mosaic.supports(dataclasses.replace(case, teacher=case)) == "V must be a multiple of 128, got 264"
 
 
 HEADS: list[tuple[int, int, int, dict[str, Any]]] = [

@@ -251,9 +251,9 @@ def _kernel_per_tile(
     cache = KLCache(*kept) if kept else None
     of_kernel = KLRefs(_heads(matmuls, scales), mask, output, factors[0], cache)
 
-    def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
+    def consume(tile: Tile, multiply: Multiply, held: Any) -> None:
         where = KLWhere(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
-        epilogue(of_kernel, tile, where, multiply, functools.partial(kl.hold, scratch))
+        epilogue(of_kernel, tile, where, multiply, functools.partial(kl.hold, held))
 
     _walk(kl, matmuls, arrays, span, consume, held)
 
@@ -284,9 +284,9 @@ def _dlogits_kernel(kl: KLMachine, matmuls: tuple[Matmul, Matmul], direction: Di
     span = Span.unpack(scalars)
     of_kernel = KLRefs(_heads(matmuls, scales), mask, output, factors)
 
-    def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
+    def consume(tile: Tile, multiply: Multiply, held: Any) -> None:
         where = KLWhere(span.column + tile.column, None, span.num_columns)
-        kl.dlogits(of_kernel, direction, tile, where, multiply, functools.partial(kl.hold, scratch))
+        kl.dlogits(of_kernel, direction, tile, where, multiply, functools.partial(kl.hold, held))
 
     _walk(kl, matmuls, arrays, span, consume, held)
 
@@ -330,13 +330,13 @@ def _heads(matmuls: tuple[Matmul, Matmul], scales: Sequence[Any]) -> tuple[HeadO
 
 
 def _walk(
-    kl: KLMachine, matmuls: tuple[Matmul, Matmul], arrays: Sequence[Any], span: Span, consume: Any, scratch: Any
+    kl: KLMachine, matmuls: tuple[Matmul, Matmul], arrays: Sequence[Any], span: Span, consume: Any, held: Any
 ) -> None:
     """Over the logits of the live row groups and the span's vocabulary tiles."""
     visit_all = _logits.visit_all(matmuls[0], span)
     of_heads = zip(matmuls, arrays[::2], arrays[1::2], strict=True)
     products = [Product(matmul, hidden, weight, _logits.num_steps(matmul)) for matmul, hidden, weight in of_heads]
-    kl.walk_products(products, Offset(column=span.offset), visit_all, consume, scratch)
+    kl.walk_products(products, Offset(column=span.offset), visit_all, consume, held)
 
 
 def cached_kl_dlogits(

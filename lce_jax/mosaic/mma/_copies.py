@@ -29,6 +29,7 @@ class Copies(NamedTuple):
         wait: ``(product, ring, tile, before, step)`` waits until both operands of a step are there.
         release: ``(ring, stage)`` hands a stage back that this warpgroup has read.
         end: ``(matmul, ring, total)`` waits for all of so many steps, and for what epilogues store.
+        fence: ``()``: a barrier of the warpgroup, which the GPU has.
     """
 
     ring: Callable[..., Ring]
@@ -36,6 +37,7 @@ class Copies(NamedTuple):
     wait: Callable[..., None]
     release: Callable[[Ring, Any], None]
     end: Callable[[Matmul, Ring, Any], None]
+    fence: Callable[[], None]
 
 
 def _start_tma(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any) -> None:
@@ -60,6 +62,7 @@ BY_TMA = Copies(
     wait=_wait_tma,
     release=lambda ring, stage: plgpu.barrier_arrive(ring.consumed.at[stage]),
     end=_end_tma,
+    fence=lambda: plgpu.commit_smem(),
 )
 
 
@@ -121,4 +124,5 @@ BY_CP_ASYNC = Copies(
     wait=_wait_cp_async,
     release=lambda *_: None,
     end=lambda *_: None,
+    fence=lambda: plgpu.wait_gmem_to_smem(0),
 )

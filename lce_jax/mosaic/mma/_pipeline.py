@@ -28,7 +28,6 @@ from lce_jax.mosaic.common._logits import Held
 from lce_jax.mosaic.common._tiles import Matmul, Offset, Product, Tile, VisitAll, swizzled
 from lce_jax.mosaic.mma._copies import Copies
 from lce_jax.mosaic.mma._tuning import EXCHANGED
-from lce_jax.mosaic.sm90._kl import HELD_SHAPE
 from lce_jax.mosaic.sm90._pipeline import Ring, stage_of, steps_before
 from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
@@ -94,11 +93,6 @@ def walk_products(
         copies.end(matmul, ring, visit_all(visit, jnp.int32(0)))
 
 
-def walk_held(copies: Copies, products: Sequence[Product], offset: Offset, visit_all: VisitAll, consume: Callable, held: Any) -> None:
-    """`walk_products`, ``held`` being there already."""
-    walk_products(copies, products, offset, visit_all, lambda tile, multiply, _: consume(tile, multiply, held))
-
-
 def _multiply(
     copies: Copies, product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any
 ) -> tuple[Float[Array, "64 n/2"], Float[Array, "64 n/2"]]:
@@ -144,17 +138,6 @@ def _exchanged(own: Float[Array, "64 n/2"], given: Float[Array, "64 n/2"], excha
     received = jnp.concatenate(found, axis=1)
     is_first = plgpu.layout_cast(lax.broadcast_in_dim(warpgroup, own.shape, ()), HELD.layout) == 0
     return jnp.concatenate([jnp.where(is_first, own, received), jnp.where(is_first, received, own)], axis=1)
-
-
-def kl_kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
-    """`kernel`, ``body`` given last the global memory in which a block's tiles wait: shared memory has no room."""
-    held = jax.ShapeDtypeStruct((matmul.clusters, *HELD_SHAPE), jnp.float32)
-
-    def own(*refs: Any) -> None:
-        body(*refs[:-1], refs[-1].at[lax.axis_index("sm")])
-
-    run = kernel(matmul, own, [*outputs, held], name, **more)
-    return lambda *operands: run(*operands)[:-1]
 
 
 def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:

@@ -61,37 +61,36 @@ class HeldTile(NamedTuple):
     """A tile of x that waits for that of the other head."""
 
     blocks: Any  # [blocks, 64, 64], of this warpgroup
-    in_smem: bool  # or in global memory, where each thread reads what it has written itself
+    load: Callable[[Any], Array]  # a part of them, after a barrier of the warpgroup
 
     @classmethod
-    def of(cls, in_smem: bool, scratch: Any, x: Float[Array, "64 256"]) -> HeldTile:
-        """``x``, written to ``scratch``."""
-        held = cls(scratch.at[lax.axis_index("wg")], in_smem)
-        held._wait()  # all threads have read the tile before
+    def of(cls, x: Float[Array, "64 256"], blocks: Any, load: Callable[[Any], Array]) -> HeldTile:
+        """``x``, written to ``blocks``."""
         for i in range(BLOCKS):
-            if in_smem:
-                held.blocks.at[i][...] = block_of(x, i)
-            else:
-                _pallas.store(held.blocks.at[i], block_of(x, i))
-        return held
+            blocks.at[i][...] = block_of(x, i)
+        return cls(blocks, load)
 
     def block(self, i: int) -> Float[Array, "64 64"]:
         """Columns 64 i to 64 i + 63."""
-        return self._load(i)
+        return self.load(self.blocks.at[i])
 
     def strip(self, column: int) -> Float[Array, "64 32"]:
         """Half of a block, for what takes many registers for each column."""
         block, first = divmod(column, STAGING_COLUMNS)
-        return self._load(block, slice(None), pl.ds(first, STRIP))
+        return self.load(self.blocks.at[block, :, pl.ds(first, STRIP)])
 
-    def _load(self, *place: Any) -> Array:
+
+def hold(held: Any, x: Float[Array, "64 256"]) -> HeldTile:
+    """In shared memory."""
+    blocks = held.at[lax.axis_index("wg")]
+    plgpu.commit_smem()  # all threads have read the tile before
+
+    def load(part: Any) -> Array:
         # A barrier, beyond which the compiler moves no load: the whole tile at once would spill registers.
-        self._wait()
-        return plgpu.load(self.blocks.at[place], layout=HELD.layout, optimized=self.in_smem)
+        plgpu.commit_smem()
+        return plgpu.load(part, layout=HELD.layout)
 
-    def _wait(self) -> None:
-        if self.in_smem:
-            plgpu.commit_smem()
+    return HeldTile.of(x, blocks, load)
 
 
 type Hold = Callable[[Array], HeldTile]
@@ -119,9 +118,7 @@ along = functools.partial(HELD.along_rows, columns=STAGING_COLUMNS)
 MOST = MOST_DISTANCE * LOG2E  # as `MixtureFactors.most`, of a logarithm that is relative to that of 1
 
 
-def statistics(
-    refs: KLRefs, direction: Direction, tile: Tile, where: KLWhere, multiply: Multiply, hold: Hold
-) -> None:
+def statistics(refs: KLRefs, direction: Direction, tile: Tile, where: KLWhere, multiply: Multiply, hold: Hold) -> None:
     """A warpgroup's part of a tile, from its products to the partial statistics."""
     rows = functools.partial(_epilogue.rows_of, tile.row)  # computed where they are needed: no register holds them
     p, q = refs.heads

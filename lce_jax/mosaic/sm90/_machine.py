@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from lce_jax.mosaic._call import KLMachine, Machine
 from lce_jax.mosaic.sm90 import _epilogue, _kl, _pipeline
 
@@ -17,7 +15,7 @@ MACHINE = Machine(
     kl=KLMachine(
         walk_products=_pipeline.walk_products,
         kernel=_kl.kernel,
-        hold=functools.partial(_kl.HeldTile.of, True),
+        hold=_kl.hold,
         statistics=_kl.statistics,
         mixture_sums=_kl.mixture_sums,
         dlogits=_kl.dlogits,
