@@ -1,7 +1,6 @@
 """GPUs with mma.sync alone: Ampere, Ada, and Blackwell for desktops (compute capabilities 8.0, 8.6, 8.9 and 12.0).
 
 _pipeline.py  tiles of a product by two warpgroups, and the exchange of their halves
-_kl.py        the tile of one head that waits for the other's
 _copies.py    how operands come into shared memory: by TMA, or by cp.async
 _tuning.py    the free choices of each kernel
 
@@ -17,11 +16,10 @@ from typing import Any
 from lce_jax.mosaic._call import Generation, KLMachine, Machine
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
-from lce_jax.mosaic.mma import _kl, _pipeline
+from lce_jax.mosaic.mma import _pipeline
 from lce_jax.mosaic.mma._copies import BY_CP_ASYNC, BY_TMA, Copies
 from lce_jax.mosaic.mma._tuning import OneTuning
-from lce_jax.mosaic.sm90 import _epilogue
-from lce_jax.mosaic.sm90 import _kl as of_heads
+from lce_jax.mosaic.sm90 import _epilogue, _kl
 from lce_jax.mosaic.sm90._tuning import DHIDDEN_WAVES, KL_HELD_BYTES, Tuning
 
 
@@ -34,12 +32,12 @@ def _machine(copies: Copies, staging: Any) -> Machine:
         statistics=_epilogue.statistics,
         dlogits=_epilogue.dlogits,
         kl=KLMachine(
-            kernel=_kl.kernel,
-            walk_products=functools.partial(_kl.walk_products, copies),
-            hold=functools.partial(_kl.hold, copies),
-            statistics=of_heads.statistics,
-            mixture_sums=of_heads.mixture_sums,
-            dlogits=of_heads.dlogits,
+            kernel=_pipeline.kernel_of_heads,
+            walk_products=functools.partial(_pipeline.walk_heads, copies),
+            hold=functools.partial(_pipeline.hold, copies),
+            statistics=_kl.statistics,
+            mixture_sums=_kl.mixture_sums,
+            dlogits=_kl.dlogits,
             held_bytes=KL_HELD_BYTES,
         ),
     )

@@ -10,6 +10,9 @@ products of a warp. Then they exchange halves, and each holds 64 rows, as every 
 
     multiplied     | rows 0-63   | 0 | 1 |        held     | 0 | 0 |
                    | rows 64-127 | 0 | 1 |                 | 1 | 1 |
+
+Where a tile of one head waits for the other's, it waits in global memory, a place for each block: shared memory has no
+room for its 128 KiB. They stay in L2. Written and read, they are 4 % of the operands' bytes at H 4096.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from lce_jax.mosaic.common._logits import Held
 from lce_jax.mosaic.common._tiles import Matmul, Offset, Product, Tile, VisitAll, swizzled
 from lce_jax.mosaic.mma._copies import Copies
 from lce_jax.mosaic.mma._tuning import EXCHANGED
+from lce_jax.mosaic.sm90._kl import HELD_SHAPE, HeldTile
 from lce_jax.mosaic.sm90._pipeline import Ring, stage_of, steps_before
 from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
@@ -93,6 +97,22 @@ def walk_products(
         copies.end(matmul, ring, visit_all(visit, jnp.int32(0)))
 
 
+def walk_heads(copies: Copies, products: Sequence[Product], *given: Any) -> None:
+    """`walk_products` for tiles that wait: the last that is given is the memory for them, there already."""
+    *where, consume, held = given
+    walk_products(copies, products, *where, lambda *of_tile: consume(*of_tile[:2], held))
+
+
+def hold(copies: Copies, held: Any, x: Float[Array, "64 256"]) -> HeldTile:
+    """``x``, of which each thread will read what it writes itself."""
+
+    def load(part: Any) -> Array:
+        copies.fence()  # as Hopper's
+        return plgpu.load(part, layout=HELD.layout, optimized=False)
+
+    return HeldTile.of(x, held.at[lax.axis_index("sm"), lax.axis_index("wg")], load)
+
+
 def _multiply(
     copies: Copies, product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any
 ) -> tuple[Float[Array, "64 n/2"], Float[Array, "64 n/2"]]:
@@ -153,3 +173,10 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
         kernel_name=name,
         **more,
     )
+
+
+def kernel_of_heads(matmul: Matmul, body: Callable, outputs: list[Any], name: str, **more: Any) -> Callable:
+    """`kernel`, ``body`` given last where tiles wait: an output that nobody is given."""
+    held = jax.ShapeDtypeStruct((matmul.clusters, *HELD_SHAPE), jnp.float32)
+    run = kernel(matmul, body, [*outputs, held], name, **more)
+    return lambda *operands: run(*operands)[:-1]
