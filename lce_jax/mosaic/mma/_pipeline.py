@@ -97,10 +97,11 @@ def walk_products(
         copies.end(matmul, ring, visit_all(visit, jnp.int32(0)))
 
 
-def walk_heads(copies: Copies, products: Sequence[Product], *given: Any) -> None:
-    """`walk_products` for tiles that wait: the last that is given is the memory for them, there already."""
-    *where, consume, held = given
-    walk_products(copies, products, *where, lambda *of_tile: consume(*of_tile[:2], held))
+def walk_heads(
+    copies: Copies, products: Sequence[Product], offset: Offset, visit_all: VisitAll, consume: Any, held: Any
+) -> None:
+    """`walk_products` with the memory in which tiles wait for a scratch, there already."""
+    walk_products(copies, products, offset, visit_all, lambda tile, multiply, _: consume(tile, multiply, held))
 
 
 def hold(copies: Copies, held: Any, x: Float[Array, "64 256"]) -> HeldTile:
