@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 27_895
+PACKAGES_LINES = 27_968
 PACKAGES_FILES = 146
-TESTS_LINES = 32_738
+TESTS_LINES = 32_797
 
 
 def test_size() -> None:
