@@ -10,6 +10,7 @@ import contextvars
 import functools
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,14 +33,18 @@ _one_at_a_time = threading.Lock()
 
 def refusal(device: Device) -> str | None:
     """What is wrong with the kernels on ``device``; None if nothing is, or if it is none of this process's."""
-    if _generations.unchecked(device) is None:
-        return None
+    here = devices_like(device) if _generations.unchecked(device) else []
+    return checked(device, functools.partial(_compare, device, here[0])) if here else None
+
+
+def checked(device: Device, compare: Callable[[], dict[str, float]]) -> str | None:
+    """What is wrong with the kernels on ``device``, which ``compare()`` tells where none has: its `errors`."""
     with _one_at_a_time:
-        generation, here = _generations.unchecked(device), devices_like(device)
-        if generation is not None and here:
-            _generations.FOUND[generation, device] = reason = _in_a_thread(device, here[0])
+        generation = _generations.unchecked(device)
+        if generation is not None:
+            _generations.FOUND[generation, device] = reason = _in_a_thread(device, compare)
             if reason is not None:
-                _logger.warning('"mosaic_gpu" is not used on %s in this process: %s', device.kind, reason)
+                _logger.warning('"mosaic_gpu" is not used in this process: %s', reason)
     return _generations.device_refusal(device)
 
 
@@ -57,17 +62,37 @@ def notes(device: Device) -> tuple[str, ...]:
     return (f"the same source ran on {generation.ran_on}, not on {device.kind}: {then} compares a small call with xla",)
 
 
-def _in_a_thread(device: Device, here: jax.Device) -> str | None:
-    """Of its own, because what JAX knows of the trace, the mesh and the options around this call is the thread's."""
+def errors(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
+    """Of values the largest one; of gradients that of the worst row, beside its length or most rows'."""
+    largest = {}
+    for name, right in wanted.items():
+        apart, lengths = np.abs(found[name].astype(np.float64) - right), np.ones(1)
+        if name.startswith("d"):
+            apart, lengths = (np.linalg.norm(x.astype(np.float64), axis=1) for x in (apart, right))
+        largest[name] = float((apart / np.maximum(lengths, np.median(lengths))).max())
+    return largest
+
+
+def _in_a_thread(device: Device, compare: Callable[[], dict[str, float]]) -> str | None:
+    """Of its own, because what JAX and PyTorch know of traces, meshes and modes around this call is the thread's."""
     found: list[str | None] = []
-    run = functools.partial(contextvars.copy_context().run, lambda: found.append(_compare(device, here)))
-    thread = threading.Thread(target=run, name="lce_first_call")
+
+    def run() -> None:
+        try:
+            off = {name: error for name, error in compare().items() if not error <= BOUNDS[name]}
+            told = ", ".join(f"{name} {error:.1e} (at most {BOUNDS[name]})" for name, error in off.items())
+            reason = f"is off by {told}; `python -m benchmarks doctor` says more" if off else None
+        except Exception as error:
+            reason = f"raised {type(error).__name__}: {str(error).partition('\n')[0]}"
+        found.append(reason and f"its first call on {device.kind} {reason}")
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="lce_first_call")
     thread.start()
     thread.join()
     return found[0]
 
 
-def _compare(device: Device, here: jax.Device) -> str | None:
+def _compare(device: Device, here: jax.Device) -> dict[str, float]:
     call = Call(
         num_tokens=T, hidden_size=H, columns=V, vocab_size=V, dtype=jnp.dtype("bfloat16"), device=device,
         cache_bytes=CACHE_BYTES,
@@ -76,16 +101,9 @@ def _compare(device: Device, here: jax.Device) -> str | None:
     hidden, weight = rng.standard_normal((T, H)), rng.standard_normal((V, H)) * 2 / np.sqrt(H)
     arrays: Any = [hidden.astype(call.dtype), weight.astype(call.dtype), rng.integers(-1, V, T).astype(np.int32)]
     arrays += [rng.uniform(0.5, 2.0, T).astype(np.float32), rng.standard_normal((3, T)).astype(np.float32)]
-    try:
-        with jax.default_device(here):
-            run = [jax.jit(functools.partial(_answers, one, call)) for one in (mosaic, xla)]
-            found, wanted = (jax.device_get(one(*jax.device_put(arrays, here))) for one in run)
-    except Exception as error:
-        return f"its first call on {device.kind} raised {type(error).__name__}: {str(error).partition('\n')[0]}"
-    errors = {name: _error(x, wanted[name], name.startswith("d")) for name, x in found.items()}
-    wrong = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= BOUNDS[name]]
-    told = f"its first call on {device.kind} differed from xla's: {', '.join(wrong)}"
-    return f"{told}; `python -m benchmarks doctor` says more" if wrong else None
+    with jax.default_device(here):
+        run = [jax.jit(functools.partial(_answers, one, call)) for one in (mosaic, xla)]
+        return errors(*(jax.device_get(one(*jax.device_put(arrays, here))) for one in run))
 
 
 def _answers(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inverse: Any, seeds: Any) -> dict[str, Any]:
@@ -97,12 +115,3 @@ def _answers(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inver
     rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
     dhidden, dweight, _ = one.gradients(operands, call, rows, cache)
     return {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse, "dhidden": dhidden, "dweight": dweight}
-
-
-def _error(x: Any, wanted: Any, relative: bool) -> float:
-    """The largest, or that of the worst row beside all rows' typical length."""
-    apart, wanted = x.astype(np.float64) - wanted.astype(np.float64), wanted.astype(np.float64)
-    if not relative:
-        return float(np.abs(apart).max())
-    lengths = np.linalg.norm(wanted, axis=1)
-    return float((np.linalg.norm(apart, axis=1) / np.maximum(lengths, np.median(lengths))).max())

@@ -22,13 +22,14 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._dispatch import for_device
+from lce_jax._first_call import checked, errors
 from lce_jax._types import Call, Device, Operands
 from lce_jax.mosaic import _backward, _candidates, _chunks, _forward, _generations, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._chunks import Cache
 from lce_jax.mosaic._compiler import Bind, Kernel, compiled, traced, why_not
-from lce_jax.mosaic._generations import device_refusal
+from lce_jax.mosaic._generations import device_refusal, unchecked
 from lce_jax.mosaic._host import Host
 from lce_jax.mosaic._operands import Geometry, KeptFields, Prepared, geometry, kept_fields
 from lce_jax.mosaic.common import _tiles, _tokens
@@ -45,8 +46,10 @@ __all__ = [
     "Kernel",
     "Tokens",
     "backward",
+    "checked",
     "compiled",
     "device_refusal",
+    "errors",
     "for_device",
     "forward",
     "live_shape",
@@ -56,6 +59,7 @@ __all__ = [
     "refusal_to_scale",
     "scale",
     "traced",
+    "unchecked",
     "why_not",
 ]
 

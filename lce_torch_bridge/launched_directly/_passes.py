@@ -16,6 +16,7 @@ import torch
 
 from lce_jax import kernels
 from lce_torch_bridge._types import PER_CANDIDATE, Sums, Tensors, TorchCall, names_of
+from lce_torch_bridge.launched_directly import _first_call
 from lce_torch_bridge.launched_directly._host import Buffer, Launches, Tape, plan_of
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
@@ -36,7 +37,25 @@ def refusal(x: Tensors, call: TorchCall) -> str | None:
             return f"{name}: no kernel computes what it needs between the others"
     if call.implementation and call.implementation.split(",")[0] != "mosaic_gpu":
         return f"implementation={call.implementation!r}"
-    return kernels.refusal(kind_of(x.hidden, x.weight, call, x.temperature is not None))
+    kind = kind_of(x.hidden, x.weight, call, x.temperature is not None)
+    reason = kernels.refusal(kind)
+    if reason is not None or kernels.unchecked(kind.device) is None:
+        return reason
+    return kernels.checked(kind.device, functools.partial(_first_call.compare, x.hidden.device, _launched))
+
+
+def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results with a gradient, dhidden and dweight, whether or not the kernels are known to be right."""
+    kind, device, names = kind_of(x.hidden, x.weight, call, False), x.hidden.get_device(), call.differentiable
+    if device != _device.current_device():
+        with torch.cuda.device(device):
+            return _launched(x, call, seeds)
+    given = [_device.usable(x.hidden), _device.usable(x.weight)]
+    found = Launches(forward_tape(kind, True, names), kind.device).run(device, [*given, in_rows(x.labels)])
+    results, saved, kept = found[: len(names)], found[len(names)], found[len(names) + 1 :]
+    tape = gradients_tape(kind, names, (True, True), x.hidden.dtype, [_device.struct(y) for y in kept], owns_cache=True)
+    seeds, kept = [in_rows(y) for y in seeds], [_device.usable(y) for y in kept]
+    return [*results, *Launches(tape, kind.device).run(device, [*given, in_rows(saved, 1), *seeds, *kept])]
 
 
 def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall, has_temperature: bool) -> kernels.CallKind:

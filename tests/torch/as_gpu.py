@@ -53,9 +53,9 @@ def as_gpu(
     return programs
 
 
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
+def emulated(monkeypatch: pytest.MonkeyPatch, device: Device = SMALL) -> Iterator[list[Program]]:
     """Calls are launched directly, or raise. Yields the kernels of all plans."""
-    programs = as_gpu(monkeypatch, emulated_launches.compiled, SMALL)
+    programs = as_gpu(monkeypatch, emulated_launches.compiled, device)
     afresh()
     monkeypatch.setattr(_padding, "SMALLEST", 128)
     # A kernel touches the rows that are there. What emulates it copies as many as its program may have.

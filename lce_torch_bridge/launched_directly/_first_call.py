@@ -1,0 +1,50 @@
+"""A card that has not run its kernels: its first direct launch is compared with stored logits in float64.
+
+Once per process, and without a client of JAX's on the GPU. `lce_jax.kernels.checked` keeps what is found, which is true
+of calls that JAX runs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lce_jax import kernels
+from lce_torch_bridge._types import Tensors, TorchCall
+
+T, H, V, COLUMNS = 200, 256, 1100, 1152  # the last tile ends in padding, and half of it is there
+CALL = TorchCall(
+    group="", vocab_size=V, logit_scale=1.0, logit_softcap=None, entropy="grad", stats=False, mean_logit=False,
+    num_candidates=0, has_floor=False, megatron=False, reduce_grad_hidden=False, cache_bytes=300_000,
+    gradient_threshold=0.0, vocab_part_size=None, implementation="",
+)  # fmt: skip
+
+
+def compare(device: torch.device, launch: Callable[..., list[torch.Tensor]]) -> dict[str, float]:
+    """The errors of what ``launch(tensors, call, seeds)`` returns: the results, dhidden and dweight."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, H, generator=generator) for rows in (T, COLUMNS))
+    labels, seeds = (
+        torch.randint(V, (T,), generator=generator),
+        torch.randn(3, T, generator=generator, dtype=torch.float32).to(device),
+    )
+    hidden, weight = (x.to(device, torch.bfloat16) for x in (hidden, weight * (2 / H**0.5)))
+    x = Tensors(hidden, weight, None, labels.to(device))
+    names = *CALL.differentiable, "dhidden", "dweight"
+    found, wanted = launch(x, CALL, seeds), _stored(x, seeds)
+    return kernels.errors(*(dict(zip(names, map(_to_numpy, of), strict=True)) for of in (found, wanted)))
+
+
+def _stored(x: Tensors, seeds: torch.Tensor) -> list[torch.Tensor]:
+    with torch.enable_grad():
+        hidden, weight = (y.double().requires_grad_() for y in (x.hidden, x.weight))
+        logits = hidden @ weight[:V].T
+        lse, each = logits.logsumexp(1), logits.log_softmax(1)
+        results = [each.gather(1, x.labels[:, None])[:, 0], -(each.exp() * each).sum(1), lse]
+        return [*results, *torch.autograd.grad(results, (hidden, weight), list(seeds.double()))]
+
+
+def _to_numpy(x: torch.Tensor) -> Any:
+    return x.detach().double().cpu().numpy()

@@ -1,0 +1,71 @@
+"""The first direct launch on a card that has not run its kernels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+import torch
+
+import lce_jax
+from lce_jax import kernels
+from lce_jax.mosaic import _generations
+from lce_jax.mosaic.mma import _pipeline
+from lce_torch_bridge import explain, launch_with, linear_logprobs
+from lce_torch_bridge.launched_directly import _first_call
+from tests.devices import A100
+from tests.torch import problem as p
+from tests.torch.as_gpu import Program, emulated
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
+    """This machine's CPU counts as an A100."""
+    monkeypatch.setattr(_generations, "FOUND", {})
+    jax.clear_caches()  # kernels without a fault
+    kernels.traced.cache_clear()
+    yield from emulated(monkeypatch, A100._replace(core_count=2))
+
+
+def test_right_kernels_are_launched(programs: list[Program], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lce_jax")
+    leaves = p.draw(9, 128, 1024, torch.bfloat16).leaves()
+    with torch.no_grad(), torch.autocast("cpu"):  # which are not the check's
+        out = linear_logprobs(*leaves)
+    assert len(programs) == 3  # a forward and a backward of the check, and the call's
+    linear_logprobs(*leaves).logprobs.sum().backward()
+    assert len(programs) > 3
+    assert list(_generations.FOUND.values()) == [None]
+    launch_with("jax")
+    assert p.value_error(out.lse, linear_logprobs(*leaves, implementation="xla").lse) < 1e-4
+    assert not caplog.records
+
+
+def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lce_jax")
+    exchanged = _pipeline._exchanged
+    monkeypatch.setattr(_pipeline, "_exchanged", lambda own, given, *more: exchanged(given, own, *more))
+    call = p.draw(9, 128, 1024, torch.bfloat16)
+    told = f"its first call on {A100.kind} is off by logprobs"
+    with pytest.raises(lce_jax.UnsupportedError, match=told):
+        linear_logprobs(*call)
+    (record,) = caplog.records
+    assert told in record.getMessage()
+    launch_with(None)
+    monkeypatch.setattr(_first_call, "compare", lambda *_: pytest.fail("it is known"))
+    how = explain(*call)
+    assert how.way == "jax"
+    assert told in str(how.why_not_direct)
+    assert (how.plan.implementation, how.plan.refused) == ("xla", {"mosaic_gpu": how.why_not_direct})
+
+
+def test_a_launch_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*_: Any) -> Any:
+        raise RuntimeError("Mosaic did not compile a kernel")
+
+    monkeypatch.setattr(_pipeline, "_exchanged", raising)
+    with pytest.raises(lce_jax.UnsupportedError, match="raised RuntimeError: Mosaic did not compile a kernel"):
+        linear_logprobs(*p.draw(9, 128, 1024, torch.bfloat16))
