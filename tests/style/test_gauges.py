@@ -81,7 +81,7 @@ IN_TORCH = {
     "through JAX": {
         of_torch: ((205, 29), (50, 15)), loss_of_torch: ((240, 30), (73, 16)), topk_of_torch: ((158, 33), (47, 14))
     },
-    "directly": {of_torch: ((323, 40), (38, 13)), loss_of_torch: ((341, 41), (57, 15))},
+    "directly": {of_torch: ((324, 40), (38, 13)), loss_of_torch: ((342, 41), (57, 15))},
 }  # fmt: skip
 
 
