@@ -3,12 +3,14 @@
 Each check is a call with some options, in a process of its own: a kernel that waits for ever ends one check alone. It
 says how far outputs and gradients lie from stored logits in float32, whether they have the same bits in every one of
 several runs (a race would show), the times of forward and of both passes beside those of ``xla``, and the memory that
-they take. The bounds are those of `benchmarks.problem`. Each check is written to the file when it is done.
+they take. The bounds are those of `benchmarks.problem`. Each check is written to the file when it is done. Kernels that
+have run on another card alone run here without the comparison of a first call: what is wrong is to be seen.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -24,8 +26,12 @@ import jax.numpy as jnp
 import lce_jax
 from benchmarks.measure import Run, compile_jax, interleave
 from benchmarks.problem import GRADIENTS, Problem, random_problem, reference, verdict, weighted
+from benchmarks.programs import with_kernels_of
 from benchmarks.records import Job, Measured
 from lce_jax import UnsupportedError
+from lce_jax._dispatch import current_device
+from lce_jax._types import Device
+from lce_jax.mosaic import _generations
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
@@ -73,8 +79,21 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
     """One for each check."""
+    print(served_by(current_device()), flush=True)
     names = options.only or list(CHECKS)
     return [Job(["doctor", "--only", name], functools.partial(_measure, name, options.rounds)) for name in names]
+
+
+def served_by(device: Device) -> str:
+    """Which kernels run on a device, what is known of them, and what to send."""
+    generation = _generations.serving(device)
+    if generation is None:
+        return f"{device.kind or device.platform} has no kernels: xla runs"
+    name = f"the kernels for compute capability {' and '.join(generation.compute_capabilities)}"
+    if generation.ran_on is None:
+        return f"{device.kind}: {name}"
+    asked = "send the file that is written with what is printed, right or wrong: nobody has run them on such a card"
+    return f"{device.kind}: {name}, whose source ran on {generation.ran_on}; {asked}"
 
 
 def _measure(name: str, rounds: int) -> Measured:
@@ -107,12 +126,13 @@ def line(found: Mapping[str, Any]) -> str:
 
 def examine(name: str, rounds: int) -> dict[str, Any]:
     """All that is found out of a check, here."""
-    check = CHECKS[name]
+    check, generation = CHECKS[name], _generations.serving(current_device())
     platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
     tokens, hidden_size, columns = (HEAD if check.is_head else PART)[platform]
     shape = tokens, hidden_size, columns + check.more_columns
     problem = random_problem(shape, jnp.dtype(check.dtype))
-    return {"shape": list(shape)} | _compare(check, problem, rounds)
+    with with_kernels_of(generation) if generation else contextlib.nullcontext():
+        return {"shape": list(shape)} | _compare(check, problem, rounds)
 
 
 def _compare(check: Check, problem: Problem, rounds: int) -> dict[str, Any]:

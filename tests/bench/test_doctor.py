@@ -11,6 +11,8 @@ import pytest
 import lce_jax
 from benchmarks import __main__ as bench
 from benchmarks import doctor, records
+from lce_jax._types import Device
+from tests.devices import A100, H200
 
 
 @pytest.mark.site
@@ -23,6 +25,14 @@ def test_one_command_writes_into_one_file(tmp_path: Path) -> None:
     assert set(right["seconds"]) == set(right["bytes"]) == {"forward", "both"}
     assert set(right["errors"]) == {"logprobs", "entropy", "lse", "dhidden", "dweight"}
     assert "same bits; forward" in doctor.line(right)
+
+
+def test_what_an_owner_of_a_card_is_told() -> None:
+    assert doctor.served_by(Device("cpu")) == "cpu has no kernels: xla runs"
+    assert doctor.served_by(H200) == "NVIDIA H200: the kernels for compute capability 9.0"
+    told = doctor.served_by(A100)
+    assert told.startswith(f"{A100.kind}: the kernels for compute capability 8.0, whose source ran on an H100 with JAX")
+    assert "send the file that is written" in told
 
 
 @pytest.mark.slow
