@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import pathlib
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from flax import nnx
 from rich.console import Console
 
 import examples.demo
-from examples.demo import compare, report, rl, sft
+from examples.demo import compare, report, rl, sft, stored
 from examples.demo.evaluate import Evaluator
 from examples.demo.model import Config, Transformer, make_mesh, put_on_mesh
 from examples.demo.text import VOCAB_SIZE, load_corpus
@@ -52,7 +51,19 @@ def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) 
     with console.status("training a tokenizer on the sources of Python's standard library"):
         corpus = load_corpus()
     console.print(f"Text: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} in files held out.")
-    model, twin = (Transformer(_model_config(mesh, corpus.vocab_size), rngs=nnx.Rngs(options.seed)) for _ in range(2))
+
+    def new_model() -> Transformer:
+        return Transformer(_model_config(mesh, corpus.vocab_size), rngs=nnx.Rngs(options.seed))
+
+    def phase_1(name: str, model: Transformer, **head: Any) -> list[float]:
+        training = sft.train(model, corpus, sft_config, mesh, options.seed, **head)
+        return _tracked(console, name, training, options.steps, lambda loss: f"loss {loss:.2f}")
+
+    def phase_2(name: str, model: Transformer, **head: Any) -> list[rl.RlMetrics]:
+        improving = rl.train(model, corpus, rl_config, mesh, options.seed, **head)
+        return _tracked(console, name, improving, options.rl_steps, lambda step: f"reward {step.reward:.2f}")
+
+    model = new_model()
     console.print(f"Model: {model.num_parameters():,} parameters. Its head on a training batch, per device:")
     console.print(str(plan), highlight=False, soft_wrap=True)
     sft_config = sft.SftConfig(options.steps).on(mesh)
@@ -60,23 +71,27 @@ def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) 
     evaluate = Evaluator.create(corpus, rl_config, mesh, options.seed)
 
     stages = [evaluate(model)]
-    training = sft.train(model, corpus, sft_config, mesh, options.seed)
-    losses = _tracked(console, "phase 1", training, options.steps, lambda loss: f"loss {loss:.2f}")
+    losses = phase_1("phase 1", model)
     stages.append(evaluate(model))
     again = None
     if sft.leaves_out(plan):
-        without = dataclasses.replace(sft_config, gradient_threshold=sft.THRESHOLD)
-        repeating = sft.train(twin, corpus, without, mesh, options.seed)
-        repeated = _tracked(console, "phase 1 again", repeating, options.steps, lambda loss: f"loss {loss:.2f}")
-        again = sft.SecondRun(losses, repeated, float(sft.dropped_mass(twin, put_on_mesh(mesh, evaluate.windows))))
-    improving = rl.train(model, corpus, rl_config, mesh, options.seed)
-    metrics = _tracked(console, "phase 2", improving, options.rl_steps, lambda step: f"reward {step.reward:.2f}")
+        thinned = new_model()
+        repeated = phase_1("phase 1 again", thinned, loss_of_head=sft.loss_with_threshold)
+        again = sft.SecondRun(losses, repeated, float(sft.dropped_mass(thinned, put_on_mesh(mesh, evaluate.windows))))
+    metrics = phase_2("phase 2", model)
     stages.append(evaluate(model))
+    curves = report.Curves(losses, metrics)
+    twin = new_model()
+    with_stored = report.Curves(
+        phase_1("phase 1, logits stored", twin, loss_of_head=stored.loss),
+        phase_2("phase 2, logits stored", twin, logprobs_of_head=stored.logprobs),
+    )
     comparison = compare.compare(model, evaluate.windows[: 2 * sft_config.batch], mesh)
     report.print_examples(console, stages)
     report.print_tables(console, stages, evaluate.real_reward, again, comparison)
+    console.print(report.distance(curves, with_stored), highlight=False, soft_wrap=True)
     path = options.out / "curves.png"
-    report.draw(path, losses, metrics, stages, evaluate.real_reward, again)
+    report.draw(path, curves, with_stored, stages, evaluate.real_reward, again)
     console.print(f"Curves: {path}. {time.perf_counter() - start:.0f} s in all.", soft_wrap=True)
 
 

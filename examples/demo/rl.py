@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from flax import nnx
 from examples.demo import reward
 from examples.demo.model import Transformer, put_on_mesh, round_up
 from examples.demo.text import sample_prompts
+from lce_jax.flax.nnx import LMHead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from examples.demo.text import Corpus
     from lce_jax import LogprobOutput
     from lce_jax._shapes import Array, Bool, Float, Int
+
+    LogprobsOfHead = Callable[..., LogprobOutput]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +89,20 @@ def sample(model: Transformer, prompts: Int[Array, "B P"], key: Array, config: R
 
 
 def policy(
-    model: Transformer, tokens: Int[Array, "B S"], where: Bool[Array, "B S-1"], config: RlConfig, entropy: bool = True
-) -> LogprobOutput:
+    model: Transformer, tokens: Int[Array, "B S"], where: Bool[Array, "B S-1"], config: RlConfig,
+    logprobs_of_head: LogprobsOfHead, entropy: bool = True,
+) -> LogprobOutput:  # fmt: skip
     """Log-probability of each chosen token, and entropy of the distribution that it was chosen from."""
     hidden = model(tokens[:, :-1])
-    return model.head.logprobs(hidden, tokens[:, 1:], where=where, temperature=config.temperature, entropy=entropy)
+    chosen = tokens[:, 1:]
+    return logprobs_of_head(model.head, hidden, chosen, where=where, temperature=config.temperature, entropy=entropy)
 
 
-def policy_loss(model: Transformer, rollout: Rollout, config: RlConfig) -> tuple[Array, Array]:
+def policy_loss(
+    model: Transformer, rollout: Rollout, config: RlConfig, logprobs_of_head: LogprobsOfHead
+) -> tuple[Array, Array]:
     """PPO's clipped loss minus the entropy bonus, and the entropy; each a mean over the chosen tokens."""
-    out = policy(model, rollout.tokens, rollout.where, config)
+    out = policy(model, rollout.tokens, rollout.where, config, logprobs_of_head)
     assert out.entropy is not None  # for the type checker: it was asked for
     ratio = jnp.exp(out.logprobs - rollout.old_logprobs)
     clipped = jnp.clip(ratio, 1.0 - config.clip, 1.0 + config.clip)
@@ -112,15 +119,19 @@ def group_advantages(rewards: Float[np.ndarray, "b"], group: int) -> Float[np.nd
     return (centred / (grouped.std(axis=1, keepdims=True) + 1e-4)).reshape(-1)
 
 
-def train(model: Transformer, corpus: Corpus, config: RlConfig, mesh: Mesh, seed: int) -> Iterator[RlMetrics]:
+def train(
+    model: Transformer, corpus: Corpus, config: RlConfig, mesh: Mesh, seed: int,
+    logprobs_of_head: LogprobsOfHead = LMHead.logprobs,
+) -> Iterator[RlMetrics]:  # fmt: skip
     """Improves ``model`` in place, one rollout and its updates per item."""
     adam = optax.adam(config.learning_rate)
     optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adam), wrt=nnx.Param)
-    old_policy = nnx.jit(functools.partial(policy, config=config, entropy=False))
+    own: Any = {"config": config, "logprobs_of_head": logprobs_of_head}
+    old_policy = nnx.jit(functools.partial(policy, **own, entropy=False))
 
     @nnx.jit
     def update(model: Transformer, optimizer: nnx.Optimizer, rollout: Rollout) -> Float[Array, ""]:
-        loss_function = functools.partial(policy_loss, rollout=rollout, config=config)
+        loss_function = functools.partial(policy_loss, rollout=rollout, **own)
         (_, entropy), gradients = nnx.value_and_grad(loss_function, has_aux=True)(model)
         optimizer.update(model, gradients)
         return entropy

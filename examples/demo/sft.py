@@ -1,13 +1,14 @@
 """Phase 1: next-token training with the cross entropy of ``model.head.loss``.
 
-On a GPU with kernels it runs once more from the same seed, its gradients without the tiles whose every probability is
-below `THRESHOLD`.
+It runs once more from the same seed with stored logits. On a GPU with kernels it then runs without the tiles of the
+gradients whose every probability is below `THRESHOLD`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +17,10 @@ from flax import nnx
 
 from examples.demo.model import Transformer, put_on_mesh, round_up
 from examples.demo.text import sample_windows
+from lce_jax.flax.nnx import LMHead
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from jax.sharding import Mesh
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 
 THRESHOLD = 2.0**-12
+loss_with_threshold = functools.partial(LMHead.loss, gradient_threshold=THRESHOLD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +43,16 @@ class SftConfig:
     learning_rate: float = 4e-3
     weight_decay: float = 0.1
     z_loss: float = 1e-4  # keeps lse near 0
-    gradient_threshold: float = 0.0  # of the head's gradients; 0 is exact
 
     def on(self, mesh: Mesh) -> SftConfig:
         """A copy whose batch divides by the mesh's data axis."""
         return dataclasses.replace(self, batch=round_up(self.batch, mesh.shape["data"]))
 
 
-def train(model: Transformer, corpus: Corpus, config: SftConfig, mesh: Mesh, seed: int) -> Iterator[float]:
+def train(
+    model: Transformer, corpus: Corpus, config: SftConfig, mesh: Mesh, seed: int,
+    loss_of_head: Callable[..., Array] = LMHead.loss,
+) -> Iterator[float]:  # fmt: skip
     """Trains ``model`` in place, one step per item; each item is the step's loss."""
     warmup = max(1, config.steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, config.steps + 1)
@@ -57,8 +62,7 @@ def train(model: Transformer, corpus: Corpus, config: SftConfig, mesh: Mesh, see
     @nnx.jit
     def step(model: Transformer, optimizer: nnx.Optimizer, tokens: Int[Array, "B S"]) -> Float[Array, ""]:
         def loss_function(model: Transformer) -> Float[Array, ""]:
-            more: Any = {"z_loss": config.z_loss, "gradient_threshold": config.gradient_threshold}
-            return model.head.loss(model(tokens[:, :-1]), tokens[:, 1:], **more)
+            return loss_of_head(model.head, model(tokens[:, :-1]), tokens[:, 1:], z_loss=config.z_loss)
 
         loss, gradients = nnx.value_and_grad(loss_function)(model)
         optimizer.update(model, gradients)

@@ -47,6 +47,14 @@ def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
     for line in ("phase 1: 1 of 2, loss 7.", "phase 1 again: 2 of 2, loss 7.", "phase 2: 1 of 1, reward "):
         assert f"\n{line}" in done.stdout
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", done.stdout)  # no terminal: lines, and nothing that moves
+    for line in ("phase 1, logits stored: 2 of 2, loss 7.", "phase 2, logits stored: 1 of 1, reward "):
+        assert f"\n{line}" in done.stdout
+    said = re.search(
+        r"With stored logits, .* away than (\S+) nats .* away than (\S+), .* than (\S+) nats.*", done.stdout
+    )
+    assert said is not None
+    assert all(float(apart) < 1e-5 for apart in said.groups())  # of three updates, and no token sampled otherwise
+    assert said.group().endswith("The first 1 of 1 rewards are the same.")
     assert "Phase 1 again, from the same seed, 2 steps" in done.stdout
     exact, same = table_row(done.stdout, "loss of the last tenth")
     assert exact == same  # on a CPU nothing is left out
@@ -60,6 +68,19 @@ def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
         fused, stored, _ = table_row(errors, name)
         assert 0 < float(fused) < 1e-5
         assert 0 < float(stored) < 1e-5
+
+
+def test_stored_logits_are_compared_step_by_step():
+    from examples.demo.report import Curves, distance
+
+    ours = Curves([5.0, 4.0], [rl.RlMetrics(0.5, 3.0), rl.RlMetrics(0.75, 2.0), rl.RlMetrics(0.5, 2.0)])
+    stored = Curves([5.0, 4.25], [rl.RlMetrics(0.5, 3.125), rl.RlMetrics(0.25, 2.0), rl.RlMetrics(0.5, 2.0)])
+    said = distance(ours, stored)
+    assert "further away than 2.5e-01 nats per token" in said
+    assert "no reward is further away than 5.0e-01, and no entropy than 1.2e-01 nats" in said
+    assert said.endswith(
+        "The first 1 of 3 rewards are the same: one token that is sampled otherwise changes what comes after it."
+    )
 
 
 def test_the_second_run_is_compared_step_by_step():
@@ -82,7 +103,8 @@ def test_there_is_a_second_run_only_where_tiles_are_left_out(tmp_path):
     comparison = Comparison(4, 8, 16, "float32", program, program, None)
     console = Console(record=True, width=120)
     report.print_tables(console, stages, 0.9, None, comparison)
-    report.draw(tmp_path / "curves.png", [5.0], [rl.RlMetrics(0.5, 4.0)], stages, 0.9, None)
+    curves = report.Curves([5.0], [rl.RlMetrics(0.5, 4.0)])
+    report.draw(tmp_path / "curves.png", curves, curves, stages, 0.9, None)
     said = console.export_text()
     assert "Phase 1 again" not in said
     assert "largest error against float64" in said
