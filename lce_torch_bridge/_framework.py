@@ -40,8 +40,12 @@ class Installed:
             _logger.warning("%s: %s from lce_torch_bridge", self._framework, self._what)
         self.calls += 1
 
-    def put(self, *places: tuple[Any, str, Any], hooks: tuple[Callable[..., None], ...] = ()) -> Self:
+    def put(
+        self, *places: tuple[Any, str, Any], hooks: tuple[Callable[..., None], ...] = (), handles: tuple[Any, ...] = ()
+    ) -> Self:
         """Replaces attributes, each ``(owner, name, ours)``, and adds hooks that torch calls for every module.
+
+        ``handles`` are of hooks that are there already, which go with the rest.
 
         What is ours already stays.
         """
@@ -54,7 +58,7 @@ class Installed:
                 self._replaced.append((owner, name, vars(owner).get(name, _NONE), ours))
                 setattr(owner, name, ours)
         if not self._hooks:
-            self._hooks = [register_module_module_registration_hook(hook) for hook in hooks]
+            self._hooks = [*map(register_module_module_registration_hook, hooks), *handles]
         return self
 
     def undo(self) -> None:

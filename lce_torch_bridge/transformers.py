@@ -48,9 +48,9 @@ def patch(model: PreTrainedModel) -> Installed:
         >>> lce_torch_bridge.transformers.patch(model)  # doctest: +SKIP
         >>> Trainer(model, arguments, train_dataset=rows).train()  # doctest: +SKIP
     """
-    there = vars(model).get("forward")
-    if isinstance(there, functools.partial) and there.func is _forward:
-        return there.args[2]
+    _refuse_shallow_copy(model)
+    if (ours := _ours_of(model)) is not None:
+        return ours.args[2]
     _checks.head(model.get_output_embeddings())
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False) or model.base_model is model:
@@ -65,7 +65,7 @@ def patch(model: PreTrainedModel) -> Installed:
     installed = Installed("transformers", "5", f"the loss of {type(model).__name__} comes")
     forward = functools.partial(_forward, model, model.forward, installed)  # whose copy has a copy of the model
     functools.update_wrapper(forward, type(model).forward)  # the Trainer reads the signature
-    return installed.put((model, "forward", forward))
+    return installed.put((model, "forward", forward), handles=(model.register_forward_pre_hook(_refuse_shallow_copy),))
 
 
 def loss_function(
@@ -147,6 +147,21 @@ def _forward(
         weight=head.weight, bias=head.bias, logit_softcap=softcap,
     )  # fmt: skip
     return CausalLMOutput(loss=loss)
+
+
+def _ours_of(model: Any) -> functools.partial | None:
+    there = vars(model).get("forward")
+    return there if isinstance(there, functools.partial) and there.func is _forward else None
+
+
+def _refuse_shallow_copy(model: Any, *_: Any) -> None:
+    """It has the forward of the model that was patched, which reads that one's configuration and weights."""
+    ours = _ours_of(model)
+    if ours is not None and ours.args[0] is not model:
+        raise NotImplementedError(
+            f"a shallow copy of a patched {type(model).__name__} calls that one's forward: make it with copy.deepcopy, "
+            "or before patch. DataParallel makes such copies: start the program with torchrun"
+        )
 
 
 def _refuse_routers_loss(asked: bool | None) -> None:

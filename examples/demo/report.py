@@ -37,7 +37,7 @@ _STYLE: Any = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.25,
-    "legend.frameon": False,
+    "legend.edgecolor": "none",
 }
 
 
@@ -128,8 +128,8 @@ def distance(curves: Curves, stored: Curves) -> str:
     same = int(np.argmax(np.append(apart[:, 0] > 0, True)))
     later = "" if same == len(apart) else ": one token that is sampled otherwise changes what comes after it"
     return (
-        f"With stored logits, from the same seed: in phase 1 no step's loss is further away than {loss:.1e} nats per "
-        f"token; in phase 2 no reward is further away than {reward:.1e}, and no entropy than {entropy:.1e} nats. "
+        f"With stored logits, from the same seed: in phase 1 no step's loss is further away than {loss:.2g} nats per "
+        f"token; in phase 2 no reward is further away than {reward:.2g}, and no entropy than {entropy:.2g} nats. "
         f"The first {same} of {len(apart)} rewards are the same{later}."
     )
 
@@ -155,9 +155,10 @@ def draw(
         loss.set(title="Phase 1: loss", xlabel="step", ylabel="nats per token")
         _curve(reward, "rollouts", *([step.reward for step in run.metrics] for run in (curves, stored)))
         reward.plot([0, len(metrics)], [stages[1].reward, stages[2].reward], "o", color=_ORANGE, label="held-out files")
-        reward.axhline(real_reward, color=_GREY, linestyle="--", linewidth=1, label="real text")
-        title = "Phase 2: reward. Above real text's it is gamed: short statements, and a worse loss"
-        reward.set(title=title, xlabel="step", ylabel="share of tokens on statements", ylim=(0, None))
+        reward.axhline(
+            real_reward, color=_GREY, linestyle="--", linewidth=1, label="real text: above it, the reward is gamed"
+        )
+        reward.set(title="Phase 2: reward", xlabel="step", ylabel="share of tokens on statements", ylim=(0, None))
         _curve(entropy, "policy on its rollouts", *([step.entropy for step in run.metrics] for run in (curves, stored)))
         entropy.set(title="Phase 2: entropy", xlabel="step", ylabel="nats per token", ylim=(0, None))
         for axes in (loss, reward, entropy):

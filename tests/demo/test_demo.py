@@ -76,8 +76,8 @@ def test_stored_logits_are_compared_step_by_step():
     ours = Curves([5.0, 4.0], [rl.RlMetrics(0.5, 3.0), rl.RlMetrics(0.75, 2.0), rl.RlMetrics(0.5, 2.0)])
     stored = Curves([5.0, 4.25], [rl.RlMetrics(0.5, 3.125), rl.RlMetrics(0.25, 2.0), rl.RlMetrics(0.5, 2.0)])
     said = distance(ours, stored)
-    assert "further away than 2.5e-01 nats per token" in said
-    assert "no reward is further away than 5.0e-01, and no entropy than 1.2e-01 nats" in said
+    assert "further away than 0.25 nats per token" in said
+    assert "no reward is further away than 0.5, and no entropy than 0.12 nats" in said
     assert said.endswith(
         "The first 1 of 3 rewards are the same: one token that is sampled otherwise changes what comes after it."
     )

@@ -469,6 +469,22 @@ def test_a_patched_model(caplog: pytest.LogCaptureFixture) -> None:
     ) == 1
 
 
+def test_a_shallow_copy_is_refused() -> None:
+    """It would call the forward of the model that was patched; one that was made before has its own."""
+    model = CausalLM()
+    before = copy.copy(model)
+    with patch(model):
+        after = copy.copy(model)
+        for call in (lambda: after(TOKENS, labels=TOKENS), lambda: after(TOKENS), lambda: patch(after)):
+            with pytest.raises(NotImplementedError, match=r"a shallow copy of a patched CausalLM .* copy\.deepcopy"):
+                call()
+        right(before(TOKENS, labels=TOKENS).loss, model)
+        with patch(before) as patched:
+            right(before(TOKENS, labels=TOKENS).loss, model)
+        assert patched.calls == 1
+    assert not model._forward_pre_hooks
+
+
 def test_the_loss_function() -> None:
     model = CausalLM(bias=True)
     given = model.base_model(TOKENS).last_hidden_state, TOKENS
