@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import time
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
+    from examples.demo.text import Corpus
+
 _SFT_STEPS, _RL_STEPS = 400, 30
 
 
@@ -44,6 +47,40 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Course:
+    """What all runs have in common. Each starts from the same weights, and sees the same text."""
+
+    options: argparse.Namespace
+    mesh: Mesh
+    console: Console
+    corpus: Corpus
+
+    @property
+    def sft_config(self) -> sft.SftConfig:
+        return sft.SftConfig(self.options.steps).on(self.mesh)
+
+    @property
+    def rl_config(self) -> rl.RlConfig:
+        return rl.RlConfig(self.options.rl_steps).on(self.mesh)
+
+    def new_model(self) -> Transformer:
+        return Transformer(_model_config(self.mesh, self.corpus.vocab_size), rngs=nnx.Rngs(self.options.seed))
+
+    def phase_1(self, name: str, model: Transformer, **head: Any) -> list[float]:
+        training = sft.train(model, self.corpus, self.sft_config, self.mesh, self.options.seed, **head)
+        return _tracked(self.console, name, training, self.options.steps, lambda loss: f"loss {loss:.2f}")
+
+    def phase_2(self, name: str, model: Transformer, **head: Any) -> list[rl.RlMetrics]:
+        improving = rl.train(model, self.corpus, self.rl_config, self.mesh, self.options.seed, **head)
+        return _tracked(self.console, name, improving, self.options.rl_steps, lambda step: f"reward {step.reward:.2f}")
+
+    def with_stored_logits(self) -> report.Curves:
+        model = self.new_model()
+        losses = self.phase_1("phase 1, logits stored", model, loss_of_head=stored.loss)
+        return report.Curves(losses, self.phase_2("phase 2, logits stored", model, logprobs_of_head=stored.logprobs))
+
+
 def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) -> None:
     start = time.perf_counter()
     shape = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
@@ -51,42 +88,24 @@ def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) 
     with console.status("training a tokenizer on the sources of Python's standard library"):
         corpus = load_corpus()
     console.print(f"Text: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} in files held out.")
-
-    def new_model() -> Transformer:
-        return Transformer(_model_config(mesh, corpus.vocab_size), rngs=nnx.Rngs(options.seed))
-
-    def phase_1(name: str, model: Transformer, **head: Any) -> list[float]:
-        training = sft.train(model, corpus, sft_config, mesh, options.seed, **head)
-        return _tracked(console, name, training, options.steps, lambda loss: f"loss {loss:.2f}")
-
-    def phase_2(name: str, model: Transformer, **head: Any) -> list[rl.RlMetrics]:
-        improving = rl.train(model, corpus, rl_config, mesh, options.seed, **head)
-        return _tracked(console, name, improving, options.rl_steps, lambda step: f"reward {step.reward:.2f}")
-
-    model = new_model()
+    course = _Course(options, mesh, console, corpus)
+    model = course.new_model()
     console.print(f"Model: {model.num_parameters():,} parameters. Its head on a training batch, per device:")
     console.print(str(plan), highlight=False, soft_wrap=True)
-    sft_config = sft.SftConfig(options.steps).on(mesh)
-    rl_config = rl.RlConfig(options.rl_steps).on(mesh)
-    evaluate = Evaluator.create(corpus, rl_config, mesh, options.seed)
+    evaluate = Evaluator.create(corpus, course.rl_config, mesh, options.seed)
 
     stages = [evaluate(model)]
-    losses = phase_1("phase 1", model)
+    losses = course.phase_1("phase 1", model)
     stages.append(evaluate(model))
     again = None
     if sft.leaves_out(plan):
-        thinned = new_model()
-        repeated = phase_1("phase 1 again", thinned, loss_of_head=sft.loss_with_threshold)
-        again = sft.SecondRun(losses, repeated, float(sft.dropped_mass(thinned, put_on_mesh(mesh, evaluate.windows))))
-    metrics = phase_2("phase 2", model)
+        other = course.new_model()
+        repeated = course.phase_1("phase 1 again", other, loss_of_head=sft.loss_with_threshold)
+        again = sft.SecondRun(losses, repeated, float(sft.dropped_mass(other, put_on_mesh(mesh, evaluate.windows))))
+    curves = report.Curves(losses, course.phase_2("phase 2", model))
     stages.append(evaluate(model))
-    curves = report.Curves(losses, metrics)
-    twin = new_model()
-    with_stored = report.Curves(
-        phase_1("phase 1, logits stored", twin, loss_of_head=stored.loss),
-        phase_2("phase 2, logits stored", twin, logprobs_of_head=stored.logprobs),
-    )
-    comparison = compare.compare(model, evaluate.windows[: 2 * sft_config.batch], mesh)
+    with_stored = course.with_stored_logits()
+    comparison = compare.compare(model, evaluate.windows[: 2 * course.sft_config.batch], mesh)
     report.print_examples(console, stages)
     report.print_tables(console, stages, evaluate.real_reward, again, comparison)
     console.print(report.distance(curves, with_stored), highlight=False, soft_wrap=True)
