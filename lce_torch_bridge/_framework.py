@@ -6,6 +6,7 @@ Nothing here, and no module of a framework, imports the framework before its ``i
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import inspect
 import logging
@@ -81,6 +82,15 @@ class Installed:
     def __exit__(self, *_: object) -> None:
         self.undo()
 
+    def module(self, name: str) -> Any:
+        """One of the framework, or of what it needs."""
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as missing:
+            raise ModuleNotFoundError(
+                f"{missing}: this is for {self._framework} {self._tested}, which is not installed here, or not whole"
+            ) from missing
+
     def check_version(self) -> None:
         """Warns where the framework is not the one that this package is tested with."""
         found = _version(self._framework)
@@ -150,10 +160,9 @@ def check_shard(weight: torch.Tensor, vocab_start_index: int, vocab_end_index: i
         raise ValueError(f"{vocab_start_index=} and {vocab_end_index=} are not of weight {tuple(weight.shape)}")
 
 
-def with_workers_of_ray(install_in_worker: Callable[[], Installed]) -> Installed:
+def with_workers_of_ray(installed: Installed, install_in_worker: Callable[[], Installed]) -> Installed:
     """Installed in this process, and by a ``ray.init`` in each worker process, before anything else runs there."""
-    import ray
-
+    ray = installed.module("ray")
     hook = f"{install_in_worker.__module__}.{install_in_worker.__name__}"
     if ray.is_initialized():
         raise RuntimeError(

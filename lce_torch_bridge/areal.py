@@ -40,7 +40,7 @@ def install() -> _framework.Installed:
         >>> import lce_torch_bridge.areal
         >>> lce_torch_bridge.areal.install()  # doctest: +SKIP
     """
-    engine = importlib.import_module("areal.engine")
+    engine = _installed.module("areal.engine")
     return _installed.put(*((engine, theirs, _engine(ours)) for ours, theirs in ENGINES.items()))
 
 

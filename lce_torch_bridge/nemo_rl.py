@@ -47,7 +47,7 @@ def install() -> _framework.Installed:
         >>> import lce_torch_bridge.nemo_rl
         >>> lce_torch_bridge.nemo_rl.install()  # doctest: +SKIP
     """
-    return _framework.with_workers_of_ray(install_in_worker)
+    return _framework.with_workers_of_ray(_installed, install_in_worker)
 
 
 def install_in_worker() -> _framework.Installed:
@@ -57,8 +57,7 @@ def install_in_worker() -> _framework.Installed:
     """
     if not (importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")):
         return _installed
-    from nemo_rl.distributed import model_utils
-
+    model_utils = _installed.module("nemo_rl.distributed.model_utils")
     return _installed.put(
         (model_utils, "from_parallel_hidden_states_to_logprobs", _logprobs),
         (model_utils, "from_parallel_logits_to_logprobs", _refuse_logits),

@@ -41,13 +41,12 @@ def install() -> _framework.Installed:
         >>> import lce_torch_bridge.skyrl
         >>> lce_torch_bridge.skyrl.install()  # doctest: +SKIP
     """
-    return _framework.with_workers_of_ray(install_in_worker)
+    return _framework.with_workers_of_ray(_installed, install_in_worker)
 
 
 def install_in_worker() -> _framework.Installed:
     """`install` of this process alone: for ``runtime_env={"worker_process_setup_hook": ...}`` of ``ray.init``."""
-    from skyrl.backends.skyrl_train.distributed.megatron import model_utils
-
+    model_utils = _installed.module("skyrl.backends.skyrl_train.distributed.megatron.model_utils")
     return _installed.put(
         (model_utils, "_fused_lm_head_logprob_apply", _logprobs),
         (model_utils, "from_parallel_logits_to_logprobs", _refuse_logits),

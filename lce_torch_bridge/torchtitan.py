@@ -40,8 +40,7 @@ def install() -> _framework.Installed:
         >>> lce_torch_bridge.torchtitan.install()  # doctest: +SKIP
         >>> torchtitan.train.main()  # doctest: +SKIP
     """
-    from torchtitan.trainer import Trainer
-
+    Trainer = _installed.module("torchtitan.trainer").Trainer
     _override()
     return _installed.put((Trainer, "__init__", _framework.around(Trainer.__init__, _init)))
 

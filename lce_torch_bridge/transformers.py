@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,8 @@ def patch(model: PreTrainedModel) -> Installed:
     """Given labels, a model returns its loss and no logits; without labels it is as before.
 
     Call it before the Trainer or DDP wraps the model; before PEFT or FSDP2 does, or after, for the model inside.
-    Gradient accumulation, evaluation of the loss (``prediction_loss_only=True``) and a deep copy of the model work.
+    Gradient accumulation, evaluation of the loss (``prediction_loss_only=True``) and a deep copy of the model work. The
+    output also has the hidden states, attentions and cache that a call asks for.
 
     Args:
         model: a causal language model of Transformers 5 whose head is a linear layer, with or without a softcap.
@@ -38,6 +40,7 @@ def patch(model: PreTrainedModel) -> Installed:
         What counts the losses, and undoes it; a second call for the same model returns the same.
 
     Raises:
+        TypeError: this is no instance of such a model.
         NotImplementedError: the head is more than its weight and bias, as with an adapter (LoRA); the configuration
             scales logits or adds a router's loss; the model has an encoder, reads labels before its head, or has
             another loss (its own, or ``model.loss_function``); or its logits, of the last token in the first call, are
@@ -48,10 +51,15 @@ def patch(model: PreTrainedModel) -> Installed:
         >>> lce_torch_bridge.transformers.patch(model)  # doctest: +SKIP
         >>> Trainer(model, arguments, train_dataset=rows).train()  # doctest: +SKIP
     """
+    module = isinstance(model, torch.nn.Module)
+    head = getattr(model, "get_output_embeddings", lambda: None)() if module else None
+    if head is None:
+        got = type(model).__name__ if module else repr(model)
+        raise TypeError(f"pass an instance of a causal language model, whose class is a …ForCausalLM, got {got}")
     _refuse_shallow_copy(model)
     if (ours := _ours_of(model)) is not None:
         return ours.args[2]
-    _checks.head(model.get_output_embeddings())
+    _checks.head(head)
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False) or model.base_model is model:
         raise NotImplementedError(f"{type(model).__name__} is not a decoder in base_model, and a head")
@@ -119,34 +127,41 @@ def loss_function(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def _forward(
-    model: Any, stock: Any, installed: Installed, /, *arguments: Any, labels: torch.Tensor | None = None,
-    shift_labels: torch.Tensor | None = None, num_items_in_batch: torch.Tensor | int | None = None, **inputs: Any,
-) -> Any:  # fmt: skip
+def _forward(model: Any, stock: Any, installed: Installed, /, *arguments: Any, **inputs: Any) -> Any:
     """In place of a model's ``forward``, to which accelerate's `unwrap_model` may bind it as if it were a function."""
     arguments = arguments[1:] if arguments and arguments[0] is model else arguments
-    if labels is None and shift_labels is None:
-        return stock(*arguments, **inputs)
-    from transformers.modeling_outputs import CausalLMOutput
+    if arguments:  # one of them may be the labels
+        inputs = dict(**inspect.signature(stock).bind_partial(*arguments).arguments, **inputs)
+    if inputs.get("labels") is None and inputs.get("shift_labels") is None:
+        if model.training and torch.is_grad_enabled():
+            warnings.warn(
+                f"{type(model).__name__} trains without labels: its logits are stored, and the loss is another's. "
+                "Leave out what takes the labels, as the Trainer's label_smoothing_factor and compute_loss_func do",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return stock(**inputs)
+    from transformers.modeling_outputs import CausalLMOutputWithPast
 
+    labels, shift_labels, num_items_in_batch, return_dict = (
+        inputs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch", "return_dict")
+    )
     head = model.get_output_embeddings()  # at each call, because PEFT may replace it later
     _checks.head(head)
     config = model.config.get_text_config()
     _refuse_routers_loss(inputs.get("output_router_logits", getattr(config, "output_router_logits", None)))
     softcap = getattr(config, "final_logit_softcapping", None)
     _check_loss(model)
-    inputs.pop("return_dict", None)  # an output of Transformers is also read by place
-    inputs["use_cache"] = False
-    if installed.calls == 0:
-        hidden = _check_logits(model, stock, softcap, arguments, inputs)
-    else:
-        hidden = model.base_model(*arguments, **inputs).last_hidden_state
+    inputs["use_cache"] = bool(inputs.get("use_cache"))
+    body = model.base_model(**inputs) if installed.calls else _check_logits(model, stock, softcap, inputs)
     installed.count()
     loss = loss_function(
-        hidden, labels, None, num_items_in_batch, -100, shift_labels,
+        body.last_hidden_state, labels, None, num_items_in_batch, -100, shift_labels,
         weight=head.weight, bias=head.bias, logit_softcap=softcap,
     )  # fmt: skip
-    return CausalLMOutput(loss=loss)
+    kept = {name: getattr(body, name, None) for name in ("past_key_values", "hidden_states", "attentions")}
+    output = CausalLMOutputWithPast(loss=loss, **kept)
+    return output.to_tuple() if return_dict is False else output
 
 
 def _ours_of(model: Any) -> functools.partial | None:
@@ -183,8 +198,8 @@ def _check_loss(model: Any) -> None:
         )
 
 
-def _check_logits(model: Any, stock: Any, softcap: float | None, arguments: Any, inputs: dict[str, Any]) -> Any:
-    """The hidden states of a model's own forward, whose logits of the last token are those of its head and softcap.
+def _check_logits(model: Any, stock: Any, softcap: float | None, inputs: dict[str, Any]) -> Any:
+    """The body's output in a model's own forward, whose logits of the last token are those of its head and softcap.
 
     A model may scale or mask its logits, or what its head is given, whatever its configuration calls that.
     """
@@ -192,12 +207,11 @@ def _check_logits(model: Any, stock: Any, softcap: float | None, arguments: Any,
     hook = model.base_model.register_forward_hook(lambda *given: outputs.append(given[-1]))
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(stock).parameters else {}
     try:
-        logits = stock(*arguments, **inputs | last).logits[:, -1:].float()
+        logits = stock(**inputs | last).logits[:, -1:].float()
     finally:
         hook.remove()
-    hidden = outputs[-1].last_hidden_state
     with torch.no_grad():
-        want = model.get_output_embeddings()(hidden[:, -1:]).float()
+        want = model.get_output_embeddings()(outputs[-1].last_hidden_state[:, -1:]).float()
         want = want if softcap is None else softcap * torch.tanh(want / softcap)
         # A softcap of bfloat16 logits is off by 2⁻⁸ of the largest, and what scales or masks them by more.
         if not (logits - want).abs().max() <= 2**-6 * want.abs().max():
@@ -206,4 +220,4 @@ def _check_logits(model: Any, stock: Any, softcap: float | None, arguments: Any,
                 f"{'' if softcap is None else f' and a softcap of {softcap}'}: this loss would leave out what it does "
                 "to them. Compute the loss of this model in its own forward, with loss_function"
             )
-    return hidden
+    return outputs[-1]

@@ -35,8 +35,7 @@ def install() -> _framework.Installed:
         >>> import lce_torch_bridge.trl
         >>> lce_torch_bridge.trl.install()  # doctest: +SKIP
     """
-    from trl.trainer import distillation_trainer, utils
-
+    utils, distillation_trainer = map(_installed.module, ("trl.trainer.utils", "trl.trainer.distillation_trainer"))
     return _installed.put(
         (utils, "_ChunkedLogProbFunction", _Logprobs),
         (distillation_trainer, "ChunkedDivergenceFunction", _Divergence),

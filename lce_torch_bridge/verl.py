@@ -12,7 +12,6 @@ installs itself::
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -52,7 +51,7 @@ def install() -> _framework.Installed:
         >>> import lce_torch_bridge.verl
         >>> lce_torch_bridge.verl.install()  # doctest: +SKIP
     """
-    return _framework.with_workers_of_ray(install_in_worker)
+    return _framework.with_workers_of_ray(_installed, install_in_worker)
 
 
 def install_in_worker() -> _framework.Installed:
@@ -60,7 +59,7 @@ def install_in_worker() -> _framework.Installed:
 
     Five modules of verl import the function at each call; the two of Megatron may have it already.
     """
-    kernel = importlib.import_module(FUNCTION)
+    kernel = _installed.module(FUNCTION)
     modules = [kernel, *(sys.modules[name] for name in CALLERS_AT_IMPORT if name in sys.modules)]
     return _installed.put(
         *((module, "linear_cross_entropy", _counted) for module in modules),

@@ -11,6 +11,7 @@ import os
 os.environ.update(JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true")
 
 import copy
+import inspect
 import json
 import types
 from typing import Any
@@ -53,12 +54,18 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def of_model(name: str) -> str | list[float]:
-    """The losses of two calls of a model of its own; or why it is refused."""
+    """The losses of two calls of a model of its own, with labels by place; or why it is refused."""
     model, given = model_of(name, **MODELS[name]), batch()
-    want = model(**given).loss.item()
+    asked = dict(output_hidden_states=True, output_attentions=True, use_cache=True)
+    want = model(**given, **asked)
+    places = list(inspect.signature(model.forward).parameters)
+    by_place = [given.get(place) for place in places[: places.index("labels") + 1]]
     try:
         with patch(model):
-            return [want, *(model(**given).loss.item() for _ in range(2))]
+            got = [model(**given, **asked), model(*by_place)]
+            assert {*want} - {*got[0]} == {"logits"}
+            assert all(map(torch.equal, got[0].hidden_states, want.hidden_states))
+            return [want.loss.item(), *(output.loss.item() for output in got)]
     except NotImplementedError as refusal:
         return str(refusal)
 

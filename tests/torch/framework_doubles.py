@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+TOKENS = torch.randint(0, 64, (3, 12), generator=torch.Generator().manual_seed(0))
+
 
 def scores(hidden: Any, weight: Any, labels: Any) -> tuple[Any, Any]:
     """Log-probabilities of the labels, and all of them."""
@@ -167,6 +169,21 @@ class CausalLM(torch.nn.Module):
     loss_function.__name__ = "ForCausalLMLoss"
 
 
+def of_logits(model: CausalLM) -> torch.Tensor:
+    """The loss of the model's own logits, in float64."""
+    logits = model.lm_head(model.base_model(TOKENS).last_hidden_state)[:, :-1].double()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+def right(loss: torch.Tensor, model: CausalLM) -> None:
+    """The loss is that of the logits, and so are the gradients of all that trains."""
+    trained = [x for x in model.parameters() if x.requires_grad]
+    want = of_logits(model)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
+    for x, y in zip(torch.autograd.grad(loss, trained), torch.autograd.grad(want, trained), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+
+
 class Trunk(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -177,12 +194,17 @@ class Trunk(torch.nn.Module):
         return types.SimpleNamespace(last_hidden_state=self.embed(tokens))
 
 
+def to_tuple(output: types.SimpleNamespace) -> tuple[Any, ...]:
+    """Like a ``ModelOutput`` of Transformers."""
+    return tuple(x for x in vars(output).values() if x is not None)
+
+
 class Framework(types.ModuleType):
     """A module of a framework that is not installed. It has every name, as a class whose attributes are classes too."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = type(name, (types.SimpleNamespace,), {"Config": type("Config", (), {})})
+        made = type(name, (types.SimpleNamespace,), {"Config": type("Config", (), {}), "to_tuple": to_tuple})
         setattr(self, name, made)
         return made

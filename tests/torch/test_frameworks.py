@@ -20,14 +20,13 @@ import torch
 from torch.nn.modules import module as torch_modules
 
 import lce_torch_bridge
-from lce_torch_bridge import _framework, areal, linear_cross_entropy, nemo_rl, skyrl, torchtitan, trl, verl
+from lce_torch_bridge import _framework, areal, nemo_rl, skyrl, torchtitan, trl, verl
 from lce_torch_bridge.transformers import loss_function, patch
 from tests.torch import framework_doubles as doubles
-from tests.torch.framework_doubles import CausalLM, LoraLinear, ModulesToSave
+from tests.torch.framework_doubles import TOKENS, CausalLM, LoraLinear, ModulesToSave, of_logits, right
 from tests.torch.test_cross_entropy import products
 
 MORE = "is more than its weight and bias: leave it out of target_modules"
-TOKENS = torch.randint(0, 64, (3, 12), generator=torch.Generator().manual_seed(0))
 VERSIONS = {"trl": "1.16.0", "verl": "0.9.1", "skyrl": "0.3.0", "nemo-rl": "0.6.0", "torchtitan": "0.3.0",
             "areal": "1.0.4", "transformers": "5.10.4"}  # fmt: skip
 NEMO_RL = "from_parallel_hidden_states_to_logprobs"
@@ -112,6 +111,14 @@ def test_installed_twice_and_taken_away(module: Any) -> None:
 def test_another_version_is_said(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _: "99.1")
     with pytest.warns(RuntimeWarning, match=r"is tested with [\w-]+ \d+\.\d+, and this is 99.1: compare a step's loss"):
+        module.install()
+
+
+@each_framework
+def test_a_framework_that_is_missing_is_named(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (*MODULES[module], "ray"):
+        monkeypatch.setitem(sys.modules, path, None)
+    with pytest.raises(ModuleNotFoundError, match=r"import of .*: this is for [\w-]+ \d\.\d+, which is not installed"):
         module.install()
 
 
@@ -242,21 +249,6 @@ def test_no_framework_is_imported_before_it_is_asked_for() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def of_logits(model: CausalLM) -> torch.Tensor:
-    """The loss of the model's own logits, in float64."""
-    logits = model.lm_head(model.base_model(TOKENS).last_hidden_state)[:, :-1].double()
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
-
-
-def right(loss: torch.Tensor, model: CausalLM) -> None:
-    """The loss is that of the logits, and so are the gradients of all that trains."""
-    trained = [x for x in model.parameters() if x.requires_grad]
-    want = of_logits(model)
-    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
-    for x, y in zip(torch.autograd.grad(loss, trained), torch.autograd.grad(want, trained), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
-
-
 def test_hugging_faces_frozen_head_costs_no_gradient() -> None:
     model = CausalLM()
     model.lm_head.requires_grad_(False)
@@ -297,7 +289,10 @@ def test_hugging_face_refuses(wrap: Any, first: bool) -> None:
     patch(model)
     right(model(TOKENS, labels=TOKENS).loss, model)
     model.lm_head = wrap(model.lm_head)
-    model(TOKENS)  # logits, for `generate`
+    with pytest.warns(
+        RuntimeWarning, match=r"\w+ trains without labels: .* label_smoothing_factor and compute_loss_func"
+    ):
+        model(TOKENS)
     with pytest.raises(NotImplementedError, match=MORE):
         model(TOKENS, labels=TOKENS)
 
@@ -334,7 +329,7 @@ def test_hugging_face_takes_a_head_around_which_others_put_hooks() -> None:
 
 def test_hugging_faces_model_that_accelerate_unwraps() -> None:
     """With ``keep_fp32_wrapper=False`` it binds the model's ``forward`` to the model, whatever it is."""
-    model = CausalLM()
+    model = CausalLM().eval()
     want = model(TOKENS).logits
     patch(model)
     model.forward = types.MethodType(model.forward, model)
@@ -392,6 +387,14 @@ def test_a_routers_loss_is_refused() -> None:
             call()
 
 
+@pytest.mark.parametrize(
+    ("model", "got"), [("a/b", "'a/b'"), (CausalLM, "<class .*CausalLM'>"), (torch.nn.Linear(2, 2), "Linear")]
+)
+def test_what_is_no_model_is_refused(model: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"pass an instance of a causal language model, .*ForCausalLM, got {got}"):
+        patch(model)
+
+
 def test_models_with_an_encoder_are_refused() -> None:
     model = CausalLM()
     model.config.is_encoder_decoder = True
@@ -411,7 +414,7 @@ def test_other_losses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         patch(Own())
     patch(model := CausalLM())
-    right(model(TOKENS, labels=TOKENS, return_dict=False).loss, model)
+    right(*model(TOKENS, TOKENS, return_dict=False), model)
     monkeypatch.setattr(CausalLM, "loss_function", torch.nn.functional.mse_loss)
     for call in (lambda: model(TOKENS, labels=TOKENS), lambda: patch(CausalLM())):
         with pytest.raises(NotImplementedError, match="CausalLM computes mse_loss, and this is ForCausalLMLoss of"):
@@ -587,13 +590,3 @@ def test_verl_leaves_out_no_bias() -> None:
             Megatron("lm_head", torch.nn.Linear(16, 64))
         Megatron("output_layer", ValueHead(16, 1))  # a critic's
     Megatron("lm_head", torch.nn.Linear(16, 64))
-
-
-def test_lora_on_the_head_in_pytorch() -> None:
-    """What docs/recipes/lora.md writes for torch: the gradients of an adapter around the head."""
-    model = CausalLM()
-    model.lm_head = layer = LoraLinear(model.lm_head)
-    hidden = model.base_model(TOKENS).last_hidden_state[:, :-1]
-    a, b, weight, scale = layer.lora_A.weight, layer.lora_B.weight, layer.weight, layer.scale
-    hidden, weight = torch.cat([hidden, scale * hidden @ a.t()], -1), torch.cat([weight.detach(), b], -1)
-    right(linear_cross_entropy(hidden, weight, TOKENS[:, 1:]), model)
