@@ -281,8 +281,8 @@ class Gradient(NamedTuple):
         assert self.cache is not None
         calls, given = self.calls, (self.factors, self.cache, span, columns)
         operands = calls.operands(calls.weights)
-        launch = calls.student.host.launch
-        return launch(cached_kl_dlogits, calls.cases, operands, *given, calls.plan.direction)
+        launch, generation = calls.student.host.launch, calls.student.generation
+        return launch(cached_kl_dlogits, generation, calls.cases, operands, *given, calls.plan.direction)
 
 
 def _factors(

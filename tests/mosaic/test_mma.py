@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lce_jax import mosaic
+from lce_jax import linear_kl, mosaic
 from lce_jax._types import Device
 from lce_jax.kernels import for_device
 from lce_jax.mosaic import _generations, mma
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, lowering_for, plgpu
+from lce_jax.mosaic.common import _cached_dlogits
 from tests.devices import H200
 from tests.mosaic.test_lowering import EVERYTHING, lower
 from tests.mosaic.test_threshold import check_live_tiles, with_threshold
@@ -104,6 +105,26 @@ def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any], genera
     claimed = for_device(Device("gpu", generation.devices[0], capability, 108))
     with _generations.using(generation), lowering_for(capability), claimed:
         lower(T, H, V, **options)
+
+
+@pytest.mark.parametrize("generation", [mma.SM80, mma.SM120], ids=lambda one: one.compute_capabilities[0])
+def test_kept_tiles_of_two_heads_go_where_the_gpu_can_send_them(generation: Generation) -> None:
+    """By TMA where there is one, and room for what it sends."""
+    given, capability = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16), generation.compute_capabilities[0]
+
+    def divergence(weight: Any) -> Any:
+        return jnp.sum(
+            linear_kl(weight, weight, weight[::-1], weight, cache_bytes=1 << 30, implementation="mosaic_gpu")
+        )
+
+    with for_device(Device("gpu", generation.devices[0], capability, 108)):
+        text = str(jax.jit(jax.grad(divergence)).trace(given).jaxpr)
+    name = "lce_cached_kl_dlogits"
+    assert name in text
+    assert ("copy_smem_to_gmem" in text) == generation.has_tma
+    kept, output = [jnp.empty(1, jnp.bfloat16), jnp.empty(1, jnp.float32)], jnp.empty(1, jnp.bfloat16)
+    assert not _cached_dlogits.is_staged(generation, kept, output)
+    assert _cached_dlogits.smem_bytes(kept, output, staged=False) <= generation.smem_limit
 
 
 LIVE = [

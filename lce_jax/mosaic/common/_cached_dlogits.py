@@ -37,7 +37,7 @@ COLUMNS = 128  # of a block
 BLOCK = (ROWS, COLUMNS)
 HELD = Held(ROWS)
 PER_TILE = TILE_N // COLUMNS
-SHARED_BYTES = 192 << 10  # of a Hopper's multiprocessor, for the blocks of all kernel blocks on it
+RESERVED_BYTES = 1 << 10  # of shared memory, which each kernel block takes beside its own
 STAGES = 2
 SLOTS = 2  # of the staging memory
 
@@ -98,18 +98,17 @@ type Gradient = Callable[[Block, Sequence[Array]], Array]  # of what is cached o
 
 
 def kernel(
+    generation: Generation,
     body: Callable[..., None],
     output: Any,
     case: Call,
     name: str,
     cached: Sequence[Any],
     updated: Any,
-    slots: int = SLOTS,
-    shared_bytes: int = SHARED_BYTES,
 ) -> Any:
-    """``body`` on as many kernel blocks as there is room for the ``cached`` arrays' blocks, and ``slots`` to send."""
-    in_flight = STAGES * sum(x.dtype.itemsize for x in cached) + slots * output.dtype.itemsize
-    per_core = shared_bytes // (ROWS * COLUMNS * in_flight)
+    """``body`` on as many kernel blocks as there is room for."""
+    needed = smem_bytes(cached, output, is_staged(generation, cached, output)) + RESERVED_BYTES
+    per_core = (generation.smem_limit + RESERVED_BYTES) // needed
     return _pallas.kernel(
         body,
         out_type=[output],
@@ -121,10 +120,24 @@ def kernel(
     )
 
 
-def walk_blocks(walk: BlockWalk, cached: Sequence[Any], output: Any, gradient: Gradient, has_tma: bool = True) -> None:
+def smem_bytes(cached: Sequence[Any], output: Any, staged: bool) -> int:
+    """Of a kernel block: the ``cached`` arrays' blocks that are there at a time, and those that wait to be sent."""
+    of_output = SLOTS * output.dtype.itemsize if staged else 0
+    return ROWS * COLUMNS * (STAGES * sum(x.dtype.itemsize for x in cached) + of_output)
+
+
+def is_staged(generation: Generation, cached: Sequence[Any], output: Any) -> bool:
+    """Whether results go out through shared memory: by TMA, where there is room."""
+    return generation.has_tma and smem_bytes(cached, output, True) <= generation.smem_limit
+
+
+def walk_blocks(
+    generation: Generation, walk: BlockWalk, cached: Sequence[Any], output: Any, gradient: Gradient
+) -> None:
     """Writes ``gradient`` of each block of the ``cached`` arrays to ``output``."""
-    staging = plgpu.SMEM((SLOTS, *BLOCK), output.dtype, transforms=_transforms(output)) if has_tma else None
-    more = {} if has_tma else {"oob_fill_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
+    staged = is_staged(generation, cached, output)
+    staging = plgpu.SMEM((SLOTS, *BLOCK), output.dtype, transforms=_transforms(output)) if staged else None
+    more = {} if generation.has_tma else {"oob_fill_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
 
     @functools.partial(pl.run_scoped, slots=staging)
     def run(slots: Any) -> None:
@@ -132,14 +145,14 @@ def walk_blocks(walk: BlockWalk, cached: Sequence[Any], output: Any, gradient: G
             block = walk.block(index[0])
             values = [plgpu.load(ref, layout=HELD.layout, optimized=False).astype(jnp.float32) for ref in refs]
             d, destination = gradient(block, values), output.at[block.rows, block.columns]
-            if has_tma:
+            if staged:
                 _send(d, slots, index[0], destination)
             else:
                 _pallas.store(destination, d.astype(output.dtype))
 
         specs = [plgpu.BlockSpec(BLOCK, walk.cached_place, transforms=_transforms(x), **more) for x in cached]
         plgpu.emit_pipeline(body, grid=(walk.num_steps,), in_specs=specs, max_concurrent_steps=STAGES)(*cached)
-        if has_tma:
+        if staged:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -173,9 +186,8 @@ def cached_dlogits(
     ``overwrites`` the gradient takes the place of all of the cache, block by block, each read before it is written.
     """
     output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), case.dtype)
-    body, updated = functools.partial(_kernel, case, generation.has_tma), {0: 0} if overwrites else None
-    room = SLOTS if generation.has_tma else 0, generation.smem_limit
-    (result,) = kernel(body, output, case, "lce_cached_dlogits", [cache.exponentials], updated, *room)(
+    body, updated = functools.partial(_kernel, generation, case), {0: 0} if overwrites else None
+    (result,) = kernel(generation, body, output, case, "lce_cached_dlogits", [cache.exponentials], updated)(
         cache.exponentials,
         cache.max,
         factors,
@@ -199,8 +211,8 @@ class Refs(NamedTuple):
 
 
 def _kernel(
+    generation: Generation,
     case: Call,
-    has_tma: bool,
     exponentials: Any,  # [T, columns of the cache]
     tile_max: Any,
     factors: Any,
@@ -212,7 +224,7 @@ def _kernel(
 ) -> None:
     refs, span = Refs(tile_max, factors, scale, targets, holds_target, output), Span.unpack(scalars)
     gradient = functools.partial(_block_gradient, case, refs, span)
-    walk_blocks(BlockWalk.of(span), [exponentials], output, gradient, has_tma)
+    walk_blocks(generation, BlockWalk.of(span), [exponentials], output, gradient)
 
 
 def _block_gradient(case: Call, refs: Refs, span: Span, block: Block, values: Sequence[Array]) -> Array:

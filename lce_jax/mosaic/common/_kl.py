@@ -340,6 +340,7 @@ def _walk(
 
 
 def cached_kl_dlogits(
+    generation: Generation,
     cases: tuple[Call, Call],
     operands: KLOperands,
     factors: Float[Array, "fields Tp"],
@@ -351,13 +352,14 @@ def cached_kl_dlogits(
     """As `kl_dlogits`, in the place of the cache's exponentials: a block is read before it is written."""
     case = cases[direction == "forward"]  # the student's
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), case.dtype)
-    body = functools.partial(_kernel, case, direction)
+    body = functools.partial(_kernel, generation, case, direction)
     scales = [head.scale for head in operands.heads]
-    run = _cached_dlogits.kernel(body, output, case, "lce_cached_kl_dlogits", cache[:2], {0: 0})
+    run = _cached_dlogits.kernel(generation, body, output, case, "lce_cached_kl_dlogits", cache[:2], {0: 0})
     return run(*cache, *scales, factors, span)[0]
 
 
 def _kernel(
+    generation: Generation,
     case: Call,
     direction: Direction,
     e: Any,
@@ -370,7 +372,7 @@ def _kernel(
     output: Any,
 ) -> None:
     gradient = functools.partial(_block_gradient, case, direction, references, (scale_p, scale_q), factors)
-    _cached_dlogits.walk_blocks(BlockWalk.of(Span.unpack(scalars)), [e, ratio], output, gradient)
+    _cached_dlogits.walk_blocks(generation, BlockWalk.of(Span.unpack(scalars)), [e, ratio], output, gradient)
 
 
 def _block_gradient(
