@@ -4,7 +4,7 @@
     options    candidates and a floor beside the log-probabilities of labels, and linear_logits
     kl         exact divergences of two heads, by linear_kl and by TRL
     precision  float32 operands by what multiplies them; what the device cannot multiply so is left out
-    pipelines  the kernels of every generation as an H100 runs them, whose tensor cores know mma.sync too
+    pipelines  the kernels of every generation, of two heads too, on an H100, whose tensor cores know mma.sync as well
 
 The product is one of the first two operands; under `precision`, of these in bfloat16.
 """
@@ -326,7 +326,7 @@ def _precisions() -> dict[str, Program]:
 @contextlib.contextmanager
 def with_kernels_of(generation: Generation) -> Iterator[None]:
     """Within it, calls on this device run the kernels of ``generation``. They are chosen while tracing: afresh."""
-    capability = current_device().compute_capability
+    capability = current_device().compute_capability or "9.0"  # none on a CPU, where kernels are refused
     own = dataclasses.replace(generation, compute_capabilities=(capability,), ran_on=None)
     before_hopper = _pallas.lowering_for(generation.compute_capabilities[0])  # where JAX copies by cp.async
     jax.clear_caches()
@@ -353,8 +353,18 @@ def _pipelines() -> dict[str, Program]:
         hidden, weight, labels, *seeds = operands
         return with_gradients(lambda h, w: forward(options, h, w, labels), seeds, hidden, weight)
 
+    def divergence(options: dict[str, Any], *operands: Array) -> Array:
+        hidden, weight = operands[:2]
+        return linear_kl(hidden, weight, hidden[::-1], weight, **options)
+
+    def both_of_divergence(options: dict[str, Any], *operands: Array) -> tuple[Any, ...]:
+        hidden, weight, _, seed, *_ = operands
+        return with_gradients(lambda h, w: (linear_kl(h, w, hidden[::-1], weight, **options),), [seed], hidden, weight)
+
     found = {PRODUCT: Program(product)}
-    for way, end, kept in ((forward, "", 0), (both, BACKWARD, 0), (both, f", full cache{BACKWARD}", FULL_CACHE)):
+    of_labels: Any = (forward, "", 0), (both, BACKWARD, 0), (both, f", full cache{BACKWARD}", FULL_CACHE)
+    of_heads: Any = (divergence, ", two heads", 0), (both_of_divergence, f", two heads{BACKWARD}", 0)
+    for way, end, kept in (*of_labels, *of_heads):
         right = f"xla{end}"
         found[right] = Program(functools.partial(way, {"implementation": "xla", "cache_bytes": kept}))
         ours = functools.partial(way, {"implementation": NAME, "cache_bytes": kept})
