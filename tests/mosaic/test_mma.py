@@ -123,8 +123,9 @@ def test_kept_tiles_of_two_heads_go_where_the_gpu_can_send_them(generation: Gene
     assert name in text
     assert ("copy_smem_to_gmem" in text) == generation.has_tma
     kept, output = [jnp.empty(1, jnp.bfloat16), jnp.empty(1, jnp.float32)], jnp.empty(1, jnp.bfloat16)
-    assert not _cached_dlogits.is_staged(generation, kept, output)
-    assert _cached_dlogits.smem_bytes(kept, output, staged=False) <= generation.smem_limit
+    staged, needed = _cached_dlogits.room(generation, kept, output)
+    assert not staged
+    assert needed <= generation.smem_limit
 
 
 LIVE = [

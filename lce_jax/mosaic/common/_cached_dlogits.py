@@ -107,8 +107,8 @@ def kernel(
     updated: Any,
 ) -> Any:
     """``body`` on as many kernel blocks as there is room for."""
-    needed = smem_bytes(cached, output, is_staged(generation, cached, output)) + RESERVED_BYTES
-    per_core = (generation.smem_limit + RESERVED_BYTES) // needed
+    _, needed = room(generation, cached, output)
+    per_core = (generation.smem_limit + RESERVED_BYTES) // (needed + RESERVED_BYTES)
     return _pallas.kernel(
         body,
         out_type=[output],
@@ -120,23 +120,24 @@ def kernel(
     )
 
 
-def smem_bytes(cached: Sequence[Any], output: Any, staged: bool) -> int:
-    """Of a kernel block: the ``cached`` arrays' blocks that are there at a time, and those that wait to be sent."""
-    of_output = SLOTS * output.dtype.itemsize if staged else 0
-    return ROWS * COLUMNS * (STAGES * sum(x.dtype.itemsize for x in cached) + of_output)
+def room(generation: Generation, cached: Sequence[Any], output: Any) -> tuple[bool, int]:
+    """Whether results go out through shared memory, by TMA if there is room, and the bytes that a kernel block needs.
 
-
-def is_staged(generation: Generation, cached: Sequence[Any], output: Any) -> bool:
-    """Whether results go out through shared memory: by TMA, where there is room."""
-    return generation.has_tma and smem_bytes(cached, output, True) <= generation.smem_limit
+    Of the ``cached`` arrays these are the blocks that are there at a time.
+    """
+    alone = ROWS * COLUMNS * STAGES * sum(x.dtype.itemsize for x in cached)
+    staged = alone + ROWS * COLUMNS * SLOTS * output.dtype.itemsize
+    is_staged = generation.has_tma and staged <= generation.smem_limit
+    return is_staged, staged if is_staged else alone
 
 
 def walk_blocks(
     generation: Generation, walk: BlockWalk, cached: Sequence[Any], output: Any, gradient: Gradient
 ) -> None:
     """Writes ``gradient`` of each block of the ``cached`` arrays to ``output``."""
-    staged = is_staged(generation, cached, output)
-    staging = plgpu.SMEM((SLOTS, *BLOCK), output.dtype, transforms=_transforms(output)) if staged else None
+    staged, _ = room(generation, cached, output)
+    swizzle = swizzled(COLUMNS, output.dtype.itemsize)
+    staging = plgpu.SMEM((SLOTS, *BLOCK), output.dtype, transforms=swizzle) if staged else None
     more = {} if generation.has_tma else {"oob_fill_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
 
     @functools.partial(pl.run_scoped, slots=staging)
@@ -150,14 +151,11 @@ def walk_blocks(
             else:
                 _pallas.store(destination, d.astype(output.dtype))
 
-        specs = [plgpu.BlockSpec(BLOCK, walk.cached_place, transforms=_transforms(x), **more) for x in cached]
+        swizzles = (swizzled(COLUMNS, x.dtype.itemsize) for x in cached)
+        specs = [plgpu.BlockSpec(BLOCK, walk.cached_place, transforms=one, **more) for one in swizzles]
         plgpu.emit_pipeline(body, grid=(walk.num_steps,), in_specs=specs, max_concurrent_steps=STAGES)(*cached)
         if staged:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _transforms(x: Any) -> Any:
-    return swizzled(COLUMNS, x.dtype.itemsize)
 
 
 def _send(d: Array, slots: Any, step: Any, destination: Any) -> None:
