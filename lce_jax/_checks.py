@@ -20,6 +20,8 @@ def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call:
     """Checks the arrays of a call against each other. They may be tracers or ShapeDtypeStructs."""
     for name, x in (("hidden", hidden), ("weight", weight)):
         array(name, x)
+        if hasattr(type(x), "__jax_array__") and not isinstance(x, jax.Array):  # as a parameter of Flax NNX
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}, which holds one: pass {name}[...]")
         known_sizes(name, x)
         if jnp.dtype(x.dtype).name not in FLOATS:
             raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")

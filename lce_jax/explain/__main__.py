@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help="devices that split V")
     out.add_argument("--sequence-parallel", action="store_true", help="they split the tokens of hidden too")
     out.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    out.add_argument("--device", choices=DEVICES, default="h200", help="default: h200")
+    out.add_argument("--device", type=str.lower, choices=DEVICES, default="h200", help="default: h200")
     spare = "GiB per device that may be kept from forward to backward (default 4)"
     out.add_argument("--spare-gib", type=gibibytes, default=4.0, metavar="G", help=spare)
     out.add_argument("--pod", type=_pod_of, metavar="DxN", help="compile for D replicas, with the vocabulary over N")
@@ -208,7 +208,8 @@ def _heading(call: ExplainedCall, plan: Plan) -> Iterator[str]:
     yield f"{head}{tied}; {call.dtype.name} on {plan.call.device.kind}, implementation {plan.implementation}"
     share = f"{call.shards} devices with {call.columns:,} columns each" if call.shards > 1 else "one device"
     padding = call.columns * call.shards - head.vocab_size
-    padded = f" ({padding} of padding: pass vocab_size={head.vocab_size})" if padding else ""
+    rows = f"pad weight to {call.columns * call.shards} rows, pass vocab_size={head.vocab_size}"
+    padded = f" ({padding} of padding: {rows})" if padding else ""
     size = format_bytes(weight)
     yield f"{call.tokens:,} tokens on {share}{padded}; weight and gradient, {size} each, are not counted"
 

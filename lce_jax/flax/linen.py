@@ -100,6 +100,8 @@ class LMHead(_head.HeadCalls, nn.Module):
             >>> jax.tree.map(jnp.shape, variables)
             {'params': {'embed': {'embedding': (1000, 16)}}}
         """
+        if not isinstance(embed, nn.Embed):
+            raise TypeError(f"tied takes an nn.Embed, and not {type(embed).__name__}")
         vocab_size = embed.num_embeddings if vocab_size is None else vocab_size
         options.setdefault("dtype", embed.dtype)
         return cls(embed.features, vocab_size, embed=embed, **options)

@@ -147,6 +147,8 @@ class LMHead(_head.HeadCalls, nnx.Module):
             >>> len(nnx.to_flat_state(nnx.state(model, nnx.Param)))
             1
         """
+        if not isinstance(embed, nnx.Embed):
+            raise TypeError(f"tied takes an nnx.Embed, and not {type(embed).__name__}")
         vocab_size = embed.num_embeddings if vocab_size is None else vocab_size
         options.setdefault("dtype", embed.dtype)
         return cls(embed.features, vocab_size, embed=embed, **options)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lce_torch_bridge.call._arguments import CrossEntropyOptions, EntropyOptions
 
 NO_OUTPUTS = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")  # options of what a loss does not return
+OF_NO_LOSS = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
 OF_TORCH = {
     "out_features": "call linear_cross_entropy with each head's rows of the weight",
     "weight": "take reduction='none', and weigh the losses of tokens",
@@ -105,8 +106,7 @@ def linear_cross_entropy(
     """
     scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.fraction("label_smoothing", label_smoothing), scalars.not_negative("z_loss", z_loss)
-    refused = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
-    _arguments.check_names(linear_cross_entropy, options, refused)
+    _arguments.check_names(linear_cross_entropy, options, OF_NO_LOSS)
     if chunk_bytes is not None:
         chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
         _refuse_chunks(chunk_bytes, reduction, options.get("cache_bytes"))
@@ -223,7 +223,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             ``weight``, of classes, because there is no such loss here, and ``options``, because its chunks are others.
 
     Raises:
-        TypeError: one of these three; any other option that is not known, in the first call.
+        TypeError: one of these three, and any other option that is not known.
 
     Example:
         >>> import torch
@@ -251,6 +251,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         for name, instead in OF_TORCH.items():
             if name in options:
                 raise TypeError(f"LinearCrossEntropyLoss has no {name}, which torch's module has: {instead}")
+        own = linear_cross_entropy.__kwdefaults__ or {}
+        _arguments.check_names(linear_cross_entropy, {x: options[x] for x in options if x not in own}, OF_NO_LOSS)
         self.linear = torch.nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.ignore_index = -100 if ignore_index is None else ignore_index
         self.reduction, self.label_smoothing = reduction, label_smoothing

@@ -125,7 +125,7 @@ def test_every_model_on_every_device() -> None:
             assert name in text
             assert "logits stored" in text
             assert "linear_loss and linear_cross_entropy recompute nothing" in text
-    assert "6 of padding: pass vocab_size=100278" in run(
+    assert "6 of padding: pad weight to 100284 rows, pass vocab_size=100278" in run(
         "--model", "olmo3-7b", "--tokens", "64", "--tensor-parallel", "12"
     )
 

@@ -184,6 +184,7 @@ def mistakes():
     yield "no padding", lambda: own(pad_to_multiple=0), ValueError, "pad_to_multiple .* 0"
     yield "mesh without axes", lambda: own(mesh=jax.make_mesh((8,), ("data",))), ValueError, "mesh without an axis"
     yield "the head's own option in a call", option_of_the_head, TypeError, "logit_scale"
+    yield "tied to a layer", lambda: LMHead.tied(nn.Dense(3)), TypeError, r"takes an nn\.Embed, and not Dense"
     yield "tied, padded", lambda: tied(pad_to_multiple=8), ValueError, r"tied embedding \(51, 16\)"
     yield "tied, other H", lambda: tied(hidden_size=8), ValueError, r"hidden_size=8 .* \(51, 16\)"
     yield "tied, more V", lambda: tied(vocab_size=52), ValueError, r"\[1, 51\].*52"

@@ -194,6 +194,10 @@ def mistakes():
     def option_of_the_head():
         return own().loss(*batch(), logit_scale=2.0)
 
+    def parameter():
+        hidden, labels = batch()
+        return linear_cross_entropy(hidden, own().weight, labels)
+
     yield "no rngs", lambda: own(rngs=None), TypeError, "rngs="
     yield "empty", lambda: own(vocab_size=0), ValueError, "vocab_size must be at least 1, got 0"
     yield "cap", lambda: own(logit_softcap=-30.0), ValueError, "logit_softcap must be positive in float32, got -30.0"
@@ -201,6 +205,13 @@ def mistakes():
     yield "no padding", lambda: own(pad_to_multiple=0), ValueError, "pad_to_multiple .* 0"
     yield "mesh without axes", lambda: own(mesh=jax.make_mesh((8,), ("data",))), ValueError, "mesh without an axis"
     yield "the head's own option in a call", option_of_the_head, TypeError, "logit_scale"
+    yield "tied to a parameter", lambda: LMHead.tied(nnx.Param(1.0)), TypeError, r"takes an nnx\.Embed, and not Param"
+    yield (
+        "a parameter",
+        parameter,
+        TypeError,
+        r"weight must be an array, got Param, which holds one: pass weight\[\.\.\.\]",
+    )
     yield "tied, padded", lambda: tied(pad_to_multiple=8), ValueError, r"tied embedding \(51, 16\)"
     yield "tied, other H", lambda: tied(hidden_size=8), ValueError, r"hidden_size=8 .* \(51, 16\)"
     yield "tied, more V", lambda: tied(vocab_size=52), ValueError, r"\[1, 51\].*52"

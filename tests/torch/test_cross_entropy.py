@@ -415,6 +415,8 @@ def test_the_module_takes_options_and_refuses_torchs_own() -> None:
             TypeError, match=f"LinearCrossEntropyLoss has no {name}, which torch's module has: .*{instead}"
         ):
             LinearCrossEntropyLoss(16, 64, **{name: None})
+    with pytest.raises(TypeError, match=r"unknown option label_smooth .did you mean label_smoothing"):
+        LinearCrossEntropyLoss(16, 64, label_smooth=0.1)
     loss_fn.linear = LoraLinear(loss_fn.linear)
     with pytest.raises(NotImplementedError, match=r"the head, .*LoraLinear.*, is more than its weight and bias"):
         loss_fn(hidden, labels)
