@@ -93,7 +93,7 @@ def _answer_by_context() -> Callable[[], tuple[int, ...]]:
     lower = registration.mpmd_map_mgpu_lowering_rule
 
     def lower_as_traced(context: Any, *nodes: Any, **params: Any) -> Any:
-        traced_for = (context.jaxpr_eqn_ctx.xla_metadata or {}).get(TRACED_FOR)
+        traced_for = (getattr(context.jaxpr_eqn_ctx, "xla_metadata", None) or {}).get(TRACED_FOR)
         with lowering_for(traced_for) if traced_for else contextlib.nullcontext():
             return lower(context, *nodes, **params)
 
