@@ -127,7 +127,7 @@ def test_matches_float64(
 def interpreted(generation: Generation) -> Iterator[None]:
     """Within it, the generation's kernels run in the interpreter, on the device of the tests."""
     own, (capability, *_) = (
-        dataclasses.replace(generation, compute_capabilities=("9.0",)),
+        dataclasses.replace(generation, compute_capabilities=("9.0",), ran_on=None),
         generation.compute_capabilities,
     )
     with _generations.using(own), lowering_for(capability), interpreting(plgpu.InterpretGPUParams(detect_races=True)):

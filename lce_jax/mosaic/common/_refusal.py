@@ -17,6 +17,8 @@ def refusal(case: Call, generation: Generation) -> str | None:
 
 def kl_refusal(cases: tuple[Call, ...], generation: Generation) -> str | None:
     """Why the kernels that see two heads cannot serve ``cases``, each of which other kernels serve."""
+    if generation.ran_on is not None:  # what the first call compares runs none of them
+        return "linear_kl: the kernels of two heads have not been tested on a GPU by mma.sync"
     student, teacher = cases
     if student.dtype != teacher.dtype:
         return f"both weights must have one dtype, got {student.dtype.name} and the teacher's {teacher.dtype.name}"
