@@ -27,7 +27,7 @@ from tests.mosaic_interpreter import afresh, races_found
 def generation_of(test: Call, generation: Generation) -> Generation:
     """On the device of the tests, with several chunks and launches."""
     budget = budget_of(test, generation.budget, generation.tiling)
-    return dataclasses.replace(generation, budget=budget, compute_capabilities=("9.0",))
+    return dataclasses.replace(generation, budget=budget, compute_capabilities=("9.0",), ran_on=None)
 
 
 @pytest.fixture(name="test")
@@ -79,18 +79,21 @@ def test_a_copy_that_is_not_waited_for_is_a_race(test: Call, monkeypatch: pytest
 )
 def test_what_cp_async_cannot_read_is_refused(options: dict[str, Any], reason: str) -> None:
     case = dataclasses.replace(case_of(call("refused", V=1024)), **options)
-    with _generations.using(dataclasses.replace(mma.SM89, compute_capabilities=("9.0",))):
+    with _generations.using(dataclasses.replace(mma.SM89, compute_capabilities=("9.0",), ran_on=None)):
         assert mosaic.supports(case) == reason
 
 
-def test_both_heads_come_in_whole_atoms() -> None:
+def test_what_the_first_call_does_not_compare_is_refused() -> None:
     case = case_of(call("student", V=264))
-    of_two = dataclasses.replace(case, teacher=case)
-    reasons = {None: "V must be a multiple of 128, got 264", "an H100": "linear_kl: the kernels of two heads"}
-    for ran_on, reason in reasons.items():
-        with _generations.using(dataclasses.replace(mma.SM89, compute_capabilities=("9.0",), ran_on=ran_on)):
-            assert mosaic.supports(case) is None
-            assert str(mosaic.supports(of_two)).startswith(reason)
+    two, live = dataclasses.replace(case, teacher=case), dataclasses.replace(case, gradient_threshold=0.1, columns=256)
+    tested = dataclasses.replace(mma.SM89, compute_capabilities=("9.0",), ran_on=None)
+    with _generations.using(tested):
+        assert mosaic.supports(two) == "V must be a multiple of 128, got 264"
+        assert mosaic.supports(live) is None
+    with _generations.using(dataclasses.replace(tested, ran_on="an H100")):
+        assert mosaic.supports(case) is None
+        assert str(mosaic.supports(two)).startswith("linear_kl: the kernels of two heads have not been tested")
+        assert str(mosaic.supports(live)).startswith("gradient_threshold: the products of live tiles have not been")
 
 
 HEADS: list[tuple[int, int, int, dict[str, Any]]] = [

