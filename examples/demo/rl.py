@@ -90,7 +90,7 @@ def sample(model: Transformer, prompts: Int[Array, "B P"], key: Array, config: R
 
 def policy(
     model: Transformer, tokens: Int[Array, "B S"], where: Bool[Array, "B S-1"], config: RlConfig,
-    logprobs_of_head: LogprobsOfHead, entropy: bool = True,
+    logprobs_of_head: LogprobsOfHead = LMHead.logprobs, entropy: bool = True,
 ) -> LogprobOutput:  # fmt: skip
     """Log-probability of each chosen token, and entropy of the distribution that it was chosen from."""
     hidden = model(tokens[:, :-1])

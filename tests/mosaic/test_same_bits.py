@@ -120,10 +120,11 @@ def test_shards_of_whole_groups(most: int) -> None:
 
 def test_a_function_of_a_few_numbers_per_token() -> None:
     """For any number of tokens; without races, but for equal numbers that two blocks write where there are 200."""
+    case = case_of(call("a few", V=256))
     for count in (3, 256, 200):
         temperature = jnp.asarray(np.random.default_rng(4).uniform(0.1, 3.0, count), jnp.float32).at[1].set(-1.0)
         with interpreting(plgpu.InterpretGPUParams(detect_races=count != 200)):
-            found = jax.jit(lambda x: mosaic.per_token(_logprobs.inverse_of, x))(temperature)
+            found = jax.jit(lambda x: mosaic.per_token(case, _logprobs.inverse_of, x))(temperature)
         assert count == 200 or not races_found()
         np.testing.assert_allclose(found, _logprobs.inverse_of(temperature), rtol=1e-6)
 

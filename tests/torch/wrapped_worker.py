@@ -160,7 +160,7 @@ def patched() -> None:
 
     with pytest.MonkeyPatch.context() as stand_ins:
         doubles.modules_of(stand_ins, "transformers.modeling_outputs")
-        sys.modules["transformers.modeling_outputs"].CausalLMOutput = dict  # in which FSDP2 finds tensors
+        sys.modules["transformers.modeling_outputs"].CausalLMOutputWithPast = dict  # in which FSDP2 finds tensors
         stand_ins.setattr("importlib.metadata.version", lambda _: "5.10.4")
         for first, unit, frozen in ((True, True, False), (False, True, True), (True, False, False)):
             plain, model = doubles.CausalLM(), doubles.CausalLM()
