@@ -328,9 +328,10 @@ def with_kernels_of(generation: Generation) -> Iterator[None]:
     """Within it, calls on this device run the kernels of ``generation``. They are chosen while tracing: afresh."""
     capability = current_device().compute_capability or "9.0"  # none on a CPU, where kernels are refused
     own = dataclasses.replace(generation, compute_capabilities=(capability,), ran_on=None)
-    before_hopper = _pallas.lowering_for(generation.compute_capabilities[0])  # where JAX copies by cp.async
+    known = generation.compute_capabilities
+    is_forced = not generation.has_tma and capability not in known  # where JAX would copy by TMA
     jax.clear_caches()
-    with _generations.using(own), contextlib.nullcontext() if generation.has_tma else before_hopper:
+    with _generations.using(own), _pallas.lowering_for(known[0]) if is_forced else contextlib.nullcontext():
         yield
     jax.clear_caches()
 

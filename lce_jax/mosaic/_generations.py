@@ -25,9 +25,9 @@ def serving(device: Device) -> Generation | None:
     A device that is only described, for compiling ahead of time, has a name and no compute capability.
     """
     for generation in GENERATIONS:
-        words = rf"\b({'|'.join(generation.devices)})\b"
-        described = not device.compute_capability and re.search(words, device.kind)
-        if device.compute_capability in generation.compute_capabilities or described:
+        if device.compute_capability in generation.compute_capabilities:
+            return generation
+        if not device.compute_capability and re.search(rf"\b({'|'.join(generation.devices)})\b", device.kind):
             return generation
     return None
 

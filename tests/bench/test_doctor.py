@@ -10,8 +10,9 @@ import pytest
 
 import lce_jax
 from benchmarks import __main__ as bench
-from benchmarks import doctor, records
+from benchmarks import doctor, programs, records
 from lce_jax._types import Device
+from lce_jax.mosaic import _pallas, mma
 from tests.devices import A100, H200
 
 
@@ -33,6 +34,16 @@ def test_what_an_owner_of_a_card_is_told() -> None:
     told = doctor.served_by(A100)
     assert told.startswith(f"{A100.kind}: the kernels for compute capability 8.0, whose source ran on an H100 with JAX")
     assert "send the file that is written" in told
+
+
+@pytest.mark.parametrize(("device", "lowered"), [(H200, (8, 9)), (Device("gpu", "NVIDIA A10", "8.6", 72), None)])
+def test_kernels_are_lowered_for_a_card_of_their_own(
+    device: Device, lowered: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, where another runs them, for the generation's first."""
+    monkeypatch.setattr(programs, "current_device", lambda: device)
+    with programs.with_kernels_of(mma.SM89):
+        assert _pallas._lowered_for.get() == lowered
 
 
 @pytest.mark.slow
