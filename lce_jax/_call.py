@@ -342,15 +342,23 @@ def describe(given: Given) -> Given:
         _checks.array("hidden", hidden)
         labels = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
     _checks.operands(hidden, weight, labels, where, given.bias, call)
+    columns = weight.shape[call.vocab_dim]
     if given.ignore_index is not None:
         where = _kept(int32_labels(labels), where, given.ignore_index)
+    if given.lora is not None and (given.lora[0].shape[1], given.lora[1].shape[0]) != (hidden.shape[-1], columns):
+        a, b, _ = given.lora
+        raise ValueError(
+            f"lora's A {tuple(a.shape)} and B {tuple(b.shape)} must be [r, {hidden.shape[-1]}] and [{columns}, r], of "
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
+        )
     if given.candidates is not None:
         scalars.candidate_shape("candidates", given.candidates.shape, labels.shape, "labels")
     dtype, of_hidden = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
+    of_hidden = jnp.promote_types(of_hidden, dtype) if call.rank else of_hidden
     call = call.but(
         num_tokens=math.prod(labels.shape),
         hidden_size=weight.shape[call.hidden_dim],
-        columns=weight.shape[call.vocab_dim],
+        columns=columns,
         dtype=dtype,
         given_dtype=None if of_hidden == dtype else of_hidden,
         partial_rows=where is not None,
@@ -402,7 +410,19 @@ def operands(call: Call, given: Given) -> tuple[Primals, Rows]:
     labels = given.labels
     if labels is None:
         labels = no_labels(jnp.asarray(given.hidden), tuple(given.hidden.shape[:-1]))
-    arrays = Primals(given.hidden, given.weight, given.bias)
-    primals = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), arrays)
+    arrays = Primals(given.hidden, given.weight, given.bias), given.lora
+    primals, lora = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), arrays)
     factors = (given.temperature, call.vocab_size, call.stat_dtype, given.logit_scale, given.logit_softcap)
-    return primals, rows_of_call(labels, given.where, *factors, given.candidates, given.logit_floor)
+    rows = rows_of_call(labels, given.where, *factors, given.candidates, given.logit_floor)
+    return primals if lora is None else _with_adapter(call, primals, rows.where, *lora), rows
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _with_adapter(call: Call, primals: Primals, where: Array | None, a: Array, b: Array, scale: Array) -> Primals:
+    """With u = hidden · (scale · A)ᵀ beside hidden, and with B. JAX differentiates it in hidden and A."""
+    (hidden, weight, _), missing = primals, (0, call.rank - a.shape[0])
+    a = jnp.pad(a.astype(call.stat_dtype) * lax.stop_gradient(scale).astype(call.stat_dtype), (missing, (0, 0)))
+    live = hidden if where is None else jnp.where(where[..., None], hidden, jnp.zeros((), hidden.dtype))
+    u = jnp.matmul(live.astype(call.dtype), a.astype(call.dtype).T, precision=call.precision)
+    beside = [x.astype(call.hidden_dtype) for x in (hidden, u)]
+    return Primals(jnp.concatenate(beside, axis=-1), weight, jnp.pad(b, ((0, 0), missing)))

@@ -19,12 +19,7 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call: Call) -> None:
     """Checks the arrays of a call against each other. They may be tracers or ShapeDtypeStructs."""
     for name, x in (("hidden", hidden), ("weight", weight)):
-        array(name, x)
-        if hasattr(type(x), "__jax_array__") and not isinstance(x, jax.Array):  # as a parameter of Flax NNX
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}, which holds one: pass {name}[...]")
-        known_sizes(name, x)
-        if jnp.dtype(x.dtype).name not in FLOATS:
-            raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
+        floats(name, x)
     label_array(labels)
     if hidden.ndim < 1:
         raise ValueError("hidden must have at least the hidden dimension, got a scalar")
@@ -46,6 +41,16 @@ def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call:
         where_array(where, labels.shape)
     if bias is not None:
         _bias(bias, weight, call)
+
+
+def floats(name: str, x: Any) -> None:
+    """An array of floats whose sizes are known."""
+    array(name, x)
+    if hasattr(type(x), "__jax_array__") and not isinstance(x, jax.Array):  # as a parameter of Flax NNX
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}, which holds one: pass {name}[...]")
+    known_sizes(name, x)
+    if jnp.dtype(x.dtype).name not in FLOATS:
+        raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
 
 
 def vocabulary(vocab_size: Any, columns: int) -> int:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from lce_jax import _call, _dispatch, _options, _shard, mosaic, scalars
 from lce_jax._call import Rows
 from lce_jax._options import Given
-from lce_jax._types import Call, LogprobOutput, Primals, Results, ShardStatistics
+from lce_jax._types import Call, LogprobOutput, Primals, Results, ShardStatistics, Wanted
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
 from lce_jax.mathematics._statistics import pack, unpack
@@ -42,8 +42,13 @@ class LogprobPart(NamedTuple):
         mean_logit: bool,
     ) -> LogprobPart:  # fmt: skip
         """With ``options`` of `linear_logprobs`. The first ``num_rows`` rows count."""
-        given = _call.describe(_options.of_call(options, hidden, weight, labels, mean_logit=mean_logit))
-        call = _chosen(given._replace(call=given.call.but(partial_rows=True)))
+        rank, wanted = hidden.shape[1] - weight.shape[1], {}
+        if rank:  # of an adapter: what `_call.operands` puts there is there
+            options, bias, wanted = {**options, "bias": None}, options["bias"], {"wanted": Wanted(weight=False)}
+        given = _options.of_call(options, hidden[:, : weight.shape[1]], weight, labels, mean_logit=mean_logit)
+        given = _call.describe(given)
+        given = given._replace(hidden=hidden, bias=bias if rank else given.bias)
+        call = _chosen(given._replace(call=given.call.but(partial_rows=True, rank=rank, **wanted)))
         primals, rows = _call.operands(call, given)
         return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
 

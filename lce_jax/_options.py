@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from lce_jax import _checks, _dispatch, scalars
-from lce_jax._types import Call, is_array
+from lce_jax._types import RANKS, Call, is_array
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
 
+type Lora = tuple[Float[Array, "r H"], Float[Array, "V r"], float | Float[Array, ""]]
 type Same = Literal["same"]
 type Unset = Literal["unset"]
 
@@ -49,6 +50,7 @@ class LogprobOptions(TypedDict, total=False):
     gradient_threshold: float
     vocab_part_size: int | None
     logit_floor: float | Float[Array, "..."] | None
+    lora: Lora | None
 
 
 class KLOptions(LogprobOptions, total=False):
@@ -123,6 +125,18 @@ def _ids(name: str, value: Any) -> Any:
     return value
 
 
+def _lora(name: str, value: Any) -> Any:
+    """A tuple of both factors, whose shapes are checked later, and the scale."""
+    if not isinstance(value, tuple | list) or len(value) != 3:
+        raise TypeError(f"{name} must be a tuple (A [r, H], B [V, r], scale), got {value!r:.80}")
+    a, b, scale = value
+    _checks.floats(f"{name}'s A", a)
+    _checks.floats(f"{name}'s B", b)
+    if a.ndim != 2 or b.ndim != 2 or not 0 < a.shape[0] == b.shape[1]:
+        raise ValueError(f"{name}'s A {tuple(a.shape)} and B {tuple(b.shape)} must be [r, H] and [V, r]")
+    return a, b, number_or_scalar(f"{name}'s scale", scale, scalars.number)
+
+
 def _later(name: str, value: Any) -> Any:
     """Checked with the shapes of the call."""
     del name
@@ -159,6 +173,7 @@ OPTIONS: dict[str, Option] = {
     "gradient_threshold": Option(0.0, scalars.fraction, (*_FEW, "linear_kl")),
     "vocab_part_size": Option(None, _later, (*_FEW, "linear_loss", "linear_kl")),
     "logit_floor": Option(None, _later, (*_FEW, "linear_kl")),
+    "lora": Option(None, _lora, (*_FEW, "linear_kl")),
     "beta": Option(None, _later, _ALL_BUT_KL),
     "teacher_temperature": Option("same", _later, _ALL_BUT_KL),
     "teacher_logit_softcap": Option("unset", _later, _ALL_BUT_KL),
@@ -218,6 +233,7 @@ class Given(NamedTuple):
     bias: Any
     candidates: Any
     logit_floor: Any
+    lora: Any
     ignore_index: Any  # until `lce_jax._call.describe` leaves its rows out
 
     def with_chunks(self, chunk_bytes: int | None) -> Given:
@@ -262,6 +278,7 @@ def of_call(
         traced_scale=traced,
         vocab_part_size=None if part_size is None else scalars.part_size(part_size, **kept),
         has_floor=of["logit_floor"] is not None,
+        rank=0 if of["lora"] is None else -(-of["lora"][0].shape[0] // RANKS) * RANKS,
         top_k=0 if top_k is None else scalars.num_largest(top_k),
         function=function,
         requested=of["implementation"],
@@ -269,11 +286,16 @@ def of_call(
         **named,
         **kept,
     )
+    if call.rank and call.has_bias:
+        raise ValueError(
+            "lora beside a bias: a head here has one of them. Give the bias, and weight + scale * B @ A, which has the "
+            "adapter in it"
+        )
     if call.has_floor:
         scalars.alone_with_floor(call.num_candidates, mean_logit)
     factors: tuple[Any, Any] = (scale, softcap) if traced else (None, None)
     ignored = None if ignore_index is None else scalars.integer("ignore_index", ignore_index)
-    others = of["bias"], of["candidates"], of["logit_floor"], ignored
+    others = of["bias"], of["candidates"], of["logit_floor"], of["lora"], ignored
     return Given(call, hidden, weight, labels, where, of["temperature"], *factors, *others)
 
 

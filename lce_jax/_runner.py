@@ -458,13 +458,18 @@ def _run(capability: Capability, call: Call, primals: Primals, rest: Any) -> Any
     return capability.forward(call, primals, rest, False)[0]
 
 
-def wanted(primals: Primals) -> Wanted:
+def wanted(call: Call, primals: Primals) -> Wanted:
     """The gradients that the forward rule of a ``custom_vjp`` with ``symbolic_zeros`` is asked for."""
-    return Wanted(*(x is not None and x.perturbed for x in primals))
+    asked = Wanted(*(x is not None and x.perturbed for x in primals))
+    if call.rank and asked.weight:
+        raise ValueError(
+            f"{call.function} with lora is differentiated in weight, which is frozen: give jax.lax.stop_gradient(weight)"
+        )
+    return asked
 
 
 def _fwd(capability: Capability, call: Call, primals: Primals, rest: Any) -> tuple[Any, Any]:
-    asked = wanted(primals)
+    asked = wanted(call, primals)
     call, primals, rest = call.but(wanted=asked), _jax.values(primals), _jax.values(rest)
     forward = _jax.not_differentiable(lambda primals, rest: capability.forward(call, primals, rest, True))
     out, kept = forward(primals, rest)

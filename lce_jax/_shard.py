@@ -240,7 +240,7 @@ def operands_of(
         num_rows = order.num_rows
     elif rows.live is not None:  # NaN or inf in the other rows cannot spread
         hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
-    bias = None if bias is None else bias.astype(call.stat_dtype)
+    bias = None if bias is None else bias.astype(call.dtype if call.rank else call.stat_dtype)
     of_shard = Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias, candidates)
     return of_shard._replace(floor=floor), order
 

@@ -100,7 +100,7 @@ class Operands(NamedTuple):
     Rows from ``num_rows`` on are never read back, columns from ``num_columns`` on are padding. Both may be traced.
     """
 
-    hidden: Float[Array, "T H"]  # in the weight's dtype
+    hidden: Float[Array, "T H"]  # in the weight's dtype; [T, H + R] with an adapter (`Call.rank`)
     weight: Float[Array, "V H"]  # or [H, V]: Call.weight_layout
     targets: Int[Array, "T"]  # int32 column of the label in this shard, -1 where the shard does not own it
     inverse_temperature: Float[Array, "T"] | None  # 1 / temperature times a traced scale or cap; None: 1
@@ -108,7 +108,8 @@ class Operands(NamedTuple):
     num_columns: Int[Array, ""] | int | None  # None: V
     # Multiplies the raw products first: scale / cap if one of them is traced, or the sign of a traced scale.
     raw_scale: Float[Array, "T"] | None = None
-    bias: Float[Array, "V"] | None = None  # in the statistics' dtype; added to the raw products
+    # In the statistics' dtype; added to the raw products. Of an adapter [V, R], in the weight's.
+    bias: Float[Array, "V"] | None = None
     candidates: Int[Array, "T K"] | None = None  # int32 columns of this shard, -1 where it does not own the id
     floor: Float[Array, "T"] | None = None  # columns whose x is below it do not count, but for the target; None: all do
 
@@ -151,7 +152,7 @@ class Primals[A](NamedTuple):
 
     hidden: A  # [..., H]
     weight: A  # [V, H], or [H, V]: Call.weight_layout
-    bias: A | None = None  # [V]
+    bias: A | None = None  # [V]; the B [V, R] of an adapter (`Call.rank`)
 
     def only(self, wanted: Wanted) -> Primals[A | None]:
         """Those whose gradients are computed; None in place of the others."""
@@ -197,6 +198,7 @@ class Device(NamedTuple):
 
 
 CPU = Device()
+RANKS = 64  # what the rank of an adapter is padded to: a swizzle atom of the kernels
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -227,6 +229,9 @@ class Call:
     precision: Any = None
     mean_logit: bool = False  # label smoothing needs it
     has_bias: bool = False
+    # R of an adapter, in whole `RANKS`; 0: none. Then hidden is [..., H + R], the weight is frozen, and in place of a
+    # bias stands B [V, R], by which the last R columns of hidden are multiplied: logits = h·Wᵀ + u·Bᵀ.
+    rank: int = 0
     num_candidates: int = 0  # K; 0: none are asked for
     traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1
     gradient_threshold: float = 0.0  # tiles whose every probability is below it are left out of the gradients
@@ -314,6 +319,10 @@ class Call:
     def hidden_dim(self) -> int:
         """The dimension of the weight that runs over the hidden size."""
         return self.weight_layout.index("h")
+
+    def split(self, hidden: Array) -> tuple[Array, Array]:
+        """Hidden [..., H] and what an adapter has beside it, [..., R]."""
+        return (hidden[..., : self.hidden_size], hidden[..., self.hidden_size :]) if self.rank else (hidden, hidden)
 
     @property
     def without_parts(self) -> Call:

@@ -221,9 +221,9 @@ def explain(
             of them (``Plan.compiled``). Operands or mesh must name devices, or be for this machine's.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
-            ``candidates``, ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``; of a teacher ``beta``,
-            ``teacher_temperature``, ``teacher_logit_softcap``, ``teacher_logit_scale``, ``teacher_weight_layout`` and
-            ``teacher_bias``, as in `linear_logprobs` and `linear_kl`.
+            ``candidates``, ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``; of a teacher
+            ``beta``, ``teacher_temperature``, ``teacher_logit_softcap``, ``teacher_logit_scale``,
+            ``teacher_weight_layout`` and ``teacher_bias``, as in `linear_logprobs` and `linear_kl`.
 
     Returns:
         A `Plan`; ``print`` it. ``python -m lce_jax.explain`` prints that of a named model, on a machine without a GPU
@@ -254,7 +254,8 @@ def explain(
     of_loss = (*given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
     check_function({"k": k, "ids": ids, "teacher": teacher}, options, *of_loss)
     scalars.flag("gradients_in_forward", gradients_in_forward)
-    scalars.flag("compile", compile)
+    if scalars.flag("compile", compile) and options.get("lora") is not None:
+        raise ValueError("compile=True with lora: what is compiled differentiates the weight. Leave one of them out")
     place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
     own: dict[str, Any]

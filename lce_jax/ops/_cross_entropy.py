@@ -145,6 +145,7 @@ def of_call(
         return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
     _call.check_values(given)  # before jit, which traces them
     arrays = {name: x for name, x in told.items() if is_array(x) and not isinstance(x, np.generic)}
+    arrays |= {} if told.get("lora") is None else {"lora": told["lora"]}
     fixed = (*((name, x) for name, x in told.items() if name not in arrays),)
     operands = hidden, weight, _call.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
     of_call = given.call.chunk_bytes, operands, where, traced, divisor, arrays

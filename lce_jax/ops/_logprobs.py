@@ -41,6 +41,7 @@ def linear_logprobs(
     gradient_threshold: float = 0.0,
     vocab_part_size: int | None = None,
     logit_floor: float | Float[Array, "..."] | None = None,
+    lora: tuple[Float[Array, "r H"], Float[Array, "V r"], float | Float[Array, ""]] | None = None,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
@@ -113,6 +114,12 @@ def linear_logprobs(
             in it. A row with no token in its set (its label is out of vocabulary) is 0 in outputs and gradients. A NaN
             is refused where it is known; in a traced array its row returns NaN and has no gradient. Not with
             ``candidates``. No gradient. None: every token.
+        lora: ``(A, B, scale)``, an adapter of a frozen weight: A ``[r, H]`` and B ``[V, r]``, as PEFT's
+            ``lora_A.weight`` and ``lora_B.weight``, and a number. The products are ``hidden · weightᵀ + u · Bᵀ`` with
+            ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient
+            (``jax.lax.stop_gradient(weight)``); A and B have theirs in their own dtypes, the scale has none.
+            ``scale · A``, B and u are rounded to the weight's dtype; r is padded to whole 64, and hidden is copied
+            beside u. Not with ``bias``. None: no adapter.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.
@@ -176,6 +183,7 @@ def linear_logprobs(
         "gradient_threshold": gradient_threshold,
         "vocab_part_size": vocab_part_size,
         "logit_floor": logit_floor,
+        "lora": lora,
     }
     return results(_call.describe(_options.of_call(options, hidden, weight, labels, where, ignore_index))).public
 

@@ -512,7 +512,7 @@ class _GradientType:
 
 
 def _fwd(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Any, Any]:
-    call, inputs = call.but(wanted=_runner.wanted(inputs.primals)), _jax.values(inputs)
+    call, inputs = call.but(wanted=_runner.wanted(call, inputs.primals)), _jax.values(inputs)
     own: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
     results = (*OF_A_FORWARD, own)
     of_inputs = _jax.not_differentiable(lambda inputs: _spread_over(call, loss, inputs, forward_and_gradients, results))

@@ -107,7 +107,7 @@ class Head(NamedTuple):
     """What some columns of the vocabulary have of one model."""
 
     weight: Float[Array, "v H"]  # or [H, v]: Call.weight_layout
-    bias: Float[Array, "v"] | None  # in the statistics' dtype
+    bias: Float[Array, "v"] | None  # in the statistics' dtype; of an adapter [v, R], in the weight's
 
 
 class Shard(NamedTuple):
@@ -141,8 +141,11 @@ class XTile(NamedTuple):
         """The raw products of each model, with the bias."""
         found = []
         for call, tokens, head in zip(self.calls, self.tokens, self.heads, strict=True):
-            raw = dot(tokens.hidden, head.weight, 1, call.hidden_dim, call, call.stat_dtype)
-            found.append(raw if head.bias is None else raw + head.bias[None, :])
+            hidden, u = call.split(tokens.hidden)
+            raw = dot(hidden, head.weight, 1, call.hidden_dim, call, call.stat_dtype)
+            if head.bias is not None:
+                raw = raw + (dot(u, head.bias, 1, 1, call, call.stat_dtype) if call.rank else head.bias[None, :])
+            found.append(raw)
         return tuple(found)
 
 
@@ -210,7 +213,7 @@ class Walk:
         init = Primals(
             jnp.full(shard.tokens[0].hidden.shape, zero.astype(call.stat_dtype)),
             jnp.full(head.weight.shape, zero.astype(call.dtype)) if dweight is None else dweight,
-            jax.tree.map(jnp.zeros_like, head.bias),
+            jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), head.bias),
         ).only(call.wanted)
         return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
 
@@ -244,10 +247,15 @@ class Walk:
         call, head = self.calls[0], tile.heads[0]
         d = dlogits(tile)
         d = d if new is None else jnp.where(new[:, None], d, 0.0)
-        dbias = None if head.bias is None or not call.wanted.bias else jnp.sum(d, axis=0)
-        weight = _logprobs.without_padding(head.weight, tile.live, call)
-        d, weight, hidden = (x.astype(gradient_dtype(call)) for x in (d, weight, tile.tokens[0].hidden))
-        return Primals(*gradient_products(call, d, weight, hidden, call.stat_dtype, dweight_dtype), dbias)
+        dbias = None if head.bias is None or call.rank or not call.wanted.bias else jnp.sum(d, axis=0)
+        weight, bias = _logprobs.without_padding(head.weight, tile.live, call), head.bias
+        if call.rank and bias is not None and tile.live is not None:
+            bias = jnp.where(tile.live[:, None], bias, jnp.zeros((), call.dtype))
+        d, head, hidden = jax.tree.map(
+            lambda x: x.astype(gradient_dtype(call)), (d, Head(weight, bias), tile.tokens[0].hidden)
+        )
+        found = gradient_products(call, d, head, hidden, call.stat_dtype, dweight_dtype)
+        return found if dbias is None else found._replace(bias=dbias)
 
     def _columns(self, shard: Shard, start: Any, size: int, is_kept: bool) -> Columns:
         live = _logprobs.live_columns(start, size, shard.num_columns)
@@ -274,14 +282,21 @@ def gradient_dtype(call: Call) -> jnp.dtype:
 
 
 def gradient_products(
-    call: Call, d: Float[Array, "t v"], weight: Array, hidden: Float[Array, "t H"], *dtypes: Any
-) -> tuple[Float[Array, "t H"] | None, Array | None]:
-    """Eq. 5 from the gradient in the raw products of some tokens with some columns; ``dtypes`` are of the results."""
-    of_dhidden, of_dweight = dtypes
+    call: Call, d: Float[Array, "t v"], head: Head, hidden: Float[Array, "t H"], *dtypes: Any
+) -> Primals:
+    """Eq. 5 from the gradient in the raw products of some tokens with some columns; ``dtypes`` are of the results.
+
+    With an adapter its B has a gradient too, in the statistics' dtype; no other bias has.
+    """
+    (of_dhidden, of_dweight), (hidden, u) = dtypes, call.split(hidden)
     left, right = (d, hidden) if call.vocab_dim == 0 else (hidden, d)
-    return (
-        dot(d, weight, 1, call.vocab_dim, call, of_dhidden) if call.wanted.hidden else None,
+    dhidden = dot(d, head.weight, 1, call.vocab_dim, call, of_dhidden) if call.wanted.hidden else None
+    if dhidden is not None and head.bias is not None and call.rank:
+        dhidden = jnp.concatenate([dhidden, dot(d, head.bias, 1, 0, call, of_dhidden)], axis=1)
+    return Primals(
+        dhidden,
         dot(left, right, 0, 0, call, of_dweight) if call.wanted.weight else None,
+        dot(d, u, 0, 0, call, call.stat_dtype) if call.rank and call.wanted.bias else None,
     )
 
 
@@ -404,8 +419,9 @@ def gradients_with_cache(
         cache,
     )
     dweight_dtype = call.dtype if dweight is None else dweight.dtype
-    dhidden, found = gradient_products(call, d, head.weight, hidden, dhidden_dtype, dweight_dtype)
-    dbias = None if head.bias is None or not call.wanted.bias else jnp.sum(d, axis=0, dtype=call.stat_dtype)
+    dhidden, found, dbias = gradient_products(call, d, head, hidden, dhidden_dtype, dweight_dtype)
+    if head.bias is not None and not call.rank and call.wanted.bias:
+        dbias = jnp.sum(d, axis=0, dtype=call.stat_dtype)
     return Primals(dhidden, found if dweight is None or found is None else dweight + found, dbias)
 
 
@@ -476,10 +492,11 @@ def tile_bytes(call: Call, tile_t: int, width: int) -> int:
 def copied_bytes(call: Call) -> int:
     """Of a copy of hidden: it is gathered, cast or multiplied by a sign, or its rows are moved."""
     own = call.partial_rows or call.gather_dim is not None or call.hidden_dtype != call.dtype or call.signs_hidden
-    return call.num_tokens * call.hidden_size * call.dtype.itemsize if own else 0
+    beside = call.hidden_dtype.itemsize if call.rank else 0  # u beside hidden, in another copy
+    return call.num_tokens * (call.hidden_size + call.rank) * ((call.dtype.itemsize if own else 0) + beside)
 
 
 def sum_bytes(call: Call) -> int:
     """Of dhidden in the statistics' dtype, before it is rounded, scattered or its rows are put back."""
     is_result = call.hidden_dtype == call.stat_dtype and not call.partial_rows and call.gather_dim is None
-    return 0 if is_result else call.num_tokens * call.hidden_size * call.stat_dtype.itemsize
+    return 0 if is_result else call.num_tokens * (call.hidden_size + call.rank) * call.stat_dtype.itemsize

@@ -75,6 +75,8 @@ def _options_refusal(case: Call, generation: Generation) -> str | None:
         return "gradient_threshold: the products of live tiles have not been tested on a GPU by mma.sync"
     if case.gradient_threshold and case.columns % generation.tiling.atom:
         return f"gradient_threshold needs V to be a multiple of {generation.tiling.atom}, got {case.columns}"
+    if case.rank:
+        return "lora: the kernels multiply by the weight alone"
     if case.has_bias:
         return "bias: the kernels' epilogues add none to the products"
     if case.traced_scale and case.logit_softcap is not None:
