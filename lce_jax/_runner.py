@@ -463,7 +463,7 @@ def wanted(call: Call, primals: Primals) -> Wanted:
     asked = Wanted(*(x is not None and x.perturbed for x in primals))
     if call.rank and asked.weight:
         raise ValueError(
-            f"{call.function} with lora is differentiated in weight, which is frozen: give jax.lax.stop_gradient(weight)"
+            f"{call.function} with lora has no gradient of the weight: give it jax.lax.stop_gradient(weight)"
         )
     return asked
 

@@ -58,10 +58,10 @@ def linear_kl(
         teacher_weight_layout: that of the teacher's weight. "same": the student's.
         teacher_bias: ``[V]``, that of the teacher's logits, without a gradient. None: no bias.
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``candidates``, ``gradient_threshold``,
-            ``vocab_part_size`` and ``logit_floor``. ``axis_name`` splits both weights, which have as many columns on
-            each shard. ``cache_bytes`` keeps two numbers of each column of the first vocabulary tiles: with bfloat16
-            weights 4 bytes per token and column of "forward", 6 of the others and where the student has a softcap; with
-            float16 weights 6; 8 on a CPU and with float32 weights. ``explain(..., teacher=,
+            ``vocab_part_size``, ``logit_floor`` and ``lora``. ``axis_name`` splits both weights, which have as many
+            columns on each shard. ``cache_bytes`` keeps two numbers of each column of the first vocabulary tiles: with
+            bfloat16 weights 4 bytes per token and column of "forward", 6 of the others and where the student has a
+            softcap; with float16 weights 6; 8 on a CPU and with float32 weights. ``explain(..., teacher=,
             direction=).full_cache_bytes`` is enough for all. The value keeps its bits, and the gradient in the logits
             is rounded once more.
 

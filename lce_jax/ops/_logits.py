@@ -107,8 +107,8 @@ def linear_logits(
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold. None: every row counts.
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
-            ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``. The ``implementation`` is "xla": there are
-            no kernels for it.
+            ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``. The ``implementation`` is "xla":
+            there are no kernels for it.
 
     Returns:
         ``[..., K]`` in float32 (float64 for a float64 weight); 0, without a gradient, where the id is none or out of

@@ -48,8 +48,8 @@ def linear_topk(
         where: ``[...]`` bool, the rows that count. The others have ids -1 and zeros, whatever they hold, and cost no
             work. None: every row counts.
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
-            ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``. None has a gradient, and the temperature
-            does not change the order; a wrong one of a traced array gives ids -1 and NaN in its row. The
+            ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``. None has a gradient, and the
+            temperature does not change the order; a wrong one of a traced array gives ids -1 and NaN in its row. The
             ``implementation`` is "xla": the kernels do not serve it, because XLA's own product takes the same time.
 
     Returns:

@@ -58,6 +58,7 @@ def refused(name: str, changed: dict[str, Any], error: type[Exception], message:
         (jax.jit if jitted else lambda run: run)(lambda arrays: function(**arrays, **rest))(arrays)
 
 
+LORA = ONES((2, 8)), ONES((32, 2)), 2.0
 OF_ARRAYS: dict[str, list[tuple[Any, type[Exception], str]]] = {
     "hidden": [
         ([[1.0] * 8], TypeError, "hidden must be an array, got list"),
@@ -171,6 +172,15 @@ OF_OPTIONS: dict[str, list[tuple[Any, type[Exception], str]]] = {
         (ONES((3,)), ValueError, r"logit_floor \(3,\) must broadcast to labels \(4,\)"),
         (ONES((4,), int), TypeError, "logit_floor must be floating point, got int32"),
         ("low", TypeError, "logit_floor must be a Python number, got str 'low'"),
+    ],
+    "lora": [
+        (LORA[:2], TypeError, r"lora must be a tuple \(A \[r, H\], B \[V, r\], scale\), got \(Array"),
+        ((LORA[0], [1.0], 2.0), TypeError, "lora's B must be an array, got list"),
+        ((ONES((2, 8), int), *LORA[1:]), TypeError, "lora's A must be one of bfloat16, .* got int32"),
+        ((*LORA[:2], "2"), TypeError, "lora's scale must be a Python number, got str '2'"),
+        ((LORA[1], LORA[0], 2.0), ValueError, r"A \(32, 2\) and B \(2, 8\) must be \[r, H\] and \[V, r\]"),
+        ((ONES((0, 8)), ONES((32, 0)), 2.0), ValueError, r"A \(0, 8\) and B \(32, 0\) must be \[r, H\]"),
+        ((LORA[0], ONES((31, 2)), 2.0), ValueError, r"must be \[r, 8\] and \[32, r\], of hidden \(4, 8\)"),
     ],
     "beta": [
         (0.5, ValueError, 'beta=0.5 is a weight of direction="jsd", direction is "forward"'),

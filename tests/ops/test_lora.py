@@ -166,30 +166,14 @@ SHAPES = STRUCT((512, 256), jnp.bfloat16), STRUCT((1024, 256), jnp.bfloat16), ST
 PAIR = STRUCT((8, 256), jnp.float32), STRUCT((1024, 8), jnp.float32)
 
 
-@pytest.mark.parametrize(
-    ("lora", "error", "match"),
-    [
-        (PAIR, TypeError, r"lora must be a tuple \(A \[r, H\], B \[V, r\], scale\)"),
-        ((PAIR[0], [1.0], 2.0), TypeError, "lora's B must be an array, got list"),
-        ((PAIR[0], PAIR[1], "2"), TypeError, "lora's scale must be a Python number"),
-        ((PAIR[1], PAIR[0], 2.0), ValueError, r"A \(1024, 8\) and B \(8, 256\) must be \[r, H\] and \[V, r\]"),
-        ((PAIR[0], STRUCT((1000, 8), jnp.float32), 2.0), ValueError, r"must be \[r, 256\] and \[1024, r\], of hidden"),
-        ((STRUCT((0, 256), jnp.float32), STRUCT((1024, 0), jnp.float32), 2.0), ValueError, r"A \(0, 256\)"),
-    ],
-)
-def test_what_is_no_adapter_is_refused(lora: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        explain(*SHAPES, lora=lora)
-
-
 def test_what_has_no_adapter_says_so() -> None:
     hidden, weight, labels, _, _ = cases.draw(PLAIN)
     lora = (*adapter(PLAIN, 5), 1.0)
     with pytest.raises(ValueError, match=r"lora beside a bias: .*weight \+ scale \* B @ A, which has"):
         linear_logprobs(hidden, weight, labels, lora=lora, bias=jnp.zeros((600,)))
-    with pytest.raises(ValueError, match=r"which is frozen: give jax.lax.stop_gradient\(weight\)"):
+    with pytest.raises(ValueError, match=r"give it jax.lax.stop_gradient\(weight\)"):
         jax.grad(lambda weight: linear_cross_entropy(hidden, weight, labels, lora=lora))(weight)
-    with pytest.raises(ValueError, match=r"which is frozen: give jax.lax.stop_gradient\(weight\)"):
+    with pytest.raises(ValueError, match=r"give it jax.lax.stop_gradient\(weight\)"):
         jax.grad(lambda weight: linear_logprobs(hidden, weight, labels, lora=lora).lse.sum())(weight)
     with pytest.raises(ValueError, match="compile=True with lora"):
         explain(*SHAPES, lora=(*PAIR, 1.0), compile=True)
