@@ -164,7 +164,7 @@ def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
     for name in IMPLEMENTATIONS if call.requested is None else call.requested:
         reason = IMPLEMENTATIONS[name].supports(call)
         if reason is None and name == mosaic.NAME and _described.get() is None:
-            reason = _first_call.refusal(call.device)
+            reason = _first_call.refusal(call)
         if reason is None:
             if call.requested is None:
                 what = "linear log-probabilities" if call.teacher is None else "divergences of two heads"

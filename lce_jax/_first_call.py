@@ -1,7 +1,8 @@
 """Kernels that have run on another card alone: the first call on this one compares them with `lce_jax.xla`.
 
 Once per process and kind of device, on a small problem: a vocabulary that ends in a tile, labels that are none, half a
-cache, both gradients. It takes as long as it takes to compile them. If they differ, no call of the process runs them.
+cache, both gradients. The first call of two heads compares those of two heads besides. It takes as long as it takes to
+compile them. If they differ, no call of the process runs them.
 """
 
 from __future__ import annotations
@@ -19,33 +20,46 @@ import numpy as np
 
 from lce_jax import mosaic
 from lce_jax._types import Call, Device, LogprobOutput, Operands, Results
-from lce_jax.mathematics import _logprobs
+from lce_jax.mathematics import _kl, _logprobs
+from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations
+from lce_jax.xla import _kl as xla_kl
 from lce_jax.xla import _logprobs as xla
+from lce_jax.xla._walk import Head, HeadTokens, Shard
 
 T, H, V = 200, 256, 1000
+OF_TWO_HEADS = 1152  # columns: the kernels read whole halves of tiles
 CACHE_BYTES = 300_000  # two of four tiles
-BOUNDS = {"logprobs": 1e-4, "entropy": 1e-4, "lse": 1e-4, "dhidden": 0.03, "dweight": 0.03}  # in nats; relative
+BOUNDS = dict.fromkeys(("logprobs", "entropy", "lse", "kl"), 1e-4) | {
+    "dhidden": 0.03,
+    "dweight": 0.03,
+}  # nats; relative
 
 _logger = logging.getLogger("lce_jax")
 _one_at_a_time = threading.Lock()
 
 
-def refusal(device: Device) -> str | None:
-    """What is wrong with the kernels on ``device``; None if nothing is, or if it is none of this process's."""
-    here = devices_like(device) if _generations.unchecked(device) else []
-    return checked(device, functools.partial(_compare, device, here[0])) if here else None
+def refusal(call: Call) -> str | None:
+    """What is wrong with the kernels of ``call``; None if nothing is, or if its device is none of this process's."""
+    device = call.device
+    for heads in (1,) if call.teacher is None else (1, 2):
+        here = devices_like(device) if _generations.unchecked(device, heads) else []
+        reason = checked(device, functools.partial(_compare, device, here[0], heads), heads) if here else None
+        if reason is not None:
+            return reason
+    return None
 
 
-def checked(device: Device, compare: Callable[[], dict[str, float]]) -> str | None:
+def checked(device: Device, compare: Callable[[], dict[str, float]], heads: int = 1) -> str | None:
     """What is wrong with the kernels on ``device``, which ``compare()`` tells where none has: its `errors`."""
     with _one_at_a_time:
-        generation = _generations.unchecked(device)
+        generation = _generations.unchecked(device, heads)
         if generation is not None:
-            _generations.FOUND[generation, device] = reason = _in_a_thread(device, compare)
+            _generations.FOUND[generation, device, heads] = reason = _in_a_thread(device, compare)
             if reason is not None:
-                _logger.warning('"mosaic_gpu" is not used in this process: %s', reason)
-    return _generations.device_refusal(device)
+                of = "" if heads == 1 else " for linear_kl"
+                _logger.warning('"mosaic_gpu" is not used in this process%s: %s', of, reason)
+    return _generations.device_refusal(device, heads)
 
 
 def devices_like(device: Device) -> list[jax.Device]:
@@ -92,17 +106,19 @@ def _in_a_thread(device: Device, compare: Callable[[], dict[str, float]]) -> str
     return found[0]
 
 
-def _compare(device: Device, here: jax.Device) -> dict[str, float]:
+def _compare(device: Device, here: jax.Device, heads: int) -> dict[str, float]:
+    columns = V if heads == 1 else OF_TWO_HEADS
     call = Call(
-        num_tokens=T, hidden_size=H, columns=V, vocab_size=V, dtype=jnp.dtype("bfloat16"), device=device,
+        num_tokens=T, hidden_size=H, columns=columns, vocab_size=columns, dtype=jnp.dtype("bfloat16"), device=device,
         cache_bytes=CACHE_BYTES,
     )  # fmt: skip
     rng = np.random.default_rng(0)
-    hidden, weight = rng.standard_normal((T, H)), rng.standard_normal((V, H)) * 2 / np.sqrt(H)
+    hidden, weight = rng.standard_normal((T, H)), rng.standard_normal((columns, H)) * 2 / np.sqrt(H)
     arrays: Any = [hidden.astype(call.dtype), weight.astype(call.dtype), rng.integers(-1, V, T).astype(np.int32)]
     arrays += [rng.uniform(0.5, 2.0, T).astype(np.float32), rng.standard_normal((3, T)).astype(np.float32)]
+    answers = _answers if heads == 1 else _answers_of_heads
     with jax.default_device(here):
-        run = [jax.jit(functools.partial(_answers, one, call)) for one in (mosaic, xla)]
+        run = [jax.jit(functools.partial(answers, one, call)) for one in (mosaic, xla)]
         return errors(*(jax.device_get(one(*jax.device_put(arrays, here))) for one in run))
 
 
@@ -115,3 +131,19 @@ def _answers(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inver
     rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
     dhidden, dweight, _ = one.gradients(operands, call, rows, cache)
     return {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse, "dhidden": dhidden, "dweight": dweight}
+
+
+def _answers_of_heads(
+    one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inverse: Any, seeds: Any
+) -> dict[str, Any]:
+    """The divergence from the head of other tokens."""
+    del targets
+    factor, scale_of_others = _logprobs.row_factor(call, inverse), _logprobs.row_scale(call, None)
+    plan = xla_kl.KLPlan(Pair(call, call), "reverse", call.columns)
+    tokens = HeadTokens(hidden, inverse, None), HeadTokens(hidden[::-1], None, None)
+    shard = Shard(tokens, (Head(weight, None),) * 2, None, None, None)
+    of_kernels = mosaic.kl_statistics, mosaic.kl_gradients
+    statistics, gradients = of_kernels if one is mosaic else (xla_kl.statistics, xla_kl.gradients)
+    stats, cache = statistics(plan, shard, True)
+    dhidden, dweight, _ = gradients(plan, shard, _kl.coefficients(stats, seeds[0], factor, None), cache)
+    return {"kl": _kl.finish(stats, scale_of_others, None), "dhidden": dhidden, "dweight": dweight}

@@ -16,7 +16,8 @@ from lce_jax.mosaic.sm90 import HOPPER
 
 JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest whose kernel language has been tested on a GPU
 GENERATIONS: tuple[Generation, ...] = (HOPPER, SM120, SM80, SM89)
-FOUND: dict[tuple[Generation, Device], str | None] = {}  # what the first call on a GPU of this machine found wrong
+# What the first call of one head, and of two, found wrong on a GPU of this machine.
+FOUND: dict[tuple[Generation, Device, int], str | None] = {}
 
 
 def serving(device: Device) -> Generation | None:
@@ -50,7 +51,7 @@ def using(generation: Generation) -> Iterator[None]:
 
 def refusal(case: Call) -> str | None:
     """Why no kernels can serve ``case``; None where one can."""
-    reason = device_refusal(case.device)
+    reason = device_refusal(case.device, 1 if case.teacher is None else 2)
     if reason is not None:
         return reason
     generation = serving(case.device)
@@ -58,8 +59,8 @@ def refusal(case: Call) -> str | None:
     return _refusal.refusal(case, generation)
 
 
-def device_refusal(device: Device) -> str | None:
-    """Why no kernels can serve any call on ``device``; None where some can."""
+def device_refusal(device: Device, heads: int = 1) -> str | None:
+    """Why no kernels can serve any call on ``device``, or any of two ``heads``; None where some can."""
     *others, last = sorted((one for each in GENERATIONS for one in each.compute_capabilities), key=float)
     capabilities = f"{', '.join(others)} or {last} ({', '.join(one.devices[0] for one in GENERATIONS)})"
     if device.platform not in ("gpu", "cuda"):
@@ -71,11 +72,12 @@ def device_refusal(device: Device) -> str | None:
         return f"needs compute capability {capabilities}, {device.kind} has {device.compute_capability or 'another'}"
     if device.core_count < 2:
         return f"needs to know the number of multiprocessors of {device.kind}"
-    return FOUND.get((generation, device))
+    found = (FOUND.get((generation, device, number)) for number in range(1, heads + 1))
+    return next(filter(None, found), None)
 
 
-def unchecked(device: Device) -> Generation | None:
+def unchecked(device: Device, heads: int = 1) -> Generation | None:
     """The generation of ``device`` if it ran on another card alone, and no call has compared its results here."""
     generation = serving(device)
-    is_known = generation is None or generation.ran_on is None or (generation, device) in FOUND
+    is_known = generation is None or generation.ran_on is None or (generation, device, heads) in FOUND
     return None if is_known else generation

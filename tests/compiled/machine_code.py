@@ -23,12 +23,14 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from lce_jax import linear_kl
 from lce_jax._types import Device
 from lce_jax.explain._models import MODELS
 from lce_jax.explain._pod import TARGETS
 from lce_jax.kernels import CallKind, for_device
 from lce_jax.mosaic import _compiler, _generations, mma, sm90
 from lce_jax.mosaic._compiler import Kernel
+from lce_jax.mosaic._host import Traced
 from lce_jax.mosaic._pallas import lowering_for
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._host import Tape, needed
@@ -128,9 +130,34 @@ def kernels(device: Device) -> list[tuple[Kernel, str]]:
                 found.setdefault(_compiler.module(kernel, device), (kernel, name))
     scale = _passes.scale_tape(torch.Size([4096 * 151936]), "float32", torch.bfloat16).steps[0].run
     assert isinstance(scale, Kernel)
+    found |= {_compiler.module(kernel, device): (kernel, name) for kernel, name in of_two_heads(device)}
     every = [*found.values(), (scale, "qwen3-8b")]
-    own = "statistics", "dlogits", "dhidden", "dweight"
+    own = "statistics", "dlogits", "dhidden", "dweight", "sums"
     return every if device == H200 else [each for each in every if each[0].name.endswith(own)]
+
+
+def of_two_heads(device: Device) -> Iterator[tuple[Kernel, str]]:
+    """The kernels of `linear_kl`, of each direction."""
+    head = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((151936, 4096), jnp.bfloat16)
+    found: list[Kernel] = []
+
+    def launch(_: Any, kernel: Any, *operands: Any) -> Any:
+        leaves, tree = jax.tree.flatten(operands)
+        given = (jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x for x in leaves)
+        found.append(_compiler.traced(kernel, tree, tuple(given)))
+        return kernel(*operands)
+
+    with mock.patch.object(Traced, "launch", launch), for_device(device):
+        for direction in ("forward", "reverse", "jsd"):
+            for kept, cache_bytes in (("", 0), (", a full cache", 1 << 40)):
+                loss = functools.partial(_divergence, direction=direction, cache_bytes=cache_bytes)
+                jax.eval_shape(jax.grad(loss, (0, 1)), *head, *head)
+                yield from ((kernel, f"two heads, {direction}{kept}") for kernel in found if "kl" in kernel.name)
+                found.clear()
+
+
+def _divergence(*heads: Any, **options: Any) -> Any:
+    return jnp.sum(linear_kl(*heads, implementation="mosaic_gpu", **options))
 
 
 def shared_bytes(kernel: Kernel, device: Device) -> int:

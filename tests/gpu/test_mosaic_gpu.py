@@ -183,7 +183,7 @@ def test_the_first_call_checks_itself(right: bool, monkeypatch: pytest.MonkeyPat
         plan = lce_jax.explain(hidden, weight, rows["labels"])
     assert (plan.implementation == "mosaic_gpu") == right
     assert right or f"its first call on {device.device_kind} is off by" in plan.refused["mosaic_gpu"]
-    (found,) = [reason for (of, _), reason in _generations.FOUND.items() if of is generation]
+    (found,) = [reason for (of, _, _), reason in _generations.FOUND.items() if of is generation]
     assert (found is None) == right
 
 

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
+from benchmarks.programs import KERNELS, with_kernels_of
 from lce_jax import _dispatch, _types, mosaic
 from lce_jax.mosaic import _generations
+from tests.mosaic.test_mma import LIVE
 from tests.mosaic.test_threshold import CALLS, check_live_tiles, kernels_of, with_threshold
-from tests.mosaic_calls import Call, call, case_of
+from tests.mosaic_calls import Call, budget_of, call, case_of
 
 pytestmark = pytest.mark.gpu
 
@@ -25,15 +27,32 @@ WITH_CANDIDATES = dataclasses.replace(
     num_columns=4900,
     options=_types.Call(stats=True, num_candidates=64),
 )  # fmt: skip
+OF_WHOLE_ATOMS = dataclasses.replace(WITH_CANDIDATES, V=4992)
 
 
 @pytest.mark.parametrize("test", [*CALLS, LARGER, WITH_CANDIDATES], ids=str)
 def test_live_tiles_alone(test: Call) -> None:
+    with _generations.using(kernels_of(with_threshold(test))):  # small batches
+        check_case(test)
+
+
+@pytest.mark.parametrize("kernels", [name for name in KERNELS if name != "wgmma"])
+@pytest.mark.parametrize("test", [*LIVE, dataclasses.replace(LARGER, V=4992), OF_WHOLE_ATOMS], ids=str)
+def test_kernels_of_other_generations(test: Call, kernels: str) -> None:
+    """A Hopper GPU runs mma.sync and cp.async too."""
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("Hopper alone runs the instructions of all generations")
+    generation = KERNELS[kernels]
+    few = dataclasses.replace(generation, budget=budget_of(test, generation.budget, generation.tiling))
+    with with_kernels_of(few):
+        check_case(test)
+
+
+def check_case(test: Call) -> None:
     case = dataclasses.replace(case_of(with_threshold(test)), device=_dispatch.current_device())
     if (reason := mosaic.supports(case)) is not None:
         pytest.skip(reason)
-    with _generations.using(kernels_of(with_threshold(test))):  # small batches
-        check_live_tiles(with_threshold(test), case)
+    check_live_tiles(with_threshold(test), case)
 
 
 def test_memory_is_that_of_the_exact_gradients() -> None:

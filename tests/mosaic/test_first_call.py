@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import UnsupportedError, _dispatch, _first_call, explain, linear_logprobs
+from lce_jax import UnsupportedError, _dispatch, _first_call, explain, linear_kl, linear_logprobs
 from lce_jax.kernels import for_device
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -85,6 +85,30 @@ def test_wrong_kernels_are_refused(
             linear_logprobs(*CALL, implementation="mosaic_gpu")
     (record,) = caplog.records
     assert told in record.getMessage()
+
+
+HEADS = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16)
+
+
+def divergence() -> Any:
+    return jax.eval_shape(lambda *heads: linear_kl(*heads, implementation="mosaic_gpu"), *HEADS, *HEADS)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_two_heads_are_compared_when_a_call_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with their kernels alone refuses no other call."""
+    held = _pipeline.HeldTile.of
+    monkeypatch.setattr(_first_call, "T", 40)
+    monkeypatch.setattr(_first_call, "OF_TWO_HEADS", 640)
+    divergence()
+    assert [(heads, reason) for (_, _, heads), reason in _generations.FOUND.items()] == [(1, None), (2, None)]
+    _generations.FOUND.clear()
+    monkeypatch.setattr(_pipeline.HeldTile, "of", lambda x, *where: held(1.25 * x, *where))
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=rf"its first call on {A100.kind} is off by .*kl"):
+            divergence()
+    assert explain(*CALL).implementation == "mosaic_gpu"
+    assert _generations.device_refusal(DEVICE) is None
 
 
 def in_shard_map(hidden: Any, weight: Any, labels: Any) -> Any:

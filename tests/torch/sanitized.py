@@ -3,6 +3,8 @@
 `test_gpu_direct` runs it: ``compute-sanitizer --tool racecheck python -m tests.torch.sanitized plain cached``. JAX
 needs only its CPU.
 
+``as=8.0``, or 12.0: with the kernels of those GPUs, which a Hopper GPU runs too, their first call's comparison before.
+
 ``python -m tests.torch.sanitized filled plain cached`` makes each call twice: all new memory, results and workspace,
 holds 0 before the first and NaN (each byte 0xFF) before the second. What they compute must be equal to the bit.
 """
@@ -30,7 +32,7 @@ class Call(NamedTuple):
 
     T: int = 300
     H: int = 128
-    V: int = 2080
+    V: int = 2080  # copies by cp.async need a multiple of 128
     dtype: torch.dtype = torch.bfloat16
     tempered: bool = False  # a temperature for each token
     kept: bool = False  # every third token is left out
@@ -49,8 +51,8 @@ PARTS = {
     ],
     "candidates": [Call(candidates=5), Call(T=140, tempered=True, candidates=64, options=ALL)],
     "live": [
-        Call(options={"gradient_threshold": 1e-3}),
-        Call(T=512, tempered=True, options=ALL | {"gradient_threshold": 1e-3}),
+        Call(V=2176, options={"gradient_threshold": 1e-3}),
+        Call(T=512, V=2176, tempered=True, options=ALL | {"gradient_threshold": 1e-3}),
     ],
 }  # fmt: skip
 
@@ -126,7 +128,7 @@ def check(call: Call) -> list[torch.Tensor]:
 def check_loss() -> list[torch.Tensor]:
     """`linear_loss` in chunks, into ``main_grad`` and returned."""
     seen = []
-    problem = p.draw(700, 128, 2080, torch.bfloat16)
+    problem = p.draw(700, 128, 2176, torch.bfloat16)
     want = p.stored(problem.hidden.double(), problem.weight.double(), problem.labels).logprobs.sum()
     for wgrad in ("return", "main_grad"):
         leaves: Any = p.Problem(*(x.to(DEVICE) for x in problem)).leaves()
@@ -139,10 +141,11 @@ def check_loss() -> list[torch.Tensor]:
     return [x.cpu() for x in seen]
 
 
-def checks(parts: list[str]) -> Iterator[tuple[str, Callable[[], list[torch.Tensor]]]]:
-    """What checks each call of these parts, and returns its results."""
-    for part in parts:
+def checks(words: list[str]) -> Iterator[tuple[str, Callable[[], list[torch.Tensor]]]]:
+    """What checks each call of the parts among these words, and returns its results."""
+    for part in words:
         for call in PARTS.get(part, []):
+            call = call._replace(V=2176) if any(word.startswith("as=") for word in words) else call
             yield f"{part} {call}", functools.partial(check, call)
         if part == "loss":
             yield part, check_loss
@@ -158,8 +161,17 @@ def filled(check: Callable[[], list[torch.Tensor]]) -> None:
     assert found[0] == found[1]
 
 
+def take_for(capability: str) -> None:
+    """From now on the GPU counts as one of this compute capability."""
+    described = _device._described
+    _device._described = lambda index: described(index)._replace(compute_capability=capability)
+
+
 def main() -> None:
     launch_with("direct")
+    for word in sys.argv[1:]:
+        if word.startswith("as="):
+            take_for(word.removeprefix("as="))
     # Without padding in it, a small call would be as large as any: the sanitizer watches every row.
     _padding.SMALLEST = 512
     for name, check in checks(sys.argv[1:]):

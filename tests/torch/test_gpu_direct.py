@@ -341,6 +341,8 @@ RUNS = {
     "racecheck": Run("racecheck"),
     "synccheck": Run("synccheck"),
     "initcheck": Run("initcheck", ("forward",)),
+    "memcheck, as on an A100": Run("memcheck", ("as=8.0", "plain", "cached", "live")),
+    "racecheck, as on an RTX 5090": Run("racecheck", ("as=12.0", "plain", "cached", "live")),
     "filled memory": Run("", ("filled", "plain", "cached", "loss", "candidates", "live")),
 }
 

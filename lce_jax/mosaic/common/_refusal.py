@@ -17,8 +17,6 @@ def refusal(case: Call, generation: Generation) -> str | None:
 
 def kl_refusal(cases: tuple[Call, ...], generation: Generation) -> str | None:
     """Why the kernels that see two heads cannot serve ``cases``, each of which other kernels serve."""
-    if generation.ran_on is not None:  # what the first call compares runs none of them
-        return "linear_kl: the kernels of two heads have not been tested on a GPU by mma.sync"
     student, teacher = cases
     if student.dtype != teacher.dtype:
         return f"both weights must have one dtype, got {student.dtype.name} and the teacher's {teacher.dtype.name}"
@@ -71,8 +69,6 @@ def _smem_refusal(case: Call, generation: Generation) -> str | None:
 def _options_refusal(case: Call, generation: Generation) -> str | None:
     if case.logit_scale <= 0:
         return f"logit_scale must be positive for its running maximum, got {case.logit_scale}"
-    if case.gradient_threshold and generation.ran_on is not None:
-        return "gradient_threshold: the products of live tiles have not been tested on a GPU by mma.sync"
     if case.gradient_threshold and case.columns % generation.tiling.atom:
         return f"gradient_threshold needs V to be a multiple of {generation.tiling.atom}, got {case.columns}"
     if case.rank:
