@@ -111,6 +111,10 @@ CALLS = [
         logit_softcap=3.0, temperature=True, cache_bytes=300_000, stats=True,
     ),
     call("floor, parts", has_floor=True, T=40, H=64, V=777, num_columns=775, vocab_part_size=256, stats=True),
+    call("adapter, padding", rank=64, chunk=1, num_columns=600, cache_bytes=160_000),
+    call("adapter with everything", rank=128, chunk=1, cluster=2, T=264, H=192, V=777, num_rows=100, num_columns=775,
+         has_floor=True, temperature=True, logit_softcap=3.0, stats=True),
+    call("adapter, rounded", shared=True, rank=64, H=64, cache_bytes=1 << 30, rounds_dhidden=True, dtype="float16"),
     call("hv with a narrow swizzle and a cache", shared=True, weight_layout="hv", cache_bytes=1 << 30, entropy=False),
 ]  # fmt: skip
 
@@ -122,6 +126,11 @@ def draw(test: Call) -> tuple[Operands, Results]:
     weight = rng.standard_normal((test.V, test.H)) * 2 / np.sqrt(test.H)
     columns = test.V if test.num_columns is None else test.num_columns
     weight[columns:] = np.nan  # padding may hold anything
+    factor = None
+    if rank := test.options.rank:  # of which the last columns are zero, as those that pad it are
+        beside, factor = rng.standard_normal((test.T, rank)), rng.standard_normal((test.V, rank)) * np.sqrt(2 / rank)
+        beside[:, rank - 5 :], factor[:, rank - 5 :], factor[columns:] = 0, 0, np.nan
+        hidden = np.concatenate([hidden, np.where(live[:, None], beside, 0)], 1)
     if test.options.weight_layout == "hv":
         weight = weight.T
     inverse_temperature = np.where(live, rng.uniform(0.5, 2.0, test.T), 0) if test.temperature else None
@@ -132,6 +141,7 @@ def draw(test: Call) -> tuple[Operands, Results]:
         inverse_temperature=None if inverse_temperature is None else jnp.asarray(inverse_temperature, jnp.float32),
         num_rows=None if test.num_rows is None else jnp.int32(test.num_rows),
         num_columns=jnp.int32(columns) if test.traced_columns else test.num_columns,
+        bias=None if factor is None else jnp.asarray(factor, test.dtype),
         candidates=draw_candidates(test, columns) if test.options.num_candidates else None,
     )
     if test.options.has_floor:
@@ -146,8 +156,7 @@ def draw(test: Call) -> tuple[Operands, Results]:
 
 def draw_floor(test: Call, operands: Operands, columns: int) -> jax.Array:
     """In the middle between two logits, so that no rounding moves one over it; all or none reach some of them."""
-    rng, matrix = np.random.default_rng(2), np.asarray(operands.weight, np.float64)
-    matrix = matrix if test.options.weight_layout == "vh" else matrix.T
+    rng, matrix = np.random.default_rng(2), matrix_of(operands, test.options)
     x = np.sort(np.asarray(operands.hidden, np.float64) @ matrix[:columns].T, axis=1)
     place = rng.integers(0, columns - 1, (test.T, 1))
     floor = (np.take_along_axis(x, place, 1) + np.take_along_axis(x, place + 1, 1))[:, 0] / 2
@@ -208,13 +217,19 @@ def expected(test: Call, operands: Operands, cotangent: Results) -> Any:
     return want, rows, oracle.gradients(rows)
 
 
+def matrix_of(operands: Operands, options: _types.Call) -> np.ndarray:
+    """The weight [V, H], beside it an adapter's B."""
+    weight = np.asarray(operands.weight, np.float64)
+    weight = weight if options.vocab_dim == 0 else weight.T
+    return weight if operands.bias is None else np.concatenate([weight, np.asarray(operands.bias, np.float64)], 1)
+
+
 class Oracle:
     """One shard's stored logits in float64, and eqs. 1, 4 and 5 of them."""
 
     def __init__(self, operands: Operands, options: _types.Call) -> None:
         self.operands, self.options = operands, options
-        self.hidden, weight = (np.asarray(x, np.float64) for x in operands[:2])
-        self.weight = weight if options.vocab_dim == 0 else weight.T
+        self.hidden, self.weight = np.asarray(operands.hidden, np.float64), matrix_of(operands, options)
         self.columns = len(self.weight) if operands.num_columns is None else int(operands.num_columns)
         self.rows = len(self.hidden) if operands.num_rows is None else int(operands.num_rows)
         raw, cap = self.hidden @ self.weight[: self.columns].T, options.logit_softcap
@@ -308,9 +323,13 @@ def check_gradients(
     before = jnp.full(operands.weight.shape, 0.5, jnp.float32) if test.adds_dweight else None
 
     def run(operands: Operands, rows: Any, cache: Any, before: Any) -> Any:
-        return mosaic.gradients(operands, case, rows, cache, dweight=before, **allowed)[:2]
+        return mosaic.gradients(operands, case, rows, cache, dweight=before, **allowed)
 
-    dhidden, dweight = traced(run, operands, rows, cache, before)
+    dhidden, dweight, dbias = traced(run, operands, rows, cache, before)
+    if case.rank:
+        assert dweight is None
+        assert dbias.dtype == jnp.float32
+        dweight, want = dbias, (want[0], want[1][:, case.hidden_size :])
     if before is not None:
         assert dweight.dtype == before.dtype
         dweight = dweight - before

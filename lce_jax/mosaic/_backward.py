@@ -7,10 +7,12 @@ kernel. The tile where padding begins is contracted after them (`_edge`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from lce_jax._types import Call, Operands, RowCoefficients
 from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands
@@ -25,10 +27,11 @@ from lce_jax.mosaic.common._products import update_dhidden, write_dweight
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
-type Carry = tuple[Any, Any]  # parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if not `Call.wanted`
+# Parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if not `Call.wanted`. Of an adapter those of u and B too.
+type Carry = tuple[Any, ...]
 
 
-type Dlogits = Callable[[Array, int, Array], Array]  # (packed span, columns, the span's weight) -> dlogits
+type Dlogits = Callable[..., Array]  # (packed span, columns, the span's weight, B of an adapter) -> dlogits
 
 
 class Part(NamedTuple):
@@ -47,8 +50,10 @@ def gradients(
     may_round_dhidden: bool,
     may_overwrite_cache: bool,
     dweight: Float[Array, "V H"] | None = None,
-) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None]:
+) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None, Float[Array, "V R"] | None]:
     """Eq. 5 of the whole shard: dhidden, anything on rows that are not live, and dweight in the weight's dtype.
+
+    Of an adapter dhidden is [T, H + R], and the last result is the gradient of its B, in fp32.
 
     dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it. With
     ``dweight``, a sum in fp32, the kernels add to that sum.
@@ -57,11 +62,15 @@ def gradients(
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
     may_round = may_round_dhidden and rows.uniform is None
     candidates = _candidates.of_rows(call, factors, rows)
-    sums, total = walk(call, factors, candidates, cache, may_round, may_overwrite_cache, dweight)
+    sums, total, *beside = walk(call, factors, candidates, cache, may_round, may_overwrite_cache, dweight)
     dhidden = _chunks.total_dhidden(sums, case)
+    if call.beside is not None:
+        du = _chunks.total_dhidden(beside[0], call.beside.case)
+        dhidden = None if du is None or dhidden is None else jnp.concatenate([dhidden, du.astype(dhidden.dtype)], 1)
+        return dhidden, total, beside[1]
     if rows.uniform is not None:
         dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
-    return dhidden, total
+    return dhidden, total, None
 
 
 def walk(
@@ -74,18 +83,22 @@ def walk(
     dweight: Float[Array, "V H"] | None,
 ) -> Carry:
     """The parts of dhidden, and dweight, from the coefficients as the kernels take them."""
-    case, host = call.case, call.host
+    host, start = call.host, []
     parts = _parts(call, factors, cache, may_overwrite_cache)
     has_edge = _edge.is_left(call)
     rounds = may_round_dhidden and not has_edge and sum(len(part.chunks) for part in parts) == 1
-    total = host.empty(call.prepared.weight.shape, case.dtype) if dweight is None else dweight
-    sums = _chunks.empty_dhidden(host, case, call.shape, rounds)
-    start = sums if case.wanted.hidden else None, total if case.wanted.weight else None
-    carry: Carry = host.vary_like(start, (call.prepared, factors, candidates, cache))
+    for one in call.products:
+        dtype = jnp.float32 if one is call.beside else one.case.dtype
+        total = host.empty(one.prepared.weight.shape, dtype) if dweight is None else dweight
+        sums = _chunks.empty_dhidden(host, one.case, call.shape, rounds)
+        start += [sums if one.case.wanted.hidden else None, total if one.case.wanted.weight else None]
+    carry: Carry = host.vary_like(tuple(start), (call.prepared, factors, candidates, cache))
     for i, part in enumerate(parts):
         carry = walk_chunks(call, part, candidates, carry, i > 0, dweight is not None)
-    sums, total = carry
-    return (_edge.update_dhidden(call, factors, candidates, sums) if has_edge and case.wanted.hidden else sums), total
+    if not (has_edge and call.case.wanted.hidden):
+        return carry
+    added = _edge.update_dhidden(call, factors, candidates, *carry[::2])
+    return tuple(itertools.chain(*zip(added, carry[1::2], strict=True)))
 
 
 def _parts(
@@ -95,11 +108,11 @@ def _parts(
     arrays, case, launch = call.arrays, call.case, call.host.launch
     overwrites = may_overwrite_cache and _chunks.can_overwrite_cache(call.shape)
 
-    def recomputed(span: Array, columns: int, weight: Array) -> Array:
-        return launch(dlogits, call.generation, arrays, weight, case, factors, span, columns)
+    def recomputed(span: Array, columns: int, weight: Array, *beside: Array) -> Array:
+        return launch(dlogits, call.generation, arrays, weight, case, factors, span, columns, *beside)
 
-    def from_cache(span: Array, columns: int, weight: Array) -> Array:
-        del weight
+    def from_cache(span: Array, columns: int, *weights: Array) -> Array:
+        del weights
         assert cache is not None
         return launch(cached_dlogits, call.generation, arrays, case, factors, cache, span, columns, overwrites)
 
@@ -124,31 +137,36 @@ def walk_chunks(
     call: KernelCall, part: Part, candidates: PlacedCandidates | None, carry: Carry, follows: bool, adds_dweight: bool
 ) -> Carry:
     """Adds a part's gradients (or writes them), a chunk at a time; ``follows``: the sums hold those of another part."""
-    prepared, case, shape, generation = call.prepared, call.case, call.shape, call.generation
-    launch = call.host.launch
+    shape, generation, launch = call.shape, call.generation, call.host.launch
     contracted = _edge.contracted_columns(call)
     most = part.chunks.step
 
     @jax.named_scope("chunk")
     def step(first: Any, carry: Carry) -> Carry:
-        sums, dweight = carry
         column, num_tiles = first * shape.tile, least(part.chunks.stop - first, most)
         depth = least(greatest(contracted - column, 0), num_tiles * shape.tile)
         adds = follows or first > part.chunks.start
         in_place = shape.whole_atoms  # otherwise the kernels are given copies of each chunk, without padding
         offset = column if in_place else 0
         span = call.span(column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds)
-        weight = prepared.weight if in_place else _edge.columns_from(call, column, most * shape.tile)
-        d = part.dlogits(span, most * shape.tile, weight)
+        weights = [
+            one.prepared.weight if in_place else _edge.columns_from(one, column, most * shape.tile)
+            for one in call.products
+        ]
+        d = part.dlogits(span, most * shape.tile, *weights)
         d = d if candidates is None else candidates.put(call, d, column, column + num_tiles * shape.tile)
-        if case.wanted.hidden:
-            sums = launch(update_dhidden, generation, sums, d, weight, case, span)
-        if not case.wanted.weight:
-            return sums, None
-        if in_place:
-            return sums, launch(write_dweight, generation, dweight, d, prepared.hidden, case, span, adds_dweight)
-        copy = call.host.vary_like(call.host.empty(weight.shape, dweight.dtype), carry)
-        copy = launch(write_dweight, generation, copy, d, prepared.hidden, case, span)
-        return sums, _edge.put_columns(call, dweight, copy, column, num_tiles * shape.tile, adds_dweight)
+        found: list[Any] = []
+        for one, weight, sums, dweight in zip(call.products, weights, carry[::2], carry[1::2], strict=True):
+            case, hidden = one.case, one.prepared.hidden
+            if case.wanted.hidden:
+                sums = launch(update_dhidden, generation, sums, d, weight, case, span)
+            if case.wanted.weight and in_place:
+                dweight = launch(write_dweight, generation, dweight, d, hidden, case, span, adds_dweight)
+            elif case.wanted.weight:
+                copy = call.host.vary_like(call.host.empty(weight.shape, dweight.dtype), carry)
+                copy = launch(write_dweight, generation, copy, d, hidden, case, span)
+                dweight = _edge.put_columns(one, dweight, copy, column, num_tiles * shape.tile, adds_dweight)
+            found += [sums, dweight]
+        return tuple(found)
 
     return call.host.loop(part.chunks, step, carry)

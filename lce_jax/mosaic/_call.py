@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lce_jax._types import Call, Operands
+from lce_jax._types import Call, Operands, Wanted
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import TRACED, Host
@@ -104,6 +104,23 @@ class KernelCall(NamedTuple):
     shape: Geometry
     generation: Generation
     host: Host = TRACED
+    beside: KernelCall | None = None  # of an adapter: with u and B in place of hidden and the weight
+
+    @property
+    def products(self) -> tuple[KernelCall, ...]:
+        """The calls whose products a chunk of dlogits enters."""
+        return (self,) if self.beside is None else (self, self.beside)
+
+    def with_adapter(self, b: Any) -> KernelCall:
+        """The call, whose hidden is [T, H + R], with its products beside; the weight has none of its own gradient."""
+        case, wanted = self.case, self.case.wanted
+        beside = case.but(hidden_size=case.rank, rank=0, wanted=Wanted(wanted.hidden, wanted.bias))
+        u = self.host.compute(_from_column, self.prepared.hidden, case.hidden_size)
+        own = self.operands._replace(weight=b), self.prepared._replace(hidden=u, weight=b), beside
+        return self._replace(
+            case=case.but(wanted=Wanted(wanted.hidden, weight=False)),
+            beside=KernelCall(*own, self.shape, self.generation, self.host),
+        )
 
     def span(self, **fields: Any) -> Any:
         """A `Span` of the call's live rows and columns, as a kernel takes it."""
@@ -118,4 +135,10 @@ class KernelCall(NamedTuple):
     def prepare(cls, operands: Operands, case: Call, generation: Generation) -> KernelCall:
         """The call of ``operands``, padded and marked."""
         shape = geometry(case, generation.tiling)
-        return cls(operands, _operands.prepare(operands, case, shape), case, shape, generation)
+        call = cls(operands, _operands.prepare(operands, case, shape), case, shape, generation)
+        return call.with_adapter(operands.bias) if case.rank else call
+
+
+def _from_column(xp: Any, x: Any, first: int) -> Any:
+    del xp
+    return x[:, first:]

@@ -92,13 +92,15 @@ def update_dhidden(
     call: KernelCall,
     factors: Float[Array, "factors Tp"],
     candidates: PlacedCandidates | None,
-    sums: Float[Array, "splits Tp Hp"],
-) -> Float[Array, "splits Tp Hp"]:
-    """``sums`` with the tile's true columns added, if it has any."""
+    *sums: Float[Array, "splits Tp Hp"],
+) -> list[Float[Array, "splits Tp Hp"]]:
+    """The ``sums`` of each product with the tile's true columns added, if it has any."""
     tile = contracted_tiles(call)
-    column, copied = tile * call.shape.tile, weight(call, tile)
+    column, (copied, *beside) = tile * call.shape.tile, [weight(one, tile) for one in call.products]
     depth = call.prepared.num_columns - column
     span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
-    d = call.host.launch(dlogits, call.generation, call.arrays, copied, call.case, factors, span, call.shape.tile)
+    given = call.generation, call.arrays, copied, call.case, factors, span, call.shape.tile
+    d = call.host.launch(dlogits, *given, *beside)
     d = d if candidates is None else candidates.put(call, d, column, column + depth)
-    return call.host.launch(add_product, call.generation, sums, d, copied, call.case, span)
+    each = zip(call.products, sums, (copied, *beside), strict=True)
+    return [call.host.launch(add_product, call.generation, x, d, own, one.case, span) for one, x, own in each]

@@ -159,16 +159,16 @@ def _window(
     case, shape, whole = call.case, call.shape, _edge.whole_tiles(call)
     # Copies into shared memory count whole atoms.
     in_atoms = case.columns // shape.atom * shape.atom
-    weight = call.host.prefix(call.prepared.weight, in_atoms, case.vocab_dim)
+    weights = [call.host.prefix(one.prepared.weight, in_atoms, case.vocab_dim) for one in call.products]
     cached = 0 if cache is None else cache.max.shape[0]
     parts = call.host.vary_like(parts, call.prepared)
     for begin, count, (start, stop, copied) in _chunks.launches(first, last, _pieces(cached, whole, shape.num_tiles)):
         keeps = stop <= cached
         offset = 0 if copied else shape.column(begin)
         span = call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
-        source = _edge.weight(call, start) if copied else weight
+        source, *beside = [_edge.weight(one, start) for one in call.products] if copied else weights
         given = call.generation, call.arrays, source, case, span, parts, cache if keeps else None
-        parts, kept = call.host.launch(kernels.statistics, *given)
+        parts, kept = call.host.launch(kernels.statistics, *given, *beside)
         cache = kept if keeps else cache
     return parts, cache
 

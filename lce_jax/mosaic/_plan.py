@@ -108,6 +108,7 @@ class _Backward(NamedTuple):
 def _backward(case: Call, shape: Geometry, generation: Generation) -> _Backward:
     item = case.dtype.itemsize
     sums = 4 * math.prod(_chunks.dhidden_shape(case, shape))
+    of_adapter = 4 * math.prod(_chunks.dhidden_shape(case.but(hidden_size=case.rank), shape)) if case.rank else 0
     cached = _chunks.num_cached_tiles(case, shape)
     overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
@@ -118,6 +119,7 @@ def _backward(case: Call, shape: Geometry, generation: Generation) -> _Backward:
         return _Backward(columns, slots * shape.row_block * shape.tile * item + lists + sums)
     if overwritten == shape.num_tiles and _writes_dhidden_once(case, shape):
         sums = 0
+    sums += of_adapter
     copies = 0 if shape.whole_atoms else 2 * columns * case.hidden_size * item  # of the weight and of dweight
     return _Backward(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
 
@@ -129,12 +131,14 @@ def _writes_dhidden_once(case: Call, shape: Geometry) -> bool:
 
 
 def _copied_bytes(case: Call, shape: Geometry) -> int:
-    """Of copies of hidden: cast or its rows moved, padded, gathered, and in float32 for its mean logit."""
-    hidden = case.num_tokens * case.hidden_size * case.dtype.itemsize
+    """Of copies of hidden: cast or its rows moved, padded, gathered, beside u, and in float32 for its mean logit."""
+    width = case.hidden_size + case.rank
+    hidden = case.num_tokens * width * case.dtype.itemsize
     moved = hidden if case.partial_rows or case.hidden_dtype != case.dtype else 0
-    padded = shape.tokens * case.hidden_size * case.dtype.itemsize if shape.tokens != case.num_tokens else 0
+    padded = shape.tokens * width * case.dtype.itemsize if shape.tokens != case.num_tokens else 0
     gathered = hidden if case.gather_dim is not None else 0
-    return moved + padded + gathered + (case.num_tokens * case.hidden_size * 4 if case.mean_logit else 0)
+    beside = case.num_tokens * width * case.hidden_dtype.itemsize if case.rank else 0
+    return moved + padded + gathered + beside + (case.num_tokens * case.hidden_size * 4 if case.mean_logit else 0)
 
 
 def _same_bits(case: Call, shape: Geometry) -> str:

@@ -139,7 +139,7 @@ def walk(
     carry = host.vary_like(start, (prepared, factors, candidates, live))
     sums, total = host.loop(range(sizes.batches), step, carry)
     has_edge = case.wanted.hidden and _edge.is_left(call)
-    return (_edge.update_dhidden(call, factors, candidates, sums) if has_edge else sums), total
+    return (_edge.update_dhidden(call, factors, candidates, sums)[0] if has_edge else sums), total
 
 
 def sizes_of(call: KernelCall) -> Sizes:

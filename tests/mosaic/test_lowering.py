@@ -58,6 +58,23 @@ def overwrites_cache(text: str) -> bool:
     return "output_operand_alias<output_tuple_indices = [], operand_index = 0," in text
 
 
+def lower_adapter(T: int, H: int, V: int, rank: int, **options) -> str:
+    """The gradients of hidden, A and B, PEFT's in float32."""
+    struct = jax.ShapeDtypeStruct
+    given = struct((T, H), "bfloat16"), struct((rank, H), "float32"), struct((V, rank), "float32")
+
+    def objective(hidden, a, b, weight, labels):
+        out = lce_jax.linear_logprobs(hidden, weight, labels, lora=(a, b, 2.0), implementation="mosaic_gpu", **options)
+        return jnp.sum(out.logprobs + out.entropy)
+
+    step = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2)))
+    traced = step.trace(*given, struct((V, H), "bfloat16"), struct((T,), "int32"))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    launched = str(traced.jaxpr)
+    assert launched.count("name=lce_dhidden") >= 2 * launched.count("name=lce_dweight") > 0  # of hidden and u; of B
+    return text
+
+
 # Every kind of size, layout, cache and option: `test_every_head` has the combinations.
 CALLS = [
     (1, 8192, 16032, {"cache_bytes": 1 << 14}),
@@ -83,6 +100,17 @@ MANY = {(512, 192), (600, 64), (8192, 2880), (4096, 5120), (4096, 2048), (1, 102
 )
 def test_lowers(T: int, H: int, V: int, options: dict) -> None:
     lower(T, H, V, **options)
+
+
+@pytest.mark.fast("50257")
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("T", "H", "V", "rank", "options"),
+    [(1003, 576, 50257, 8, {"vocab_size": 50000}), (4096, 4096, 151936, 100, {"cache_bytes": 1 << 40})],
+)
+def test_an_adapter_lowers(T: int, H: int, V: int, rank: int, options: dict) -> None:
+    text = lower_adapter(T, H, V, rank, **options)
+    assert f"{V}x{H}xf32" not in text  # neither is the adapter merged nor is the weight differentiated
 
 
 @pytest.mark.slow

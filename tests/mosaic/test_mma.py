@@ -18,7 +18,7 @@ from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, lowering_for, plgpu
 from lce_jax.mosaic.common import _cached_dlogits
 from tests.devices import H200
-from tests.mosaic.test_lowering import EVERYTHING, lower
+from tests.mosaic.test_lowering import EVERYTHING, lower, lower_adapter
 from tests.mosaic.test_threshold import check_live_tiles, with_threshold
 from tests.mosaic_calls import CALLS, Call, budget_of, call, case_of, check
 from tests.mosaic_interpreter import afresh, races_found
@@ -105,6 +105,8 @@ def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any], genera
     claimed = for_device(Device("gpu", generation.devices[0], capability, 108))
     with _generations.using(generation), lowering_for(capability), claimed:
         lower(T, H, V, **options)
+        if T == 600:
+            lower_adapter(T, H, V, 16)
 
 
 @pytest.mark.parametrize("generation", [mma.SM80, mma.SM120], ids=lambda one: one.compute_capabilities[0])

@@ -166,6 +166,27 @@ SHAPES = STRUCT((512, 256), jnp.bfloat16), STRUCT((1024, 256), jnp.bfloat16), ST
 PAIR = STRUCT((8, 256), jnp.float32), STRUCT((1024, 8), jnp.float32)
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"weight_layout": "hv"}, 'lora with weight_layout="hv": the kernels have not been written for both'),
+        ({"candidates": STRUCT((512, 3), jnp.int32)}, "lora with candidates"),
+        ({"gradient_threshold": 0.1}, "lora with gradient_threshold"),
+        ({"vocab_part_size": 512}, "lora with vocab_part_size"),
+        ({"label_smoothing": 0.1}, "lora with label smoothing"),
+    ],
+)
+def test_what_the_kernels_refuse(options: dict[str, Any], reason: str) -> None:
+    weight = STRUCT((256, 1024), jnp.bfloat16) if "weight_layout" in options else SHAPES[1]
+    plan = explain(SHAPES[0], weight, SHAPES[2], lora=(*PAIR, 1.0), **options)
+    assert plan.implementation == "xla"
+    assert reason in plan.refused["mosaic_gpu"]
+    alone = explain(*SHAPES, lora=(*PAIR, 1.0))
+    assert alone.implementation == "mosaic_gpu"
+    assert alone.forward_bytes == explain(*SHAPES).forward_bytes + 512 * (256 + 64) * 2  # hidden and u
+
+
 def test_what_has_no_adapter_says_so() -> None:
     hidden, weight, labels, _, _ = cases.draw(PLAIN)
     lora = (*adapter(PLAIN, 5), 1.0)

@@ -30,11 +30,12 @@ def dlogits(
     factors: Float[Array, "factors Tp"],
     span: Int[Array, "fields"],
     columns: int,
+    beside: Float[Array, "V R"] | None = None,
 ) -> Float[Array, "T columns"]:
     """The gradient in the span's raw products, in the weight's dtype, at the beginning of ``columns``.
 
-    ``weight`` holds the span's part at its offset. Zero on columns that are padding or do not exist; tiles after
-    the span and row blocks without a live row are left unwritten.
+    ``weight`` holds the span's part at its offset, and so does the B of an adapter ``beside`` it. Zero on columns that
+    are padding or do not exist; tiles after the span and row blocks without a live row are left unwritten.
     """
     machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "dlogits"))
     output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), case.dtype)
@@ -48,7 +49,7 @@ def dlogits(
         prepared.mask,
         factors,
         span,
-        *([] if prepared.floor is None else [prepared.floor]),
+        *[x for x in (prepared.floor, beside) if x is not None],
     )
     return result
 
@@ -64,9 +65,10 @@ def _kernel(
     mask: Any,  # [512]
     factors: Any,  # [3 or 4, Tp]
     scalars: Any,  # a `Span`
-    *floor_and_output: Any,  # [Tp] if there is a floor, and [T, columns]
+    *refs_of_case: Any,  # the floor and B, if any, and [T, columns]
 ) -> None:
-    *floor, output = floor_and_output
+    *given, output = refs_of_case
+    floor, beside = given[: matmul.case.has_floor], given[matmul.case.has_floor :]
     span, refs = Span.unpack(scalars), DlogitsRefs(targets, scale, holds_target, mask, factors, output, *floor)
     first_tile = _logits.first_tile(span)
 
@@ -76,7 +78,7 @@ def _kernel(
         machine.dlogits(matmul.case, refs, tile, where, multiply, slots)
 
     slots = machine.staging(matmul, output.shape[1], output.dtype)
-    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots)
+    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots, *beside)
 
 
 def live_dlogits(

@@ -152,10 +152,11 @@ def logits(case: Call, tuning: Any) -> Matmul:
 
 
 def walk_logits(
-    machine: Machine, matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any
+    machine: Machine, matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any, *beside: Any
 ) -> None:
     """`Machine.walk_tiles` over the logits of the live row groups and the span's vocabulary tiles."""
-    machine.walk_tiles(matmul, hidden, weight, Offset(column=span.offset), visit_all(matmul, span), consume, scratch)
+    how = Offset(column=span.offset), visit_all(matmul, span), consume, scratch
+    machine.walk_tiles(matmul, hidden, weight, *how, *beside)
 
 
 def visit_all(matmul: Matmul, span: Span) -> VisitAll:
@@ -188,8 +189,9 @@ def visit_all(matmul: Matmul, span: Span) -> VisitAll:
 
 
 def num_steps(matmul: Matmul) -> int:
-    """Those of a contraction over H."""
-    return -(-matmul.case.hidden_size // matmul.tuning.tile_k)
+    """Those of a contraction over H, and over the rank of an adapter."""
+    tile_k = matmul.tuning.tile_k
+    return -(-matmul.case.hidden_size // tile_k) + -(-matmul.case.rank // tile_k)
 
 
 def walk_live_logits(

@@ -66,13 +66,25 @@ def _smem_refusal(case: Call, generation: Generation) -> str | None:
     return None
 
 
+def _beside_lora(case: Call) -> str | None:
+    """What of an adapter's call no kernel knows."""
+    asked = {
+        'weight_layout="hv"': case.weight_layout == "hv",
+        "candidates": case.num_candidates,
+        "gradient_threshold": case.gradient_threshold,
+        "vocab_part_size": case.vocab_part_size,
+        "label smoothing": case.mean_logit,
+    }
+    return next((name for name, is_there in asked.items() if is_there), None)
+
+
 def _options_refusal(case: Call, generation: Generation) -> str | None:
     if case.logit_scale <= 0:
         return f"logit_scale must be positive for its running maximum, got {case.logit_scale}"
     if case.gradient_threshold and case.columns % generation.tiling.atom:
         return f"gradient_threshold needs V to be a multiple of {generation.tiling.atom}, got {case.columns}"
-    if case.rank:
-        return "lora: the kernels multiply by the weight alone"
+    if case.rank and (wrong := _beside_lora(case)):
+        return f"lora with {wrong}: the kernels have not been written for both"
     if case.has_bias:
         return "bias: the kernels' epilogues add none to the products"
     if case.traced_scale and case.logit_softcap is not None:

@@ -89,12 +89,16 @@ def _start_cp_async(product: Product, ring: Ring, offset: Offset, tile: Tile, be
 
     own = warpgroup * WARPGROUP_ROWS
     copy(matmul.lhs_k, lhs, place.row + own, place.lhs_k, ring.lhs, own, WARPGROUP_ROWS)
-    # What lies beyond the weight: rows of a live tile whose dlogits are zero, and columns that no result has.
-    depth = pl.multiple_of(jnp.minimum(place.rhs_k, rhs.shape[matmul.rhs_k] - tile_k), tile_k)
-    for first in range(0, half, width):
-        to = warpgroup * half + first
-        columns = jnp.minimum(offset.column + tile.column + to, rhs.shape[1 - matmul.rhs_k] - width)
-        copy(matmul.rhs_k, rhs, pl.multiple_of(columns, width), depth, ring.rhs, to, width)
+
+    def copy_rhs(rhs: Any, k: Any) -> None:
+        # What lies beyond the weight: rows of a live tile whose dlogits are zero, and columns that no result has.
+        depth = pl.multiple_of(jnp.minimum(k, rhs.shape[matmul.rhs_k] - tile_k), tile_k)
+        for first in range(0, half, width):
+            to = warpgroup * half + first
+            columns = jnp.minimum(offset.column + tile.column + to, rhs.shape[1 - matmul.rhs_k] - width)
+            copy(matmul.rhs_k, rhs, pl.multiple_of(columns, width), depth, ring.rhs, to, width)
+
+    product.copy_rhs(place.rhs_k, copy_rhs)
 
 
 def _piece(matmul: Matmul, rhs: Any) -> int:

@@ -57,12 +57,13 @@ def walk_tiles(
     visit_all: VisitAll,
     consume: Callable[[Tile, Callable[[], Float[Array, "64 n"]], Any], None],
     scratch: Any = None,
+    beside: Any = None,
 ) -> None:
     """Calls ``consume(tile, multiply, scratch)`` in both compute warpgroups for every tile that ``visit_all`` visits.
 
     ``consume`` loads what its epilogue needs, calls ``multiply()`` for its 64 rows of the product, and uses them.
     """
-    one = [Product(matmul, lhs, rhs)]
+    one = [Product(matmul, lhs, rhs, beside=beside)]
     walk_products(one, offset, visit_all, lambda tile, multiply, own: consume(tile, multiply[0], own), scratch)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the epilogues' stores
 
@@ -161,7 +162,7 @@ def wait_for_last(matmul: Matmul, ring: Ring, total: Any) -> None:
 
 def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any, _: None) -> None:
     """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
-    matmul, lhs, rhs = product[:3]
+    matmul, lhs = product[:2]
     tuning, stage = matmul.tuning, stage_of(matmul, before + step)
     found = None if tile.locate is None else tile.locate(_of_turn(tuning, tile, step)[1])  # while the stage is in use
     pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
@@ -173,9 +174,14 @@ def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before:
     shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches one part for all of them
     plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], produced, collective_axes=shared if matmul.shares_lhs else None)
     columns = pl.ds(multiple_of(offset.column + tile.column, matmul.column_grain), tuning.tile_n)
-    depth = pl.ds(pl.multiple_of(place.rhs_k, tuning.tile_k), tuning.tile_k)
-    source = rhs.at[columns, depth] if matmul.rhs_k == 1 else rhs.at[depth, columns]
-    plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], produced, collective_axes=None if matmul.shares_lhs else shared)
+    shared = None if matmul.shares_lhs else shared
+
+    def copy(rhs: Any, k: Any) -> None:
+        depth = pl.ds(pl.multiple_of(k, tuning.tile_k), tuning.tile_k)
+        source = rhs.at[columns, depth] if matmul.rhs_k == 1 else rhs.at[depth, columns]
+        plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], produced, collective_axes=shared)
+
+    product.copy_rhs(place.rhs_k, copy)
 
 
 def _of_turn(tuning: Tuning, tile: Tile, step: Any) -> tuple[Any, Any]:
