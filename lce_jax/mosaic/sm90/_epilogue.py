@@ -10,6 +10,7 @@ The epilogue of the backward's tiles: the gradient (eqs. 4, 5) in [64, 256] raw 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from lce_jax.mosaic.common._logits import PADDING, Held, LabelBelow, extent, sof
 from lce_jax.mosaic.common._statistics import StatisticsRefs, StatisticsWhere, as_cached, of_sums, store, sums
 from lce_jax.mosaic.common._tiles import (
     ATOM_ROWS,
+    ROW_BLOCK,
     STAGING_BYTES,
     STAGING_COLUMNS,
     TILE_N,
@@ -56,13 +58,23 @@ def lowest_live(
 ) -> Float[Array, "64"]:
     """The smallest number of each row that is no padding.
 
-    Inside the branch, so that no second tile is alive beside ``z``, which would spill its registers.
+    Inside the branch until few columns are left, so that no second tile is alive beside ``z``, which would spill its
+    registers.
     """
 
     def of_real() -> Array:
-        return jnp.min(_replaced(z, column, num_columns, mask, -PADDING, start), axis=1)
+        return folded(_replaced(z, column, num_columns, mask, -PADDING, start), jnp.minimum)
 
-    return lax.cond(column + TILE_N > num_columns, of_real, lambda: jnp.min(z, axis=1))
+    return jnp.min(lax.cond(column + TILE_N > num_columns, of_real, lambda: folded(z, jnp.minimum)), axis=1)
+
+
+def folded(z: Float[Array, "64 256"], function: Callable[[Array, Array], Array]) -> Float[Array, "64 8"]:
+    """A tile, reduced by each thread alone.
+
+    What branches return: the shuffles of a whole reduction in one would have the compiler take all that follow it for
+    divergent, and spill registers.
+    """
+    return functools.reduce(function, (z[:, start : start + FOLDED] for start in range(0, z.shape[1], FOLDED)))
 
 
 def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: Any = 0) -> Array:
@@ -74,6 +86,7 @@ def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, 
 
 
 HELD = Held(WARPGROUP_ROWS)
+FOLDED = 8  # columns of which each of four threads holds two
 
 
 def rows_of(row: Any) -> Any:
@@ -120,7 +133,10 @@ def _store(values: Float[Array, "64 64"], rows: Any, output: Any, column: Any, a
         there = plgpu.load(place, layout=HELD.layout, optimized=False) if add else None
         _pallas.store(place, rounded if there is None else there + rounded)
 
-    pl.when((rows.start < output.shape[0]) & (column < output.shape[1]))(store)
+    if output.shape[0] % ROW_BLOCK == 0 and output.shape[1] % TILE_N == 0:
+        store()  # no tile ends outside
+    else:
+        pl.when((rows.start < output.shape[0]) & (column < output.shape[1]))(store)
 
 
 def send_product(multiply: Any, slots: Any, row: Any, output: Any, column: Any, add: bool | Array) -> None:
@@ -214,12 +230,12 @@ def _target_logit(z: Array, target: Array, holds: Any) -> Array:
 
     def look() -> Array:
         columns = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=HELD.layout)
-        return jnp.sum(jnp.where(columns == HELD.along_rows(target), z, 0.0), axis=1)
+        return folded(jnp.where(columns == HELD.along_rows(target), z, 0.0), jnp.add)
 
     def none() -> Array:
-        return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), HELD.per_row)
+        return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, FOLDED), jnp.float32), HELD.layout)
 
-    return lax.cond(holds, look, none)
+    return jnp.sum(lax.cond(holds, look, none), axis=1)
 
 
 def dlogits(case: Call, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere, multiply: Any, slots: Any) -> None:
