@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from lce_jax import _checks, _dispatch, scalars
-from lce_jax._types import RANKS, Call, is_array
+from lce_jax._types import Call, is_array
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -278,7 +278,7 @@ def of_call(
         traced_scale=traced,
         vocab_part_size=None if part_size is None else scalars.part_size(part_size, **kept),
         has_floor=of["logit_floor"] is not None,
-        rank=0 if of["lora"] is None else -(-of["lora"][0].shape[0] // RANKS) * RANKS,
+        rank=0 if of["lora"] is None else scalars.padded_rank(of["lora"][0].shape[0]),
         top_k=0 if top_k is None else scalars.num_largest(top_k),
         function=function,
         requested=of["implementation"],

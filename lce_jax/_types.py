@@ -198,7 +198,6 @@ class Device(NamedTuple):
 
 
 CPU = Device()
-RANKS = 64  # what the rank of an adapter is padded to: a swizzle atom of the kernels
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -229,8 +228,8 @@ class Call:
     precision: Any = None
     mean_logit: bool = False  # label smoothing needs it
     has_bias: bool = False
-    # R of an adapter, in whole `RANKS`; 0: none. Then hidden is [..., H + R], the weight is frozen, and in place of a
-    # bias stands B [V, R], by which the last R columns of hidden are multiplied: logits = h·Wᵀ + u·Bᵀ.
+    # R of an adapter (`scalars.padded_rank`); 0: none. Then hidden is [..., H + R], the weight is frozen, and in place
+    # of a bias stands B [V, R], by which the last R columns of hidden are multiplied: logits = h·Wᵀ + u·Bᵀ.
     rank: int = 0
     num_candidates: int = 0  # K; 0: none are asked for
     traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1

@@ -199,14 +199,15 @@ class HostPass(NamedTuple):
 
     def rows(self, hidden: Buffer) -> Buffer:
         """Hidden as kernels read it: all their rows, in the weight's dtype."""
-        given = self.kind.case, hidden, self.host.numbers(self.kind.num_tokens)
+        case = self.kind.case.but(hidden_size=self.kind.hidden_size + self.kind.rank)
+        given = case, hidden, self.host.numbers(self.kind.num_tokens)
         return self.host.launch(_tokens.copy_rows, *given) if self.kind.copies_hidden else hidden
 
     def ids(self, saved: Buffer) -> Buffer:
         """The labels among what is saved."""
         return saved.view((self.kind.rows,), jnp.int32)
 
-    def call(self, hidden: Buffer, weight: Buffer, marked: Any) -> KernelCall:
+    def call(self, hidden: Buffer, weight: Buffer, marked: Any, adapter: Buffer | None) -> KernelCall:
         """The call, from here on as `lce_jax.mosaic` runs it."""
         kind, shape = self.kind, self.kind.shape
         columns: Any = kind.true_columns
@@ -216,7 +217,8 @@ class HostPass(NamedTuple):
         per_token = marked.targets, marked.scale, marked.holds_target
         prepared = Prepared(hidden, weight, *per_token, mask, columns, rows, marked.floor)
         operands = Operands(hidden, weight, marked.targets, None, rows, kind.live_columns)
-        return KernelCall(operands, prepared, kind.case, shape, kind.generation, self.host)
+        call = KernelCall(operands, prepared, kind.case, shape, kind.generation, self.host)
+        return call if adapter is None else call.with_adapter(adapter)
 
 
 def forward(
@@ -227,14 +229,18 @@ def forward(
     tokens: Tokens,
     keep_cache: bool,
     exchange: Exchange | None = None,
+    adapter: Buffer | None = None,
 ) -> Forward:
-    """The results of all columns, or with ``exchange`` of a vocabulary that is split over shards."""
+    """The results of all columns, or with ``exchange`` of a vocabulary that is split over shards.
+
+    ``adapter``: the B of an adapter (`Call.rank`).
+    """
     run, case = HostPass(kind, host), kind.case
     saved = host.empty((kind.kept.size * kind.rows,), jnp.float32)
     temperature, floor, ids = tokens.temperature, tokens.floor, tokens.candidates
     of_labels = temperature, 0, run.of_labels, run.ids(saved), floor
     marked, _ = host.launch(prepare, case, tokens.labels, *of_labels)
-    call = run.call(run.rows(hidden), weight, marked)
+    call = run.call(run.rows(hidden), weight, marked, adapter)
     cached = cached_tiles(kind, keep_cache)
     cache = _chunks.empty_cache(host, case, kind.shape, cached) if cached else None
     fields_of_tiles = int(keep_cache and kind.gradient_threshold > 0.0)
@@ -276,11 +282,12 @@ def backward(
     seeds: dict[str, Buffer],
     kept: list[Buffer],
     dhidden_dtype: str,
+    adapter: Buffer | None = None,
     *,
     owns_cache: bool,
     total: Buffer | None = None,
-) -> tuple[Buffer, Buffer]:
-    """Dhidden ``[R, H]`` and dweight.
+) -> tuple[Buffer, ...]:
+    """Dhidden ``[R, H]`` and dweight; of an adapter du and the gradient of its B too, in float32.
 
     Args:
         kind: that of the forward.
@@ -291,6 +298,7 @@ def backward(
         seeds: the cotangents that there are, of "logprobs", "entropy", "lse" and "candidate_logprobs" (``[R, K]``).
         kept: by the forward, the cache or the live tiles; none if there are none.
         dhidden_dtype: what dhidden is rounded to.
+        adapter: the B of an adapter (`Call.rank`).
         owns_cache: whether its memory may be overwritten.
         total: a float32 sum that dweight is added to. None: dweight is in the weight's dtype.
     """
@@ -299,7 +307,7 @@ def backward(
     temperatures, floors = (saved if there else None for there in (kind.has_temperature, kind.has_floor))
     of_floors = floors, kind.kept.floor
     marked, _ = host.launch(prepare, case, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)
-    call = run.call(run.rows(hidden), weight, marked)
+    call = run.call(run.rows(hidden), weight, marked, adapter)
     seed, each, of_candidates, candidates = given.pop(PER_CANDIDATE, None), None, None, None
     of_kept = case, kind.has_temperature, saved
     if seed is not None:
@@ -310,11 +318,17 @@ def backward(
         of_tokens = each, call.prepared.targets, call.prepared.scale, factors, run.of_labels
         candidates = PlacedCandidates(*host.launch(place_values, *of_kept, *of_tokens))
     if kind.gradient_threshold:
-        sums, dweight = _threshold.walk(call, factors, candidates, kept[0], total)
+        sums, dweight, *beside = _threshold.walk(call, factors, candidates, kept[0], total)
     else:
         cache, shape = Cache(*kept) if kept else None, (1, kind.num_tokens, kind.hidden_size)
         may_round = _chunks.dhidden_shape(case, kind.shape) == shape and dhidden_dtype == kind.dtype.name
-        sums, dweight = _backward.walk(call, factors, candidates, cache, may_round, owns_cache, total)
+        sums, dweight, *beside = _backward.walk(call, factors, candidates, cache, may_round, owns_cache, total)
     if sums.dtype == jnp.float32:
         sums = host.launch(_tokens.total, case, sums, jnp.dtype(dhidden_dtype), host.numbers(kind.num_tokens))
-    return sums, dweight
+    if beside:
+        beside[0] = host.compute(_total, beside[0], kind.num_tokens, kind.rank)
+    return sums, dweight, *beside
+
+
+def _total(_: Any, sums: Any, tokens: int, columns: int) -> Any:
+    return sums.sum(0)[:tokens, :columns]

@@ -66,6 +66,11 @@ IGNORED = -100  # the label that losses leave out by default
 ATOM = 8  # columns of the vocabulary that kernels move at least
 
 
+def padded_rank(rank: int) -> int:
+    """The rank of an adapter with zeros up to whole 64, a swizzle atom of the kernels."""
+    return -(-rank // 64) * 64
+
+
 def number(name: str, value: Any) -> float:
     """A number that is finite in float32."""
     if type(value) is not float:

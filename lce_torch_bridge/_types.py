@@ -72,9 +72,9 @@ class TopK(NamedTuple):
 class Tensors(NamedTuple):
     """The tensors of a call, flattened; None where the function or the call has none."""
 
-    hidden: torch.Tensor  # [T, H]
+    hidden: torch.Tensor  # [T, H]; [T, H + R] with an adapter (`TorchCall.rank`)
     weight: torch.Tensor  # [V, H]
-    bias: torch.Tensor | None  # [V]
+    bias: torch.Tensor | None  # [V]; the B [V, R] of an adapter
     labels: torch.Tensor  # [T] global id; outside [0, vocab_size): out of vocabulary
     temperature: torch.Tensor | None = None  # [T] float32; None: 1
     candidates: torch.Tensor | None = None  # [T, K] global ids; outside [0, vocab_size): none
@@ -102,6 +102,7 @@ class Sums(NamedTuple):
 NO_SUMS = Sums()
 
 
+type Lora = tuple[torch.Tensor, torch.Tensor, float]  # A [r, H], B [V, r] and the scale
 type Function = Literal["logprobs", "kl", "logits", "topk"]
 
 
@@ -133,6 +134,7 @@ class TorchCall(NamedTuple):
     teacher_logit_softcap: float | None = None
     has_temperature: bool = False  # for each token
     has_teacher_temperature: bool = False
+    rank: int = 0  # R of an adapter in "logprobs", as `lce_jax` pads it; 0: there is none
 
     @property
     def num_temperatures(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lce_jax import scalars
-from lce_torch_bridge._types import Entropy, OutOfVocab, Tensors, TorchCall, Wgrad
+from lce_torch_bridge._types import Entropy, Lora, OutOfVocab, Tensors, TorchCall, Wgrad
 from lce_torch_bridge.call import _checks, _dtensor
 from lce_torch_bridge.launched_directly import _way
 from lce_torch_bridge.launched_directly._way import way_of
@@ -37,6 +37,7 @@ class Arguments(NamedTuple):
     candidates: torch.Tensor | None  # [..., K]
     floor: float | torch.Tensor | None  # broadcasts to labels
     where: torch.Tensor | None  # a mask or an index, without ignored labels
+    lora: Lora | None
     call: TorchCall
 
 
@@ -63,9 +64,10 @@ class Options(NamedTuple):
     vocab_part_size: int | None = None
     logit_floor: float | torch.Tensor | None = None
     implementation: str | tuple[str, ...] | None = None
+    lora: Lora | None = None
 
 
-IN_NO_CALL = ("bias", "tp_group", "temperature", "candidates", "where", "ignore_index", "wgrad", "logit_floor")
+IN_NO_CALL = ("bias", "tp_group", "temperature", "candidates", "where", "ignore_index", "wgrad", "logit_floor", "lora")
 OF_CALL = [i for i, name in enumerate(Options._fields) if name not in IN_NO_CALL]  # what a `TorchCall` holds
 CACHE = OF_CALL.index(Options._fields.index("cache_bytes"))
 
@@ -120,6 +122,9 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     scalars.one_of("wgrad", options.wgrad, ("return", "main_grad"))
     if not (known and bias is None and tp_group is None):
         weight, bias = _rows_of_head(weight, bias, tp_group, options.wgrad)
+    rank = 0
+    if options.lora is not None:
+        rank = _checks.lora(options.lora, hidden, weight, bias=bias, tp_group=tp_group, wgrad=options.wgrad)
     if tp_group is not None:
         _check_group(tp_group, hidden, labels if candidates is None else candidates, where, weight, options.vocab_size)
     given = [options[i] for i in OF_CALL]
@@ -127,15 +132,15 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
         given[CACHE], _ = cache_by_default(hidden, weight, options)
     group = _tensor_parallel.NO_GROUP if tp_group is None else _tensor_parallel.name_of(tp_group)
     shards = 1 if tp_group is None else tp_group.size()
-    call = _cached_call(group, shards, weight.shape[0], num_candidates, has_floor, *given)
+    call = _cached_call(group, shards, weight.shape[0], num_candidates, has_floor, rank, *given)
     if not (known or torch.compiler.is_compiling()):
         _remember(hidden, weight, labels)
-    return Arguments(hidden, weight, bias, labels, temperature, candidates, logit_floor, where, call)
+    return Arguments(hidden, weight, bias, labels, temperature, candidates, logit_floor, where, options.lora, call)
 
 
 def cache_by_default(hidden: torch.Tensor, weight: torch.Tensor, options: Options) -> tuple[int, str]:
     """What ``cache_bytes=None`` stands for, and why."""
-    if not _device.is_differentiated(hidden, weight, options.bias):
+    if not _device.is_differentiated(hidden, weight, options.bias, *(options.lora or ())[:2]):
         return 0, "no gradient is asked for"
     if not _way.on_gpu(hidden):
         return 0, "hidden is on no GPU"
@@ -179,7 +184,9 @@ def _cached_call(*given: Any) -> TorchCall:
         return _call(*given)
 
 
-def _call(group: str, shards: int, rows: int, num_candidates: int, has_floor: bool, *given: Any) -> TorchCall:
+def _call(
+    group: str, shards: int, rows: int, num_candidates: int, has_floor: bool, rank: int, *given: Any
+) -> TorchCall:
     names, columns = [Options._fields[i] for i in OF_CALL], shards * rows
     options = Options(**dict(zip(names, given, strict=True)))
     scalars.one_of("out_of_vocab", options.out_of_vocab, ("zero", "megatron"))
@@ -208,6 +215,7 @@ def _call(group: str, shards: int, rows: int, num_candidates: int, has_floor: bo
         gradient_threshold=gradient_threshold,
         vocab_part_size=vocab_part_size,
         implementation=_checks.implementation(options.implementation),
+        rank=rank,
     )
 
 
@@ -258,10 +266,19 @@ def operands(given: Arguments, weight: torch.Tensor) -> tuple[Tensors, torch.Ten
     if candidates is not None:
         candidates = candidates.reshape(-1, candidates.shape[-1])
     rows, of = None if given.where is None else rows_of(given.where), only_rows
-    if rows is None:
-        return Tensors(hidden, weight, given.bias, labels, temperature, candidates, floor), None
-    numbers = of(temperature, rows, 1.0), of(candidates, rows, -1), of(floor, rows, 0.0)
-    return Tensors(of(hidden, rows, 0.0), weight, given.bias, of(labels, rows, 0), *numbers), rows
+    x = Tensors(hidden, weight, given.bias, labels, temperature, candidates, floor)
+    if rows is not None:
+        numbers = of(temperature, rows, 1.0), of(candidates, rows, -1), of(floor, rows, 0.0)
+        x = Tensors(of(hidden, rows, 0.0), weight, given.bias, of(labels, rows, 0), *numbers)
+    return x if given.lora is None else _with_adapter(x, *given.lora, given.call.rank), rows
+
+
+def _with_adapter(x: Tensors, a: torch.Tensor, b: torch.Tensor, scale: float, rank: int) -> Tensors:
+    """With u = hidden · (scale · A)ᵀ beside hidden, and B, both padded. Autograd differentiates it."""
+    dtype, missing = x.weight.dtype, rank - a.shape[0]
+    a = torch.nn.functional.pad((a.float() * scale).to(dtype), (0, 0, 0, missing))
+    u = torch.nn.functional.linear(x.hidden.to(dtype), a)
+    return x._replace(hidden=torch.cat([x.hidden, u], 1), bias=torch.nn.functional.pad(b, (0, missing)))
 
 
 def _temperatures(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
@@ -359,6 +376,7 @@ class CrossEntropyOptions(HeadOptions, total=False):
     cache_bytes: int | None
     vocab_part_size: int | None
     logit_floor: float | torch.Tensor | None
+    lora: Lora | None
 
 
 class EntropyOptions(CrossEntropyOptions, total=False):

@@ -102,6 +102,34 @@ def bias(x: Any, weight: torch.Tensor) -> None:
         raise ValueError(f"bias is on {x.device}, weight on {weight.device}")
 
 
+def lora(value: Any, hidden: torch.Tensor, weight: torch.Tensor, **others: Any) -> int:
+    """`scalars.padded_rank` of an adapter that fits its frozen weight; ``others``: options not served beside it."""
+    if not isinstance(value, tuple | list) or len(value) != 3:
+        raise TypeError(f"lora must be a tuple (A [r, H], B [V, r], scale), got {type(value).__name__}")
+    a, b, scale = value
+    floats("lora's A", a)
+    floats("lora's B", b)
+    scalars.number("lora's scale", scale)
+    (vocab, size), rank = weight.shape, a.shape[0] if a.ndim == 2 else 0
+    if not rank or a.shape != (rank, size) or b.shape != (vocab, rank):
+        raise ValueError(
+            f"lora's A {tuple(a.shape)} and B {tuple(b.shape)} must be [r, {size}] and [{vocab}, r], of weight "
+            f"{tuple(weight.shape)}"
+        )
+    same_device(hidden, **{"lora's A": a, "lora's B": b})
+    for name, x in others.items():
+        if x is not None and x != "return":
+            instead = "give weight + scale * B @ A, which has the adapter in it"
+            shown = repr(x) if isinstance(x, str) else type(x).__name__
+            raise ValueError(f"{name}={shown} with lora: leave {name} out, or {instead}")
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "lora is an adapter of a frozen weight, and weight requires a gradient: give weight.detach(), or call "
+            "weight.requires_grad_(False)"
+        )
+    return scalars.padded_rank(int(rank))
+
+
 def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
     """All tensors on hidden's device."""
     for name, x in others.items():

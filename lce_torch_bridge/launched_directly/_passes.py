@@ -31,7 +31,7 @@ def refusal(x: Tensors, call: TorchCall) -> str | None:
     reason = _device.why_not(x.hidden.device)
     if reason is not None:
         return reason
-    options = {"bias": x.bias is not None, "mean_logit": call.mean_logit}
+    options = {"bias": x.bias is not None and not call.rank, "mean_logit": call.mean_logit}
     for name, asked in options.items():
         if asked:
             return f"{name}: no kernel computes what it needs between the others"
@@ -66,7 +66,8 @@ def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall, has_tem
     return kernels.CallKind(
         num_tokens=int(hidden.shape[0]),
         rows=_padding.size(int(hidden.shape[0])),
-        hidden_size=int(hidden.shape[1]),
+        hidden_size=int(weight.shape[1]),
+        rank=call.rank,
         columns=int(weight.shape[0]),
         vocab_size=call.vocab_size,
         start=rank * int(weight.shape[0]),
@@ -103,7 +104,10 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[tor
     labels = in_rows(x.labels if x.labels.dtype is torch.int64 else x.labels.long())
     ids = None if x.candidates is None else _padding.candidate_ids(x.candidates, call.vocab_size)
     per_token = [in_rows(y) for y in (x.temperature, x.floor, ids) if y is not None]
-    found = plan.run(device, [_device.usable(hidden), _device.usable(weight), labels, *per_token])
+    operands = [_device.usable(hidden), _device.usable(weight)]
+    if x.bias is not None:  # B of an adapter
+        operands.append(_device.usable(x.bias.to(weight.dtype)))
+    found = plan.run(device, [*operands, labels, *per_token])
     tokens, count = hidden.shape[0], len(names_of(call)[0])
     if tokens < kernels.THREADS:  # copies, because views are not written to
         saved = found[count][:, :tokens].clone(memory_format=torch.contiguous_format)
@@ -120,9 +124,9 @@ def _plan_of_forward(x: Tensors, call: TorchCall, keep_cache: bool) -> Launches 
 
 
 def forward_tape(kind: kernels.CallKind, keep_cache: bool, fields: Sequence[str], group: str = "") -> Tape:
-    """``hidden, weight, labels, temperature, floor, candidates -> fields, saved, kept``, those that there are."""
+    """``hidden, weight, B, labels, temperature, floor, candidates -> fields, saved, kept``, those that there are."""
     tape, rows = Tape(), kind.rows
-    hidden, weight = _inputs(tape, kind)
+    hidden, weight, *adapter = _inputs(tape, kind)
     labels = tape.input((rows, 2), jnp.int32)  # the halves of int64 numbers
     temperature, floor = (
         tape.input((rows,), jnp.float32) if there else None for there in (kind.has_temperature, kind.has_floor)
@@ -130,7 +134,7 @@ def forward_tape(kind: kernels.CallKind, keep_cache: bool, fields: Sequence[str]
     ids = tape.input((rows, kind.num_candidates), jnp.int32) if kind.num_candidates else None
     tokens = kernels.Tokens(labels, temperature, floor, ids)
     exchange = functools.partial(_exchange, tape, kind, tokens, group) if group else None
-    found = kernels.forward(kind, tape, hidden, weight, tokens, keep_cache, exchange)
+    found = kernels.forward(kind, tape, hidden, weight, tokens, keep_cache, exchange, *adapter)
     for name in fields:
         more = (kind.num_candidates,) if name == PER_CANDIDATE else ()
         tape.output(found.results[name], (kind.stride, *more), torch.float32)
@@ -139,10 +143,11 @@ def forward_tape(kind: kernels.CallKind, keep_cache: bool, fields: Sequence[str]
     return tape
 
 
-def _inputs(tape: Tape, kind: kernels.CallKind) -> tuple[Buffer, Buffer]:
-    """Hidden and the weight."""
-    hidden = tape.input((kind.rows, kind.hidden_size), kind.given_dtype or kind.dtype)
-    return hidden, tape.input((kind.columns, kind.hidden_size), kind.dtype)
+def _inputs(tape: Tape, kind: kernels.CallKind) -> tuple[Buffer, ...]:
+    """Hidden and the weight, and the B of an adapter."""
+    hidden = tape.input((kind.rows, kind.hidden_size + kind.rank), kind.given_dtype or kind.dtype)
+    widths = [kind.hidden_size, kind.rank] if kind.rank else [kind.hidden_size]
+    return hidden, *(tape.input((kind.columns, width), kind.dtype) for width in widths)
 
 
 def _exchange(
@@ -184,8 +189,12 @@ def gradients(
     call: TorchCall,
     sums: Sums,
     way: Way,
+    b: torch.Tensor | None = None,
 ) -> list[torch.Tensor] | None:
-    """What `operators._execute.gradients` returns of a call without a bias; None if JAX is to run it."""
+    """What `operators._execute.gradients` returns of a call without a bias; None if JAX is to run it.
+
+    ``b``: the B of an adapter.
+    """
     adds = sums.main_grad if sums.total is None else sums.total
     device, owns_cache = hidden.get_device(), sums.owns_cache and bool(cache) and not call.gradient_threshold
     if sums.total is not None and not sums.total.is_torchs:
@@ -193,7 +202,7 @@ def gradients(
         return None
     if device != _device.current_device():
         with torch.cuda.device(device):
-            return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums, way)
+            return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums, way, b)
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, saved.shape, len(cache), ranks
     how = call, tuple(cotangents), wanted, adds is not None, owns_cache
@@ -206,13 +215,22 @@ def gradients(
     if into or owns_cache:
         torch.autograd.graph.increment_version([*into, *cache] if owns_cache else into)  # as any change in place
     seeds = [in_rows(x) for x in cotangents.values()]
-    given = [_device.usable(hidden), _device.usable(weight), in_rows(saved, 1), *seeds, *into]
-    grads = plan.run(device, [*given, *map(_device.usable, cache)])
+    operands = [_device.usable(hidden), _device.usable(weight)]
+    operands += [] if b is None else [_device.usable(b.to(weight.dtype))]
+    grads = plan.run(device, [*operands, in_rows(saved, 1), *seeds, *into, *map(_device.usable, cache)])
+    if b is not None:
+        grads = _of_adapter(grads, wanted, b.dtype)
     if wanted[0] and call.reduce_grad_hidden:
         grads[0] = _tensor_parallel.total_dhidden(grads[0], hidden.dtype, call.group)
     if adds is not None and wanted[1]:
         grads.pop()
     return grads if sums.main_grad is None else [*grads, empty_sparse_like(sums.main_grad, weight.dtype)]
+
+
+def _of_adapter(found: list[torch.Tensor], wanted: tuple[bool, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Both parts of dhidden as one, and the gradient of B; those that are wanted."""
+    grads = [torch.cat([found[0], found[1].to(found[0].dtype)], 1)] if wanted[0] else []
+    return [*grads, found[-1].to(dtype)] if wanted[2] else grads
 
 
 def _plan_of_gradients(
@@ -247,24 +265,28 @@ def gradients_tape(
     adds: bool = False,
     owns_cache: bool = False,
 ) -> Tape:
-    """``hidden, weight, saved, cotangents, sum, kept -> dhidden, dweight``, those that are wanted.
+    """``hidden, weight, B, saved, cotangents, sum, kept -> dhidden, du, dweight, dB``, those that are wanted.
 
-    dhidden is rounded to ``dtype``. With ``adds`` dweight is added to the sum.
+    dhidden is rounded to ``dtype``. With ``adds`` dweight is added to the sum. du and dB, of an adapter, are float32.
     """
     tape, rows = Tape(), kind.rows
-    hidden, weight = _inputs(tape, kind)
+    hidden, weight, *adapter = _inputs(tape, kind)
     saved = tape.input((kind.kept.size * rows,), jnp.float32)
     shapes = {name: (rows, kind.num_candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
     given = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}
     total = tape.input(weight.shape, jnp.float32) if adds else None
     of_forward = [tape.input(x.shape, x.dtype) for x in kept]
-    dhidden, dweight = kernels.backward(
-        kind, tape, hidden, weight, saved, given, of_forward, name_of(dtype), owns_cache=owns_cache, total=total
-    )
+    dhidden, dweight, *of_adapter = kernels.backward(
+        kind, tape, hidden, weight, saved, given, of_forward, name_of(dtype), *adapter,
+        owns_cache=owns_cache, total=total,
+    )  # fmt: skip
     if wanted[0]:
         tape.output(dhidden, (kind.num_tokens, kind.hidden_size), dtype)
+        tape.outputs += of_adapter[:1]
     if wanted[1]:
         tape.outputs.append(dweight)
+    if of_adapter and wanted[2]:
+        tape.outputs.append(of_adapter[1])
     return tape
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from lce_torch_bridge._types import LogprobOutput
 
-OF_THE_LAYER = ("tp_group", "bias", "logit_scale", "reduce_grad_hidden")  # options that are not the caller's to set
+# Options that are not the caller's to set.
+OF_THE_LAYER = ("tp_group", "bias", "logit_scale", "reduce_grad_hidden", "lora")
 
 
 @dataclasses.dataclass

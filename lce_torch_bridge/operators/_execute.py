@@ -93,8 +93,9 @@ def gradients(
         return other.gradients(x, kept, cotangents, wanted, call)
     of_torch = [y for y in kept if isinstance(y, torch.Tensor)]
     saved, *cache = of_torch
-    if way.direct and x.bias is None and len(of_torch) == len(kept):
-        grads = _passes.gradients(x.hidden, x.weight, saved, cache, cotangents, wanted, call, sums, way)
+    if way.direct and (x.bias is None or call.rank) and len(of_torch) == len(kept):
+        adapter = [x.bias] if call.rank else []
+        grads = _passes.gradients(x.hidden, x.weight, saved, cache, cotangents, wanted, call, sums, way, *adapter)
         if grads is not None:
             return grads
     elif way.must:

@@ -64,9 +64,9 @@ def linear_cross_entropy(
             they need no more memory than several chunks and their sum. None: 1400 MiB.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
-            ``logit_floor`` and ``implementation``, as in `linear_logprobs`. With ``cache_bytes``, 0 too, the gradients
-            are computed in the backward, which recomputes what the forward does not keep. ``chunk_bytes`` is refused
-            then.
+            ``logit_floor``, ``implementation`` and ``lora``, as in `linear_logprobs`. With ``cache_bytes``, 0 too, the
+            gradients are computed in the backward, which recomputes what the forward does not keep. ``chunk_bytes`` is
+            refused then.
 
     Returns:
         The loss in nats, float32: a scalar, or ``[...]`` with ``reduction="none"``. It covers this rank's tokens,
@@ -177,8 +177,8 @@ def linear_entropy(
         hidden, weight: as in `linear_logprobs`.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``where``, ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
-            ``logit_floor`` and ``implementation``, as in `linear_logprobs`, with hidden's leading shape in place
-            of the shape of labels.
+            ``logit_floor``, ``implementation`` and ``lora``, as in `linear_logprobs`, with hidden's leading shape in
+            place of the shape of labels.
 
     Returns:
         Entropies and lse, in nats, float32 of hidden's leading shape, both differentiable.

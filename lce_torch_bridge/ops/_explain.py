@@ -58,7 +58,7 @@ def explain(
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``mean_logit``, ``candidates``, ``where``, ``ignore_index``, ``out_of_vocab``,
             ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
-            ``logit_floor`` and ``implementation``, as in `linear_logprobs`.
+            ``logit_floor``, ``implementation`` and ``lora``, as in `linear_logprobs`.
 
     Returns:
         An `Explanation`.
@@ -90,7 +90,8 @@ def explain(
         reason = 'launch_with("jax") asks for JAX'
     described = _device.device_of(hidden.device)
     with kernels.for_device(described or kernels.Device()):
-        structs = _device.struct(operands.hidden), _device.struct(weight), _ids(operands.labels)
+        hidden = operands.hidden[:, : weight.shape[1]]
+        structs = _device.struct(hidden), _device.struct(weight), _ids(operands.labels)
         plan = lce_jax.explain(*structs, **_options(operands, call))
     return Explanation("jax" if reason else "direct", reason, plan, cache)
 
@@ -98,9 +99,12 @@ def explain(
 def _options(x: Tensors, call: Any) -> dict[str, Any]:
     """This rank's part of the call as keyword options of `lce_jax.explain`, its tensors as shapes."""
     (columns, _), (_, rank) = x.weight.shape, _tensor_parallel.size_and_rank(call.group)
+    a = jax.ShapeDtypeStruct((call.rank, x.weight.shape[1]), "float32")
+    b = None if x.bias is None else _device.struct(x.bias)
     return call.options | {
+        "lora": (a, b, 1.0) if call.rank else None,
         "vocab_size": min(max(call.vocab_size - rank * columns, 1), columns),  # there is no plan for padding alone
-        "bias": None if x.bias is None else _device.struct(x.bias),
+        "bias": None if call.rank else b,
         "temperature": 1.0 if x.temperature is None else _device.struct(x.temperature),
         "candidates": None if x.candidates is None else _ids(x.candidates),
         "logit_floor": None if x.floor is None else _device.struct(x.floor),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lce_torch_bridge._types import Entropy, LogprobOutput, OutOfVocab, Wgrad
+from lce_torch_bridge._types import Entropy, LogprobOutput, Lora, OutOfVocab, Wgrad
 from lce_torch_bridge.call import _arguments
 from lce_torch_bridge.call._arguments import Options
 from lce_torch_bridge.operators import _operators
@@ -40,6 +40,7 @@ def linear_logprobs(
     vocab_part_size: int | None = None,
     logit_floor: float | torch.Tensor | None = None,
     implementation: str | tuple[str, ...] | None = None,
+    lora: Lora | None = None,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
@@ -121,6 +122,11 @@ def linear_logprobs(
             gradient. `lce_jax.floors` says where floors come from. None: every token.
         implementation: "mosaic_gpu" (kernels for NVIDIA GPUs), "xla" (every device), or a tuple of both, tried in
             order. None: the best one that can serve the call.
+        lora: ``(A, B, scale)``, an adapter of a weight that requires no gradient: A ``[r, H]`` and B ``[V, r]``, as
+            PEFT's ``lora_A.weight`` and ``lora_B.weight``, and a number. The products are ``hidden · weightᵀ + u · Bᵀ``
+            with ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient; A and B have theirs in their
+            own dtypes. ``scale · A``, B and u are rounded to the weight's dtype; r is padded to whole 64, and hidden is
+            copied beside u. Not with ``bias``, ``tp_group`` or ``wgrad="main_grad"``. None: no adapter.
 
     Returns:
         A `LogprobOutput`, each field float32 of ``labels.shape`` (``[..., K]`` for candidates) or None.
@@ -201,6 +207,7 @@ def linear_logprobs(
         vocab_part_size=vocab_part_size,
         logit_floor=logit_floor,
         implementation=implementation,
+        lora=lora,
     )
     given = _arguments.of_call(hidden, weight, labels, options)
     x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))

@@ -72,9 +72,8 @@ def linear_loss(
             tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one chunk where
             they need no more memory than several chunks and their sum. None: 1400 MiB.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
-            ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold``,
-            ``logit_floor`` and ``implementation``, as in `linear_logprobs`. All other names are arguments of
-            ``loss_fn``.
+            ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold``, ``logit_floor``,
+            ``implementation`` and ``lora``, as in `linear_logprobs`. All other names are arguments of ``loss_fn``.
 
     Returns:
         The sum over the tokens that are kept, float32, and a `LogprobOutput` for metrics, through which no gradient

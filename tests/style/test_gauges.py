@@ -81,7 +81,7 @@ IN_TORCH = {
     "through JAX": {
         of_torch: ((206, 29), (50, 15)), loss_of_torch: ((241, 30), (73, 16)), topk_of_torch: ((159, 33), (47, 14))
     },
-    "directly": {of_torch: ((327, 40), (38, 13)), loss_of_torch: ((345, 41), (57, 15))},
+    "directly": {of_torch: ((329, 40), (38, 13)), loss_of_torch: ((347, 41), (57, 15))},
 }  # fmt: skip
 
 

@@ -283,8 +283,8 @@ def test_a_mask_of_numbers() -> None:
 @pytest.mark.parametrize(
     ("call", "known"),
     [
-        (explain, r"known: bias, .*stats, mean_logit, candidates, where, ignore_index, .*implementation$"),
-        (linear_entropy, r"known: bias, .*vocab_size, where, reduce_grad_hidden, .*implementation$"),
+        (explain, r"known: bias, .*stats, mean_logit, candidates, where, ignore_index, .*implementation, lora$"),
+        (linear_entropy, r"known: bias, .*vocab_size, where, reduce_grad_hidden, .*implementation, lora$"),
         (linear_cross_entropy, r"known: reduction, .*label_smoothing, .*vocab_size, reduce_grad_hidden, .*$"),
     ],
 )
