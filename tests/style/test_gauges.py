@@ -59,7 +59,7 @@ def test_traced_for_hopper() -> None:
     jax.clear_caches()
 
     step = jax.jit(jax.value_and_grad(loss, (0, 1)))
-    check("linear_logprobs for Hopper", entered(lambda: step.trace(*shapes, labels), lce_jax), 296, 37)
+    check("linear_logprobs for Hopper", entered(lambda: step.trace(*shapes, labels), lce_jax), 297, 37)
 
 
 def of_torch(leaves: p.Problem) -> None:
