@@ -25,7 +25,6 @@ from lce_jax.mosaic.common._logits import PADDING, Held, LabelBelow, extent, sof
 from lce_jax.mosaic.common._statistics import StatisticsRefs, StatisticsWhere, as_cached, of_sums, store, sums
 from lce_jax.mosaic.common._tiles import (
     ATOM_ROWS,
-    ROW_BLOCK,
     STAGING_BYTES,
     STAGING_COLUMNS,
     TILE_N,
@@ -133,8 +132,8 @@ def _store(values: Float[Array, "64 64"], rows: Any, output: Any, column: Any, a
         there = plgpu.load(place, layout=HELD.layout, optimized=False) if add else None
         _pallas.store(place, rounded if there is None else there + rounded)
 
-    if output.shape[0] % ROW_BLOCK == 0 and output.shape[1] % TILE_N == 0:
-        store()  # no tile ends outside
+    if output.shape[0] % TILE_N == output.shape[1] % TILE_N == 0:  # a tile of the vocabulary, whose rows dweight has
+        store()
     else:
         pl.when((rows.start < output.shape[0]) & (column < output.shape[1]))(store)
 
