@@ -75,8 +75,9 @@ def results(
     ``options`` are fields of `Call`: those of the logits, and the size of the whole vocabulary. XLA merges. On a device
     with kernels one computes the results, so those of one shard alone have the bits of `lce_jax.linear_logprobs`.
     """
-    has_kernels = mosaic.serves(_dispatch.current_device(parts.max))
-    call = Call(has_floor=True, implementation=mosaic.NAME if has_kernels else "xla", **options)
+    device = _dispatch.current_device(parts.max)
+    implementation = mosaic.NAME if mosaic.serves(device) else "xla"
+    call = Call(has_floor=True, device=device, implementation=implementation, **options)
     rows = Rows(labels, where, temperature)
     merged = _statistics.merge(parts, _logprobs.row_scale(call, _shard.scales_of(call, rows).logits))
     return merged, _shard.finish(call, rows, merged, where, None)

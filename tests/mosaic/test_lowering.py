@@ -169,18 +169,21 @@ def test_every_head(H: int, V: int, split: int) -> None:
         lower(T, H, V // split, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_one_shard_with_padded_rows() -> None:
+    """What the bridge asks of JAX: statistics of a shard, the results of all, the shard's gradients."""
     options = {"vocab_size": 151669, "cache_bytes": 1 << 22, "implementation": "mosaic_gpu"}
 
     def step(hidden, weight, labels, seeds, start, num_rows):
         part = _local.LogprobPart.of(options, hidden, weight, labels, start, num_rows, mean_logit=False)
         stats, cache = part.statistics(keep_cache=True)
-        return part.gradients(stats, _local.Results(lce_jax.LogprobOutput(*seeds)), cache)
+        parts = jax.tree.map(lambda x: x[None], stats)
+        merged, found = _local.results(parts, labels, labels >= 0, None, vocab_size=options["vocab_size"])
+        return found, part.gradients(merged, _local.Results(lce_jax.LogprobOutput(*seeds)), cache)
 
     struct = jax.ShapeDtypeStruct
     arrays = struct((2048, 1024), "bfloat16"), struct((75968, 1024), "bfloat16"), struct((2048,), "int32")
     seeds, scalar = [struct((2048,), "float32")] * 3, struct((), "int32")
     text = jax.jit(step).trace(*arrays, seeds, scalar, scalar).lower(lowering_platforms=("cuda",)).as_text()
     assert not overwrites_cache(text)  # it is the caller's
+    assert "lce_per_token" in text
