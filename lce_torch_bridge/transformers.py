@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lce_torch_bridge._framework import Installed
+from lce_torch_bridge._types import Lora
 from lce_torch_bridge.call import _checks
 from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
 
@@ -41,10 +42,10 @@ def patch(model: PreTrainedModel) -> Installed:
 
     Raises:
         TypeError: this is no instance of such a model.
-        NotImplementedError: the head is more than its weight and bias, as with an adapter (LoRA); the configuration
-            scales logits or adds a router's loss; the model has an encoder, reads labels before its head, or has
-            another loss (its own, or ``model.loss_function``); or its logits, of the last token in the first call, are
-            not those of its head and softcap.
+        NotImplementedError: the head is more than its weight and bias, or one adapter of PEFT's LoRA without dropout,
+            bias or DoRA; the configuration scales logits or adds a router's loss; the model has an encoder, reads
+            labels before its head, or has another loss (its own, or ``model.loss_function``); or its logits, of the
+            last token in the first call, are not those of its head and softcap.
 
     Example:
         >>> import lce_torch_bridge.transformers
@@ -88,6 +89,7 @@ def loss_function(
     bias: torch.Tensor | None = None,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
+    lora: Lora | None = None,
 ) -> torch.Tensor:
     """Transformers' loss of a causal language model, of hidden states and the head's weight in place of logits.
 
@@ -121,6 +123,7 @@ def loss_function(
     loss = linear_cross_entropy(
         hidden_states, weight, shift_labels, bias=bias, logit_scale=logit_scale, logit_softcap=logit_softcap,
         vocab_size=vocab_size, ignore_index=ignore_index, reduction="mean" if num_items_in_batch is None else "sum",
+        lora=lora,
     )  # fmt: skip
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
@@ -146,8 +149,7 @@ def _forward(model: Any, stock: Any, installed: Installed, /, *arguments: Any, *
     labels, shift_labels, num_items_in_batch, return_dict = (
         inputs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch", "return_dict")
     )
-    head = model.get_output_embeddings()  # at each call, because PEFT may replace it later
-    _checks.head(head)
+    head, lora = _checks.head(model.get_output_embeddings())  # at each call, because PEFT may replace it later
     config = model.config.get_text_config()
     _refuse_routers_loss(inputs.get("output_router_logits", getattr(config, "output_router_logits", None)))
     softcap = getattr(config, "final_logit_softcapping", None)
@@ -157,7 +159,7 @@ def _forward(model: Any, stock: Any, installed: Installed, /, *arguments: Any, *
     installed.count()
     loss = loss_function(
         body.last_hidden_state, labels, None, num_items_in_batch, -100, shift_labels,
-        weight=head.weight, bias=head.bias, logit_softcap=softcap,
+        weight=head.weight, bias=head.bias, logit_softcap=softcap, lora=lora,
     )  # fmt: skip
     kept = {name: getattr(body, name, None) for name in ("past_key_values", "hidden_states", "attentions")}
     output = CausalLMOutputWithPast(loss=loss, **kept)

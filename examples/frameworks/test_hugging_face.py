@@ -29,10 +29,10 @@ def test_the_losses_are_those_of_logits(size: int, tmp_path: Path) -> None:
         assert found["models"]["Cohere"] == "logit_scale=0.0625: this loss leaves it out"
         assert found["models"]["Granite"] == "logits_scaling=8.0: this loss leaves it out"
         assert "RecurrentGemmaForCausalLM are not those of its head" in found["models"]["RecurrentGemma"]
-        for name, dweight in (("attention", []), ("whole head", ["dweight"])):
+        for name, dweight, bound in (("attention", [], 1e-6), ("whole head", ["dweight"], 1e-6), ("head", [], 1e-5)):
             for patched, copied, products in found["adapters"][name]:
-                assert max(patched, copied) < 1e-6
+                assert max(patched, copied) < bound
                 assert products == ["kept", "dhidden", *dweight]
-        for name in ("head", "head's weight", "tokens of a tied head"):
+        for name in ("head's weight", "tokens of a tied head"):
             assert all("is more than its weight and bias: leave it" in refusal for refusal in found["adapters"][name])
         assert size == 1 or max(found["sharded"]) < 1e-6

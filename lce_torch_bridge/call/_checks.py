@@ -8,6 +8,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from lce_jax import scalars
+from lce_torch_bridge._types import Lora
+from lce_torch_bridge.call import _dtensor
 from lce_torch_bridge.tensors._device import GATHER, readable
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,18 +75,54 @@ def hidden(x: Any) -> None:
         raise ValueError("hidden must be [..., H], got a tensor without dimensions")
 
 
-def head(layer: Any) -> None:
-    """A linear layer that is its weight and bias, which alone are read, so that an adapter would not train."""
+def head(layer: Any) -> tuple[Any, Lora | None]:
+    """A linear layer that is its weight and bias, which alone are read, and PEFT's LoRA around it, if there is one.
+
+    Anything else that is put around it would not train.
+    """
+    kind = type(layer)
+    if kind.__module__.startswith("peft.tuners.lora.") and kind.__name__ == "Linear":
+        return _adapted(layer)
+    _whole(layer, torch.nn.Linear.forward)
+    return layer, None
+
+
+def _adapted(layer: Any) -> tuple[Any, Lora | None]:
+    """The layer in a ``peft.tuners.lora.Linear``, and the adapter that counts."""
+    base, names = layer.base_layer, [name for name in layer.active_adapters if name in layer.lora_A]
+    _whole(layer, type(layer).forward)
+    _whole(base, torch.nn.Linear.forward)
+    if layer.merged != layer.disable_adapters or not names:
+        return base, None
+    name = names[0]
+    a, b, dropout = layer.lora_A[name], layer.lora_B[name], getattr(layer.lora_dropout[name], "p", 0.0)
+    variants = {one for one, asked in layer.use_dora.items() if asked} | {*getattr(layer, "lora_variant", {})}
+    for reason, instead in {
+        f"{len(names)} adapters at once": "set_adapter of one" if len(names) > 1 else "",
+        f"lora_dropout={dropout}": "give LoraConfig(lora_dropout=0)" if dropout and layer.training else "",
+        "a variant of LoRA": "give LoraConfig(use_dora=False)" if name in variants else "",
+        "a bias": "merge_and_unload() it" if base.bias is not None or b.bias is not None else "",
+        "merged, and disabled": "unmerge_adapter() first" if layer.merged else "",
+    }.items():
+        if instead:
+            raise NotImplementedError(f"the head's adapter has what is not served, {reason}: {instead}")
+    _whole(a, torch.nn.Linear.forward)
+    _whole(b, torch.nn.Linear.forward)
+    return base, (a.weight, b.weight, layer.scaling[name])
+
+
+def _whole(layer: Any, function: Any) -> None:
+    """Refuses a layer with hooks, or whose forward is another ``function``."""
     copies = getattr(layer, "modules_to_save", None)  # PEFT trains a copy, and ``layer.weight`` is the copy's
     for each in [layer] if copies is None else copies.values():
         forward = getattr(each, "_old_forward", each.forward)  # accelerate puts its own around it
         hooks = (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
         hooked = any(not hook.__module__.startswith("torch.distributed") for hook in hooks)
-        if hooked or getattr(forward, "__func__", None) is not torch.nn.Linear.forward:
+        if hooked or getattr(forward, "__func__", None) is not function:
             raise NotImplementedError(
                 f"the head, {type(each)}, is more than its weight and bias: leave it out of target_modules, "
                 "target_parameters (modules_to_save trains all of it), trainable_token_indices, quantization and "
-                "hooks, or merge_and_unload() an adapter"
+                "hooks, or merge_and_unload() an adapter; of adapters PEFT's lora.Linear alone is served"
             )
 
 
@@ -107,8 +145,10 @@ def lora(value: Any, hidden: torch.Tensor, weight: torch.Tensor, **others: Any) 
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise TypeError(f"lora must be a tuple (A [r, H], B [V, r], scale), got {type(value).__name__}")
     a, b, scale = value
-    floats("lora's A", a)
-    floats("lora's B", b)
+    for name, x in (("lora's A", a), ("lora's B", b)):
+        if _dtensor.is_dtensor(x):
+            raise ValueError(f"{name} is a DTensor: leave the head's adapter out of what is sharded (ignored_params)")
+        floats(name, x)
     scalars.number("lora's scale", scale)
     (vocab, size), rank = weight.shape, a.shape[0] if a.ndim == 2 else 0
     if not rank or a.shape != (rank, size) or b.shape != (vocab, rank):

@@ -260,8 +260,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss of ``[..., H]`` and ids ``[...]``. A head that is more than its weight and bias is refused."""
-        _checks.head(self.linear)
+        head, lora = _checks.head(self.linear)
         return linear_cross_entropy(
-            input, self.linear.weight, target, bias=self.linear.bias, reduction=self.reduction,
+            input, head.weight, target, bias=head.bias, lora=lora, reduction=self.reduction,
             ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, **self.options,
         )  # fmt: skip

@@ -124,6 +124,36 @@ class LoraLinear(torch.nn.Module):
         return self.base_layer
 
 
+class PeftLinear(torch.nn.Module):
+    """``peft.tuners.lora.layer.Linear``: its attributes, and its forward."""
+
+    def __init__(
+        self, base_layer: torch.nn.Linear, rank: int = 2, dropout: float = 0.0, names: Any = ("default",)
+    ) -> None:
+        super().__init__()
+        self.base_layer, self.active_adapters = base_layer.requires_grad_(False), [*names]
+        self.merged = self.disable_adapters = False
+        self.scaling, self.use_dora = dict.fromkeys(names, 2.0), dict.fromkeys(names, False)
+        self.lora_variant: dict[str, Any] = {}
+        sizes = base_layer.in_features, rank, base_layer.out_features
+        self.lora_A, self.lora_B = (
+            torch.nn.ModuleDict({name: torch.nn.Linear(*sizes[i : i + 2], bias=False) for name in names})
+            for i in (0, 1)
+        )
+        self.lora_dropout = torch.nn.ModuleDict(
+            {name: torch.nn.Dropout(dropout) if dropout else torch.nn.Identity() for name in names}
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result = self.base_layer(hidden)
+        for name in [] if self.merged or self.disable_adapters else self.active_adapters:
+            result = result + self.lora_B[name](self.lora_A[name](self.lora_dropout[name](hidden))) * self.scaling[name]
+        return result
+
+
+PeftLinear.__module__, PeftLinear.__name__ = "peft.tuners.lora.layer", "Linear"
+
+
 class ModulesToSave(torch.nn.Module):
     """Like PEFT's ``ModulesToSaveWrapper``: a copy is trained in a layer's place, and its attributes are passed on."""
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from lce_torch_bridge import explain, launch_with, linear_cross_entropy, linear_logprobs, linear_loss
+from lce_torch_bridge import (
+    LinearCrossEntropyLoss,
+    explain,
+    launch_with,
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_loss,
+)
+from lce_torch_bridge.transformers import patch
 from tests.torch import problem as p
 from tests.torch.as_gpu import Program, emulated
+from tests.torch.framework_doubles import TOKENS, CausalLM, PeftLinear, modules_of, right
 
 SCALE = 1.75
 type Factors = tuple[torch.Tensor, torch.Tensor]
@@ -181,6 +191,63 @@ def test_a_weight_with_a_gradient_is_refused() -> None:
         linear_cross_entropy(hidden, weight, labels, lora=lora)
     with torch.no_grad():
         linear_cross_entropy(hidden, weight, labels, lora=lora)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[CausalLM]:
+    """One that is patched, before an adapter is put around its head."""
+    modules_of(monkeypatch, "transformers.modeling_outputs")
+    monkeypatch.setattr("lce_torch_bridge._framework._version", lambda _: "5.10.4")
+    causal = CausalLM()
+    with patch(causal):
+        yield causal
+
+
+@pytest.mark.parametrize("name", ["trains", "is merged", "is disabled"])
+def test_transformers_head_with_pefts_lora(model: CausalLM, name: str) -> None:
+    layer: Any = PeftLinear(model.lm_head, dropout=0.5)
+    model.lm_head = layer.eval()  # without dropout
+    layer.merged, layer.disable_adapters = name == "is merged", name == "is disabled"
+    if name != "trains":
+        layer.lora_A.requires_grad_(False), layer.lora_B.requires_grad_(False)
+    for _ in range(2):  # the first call compares logits
+        right(model(TOKENS, labels=TOKENS).loss, model)
+
+
+def test_torchs_loss_module_with_pefts_lora() -> None:
+    loss_fn, hidden, labels = LinearCrossEntropyLoss(16, 64), torch.ones(2, 16), torch.ones(2).long()
+    loss_fn.linear = layer = PeftLinear(loss_fn.linear)
+    want = torch.nn.functional.cross_entropy(layer(hidden), labels)
+    torch.testing.assert_close(loss_fn(hidden, labels), want)
+
+
+BESIDE: dict[str, tuple[Any, str]] = {
+    "lora_dropout=0.5: give LoraConfig(lora_dropout=0)": (lambda head: PeftLinear(head, dropout=0.5), ""),
+    "2 adapters at once: set_adapter of one": (lambda head: PeftLinear(head, names=("a", "b")), ""),
+    "a variant of LoRA: give LoraConfig(use_dora=False)": (PeftLinear, "layer.use_dora['default'] = True"),
+    "a variant of LoRA: give": (PeftLinear, "layer.lora_variant['default'] = None"),
+    "a bias: merge_and_unload() it": (PeftLinear, "layer.base_layer.bias = layer.lora_A['default'].weight"),
+    "merged, and disabled: unmerge_adapter() first": (PeftLinear, "layer.merged = layer.disable_adapters = True"),
+    "is more than its weight and bias": (PeftLinear, "layer.register_forward_hook(print)"),
+    "of adapters PEFT's lora.Linear alone is served": (PeftLinear, "layer.lora_A['default'].forward = print"),
+}
+
+
+@pytest.mark.parametrize("message", BESIDE)
+def test_what_else_an_adapter_has_is_refused(message: str) -> None:
+    wrap, change = BESIDE[message]
+    model = CausalLM()
+    model.lm_head = layer = wrap(model.lm_head)
+    exec(change, {"layer": layer})
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        patch(model)
+
+
+def test_a_sharded_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, (a, b) = p.draw(), adapter(p.draw(), 4)
+    monkeypatch.setattr("lce_torch_bridge.call._dtensor.is_dtensor", lambda x: x is b)
+    with pytest.raises(ValueError, match=r"lora's B is a DTensor: leave .* out of what is sharded \(ignored_params\)"):
+        linear_logprobs(*problem, lora=(a, b, SCALE))
 
 
 @pytest.mark.gpu
