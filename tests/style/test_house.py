@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 28_438
+PACKAGES_LINES = 28_480
 PACKAGES_FILES = 147
-TESTS_LINES = 33_546
+TESTS_LINES = 33_643
 
 
 def test_size() -> None:
