@@ -194,7 +194,17 @@ OTHER_NAMES = {
     "lse_square_scale": "z_loss",
     "mask": "where",
     "shift": "labels shifted by rows.next_tokens",
+    "temp": "temperature",
+    "tau": "temperature",
+    "class_weight": "linear_loss with one weight per token, class_weights[labels]",
+    "class_weights": "linear_loss with one weight per token, class_weights[labels]",
 }
+SHARDS = {  # what says where the vocabulary's shards are: a function has one of these
+    "vocab_axis": "vocab_axis",
+    "axis_name": "axis_name inside shard_map, or vocab_axis of the function over a mesh",
+    "tp_group": "tp_group",
+}
+OF_SHARDS = (*SHARDS, "axis", "tp_axis", "group", "process_group")
 
 
 def unknown_options(
@@ -206,7 +216,8 @@ def unknown_options(
     """
     of_loss = _own_names(loss_fn)
     similar = iter(difflib.get_close_matches(unknown[0], [*of_loss, *known], 1))
-    meant = OTHER_NAMES.get(unknown[0]) or next(similar, None)
+    shards = (words for name, words in SHARDS.items() if unknown[0] in OF_SHARDS and name in known)
+    meant = OTHER_NAMES.get(unknown[0]) or next(shards, None) or next(similar, None)
     hint = f" (did you mean {meant}?)" if meant else ""
     also = "" if loss_fn is None else f"; arguments of loss_fn: {', '.join(of_loss) or 'none by name'}"
     return TypeError(f"{function}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}{also}")

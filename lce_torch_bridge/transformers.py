@@ -212,6 +212,9 @@ def _check_logits(model: Any, stock: Any, softcap: float | None, inputs: dict[st
         logits = stock(**inputs | last).logits[:, -1:].float()
     finally:
         hook.remove()
+    if not outputs:
+        name = type(model).__name__
+        raise NotImplementedError(f"the forward of {name} calls a part of its base_model: leave the model as it is")
     with torch.no_grad():
         want = model.get_output_embeddings()(outputs[-1].last_hidden_state[:, -1:]).float()
         want = want if softcap is None else softcap * torch.tanh(want / softcap)

@@ -133,6 +133,8 @@ class HeadSettings:
         scalars.number("logit_scale", self.logit_scale)
         if self.logit_softcap is not None:
             scalars.positive("logit_softcap", self.logit_softcap)
+        if self.dtype is not None:
+            check_dtype("dtype", self.dtype)
         if self.precision is not None:
             _options.checked("precision", {"precision": self.precision})
         if self.mesh is not None and not self.on_mesh:
@@ -319,6 +321,16 @@ def _logits_sharding(hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) 
     leading = _jax.partitions(own.spec)[:-1]
     rows = (tuple(axis for axis in _jax.as_axes(entry) if axis not in vocab_axes) for entry in leading)
     return NamedSharding(own.mesh, P(*rows, None))
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """Checks that JAX knows it as a floating-point dtype, as it does no dtype of torch."""
+    try:
+        known = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        known = False
+    if not known:
+        raise TypeError(f"{name} must be a floating-point dtype of JAX, such as jnp.bfloat16, got {value!r}")
 
 
 def padded_vocabulary(vocab_size: int, pad_to_multiple: int) -> int:

@@ -108,6 +108,7 @@ class LMHead(_head.HeadCalls, nn.Module):
 
     def setup(self) -> None:
         """The weight, the head's own or the embedding's, and the options that every call shares."""
+        _head.check_dtype("param_dtype", self.param_dtype)
         if self.embed is not None:
             self.weight = self.embed.embedding
             _head.check_tied(self.weight, self.hidden_size, self.vocab_size, self.pad_to_multiple)

@@ -91,6 +91,7 @@ class LMHead(_head.HeadCalls, nnx.Module):
         sequence_axis: Axes = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
+        _head.check_dtype("param_dtype", param_dtype)
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         if embed is not None:

@@ -23,7 +23,8 @@ NO_OUTPUTS = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")  #
 OF_NO_LOSS = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
 OF_TORCH = {
     "out_features": "call linear_cross_entropy with each head's rows of the weight",
-    "weight": "take reduction='none', and weigh the losses of tokens",
+    "weight": "weigh tokens. With w = class_weights[labels.clamp(min=0)] * (labels != -100), the loss is "
+    "linear_loss(lambda logprob, entropy, lse, w: -w * logprob, hidden, weight, labels, w=w)[0] / w.sum()",
     "options": "chunk_bytes= bounds the memory",
 }
 
@@ -220,7 +221,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         reduction, label_smoothing: as in `linear_cross_entropy`.
         ignore_index: as in `linear_cross_entropy`. None: -100, as in torch's module.
         **options: of `linear_cross_entropy`. What torch's module has beside these is refused: ``out_features`` and
-            ``weight``, of classes, because there is no such loss here, and ``options``, because its chunks are others.
+            ``weight``, of classes, because there is no such loss here (the message says what to write), and
+            ``options``, because its chunks are others.
 
     Raises:
         TypeError: one of these three, and any other option that is not known.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import lce_jax
+import lce_torch_bridge
 from lce_jax import (
     UnsupportedError,
     _options,
@@ -355,9 +357,24 @@ def test_an_unknown_option_lists_those_of_the_function(function: Any, known: set
     assert not listed & unknown
 
 
+INSIDE = scalars.SHARDS["axis_name"]
+
+
+@pytest.mark.parametrize("name", ["axis", "tp_axis", "group", "process_group", "vocab_axis", "tp_group"])
+def test_another_name_of_the_vocabularys_shards(name: str) -> None:
+    """Each function hints at the option that it has."""
+    for function, meant in (
+        (linear_cross_entropy, INSIDE), (sharded_linear_logprobs, "vocab_axis"),
+        (lce_torch_bridge.linear_cross_entropy, "tp_group"),
+    ):  # fmt: skip
+        if name != meant:
+            with pytest.raises(TypeError, match=re.escape(f"unknown option {name} (did you mean {meant}?)")):
+                function(HIDDEN, WEIGHT, LABELS, **{name: None})
+
+
 @pytest.mark.parametrize(("name", "meant"), [("smoothing", "label_smoothing"), *scalars.OTHER_NAMES.items()])
 def test_another_name(name: str, meant: str) -> None:
-    with pytest.raises(TypeError, match=rf"unknown option {name} \(did you mean {meant}\?\)"):
+    with pytest.raises(TypeError, match=re.escape(f"unknown option {name} (did you mean {meant}?)")):
         linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **{name: 0.1})
     with pytest.raises(TypeError, match=name):
         linear_logprobs(HIDDEN, WEIGHT, LABELS, **{name: 3.0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 
 from examples import lora_head
@@ -202,6 +204,10 @@ def mistakes():
     yield "empty", lambda: own(vocab_size=0), ValueError, "vocab_size must be at least 1, got 0"
     yield "cap", lambda: own(logit_softcap=-30.0), ValueError, "logit_softcap must be positive in float32, got -30.0"
     yield "precision", lambda: own(precision="exact"), ValueError, "precision 'exact'"
+    for name in ("dtype", "param_dtype"):
+        for value, shown in (("bf16", "'bf16'"), (torch.bfloat16, "torch.bfloat16"), (jnp.int32, "<class .*int32'>")):
+            message = f"^{name} must be a floating-point dtype of JAX, such as jnp.bfloat16, got {shown}"
+            yield f"{name} {shown}", functools.partial(own, **{name: value}), TypeError, message
     yield "no padding", lambda: own(pad_to_multiple=0), ValueError, "pad_to_multiple .* 0"
     yield "mesh without axes", lambda: own(mesh=jax.make_mesh((8,), ("data",))), ValueError, "mesh without an axis"
     yield "the head's own option in a call", option_of_the_head, TypeError, "logit_scale"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from lce_torch_bridge import LinearCrossEntropyLoss, explain, linear_cross_entropy, linear_logprobs
+from lce_torch_bridge import LinearCrossEntropyLoss, explain, linear_cross_entropy, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Tensors, TorchCall
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.operators._loss import LossAndGradients
@@ -407,7 +408,7 @@ def test_the_module_takes_options_and_refuses_torchs_own() -> None:
     want = linear_cross_entropy(hidden, loss_fn.linear.weight, labels, z_loss=0.1)
     assert torch.equal(loss_fn(hidden, labels), want)
     for name, instead in (
-        ("weight", "weigh the losses"),
+        ("weight", "weigh tokens"),
         ("out_features", "rows of the weight"),
         ("options", "chunk_by"),
     ):
@@ -420,6 +421,21 @@ def test_the_module_takes_options_and_refuses_torchs_own() -> None:
     loss_fn.linear = LoraLinear(loss_fn.linear)
     with pytest.raises(NotImplementedError, match=r"the head, .*LoraLinear.*, is more than its weight and bias"):
         loss_fn(hidden, labels)
+
+
+def test_classes_are_weighed_as_the_refusal_says() -> None:
+    """As torch does, which leaves ignored tokens out of the mean too."""
+    with pytest.raises(TypeError) as error:
+        LinearCrossEntropyLoss(16, 64, weight=None)
+    setting, line = re.fullmatch(r".* With (w = .*), the loss is (.*)", str(error.value)).groups()
+    hidden, weight, class_weights = torch.randn(9, 16), torch.randn(64, 16, requires_grad=True), torch.rand(64)
+    labels = torch.tensor([3, -100, 5, 7, -100, 11, 60, 61, 63])
+    given = {"hidden": hidden, "weight": weight, "labels": labels, "class_weights": class_weights}
+    exec(setting, None, given)
+    ours = eval(line, {"linear_loss": linear_loss}, given)
+    theirs = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, class_weights)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, weight) for loss in (ours, theirs)))
 
 
 def test_lora_on_the_head_in_pytorch() -> None:

@@ -366,6 +366,17 @@ def test_logits_that_are_not_the_heads_are_refused(by: dict[str, float]) -> None
     right(model(TOKENS, labels=TOKENS).loss, model)
 
 
+def test_a_forward_around_its_base_model_is_refused() -> None:
+    class Around(CausalLM):
+        def forward(self, tokens: torch.Tensor, labels: Any = None, **_: Any) -> types.SimpleNamespace:
+            logits = self.lm_head(self.base_model.embed(tokens))
+            return types.SimpleNamespace(logits=logits, loss=labels and self.loss_function(logits, labels))
+
+    patch(model := Around())
+    with pytest.raises(NotImplementedError, match="the forward of Around calls a part of its base_model: leave"):
+        model(TOKENS, labels=TOKENS)
+
+
 @pytest.mark.parametrize(("name", "value"), [("logit_scale", 0.5), ("logits_scaling", 8)])
 def test_what_a_configuration_says_of_logits_is_refused(name: str, value: float) -> None:
     model = CausalLM()
