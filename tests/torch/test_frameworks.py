@@ -345,36 +345,27 @@ class Scaled(CausalLM):
         self.by = by
 
     def forward(self, tokens: torch.Tensor, labels: Any = None, **_: Any) -> types.SimpleNamespace:
-        hidden = self.base_model(tokens).last_hidden_state * self.by.get("hidden", 1.0)
+        hidden = self.base_model(tokens).last_hidden_state if "around" not in self.by else self.base_model.embed(tokens)
+        hidden = hidden * self.by.get("hidden", 1.0)
         logits = self.lm_head(hidden) * self.by.get("logits", 1.0)
         return types.SimpleNamespace(
             logits=logits, loss=labels if labels is None else self.loss_function(logits, labels)
         )
 
 
-@pytest.mark.parametrize("by", [{"hidden": 0.5}, {"logits": 1.1}])
-def test_logits_that_are_not_the_heads_are_refused(by: dict[str, float]) -> None:
-    model = Scaled(**by)
-    with (
-        patch(model) as patched,
-        pytest.raises(NotImplementedError, match="of Scaled are not those of its head:"),
-    ):
+CHANGED = "the logits of Scaled are not those of its head:"
+AROUND = "the forward of Scaled calls a part of its base_model: leave the model as it is"
+
+
+@pytest.mark.parametrize(("by", "why"), [("hidden", CHANGED), ("logits", CHANGED), ("around", AROUND)])
+def test_logits_that_are_not_the_heads_are_refused(by: str, why: str) -> None:
+    model = Scaled(**{by: 1.1})
+    with patch(model) as patched, pytest.raises(NotImplementedError, match=why):
         model(TOKENS, labels=TOKENS)
     assert patched.calls == 0
     model = Scaled()
     patch(model)
     right(model(TOKENS, labels=TOKENS).loss, model)
-
-
-def test_a_forward_around_its_base_model_is_refused() -> None:
-    class Around(CausalLM):
-        def forward(self, tokens: torch.Tensor, labels: Any = None, **_: Any) -> types.SimpleNamespace:
-            logits = self.lm_head(self.base_model.embed(tokens))
-            return types.SimpleNamespace(logits=logits, loss=labels and self.loss_function(logits, labels))
-
-    patch(model := Around())
-    with pytest.raises(NotImplementedError, match="the forward of Around calls a part of its base_model: leave"):
-        model(TOKENS, labels=TOKENS)
 
 
 @pytest.mark.parametrize(("name", "value"), [("logit_scale", 0.5), ("logits_scaling", 8)])
