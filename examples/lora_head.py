@@ -1,6 +1,6 @@
-"""LoRA on the head: logits h·Wᵀ + s·(h·A)·Bᵀ are one product, [h, s·h·A] · [W, B]ᵀ.
+"""LoRA on the head: logits h·Wᵀ + s·(h·Aᵀ)·Bᵀ, with the weight frozen.
 
-Adding s·B·Aᵀ to the weight would do too, but in bfloat16 the sum would round away most of a small update.
+Adding s·B·A to the weight would do too, but in bfloat16 the sum would round away most of a small update.
 
 python examples/lora_head.py
 """
@@ -14,30 +14,18 @@ import optax
 from lce_jax import linear_cross_entropy
 
 
-def with_lora(
-    hidden: jax.Array, weight: jax.Array, a: jax.Array, b: jax.Array, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """Hidden states [..., H + r] and the weight [V, H + r]; ``weight`` [V, H] is frozen, a is [H, r], b is [V, r].
-
-    Over a mesh, split b as the weight, over its first dimension.
-    """
-    low_rank = (scale * (hidden @ a)).astype(hidden.dtype)
-    frozen = jax.lax.stop_gradient(weight)
-    return jnp.concatenate([hidden, low_rank], axis=-1), jnp.concatenate([frozen, b.astype(weight.dtype)], axis=-1)
-
-
 def main(steps: int = 20, rank: int = 4, scale: float = 2.0) -> list[float]:
     """Fits random labels by the adapter alone; returns the losses in nats per token."""
     keys = jax.random.split(jax.random.key(0), 4)
     hidden, weight = jax.random.normal(keys[0], (32, 16)), jax.random.normal(keys[1], (64, 16)) / 4
     labels = jax.random.randint(keys[2], (32,), 0, 64)
-    adapter = {"a": jax.random.normal(keys[3], (16, rank)) / 4, "b": jnp.zeros((64, rank))}
+    adapter = {"a": jax.random.normal(keys[3], (16, rank)).T / 4, "b": jnp.zeros((64, rank))}
     optimizer = optax.adam(5e-2)
 
     @jax.jit
     @jax.value_and_grad
     def loss_of(adapter: dict[str, jax.Array]) -> jax.Array:
-        return linear_cross_entropy(*with_lora(hidden, weight, adapter["a"], adapter["b"], scale), labels)
+        return linear_cross_entropy(hidden, weight, labels, lora=(adapter["a"], adapter["b"], scale))
 
     state, losses = optimizer.init(adapter), []
     for _ in range(steps):

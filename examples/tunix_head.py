@@ -39,7 +39,7 @@ def head(model: nnx.Module) -> tuple[jax.Array, dict[str, Any]]:
     if adapters := [name for name, x in vars(layer).items() if isinstance(x, nnx.LoRAParam)]:
         raise NotImplementedError(
             f"the head holds {' and '.join(adapters)}, which this loss does not read: leave it out of LoraProvider's "
-            "module_path, or take hidden states and weight from `with_lora` of examples/lora_head.py"
+            "module_path, or give both to linear_cross_entropy(lora=), as in examples/lora_head.py"
         )
     if hasattr(model, "lm_head"):
         return model.lm_head.w.get_value().astype(model.config.dtype), options | {"weight_layout": "hv"}

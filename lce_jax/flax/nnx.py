@@ -160,7 +160,7 @@ class LMHead(_head.HeadCalls, nnx.Module):
             raise NotImplementedError(
                 f"the head holds {' and '.join(adapters)}, which are a part of the model's logits and of nothing else: "
                 "leave the head out of the adapter's modules, or add the scaled product of the two to the weight, or "
-                "call the functions of lce_jax with both (docs/recipes/lora.md)"
+                "call the functions of lce_jax with lora= (docs/recipes/lora.md)"
             )
         return self.weight[...], self._bias
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from flax import nnx
 
-from examples import lora_head
 from lce_jax import UnsupportedError, linear_cross_entropy, losses
 from lce_jax.flax.nnx import LMHead
 from tests.flax_cases import (
@@ -106,8 +105,8 @@ def test_an_adapter_on_the_head_is_refused():
     logits = head(hidden) + 0.5 * hidden @ a @ b
     plain.weight[...] += 0.5 * (a @ b).T
     assert_trees_close(plain.loss(hidden, labels), loss_from_logits(logits, labels))
-    pair = lora_head.with_lora(hidden, head.weight[...], a, b.T, 0.5)
-    assert_trees_close(linear_cross_entropy(*pair, labels), loss_from_logits(logits, labels))
+    beside = linear_cross_entropy(hidden, head.weight[...], labels, lora=(a.T, b.T, 0.5))
+    assert_trees_close(beside, loss_from_logits(logits, labels))
 
 
 def test_an_option_of_the_call_reaches_the_function():

@@ -21,7 +21,7 @@ from lce_torch_bridge.operators._loss import LossAndGradients
 from tests.pairs import combined
 from tests.torch import problem as p
 from tests.torch.executor import launched_directly
-from tests.torch.framework_doubles import TOKENS, CausalLM, LoraLinear, right
+from tests.torch.framework_doubles import LoraLinear
 from tests.torch.test_linear_loss import GRADIENT, MANY, ROUNDING
 from tests.torch.test_main_grad import WAYS, parameter, ways
 
@@ -436,13 +436,3 @@ def test_classes_are_weighed_as_the_refusal_says() -> None:
     theirs = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, class_weights)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(*(torch.autograd.grad(loss, weight) for loss in (ours, theirs)))
-
-
-def test_lora_on_the_head_in_pytorch() -> None:
-    """What docs/recipes/lora.md writes for torch: the gradients of an adapter around the head."""
-    model = CausalLM()
-    model.lm_head = layer = LoraLinear(model.lm_head)
-    hidden = model.base_model(TOKENS).last_hidden_state[:, :-1]
-    a, b, weight, scale = layer.lora_A.weight, layer.lora_B.weight, layer.weight, layer.scale
-    hidden, weight = torch.cat([hidden, scale * hidden @ a.t()], -1), torch.cat([weight.detach(), b], -1)
-    right(linear_cross_entropy(hidden, weight, TOKENS[:, 1:]), model)
