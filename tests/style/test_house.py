@@ -33,7 +33,7 @@ def test_length() -> None:
 # What the two packages are today. Less is better: lower the numbers with it.
 PACKAGES_LINES = 28_510
 PACKAGES_FILES = 147
-TESTS_LINES = 33_689
+TESTS_LINES = 33_658
 
 
 def test_size() -> None:
