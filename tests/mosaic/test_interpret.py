@@ -44,7 +44,14 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
 
 
 # What others have alone; each takes ten seconds.
-@pytest.mark.fast("no row left", "dhidden written once", "chunks, columns", "candidates, cache", "hv with a narrow")
+@pytest.mark.fast(
+    "no row left",
+    "dhidden written once",
+    "chunks, columns",
+    "candidates, cache",
+    "hv with a narrow",
+    "adapter, padding",
+)
 @pytest.mark.parametrize("test", CALLS, ids=str, indirect=True)
 def test_matches_float64(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     check(test, H200, monkeypatch)

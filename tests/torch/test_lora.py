@@ -65,14 +65,15 @@ def check(
     given = problem.hidden.detach().requires_grad_(), a, b
     value = function(given[0], problem.weight, problem.labels, lora=(a, b, SCALE), **options)
     found = torch.autograd.grad(value, given)
-    exact = [x.detach().double().requires_grad_() for x in given]
+    wide = torch.float64 if problem.weight.numel() < 1 << 28 else torch.float32  # for the memory of a GPU
+    exact = [x.detach().to(wide).requires_grad_() for x in given]
     asked, want = (
         {name: x for name, x in options.items() if not name.endswith("bytes")},
         torch.zeros_like(value).double(),
     )
     for hidden, labels in zip(exact[0].split(at_once), problem.labels.split(at_once), strict=True):
-        merged = problem.weight.double() + SCALE * exact[2] @ exact[1]
-        part = of_stored_logits(function, hidden, merged, labels, **asked)
+        merged = problem.weight.to(wide) + SCALE * exact[2] @ exact[1]
+        part = of_stored_logits(function, hidden, merged, labels, dtype=wide, **asked)
         part.backward()
         want += part.detach()
     assert p.value_error(value, want) < bound * problem.labels.numel() ** 0.5

@@ -140,11 +140,12 @@ class Product(NamedTuple):
         return tile if self.num_steps is None else tile._replace(num_steps=self.num_steps)
 
     def copy_rhs(self, k: Any, copy: Callable[[Any, Any], None]) -> None:
-        """``copy(rhs, k)``, or after the steps over H, which are whole, of what is beside."""
+        """``copy(rhs, k)``, or after the steps over H of what is beside."""
         if self.beside is None:
             copy(self.rhs, k)
             return
         size = self.matmul.case.hidden_size
+        assert size % self.matmul.tuning.tile_k == 0, "a step over H would have columns of lhs that are of the others"
         pl.when(k < size)(lambda: copy(self.rhs, k))
         pl.when(k >= size)(lambda: copy(self.beside, k - size))
 
