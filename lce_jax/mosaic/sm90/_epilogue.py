@@ -103,14 +103,14 @@ def staging(matmul: Matmul, columns: int, dtype: Any) -> Any:
 
 
 def send(
-    values: Float[Array, "64 n"], block: int, slots: Any, rows: Any, output: Any, column: Any, add: bool = False
+    values: Float[Array, "64 n"], block: int, slots: Any, rows: Any, output: Any, column: Any, add: bool | Array = False
 ) -> None:
     """Rounds a block of columns and copies it to ``output[rows, column:]``, or adds it there.
 
     TMA drops what lies outside. ``slots``: None where a GPU has no TMA.
     """
     if slots is None:
-        _store(values, rows, output, column, add)
+        _where(add, functools.partial(_store, values, rows, output, column))
         return
     count, width = slots.shape[1], slots.shape[3]
     if block > 0 and output.shape[1] <= width:
@@ -120,7 +120,17 @@ def send(
     slot[...] = values.astype(output.dtype)
     plgpu.commit_smem()
     columns = pl.ds(multiple_of(column, width), width)
-    plgpu.copy_smem_to_gmem(slot, output.at[rows, columns], reduction_op="add" if add else None)
+    copy = functools.partial(plgpu.copy_smem_to_gmem, slot, output.at[rows, columns])
+    _where(add, lambda add: copy(reduction_op="add" if add else None))
+
+
+def _where(add: bool | Array, send: Callable[[bool], None]) -> None:
+    """``send(add)``, also where it is not known yet."""
+    if isinstance(add, bool):
+        send(add)
+    else:
+        pl.when(add == 0)(functools.partial(send, False))
+        pl.when(add != 0)(functools.partial(send, True))
 
 
 def _store(values: Float[Array, "64 64"], rows: Any, output: Any, column: Any, add: bool) -> None:
@@ -146,15 +156,6 @@ def send_product(multiply: Any, slots: Any, row: Any, output: Any, column: Any, 
     """
     values, rows = multiply(), rows_of(row)
     rows = pl.ds(pl.multiple_of(rows.start, ATOM_ROWS), rows.size)
-    send = functools.partial(_send_tile, values, slots, rows, output, column)
-    if isinstance(add, bool):
-        send(add)
-    else:
-        pl.when(add == 0)(functools.partial(send, False))
-        pl.when(add != 0)(functools.partial(send, True))
-
-
-def _send_tile(values: Float[Array, "64 n"], slots: Any, rows: Any, output: Any, column: Any, add: bool) -> None:
     width = STAGING_COLUMNS if slots is None else slots.shape[-1]
     for i, start in enumerate(range(0, values.shape[1], width)):
         send(values[:, start : start + width], i, slots, rows, output, column + start, add)
