@@ -133,12 +133,12 @@ def kernels(device: Device) -> list[tuple[Kernel, str]]:
     for kernel, name in of_two_heads(device):
         found.setdefault(_compiler.module(kernel, device), (kernel, name))
     every = [*found.values(), (scale, "qwen3-8b")]
-    own = "statistics", "dlogits", "dhidden", "dweight", "sums"
+    own = "statistics", "dlogits", "dhidden", "dweight"
     return every if device == H200 else [each for each in every if each[0].name.endswith(own)]
 
 
 def of_two_heads(device: Device) -> Iterator[tuple[Kernel, str]]:
-    """The kernels of `linear_kl`, of each direction."""
+    """The kernels of `linear_kl`, but for those of "jsd": Mosaic takes a minute to lower them."""
     head = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((151936, 4096), jnp.bfloat16)
     found: list[Kernel] = []
 
@@ -149,7 +149,7 @@ def of_two_heads(device: Device) -> Iterator[tuple[Kernel, str]]:
         return kernel(*operands)
 
     with mock.patch.object(Traced, "launch", launch), for_device(device):
-        for direction, cache_bytes in (("forward", 0), ("forward", 1 << 40), ("reverse", 0), ("jsd", 0)):
+        for direction, cache_bytes in (("forward", 0), ("forward", 1 << 40), ("reverse", 0)):
             loss = functools.partial(_divergence, direction=direction, cache_bytes=cache_bytes)
             jax.eval_shape(jax.grad(loss, (0, 1)), *head, *head)
             name = f"two heads, {direction}{', a full cache' if cache_bytes else ''}"
