@@ -138,18 +138,25 @@ class Implementation(Protocol):
         may_round_dhidden: bool = False,
         may_overwrite_cache: bool = True,
         dweight: Any = None,
+        adds_dweight: Any = True,
     ) -> Primals:
         """Eq. 5: dhidden [T, H] and dbias [V] in the statistics' dtype, dweight in the weight's.
 
         ``may_round_dhidden``: no sum over devices follows, so dhidden may come in the weight's dtype.
         ``may_overwrite_cache``: no other backward reads the cache.
         ``dweight``: a sum in the statistics' dtype, to which dweight is added without being rounded.
+        ``adds_dweight``: a number that may be traced; where it is 0 and `writes_dweight`, the sum may hold anything.
         """
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {module.NAME: module for module in (mosaic, xla)}  # best first
 
 _logger = logging.getLogger("lce_jax")
+
+
+def writes_dweight(call: Call) -> bool:
+    """Whether the first part of a sum of dweight is written: all of it, and nothing need be there."""
+    return call.implementation == mosaic.NAME and not call.gradient_threshold
 
 
 def choose(call: Call) -> tuple[Implementation, dict[str, str]]:

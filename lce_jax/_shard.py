@@ -170,13 +170,15 @@ def gradients(
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
     dweight: Array | None = None,
+    adds_dweight: Any = True,
 ) -> Primals:
     """The shard's part of dhidden and its dbias, in the statistics' dtype, and its dweight, in the weight's.
 
     Those that are not `Call.wanted` are None.
 
     ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
-    in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead.
+    in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead,
+    or written there (`_dispatch.writes_dweight`).
     """
     scales = scales_of(call, rows)
     operands, order = operands_of(call, primals, rows, start, scales)
@@ -186,7 +188,8 @@ def gradients(
 
     found = _dispatch.IMPLEMENTATIONS[call.implementation].gradients(
         operands, call, coefficients, cache,
-        may_round_dhidden=may_round_dhidden, may_overwrite_cache=may_overwrite_cache, dweight=dweight,
+        may_round_dhidden=may_round_dhidden, may_overwrite_cache=may_overwrite_cache,
+        dweight=dweight, adds_dweight=adds_dweight,
     )  # fmt: skip
     if found.hidden is None:
         return found

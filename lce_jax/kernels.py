@@ -286,6 +286,7 @@ def backward(
     *,
     owns_cache: bool,
     total: Buffer | None = None,
+    adds_total: bool = True,
 ) -> tuple[Buffer, ...]:
     """Dhidden ``[R, H]`` and dweight; of an adapter du and the gradient of its B too, in float32.
 
@@ -301,6 +302,7 @@ def backward(
         adapter: the B of an adapter (`Call.rank`).
         owns_cache: whether its memory may be overwritten.
         total: a float32 sum that dweight is added to. None: dweight is in the weight's dtype.
+        adds_total: False where the sum may hold anything, and is written; not with a threshold.
     """
     kind = dataclasses.replace(kind, vocab_part_size=None)  # the tiles here know no parts
     run, case, given = HostPass(kind, host), kind.case, dict(seeds)
@@ -322,7 +324,8 @@ def backward(
     else:
         cache, shape = Cache(*kept) if kept else None, (1, kind.num_tokens, kind.hidden_size)
         may_round = _chunks.dhidden_shape(case, kind.shape) == shape and dhidden_dtype == kind.dtype.name
-        sums, dweight, *beside = _backward.walk(call, factors, candidates, cache, may_round, owns_cache, total)
+        how_sums = may_round, owns_cache, total, adds_total
+        sums, dweight, *beside = _backward.walk(call, factors, candidates, cache, *how_sums)
     if sums.dtype == jnp.float32:
         sums = host.launch(_tokens.total, case, sums, jnp.dtype(dhidden_dtype), host.numbers(kind.num_tokens))
     if beside:

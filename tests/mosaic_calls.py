@@ -39,6 +39,7 @@ class Call:
     owns_cache: bool = True
     rounds_dhidden: bool = False
     adds_dweight: bool = False  # to a sum in float32
+    writes_sum: bool = False  # which holds nothing yet
     chunk: int | None = None  # tiles of a chunk of dlogits
     options: _types.Call = _types.Call()  # noqa: RUF009 - frozen
 
@@ -95,6 +96,8 @@ CALLS = [
     call("dweight added", adds_dweight=True, num_rows=100, cache_bytes=1 << 30),
     call("dweight added, padding", adds_dweight=True, T=100, num_columns=600),
     call("dweight added, columns that are no whole atom", adds_dweight=True, chunk=1, V=777, num_columns=775, T=40),
+    call("dweight written to a sum", adds_dweight=True, writes_sum=True, chunk=1, T=40),
+    call("dweight written to a sum, columns that are no whole atom", adds_dweight=True, writes_sum=True, V=777, T=40),
     call("dweight added, hv", adds_dweight=True, V=832, weight_layout="hv", T=40),
     call("hv", weight_layout="hv", V=832),
     call(
@@ -320,19 +323,20 @@ def check_gradients(
     test: Call, case: _types.Call, operands: Operands, rows: Any, cache: Cache | None, want: tuple[jax.Array, jax.Array]
 ) -> None:
     allowed = {"may_round_dhidden": test.rounds_dhidden, "may_overwrite_cache": test.owns_cache}
-    before = jnp.full(operands.weight.shape, 0.5, jnp.float32) if test.adds_dweight else None
+    held = np.nan if test.writes_sum else 0.5
+    before = jnp.full(operands.weight.shape, held, jnp.float32) if test.adds_dweight else None
 
-    def run(operands: Operands, rows: Any, cache: Any, before: Any) -> Any:
-        return mosaic.gradients(operands, case, rows, cache, dweight=before, **allowed)
+    def run(operands: Operands, rows: Any, cache: Any, before: Any, adds: Any) -> Any:
+        return mosaic.gradients(operands, case, rows, cache, dweight=before, adds_dweight=adds, **allowed)
 
-    dhidden, dweight, dbias = traced(run, operands, rows, cache, before)
+    dhidden, dweight, dbias = traced(run, operands, rows, cache, before, not test.writes_sum)
     if case.rank:
         assert dweight is None
         assert dbias.dtype == jnp.float32
         dweight, want = dbias, (want[0], want[1][:, case.hidden_size :])
     if before is not None:
         assert dweight.dtype == before.dtype
-        dweight = dweight - before
+        dweight = dweight if test.writes_sum else dweight - before
     assert dhidden.dtype == (test.dtype if test.rounds_dhidden else jnp.float32)
     expected_dhidden, expected_dweight = want
     # One rounding of dlogits to eight or eleven bits: 2^-9 / sqrt(3) or less, and as much again in the weight's dtype.

@@ -127,8 +127,9 @@ def gradients(
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
     dweight: Any = None,
+    adds_dweight: Any = True,
 ) -> Primals:
-    """Eq. 5: dhidden in float32; dweight in the weight's dtype, or added to ``dweight`` in float32.
+    """Eq. 5: dhidden in float32; dweight in the weight's dtype, or added to ``dweight`` in float32, or written there.
 
     dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it. The tiles here know
     no parts of the vocabulary.
@@ -138,7 +139,9 @@ def gradients(
         assert cache is not None, "the forward keeps which tiles are live"
         return Primals(*_threshold.gradients(operands, case, _generation_of(case), rows, cache, dweight))
     allowed = (may_round_dhidden, may_overwrite_cache)
-    return Primals(*_backward.gradients(operands, case, _generation_of(case), rows, cache, *allowed, dweight))
+    return Primals(
+        *_backward.gradients(operands, case, _generation_of(case), rows, cache, *allowed, dweight, adds_dweight)
+    )
 
 
 def kl_plan(plan: KLPlan) -> Plan:

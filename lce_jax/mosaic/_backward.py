@@ -50,19 +50,20 @@ def gradients(
     may_round_dhidden: bool,
     may_overwrite_cache: bool,
     dweight: Float[Array, "V H"] | None = None,
+    adds_dweight: Any = True,
 ) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None, Float[Array, "V R"] | None]:
     """Eq. 5 of the whole shard: dhidden, anything on rows that are not live, and dweight in the weight's dtype.
 
     Of an adapter dhidden is [T, H + R], and the last result is the gradient of its B, in fp32.
 
     dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it. With
-    ``dweight``, a sum in fp32, the kernels add to that sum.
+    ``dweight``, a sum in fp32, the kernels add to that sum, or write it if not ``adds_dweight``.
     """
     call = KernelCall.prepare(operands, case, generation)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
     may_round = may_round_dhidden and rows.uniform is None
     candidates = _candidates.of_rows(call, factors, rows)
-    sums, total, *beside = walk(call, factors, candidates, cache, may_round, may_overwrite_cache, dweight)
+    sums, total, *beside = walk(call, factors, candidates, cache, may_round, may_overwrite_cache, dweight, adds_dweight)
     dhidden = _chunks.total_dhidden(sums, case)
     if call.beside is not None:
         du = _chunks.total_dhidden(beside[0], call.beside.case)
@@ -81,6 +82,7 @@ def walk(
     may_round_dhidden: bool,
     may_overwrite_cache: bool,
     dweight: Float[Array, "V H"] | None,
+    adds_dweight: Any = True,
 ) -> Carry:
     """The parts of dhidden, and dweight, from the coefficients as the kernels take them."""
     host, start = call.host, []
@@ -94,7 +96,7 @@ def walk(
         start += [sums if one.case.wanted.hidden else None, total if one.case.wanted.weight else None]
     carry: Carry = host.vary_like(tuple(start), (call.prepared, factors, candidates, cache))
     for i, part in enumerate(parts):
-        carry = walk_chunks(call, part, candidates, carry, i > 0, dweight is not None)
+        carry = walk_chunks(call, part, candidates, carry, i > 0, dweight is not None, adds_dweight)
     if not (has_edge and call.case.wanted.hidden):
         return carry
     added = _edge.update_dhidden(call, factors, candidates, *carry[::2])
@@ -134,9 +136,18 @@ def parts_of(call: KernelCall, cached: int, from_cache: Dlogits, recomputed: Dlo
 
 
 def walk_chunks(
-    call: KernelCall, part: Part, candidates: PlacedCandidates | None, carry: Carry, follows: bool, adds_dweight: bool
+    call: KernelCall,
+    part: Part,
+    candidates: PlacedCandidates | None,
+    carry: Carry,
+    follows: bool,
+    may_add: bool = False,
+    adds_dweight: Any = False,
 ) -> Carry:
-    """Adds a part's gradients (or writes them), a chunk at a time; ``follows``: the sums hold those of another part."""
+    """Adds a part's gradients (or writes them), a chunk at a time; ``follows``: the sums hold those of another part.
+
+    dweight is added if it ``may_add`` and ``adds_dweight``, which the kernels are told when they run.
+    """
     shape, generation, launch = call.shape, call.generation, call.host.launch
     contracted = _edge.contracted_columns(call)
     most = part.chunks.step
@@ -148,7 +159,9 @@ def walk_chunks(
         adds = follows or first > part.chunks.start
         in_place = shape.whole_atoms  # otherwise the kernels are given copies of each chunk, without padding
         offset = column if in_place else 0
-        span = call.span(column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds)
+        span = call.span(
+            column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds, adds_dweight=adds_dweight
+        )
         weights = [
             one.prepared.weight if in_place else _edge.columns_from(one, column, most * shape.tile)
             for one in call.products
@@ -161,11 +174,13 @@ def walk_chunks(
             if case.wanted.hidden:
                 sums = launch(update_dhidden, generation, sums, d, weight, case, span)
             if case.wanted.weight and in_place:
-                dweight = launch(write_dweight, generation, dweight, d, hidden, case, span, adds_dweight)
+                dweight = launch(write_dweight, generation, dweight, d, hidden, case, span, may_add)
             elif case.wanted.weight:
                 copy = call.host.vary_like(call.host.empty(weight.shape, dweight.dtype), carry)
                 copy = launch(write_dweight, generation, copy, d, hidden, case, span)
-                dweight = _edge.put_columns(one, dweight, copy, column, num_tiles * shape.tile, adds_dweight)
+                dweight = _edge.put_columns(
+                    one, dweight, copy, column, num_tiles * shape.tile, may_add and adds_dweight
+                )
             found += [sums, dweight]
         return tuple(found)
 

@@ -77,14 +77,15 @@ def columns_from(call: KernelCall, column: Any, size: int) -> Float[Array, "size
 
 
 def put_columns(
-    call: KernelCall, dweight: Float[Array, "V H"], part: Float[Array, "size H"], column: Any, count: Any, add: bool
+    call: KernelCall, dweight: Float[Array, "V H"], part: Float[Array, "size H"], column: Any, count: Any, add: Any
 ) -> Float[Array, "V H"]:
     """``dweight`` with the first ``count`` columns of ``part`` written, or added, from ``column`` on."""
     places = column + jnp.arange(part.shape[0], dtype=jnp.int32)
     # The others get a place outside dweight, where nothing is written.
     places = jnp.where(places < column + count, places, places + call.case.columns)
-    put = dweight.at[places].add if add else dweight.at[places].set
-    return put(part, mode="drop", indices_are_sorted=True, unique_indices=True)
+    if add is not False:
+        part = jnp.where(add, dweight.at[places].get(mode="clip") + part, part)
+    return dweight.at[places].set(part, mode="drop", indices_are_sorted=True, unique_indices=True)
 
 
 @jax.named_scope("edge")

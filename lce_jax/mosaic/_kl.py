@@ -252,7 +252,7 @@ def gradients(
     carry = _jax.vary_like(carry, (shard, rows, cache))
     cached = 0 if cache is None else cache.references.shape[0]
     for i, part in enumerate(parts_of(call, cached, gradient.from_cache, gradient.recomputed, overwrites=True)):
-        carry = walk_chunks(call, part, None, carry, i > 0, adds_dweight=False)
+        carry = walk_chunks(call, part, None, carry, i > 0)
     sums, dweight = carry
     if wanted.hidden and _edge.is_left(call):
         sums = _update_dhidden_at_the_edge(gradient, sums)

@@ -102,6 +102,7 @@ class Span(NamedTuple):
     offset: Any = 0  # where its first column lies in the weight and in dweight that the kernel is given
     slot: Any = 0  # of its first tile in the array of partial statistics
     adds: Any = 0  # 1: the product is added to dhidden's sums, which it otherwise overwrites
+    adds_dweight: Any = 0  # 1: likewise to a sum of dweight in fp32
 
     @classmethod
     def unpack(cls, scalars: Any) -> Span:

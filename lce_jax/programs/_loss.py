@@ -299,6 +299,7 @@ class _Chunks:
     size: int  # rows per chunk
     tokens: int
     adds: bool  # whether there are several chunks, whose dweight are added
+    writes: bool  # whether the first of them writes the sum of dweight, which may hold anything before
     token_axes: frozenset[Any]  # the types of everything per token
     psum_axes: tuple[Any, ...]  # over which each chunk's dhidden is summed
     hidden_axes: frozenset[Any]  # the type of dhidden then
@@ -324,8 +325,9 @@ class _Chunks:
         flat_rows, per_token = _call.flattened((rows, inputs.per_token), rows.labels.ndim)
         chunk = of_chunk(call, size, rows.where is not None or tokens % size != 0)
         implementation = _dispatch.choose(chunk)[0].NAME
+        chunk = dataclasses.replace(chunk, implementation=implementation, gather_dim=None)  # it is gathered
         return cls(
-            call=dataclasses.replace(chunk, implementation=implementation, gather_dim=None),  # it is gathered
+            call=chunk,
             loss=loss,
             primals=primals._replace(hidden=hidden),
             rows=flat_rows._replace(where=None),
@@ -335,6 +337,7 @@ class _Chunks:
             size=size,
             tokens=tokens,
             adds=size < tokens,
+            writes=size < tokens and _dispatch.writes_dweight(chunk),
             token_axes=axes_of_tokens(call, inputs),
             psum_axes=tuple(sorted(psum, key=str)),
             hidden_axes=hidden_axes,
@@ -345,25 +348,27 @@ class _Chunks:
 
     def run(self) -> _Whole:
         """All chunks that have a row that counts."""
-        empty = self._empty()
         count: Any = -(-self.tokens // self.size)
         if self.order is not None:
             count = -(-self.order.num_rows // self.size)
             if self.call.axis_name is not None and not _jax.tracks_varying(self.call.axis_name):
                 count = lax.pmax(count, self.call.axis_name)  # or a shard given other rows would wait for ever
-        if self.adds:
-            return lax.fori_loop(0, count, lambda i, whole: self._step(i * self.size, whole), empty)
-        if self.order is None:
-            return self._step(jnp.int32(0), empty)
-        # A loop would fill dweight with zeros first.
-        return lax.cond(count > 0, lambda: self._step(jnp.int32(0), empty), lambda: empty)
 
-    def _empty(self) -> _Whole:
+        def steps() -> _Whole:
+            empty = self._empty(lax.empty if self.writes else jnp.zeros)
+            if self.adds:
+                return lax.fori_loop(0, count, lambda i, whole: self._step(i * self.size, whole), empty)
+            return self._step(jnp.int32(0), empty)  # a loop would fill dweight with zeros first
+
+        known = self.order is None or (self.adds and not self.writes)
+        return steps() if known else lax.cond(count > 0, steps, self._empty)
+
+    def _empty(self, of_dweight: Any = jnp.zeros) -> _Whole:
         call, weight = self.call, self.primals.weight
         zeros = functools.partial(jnp.zeros, dtype=call.stat_dtype)
         outputs = jax.eval_shape(lambda: _logprobs.results_of_none(self.tokens, call.stat_dtype, call).outputs)
         dhidden = jnp.zeros(self.primals.hidden.shape, self.hidden_dtype if self.rounds else call.stat_dtype)
-        dweight = jnp.zeros(weight.shape, call.stat_dtype if self.adds else call.dtype)
+        dweight = of_dweight(weight.shape, call.stat_dtype if self.adds else call.dtype)
         dbias = None if self.primals.bias is None else zeros(self.primals.bias.shape)
         of_tokens = _Whole(
             zeros(self.tokens),
@@ -399,7 +404,7 @@ class _Chunks:
             found = _shard.gradients(
                 call, primals, rows, start, stats, cotangent, cache,
                 may_round_dhidden=self.rounds and not self.psum_axes and self.hidden_dtype == call.dtype,
-                dweight=found.weight if self.adds else None,
+                dweight=found.weight if self.adds else None, adds_dweight=first > 0 if self.writes else True,
             )  # fmt: skip
         return _Whole(
             chunk.put(whole.losses, losses),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lce_jax._types import Call, Operands, Plan, Primals, RowCoefficients, ShardStatistics
 from lce_jax.mathematics import _logprobs, _statistics
@@ -79,11 +79,13 @@ def gradients(
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
     dweight: Float[Array, "V H"] | None = None,
+    adds_dweight: Any = True,
 ) -> Primals:
     """Eq. 5: dhidden and dbias in the statistics' dtype, which the caller sums and rounds once.
 
     dweight is rounded, or added to the sum ``dweight``. Where all of a cache is overwritten, dhidden may be rounded.
     """
+    del adds_dweight  # always
 
     def dlogits(tile: XTile, cache: TileCache | None) -> Float[Array, "t v"]:
         rows = tile.rows.coefficients

@@ -205,13 +205,14 @@ def gradients(
             return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums, way, b)
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, saved.shape, len(cache), ranks
-    how = call, tuple(cotangents), wanted, adds is not None, owns_cache
+    writes = sums.total is not None and not sums.total.is_begun and not call.gradient_threshold
+    how = call, tuple(cotangents), wanted, None if adds is None else not writes, owns_cache
     key = "gradients", device, *shapes, *how, call.gradient_threshold and are_live_tiles(cache)
     plan = plan_of(key, lambda: _plan_of_gradients(hidden, weight, saved, cache, *how))
     if isinstance(plan, str):
         way.refuse(plan)
         return None
-    into: Any = [] if adds is None else [sums.main_grad if sums.total is None else sums.total.tensor()]
+    into: Any = [] if adds is None else [sums.main_grad if sums.total is None else sums.total.tensor(writes)]
     if into or owns_cache:
         torch.autograd.graph.increment_version([*into, *cache] if owns_cache else into)  # as any change in place
     seeds = [in_rows(x) for x in cotangents.values()]
@@ -241,7 +242,7 @@ def _plan_of_gradients(
     call: TorchCall,
     seeds: tuple[str, ...],
     wanted: tuple[bool, ...],
-    adds: bool,
+    adds: bool | None,
     owns_cache: bool,
 ) -> Launches | str:
     has_temperature = len(saved) > 1 + 3 + (call.entropy != "none") + call.has_floor + 2 * call.num_candidates
@@ -262,23 +263,24 @@ def gradients_tape(
     wanted: Sequence[bool],
     dtype: torch.dtype,
     kept: Sequence[jax.ShapeDtypeStruct | Buffer] = (),
-    adds: bool = False,
+    adds: bool | None = None,
     owns_cache: bool = False,
 ) -> Tape:
     """``hidden, weight, B, saved, cotangents, sum, kept -> dhidden, du, dweight, dB``, those that are wanted.
 
-    dhidden is rounded to ``dtype``. With ``adds`` dweight is added to the sum. du and dB, of an adapter, are float32.
+    dhidden is rounded to ``dtype``. ``adds``: dweight is added to the sum, or written there; None: it is
+    in the weight's dtype. du and dB, of an adapter, are float32.
     """
     tape, rows = Tape(), kind.rows
     hidden, weight, *adapter = _inputs(tape, kind)
     saved = tape.input((kind.kept.size * rows,), jnp.float32)
     shapes = {name: (rows, kind.num_candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
     given = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}
-    total = tape.input(weight.shape, jnp.float32) if adds else None
+    total = tape.input(weight.shape, jnp.float32) if adds is not None else None
     of_forward = [tape.input(x.shape, x.dtype) for x in kept]
     dhidden, dweight, *of_adapter = kernels.backward(
         kind, tape, hidden, weight, saved, given, of_forward, name_of(dtype), *adapter,
-        owns_cache=owns_cache, total=total,
+        owns_cache=owns_cache, total=total, adds_total=adds is True,
     )  # fmt: skip
     if wanted[0]:
         tape.output(dhidden, (kind.num_tokens, kind.hidden_size), dtype)

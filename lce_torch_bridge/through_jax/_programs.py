@@ -171,15 +171,25 @@ class DweightSum:
         """Whether JAX has added nothing."""
         return self._array is None
 
-    def tensor(self) -> torch.Tensor:
-        """Where kernels add, if JAX has added nothing."""
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is something that kernels must add to."""
+        return self._tensor is not None or self._array is not None or self._given is not None
+
+    @property
+    def _given(self) -> torch.Tensor | None:
+        """What was given, if kernels add there."""
+        into = self._into
+        return into if into is not None and into.dtype == torch.float32 and _device.is_usable(into) else None
+
+    def tensor(self, writes: bool = False) -> torch.Tensor:
+        """Where kernels add, if JAX has added nothing. With ``writes`` they fill what has not begun."""
+        if self._tensor is None and self._given is not None:
+            torch.autograd.graph.increment_version(self._given)
+            self._tensor = self._given
         if self._tensor is None:
-            into = self._into
-            if into is not None and into.dtype == torch.float32 and _device.is_usable(into):
-                torch.autograd.graph.increment_version(into)
-                self._tensor = into
-            else:
-                self._tensor = self._zeros()
+            made = torch.empty if writes else torch.zeros
+            self._tensor = made(self._shape, dtype=torch.float32, device=self._device)
         return self._tensor
 
     def _zeros(self) -> torch.Tensor:

@@ -32,8 +32,8 @@ def gradient(of: Callable[..., Any]) -> Callable[[], Any]:
 
 ON_A_CPU = {
     "linear_logprobs": (gradient(lambda h, w: jnp.sum(linear_logprobs(h, w, LABELS).logprobs)), 151, 18),
-    "linear_cross_entropy": (gradient(lambda h, w: linear_cross_entropy(h, w, LABELS)), 236, 21),
-    "linear_loss": (gradient(lambda h, w: linear_loss(lambda logprob, *_: -logprob, h, w, LABELS)[0]), 201, 20),
+    "linear_cross_entropy": (gradient(lambda h, w: linear_cross_entropy(h, w, LABELS)), 237, 21),
+    "linear_loss": (gradient(lambda h, w: linear_loss(lambda logprob, *_: -logprob, h, w, LABELS)[0]), 202, 20),
     "linear_kl": (gradient(lambda h, w: jnp.sum(linear_kl(h, w, HIDDEN, WEIGHT))), 173, 22),
     "linear_topk": (lambda: linear_topk(HIDDEN, WEIGHT, 3), 84, 18),
     "explain": (lambda: explain(HIDDEN, WEIGHT, LABELS), 69, 13),

@@ -24,6 +24,7 @@ import lce_torch_bridge
 from lce_jax import kernels
 from lce_jax.kernels import CallKind, Kernel
 from lce_jax.mosaic import _chunks
+from lce_jax.mosaic._operands import Span
 from lce_torch_bridge import explain, launch_with, linear_logprobs
 from lce_torch_bridge._types import PER_CANDIDATE
 from lce_torch_bridge.launched_directly import _host, _passes, _way
@@ -53,6 +54,17 @@ def backward(
     """Given what the forward kept, if it keeps anything."""
     kept = forward(of, keep_cache=True).outputs[3 + (of.num_candidates > 0) :]
     return _passes.gradients_tape(of, seeds, wanted, torch.bfloat16, kept, **how)
+
+
+def test_the_first_part_of_a_sum_of_dweight_is_written_by_the_kernel_that_adds() -> None:
+    of, at = head(cache_bytes=1 << 40), Span._fields.index("adds_dweight")
+    kernels, added = {}, {}
+    for adds in (True, False):
+        tape = backward(of, adds=adds)
+        kernels[adds] = launched(tape)[-1]
+        added[adds] = {span[at] for span in tape.numbers_given if len(span) == len(Span._fields)}
+    assert kernels[True] is kernels[False]
+    assert added == {True: {1}, False: {0}}
 
 
 def launched(tape: Tape) -> list[Kernel]:

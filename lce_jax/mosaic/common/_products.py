@@ -95,19 +95,19 @@ def write_dweight(
     hidden: Float[Array, "T H"],
     case: Call,
     span: Int[Array, "fields"],
-    add: bool = False,
+    may_add: bool = False,
 ) -> Float[Array, "V H"]:
-    """``dweight`` with the span's tiles written, or added, at its offset, from its rows."""
+    """``dweight`` with the span's tiles written at its offset, from its rows, or added if the span says so too."""
     machine, matmul = generation.machine, Matmul(case, generation.tunings.of(case, "dweight"), 0, 0)
     lhs, rhs = (dlogits, hidden) if case.vocab_dim == 0 else (hidden, dlogits)
-    body = functools.partial(_dweight_kernel, machine, matmul, add)
+    body = functools.partial(_dweight_kernel, machine, matmul, may_add)
     return update(machine, matmul, body, "lce_dweight", (lhs, rhs, span), dweight)
 
 
 def _dweight_kernel(
     machine: Machine,
     matmul: Matmul,
-    add: bool,
+    may_add: bool,
     lhs: Any,  # dlogits [T, columns], or hidden [T, H]: what runs down the rows of dweight
     rhs: Any,  # hidden [T, H], or dlogits [T, columns]
     scalars: Any,  # a `Span`
@@ -126,7 +126,7 @@ def _dweight_kernel(
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         row, column = first_row + tile.row, first_column + tile.column
-        machine.send_product(multiply, slots, row, output, column, add)
+        machine.send_product(multiply, slots, row, output, column, may_add and span.adds_dweight)
 
     slots = machine.staging(matmul, output.shape[1], output.dtype)
     num_steps = ceil_div(span.num_rows, matmul.tuning.tile_k)
