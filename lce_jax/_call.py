@@ -421,6 +421,7 @@ def operands(call: Call, given: Given) -> tuple[Primals, Rows]:
 def _with_adapter(call: Call, primals: Primals, where: Array | None, a: Array, b: Array, scale: Array) -> Primals:
     """With u = hidden · (scale · A)ᵀ beside hidden, and with B. JAX differentiates it in hidden and A."""
     (hidden, weight, _), missing = primals, (0, call.rank - a.shape[0])
+    hidden, a = _jax.whole(hidden, -1), _jax.whole(a, -2, -1)
     a = jnp.pad(a.astype(call.stat_dtype) * lax.stop_gradient(scale).astype(call.stat_dtype), (missing, (0, 0)))
     live = hidden if where is None else jnp.where(where[..., None], hidden, jnp.zeros((), hidden.dtype))
     u = jnp.matmul(live.astype(call.dtype), a.astype(call.dtype).T, precision=call.precision)

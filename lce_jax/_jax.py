@@ -117,6 +117,13 @@ def without_reduced(x: jax.Array) -> jax.Array:
     return x
 
 
+def whole(x: jax.Array, *dims: int) -> jax.Array:
+    """``x`` with no Explicit axis over ``dims``, counted from the last one: types of concatenations want it."""
+    split = partitions(jax.typeof(x).sharding.spec)
+    own = (*(None if dim - x.ndim in dims else axes for dim, axes in enumerate(split)),)
+    return x if own == split else jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=P(*own)))
+
+
 def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """``x`` summed over the axes it varies over, except ``axes``: the cotangent of a value that varies over these."""
     extra = tuple(sorted(varying_axes(x) - axes, key=str))

@@ -276,7 +276,7 @@ def operands(given: Arguments, weight: torch.Tensor) -> tuple[Tensors, torch.Ten
 def _with_adapter(x: Tensors, a: torch.Tensor, b: torch.Tensor, scale: float, rank: int) -> Tensors:
     """With u = hidden · (scale · A)ᵀ beside hidden, and B, both padded. Autograd differentiates it."""
     dtype, missing = x.weight.dtype, rank - a.shape[0]
-    a = torch.nn.functional.pad((a.float() * scale).to(dtype), (0, 0, 0, missing))
+    a = torch.nn.functional.pad((a.float() * scalars.number("lora's scale", scale)).to(dtype), (0, 0, 0, missing))
     u = torch.nn.functional.linear(x.hidden.to(dtype), a)
     return x._replace(hidden=torch.cat([x.hidden, u], 1), bias=torch.nn.functional.pad(b, (0, missing)))
 

@@ -264,6 +264,6 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         """The loss of ``[..., H]`` and ids ``[...]``. A head that is more than its weight and bias is refused."""
         head, lora = _checks.head(self.linear)
         return linear_cross_entropy(
-            input, head.weight, target, bias=head.bias, lora=lora, reduction=self.reduction,
-            ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, **self.options,
+            input, head.weight, target, bias=head.bias, reduction=self.reduction, ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing, **({} if lora is None else {"lora": lora}), **self.options,
         )  # fmt: skip

