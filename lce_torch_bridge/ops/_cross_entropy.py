@@ -263,7 +263,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss of ``[..., H]`` and ids ``[...]``. A head that is more than its weight and bias is refused."""
         head, lora = _checks.head(self.linear)
+        adapter: dict[str, Any] = {} if lora is None else {"lora": lora}
         return linear_cross_entropy(
             input, head.weight, target, bias=head.bias, reduction=self.reduction, ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing, **({} if lora is None else {"lora": lora}), **self.options,
+            label_smoothing=self.label_smoothing, **adapter, **self.options,
         )  # fmt: skip
