@@ -97,7 +97,7 @@ PLAIN = cases.case("plain", leading=(4, 64), H=16, V=600)
 WEIGHTS = ("in the forward", "checkpointed", "traced scale", "outside jit", "batched")
 
 
-@pytest.mark.fast("traced scale", "batched")
+@pytest.mark.fast("traced scale")
 @pytest.mark.parametrize("way", WEIGHTS)
 def test_losses_are_those_of_the_merged_weight(way: str) -> None:
     hidden, weight, labels, _, _ = cases.draw(PLAIN)

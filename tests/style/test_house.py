@@ -33,7 +33,7 @@ def test_length() -> None:
 # What the two packages are today. Less is better: lower the numbers with it.
 PACKAGES_LINES = 28_573
 PACKAGES_FILES = 147
-TESTS_LINES = 33_694
+TESTS_LINES = 33_695
 
 
 def test_size() -> None:

@@ -100,6 +100,7 @@ def test_through_jax(way: str) -> None:
     check(function, problem, adapter(problem, 5), **options)
 
 
+@pytest.mark.fast("64")
 @pytest.mark.parametrize(
     ("dtype", "rank", "of_factors"),
     [(torch.bfloat16, 1, torch.float32), (torch.bfloat16, 100, torch.bfloat16), (torch.float16, 64, torch.float32)],
