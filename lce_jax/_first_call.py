@@ -30,10 +30,8 @@ from lce_jax.xla._walk import Head, HeadTokens, Shard
 T, H, V = 200, 256, 1000
 OF_TWO_HEADS = 1152  # columns: the kernels read whole halves of tiles
 CACHE_BYTES = 300_000  # two of four tiles
-BOUNDS = dict.fromkeys(("logprobs", "entropy", "lse", "kl"), 1e-4) | {
-    "dhidden": 0.03,
-    "dweight": 0.03,
-}  # nats; relative
+BOUNDS = dict.fromkeys(("logprobs", "entropy", "lse", "kl"), 1e-4)  # in nats
+BOUNDS |= dict.fromkeys(("dhidden", "dweight"), 0.03)  # relative
 
 _logger = logging.getLogger("lce_jax")
 _one_at_a_time = threading.Lock()

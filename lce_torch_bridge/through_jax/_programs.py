@@ -188,12 +188,11 @@ class DweightSum:
             torch.autograd.graph.increment_version(self._given)
             self._tensor = self._given
         if self._tensor is None:
-            made = torch.empty if writes else torch.zeros
-            self._tensor = made(self._shape, dtype=torch.float32, device=self._device)
+            self._tensor = self._new(torch.empty if writes else torch.zeros)
         return self._tensor
 
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(self._shape, dtype=torch.float32, device=self._device)
+    def _new(self, make: Callable[..., torch.Tensor] = torch.zeros) -> torch.Tensor:
+        return make(self._shape, dtype=torch.float32, device=self._device)
 
     def taken(self) -> torch.Tensor:
         """The sum, or what it is added to. Nothing can be added to it afterwards."""
@@ -202,7 +201,7 @@ class DweightSum:
             (total,) = to_torch_all([self._array])
             self._array = None
         if self._into is None:
-            return self._zeros() if total is None else total
+            return self._new() if total is None else total
         return self._into if total is None or total is self._into else self._into.add_(total)
 
 
