@@ -95,7 +95,7 @@ def gradients(
     if sums.total is None:
         found[1] = found[1].to(x.weight.dtype)
     else:
-        sums.total._tensor = sums.total._zeros() if sums.total._tensor is None else sums.total._tensor
+        sums.total._tensor = sums.total._new() if sums.total._tensor is None else sums.total._tensor
         sums.total._tensor.add_(found[1])
     grads = [*found, *([] if x.bias is None else [d.sum(0).to(x.bias.dtype)])]
     return [y for i, y in enumerate(grads) if wanted[i] and not (i == 1 and sums.total is not None)]
