@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
 
 
+FOLDED = 8  # columns of which each of four threads holds two
 PADDING = -1e15  # stands for the raw products of columns that do not count: exp2 of it is 0, its square is finite
 
 
@@ -81,10 +82,16 @@ class Held(NamedTuple):
         """
 
         def replace() -> Array:
-            columns = plgpu.broadcasted_iota(jnp.int32, d.shape, 1, layout=self.layout)
-            return jnp.where(columns == self.along_rows(label, d.shape[1]), self.along_rows(rows.target, d.shape[1]), d)
+            target = self.along_rows(rows.target, FOLDED)
+            return jnp.concatenate([jnp.where(there, target, x) for there, x in self.by_label(d, label)], axis=1)
 
         return lax.cond(holds, replace, lambda: d)
+
+    def by_label(self, x: Float[Array, "rows n"], label: Float[Array, "rows"]) -> list[tuple[Array, Array]]:
+        """Of eight columns at a time: whether each is its row's label, and x. Registers would keep an iota of all."""
+        place = self.along_rows(label, FOLDED)
+        place -= plgpu.broadcasted_iota(jnp.int32, place.shape, 1, layout=self.layout)
+        return [(place == start, x[:, start : start + FOLDED]) for start in range(0, x.shape[1], FOLDED)]
 
     def reaching(self, x: Float[Array, "rows n"], floor: Float[Array, "rows"] | None) -> Float[Array, "rows n"]:
         """A block with `PADDING` on what is below the rows' floor. The label's own logit counts all the same."""

@@ -18,7 +18,7 @@ room for its 128 KiB. They stay in L2. Written and read, they are 4 % of the ope
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
 HELD = Held(WARPGROUP_ROWS)
+DEPTH = 16  # of one mma.sync: what it multiplies is loaded just before, where the swizzle lets a step be cut
 
 
 class Exchange(NamedTuple):
@@ -118,7 +119,7 @@ def hold(copies: Copies, held: Any, x: Float[Array, "64 256"]) -> HeldTile:
 def _multiply(
     copies: Copies, product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any
 ) -> tuple[Float[Array, "64 n/2"], Float[Array, "64 n/2"]]:
-    """This warpgroup's columns of its own rows, and of the other's.
+    """This warpgroup's columns of the first 64 rows, and of the others.
 
     A step's copies start once both have done the step whose stage it takes.
     """
@@ -128,28 +129,39 @@ def _multiply(
     start = functools.partial(copies.start, product, ring, offset, tile, before)
     lax.fori_loop(0, jnp.minimum(tile.num_steps, ahead), lambda i, _: start(i), None)
 
-    def rows_of(owner: Any, stage: Any) -> Array:
-        rows = pl.ds(pl.multiple_of(owner * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
-        return (ring.lhs.at[stage, rows, :] if matmul.lhs_k == 1 else ring.lhs.at[stage, :, rows].T)[...]
+    depths = [slice(first, first + DEPTH) for first in range(0, matmul.tuning.tile_k, DEPTH)]
+
+    def lhs_of(start: int, stage: Any) -> Iterator[Array]:
+        rows = slice(start, start + WARPGROUP_ROWS)
+        if matmul.lhs_k == 0:
+            return (ring.lhs.at[stage, depth, rows].T[...] for depth in depths)
+        whole = ring.lhs.at[stage, rows, :][...]
+        return (whole[:, depth] for depth in depths)
+
+    def rhs_of(stage: Any) -> Iterator[Array]:
+        if matmul.rhs_k == 0:
+            return (ring.rhs.at[stage, depth, columns][...] for depth in depths)
+        whole = ring.rhs.at[stage, columns, :].T[...]
+        return (whole[depth] for depth in depths)
 
     def step(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         stage = stage_of(matmul, before + i)
         copies.wait(product, ring, tile, before, i)
         pl.when(i + ahead < tile.num_steps)(lambda: start(i + ahead))
-        rhs = (ring.rhs.at[stage, columns, :].T if matmul.rhs_k == 1 else ring.rhs.at[stage, :, columns])[...]
-        own, other = (
-            plgpu.mma(x, rows_of(w, stage), rhs) for x, w in zip(sums, (warpgroup, 1 - warpgroup), strict=True)
-        )
+        for *lhs, rhs in zip(lhs_of(0, stage), lhs_of(WARPGROUP_ROWS, stage), rhs_of(stage), strict=True):
+            sums = tuple(plgpu.mma(x, rows, rhs) for x, rows in zip(sums, lhs, strict=True))
         copies.release(ring, stage)
-        return own, other
+        return sums
 
     zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, half), jnp.float32), HELD.layout)
     return lax.fori_loop(0, tile.num_steps, step, (zeros, zeros))
 
 
-def _exchanged(own: Float[Array, "64 n/2"], given: Float[Array, "64 n/2"], exchange: Exchange) -> Float[Array, "64 n"]:
-    """This warpgroup's rows, half of whose columns the other has multiplied."""
+def _exchanged(first: Array, second: Array, exchange: Exchange) -> Float[Array, "64 n"]:
+    """This warpgroup's rows, half of whose columns the other has multiplied. ``first``, ``second``: of `_multiply`."""
     warpgroup = lax.axis_index("wg")
+    is_first = plgpu.layout_cast(lax.broadcast_in_dim(warpgroup, first.shape, ()), HELD.layout) == 0
+    own, given = jnp.where(is_first, first, second), jnp.where(is_first, second, first)
     found = []
     for i, start in enumerate(range(0, own.shape[1], EXCHANGED)):
         # Of two slots in turn: who writes one has passed the barrier before which the other has read it.
@@ -158,7 +170,6 @@ def _exchanged(own: Float[Array, "64 n/2"], given: Float[Array, "64 n/2"], excha
         plgpu.barrier_wait(exchange.written)
         found.append(plgpu.load(exchange.slots.at[1 - warpgroup, i % 2], layout=HELD.layout))
     received = jnp.concatenate(found, axis=1)
-    is_first = plgpu.layout_cast(lax.broadcast_in_dim(warpgroup, own.shape, ()), HELD.layout) == 0
     return jnp.concatenate([jnp.where(is_first, own, received), jnp.where(is_first, received, own)], axis=1)
 
 

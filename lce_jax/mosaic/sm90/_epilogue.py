@@ -21,7 +21,7 @@ from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._operands import FLOOR
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._dlogits import DlogitsRefs, DlogitsWhere
-from lce_jax.mosaic.common._logits import PADDING, Held, LabelBelow, extent, softcap
+from lce_jax.mosaic.common._logits import FOLDED, PADDING, Held, LabelBelow, extent, softcap
 from lce_jax.mosaic.common._statistics import StatisticsRefs, StatisticsWhere, as_cached, of_sums, store, sums
 from lce_jax.mosaic.common._tiles import (
     ATOM_ROWS,
@@ -85,7 +85,6 @@ def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, 
 
 
 HELD = Held(WARPGROUP_ROWS)
-FOLDED = 8  # columns of which each of four threads holds two
 
 
 def rows_of(row: Any) -> Any:
@@ -191,6 +190,8 @@ def statistics(case: Call, refs: StatisticsRefs, tile: Tile, where: StatisticsWh
     support = None
     if floor is not None and case.stats:
         lowest, support = _extent(z)
+    if floor is not None:  # read anew: no register holds it beside the sums
+        target = HELD.load_rows(refs.targets, rows()) - where.column
     owned = (target >= 0) & (target < TILE_N)
     at_target = jnp.where(owned, (at_target - highest) * row_scale, -jnp.inf)
     of_tile = of_sums(case, found, max=highest, target=at_target, min=lowest, support=support)
@@ -229,8 +230,7 @@ def _target_logit(z: Array, target: Array, holds: Any) -> Array:
     """The logit, unscaled, at each row's target, 0 where the tile has none; only tiles that hold some target look."""
 
     def look() -> Array:
-        columns = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=HELD.layout)
-        return folded(jnp.where(columns == HELD.along_rows(target), z, 0.0), jnp.add)
+        return functools.reduce(jnp.add, (jnp.where(there, x, 0.0) for there, x in HELD.by_label(z, target)))
 
     def none() -> Array:
         return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, FOLDED), jnp.float32), HELD.layout)

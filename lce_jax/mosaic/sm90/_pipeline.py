@@ -150,8 +150,8 @@ def ring_of(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
 
 
 def stage_of(matmul: Matmul, step: Any) -> Any:
-    """That of a step, counted through all tiles."""
-    return lax.rem(step, jnp.int32(matmul.tuning.stages))
+    """That of a step, counted through all tiles. None is negative, which the compiler does not know of itself."""
+    return lax.rem(jnp.asarray(step, jnp.int32).astype(jnp.uint32), jnp.uint32(matmul.tuning.stages)).astype(jnp.int32)
 
 
 def wait_for_last(matmul: Matmul, ring: Ring, total: Any) -> None:
