@@ -31,7 +31,7 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 28_588
+PACKAGES_LINES = 28_587
 PACKAGES_FILES = 147
 TESTS_LINES = 33_695
 

@@ -131,8 +131,8 @@ def _multiply(
 
     depths = [slice(first, first + DEPTH) for first in range(0, matmul.tuning.tile_k, DEPTH)]
 
-    def lhs_of(start: int, stage: Any) -> Iterator[Array]:
-        rows = slice(start, start + WARPGROUP_ROWS)
+    def lhs_of(first: int, stage: Any) -> Iterator[Array]:
+        rows = slice(first, first + WARPGROUP_ROWS)
         if matmul.lhs_k == 0:
             return (ring.lhs.at[stage, depth, rows].T[...] for depth in depths)
         whole = ring.lhs.at[stage, rows, :][...]
@@ -161,16 +161,15 @@ def _exchanged(first: Array, second: Array, exchange: Exchange) -> Float[Array, 
     """This warpgroup's rows, half of whose columns the other has multiplied. ``first``, ``second``: of `_multiply`."""
     warpgroup = lax.axis_index("wg")
     is_first = plgpu.layout_cast(lax.broadcast_in_dim(warpgroup, first.shape, ()), HELD.layout) == 0
-    own, given = jnp.where(is_first, first, second), jnp.where(is_first, second, first)
-    found = []
-    for i, start in enumerate(range(0, own.shape[1], EXCHANGED)):
+    given, found = jnp.where(is_first, second, first), []
+    for i, start in enumerate(range(0, given.shape[1], EXCHANGED)):
         # Of two slots in turn: who writes one has passed the barrier before which the other has read it.
         exchange.slots.at[warpgroup, i % 2][...] = given[:, start : start + EXCHANGED]
         plgpu.barrier_arrive(exchange.written)
         plgpu.barrier_wait(exchange.written)
         found.append(plgpu.load(exchange.slots.at[1 - warpgroup, i % 2], layout=HELD.layout))
     received = jnp.concatenate(found, axis=1)
-    return jnp.concatenate([jnp.where(is_first, own, received), jnp.where(is_first, received, own)], axis=1)
+    return jnp.concatenate([jnp.where(is_first, first, received), jnp.where(is_first, received, second)], axis=1)
 
 
 def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
