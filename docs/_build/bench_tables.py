@@ -83,6 +83,12 @@ PRECISIONS = {
     for given in ("TF32_TF32_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", '"highest"')
     for beside, way in (("", "linear_logprobs"), (", logits stored", "stored logits"))
 }
+PIPELINES = {
+    "wgmma (Hopper's)": "wgmma",
+    "mma.sync by TMA (RTX 50)": "mma.sync by TMA",
+    "mma.sync by cp.async (Ampere, Ada)": "mma.sync by cp.async",
+    "`xla`, whose products are wgmma's here": "xla",
+}
 VERSIONS = {  # of what takes part beside JAX
     "heads": {"torch": "PyTorch", "triton": "Triton", "liger-kernel": "Liger Kernel", "cut-cross-entropy": "CCE"},
     "kl": {"torch": "PyTorch", "triton": "Triton", "trl": "TRL"},
@@ -325,6 +331,18 @@ def divergences(measured: Run) -> str:
     return markdown(["one process", "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"], lines)
 
 
+def pipelines(measured: Run) -> str:
+    """A line per generation's kernels: what each call takes, in products."""
+    calls = {"forward": "", "+ backward": GRADIENTS, "+ backward, full cache": f", full cache{GRADIENTS}"}
+    calls |= {"two heads": ", two heads", "two heads, + backward": f", two heads{GRADIENTS}"}
+    product = ms(named(measured, "one product"))
+    lines = [
+        [label, *(ratio(named(measured, f"{name}{end}")) for end in calls.values())]
+        for label, name in PIPELINES.items()
+    ]
+    return markdown([f"{shape_of(measured)}; ÷ product, {product} ms", *calls], lines)
+
+
 def steps(jobs: list[Run]) -> str:
     """A line per objective and batch: tokens per second, and memory."""
     by_batch: dict[tuple[str, int], dict[str, Run]] = {}
@@ -367,13 +385,14 @@ def made() -> dict[str, str]:
     )
     alone, xla = (job(f"heads --shape {SHAPE} --no-peers{more}") for more in ("", " --implementation xla"))
     long, text = (job(f"heads --shape {words}") for words in (LONG, TEXT))
-    other = job(f"heads --shape {SHAPE}", "h200")
+    other, generations = (job(f"{part} --shape {SHAPE}", "h200") for part in ("heads", "pipelines"))
     found = {"first": first(), "details": details(), "step": steps(jobs("step")), "step by": steps_by(jobs("step"))}
     found |= {"summary": summary(CARD), "summary by": summary_by(CARD)}
     found |= {"summary h200": summary("h200"), "summary h200 by": summary_by("h200")}
     found |= of_losses() | of_job("peers", peers(beside), beside)
     found |= of_job("peers h200", peers(other, SCALED), other, "h200")
     found |= of_job("top k", topk(alone), alone)
+    found |= of_job("pipelines", pipelines(generations), generations, "h200")
     found |= of_job("xla cache", of_both(xla, CACHES, '`implementation="xla"`'), xla)
     found |= of_job("linear_loss", of_both(long, {key: NAMES[key] for key in IN_FORWARD}), long)
     found |= of_job("threshold", on_text(text), text)
