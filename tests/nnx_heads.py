@@ -8,15 +8,7 @@ import numpy as np
 from flax import nnx
 
 from lce_jax.flax.nnx import LMHead
-from tests.flax_cases import (
-    HIDDEN,
-    PADDED,
-    ROWS,
-    VOCAB,
-    Head,
-    loss_from_logits,
-    spoiled_padding,
-)
+from tests.flax_cases import HIDDEN, PADDED, ROWS, VOCAB, Head, loss_from_logits, spoiled_padding
 
 
 def make_head(use_bias=False, **options):

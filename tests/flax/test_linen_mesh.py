@@ -13,16 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.flax.test_linen import functional, initialise, make_head
-from tests.flax_cases import (
-    HEADS,
-    MESHES,
-    PADDED,
-    assert_same_results,
-    batch,
-    data_by_tensor,
-    optimizer,
-    results,
-)
+from tests.flax_cases import HEADS, MESHES, PADDED, assert_same_results, batch, data_by_tensor, optimizer, results
 from tests.pairs import values_of
 
 

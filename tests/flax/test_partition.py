@@ -16,10 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import lce_jax.flax.linen
 import lce_jax.flax.nnx
-from lce_jax import (
-    linear_cross_entropy,
-    sharded_linear_cross_entropy,
-)
+from lce_jax import linear_cross_entropy, sharded_linear_cross_entropy
 from tests import oracle
 from tests.pairs import combined
 from tests.partition_cases import HIDDEN, KINDS, LABELS, H, V, flops, mesh_of, put

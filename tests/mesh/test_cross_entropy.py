@@ -9,10 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import (
-    linear_cross_entropy,
-    sharded_linear_cross_entropy,
-)
+from lce_jax import linear_cross_entropy, sharded_linear_cross_entropy
 from tests import cases, oracle
 from tests.pairs import combined
 from tests.sharding_cases import LAYOUTS, B, H, S, V, mesh_of

@@ -11,21 +11,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import (
-    linear_logprobs,
-)
+from lce_jax import linear_logprobs
 from lce_jax.mesh._layout import layout_of_specs
 from tests import oracle
 from tests.mesh.functions import SPLITS
 from tests.pairs import combined
-from tests.partition_cases import (
-    HIDDEN,
-    KINDS,
-    LABELS,
-    WEIGHT,
-    mesh_of,
-    put,
-)
+from tests.partition_cases import HIDDEN, KINDS, LABELS, WEIGHT, mesh_of, put
 
 
 @pytest.mark.parametrize(("tokens", "gathers_hidden"), [(4096, True), (1 << 20, False)])

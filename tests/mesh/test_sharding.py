@@ -12,19 +12,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import (
-    linear_logprobs,
-    sharded_linear_logprobs,
-)
+from lce_jax import linear_logprobs, sharded_linear_logprobs
 from tests import cases, oracle
-from tests.agreement import (
-    assert_same,
-    evaluate,
-    inside_shard_map,
-    on_one_device,
-    over_named_axes,
-    where_operands_are,
-)
+from tests.agreement import assert_same, evaluate, inside_shard_map, on_one_device, over_named_axes, where_operands_are
 from tests.pairs import combined
 from tests.sharding_cases import CALLS, LAYOUTS, mesh_of
 

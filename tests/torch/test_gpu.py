@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lce_torch_bridge import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk
+from lce_torch_bridge.tensors import _device
 from lce_torch_bridge.through_jax import _runtime as runtime
 from lce_torch_bridge.through_jax._runtime import GPU_ALIGNMENT, to_jax
 from tests import cases
@@ -183,6 +184,21 @@ CASES = [
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("test", CASES, ids=str)
 def test_case(test: cases.TestCase) -> None:
+    check_case(test)
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("capability", ["8.0", "12.0"])
+@pytest.mark.parametrize("test", CASES, ids=str)
+def test_case_on_other_generations(test: cases.TestCase, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper GPU runs their kernels too."""
+    described = _device._described
+    monkeypatch.setattr(_device, "_described", lambda i: described(i)._replace(compute_capability=capability))
+    check_case(test)
+
+
+def check_case(test: cases.TestCase) -> None:
+    """Results near float64's, and gradients as near as those of torch's own products."""
     problem, options, seeds = p.from_case(test)
     problem, seeds = problem.to("cuda"), [seed.cuda() for seed in seeds]
     options = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
