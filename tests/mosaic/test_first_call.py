@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import UnsupportedError, _dispatch, _first_call, explain, linear_kl, linear_logprobs
 from lce_jax.kernels import for_device
-from lce_jax.mosaic import _generations
+from lce_jax.mosaic import _generations, mma
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.mma import _pipeline
 from tests.devices import A100
@@ -53,7 +53,7 @@ def test_right_kernels_are_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lce_jax")
     plan = explain(*CALL)
     assert plan.implementation == "mosaic_gpu"
-    told = f"an H100 with JAX 0.11.2, not on {A100.kind}: this process compares a small call with xla"
+    told = f"{mma.RAN_ON}, not on {A100.kind}: this process compares a small call with xla"
     assert plan.notes[-1].endswith(told)
     assert list(_generations.FOUND.values()) == [None]
     assert not caplog.records

@@ -4,8 +4,8 @@ _pipeline.py  tiles of a product by two warpgroups, and the exchange of their ha
 _copies.py    how operands come into shared memory: by TMA, or by cp.async
 _tuning.py    the free choices of each kernel
 
-The epilogues are Hopper's: the accumulators lie in registers as wgmma's do. An H100, which has these instructions too,
-has run the kernels by TMA and, forced, by cp.async (`benchmarks.programs.KERNELS`).
+The epilogues are Hopper's: the accumulators lie in registers as wgmma's do. Hopper GPUs, which have these instructions
+too, have run the kernels by TMA and, forced, by cp.async (`benchmarks.programs.KERNELS`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _no_staging(*_: Any) -> None:
     """Without TMA the epilogues store what registers hold."""
 
 
-RAN_ON = "an H100 with JAX 0.11.2"
+RAN_ON = "an H100 and an H200 with JAX 0.11.2 and 0.12.0.1"
 BUDGET = Budget(dhidden_waves=DHIDDEN_WAVES)
 
 SM120 = Generation(
