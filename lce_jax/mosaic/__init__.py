@@ -19,16 +19,7 @@ from typing import Any
 
 import jax
 
-from lce_jax._types import (
-    Call,
-    Device,
-    Operands,
-    Plan,
-    Primals,
-    RowCoefficients,
-    ShardStatistics,
-    UnsupportedError,
-)
+from lce_jax._types import Call, Device, Operands, Plan, Primals, RowCoefficients, ShardStatistics, UnsupportedError
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Mixture, MixtureCoefficients, MixtureSums
 from lce_jax.mathematics._statistics import Normalizer, Parts
 from lce_jax.mosaic import _backward, _forward, _generations, _kl, _pallas, _plan, _threshold

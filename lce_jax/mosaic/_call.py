@@ -73,7 +73,7 @@ class Generation:
 
     Attributes:
         compute_capabilities: those that the kernels run on, the best known first: "9.0".
-        devices: parts of the names of devices with that capability, the best known first.
+        devices: parts of the names of devices with that capability, as regular expressions; first a name that all know.
         tiling: the tile sizes.
         budget: what decides how much of the vocabulary one launch covers.
         tunings: the free choices of a kernel, ``tunings.of(case, kernel)``, and ``tunings.smem_bytes(case)``: what

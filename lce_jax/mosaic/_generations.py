@@ -69,7 +69,8 @@ def device_refusal(device: Device, heads: int = 1) -> str | None:
         return f"needs JAX {'.'.join(map(str, JAX_OF_THE_KERNELS))} or newer, this is {jax.__version__}"
     generation = serving(device)
     if generation is None:
-        return f"needs compute capability {capabilities}, {device.kind} has {device.compute_capability or 'another'}"
+        its = device.compute_capability or "another, or a name that does not tell it"
+        return f"needs compute capability {capabilities}, {device.kind} has {its}"
     if device.core_count < 2:
         return f"needs to know the number of multiprocessors of {device.kind}"
     found = (FOUND.get((generation, device, number)) for number in range(1, heads + 1))

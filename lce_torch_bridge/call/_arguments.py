@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lce_jax import scalars
 from lce_torch_bridge._types import Entropy, Lora, OutOfVocab, Tensors, TorchCall, Wgrad
 from lce_torch_bridge.call import _checks, _dtensor
-from lce_torch_bridge.launched_directly import _way
+from lce_torch_bridge.launched_directly import _passes, _way
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.tensors import _device, _tensor_parallel
 from lce_torch_bridge.tensors._device import is_readable, readable
@@ -244,7 +244,8 @@ def _check_group(group: dist.ProcessGroup, hidden: Any, ids: Any, where: Any, we
         rows = None if where is None else rows_of(where)
         size = vocab_size if scalars.is_integer(vocab_size) else None
         flat, ids = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, *ids.shape[hidden.ndim - 1 :])
-        _tensor_parallel.check(name, way_of(weight).direct, flat, ids, size, weight, rows=rows)
+        launches = functools.partial(_passes.launches, way_of(weight))
+        _tensor_parallel.check(name, launches, flat, ids, size, weight, rows=rows)
 
 
 def weight_of(given: Arguments, wgrad: Wgrad) -> torch.Tensor:

@@ -7,14 +7,13 @@ of calls that JAX runs too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from lce_jax import kernels
 from lce_torch_bridge._types import Tensors, TorchCall
 
-T, H, V, COLUMNS = 200, 256, 1100, 1152  # the last tile ends in padding, and half of it is there
+T, H, V, COLUMNS, BLOCKS = 200, 256, 1100, 1152, 2  # the last tile ends in padding, and half of it is there
 CALL = TorchCall(
     group="", vocab_size=V, logit_scale=1.0, logit_softcap=None, entropy="grad", stats=False, mean_logit=False,
     num_candidates=0, has_floor=False, megatron=False, reduce_grad_hidden=False, cache_bytes=300_000,
@@ -23,7 +22,7 @@ CALL = TorchCall(
 
 
 def compare(device: torch.device, launch: Callable[..., list[torch.Tensor]]) -> dict[str, float]:
-    """The errors of what ``launch(tensors, call, seeds)`` returns: the results, dhidden and dweight."""
+    """Those of ``launch(tensors, call, seeds)``: of the results, dhidden, dweight, and dweight by way of a sum."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(rows, H, generator=generator) for rows in (T, COLUMNS))
     labels, seeds = (
@@ -32,9 +31,10 @@ def compare(device: torch.device, launch: Callable[..., list[torch.Tensor]]) -> 
     )
     hidden, weight = (x.to(device, torch.bfloat16) for x in (hidden, weight * (2 / H**0.5)))
     x = Tensors(hidden, weight, None, labels.to(device))
-    names = *CALL.differentiable, "dhidden", "dweight"
+    names = *CALL.differentiable, "dhidden", "dweight", "dweight of a sum"
     found, wanted = launch(x, CALL, seeds), _stored(x, seeds)
-    return kernels.errors(*(dict(zip(names, map(_to_numpy, of), strict=True)) for of in (found, wanted)))
+    numbers = [[y.detach().double().cpu().numpy() for y in of] for of in (found, wanted)]
+    return kernels.errors(*(dict(zip(names, of, strict=True)) for of in numbers))
 
 
 def _stored(x: Tensors, seeds: torch.Tensor) -> list[torch.Tensor]:
@@ -43,8 +43,5 @@ def _stored(x: Tensors, seeds: torch.Tensor) -> list[torch.Tensor]:
         logits = hidden @ weight[:V].T
         lse, each = logits.logsumexp(1), logits.log_softmax(1)
         results = [each.gather(1, x.labels[:, None])[:, 0], -(each.exp() * each).sum(1), lse]
-        return [*results, *torch.autograd.grad(results, (hidden, weight), list(seeds.double()))]
-
-
-def _to_numpy(x: torch.Tensor) -> Any:
-    return x.detach().double().cpu().numpy()
+        dhidden, dweight = torch.autograd.grad(results, (hidden, weight), list(seeds.double()))
+        return [*results, dhidden, dweight, dweight]

@@ -6,6 +6,7 @@ them, and the collectives of a vocabulary that is split.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -39,23 +40,36 @@ def refusal(x: Tensors, call: TorchCall) -> str | None:
         return f"implementation={call.implementation!r}"
     kind = kind_of(x.hidden, x.weight, call, x.temperature is not None)
     reason = kernels.refusal(kind)
-    if reason is not None or kernels.unchecked(kind.device) is None:
-        return reason
-    return kernels.checked(kind.device, functools.partial(_first_call.compare, x.hidden.device, _launched))
+    is_known = reason is not None or kernels.unchecked(kind.device) is None
+    return reason if is_known else _compared(kind.device, x.hidden.device)
+
+
+def launches(way: Way, device: torch.device) -> bool:
+    """Whether kernels are launched on ``device``: after a card's first call, in which the ranks of a group may part."""
+    kind = _device.device_of(device) if way.direct and _device.why_not(device) is None else None
+    return kind is not None and _compared(kind, device) is None
+
+
+def _compared(kind: kernels.Device, device: torch.device) -> str | None:
+    return kernels.checked(kind, functools.partial(_first_call.compare, device, _launched))
 
 
 def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results with a gradient, dhidden and dweight, whether or not the kernels are known to be right."""
+    """What `_first_call.compare` asks for, of few blocks: each walks over several tiles."""
     kind, device, names = kind_of(x.hidden, x.weight, call, False), x.hidden.get_device(), call.differentiable
     if device != _device.current_device():
         with torch.cuda.device(device):
             return _launched(x, call, seeds)
+    kind = dataclasses.replace(kind, device=kind.device._replace(core_count=_first_call.BLOCKS))
     given = [_device.usable(x.hidden), _device.usable(x.weight)]
     found = Launches(forward_tape(kind, True, names), kind.device).run(device, [*given, in_rows(x.labels)])
     results, saved, kept = found[: len(names)], found[len(names)], found[len(names) + 1 :]
-    tape = gradients_tape(kind, names, (True, True), x.hidden.dtype, [_device.struct(y) for y in kept], owns_cache=True)
-    seeds, kept = [in_rows(y) for y in seeds], [_device.usable(y) for y in kept]
-    return [*results, *Launches(tape, kind.device).run(device, [*given, in_rows(saved, 1), *seeds, *kept])]
+    given += [in_rows(saved, 1), *map(in_rows, seeds)]
+    tape_of = functools.partial(gradients_tape, kind, names, (True, True), x.hidden.dtype, [*map(_device.struct, kept)])
+    kept, total = [_device.usable(y) for y in kept], x.weight.float()
+    Launches(tape_of(adds=True), kind.device).run(device, [*given, total, *kept])
+    gradients = Launches(tape_of(owns_cache=True), kind.device).run(device, [*given, *kept])
+    return [*results, *gradients, total - x.weight.float()]
 
 
 def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall, has_temperature: bool) -> kernels.CallKind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +44,8 @@ def forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: bool 
     if call.group != _tensor_parallel.NO_GROUP:
         weights = [weight for weight in (x.weight, x.teacher_weight) if weight is not None]
         ids = x.candidates if call.function == "logits" else x.labels
-        _tensor_parallel.check(call.group, way.direct, x.hidden, ids, call.vocab_size, *weights)
+        launches = functools.partial(_passes.launches, way)
+        _tensor_parallel.check(call.group, launches, x.hidden, ids, call.vocab_size, *weights)
     if x.hidden.shape[0] == 0:
         return forward_structs(x, call, keep)
     other = THROUGH_JAX.get(call.function)

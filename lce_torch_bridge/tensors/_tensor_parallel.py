@@ -12,6 +12,7 @@ import itertools
 import struct
 import weakref
 import zlib
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ def is_new(name: str, heads: int = 1) -> bool:
 
 def check(
     name: str,
-    direct: bool,
+    launches: Callable[[torch.device], bool],
     hidden: torch.Tensor,
     ids: torch.Tensor | None,
     vocab_size: int | None,
@@ -71,8 +72,8 @@ def check(
     different sizes, which NCCL does not notice.
 
     The head, or the student's and the teacher's, are ``weights``. ``rows`` is an index of the tokens that count, of
-    ``hidden [T, H]`` and of ``ids`` ``[T]`` or ``[T, K]``, if there are any. ``direct``: this rank launches kernels
-    where they serve its device. Without a ``vocab_size`` every column counts.
+    ``hidden [T, H]`` and of ``ids`` ``[T]`` or ``[T, K]``, if there are any. ``launches``: whether this rank
+    launches kernels on a device. Without a ``vocab_size`` every column counts.
 
     Raises:
         ValueError: some ranks launch kernels directly and others do not, which send other numbers; or the ranks' parts
@@ -83,13 +84,12 @@ def check(
     group, heads = _resolve(name), len(weights)
     tokens = len(hidden) if rows is None else len(rows)
     sizes = [int(weight.shape[0]) for weight in weights]
-    launches = direct and _device.why_not(weights[0].device) is None
     samples = [_sample(hidden, rows, tokens)]
     for weight, size in zip(weights, sizes, strict=True):
         live = size if vocab_size is None else min(max(vocab_size - group.rank() * size, 0), size)
         samples.append(_sample(weight, None, live))
     held = 0 if ids is None else _parts_of(ids if rows is None else ids[rows], sizes[0], group.size())
-    counts = [int(launches), held, tokens, *sizes]
+    counts = [int(launches(weights[0].device)), held, tokens, *sizes]
     own = torch.tensor(counts, dtype=torch.int32, device=hidden.device)
     sent = torch.cat([own, *(x.view(torch.int32).reshape(-1) for x in samples)])
     every = gather(sent[None], name)[:, 0].cpu()

@@ -52,10 +52,7 @@ def test_a_pod_that_is_none(text: str, capsys: pytest.CaptureFixture[str]) -> No
             "--pod compiles for h100, h200, a100, a10, l40s, rtx5090, b200, b300, v5e, v5p, v6e, tpu7x, not for cpu",
         ),
         (["--pod", "2x3", "--device", "v5p"], "--pod 2x3: a slice of TPU v5 has a power of 2 of devices, 4096 at most"),
-        (
-            ["--pod", "64x8", "--device", "v5e"],
-            "a power of 2 of devices, 256 at most, not 512",
-        ),
+        (["--pod", "64x8", "--device", "v5e"], "a power of 2 of devices, 256 at most, not 512"),
         (["--pod", "64x8", "--device", "h300"], "invalid choice: 'h300'"),
         (["--pod", "64x8", "--tensor-parallel", "8"], "--pod 64x8 says how many devices split V"),
         (["--pod", "64x8", "--function", "linear_logit"], "invalid choice: 'linear_logit'"),

@@ -129,11 +129,7 @@ def test_nothing_is_promoted_or_transferred(dtype: str) -> None:
     top, shares = top_of((2, 3), dtype), jnp.array([0.3, 0.5, 0.65], dtype)  # the largest of 1, 2 and 2 tokens
     ids, labels, numbers = top.ids.at[0].set(-1), top.ids[..., 1], jax.device_get(top)
     jax.clear_caches()
-    with (
-        jax.numpy_rank_promotion("raise"),
-        jax.numpy_dtype_promotion("strict"),
-        jax.transfer_guard("disallow"),
-    ):
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.transfer_guard("disallow"):
         found = [
             floors.top_p(top, shares), floors.top_p(top, shares, after_top_k=True), floors.top_p(top, 0.3),
             floors.top_k(top), floors.min_p(top.lse, shares), floors.min_p(top.lse, 0.3),

@@ -67,12 +67,9 @@ def test_explicit_axes_tell_the_batch_and_keep_their_types() -> None:
     labels = jax.device_put(labels, NamedSharding(mesh, P("data")))
     run = functools.partial(sharded_linear_logprobs, precision="highest")
     with jax.set_mesh(mesh):
-        out, gradient = jax.jit(
-            lambda h, w, y: (
-                run(h, w, y),
-                jax.grad(lambda w: run(h, w, y).logprobs.sum())(w),
-            )
-        )(hidden, weight, labels)
+        out, gradient = jax.jit(lambda h, w, y: (run(h, w, y), jax.grad(lambda w: run(h, w, y).logprobs.sum())(w)))(
+            hidden, weight, labels
+        )
     assert out.logprobs.sharding.spec == P("data", None)
     assert gradient.sharding.spec == P("tensor", None)
     assert oracle.value_error(out.logprobs, on_one_device(PLAIN)[0].logprobs) < 2e-6

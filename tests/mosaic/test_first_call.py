@@ -16,11 +16,12 @@ from lce_jax import UnsupportedError, _dispatch, _first_call, explain, linear_kl
 from lce_jax.kernels import for_device
 from lce_jax.mosaic import _generations, mma
 from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic.common import _kl as common_kl
 from lce_jax.mosaic.mma import _pipeline
 from tests.devices import A100
 from tests.mosaic_interpreter import afresh
 
-DEVICE = A100._replace(core_count=2)
+DEVICE = A100  # the check takes few of its multiprocessors
 CALL = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16), jnp.arange(8)
 
 
@@ -63,20 +64,31 @@ def swapped(own: Any, given: Any, exchange: Any, exchanged: Callable[..., Any] =
     return exchanged(given, own, exchange)
 
 
+def doubled_later(*given: Any, multiply: Callable[..., Any] = _pipeline._multiply) -> Any:
+    """A block's first tile is right."""
+    first, second = multiply(*given)
+    factor = jnp.where(given[-1] > 0, 2.0, 1.0)
+    return first * factor, second * factor
+
+
 def raising(*_: Any) -> Any:
     raise RuntimeError("no such instruction\nat 0x3")
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    ("fault", "told"),
-    [(swapped, "is off by dhidden"), (raising, "raised RuntimeError: no")],
+    ("name", "fault", "told"),
+    [
+        ("_exchanged", swapped, "is off by dhidden"),
+        ("_exchanged", raising, "raised RuntimeError: no"),
+        ("_multiply", doubled_later, "is off by "),
+    ],
 )
 def test_wrong_kernels_are_refused(
-    fault: Any, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, fault: Any, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "lce_jax")
-    monkeypatch.setattr(_pipeline, "_exchanged", fault)
+    monkeypatch.setattr(_pipeline, name, fault)
     for _ in range(2):
         plan = explain(*CALL)
         assert plan.implementation == "xla"
@@ -94,18 +106,34 @@ def divergence() -> Any:
     return jax.eval_shape(lambda *heads: linear_kl(*heads, implementation="mosaic_gpu"), *HEADS, *HEADS)
 
 
+def louder(x: Any, *where: Any, held: Callable[..., Any] = _pipeline.HeldTile.of) -> Any:
+    return held(1.25 * x, *where)
+
+
+def doubled(*given: Any, gradient: Callable[..., Any] = common_kl._block_gradient) -> Any:
+    return 2.0 * gradient(*given)
+
+
 @pytest.mark.usefixtures("interpreted")
-def test_two_heads_are_compared_when_a_call_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "told"),
+    [(_pipeline.HeldTile, "of", louder, ".*kl"), (common_kl, "_block_gradient", doubled, "dhidden")],
+    ids=["the tile that waits", "what is kept"],
+)
+def test_two_heads_are_compared_when_a_call_has_them(
+    owner: Any, name: str, fault: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is wrong with their kernels alone refuses no other call."""
-    held = _pipeline.HeldTile.of
     monkeypatch.setattr(_first_call, "T", 40)
     monkeypatch.setattr(_first_call, "OF_TWO_HEADS", 640)
+    monkeypatch.setattr(_first_call, "CACHE_BYTES", (300_000, 500_000))  # one of three tiles
     divergence()
     assert [(heads, reason) for (_, _, heads), reason in _generations.FOUND.items()] == [(1, None), (2, None)]
     _generations.FOUND.clear()
-    monkeypatch.setattr(_pipeline.HeldTile, "of", lambda x, *where: held(1.25 * x, *where))
+    jax.clear_caches()
+    monkeypatch.setattr(owner, name, fault)
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match=rf"its first call on {A100.kind} is off by .*kl"):
+        with pytest.raises(UnsupportedError, match=rf"its first call on {A100.kind} is off by {told}"):
             divergence()
     assert explain(*CALL).implementation == "mosaic_gpu"
     assert _generations.device_refusal(DEVICE) is None

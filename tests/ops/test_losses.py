@@ -151,10 +151,7 @@ def test_parameters_may_be_traced() -> None:
         ),
         (lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=jnp.ones(2)), r"clip must be a number .* \(2,\)"),
         (lambda: losses.grpo(0.0, None, 0.0, 0.0, 0.0, 0.0, kl=jnp.array(True)), "kl must be a real number.* bool"),
-        (
-            lambda: losses.with_entropy_bonus(losses.cross_entropy, 0.1)(0.0, None, 0.0),
-            "0.1 needs the entropy",
-        ),
+        (lambda: losses.with_entropy_bonus(losses.cross_entropy, 0.1)(0.0, None, 0.0), "0.1 needs the entropy"),
     ],
 )
 def test_errors(call: Any, message: str) -> None:

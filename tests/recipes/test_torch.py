@@ -55,11 +55,7 @@ def test_functions_of_frameworks(results: list[dict[str, Any]], name: str) -> No
 
 @pytest.mark.parametrize(
     ("ours", "published"),
-    [
-        (skyrl._logprobs, doubles.SkyRL),
-        (nemo_rl._logprobs, doubles.NeMoRL),
-        (trl._Logprobs.apply, doubles.TRL),
-    ],
+    [(skyrl._logprobs, doubles.SkyRL), (nemo_rl._logprobs, doubles.NeMoRL), (trl._Logprobs.apply, doubles.TRL)],
 )
 def test_arguments_are_the_published_ones(ours: Any, published: Any) -> None:
     assert tuple(inspect.signature(ours).parameters) == published.arguments

@@ -407,11 +407,7 @@ def test_the_module_takes_options_and_refuses_torchs_own() -> None:
     hidden, labels = torch.ones(2, 3, 16), torch.ones(2, 3, dtype=int)
     want = linear_cross_entropy(hidden, loss_fn.linear.weight, labels, z_loss=0.1)
     assert torch.equal(loss_fn(hidden, labels), want)
-    for name, instead in (
-        ("weight", "weigh tokens"),
-        ("out_features", "rows of the weight"),
-        ("options", "chunk_by"),
-    ):
+    for name, instead in (("weight", "weigh tokens"), ("out_features", "rows of the weight"), ("options", "chunk_by")):
         with pytest.raises(
             TypeError, match=f"LinearCrossEntropyLoss has no {name}, which torch's module has: .*{instead}"
         ):

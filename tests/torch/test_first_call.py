@@ -15,8 +15,11 @@ from lce_jax import kernels
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.mma import _pipeline
 from lce_torch_bridge import explain, launch_with, linear_logprobs
-from lce_torch_bridge.launched_directly import _first_call
+from lce_torch_bridge.launched_directly import _first_call, _passes
+from lce_torch_bridge.launched_directly._way import Way
+from lce_torch_bridge.tensors import _device
 from tests.devices import A100
+from tests.mosaic.test_first_call import doubled_later
 from tests.torch import problem as p
 from tests.torch.as_gpu import Program, emulated
 
@@ -35,7 +38,7 @@ def test_right_kernels_are_launched(programs: list[Program], caplog: pytest.LogC
     leaves = p.draw(9, 128, 1024, torch.bfloat16).leaves()
     with torch.no_grad(), torch.autocast("cpu"):  # which are not the check's
         out = linear_logprobs(*leaves)
-    assert len(programs) == 3  # a forward and a backward of the check, and the call's
+    assert len(programs) == 4  # a forward and two backwards of the check, and the call's
     linear_logprobs(*leaves).logprobs.sum().backward()
     assert len(programs) > 3
     assert list(_generations.FOUND.values()) == [None]
@@ -60,6 +63,25 @@ def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert how.way == "jax"
     assert told in str(how.why_not_direct)
     assert (how.plan.implementation, how.plan.refused) == ("xla", {"mosaic_gpu": how.why_not_direct})
+
+
+def test_tiles_after_a_blocks_first_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On as many multiprocessors as the card has."""
+    monkeypatch.setattr(_device, "device_of", lambda _: A100)
+    monkeypatch.setattr(_pipeline, "_multiply", doubled_later)
+    with pytest.raises(lce_jax.UnsupportedError, match="is off by logprobs"):
+        linear_logprobs(*p.draw(9, 128, 1024, torch.bfloat16))
+
+
+def test_ranks_tell_each_other_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(_first_call, "compare", raising)
+    assert not _passes.launches(Way(direct=True, must=False), torch.device("cpu"))
+    (found,) = _generations.FOUND.values()
+    assert found is not None
+    assert "raised OutOfMemoryError: no room" in found
 
 
 def test_a_launch_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:

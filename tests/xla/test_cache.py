@@ -196,11 +196,7 @@ def test_what_keeps_nothing() -> None:
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("share", "dtype", "where"),
-    [
-        (1.0, "float32", False),
-        pytest.param(0.5, "bfloat16", False, marks=pytest.mark.slow),
-        (1.0, "bfloat16", True),
-    ],
+    [(1.0, "float32", False), pytest.param(0.5, "bfloat16", False, marks=pytest.mark.slow), (1.0, "bfloat16", True)],
 )
 def test_the_cache_is_not_copied(share: float, dtype: str, where: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What XLA holds of both passes is what is kept, and a few tiles."""

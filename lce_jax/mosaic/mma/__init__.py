@@ -52,7 +52,7 @@ BUDGET = Budget(dhidden_waves=DHIDDEN_WAVES)
 
 SM120 = Generation(
     compute_capabilities=("12.0",),
-    devices=("RTX 5090", "RTX PRO 6000", "RTX 5080", "RTX 5070"),
+    devices=("RTX 5090", r"RTX 50[5-9]0", r"RTX PRO \d000"),
     tiling=TILING,
     budget=BUDGET,
     tunings=OneTuning(tuning=Tuning(tile_k=32, stages=3, slots=1)),
@@ -62,7 +62,7 @@ SM120 = Generation(
 )
 SM80 = Generation(
     compute_capabilities=("8.0",),
-    devices=("A100", "A800", "A30"),
+    devices=("A100", "A100X", "A800", "A30"),
     tiling=TILING._replace(atom=ROW_BLOCK),
     budget=BUDGET,
     tunings=OneTuning(tuning=Tuning(tile_k=64, stages=3), has_tma=False),
@@ -73,7 +73,7 @@ SM80 = Generation(
 )
 SM89 = Generation(
     compute_capabilities=("8.9", "8.6"),
-    devices=("L40S", "L40", "L4", "RTX 4090", "RTX 6000 Ada", "A10", "A10G", "A40", "RTX 3090", "RTX A6000"),
+    devices=("L40S", "L[24]0?", r"RTX [34]0[5-9]0", r"RTX \d000 (SFF )?Ada", "A10G?|A16|A2|A40", r"RTX A\d[05]00"),
     tiling=SM80.tiling,
     budget=BUDGET,
     tunings=OneTuning(tuning=Tuning(tile_k=32, stages=3), has_tma=False),
