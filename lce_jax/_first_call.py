@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lce_jax import mosaic
-from lce_jax._types import Call, Device, LogprobOutput, Operands, Results
+from lce_jax._types import Call, Device, LogprobOutput, Operands, Results, Wanted
 from lce_jax.mathematics import _kl, _logprobs
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations
@@ -129,8 +129,8 @@ def _answers(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inver
     rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
     found = {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse}
     found["dhidden"], found["dweight"], _ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)
-    start = weight.astype(jnp.float32)
-    found["dweight of a sum"] = one.gradients(operands, call, rows, cache, dweight=start)[1] - start
+    alone, start = call.but(wanted=Wanted(hidden=False)), weight.astype(jnp.float32)
+    found["dweight of a sum"] = one.gradients(operands, alone, rows, cache, dweight=start)[1] - start
     return found
 
 

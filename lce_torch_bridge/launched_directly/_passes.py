@@ -65,11 +65,11 @@ def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> lis
     found = Launches(forward_tape(kind, True, names), kind.device).run(device, [*given, in_rows(x.labels)])
     results, saved, kept = found[: len(names)], found[len(names)], found[len(names) + 1 :]
     given += [in_rows(saved, 1), *map(in_rows, seeds)]
-    tape_of = functools.partial(gradients_tape, kind, names, (True, True), x.hidden.dtype, [*map(_device.struct, kept)])
+    tape_of = functools.partial(gradients_tape, kind, names, dtype=x.hidden.dtype, kept=[*map(_device.struct, kept)])
     kept, total = [_device.usable(y) for y in kept], x.weight.float()
-    Launches(tape_of(adds=True), kind.device).run(device, [*given, total, *kept])
-    gradients = Launches(tape_of(owns_cache=True), kind.device).run(device, [*given, *kept])
-    return [*results, *gradients, total - x.weight.float()]
+    Launches(tape_of(wanted=(False, True), adds=True), kind.device).run(device, [*given, total, *kept])
+    last = Launches(tape_of(wanted=(True, True), owns_cache=True), kind.device)
+    return [*results, *last.run(device, [*given, *kept]), total - x.weight.float()]
 
 
 def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall, has_temperature: bool) -> kernels.CallKind:

@@ -21,9 +21,9 @@ DESCRIBED = {
     **dict.fromkeys(("A100-SXM4-80GB", "A30", "A800 40GB Active"), mma.SM80),
     **dict.fromkeys(("A10", "A10G", "L4", "L40", "L40S", "RTX A6000", "GeForce RTX 3090 Ti"), mma.SM89),
     **dict.fromkeys(("RTX 6000 Ada Generation", "RTX 4000 SFF Ada Generation", "GeForce RTX 4090"), mma.SM89),
-    **dict.fromkeys(("GeForce RTX 4080 SUPER", "GeForce RTX 3060", "RTX A4500", "A2", "A16", "L20"), mma.SM89),
-    **dict.fromkeys(("GeForce RTX 5090", "RTX PRO 6000 Blackwell", "GeForce RTX 5060 Ti"), mma.SM120),
-    **dict.fromkeys(("A1000", "Quadro RTX 6000", "Quadro RTX 4000", "GeForce RTX 2080 Ti", "T4", "GB200"), None),
+    **dict.fromkeys(("GeForce RTX 4080 SUPER", "GeForce RTX 3060", "RTX A3000", "A2", "A16", "L20"), mma.SM89),
+    **dict.fromkeys(("GeForce RTX 5090", "RTX PRO 6000 Blackwell Workstation Edition", "RTX 5060 Ti"), mma.SM120),
+    **dict.fromkeys(("A1000", "Quadro RTX 6000", "Quadro RTX 4000", "T4", "GB200", "Tesla V100-SXM2-32GB"), None),
 }
 
 

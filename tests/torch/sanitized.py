@@ -161,17 +161,17 @@ def filled(check: Callable[[], list[torch.Tensor]]) -> None:
     assert found[0] == found[1]
 
 
-def take_for(capability: str) -> None:
-    """From now on the GPU counts as one of this compute capability."""
+def described_as(capability: str) -> Callable[[int], Any]:
+    """A `_device._described` for which a GPU has this compute capability."""
     described = _device._described
-    _device._described = lambda index: described(index)._replace(compute_capability=capability)
+    return lambda index: described(index)._replace(compute_capability=capability)
 
 
 def main() -> None:
     launch_with("direct")
     for word in sys.argv[1:]:
         if word.startswith("as="):
-            take_for(word.removeprefix("as="))
+            _device._described = described_as(word.removeprefix("as="))
     # Without padding in it, a small call would be as large as any: the sanitizer watches every row.
     _padding.SMALLEST = 512
     for name, check in checks(sys.argv[1:]):

@@ -40,7 +40,7 @@ def test_right_kernels_are_launched(programs: list[Program], caplog: pytest.LogC
         out = linear_logprobs(*leaves)
     assert len(programs) == 4  # a forward and two backwards of the check, and the call's
     linear_logprobs(*leaves).logprobs.sum().backward()
-    assert len(programs) > 3
+    assert len(programs) > 4
     assert list(_generations.FOUND.values()) == [None]
     launch_with("jax")
     assert p.value_error(out.lse, linear_logprobs(*leaves, implementation="xla").lse) < 1e-4

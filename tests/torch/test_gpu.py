@@ -22,6 +22,7 @@ from tests.torch import problem as p
 from tests.torch import test_kernels_threshold as threshold
 from tests.torch.gpu_problem import draw
 from tests.torch.processes import ranks, run, torchrun
+from tests.torch.sanitized import described_as
 from tests.torch.test_parity import NOT_SERVED
 
 pytestmark = pytest.mark.gpu
@@ -192,8 +193,7 @@ def test_case(test: cases.TestCase) -> None:
 @pytest.mark.parametrize("test", CASES, ids=str)
 def test_case_on_other_generations(test: cases.TestCase, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hopper GPU runs their kernels too."""
-    described = _device._described
-    monkeypatch.setattr(_device, "_described", lambda i: described(i)._replace(compute_capability=capability))
+    monkeypatch.setattr(_device, "_described", described_as(capability))
     check_case(test)
 
 
