@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import random
 import runpy
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -215,35 +213,6 @@ def _with(seeds: list[torch.Tensor], problem: p.Problem, **options: Any) -> Any:
     out = linear_logprobs(leaves.hidden, leaves.weight, problem.labels, **options)
     grads = torch.autograd.grad(out[:3], leaves[:2], seeds)
     return [x.detach() for x in out[:3]], grads
-
-
-CALLS = 135, 214  # functions that a forward and a backward call, those of torch's own Python and of C among them
-
-
-def test_how_much_python_a_call_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host does besides launches, which here do nothing. A tensor's own methods count as calls."""
-    as_gpu(monkeypatch)
-    leaves, seed = p.draw(T, H, V, torch.bfloat16).leaves(), torch.ones(T)
-
-    def backward(out: Any) -> Any:
-        return torch.autograd.grad([out.logprobs, out.entropy], leaves[:2], [seed, seed])
-
-    backward(linear_logprobs(*leaves, implementation="mosaic_gpu"))
-    forward_calls, out = _calls(lambda: linear_logprobs(*leaves, implementation="mosaic_gpu"))
-    backward_calls, _ = _calls(lambda: backward(out))
-    assert forward_calls <= CALLS[0]
-    assert backward_calls <= CALLS[1]
-
-
-def _calls(function: Callable[[], Any]) -> tuple[int, Any]:
-    """How many functions it calls, and what it returns."""
-    seen: collections.Counter[str] = collections.Counter()
-    sys.setprofile(lambda *at: seen.update([at[1]]))
-    try:
-        found = function()
-    finally:
-        sys.setprofile(None)
-    return seen["call"] + seen["c_call"], found
 
 
 @pytest.mark.slow
