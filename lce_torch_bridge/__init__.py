@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from lce_torch_bridge import losses, rows
     from lce_torch_bridge._framework import Installed
     from lce_torch_bridge._types import LogprobOutput, TopK
+    from lce_torch_bridge.deferred._defer import defer_logits
+    from lce_torch_bridge.deferred._deferral import Deferral
+    from lce_torch_bridge.deferred._functions import DeferredLogits
     from lce_torch_bridge.launched_directly._way import launch_with
     from lce_torch_bridge.ops._cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, linear_entropy
     from lce_torch_bridge.ops._explain import Explanation, explain
@@ -27,11 +30,14 @@ if importlib.util.find_spec("torch") is None:
     )
 
 __all__ = [
+    "Deferral",
+    "DeferredLogits",
     "Explanation",
     "Installed",
     "LinearCrossEntropyLoss",
     "LogprobOutput",
     "TopK",
+    "defer_logits",
     "explain",
     "init",
     "launch_with",
@@ -51,6 +57,9 @@ __all__ = [
 _MODULES = {
     "_framework": ("Installed",),
     "_types": ("LogprobOutput", "TopK"),
+    "deferred._defer": ("defer_logits",),
+    "deferred._deferral": ("Deferral",),
+    "deferred._functions": ("DeferredLogits",),
     "launched_directly._way": ("launch_with",),
     "losses": ("losses",),
     "ops._cross_entropy": ("LinearCrossEntropyLoss", "linear_cross_entropy", "linear_entropy"),

@@ -92,15 +92,8 @@ class Installed:
             ) from missing
 
     def check_version(self) -> None:
-        """Warns where the framework is not the one that this package is tested with."""
-        found = _version(self._framework)
-        if not f"{found}.".startswith(f"{self._tested}."):
-            warnings.warn(
-                f"lce_torch_bridge is tested with {self._framework} {self._tested}, and this is {found}: compare a "
-                f"step's loss with that of {self._framework} alone, or install {self._tested}",
-                RuntimeWarning,
-                stacklevel=4,  # of who calls install or patch
-            )
+        """`check_version` of this framework."""
+        check_version(self._framework, self._tested, stacklevel=5)
 
     def _check(self, owner: Any, name: str, ours: Any) -> None:
         """The framework has the name, and its function the parameters that ours has."""
@@ -112,6 +105,18 @@ class Installed:
                 f"{name} of {_shown(owner)} {why}: this is {self._framework} {_version(self._framework)}, and "
                 f"lce_torch_bridge is for {self._tested}"
             )
+
+
+def check_version(framework: str, tested: str, stacklevel: int = 3) -> None:
+    """Warns where the framework is not the one that this package is tested with."""
+    found = _version(framework)
+    if not f"{found}.".startswith(f"{tested}."):
+        warnings.warn(
+            f"lce_torch_bridge is tested with {framework} {tested}, and this is {found}: compare a step's loss with "
+            f"that of {framework} alone, or install {tested}",
+            RuntimeWarning,
+            stacklevel=stacklevel,  # of who calls install or patch
+        )
 
 
 def _version(framework: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def _whole(layer: Any, function: Any) -> None:
         forward = getattr(each, "_old_forward", each.forward)  # accelerate puts its own around it
         hooks = (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
         hooked = any(not hook.__module__.startswith("torch.distributed") for hook in hooks)
-        if hooked or getattr(forward, "__func__", None) is not function:
+        if hooked or inspect.unwrap(getattr(forward, "__func__", forward)) is not function:
             raise NotImplementedError(
                 f"the head, {type(each)}, is more than its weight and bias: leave it out of target_modules, "
                 "target_parameters (modules_to_save trains all of it), trainable_token_indices, quantization and "

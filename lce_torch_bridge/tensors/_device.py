@@ -147,6 +147,11 @@ def is_traced() -> bool:
     return bool([mode for mode in modes if type(mode).__module__ in RECORDING])
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of the autocast context of this kind of device; None outside of one."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def is_differentiated(*operands: torch.Tensor | None) -> bool:
     """Whether a call is recorded for a backward."""
     return torch.is_grad_enabled() and bool([x for x in operands if x is not None and x.requires_grad])

@@ -1,0 +1,1 @@
+"""Logits that are computed only when something needs them."""

@@ -1,0 +1,193 @@
+"""`defer_logits`: a head, or a model's, that returns `DeferredLogits`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+
+from lce_torch_bridge._types import PLAIN
+from lce_torch_bridge.call import _checks
+from lce_torch_bridge.deferred._deferral import BEFORE, DEFERRAL, Deferral
+from lce_torch_bridge.deferred._functions import DeferredLogits
+from lce_torch_bridge.deferred._recipe import Source
+from lce_torch_bridge.tensors import _device
+
+
+def defer_logits(module: torch.nn.Module, *, strict: bool = False) -> Deferral:
+    """A head, or a model's, returns logits that are computed only when something needs them.
+
+    The model's own forward runs, and so does its loss. While gradients are wanted, the head returns a `DeferredLogits`:
+    a tensor with the shape, dtype and device of the logits, and no memory. Rows, views, casts, factors and tanh of it
+    are written down. torch's cross entropy, log-probabilities, lse, entropy and the largest of it are this package's
+    functions. Whatever else needs the values computes the logits once, by the model's own operations in its own order,
+    and goes on as it would without this function: a line of the log says for what, and where. So a model is served, or
+    is as it was: nothing that it does to its logits, and no term of its loss, is left out.
+
+    Without gradients the head computes its logits as before, and so does ``generate``. A model that is given labels
+    defers them without gradients too, so that an evaluation's loss stores none.
+
+    Call it before DDP, FSDP or ``torch.compile`` wraps the model. PEFT may come before or after.
+
+    Args:
+        module: a linear head, ``model.lm_head``, or a model whose ``get_output_embeddings()`` is one, as those of
+            Transformers are.
+        strict: raises where logits would be computed, in place of computing them.
+
+    Returns:
+        What counts results and logits, and undoes it. A second call for the same module returns the same.
+
+    Raises:
+        TypeError: this is neither a head nor a model with one; the message says what to pass.
+        NotImplementedError: the head is no linear layer, or somebody has put another forward in its place.
+
+    Memory:
+        A deferred tensor keeps hidden states and the head's parameters, which the graph keeps anyway, for as long as
+        it is referenced.
+
+    Numerics:
+        Results are those of `linear_cross_entropy` and `linear_logprobs`: in float32 from products in the head's dtype,
+        then rounded to the dtype that torch returns. In bfloat16 they are more exact than those of stored logits, which
+        are rounded first.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import defer_logits
+        >>> head = torch.nn.Linear(8, 1000, bias=False)
+        >>> handle = defer_logits(head)
+        >>> logits = head(torch.ones(4, 8)) / 0.7
+        >>> loss = torch.nn.functional.cross_entropy(logits, torch.arange(4))
+        >>> loss.backward()
+        >>> handle.served, handle.stored, head.weight.grad.shape
+        (1, 0, torch.Size([1000, 8]))
+    """
+    ours = vars(module).get(DEFERRAL) if isinstance(module, torch.nn.Module) else None
+    if isinstance(ours, Deferral):
+        return ours
+    deferral = Deferral(strict)
+    if isinstance(module, torch.nn.Linear):
+        _attach(deferral, module)
+        return deferral
+    _refuse_wrapper(module)
+    head = _head_of(module)
+    _attach(deferral, head)
+    deferral.put(module, _forward_of_model(type(module)))
+    return deferral
+
+
+def _attach(deferral: Deferral, head: torch.nn.Module) -> None:
+    """Defers the logits of a head, or of PEFT's trained copies of it."""
+    copies = getattr(head, "modules_to_save", None)
+    for layer in [head] if copies is None else copies.values():
+        if DEFERRAL not in vars(layer):
+            _refuse_other_head(layer)
+            deferral.put(layer, _forward_of_head(type(layer)))
+
+
+def _head_of(model: Any) -> Any:
+    """A model's head, as Transformers says it."""
+    head = getattr(model, "get_output_embeddings", lambda: None)() if isinstance(model, torch.nn.Module) else None
+    if head is None:
+        got = type(model).__name__ if isinstance(model, torch.nn.Module) else repr(model)
+        raise TypeError(
+            f"pass a head, defer_logits(model.lm_head), or a model that has get_output_embeddings, as Transformers' "
+            f"…ForCausalLM has: got {got}"
+        )
+    return head
+
+
+def _refuse_wrapper(module: Any) -> None:
+    """Refuses what only calls the model, with the model in it."""
+    inside = {"_orig_mod": "torch.compile", "module": "DDP or FSDP"}
+    for name, what in inside.items():
+        there = vars(module).get("_modules", {}) if isinstance(module, torch.nn.Module) else {}
+        if name in there or (name == "module" and "_fsdp_wrapped_module" in there):
+            raise TypeError(
+                f"{type(module).__name__} calls the model, as {what} makes it: write defer_logits(model) before that, "
+                f"or defer_logits(model.{name})"
+            )
+    model = getattr(module, "model", None)
+    if not isinstance(module, torch.nn.Module) and isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"{type(module).__name__} is no model: write defer_logits({type(module).__name__.lower()}.model)"
+        )
+
+
+def _refuse_other_head(head: Any) -> None:
+    is_linear = type(head).forward is torch.nn.Linear.forward or type(head).__module__.startswith("peft.tuners.")
+    if not is_linear:
+        raise NotImplementedError(
+            f"the head is {type(head)}, whose forward is no linear layer's: leave the model as it is, which computes "
+            "its logits"
+        )
+    if "forward" in vars(head):
+        raise NotImplementedError(
+            f"the head's forward is {vars(head)['forward']!r}, which somebody put there: call defer_logits before that"
+        )
+
+
+@functools.cache
+def _forward_of_head(head_class: type) -> Any:
+    """In place of a head's ``forward``."""
+    stock = head_class.forward
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        source = _source(self, *args, **kwargs) if len(args) + len(kwargs) == 1 else None
+        return stock(self, *args, **kwargs) if source is None else DeferredLogits.of_head(source)
+
+    return forward
+
+
+@functools.cache
+def _forward_of_model(model_class: type) -> Any:
+    """In place of a model's ``forward``, whose signature the Trainer reads."""
+    stock = model_class.forward
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = args[1:] if args and args[0] is self else args  # accelerate may bind a method as if it were a function
+        deferral: Deferral = vars(self)[DEFERRAL]
+        if DEFERRAL not in vars(head := self.get_output_embeddings()):  # PEFT has put an adapter around it since
+            with_adapter = type(head).__module__.startswith("peft.tuners.")
+            _attach(deferral, head) if with_adapter else None
+        before = vars(self).get(BEFORE) or functools.partial(stock, self)
+        deferral.with_labels += (has_labels := _has_labels(stock, self, args, kwargs))
+        try:
+            return before(*args, **kwargs)
+        finally:
+            deferral.with_labels -= has_labels
+
+    return forward
+
+
+def _has_labels(stock: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
+        return True
+    return bool(args) and inspect.signature(stock).bind_partial(model, *args).arguments.get("labels") is not None
+
+
+def _source(head: Any, input: Any) -> Source | None:
+    """What the logits would be computed from; None where the head computes them."""
+    if _device.is_traced():
+        return None
+    deferral: Deferral = vars(head)[DEFERRAL]
+    layer, lora = head, None
+    if type(head).forward is not torch.nn.Linear.forward:
+        try:
+            layer, lora = _checks.head(head)
+        except NotImplementedError as reason:
+            deferral.say(str(reason))
+            return None
+    weight, dtype = layer.weight, _device.autocast_dtype(input.device.type) if isinstance(input, torch.Tensor) else None
+    if type(input) not in PLAIN or type(weight) not in PLAIN or not deferral.wants(input, weight, layer.bias, lora):
+        return None
+    floats = input.dtype in _checks.FLOATS and weight.dtype in _checks.FLOATS
+    fits = (
+        input.shape[-1:] == weight.shape[1:] and input.device == weight.device and input.device.type in ("cpu", "cuda")
+    )
+    if not (floats and fits) or (dtype is None and input.dtype != weight.dtype):
+        return None
+    return Source(input, weight, layer.bias, lora, dtype, deferral)

@@ -1,0 +1,109 @@
+"""The handle of `defer_logits`: what was served, what was computed after all, and where in the code."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from typing import Any, Self
+
+import torch
+
+_logger = logging.getLogger("lce_torch_bridge")
+_INSIDE = ("torch", "lce_torch_bridge")
+DEFERRAL, BEFORE = "_lce_deferral", "_lce_forward_before"  # attributes of a module
+
+
+class Deferral:
+    """Heads that defer their logits, until `undo` or the end of a ``with``. A deep copy of a model has the same.
+
+    Attributes:
+        served: how many results were computed without logits, in this process.
+        stored: how many times logits were computed after all.
+        places: for what, and where in the code.
+        strict: whether that raises.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.served = self.stored = 0
+        self.places: list[str] = []
+        self.strict = strict
+        self.with_labels = 0  # calls of the model that have labels, and are not over
+        self._modules: list[Any] = []
+        self._forwards: dict[int, Any] = {}  # ours, by the module's id
+
+    def undo(self) -> None:
+        """The heads compute their logits again. Nothing where they do already."""
+        for module in self._modules:
+            if vars(module).get("forward") != self._forwards[id(module)]:
+                raise RuntimeError(f"forward of {type(module).__name__} has been replaced since: undo that first")
+        while self._modules:
+            attributes = vars(self._modules.pop())
+            before = attributes.pop(BEFORE, None)
+            del attributes["forward"], attributes[DEFERRAL]
+            if before is not None:
+                attributes["forward"] = before
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Deferral(served={self.served}, stored={self.stored}, places={self.places})"
+
+    def put(self, module: torch.nn.Module, forward: Any) -> None:
+        """Puts ``forward`` in the place of a module's."""
+        attributes = vars(module)
+        if "forward" in attributes:
+            attributes[BEFORE] = attributes["forward"]
+        attributes[DEFERRAL], attributes["forward"] = self, types.MethodType(forward, module)
+        self._modules.append(module)
+        self._forwards[id(module)] = attributes["forward"]
+
+    def wants(self, *operands: Any) -> bool:
+        """Whether logits are deferred: where a gradient is wanted, or the model was given labels."""
+        hidden, weight, bias, lora = operands
+        if lora is not None and weight.requires_grad and torch.is_grad_enabled():
+            return False  # an adapter here is one of a frozen weight
+        if self.with_labels:
+            return True
+        tensors = (hidden, weight, bias, *(lora or ())[:2])
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+    def say(self, reason: str) -> None:
+        """Logs once why a head computes its logits."""
+        if reason not in self.places:
+            self.places.append(reason)
+            _logger.warning("the head computes its logits: %s", reason)
+
+    def note(self, shape: torch.Size, dtype: torch.dtype, needed_for: str) -> None:
+        """Counts logits that are about to be computed, and logs the first of each place.
+
+        Raises:
+            RuntimeError: the deferral is strict.
+        """
+        place = f"{needed_for or 'their values'} at {_place()}"
+        text = f"logits of {list(shape)} ({shape.numel() * dtype.itemsize / 2**30:.1f} GiB)"
+        if self.strict:
+            raise RuntimeError(
+                f"{text} would be computed for {place}, and defer_logits was given strict=True. Without logits there "
+                "are cross entropy, log_softmax with gather, logsumexp, entropy, argmax and topk: write the loss with "
+                "these, or leave strict out"
+            )
+        self.stored += 1
+        if place not in self.places:
+            self.places.append(place)
+            _logger.warning("%s are computed for %s", text, place)
+
+
+def _place() -> str:
+    """File and line of the innermost frame that is neither torch's nor this package's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

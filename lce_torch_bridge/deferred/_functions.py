@@ -1,0 +1,441 @@
+"""torch's functions of deferred logits: what is written down, and what needs the values.
+
+`_served` has what is computed without logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lce_torch_bridge.deferred import _served
+from lce_torch_bridge.deferred._recipe import Recipe, Step
+from lce_torch_bridge.deferred._tensor import DeferredLogits, _plain, _values
+
+T, F = torch.Tensor, torch.nn.functional
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)``, of which at least one is deferred."""
+    x = args[0] if args else kwargs.get("input")
+    if func in GETTERS and isinstance(x, DeferredLogits):
+        with _plain():
+            return func(*args, **kwargs) if x._value is None else func(x._value, *args[1:], **kwargs)
+    if func in COMMUTES and len(args) == 2 and not isinstance(x, DeferredLogits):
+        x, args = args[1], args[::-1]
+    known = TABLE.get(func)
+    if known is not None and isinstance(x, DeferredLogits) and x.is_deferred():
+        kwargs.pop("input", None)
+        found = known(x, func, args[1:], kwargs)
+        if found is not NotImplemented:
+            return found
+        kwargs = kwargs if args else {"input": x, **kwargs}
+    return _of_values(func, args, kwargs)
+
+
+def _of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the values. What is written in place stays written."""
+    name, first = _name(func), args[0] if args else None
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        _refuse_gradient_of_logits(args, kwargs)
+    if name in RESHAPES_IN_PLACE and isinstance(first, DeferredLogits):
+        raise NotImplementedError(f"{name} of deferred logits: write it without the _, or call it on logits.compute()")
+    writes = _is_in_place(func) and isinstance(first, DeferredLogits)
+    if writes:
+        first.write(name)
+    if isinstance(out := kwargs.get("out"), DeferredLogits):
+        out.write(name)
+    found = func(*_values(args, name), **_values(kwargs, name))
+    return first if writes and isinstance(found, torch.Tensor) else found
+
+
+def _name(func: Any) -> str:
+    return torch.overrides.resolve_name(func) or getattr(func, "__name__", repr(func))
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in WRITES
+
+
+def _refuse_gradient_of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+    inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
+    if any(isinstance(x, DeferredLogits) and not x._written[0] for x in inputs):
+        raise RuntimeError(
+            "the gradient of deferred logits themselves: a loss of them has none, because it is computed from hidden "
+            "states. Write logits = logits.compute() before the loss"
+        )
+
+
+# What is written down
+
+
+def _then(
+    x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: Any, layout: torch.Tensor, **changes: Any
+) -> Any:
+    return x.then(Step(func, args, kwargs), layout, **changes)
+
+
+def _cast(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another dtype on the same device."""
+    recipe = x.recipe
+    probe = torch.empty(0, dtype=recipe.dtype, device=x.device)
+    out = func(probe, *(probe if each is x else each for each in args), **kwargs)
+    if out is probe or isinstance(out, str):
+        return x if out is probe else out
+    if not isinstance(out, torch.Tensor) or out.device != probe.device or out.dtype not in (*_FLOATS, torch.float64):
+        return NotImplemented
+    return _then(x, func, args, kwargs, torch.empty_like(recipe.layout, dtype=out.dtype), **_same(recipe))
+
+
+def _same(recipe: Recipe) -> dict[str, Any]:
+    """What a step leaves that changes no value: rows and results of another tensor with the same rows."""
+    return {"rows_of": recipe.rows_of, "results": recipe.results}
+
+
+def _contiguous(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    layout = x.recipe.layout
+    found = func(layout, *args, **kwargs)
+    return x if found is layout else _then(x, func, args, kwargs, found, **_same(x.recipe))
+
+
+def _detach(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _then(x, func, args, kwargs, x.recipe.layout.detach(), **_same(x.recipe), grad=False)
+
+
+def _scale(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Times or over a number, or a tensor of one number or one for each row; a softmax times what it is of."""
+    if len(args) != 1 or kwargs:
+        return NotImplemented
+    (by,), recipe, over = args, x.recipe, func in OVER
+    if isinstance(by, DeferredLogits):
+        return NotImplemented if over else _product(x, func, by)
+    if isinstance(by, torch.Tensor):
+        number = _number(by)
+        if number is None:
+            return _scale_rows(x, func, by)
+    elif isinstance(by, int | float) and not isinstance(by, bool):
+        number = float(by)
+    else:
+        return NotImplemented
+    if not math.isfinite(number) or (over and number == 0):
+        return NotImplemented
+    layout = torch.empty_like(recipe.layout, dtype=torch.result_type(recipe.layout, by))
+    if layout.dtype not in (*_FLOATS, torch.float64):
+        return NotImplemented
+    if recipe.kind != "logits":
+        coefficient = recipe.coefficient / number if over else recipe.coefficient * number
+        return _then(x, func, args, {}, layout, coefficient=coefficient, **_same(recipe))
+    return _then(x, func, args, {}, layout, factors=(*recipe.factors, ("div" if over else "mul", number)))
+
+
+def _number(by: torch.Tensor) -> float | None:
+    """The value of a tensor of one number that has no gradient, where reading it waits for nothing."""
+    plain = by.ndim == 0 and by.device.type == "cpu" and not by.requires_grad and not by.is_complex()
+    return float(by.item()) if plain else None
+
+
+def _scale_rows(x: DeferredLogits, func: Any, by: torch.Tensor) -> Any:
+    """Hidden states are scaled in place of their logits."""
+    recipe = x.recipe
+    linear = recipe.kind == "logits" and not any(name == "tanh" for name, _ in recipe.factors)
+    rows = (*recipe.layout.shape[:-1], 1)
+    fits = by.ndim <= len(rows) and all(n in (1, m) for n, m in zip(by.shape[::-1], rows[::-1], strict=False))
+    if recipe.classes_first or not (linear and fits) or by.device != x.device or not by.is_floating_point():
+        return NotImplemented
+    if recipe.bias is not None and by.numel() != 1:
+        return NotImplemented
+    dtype = torch.result_type(recipe.layout, by)
+    hidden = func(recipe.hidden, by).to(recipe.hidden.dtype)
+    bias = None if recipe.bias is None else func(recipe.bias, by.reshape(())).to(recipe.bias.dtype)
+    layout = torch.empty_like(recipe.layout, dtype=dtype)
+    return _then(x, func, (by,), {}, layout, hidden=hidden, bias=bias)
+
+
+def _product(x: DeferredLogits, func: Any, by: DeferredLogits) -> Any:
+    """P · log p and p · z, whose sums are entropies."""
+    if not by.is_deferred():
+        return NotImplemented
+    one, other = sorted((x.recipe, by.recipe), key=lambda recipe: recipe.kind != "softmax")
+    if one.kind != "softmax" or x.shape != by.shape:
+        return NotImplemented
+    assert one.logits is not None
+    of = other if other.logits is None else other.logits
+    kind = {"log_softmax": "p_log_p", "logits": "p_logits"}.get(other.kind)
+    if kind is None or of.results is not one.logits.results:
+        return NotImplemented
+    layout = torch.empty_like(x.recipe.layout, dtype=torch.promote_types(one.dtype, other.dtype))
+    coefficient = one.coefficient * other.coefficient
+    return _then(x, func, (by,), {}, layout, kind=kind, coefficient=coefficient, logits=one.logits)
+
+
+def _negate(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    recipe, layout = x.recipe, torch.empty_like(x.recipe.layout)
+    if args or kwargs:
+        return NotImplemented
+    if recipe.kind != "logits":
+        return _then(x, func, (), {}, layout, coefficient=-recipe.coefficient, **_same(recipe))
+    return _then(x, func, (), {}, layout, factors=(*recipe.factors, ("mul", -1.0)))
+
+
+def _tanh(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    recipe = x.recipe
+    if args or kwargs or recipe.kind != "logits":
+        return NotImplemented
+    return _then(x, func, (), {}, torch.empty_like(recipe.layout), factors=(*recipe.factors, ("tanh", 0.0)))
+
+
+def _shift(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Plus or minus one number for each column, a bias; minus their own lse."""
+    recipe, by = x.recipe, args[0] if len(args) == 1 and not kwargs else None
+    if recipe.kind != "logits" or not isinstance(by, torch.Tensor) or isinstance(by, DeferredLogits):
+        return NotImplemented
+    if func in LESS and getattr(by, "_lse_of", None) is recipe.results and by.shape[:-1] == x.shape[:-1]:
+        layout = torch.empty_like(recipe.layout, dtype=torch.promote_types(recipe.dtype, by.dtype))
+        return _then(x, func, (by.detach(),), {}, layout, kind="log_softmax", logits=recipe)
+    columns = recipe.source.weight.shape[0]
+    fits = by.shape[-1:] == (columns,) and by.numel() == columns and by.ndim <= x.dim() and by.dtype in _FLOATS
+    linear = not any(name == "tanh" for name, _ in recipe.factors) and recipe.vocab_size == columns
+    if not (fits and linear) or recipe.classes_first or recipe.source.lora is not None or by.device != x.device:
+        return NotImplemented
+    options = recipe.options()
+    if options is None or not (scale := options["logit_scale"] / options["temperature"]):
+        return NotImplemented
+    bias = by.reshape(columns) / (-scale if func in LESS else scale)
+    bias = bias if recipe.bias is None else recipe.bias + bias
+    layout = torch.empty_like(recipe.layout, dtype=torch.promote_types(recipe.dtype, by.dtype))
+    return _then(x, func, (by,), {}, layout, bias=bias)
+
+
+# Rows
+
+
+def _rows(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What leaves each row whole: views, splits, transposes of the leading dimensions, chosen rows."""
+    recipe = x.recipe
+    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+        return NotImplemented
+    plain = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    try:
+        layout = func(recipe.layout, *map(_on_meta, args), **{name: _on_meta(each) for name, each in kwargs.items()})
+    except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
+        return NotImplemented  # torch says why, of the values
+    if any(isinstance(each, DeferredLogits) for each in plain):
+        return NotImplemented
+    select = functools.partial(_select, func, args, kwargs, recipe.layout.shape[-1])
+    if isinstance(layout, torch.Tensor):
+        return _row_step(x, Step(func, args, kwargs), select, layout)
+    each = [
+        _row_step(x, Step(_Nth(i, func), args, kwargs), _Nth(i, select), one, is_part=True)
+        for i, one in enumerate(layout)
+    ]
+    return NotImplemented if any(one is NotImplemented for one in each) else type(layout)(each)
+
+
+def _on_meta(x: Any) -> Any:
+    """An argument for a tensor without memory."""
+    return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+
+def _transpose(x: DeferredLogits, *_: Any) -> Any:
+    return _rows(x, T.transpose, (-1, -2), {})
+
+
+class _Nth:
+    """The i-th of what a function returns."""
+
+    def __init__(self, i: int, function: Callable[..., Any]) -> None:
+        self.i, self.function = i, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)[self.i]
+
+
+def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, x: torch.Tensor) -> Any:
+    """The same rows of a tensor with other columns."""
+    if func in SIZED:
+        sizes = kwargs.get("shape", kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args))
+        last = x.shape[-1] if sizes[-1] == columns or (sizes[-1] == -1 and func not in EXPANDS) else sizes[-1]
+        return (T.expand if func in EXPANDS else T.reshape)(x, (*sizes[:-1], last))
+    return func(x, *args, **kwargs)
+
+
+def _row_step(
+    x: DeferredLogits, step: Step, select: Callable[[torch.Tensor], Any], layout: torch.Tensor, is_part: bool = False
+) -> Any:
+    recipe, columns = x.recipe, x.recipe.layout.shape[-1]
+    if recipe.classes_first or layout.ndim == 0:
+        return NotImplemented
+    if layout.shape[-1] != columns or (columns > 1 and layout.stride(-1) != 1 and layout.numel()):
+        return _classes_first(x, step, layout)
+    try:
+        one_column = select(recipe.layout[..., :1])
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        return NotImplemented
+    if one_column.shape != (*layout.shape[:-1], 1):  # it is not of rows alone
+        return NotImplemented
+    hidden = select(recipe.hidden)
+    changes: dict[str, Any] = {"hidden": hidden, "rows_of": (recipe, select, is_part)}
+    if recipe.logits is not None:
+        of = recipe.logits
+        changes["logits"] = of.then(step, layout, hidden=hidden, rows_of=(of, select, is_part))
+    return x.then(step, layout, **changes)
+
+
+def _classes_first(x: DeferredLogits, step: Step, layout: torch.Tensor) -> Any:
+    """[b, s, V] as [b, V, s], for cross entropy."""
+    recipe, before = x.recipe, x.recipe.layout
+    if (
+        before.ndim != 3
+        or recipe.kind != "logits"
+        or layout.shape != (before.shape[0], before.shape[2], before.shape[1])
+    ):
+        return NotImplemented
+    first, second, third = before.stride()
+    if layout.stride() != (first, third, second):
+        return NotImplemented
+    return x.then(step, layout, classes_first=True)
+
+
+def _getitem(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows by slices, numbers, masks and tensors; the first columns; one number of each row."""
+    del kwargs
+    recipe = x.recipe
+    index = _whole_index(args[0], recipe.layout.ndim)
+    if index is None or recipe.classes_first:
+        return NotImplemented
+    if all(isinstance(each, torch.Tensor) and each.dtype != torch.bool for each in index):
+        return _served.chosen(x, index, _getitem)
+    *rows, last = index
+    if isinstance(last, slice) and last == slice(None):
+        tensors = [each for each in rows if isinstance(each, torch.Tensor)]
+        select = functools.partial(_at, (*rows, slice(None)))
+        if tensors or any(isinstance(each, list | range) for each in rows):
+            hidden = select(recipe.hidden)
+            layout = torch.empty((*hidden.shape[:-1], recipe.layout.shape[-1]), dtype=recipe.dtype, device="meta")
+        else:
+            layout = select(recipe.layout)
+        return _row_step(x, Step(func, args), select, layout)
+    whole = all(isinstance(each, slice) and each == slice(None) for each in rows)
+    if whole and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1):
+        layout = recipe.layout[..., last]
+        if recipe.kind == "logits" and layout.shape[-1]:
+            return _then(x, func, args, {}, layout, vocab_size=layout.shape[-1])
+    return NotImplemented
+
+
+def _at(index: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
+    return x[index]
+
+
+def _whole_index(index: Any, ndim: int) -> tuple[Any, ...] | None:
+    """An index with one entry for each dimension, and for None; None where that is not known."""
+    entries = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(each, bool | DeferredLogits) for each in entries):
+        return None
+    taken = 0
+    for each in entries:
+        is_mask = isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+        taken += each.ndim if is_mask else 0 if each is None or each is Ellipsis else 1
+    rest = (slice(None),) * (ndim - taken)
+    at = [i for i, each in enumerate(entries) if each is Ellipsis]
+    if len(at) > 1 or taken > ndim:
+        return None
+    found = (*entries[: at[0]], *rest, *entries[at[0] + 1 :]) if at else (*entries, *rest)
+    return found or None
+
+
+def _iterate(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del func
+    found = _rows(x, T.unbind, args, kwargs) if x.dim() > 1 else NotImplemented
+    return NotImplemented if found is NotImplemented else iter(found)
+
+
+def _hook(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.distributed asks when a backward begins, and does not look at the gradient."""
+    hook = getattr(args[0], "func", args[0])
+    if kwargs or not str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+        return NotImplemented
+    x._hooks.append(args[0])
+    with _plain():
+        return func(x, *args)
+
+
+def _show(x: DeferredLogits, *_: Any) -> str:
+    return (
+        f"DeferredLogits(shape={tuple(x.shape)}, dtype={x.dtype}, device='{x.device}', {x.recipe.kind}, not computed)"
+    )
+
+
+def _record_stream(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    func(x.recipe.hidden, *args, **kwargs)
+
+
+def _functions(*names: str) -> list[Any]:
+    """Those of torch.Tensor, torch and torch.nn.functional that have these names."""
+    return [getattr(owner, name) for name in names for owner in (T, torch, F) if hasattr(owner, name)]
+
+
+ATTRIBUTES = (
+    "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu", "is_meta", "is_xpu",
+    "is_mps", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "itemsize", "nbytes", "grad_fn", "_version",
+    "names", "output_nr", "retains_grad", "_backward_hooks",
+)  # fmt: skip
+METHODS = (
+    "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_complex", "get_device", "stride",
+    "is_contiguous", "element_size", "storage_offset", "ndimension", "is_signed", "is_inference", "__hash__",
+    "has_names",
+)  # fmt: skip
+GETTERS = {getattr(T, name).__get__ for name in ATTRIBUTES if hasattr(T, name)} | {*_functions(*METHODS)}
+OVER = {*_functions("div", "divide", "true_divide", "__truediv__")}
+LESS = {*_functions("sub", "subtract", "__sub__")}
+COMMUTES = {*_functions("mul", "multiply", "__mul__", "__rmul__", "add", "__add__", "__radd__")}
+EXPANDS = {*_functions("expand")}
+SIZED = EXPANDS | {*_functions("view", "reshape")}
+WRITES = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+WRITES |= {"__setitem__", "__ilshift__", "__irshift__"}
+RESHAPES_IN_PLACE = {
+    f"torch.Tensor.{name}_"
+    for name in (
+        "resize",
+        "resize_as",
+        "t",
+        "transpose",
+        "swapaxes",
+        "swapdims",
+        "squeeze",
+        "unsqueeze",
+        "set",
+        "as_strided",
+    )
+}
+TABLE: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_functions("to", "float", "half", "bfloat16", "double", "type", "type_as"), _cast),
+    **dict.fromkeys(_functions("contiguous", "clone"), _contiguous),
+    **dict.fromkeys(_functions("detach"), _detach),
+    **dict.fromkeys((*_functions("mul", "multiply", "__mul__", "__rmul__"), *OVER), _scale),
+    **dict.fromkeys(_functions("neg", "negative", "__neg__"), _negate),
+    **dict.fromkeys(_functions("tanh"), _tanh),
+    **dict.fromkeys((*_functions("add", "__add__", "__radd__"), *LESS), _shift),
+    **dict.fromkeys(
+        _functions(
+            "view", "reshape", "expand", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "swapaxes",
+            "permute", "movedim", "narrow", "select", "index_select", "split", "chunk", "tensor_split", "unbind",
+        ),
+        _rows,
+    ),
+    T.mT.__get__: _transpose,
+    T.__getitem__: _getitem,
+    T.__iter__: _iterate,
+    T.register_hook: _hook,
+    T.record_stream: _record_stream,
+    T.__repr__: _show,
+    **_served.table(_functions),
+}  # fmt: skip
+DeferredLogits.call = staticmethod(call)  # type: ignore[assignment]

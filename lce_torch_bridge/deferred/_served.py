@@ -1,0 +1,393 @@
+"""What is computed of deferred logits without the logits: losses, log-probabilities, lse, entropy, the largest."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lce_jax import scalars
+from lce_torch_bridge.deferred._recipe import Recipe, Step
+from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
+from lce_torch_bridge.ops._logits import linear_logits
+from lce_torch_bridge.ops._logprobs import linear_logprobs
+from lce_torch_bridge.ops._topk import linear_topk
+
+if TYPE_CHECKING:
+    from lce_torch_bridge._types import LogprobOutput
+    from lce_torch_bridge.deferred._tensor import DeferredLogits
+
+F = torch.nn.functional
+
+
+def _result(x: DeferredLogits, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A result in stock's dtype, which hooks of torch.distributed on the logits hear of in a backward."""
+    x.recipe.source.deferral.served += 1
+    value = value.to(dtype)
+    if value.requires_grad:
+        for hook in x._hooks:
+            value.register_hook(hook)
+    return value
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype_in(function: Callable[..., torch.Tensor], dtype: torch.dtype, device: str, _autocast: Any) -> torch.dtype:
+    return function(torch.zeros(1, 2, dtype=dtype, device=device)).dtype
+
+
+def _dtype(x: DeferredLogits, function: Callable[..., torch.Tensor]) -> torch.dtype:
+    """The dtype that ``function``, of [1, 2], returns here: autocast knows which functions it makes float32."""
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return _dtype_in(function, x.recipe.dtype, device, autocast)
+
+
+def _probe_cross_entropy(z: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))
+
+
+def _probe_log_softmax(z: torch.Tensor) -> torch.Tensor:
+    return F.log_softmax(z, -1)
+
+
+def _probe_softmax(z: torch.Tensor) -> torch.Tensor:
+    return F.softmax(z, -1)
+
+
+def _probe_logsumexp(z: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(z, -1)
+
+
+def _probe_sum(z: torch.Tensor) -> torch.Tensor:
+    return z.sum(-1)
+
+
+def _recording(recipe: Recipe) -> torch.autograd.grad_mode.set_grad_enabled:
+    return torch.set_grad_enabled(recipe.grad and torch.is_grad_enabled())
+
+
+def _is_last(x: DeferredLogits, dim: Any) -> bool:
+    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    return type(dim) is int and dim in (-1, x.recipe.layout.ndim - 1) and not x.recipe.classes_first
+
+
+def _dim_and_keepdim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    given = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
+    return given.get("dim"), given.get("keepdim", False)
+
+
+# Ids, of which torch refuses what is out of range: the CPU here, a GPU by NaN, because its assertion ends the process
+
+
+def _outside(ids: torch.Tensor, vocab_size: int, ignored: int | None = None) -> torch.Tensor | None:
+    """Ids that are none; None where it is known that there are none of them."""
+    outside = (ids < 0) | (ids >= vocab_size)
+    if ignored is not None:
+        outside &= ids != ignored
+    if ids.device.type != "cpu":
+        return outside
+    return outside if bool(outside.any()) else None
+
+
+def _poisoned(value: torch.Tensor, outside: torch.Tensor | None) -> torch.Tensor:
+    return value if outside is None else value.masked_fill(outside, float("nan"))
+
+
+def _cross_entropy(
+    x: DeferredLogits, target: Any, ignore_index: int, reduction: str, smoothing: float
+) -> torch.Tensor | Any:
+    """`linear_cross_entropy`, with torch's NaN where no token counts."""
+    recipe, options = x.recipe, x.recipe.options()
+    wrong = (
+        not isinstance(target, torch.Tensor) or target.dtype != torch.int64 or target.shape != recipe.hidden.shape[:-1]
+    )
+    if options is None or wrong or reduction not in ("mean", "sum", "none") or target.device != x.device:
+        return NotImplemented
+    if (recipe.layout.ndim > 2 and not recipe.classes_first) or not 0 <= smoothing < 1:
+        return NotImplemented
+    outside = _outside(target, recipe.vocab_size, ignore_index)
+    if outside is not None and target.device.type == "cpu":
+        return NotImplemented
+    with recipe.source.context(), _recording(recipe):
+        loss = linear_cross_entropy(
+            recipe.hidden, recipe.source.weight, target, ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
+            label_smoothing=smoothing, **options,
+        )  # fmt: skip
+        if reduction == "none":
+            return _poisoned(loss, outside)
+        poison = None if outside is None else outside.any()
+        if reduction == "mean":
+            none = ~(target != ignore_index).any()
+            poison = none if poison is None else poison | none
+        return _poisoned(loss, poison)
+
+
+def cross_entropy(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.nn.functional.cross_entropy."""
+    del func
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, **dict(zip(names, args, strict=False))}
+    given |= kwargs
+    if x.recipe.kind != "logits" or any(given.get(name) is not None for name in ("weight", "size_average", "reduce")):
+        return NotImplemented
+    found = _cross_entropy(x, given.get("target"), given["ignore_index"], given["reduction"], given["label_smoothing"])
+    return found if found is NotImplemented else _result(x, found, _dtype(x, _probe_cross_entropy))
+
+
+def nll_loss(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.nn.functional.nll_loss of a log_softmax."""
+    del func
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    given = {"ignore_index": -100, "reduction": "mean", **dict(zip(names, args, strict=False))} | kwargs
+    if x.recipe.kind != "log_softmax" or any(
+        given.get(name) is not None for name in ("weight", "size_average", "reduce")
+    ):
+        return NotImplemented
+    found = _cross_entropy(x, given.get("target"), given["ignore_index"], given["reduction"], 0.0)
+    return found if found is NotImplemented else _result(x, x.recipe.coefficient * found, x.recipe.dtype)
+
+
+# Softmax
+
+
+def softmax(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The softmax or its logarithm, deferred too."""
+    is_log = "log" in func.__name__
+    dims = [each for each in args if type(each) is int]
+    dim = kwargs.get("dim", dims[0] if dims else None)
+    dtype = kwargs.get("dtype", next((each for each in args if isinstance(each, torch.dtype)), None))
+    kinds = ("logits", "log_softmax") if x.recipe.coefficient == 1 else ("logits",)
+    if x.recipe.kind not in kinds or not _is_last(x, dim):
+        return NotImplemented
+    if dtype is None:
+        dtype = _dtype(x, _probe_log_softmax if is_log else _probe_softmax)
+    layout = torch.empty(x.shape, dtype=dtype, device="meta")
+    logits = x.recipe if x.recipe.logits is None else x.recipe.logits
+    return x.then(Step(func, args, kwargs), layout, kind="log_softmax" if is_log else "softmax", logits=logits,
+                  rows_of=x.recipe.rows_of)  # fmt: skip
+
+
+def exponential(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The softmax of its logarithm, and back."""
+    of, gives = ("log_softmax", "softmax") if func.__name__ == "exp" else ("softmax", "log_softmax")
+    if x.recipe.kind != of or x.recipe.coefficient != 1 or args or kwargs:
+        return NotImplemented
+    layout = torch.empty_like(x.recipe.layout)
+    return x.then(Step(func), layout, kind=gives, rows_of=x.recipe.rows_of)
+
+
+# Statistics of each row: lse and entropy come from one pass
+
+
+def statistics(x: DeferredLogits, recipe: Recipe) -> LogprobOutput | None:
+    """Lse and entropy of each row of logits, computed once for all that share the rows."""
+    found = known_statistics(recipe)
+    if found is not None:
+        return found
+    key = recipe.grad and torch.is_grad_enabled()
+    if recipe.rows_of is not None and recipe.rows_of[2]:  # one of several parts: all of them at once
+        whole, select, _ = recipe.rows_of
+        of_whole = statistics(x, whole)
+        return None if of_whole is None else _of_rows(of_whole, select)
+    options = recipe.options()
+    if options is None:
+        return None
+    nothing = torch.full(recipe.hidden.shape[:-1], -1, dtype=torch.int64, device=recipe.hidden.device)
+    with recipe.source.context(), _recording(recipe):
+        out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, **options)
+    recipe.results[key] = out
+    return out
+
+
+def known_statistics(recipe: Recipe) -> LogprobOutput | None:
+    """Those of these rows, or of rows that they were taken from, if they are computed already."""
+    found = recipe.results.get(recipe.grad and torch.is_grad_enabled())
+    if found is None and recipe.rows_of is not None:
+        whole, select, _ = recipe.rows_of
+        of_whole = known_statistics(whole)
+        found = None if of_whole is None else _of_rows(of_whole, select)
+    return found
+
+
+def _of_rows(out: LogprobOutput, select: Callable[[torch.Tensor], torch.Tensor]) -> LogprobOutput:
+    lse, entropy = (select(field[..., None])[..., 0] for field in (out.lse, out.entropy))  # type: ignore[index]
+    return out._replace(logprobs=lse, lse=lse, entropy=entropy)
+
+
+def logsumexp(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.logsumexp over the vocabulary."""
+    del func
+    dim, keepdim = _dim_and_keepdim(args, kwargs)
+    if x.recipe.kind != "logits" or not _is_last(x, dim) or (out := statistics(x, x.recipe)) is None:
+        return NotImplemented
+    lse = _result(x, out.lse.unsqueeze(-1) if keepdim else out.lse.clone(), _dtype(x, _probe_logsumexp))
+    lse._lse_of = x.recipe.results  # type: ignore[attr-defined] # logits minus it are a log_softmax
+    return lse
+
+
+def total(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sums and means over the vocabulary: entropy, and the mean logit."""
+    recipe, is_mean = x.recipe, func.__name__ == "mean"
+    dim, keepdim = (
+        kwargs.get("dim", args[0] if args else None),
+        kwargs.get("keepdim", args[1] if len(args) > 1 else False),
+    )
+    if not _is_last(x, dim):
+        return NotImplemented
+    value = _sum_of_row(x, recipe)
+    if value is None:
+        return NotImplemented
+    value = recipe.coefficient * (value / recipe.vocab_size if is_mean else value)
+    return _result(x, value.unsqueeze(-1) if keepdim else value, kwargs.get("dtype") or _dtype(x, _probe_sum))
+
+
+def _sum_of_row(x: DeferredLogits, recipe: Recipe) -> torch.Tensor | None:
+    """The sum over the vocabulary of what the recipe makes, without its coefficient."""
+    if recipe.kind in ("p_log_p", "p_logits"):
+        assert recipe.logits is not None
+        out = statistics(x, recipe.logits)
+        if out is None or out.entropy is None:
+            return None
+        return -out.entropy if recipe.kind == "p_log_p" else out.lse - out.entropy
+    options = recipe.options()
+    if recipe.kind not in ("log_softmax", "logits") or options is None:
+        return None
+    if options["logit_softcap"] is not None or options.get("lora") is not None:
+        return None
+    nothing = torch.full(recipe.hidden.shape[:-1], -1, dtype=torch.int64, device=recipe.hidden.device)
+    with recipe.source.context(), _recording(recipe):
+        out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, entropy=False, mean_logit=True, **options)
+    assert out.mean_logit is not None
+    return recipe.vocab_size * (out.mean_logit if recipe.kind == "logits" else out.mean_logit - out.lse)
+
+
+# One number, or some, of each row
+
+
+def gather(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.gather and take_along_dim over the vocabulary."""
+    along = func.__name__ == "take_along_dim"
+    index = kwargs.get("indices" if along else "index", (*args, None, None)[0 if along else 1])
+    dim = kwargs.get("dim", (*args, None, None)[1 if along else 0])
+    if not isinstance(index, torch.Tensor) or index.shape[:-1] != x.shape[:-1] or not _is_last(x, dim):
+        return NotImplemented
+    found = _values_at(x, index)
+    return found if found is NotImplemented else _result(x, found, x.dtype)
+
+
+def chosen(x: DeferredLogits, index: tuple[torch.Tensor, ...], getitem: Callable[..., Any]) -> Any:
+    """One number of each row, by tensors for all dimensions; ``getitem`` is that of deferred logits."""
+    *rows, ids = index
+    shape = torch.broadcast_shapes(*(each.shape for each in index))
+    if not rows or shape != torch.broadcast_shapes(*(each.shape for each in rows)):
+        return NotImplemented
+    part = getitem(x, torch.Tensor.__getitem__, ((*rows, slice(None)),), {})
+    if part is NotImplemented:
+        return NotImplemented
+    ids = ids.to(torch.int64).expand(shape)
+    found = _values_at(part, torch.where(ids < 0, ids + x.shape[-1], ids)[..., None])
+    return found if found is NotImplemented else _result(x, found[..., 0], x.dtype)
+
+
+def _values_at(x: DeferredLogits, ids: torch.Tensor) -> Any:
+    """[..., K] logits or log-probabilities at ids, times the coefficient."""
+    recipe, options = x.recipe, x.recipe.options()
+    count = ids.shape[-1] if ids.ndim else 0
+    known = options is not None and recipe.kind in ("logits", "log_softmax", "softmax")
+    if not known or ids.dtype != torch.int64 or not 1 <= count <= scalars.MOST_CANDIDATES or ids.device != x.device:
+        return NotImplemented
+    outside = _outside(ids, recipe.vocab_size)
+    if outside is not None and ids.device.type == "cpu":
+        return NotImplemented
+    with recipe.source.context(), _recording(recipe):
+        value = _logits_at(recipe, ids, options) if recipe.kind == "logits" else _logprobs_at(recipe, ids, options)
+        if value is None:
+            return NotImplemented
+        value = value.exp() if recipe.kind == "softmax" else value
+        return _poisoned(recipe.coefficient * value if recipe.coefficient != 1 else value, outside)
+
+
+def _logits_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tensor | None:
+    if "lora" not in options:
+        return linear_logits(recipe.hidden, recipe.source.weight, ids, **options)
+    if ids.shape[-1] > 1:
+        return None
+    out = linear_logprobs(recipe.hidden, recipe.source.weight, ids[..., 0], **options)
+    return (out.logprobs + out.lse)[..., None]
+
+
+def _logprobs_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tensor | None:
+    """From one pass, whose lse and entropy are kept for who asks next; from an lse that is there, no pass at all."""
+    assert recipe.logits is not None
+    out = known_statistics(recipe.logits)
+    if out is not None and "lora" not in options:
+        return linear_logits(recipe.hidden, recipe.source.weight, ids, **options) - out.lse[..., None]
+    if ids.shape[-1] == 1:
+        out = linear_logprobs(recipe.hidden, recipe.source.weight, ids[..., 0], **options)
+        found = out.logprobs[..., None]
+    else:
+        nothing = torch.full(ids.shape[:-1], -1, dtype=torch.int64, device=ids.device)
+        out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, candidates=ids, **options)
+        assert out.candidate_logprobs is not None
+        found = out.candidate_logprobs
+    recipe.logits.results[recipe.grad and torch.is_grad_enabled()] = out
+    return found
+
+
+# The largest
+
+
+def argmax(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.argmax over the vocabulary."""
+    del func
+    dim, keepdim = (
+        kwargs.get("dim", args[0] if args else None),
+        kwargs.get("keepdim", args[1] if len(args) > 1 else False),
+    )
+    ids = _largest(x, 1) if _is_last(x, dim) else None
+    if ids is None:
+        return NotImplemented
+    x.recipe.source.deferral.served += 1
+    return ids if keepdim else ids[..., 0]
+
+
+def topk(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.topk over the vocabulary, of the largest in order."""
+    del func
+    given = {"dim": -1, "largest": True, "sorted": True} | dict(
+        zip(("k", "dim", "largest", "sorted"), args, strict=False)
+    )
+    given |= kwargs
+    if not (_is_last(x, given["dim"]) and given["largest"] and type(given.get("k")) is int):
+        return NotImplemented
+    ids = _largest(x, given["k"])
+    values = NotImplemented if ids is None else _values_at(x, ids)
+    if values is NotImplemented:
+        return NotImplemented
+    return torch.return_types.topk((_result(x, values, x.dtype), ids))
+
+
+def _largest(x: DeferredLogits, k: int) -> torch.Tensor | None:
+    recipe, options = x.recipe, x.recipe.options()
+    wrong = recipe.kind not in ("logits", "log_softmax", "softmax") or recipe.coefficient <= 0
+    if wrong or options is None or "lora" in options or not 1 <= k <= min(scalars.MOST_CANDIDATES, recipe.vocab_size):
+        return None
+    with recipe.source.context(), torch.no_grad():
+        return linear_topk(recipe.hidden, recipe.source.weight, k, **options).ids
+
+
+def table(functions: Callable[..., list[Any]]) -> dict[Any, Callable[..., Any]]:
+    """These by torch's functions, which ``functions`` finds by their names."""
+    return {
+        **dict.fromkeys(functions("cross_entropy"), cross_entropy),
+        **dict.fromkeys(functions("nll_loss"), nll_loss),
+        **dict.fromkeys(functions("softmax", "log_softmax"), softmax),
+        **dict.fromkeys(functions("exp", "log"), exponential),
+        **dict.fromkeys(functions("logsumexp"), logsumexp),
+        **dict.fromkeys(functions("sum", "mean"), total),
+        **dict.fromkeys(functions("gather", "take_along_dim"), gather),
+        **dict.fromkeys(functions("argmax"), argmax),
+        **dict.fromkeys(functions("topk"), topk),
+    }
