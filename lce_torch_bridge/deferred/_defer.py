@@ -13,6 +13,7 @@ from lce_torch_bridge.call import _checks
 from lce_torch_bridge.deferred._deferral import BEFORE, DEFERRAL, Deferral
 from lce_torch_bridge.deferred._functions import DeferredLogits
 from lce_torch_bridge.deferred._recipe import Source
+from lce_torch_bridge.deferred._traced import TracedLogits
 from lce_torch_bridge.tensors import _device
 
 
@@ -74,6 +75,7 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False) -> Deferral:
     head = _head_of(module)
     _attach(deferral, head)
     deferral.put(module, _forward_of_model(type(module)))
+    deferral.of_model = True
     return deferral
 
 
@@ -84,6 +86,12 @@ def _attach(deferral: Deferral, head: torch.nn.Module) -> None:
         if DEFERRAL not in vars(layer):
             _refuse_other_head(layer)
             deferral.put(layer, _forward_of_head(type(layer)))
+
+
+def _attach_adapter(deferral: Deferral, head: Any) -> None:
+    """Defers the logits of an adapter that PEFT has put around the head since."""
+    if type(head).__module__.startswith("peft.tuners.") and DEFERRAL not in vars(head):
+        _attach(deferral, head)
 
 
 def _head_of(model: Any) -> Any:
@@ -136,7 +144,9 @@ def _forward_of_head(head_class: type) -> Any:
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         source = _source(self, *args, **kwargs) if len(args) + len(kwargs) == 1 else None
-        return stock(self, *args, **kwargs) if source is None else DeferredLogits.of_head(source)
+        if source is None:
+            return stock(self, *args, **kwargs)
+        return TracedLogits.of_head(source) if torch.compiler.is_compiling() else DeferredLogits.of_head(source)
 
     return forward
 
@@ -149,11 +159,10 @@ def _forward_of_model(model_class: type) -> Any:
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         args = args[1:] if args and args[0] is self else args  # accelerate may bind a method as if it were a function
-        deferral: Deferral = vars(self)[DEFERRAL]
-        if DEFERRAL not in vars(head := self.get_output_embeddings()):  # PEFT has put an adapter around it since
-            with_adapter = type(head).__module__.startswith("peft.tuners.")
-            _attach(deferral, head) if with_adapter else None
-        before = vars(self).get(BEFORE) or functools.partial(stock, self)
+        deferral: Deferral = getattr(self, DEFERRAL)
+        if not torch.compiler.is_compiling():
+            _attach_adapter(deferral, self.get_output_embeddings())
+        before = getattr(self, BEFORE, None) or functools.partial(stock, self)
         deferral.with_labels += (has_labels := _has_labels(stock, self, args, kwargs))
         try:
             return before(*args, **kwargs)
@@ -171,9 +180,10 @@ def _has_labels(stock: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def _source(head: Any, input: Any) -> Source | None:
     """What the logits would be computed from; None where the head computes them."""
-    if _device.is_traced():
+    deferral: Deferral = getattr(head, DEFERRAL)
+    in_graph = torch.compiler.is_dynamo_compiling()
+    if (_device.is_traced() and not in_graph) or (in_graph and deferral.of_model and not deferral.with_labels):
         return None
-    deferral: Deferral = vars(head)[DEFERRAL]
     layer, lora = head, None
     if type(head).forward is not torch.nn.Linear.forward:
         try:

@@ -28,6 +28,7 @@ class Deferral:
         self.served = self.stored = 0
         self.places: list[str] = []
         self.strict = strict
+        self.of_model = False  # whether it knows which calls have labels
         self.with_labels = 0  # calls of the model that have labels, and are not over
         self._modules: list[Any] = []
         self._forwards: dict[int, Any] = {}  # ours, by the module's id

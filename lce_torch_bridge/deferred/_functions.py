@@ -14,9 +14,12 @@ import torch
 
 from lce_torch_bridge.deferred import _served
 from lce_torch_bridge.deferred._recipe import Recipe, Step
-from lce_torch_bridge.deferred._tensor import DeferredLogits, _plain, _values
+from lce_torch_bridge.deferred._tensor import DeferredLogits, _plain
+from lce_torch_bridge.deferred._traced import TracedLogits
 
 T, F = torch.Tensor, torch.nn.functional
+DEFERRED = (DeferredLogits, TracedLogits)
+type Deferred = DeferredLogits | TracedLogits
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,10 +29,10 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in GETTERS and isinstance(x, DeferredLogits):
         with _plain():
             return func(*args, **kwargs) if x._value is None else func(x._value, *args[1:], **kwargs)
-    if func in COMMUTES and len(args) == 2 and not isinstance(x, DeferredLogits):
+    if func in COMMUTES and len(args) == 2 and not isinstance(x, DEFERRED):
         x, args = args[1], args[::-1]
     known = TABLE.get(func)
-    if known is not None and isinstance(x, DeferredLogits) and x.is_deferred():
+    if known is not None and isinstance(x, DEFERRED) and x.is_deferred():
         kwargs.pop("input", None)
         found = known(x, func, args[1:], kwargs)
         if found is not NotImplemented:
@@ -43,18 +46,20 @@ def _of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name, first = _name(func), args[0] if args else None
     if func in (torch.autograd.grad, torch.autograd.backward):
         _refuse_gradient_of_logits(args, kwargs)
-    if name in RESHAPES_IN_PLACE and isinstance(first, DeferredLogits):
+    if name in RESHAPES_IN_PLACE and isinstance(first, DEFERRED):
         raise NotImplementedError(f"{name} of deferred logits: write it without the _, or call it on logits.compute()")
-    writes = _is_in_place(func) and isinstance(first, DeferredLogits)
+    writes = _is_in_place(func) and isinstance(first, DEFERRED)
     if writes:
         first.write(name)
-    if isinstance(out := kwargs.get("out"), DeferredLogits):
+    if isinstance(out := kwargs.get("out"), DEFERRED):
         out.write(name)
     found = func(*_values(args, name), **_values(kwargs, name))
     return first if writes and isinstance(found, torch.Tensor) else found
 
 
 def _name(func: Any) -> str:
+    if torch.compiler.is_compiling():
+        return str(getattr(func, "__name__", ""))
     return torch.overrides.resolve_name(func) or getattr(func, "__name__", repr(func))
 
 
@@ -66,23 +71,33 @@ def _is_in_place(func: Any) -> bool:
 def _refuse_gradient_of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
     inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    if any(isinstance(x, DeferredLogits) and not x._written[0] for x in inputs):
+    if any(isinstance(x, DEFERRED) and not x._written[0] for x in inputs):
         raise RuntimeError(
             "the gradient of deferred logits themselves: a loss of them has none, because it is computed from hidden "
             "states. Write logits = logits.compute() before the loss"
         )
 
 
+def _values(x: Any, needed_for: str) -> Any:
+    """``x`` with values in place of deferred logits, in nested lists, tuples and dictionaries too."""
+    if isinstance(x, DEFERRED):
+        return x.value(needed_for)
+    if isinstance(x, dict):
+        return {name: _values(each, needed_for) for name, each in x.items()}
+    if isinstance(x, tuple | list):
+        found = [_values(each, needed_for) for each in x]
+        return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
+    return x
+
+
 # What is written down
 
 
-def _then(
-    x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: Any, layout: torch.Tensor, **changes: Any
-) -> Any:
+def _then(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: Any, layout: torch.Tensor, **changes: Any) -> Any:
     return x.then(Step(func, args, kwargs), layout, **changes)
 
 
-def _cast(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another dtype on the same device."""
     recipe = x.recipe
     probe = torch.empty(0, dtype=recipe.dtype, device=x.device)
@@ -99,22 +114,22 @@ def _same(recipe: Recipe) -> dict[str, Any]:
     return {"rows_of": recipe.rows_of, "results": recipe.results}
 
 
-def _contiguous(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _contiguous(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     layout = x.recipe.layout
     found = func(layout, *args, **kwargs)
     return x if found is layout else _then(x, func, args, kwargs, found, **_same(x.recipe))
 
 
-def _detach(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _then(x, func, args, kwargs, x.recipe.layout.detach(), **_same(x.recipe), grad=False)
+def _detach(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return x.then(Step(func, args, kwargs), x.recipe.layout.detach(), True, **_same(x.recipe), grad=False)
 
 
-def _scale(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _scale(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Times or over a number, or a tensor of one number or one for each row; a softmax times what it is of."""
     if len(args) != 1 or kwargs:
         return NotImplemented
     (by,), recipe, over = args, x.recipe, func in OVER
-    if isinstance(by, DeferredLogits):
+    if isinstance(by, DEFERRED):
         return NotImplemented if over else _product(x, func, by)
     if isinstance(by, torch.Tensor):
         number = _number(by)
@@ -126,9 +141,7 @@ def _scale(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return NotImplemented
     if not math.isfinite(number) or (over and number == 0):
         return NotImplemented
-    layout = torch.empty_like(recipe.layout, dtype=torch.result_type(recipe.layout, by))
-    if layout.dtype not in (*_FLOATS, torch.float64):
-        return NotImplemented
+    layout = torch.empty_like(recipe.layout)
     if recipe.kind != "logits":
         coefficient = recipe.coefficient / number if over else recipe.coefficient * number
         return _then(x, func, args, {}, layout, coefficient=coefficient, **_same(recipe))
@@ -141,7 +154,7 @@ def _number(by: torch.Tensor) -> float | None:
     return float(by.item()) if plain else None
 
 
-def _scale_rows(x: DeferredLogits, func: Any, by: torch.Tensor) -> Any:
+def _scale_rows(x: Deferred, func: Any, by: torch.Tensor) -> Any:
     """Hidden states are scaled in place of their logits."""
     recipe = x.recipe
     linear = recipe.kind == "logits" and not any(name == "tanh" for name, _ in recipe.factors)
@@ -151,14 +164,14 @@ def _scale_rows(x: DeferredLogits, func: Any, by: torch.Tensor) -> Any:
         return NotImplemented
     if recipe.bias is not None and by.numel() != 1:
         return NotImplemented
-    dtype = torch.result_type(recipe.layout, by)
+    dtype = torch.promote_types(recipe.dtype, by.dtype) if by.ndim else recipe.dtype
     hidden = func(recipe.hidden, by).to(recipe.hidden.dtype)
     bias = None if recipe.bias is None else func(recipe.bias, by.reshape(())).to(recipe.bias.dtype)
     layout = torch.empty_like(recipe.layout, dtype=dtype)
     return _then(x, func, (by,), {}, layout, hidden=hidden, bias=bias)
 
 
-def _product(x: DeferredLogits, func: Any, by: DeferredLogits) -> Any:
+def _product(x: Deferred, func: Any, by: Deferred) -> Any:
     """P · log p and p · z, whose sums are entropies."""
     if not by.is_deferred():
         return NotImplemented
@@ -175,7 +188,7 @@ def _product(x: DeferredLogits, func: Any, by: DeferredLogits) -> Any:
     return _then(x, func, (by,), {}, layout, kind=kind, coefficient=coefficient, logits=one.logits)
 
 
-def _negate(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _negate(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recipe, layout = x.recipe, torch.empty_like(x.recipe.layout)
     if args or kwargs:
         return NotImplemented
@@ -184,17 +197,17 @@ def _negate(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[st
     return _then(x, func, (), {}, layout, factors=(*recipe.factors, ("mul", -1.0)))
 
 
-def _tanh(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _tanh(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recipe = x.recipe
     if args or kwargs or recipe.kind != "logits":
         return NotImplemented
     return _then(x, func, (), {}, torch.empty_like(recipe.layout), factors=(*recipe.factors, ("tanh", 0.0)))
 
 
-def _shift(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _shift(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Plus or minus one number for each column, a bias; minus their own lse."""
     recipe, by = x.recipe, args[0] if len(args) == 1 and not kwargs else None
-    if recipe.kind != "logits" or not isinstance(by, torch.Tensor) or isinstance(by, DeferredLogits):
+    if recipe.kind != "logits" or not isinstance(by, torch.Tensor) or isinstance(by, DEFERRED):
         return NotImplemented
     if func in LESS and getattr(by, "_lse_of", None) is recipe.results and by.shape[:-1] == x.shape[:-1]:
         layout = torch.empty_like(recipe.layout, dtype=torch.promote_types(recipe.dtype, by.dtype))
@@ -216,7 +229,7 @@ def _shift(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str
 # Rows
 
 
-def _rows(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _rows(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What leaves each row whole: views, splits, transposes of the leading dimensions, chosen rows."""
     recipe = x.recipe
     if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
@@ -226,7 +239,7 @@ def _rows(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         layout = func(recipe.layout, *map(_on_meta, args), **{name: _on_meta(each) for name, each in kwargs.items()})
     except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
         return NotImplemented  # torch says why, of the values
-    if any(isinstance(each, DeferredLogits) for each in plain):
+    if any(isinstance(each, DEFERRED) for each in plain):
         return NotImplemented
     select = functools.partial(_select, func, args, kwargs, recipe.layout.shape[-1])
     if isinstance(layout, torch.Tensor):
@@ -243,7 +256,7 @@ def _on_meta(x: Any) -> Any:
     return x.to("meta") if isinstance(x, torch.Tensor) else x
 
 
-def _transpose(x: DeferredLogits, *_: Any) -> Any:
+def _transpose(x: Deferred, *_: Any) -> Any:
     return _rows(x, T.transpose, (-1, -2), {})
 
 
@@ -267,7 +280,12 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], columns: i
 
 
 def _row_step(
-    x: DeferredLogits, step: Step, select: Callable[[torch.Tensor], Any], layout: torch.Tensor, is_part: bool = False
+    x: Deferred,
+    step: Step,
+    select: Callable[[torch.Tensor], Any],
+    layout: torch.Tensor,
+    is_part: bool = False,
+    is_view: bool = True,
 ) -> Any:
     recipe, columns = x.recipe, x.recipe.layout.shape[-1]
     if recipe.classes_first or layout.ndim == 0:
@@ -285,10 +303,10 @@ def _row_step(
     if recipe.logits is not None:
         of = recipe.logits
         changes["logits"] = of.then(step, layout, hidden=hidden, rows_of=(of, select, is_part))
-    return x.then(step, layout, **changes)
+    return x.then(step, layout, is_view, **changes)
 
 
-def _classes_first(x: DeferredLogits, step: Step, layout: torch.Tensor) -> Any:
+def _classes_first(x: Deferred, step: Step, layout: torch.Tensor) -> Any:
     """[b, s, V] as [b, V, s], for cross entropy."""
     recipe, before = x.recipe, x.recipe.layout
     if (
@@ -300,10 +318,10 @@ def _classes_first(x: DeferredLogits, step: Step, layout: torch.Tensor) -> Any:
     first, second, third = before.stride()
     if layout.stride() != (first, third, second):
         return NotImplemented
-    return x.then(step, layout, classes_first=True)
+    return x.then(step, layout, True, classes_first=True)
 
 
-def _getitem(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows by slices, numbers, masks and tensors; the first columns; one number of each row."""
     del kwargs
     recipe = x.recipe
@@ -317,16 +335,16 @@ def _getitem(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[s
         tensors = [each for each in rows if isinstance(each, torch.Tensor)]
         select = functools.partial(_at, (*rows, slice(None)))
         if tensors or any(isinstance(each, list | range) for each in rows):
-            hidden = select(recipe.hidden)
+            hidden = select(recipe.hidden[..., :1])
             layout = torch.empty((*hidden.shape[:-1], recipe.layout.shape[-1]), dtype=recipe.dtype, device="meta")
-        else:
-            layout = select(recipe.layout)
+            return _row_step(x, Step(func, args), select, layout, is_view=False)
+        layout = select(recipe.layout)
         return _row_step(x, Step(func, args), select, layout)
     whole = all(isinstance(each, slice) and each == slice(None) for each in rows)
     if whole and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1):
         layout = recipe.layout[..., last]
         if recipe.kind == "logits" and layout.shape[-1]:
-            return _then(x, func, args, {}, layout, vocab_size=layout.shape[-1])
+            return x.then(Step(func, args), layout, True, vocab_size=layout.shape[-1])
     return NotImplemented
 
 
@@ -337,7 +355,7 @@ def _at(index: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
 def _whole_index(index: Any, ndim: int) -> tuple[Any, ...] | None:
     """An index with one entry for each dimension, and for None; None where that is not known."""
     entries = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(each, bool | DeferredLogits) for each in entries):
+    if any(isinstance(each, (bool, *DEFERRED)) for each in entries):
         return None
     taken = 0
     for each in entries:
@@ -351,13 +369,13 @@ def _whole_index(index: Any, ndim: int) -> tuple[Any, ...] | None:
     return found or None
 
 
-def _iterate(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _iterate(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del func
     found = _rows(x, T.unbind, args, kwargs) if x.dim() > 1 else NotImplemented
     return NotImplemented if found is NotImplemented else iter(found)
 
 
-def _hook(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _hook(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.distributed asks when a backward begins, and does not look at the gradient."""
     hook = getattr(args[0], "func", args[0])
     if kwargs or not str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
@@ -367,13 +385,13 @@ def _hook(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         return func(x, *args)
 
 
-def _show(x: DeferredLogits, *_: Any) -> str:
+def _show(x: Deferred, *_: Any) -> str:
     return (
         f"DeferredLogits(shape={tuple(x.shape)}, dtype={x.dtype}, device='{x.device}', {x.recipe.kind}, not computed)"
     )
 
 
-def _record_stream(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _record_stream(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     func(x.recipe.hidden, *args, **kwargs)
 
 
@@ -438,4 +456,4 @@ TABLE: dict[Any, Callable[..., Any]] = {
     T.__repr__: _show,
     **_served.table(_functions),
 }  # fmt: skip
-DeferredLogits.call = staticmethod(call)  # type: ignore[assignment]
+DeferredLogits.call = TracedLogits.call = staticmethod(call)  # type: ignore[assignment]

@@ -63,6 +63,12 @@ class Source:
                 logits = logits.to(dtype)
             return logits
 
+    def note(self, needed_for: str) -> None:
+        """Counts and logs that these logits are computed, but not in a compiled graph, where nothing is counted."""
+        if not torch.compiler.is_compiling():
+            shape = torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
+            self.deferral.note(shape, self.dtype, needed_for)
+
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """The head's autocast context."""
         device = self.hidden.device.type
@@ -118,6 +124,13 @@ class Recipe:
     logits: Recipe | None = None
     rows_of: tuple[Recipe, Callable[[torch.Tensor], torch.Tensor]] | None = None
     results: dict[bool, LogprobOutput] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of_head(cls, source: Source) -> Recipe:
+        """What a head returns."""
+        hidden, vocab_size = source.hidden, source.weight.shape[0]
+        layout = torch.empty((*hidden.shape[:-1], vocab_size), dtype=source.dtype, device="meta")
+        return cls(source, (), layout, torch.is_grad_enabled(), hidden, source.bias, vocab_size)
 
     def then(self, step: Step, layout: torch.Tensor, **changes: Any) -> Recipe:
         """What the model has after one more step."""

@@ -18,13 +18,16 @@ from lce_torch_bridge.ops._topk import linear_topk
 if TYPE_CHECKING:
     from lce_torch_bridge._types import LogprobOutput
     from lce_torch_bridge.deferred._tensor import DeferredLogits
+    from lce_torch_bridge.deferred._traced import TracedLogits
+
+    type Deferred = DeferredLogits | TracedLogits
 
 F = torch.nn.functional
 
 
-def _result(x: DeferredLogits, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _result(x: Deferred, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A result in stock's dtype, which hooks of torch.distributed on the logits hear of in a backward."""
-    x.recipe.source.deferral.served += 1
+    _count(x)
     value = value.to(dtype)
     if value.requires_grad:
         for hook in x._hooks:
@@ -32,16 +35,24 @@ def _result(x: DeferredLogits, value: torch.Tensor, dtype: torch.dtype) -> torch
     return value
 
 
-@functools.lru_cache(maxsize=256)
-def _dtype_in(function: Callable[..., torch.Tensor], dtype: torch.dtype, device: str, _autocast: Any) -> torch.dtype:
+def _count(x: Deferred) -> None:
+    if not torch.compiler.is_compiling():  # which would compile anew for each number
+        x.recipe.source.deferral.served += 1
+
+
+def _probed(function: Callable[..., torch.Tensor], dtype: torch.dtype, device: str, _autocast: Any) -> torch.dtype:
     return function(torch.zeros(1, 2, dtype=dtype, device=device)).dtype
 
 
-def _dtype(x: DeferredLogits, function: Callable[..., torch.Tensor]) -> torch.dtype:
+_probed_once = functools.lru_cache(maxsize=256)(_probed)
+
+
+def _dtype(x: Deferred, function: Callable[..., torch.Tensor]) -> torch.dtype:
     """The dtype that ``function``, of [1, 2], returns here: autocast knows which functions it makes float32."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return _dtype_in(function, x.recipe.dtype, device, autocast)
+    probe = _probed if torch.compiler.is_compiling() else _probed_once
+    return probe(function, x.recipe.dtype, device, autocast)
 
 
 def _probe_cross_entropy(z: torch.Tensor) -> torch.Tensor:
@@ -68,7 +79,7 @@ def _recording(recipe: Recipe) -> torch.autograd.grad_mode.set_grad_enabled:
     return torch.set_grad_enabled(recipe.grad and torch.is_grad_enabled())
 
 
-def _is_last(x: DeferredLogits, dim: Any) -> bool:
+def _is_last(x: Deferred, dim: Any) -> bool:
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
     return type(dim) is int and dim in (-1, x.recipe.layout.ndim - 1) and not x.recipe.classes_first
 
@@ -78,26 +89,24 @@ def _dim_and_keepdim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     return given.get("dim"), given.get("keepdim", False)
 
 
-# Ids, of which torch refuses what is out of range: the CPU here, a GPU by NaN, because its assertion ends the process
+# Ids out of range: torch raises on the CPU, and ends the process on a GPU, where its rows are NaN here
 
 
-def _outside(ids: torch.Tensor, vocab_size: int, ignored: int | None = None) -> torch.Tensor | None:
-    """Ids that are none; None where it is known that there are none of them."""
+def _outside(ids: torch.Tensor, vocab_size: int, ignored: int | None = None) -> Any:
+    """Which ids are out of range, where nothing may look at them; else None, or NotImplemented where one is."""
     outside = (ids < 0) | (ids >= vocab_size)
     if ignored is not None:
-        outside &= ids != ignored
-    if ids.device.type != "cpu":
+        outside = outside & (ids != ignored)
+    if ids.device.type != "cpu" or torch.compiler.is_compiling():
         return outside
-    return outside if bool(outside.any()) else None
+    return NotImplemented if bool(outside.any()) else None
 
 
 def _poisoned(value: torch.Tensor, outside: torch.Tensor | None) -> torch.Tensor:
     return value if outside is None else value.masked_fill(outside, float("nan"))
 
 
-def _cross_entropy(
-    x: DeferredLogits, target: Any, ignore_index: int, reduction: str, smoothing: float
-) -> torch.Tensor | Any:
+def _cross_entropy(x: Deferred, target: Any, ignore_index: int, reduction: str, smoothing: float) -> torch.Tensor | Any:
     """`linear_cross_entropy`, with torch's NaN where no token counts."""
     recipe, options = x.recipe, x.recipe.options()
     wrong = (
@@ -108,7 +117,7 @@ def _cross_entropy(
     if (recipe.layout.ndim > 2 and not recipe.classes_first) or not 0 <= smoothing < 1:
         return NotImplemented
     outside = _outside(target, recipe.vocab_size, ignore_index)
-    if outside is not None and target.device.type == "cpu":
+    if outside is NotImplemented:
         return NotImplemented
     with recipe.source.context(), _recording(recipe):
         loss = linear_cross_entropy(
@@ -124,7 +133,7 @@ def _cross_entropy(
         return _poisoned(loss, poison)
 
 
-def cross_entropy(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def cross_entropy(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.nn.functional.cross_entropy."""
     del func
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
@@ -136,7 +145,7 @@ def cross_entropy(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: d
     return found if found is NotImplemented else _result(x, found, _dtype(x, _probe_cross_entropy))
 
 
-def nll_loss(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def nll_loss(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.nn.functional.nll_loss of a log_softmax."""
     del func
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")
@@ -152,9 +161,13 @@ def nll_loss(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[s
 # Softmax
 
 
-def softmax(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The softmax or its logarithm, deferred too."""
-    is_log = "log" in func.__name__
+def log_softmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The logarithm of the softmax, deferred too."""
+    return softmax(x, func, args, kwargs, is_log=True)
+
+
+def softmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_log: bool = False) -> Any:
+    """The softmax, deferred too."""
     dims = [each for each in args if type(each) is int]
     dim = kwargs.get("dim", dims[0] if dims else None)
     dtype = kwargs.get("dtype", next((each for each in args if isinstance(each, torch.dtype)), None))
@@ -169,7 +182,7 @@ def softmax(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[st
                   rows_of=x.recipe.rows_of)  # fmt: skip
 
 
-def exponential(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def exponential(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The softmax of its logarithm, and back."""
     of, gives = ("log_softmax", "softmax") if func.__name__ == "exp" else ("softmax", "log_softmax")
     if x.recipe.kind != of or x.recipe.coefficient != 1 or args or kwargs:
@@ -181,7 +194,7 @@ def exponential(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dic
 # Statistics of each row: lse and entropy come from one pass
 
 
-def statistics(x: DeferredLogits, recipe: Recipe) -> LogprobOutput | None:
+def statistics(x: Deferred, recipe: Recipe) -> LogprobOutput | None:
     """Lse and entropy of each row of logits, computed once for all that share the rows."""
     found = known_statistics(recipe)
     if found is not None:
@@ -216,18 +229,19 @@ def _of_rows(out: LogprobOutput, select: Callable[[torch.Tensor], torch.Tensor])
     return out._replace(logprobs=lse, lse=lse, entropy=entropy)
 
 
-def logsumexp(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def logsumexp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.logsumexp over the vocabulary."""
     del func
     dim, keepdim = _dim_and_keepdim(args, kwargs)
     if x.recipe.kind != "logits" or not _is_last(x, dim) or (out := statistics(x, x.recipe)) is None:
         return NotImplemented
     lse = _result(x, out.lse.unsqueeze(-1) if keepdim else out.lse.clone(), _dtype(x, _probe_logsumexp))
-    lse._lse_of = x.recipe.results  # type: ignore[attr-defined] # logits minus it are a log_softmax
+    if not torch.compiler.is_compiling():
+        lse._lse_of = x.recipe.results  # type: ignore[attr-defined] # logits minus it are a log_softmax
     return lse
 
 
-def total(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def total(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums and means over the vocabulary: entropy, and the mean logit."""
     recipe, is_mean = x.recipe, func.__name__ == "mean"
     dim, keepdim = (
@@ -243,7 +257,7 @@ def total(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return _result(x, value.unsqueeze(-1) if keepdim else value, kwargs.get("dtype") or _dtype(x, _probe_sum))
 
 
-def _sum_of_row(x: DeferredLogits, recipe: Recipe) -> torch.Tensor | None:
+def _sum_of_row(x: Deferred, recipe: Recipe) -> torch.Tensor | None:
     """The sum over the vocabulary of what the recipe makes, without its coefficient."""
     if recipe.kind in ("p_log_p", "p_logits"):
         assert recipe.logits is not None
@@ -266,7 +280,7 @@ def _sum_of_row(x: DeferredLogits, recipe: Recipe) -> torch.Tensor | None:
 # One number, or some, of each row
 
 
-def gather(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gather(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.gather and take_along_dim over the vocabulary."""
     along = func.__name__ == "take_along_dim"
     index = kwargs.get("indices" if along else "index", (*args, None, None)[0 if along else 1])
@@ -277,7 +291,7 @@ def gather(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return found if found is NotImplemented else _result(x, found, x.dtype)
 
 
-def chosen(x: DeferredLogits, index: tuple[torch.Tensor, ...], getitem: Callable[..., Any]) -> Any:
+def chosen(x: Deferred, index: tuple[torch.Tensor, ...], getitem: Callable[..., Any]) -> Any:
     """One number of each row, by tensors for all dimensions; ``getitem`` is that of deferred logits."""
     *rows, ids = index
     shape = torch.broadcast_shapes(*(each.shape for each in index))
@@ -291,7 +305,7 @@ def chosen(x: DeferredLogits, index: tuple[torch.Tensor, ...], getitem: Callable
     return found if found is NotImplemented else _result(x, found[..., 0], x.dtype)
 
 
-def _values_at(x: DeferredLogits, ids: torch.Tensor) -> Any:
+def _values_at(x: Deferred, ids: torch.Tensor) -> Any:
     """[..., K] logits or log-probabilities at ids, times the coefficient."""
     recipe, options = x.recipe, x.recipe.options()
     count = ids.shape[-1] if ids.ndim else 0
@@ -299,7 +313,7 @@ def _values_at(x: DeferredLogits, ids: torch.Tensor) -> Any:
     if not known or ids.dtype != torch.int64 or not 1 <= count <= scalars.MOST_CANDIDATES or ids.device != x.device:
         return NotImplemented
     outside = _outside(ids, recipe.vocab_size)
-    if outside is not None and ids.device.type == "cpu":
+    if outside is NotImplemented:
         return NotImplemented
     with recipe.source.context(), _recording(recipe):
         value = _logits_at(recipe, ids, options) if recipe.kind == "logits" else _logprobs_at(recipe, ids, options)
@@ -339,7 +353,7 @@ def _logprobs_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tenso
 # The largest
 
 
-def argmax(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def argmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.argmax over the vocabulary."""
     del func
     dim, keepdim = (
@@ -349,11 +363,11 @@ def argmax(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str
     ids = _largest(x, 1) if _is_last(x, dim) else None
     if ids is None:
         return NotImplemented
-    x.recipe.source.deferral.served += 1
+    _count(x)
     return ids if keepdim else ids[..., 0]
 
 
-def topk(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def topk(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.topk over the vocabulary, of the largest in order."""
     del func
     given = {"dim": -1, "largest": True, "sorted": True} | dict(
@@ -369,7 +383,7 @@ def topk(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return torch.return_types.topk((_result(x, values, x.dtype), ids))
 
 
-def _largest(x: DeferredLogits, k: int) -> torch.Tensor | None:
+def _largest(x: Deferred, k: int) -> torch.Tensor | None:
     recipe, options = x.recipe, x.recipe.options()
     wrong = recipe.kind not in ("logits", "log_softmax", "softmax") or recipe.coefficient <= 0
     if wrong or options is None or "lora" in options or not 1 <= k <= min(scalars.MOST_CANDIDATES, recipe.vocab_size):
@@ -383,7 +397,8 @@ def table(functions: Callable[..., list[Any]]) -> dict[Any, Callable[..., Any]]:
     return {
         **dict.fromkeys(functions("cross_entropy"), cross_entropy),
         **dict.fromkeys(functions("nll_loss"), nll_loss),
-        **dict.fromkeys(functions("softmax", "log_softmax"), softmax),
+        **dict.fromkeys(functions("softmax"), softmax),
+        **dict.fromkeys(functions("log_softmax"), log_softmax),
         **dict.fromkeys(functions("exp", "log"), exponential),
         **dict.fromkeys(functions("logsumexp"), logsumexp),
         **dict.fromkeys(functions("sum", "mean"), total),

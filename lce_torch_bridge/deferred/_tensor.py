@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
+from torch.utils._pytree import tree_map
 
 from lce_torch_bridge.deferred._recipe import Recipe, Source, Step
 
 _plain = torch._C.DisableTorchFunctionSubclass  # inside, torch takes a subclass for the tensor that it is
-_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_grad_fn: Any = torch.Tensor.__dict__.get("grad_fn") or torch._C.TensorBase.grad_fn
+_grad_fn = _grad_fn.__get__
 
 
 class DeferredLogits(torch.Tensor):
@@ -45,12 +47,11 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def of_head(cls, source: Source) -> DeferredLogits:
         """What a head returns."""
-        hidden, vocab_size = source.hidden, source.weight.shape[0]
-        layout = torch.empty((*hidden.shape[:-1], vocab_size), dtype=source.dtype, device="meta")
-        return _make(Recipe(source, (), layout, torch.is_grad_enabled(), hidden, source.bias, vocab_size))
+        return _make(Recipe.of_head(source))
 
-    def then(self, step: Step, layout: torch.Tensor, **changes: Any) -> DeferredLogits:
-        """What the model has after one more step, which it may have in the same memory."""
+    def then(self, step: Step, layout: torch.Tensor, is_view: bool = False, **changes: Any) -> DeferredLogits:
+        """What the model has after one more step, which it has in the same memory where the layout says so."""
+        del is_view
         child = _make(self.recipe.then(step, layout, **changes))
         child._parent, child._hooks = self, self._hooks
         if layout.untyped_storage()._cdata == self.recipe.layout.untyped_storage()._cdata:
@@ -78,7 +79,7 @@ class DeferredLogits(torch.Tensor):
 
     def _computed(self, needed_for: str) -> torch.Tensor:
         if not self._is_own():
-            self._note(needed_for)
+            self.recipe.source.note(needed_for)
             with torch.no_grad():
                 value = self.recipe.compute(self.recipe.tensors)
             with torch.enable_grad():
@@ -86,14 +87,9 @@ class DeferredLogits(torch.Tensor):
         parent = self._parent
         was_copied = parent is not None and parent._written[0] and parent._written is not self._written
         if parent is None or was_copied:  # before what has been written into the parent
-            self._note(needed_for)
+            self.recipe.source.note(needed_for)
             return self.recipe.compute(self.recipe.tensors)
         return self.recipe.steps[-1](parent.value(needed_for))
-
-    def _note(self, needed_for: str) -> None:
-        source = self.recipe.source
-        shape = torch.Size((*source.hidden.shape[:-1], source.weight.shape[0]))
-        source.deferral.note(shape, source.dtype, needed_for)
 
     def compute(self) -> torch.Tensor:
         """The logits as a plain tensor, for a function that must have one."""
@@ -124,7 +120,8 @@ class DeferredLogits(torch.Tensor):
                 f"{func} of deferred logits would write into them, or return a part of their memory, where no torch "
                 "function sees it: pass logits.compute()"
             )
-        return func(*_values(args, str(func)), **_values(kwargs, str(func)))
+        name = str(func)
+        return func(*tree_map(lambda x: x.value(name) if isinstance(x, cls) else x, args), **kwargs)
 
 
 def _alike(of: DeferredLogits) -> DeferredLogits:
@@ -133,18 +130,6 @@ def _alike(of: DeferredLogits) -> DeferredLogits:
     same._value, same._parent, same._written, same._hooks = of._value, of._parent, of._written, of._hooks
     same._node = of._node
     return same
-
-
-def _values(x: Any, needed_for: str) -> Any:
-    """``x`` with values in place of deferred logits, in nested lists, tuples and dictionaries too."""
-    if isinstance(x, DeferredLogits):
-        return x.value(needed_for)
-    if isinstance(x, dict):
-        return {name: _values(each, needed_for) for name, each in x.items()}
-    if isinstance(x, tuple | list):
-        found = [_values(each, needed_for) for each in x]
-        return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
-    return x
 
 
 def _make(recipe: Recipe) -> DeferredLogits:
