@@ -423,7 +423,9 @@ def _with_adapter(call: Call, primals: Primals, where: Array | None, a: Array, b
     (hidden, weight, _), missing = primals, (0, call.rank - a.shape[0])
     hidden, a = _jax.whole(hidden, -1), _jax.whole(a, -2, -1)
     a = jnp.pad(a.astype(call.stat_dtype) * lax.stop_gradient(scale).astype(call.stat_dtype), (missing, (0, 0)))
-    live = hidden if where is None else jnp.where(where[..., None], hidden, jnp.zeros((), hidden.dtype))
+    live = hidden
+    if where is not None:
+        live = jnp.where(_jax.split_like(where, hidden)[..., None], hidden, jnp.zeros((), hidden.dtype))
     u = jnp.matmul(live.astype(call.dtype), a.astype(call.dtype).T, precision=call.precision)
     beside = [x.astype(call.hidden_dtype) for x in (hidden, u)]
     return Primals(jnp.concatenate(beside, axis=-1), weight, jnp.pad(b, ((0, 0), missing)))

@@ -124,6 +124,18 @@ def whole(x: jax.Array, *dims: int) -> jax.Array:
     return x if own == split else jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=P(*own)))
 
 
+def split_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """``x`` split over Explicit axes as the first dimensions of ``like`` are: types of elementwise operations want it.
+
+    ``like`` has at least as many dimensions.
+    """
+    sharding = jax.typeof(like).sharding
+    spec = P(*partitions(sharding.spec)[: x.ndim])
+    if sharding.mesh.empty or partitions(jax.typeof(x).sharding.spec) == partitions(spec):
+        return x
+    return jax.sharding.reshard(x, sharding.update(spec=spec))
+
+
 def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """``x`` summed over the axes it varies over, except ``axes``: the cotangent of a value that varies over these."""
     extra = tuple(sorted(varying_axes(x) - axes, key=str))

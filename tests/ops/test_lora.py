@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import explain, linear_cross_entropy, linear_logprobs, linear_loss
+from lce_jax import explain, linear_cross_entropy, linear_logprobs, linear_loss, sharded_linear_cross_entropy
 from tests import cases, oracle
 from tests.sharding_cases import mesh_of
 
@@ -149,6 +149,42 @@ def test_on_a_mesh(kind: Any) -> None:
         found = jax.jit(jax.grad(over_mesh, (0, 1, 2)))(*placed)
     for x, y in zip(found, want, strict=True):
         assert oracle.relative_norm(x, y) < 2e-5
+
+
+SPLITS = {  # of hidden, weight, A, B and labels: the tokens of hidden are split as those of labels are, or otherwise
+    "labels alone": (P(), P("tensor"), P(), P("tensor"), P("data")),
+    "hidden dimension": (P(None, None, "tensor"), P("tensor"), P(None, "tensor"), P("tensor"), P("data")),
+    "hidden dimension over the axis of labels": (P(None, None, "data"), P("data"), P(), P("data"), P("data")),
+    "other axes": (P("tensor"), P("tensor"), P("tensor"), P(None, "tensor"), P("data")),
+    "sequence": (P(None, "tensor"), P(), P(), P(), P("data")),
+    "more axes": (P("data", "tensor"), P("tensor"), P(), P("tensor"), P("data")),
+    "hidden alone": (P("data"), P("tensor"), P(), P("tensor"), P()),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_hidden_and_labels_split_otherwise(kind: Any) -> None:
+    """Rows that are left out hold NaN. By types or by XLA, and by name."""
+    hidden, weight, labels, _, _ = cases.draw(PLAIN)
+    labels = labels.at[1, 3].set(-100)
+    given = hidden.at[1, 3].set(jnp.nan), weight, *adapter(PLAIN, 8), labels
+
+    def run(hidden: Any, weight: Any, a: Any, b: Any, labels: Any, function: Any = linear_cross_entropy) -> Any:
+        named = {"batch_axes": "data"} if function is sharded_linear_cross_entropy else {}
+        return function(hidden, weight, labels, lora=(a, b, SCALE), precision="highest", **named)
+
+    gradients = jax.value_and_grad(run, (0, 2, 3))
+    want, mesh = jax.jit(gradients)(*given), mesh_of("data 2, tensor 4", kind)
+    with jax.set_mesh(mesh):
+        placed = [
+            [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)]
+            for specs in SPLITS.values()
+        ]
+        functions = linear_cross_entropy, sharded_linear_cross_entropy
+        found = jax.jit(lambda every: [gradients(*x, function) for x in every for function in functions])(placed)
+    for i, each in enumerate(found):
+        for x, y in zip(jax.tree.leaves(each), jax.tree.leaves(want), strict=True):
+            assert oracle.relative_norm(x, y) < 2e-5, [*SPLITS][i // 2]
 
 
 def test_the_weight_is_not_copied() -> None:
