@@ -330,7 +330,7 @@ def bind(given: Given, place: Place | None = None, others: Any = ()) -> Bound:
     primals, rows = operands(call, given)
     if call.axis_name is None:
         return Bound(call, primals, rows, None)
-    _checks.split(primals.weight, call.axis_name, call.columns)
+    _checks.split(primals, given.lora, call)
     rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, call.axis_name)
     return Bound(call, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
 

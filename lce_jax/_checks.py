@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from lce_jax import _jax, scalars
-from lce_jax._types import Call, UnsupportedError, is_array
+from lce_jax._types import Call, Primals, UnsupportedError, is_array
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -63,18 +63,23 @@ def vocabulary(vocab_size: Any, columns: int) -> int:
     return vocab_size
 
 
-def split(weight: Any, axis_name: Any, columns: int) -> None:
-    """Inside ``shard_map``, the weight's type must say that each shard of ``axis_name`` has columns of its own."""
-    if not _jax.tracks_varying(axis_name):
+def split(primals: Primals, lora: Any, call: Call) -> None:
+    """Inside ``shard_map``, types must say that each shard of ``axis_name`` has columns of its own."""
+    if not _jax.tracks_varying(call.axis_name):
         return
-    names = _jax.as_axes(axis_name)
-    whole = [name for name in names if name not in _jax.varying_axes(weight) and lax.axis_size(name) > 1]
-    if whole:
-        raise ValueError(
-            f"axis_name={axis_name!r}, but weight {tuple(weight.shape)} is the same on every shard of "
-            f"{', '.join(map(repr, whole))}: each of them would count all {columns} columns. Pass each shard "
-            f"its own columns (in_specs=P({names[0]!r}, None) for [V, H]), or leave axis_name out for a whole weight"
-        )
+    axes = [axis for axis in _jax.as_axes(call.axis_name) if lax.axis_size(axis) > 1]
+    weight, bias = primals[1:]
+    operands = [("weight", weight, weight.shape, ", None) for [V, H]")]
+    if bias is not None:  # an adapter's B stands in its place, padded
+        operands += [("bias", bias, bias.shape, ")") if lora is None else ("lora's B", bias, lora[1].shape, ", None)")]
+    for name, x, shape, rest in operands:
+        whole = [axis for axis in axes if axis not in _jax.varying_axes(x)]
+        if whole:
+            raise ValueError(
+                f"axis_name={call.axis_name!r}, but {name} {tuple(shape)} is the same on every shard of "
+                f"{', '.join(map(repr, whole))}: each of them would count all {call.columns} columns. Pass each shard "
+                f"its own columns (in_specs=P({call.axis_name!r}{rest}), or leave axis_name out for a whole weight"
+            )
 
 
 def array(name: str, x: Any, what: str = "an array") -> None:

@@ -139,6 +139,33 @@ def test_a_whole_weight_with_an_axis_is_refused() -> None:
         mapped(HIDDEN, WEIGHT, LABELS)
 
 
+def test_rows_of_one_shard_for_all_are_refused() -> None:
+    """A bias and an adapter's B have rows of their own on each shard, as the weight has. The advice is followed."""
+    draws = Draws(7)
+    bias, a, b = draws.normal(V), draws.normal(3, H), draws.normal(V, 3)
+
+    def mapped(spec: P, **head: Any) -> Any:
+        def body(hidden: Any, weight: Any, labels: Any, head: Any) -> Any:
+            lora = (a, head["b"], 2.0) if "b" in head else None
+            out = linear_logprobs(
+                hidden, weight, labels, axis_name="tensor", bias=head.get("bias"), lora=lora, precision="highest"
+            )
+            return out.logprobs
+
+        specs = P("data"), P("tensor"), P("data"), spec
+        return jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=P("data"))(HIDDEN, WEIGHT, LABELS, head)
+
+    shards = MESH.shape["tensor"]
+    with pytest.raises(ValueError, match=rf"bias \({V // shards},\) is the same .*in_specs=P\('tensor'\)\)"):
+        mapped(P(), bias=bias[: V // shards])
+    with pytest.raises(ValueError, match=rf"lora's B \({V // shards}, 3\) is the same .*P\('tensor', None\)\)"):
+        mapped(P(), b=b[: V // shards])
+    want = oracle.logprobs(HIDDEN, WEIGHT, LABELS, bias=bias).logprobs
+    assert oracle.value_error(mapped(P("tensor"), bias=bias), want) < 1e-5
+    want = oracle.logprobs(HIDDEN, WEIGHT + 2.0 * jnp.matmul(b, a, precision="highest"), LABELS).logprobs
+    assert oracle.value_error(mapped(P("tensor", None), b=b), want) < 1e-5
+
+
 @pytest.mark.slow
 def test_an_axis_of_one_device_needs_no_split() -> None:
     mesh = jax.make_mesh((2, 1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:2])
