@@ -112,6 +112,13 @@ def tagged(rows: Rows) -> Rows:
     return rows._replace(tags=_collectives.tags([x for x in columns if x is not None], rows.where))
 
 
+def tag_also(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
+    """``rows`` with tags of further ``arrays``, ``[*b, ...]`` each, that no type shows to be equal on every shard."""
+    if not arrays or rows.tags is None or _jax.tracks_varying(call.axis_name):
+        return rows
+    return rows._replace(tags=_collectives.tags([rows.tags, *lax.stop_gradient(arrays)], rows.where))
+
+
 def weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
     """Of student and teacher, 1 - β and β. That of a number is rounded once, because near β = 1 float32 has few."""
     if is_array(beta):

@@ -141,7 +141,7 @@ def of_call(
     given = given._replace(labels=labels, where=where)
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
     if left_to_the_backward(reduction, options, given.call) is not None:
-        out = results(given, place)
+        out = results(given, place, tuple(x for x in (traced, divisor) if x is not None))
         return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
     _call.check_values(given)  # before jit, which traces them
     arrays = {name: x for name, x in told.items() if is_array(x) and not isinstance(x, np.generic)}

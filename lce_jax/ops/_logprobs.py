@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import jax.numpy as jnp
+
 from lce_jax import _call, _options, _runner
 from lce_jax._call import Place
 from lce_jax._options import Given, LogprobOptions
@@ -188,8 +190,12 @@ def linear_logprobs(
     return results(_call.describe(_options.of_call(options, hidden, weight, labels, where, ignore_index))).public
 
 
-def results(given: Given, place: Place | None = None) -> Results:
-    """What `linear_logprobs` returns, and losses are made of; over the mesh at ``place`` if there is one."""
+def results(given: Given, place: Place | None = None, numbers: tuple[Array, ...] = ()) -> Results:
+    """What `linear_logprobs` returns, and losses are made of; over the mesh at ``place`` if there is one.
+
+    The results are NaN if shards were given different ``numbers``, arrays of shape ().
+    """
     call, primals, rows, agree = _call.bind(given, place)
+    rows = _call.tag_also(call, rows, tuple(jnp.broadcast_to(x, rows.labels.shape) for x in numbers))
     found = _runner.run(LOGPROBS, call, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

@@ -148,7 +148,7 @@ def sum_of_losses(
     if call.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)
         agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
-    inputs = Inputs(primals, rows, flat, ())
+    inputs = Inputs(primals, _call.tag_also(call, rows, flat), flat, ())
     axes = axes_of_tokens(call, inputs)
     run, held = (_loss.run, loss_fn) if _jax.is_traced() else _loss.outside_jit(loss_fn)
     loss, constants = _loss.trace(held, own, call, inputs, axes)

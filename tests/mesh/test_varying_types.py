@@ -193,25 +193,43 @@ def test_as_on_one_device(varying: str, mesh: str) -> None:
             assert oracle.relative_norm(grads[name], want[function][1][name]) < 5e-6, (named, name)
 
 
-@pytest.mark.fast("none")
+@pytest.mark.fast("none-True", "mean-False")
+@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_loss_of_what_differs_is_nan(reduction: str) -> None:
-    """That of the row if the row differs, and of all if a number does."""
+def test_a_loss_of_what_differs_is_nan(reduction: str, check_vma: bool) -> None:
+    """That of the row if the row differs, and of all if a number does, on every shard; with and without types."""
     x, mesh = OPERANDS, jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
 
-    def body(hidden: Any, weight: Any, differs: Any) -> Any:
-        shard = lax.axis_index("tensor")
-        labels = x["labels"].at[1].add(jnp.where(differs["labels"], shard, 0))
-        z_loss = x["z_loss"] + jnp.where(differs["z_loss"], shard, 0)
-        return linear_cross_entropy(
-            hidden, weight, labels, where=shard < 4 * x["where"], z_loss=z_loss, reduction=reduction, axis_name="tensor"
+    def both(x: dict[str, Any], own: Any, axis_name: Any) -> tuple[Any, Any]:
+        """The loss, and a `linear_loss` with an argument ``own`` for each token."""
+        more = {"normalizer": x["normalizer"]} if reduction == "mean" else {}
+        operands, where = (x["hidden"], x["weight"], x["labels"]), x["where"]
+        loss = linear_cross_entropy(
+            *operands, where=where, z_loss=x["z_loss"], reduction=reduction, axis_name=axis_name, **more
         )
+        weighted = lambda logprob, entropy, lse, own: own * logprob  # noqa: E731
+        return loss, linear_loss(weighted, *operands, own, where=where, axis_name=axis_name)[0]
 
-    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(), P("tensor"), P()), out_specs=P()))
-    want = linear_cross_entropy(
-        x["hidden"], x["weight"], x["labels"], where=x["where"], z_loss=x["z_loss"], reduction=reduction
-    )
-    for differs, wrong in ((None, []), ("labels", [1]), ("z_loss", [0, 1, 2, 3])):
-        got = mapped(x["hidden"], x["weight"], {name: name == differs for name in ("labels", "z_loss")})
-        expected = want.at[jnp.asarray(wrong, int)].set(jnp.nan) if want.ndim else want if not wrong else jnp.nan
-        np.testing.assert_allclose(got, expected, rtol=5e-6)
+    def body(x: dict[str, Any], differs: Any) -> Any:
+        shard = lax.axis_index("tensor")
+        own = x["own"][:, 0].at[0].add(jnp.where(differs["own"], shard, 0))
+        x = x | {name: x[name] + jnp.where(differs[name], shard, 0) for name in ("z_loss", "normalizer")}
+        x |= {
+            "labels": x["labels"].at[0].set(jnp.where(differs["labels"], shard, x["labels"][0])),
+            "where": shard < 4 * x["where"],
+        }
+        found = both(x, own, "tensor")
+        return jax.tree.map(lambda y: (lax.pcast(y, "tensor", to="varying") if check_vma else y)[None], found)
+
+    specs = {name: P("tensor") if name in SPLIT else P() for name in x}, P()
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("tensor"), check_vma=check_vma))
+    want = both(x, x["own"][:, 0], None)
+    every = [0, 1, 2, 3] if check_vma else [0, 3]  # without types, of the rows that count
+    cases = {None: ([], False), "labels": ([0], True), "z_loss": (every, False), "own": ([], True)}
+    cases |= {"normalizer": (every, False)} if reduction == "mean" else {}
+    for differs, (wrong, is_nan) in cases.items():
+        loss, weighted = mapped(x, {name: name == differs for name in ("labels", "z_loss", "normalizer", "own")})
+        expected = want[0].at[jnp.asarray(wrong, int)].set(jnp.nan) if want[0].ndim else jnp.nan if wrong else want[0]
+        for shard in range(4):
+            np.testing.assert_allclose(loss[shard], expected, rtol=5e-6, err_msg=str(differs))
+            np.testing.assert_allclose(weighted[shard], jnp.nan if is_nan else want[1], rtol=5e-6, err_msg=str(differs))
