@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import lce_jax
 from lce_jax import _call, _dispatch, _options, mosaic, scalars
 from lce_jax._call import Place, layout_of, share
-from lce_jax._types import PassBytes, Plan, is_array
+from lce_jax._types import PassBytes, Plan, Wanted, is_array
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.ops._cross_entropy import Reduction, left_to_the_backward
 from lce_jax.programs import _token_chunks
@@ -37,33 +37,43 @@ def of_token(logprob: Any, entropy: Any, _: Any) -> Any:
 
 
 def measured(plan: Plan, name: str, hidden: Any, weight: Any, given: dict[str, Any], place: Place) -> PassBytes:
-    """What the programs of the public function ``name`` hold, which takes hidden, weight and what is ``given``."""
+    """What the programs of the public function ``name`` hold, which takes hidden, weight and what is ``given``.
+
+    Gradients are those that the plan's call wants; of an adapter also those of its factors.
+    """
+    lora = given.pop("lora", None)
     arrays = {key: _struct(x) for key, x in given.items() if is_array(x) and not isinstance(x, np.generic)}
-    hidden, weight, options = _struct(hidden), _struct(weight), {key: given[key] for key in given.keys() - arrays}
-    _check_devices(plan, (hidden, weight, *arrays.values()), place, options.get("axis_name"))
+    options = {key: given[key] for key in given.keys() - arrays}
+    trained = {"hidden": _struct(hidden)}
+    (trained if plan.call.wanted.weight else arrays)["weight"] = _struct(weight)
+    trained |= {} if lora is None else {"a": _struct(lora[0]), "b": _struct(lora[1])}
+    _check_devices(plan, (*trained.values(), *arrays.values()), place, options.get("axis_name"))
     axes = place._asdict() if place.is_named else {}
     function, first = getattr(lce_jax, f"sharded_{name}" if axes else name), [of_token] * (name == "linear_loss")
 
-    def call(hidden: Any, weight: Any, arrays: dict[str, Any]) -> Any:
-        return function(*first, hidden, weight, **arrays, **options, **axes)
+    def call(trained: dict[str, Any], arrays: dict[str, Any]) -> Any:
+        x = trained | arrays
+        if lora is not None:
+            x |= {"lora": (x.pop("a"), x.pop("b"), lora[2] if scalars.is_number(lora[2]) else 1.0)}
+        return function(*first, x.pop("hidden"), x.pop("weight"), **x, **options, **axes)
 
     forward, both = (
-        compiled(call, (hidden, weight, arrays), gradients).memory_analysis().temp_size_in_bytes
+        compiled(call, trained, arrays, gradients).memory_analysis().temp_size_in_bytes
         for gradients in (False, name != "linear_topk")
     )
     return PassBytes(forward, both)
 
 
-def compiled(call: Callable[..., Any], operands: tuple[Any, ...], gradients: bool) -> Any:
-    """The program of ``call``, for the devices on which its operands lie; with gradients in the first two."""
+def compiled(call: Callable[..., Any], trained: dict[str, Any], arrays: dict[str, Any], gradients: bool) -> Any:
+    """The program of ``call``, for the devices on which its operands lie; with gradients in those that are trained."""
 
     def total(*operands: Any) -> Any:
         return sum(jnp.sum(x) for x in jax.tree.leaves(call(*operands)))
 
     if not gradients:
-        return jax.jit(call).lower(*operands).compile()
-    results = None, tuple(x.sharding for x in operands[:2])
-    return jax.jit(jax.value_and_grad(total, (0, 1)), out_shardings=results).lower(*operands).compile()
+        return jax.jit(call).lower(trained, arrays).compile()
+    results = None, {key: x.sharding for key, x in trained.items()}
+    return jax.jit(jax.value_and_grad(total), out_shardings=results).lower(trained, arrays).compile()
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:
@@ -161,6 +171,7 @@ def explain(
     normalizer: float | Float[Shaped, ""] | None = None,
     gradients_in_forward: bool = False,
     chunk_bytes: int | None = None,
+    frozen_weight: bool = False,
     k: int | None = None,
     ids: Int[Shaped, "*b K"] | None = None,
     teacher: tuple[Float[Shaped, "*b G"], Float[Shaped, "V G"]] | None = None,
@@ -212,6 +223,8 @@ def explain(
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
             at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
             chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
+        frozen_weight: True for the plan of a call whose weight has no gradient (``jax.lax.stop_gradient(weight)``, or a
+            parameter that is not differentiated): no sum of dweight, and other chunks. Always so with ``lora``.
         k: that of `linear_topk`, for its plan; of the labels only the shape counts then.
         ids: ``[..., K]``, those of `linear_logits`, for its plan; of the labels only the shape counts then.
         teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`; of the labels
@@ -254,8 +267,8 @@ def explain(
     of_loss = (*given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
     check_function({"k": k, "ids": ids, "teacher": teacher}, options, *of_loss)
     scalars.flag("gradients_in_forward", gradients_in_forward)
-    if scalars.flag("compile", compile) and options.get("lora") is not None:
-        raise ValueError("compile=True with lora: what is compiled differentiates the weight. Leave one of them out")
+    scalars.flag("compile", compile)
+    wanted = Wanted(weight=not scalars.flag("frozen_weight", frozen_weight) and options.get("lora") is None)
     place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
     own: dict[str, Any]
@@ -276,10 +289,12 @@ def explain(
     else:
         loss = _PlannedLoss(reduction, ignore_index, smoothing) if is_loss else None
         chunks = (gradients_in_forward, chunk_bytes)
-        plan = _of_one_head(hidden, weight, labels, where, place, options, k, loss, *chunks)
+        plan = _of_one_head(hidden, weight, labels, where, place, options, k, wanted, loss, *chunks)
+        plan = _with_copies_of_adapter(plan, options.get("lora"))
         name, own = "linear_logprobs", {"labels": labels}
     if not compile:
         return plan
+    plan = dataclasses.replace(plan, call=plan.call.but(wanted=wanted))
     if k is not None:
         name, own = "linear_topk", {"k": k}
     elif gradients_in_forward:
@@ -309,6 +324,7 @@ def _of_one_head(
     place: Place,
     options: KLOptions,
     k: int | None,
+    wanted: Wanted,
     loss: _PlannedLoss | None,
     gradients_in_forward: bool,
     chunk_bytes: int | None,
@@ -318,7 +334,7 @@ def _of_one_head(
     smooths = loss is not None and loss.smoothing > 0
     given = _call.describe(_options.of_call(told, hidden, weight, labels, where, mean_logit=smooths, top_k=k))
     _call.check_values(given)
-    described = given.call
+    described = given.call.but(wanted=wanted)
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)
         described = dataclasses.replace(described, partial_rows=True)
@@ -340,6 +356,19 @@ def _of_one_head(
     plan = _dispatch.explain(call) if known is layout else _partitioned_by_xla(call)
     notes = () if because is None else (f"the gradients are computed in the backward: {because}",)
     return dataclasses.replace(plan, notes=(*notes, *plan.notes))
+
+
+def _with_copies_of_adapter(plan: Plan, lora: Any) -> Plan:
+    """With what an adapter's B takes: its copy as an operand, padded to whole ranks, and its gradient before both."""
+    if lora is None:
+        return plan
+    call, b = plan.call, lora[1]
+    padded, is_padded, casts = call.columns * call.rank, b.shape[1] != call.rank, b.dtype != call.dtype
+    operand = padded * call.dtype.itemsize if is_padded or casts else 0
+    kept = padded * jnp.dtype(b.dtype).itemsize if is_padded and casts else 0  # a forward alone pads and casts at once
+    total = padded * call.stat_dtype.itemsize if is_padded or b.dtype != call.stat_dtype else 0
+    forward, backward = plan.forward_bytes + operand, plan.backward_bytes + operand + kept + total
+    return dataclasses.replace(plan, forward_bytes=forward, backward_bytes=backward)
 
 
 def _partitioned_by_xla(call: Call) -> Plan:

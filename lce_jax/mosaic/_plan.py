@@ -120,7 +120,8 @@ def _backward(case: Call, shape: Geometry, generation: Generation) -> _Backward:
     if overwritten == shape.num_tiles and _writes_dhidden_once(case, shape):
         sums = 0
     sums += of_adapter
-    copies = 0 if shape.whole_atoms else 2 * columns * case.hidden_size * item  # of the weight and of dweight
+    copied = 1 + case.wanted.weight  # the weight, and dweight
+    copies = 0 if shape.whole_atoms else copied * columns * case.hidden_size * item
     return _Backward(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
 
 

@@ -111,7 +111,8 @@ def plan(call: Call) -> Plan:
     found = _dispatch.explain(chunk)
     whole = _dispatch.explain(dataclasses.replace(call, cache_bytes=0))
     item, columns = call.stat_dtype.itemsize, call.columns * call.hidden_size
-    total = columns * item if chunks > 1 and call.dtype != call.stat_dtype else 0  # else the gradient is the sum
+    sums = chunks > 1 and call.wanted.weight and call.dtype != call.stat_dtype  # else there is none, or it is dweight
+    total = columns * item if sums else 0
     taken = size * call.hidden_size * (call.hidden_dtype.itemsize + item) if chunks > 1 else 0  # hidden and dhidden
     cache = max(found.kept_bytes - chunk.statistics_bytes, 0)
     per_token = (2 + len(call.statistics)) * call.num_tokens * item

@@ -454,14 +454,16 @@ def plan(call: Call, name: str) -> Plan:
     columns = min(call.vocab_size, call.columns)
     kept = kept_columns(call, columns, tile_v)
     in_place = is_one_piece(call, kept, tile_t, call.vocab_size != call.columns, adds_dweight=False)
-    held = copied_bytes(call) + tile_bytes(call, tile_t, min(tile_v, columns)) + call.candidate_bytes
+    width = min(tile_v, columns)
+    held = copied_bytes(call) + tile_bytes(call, tile_t, width) + call.candidate_bytes
+    of_backward = 0 if in_place else bytes_of_gradient_products(call, tile_t, width)
     return Plan(
         implementation=name,
         refused={},
         call=call,
         tiles={"tokens": tile_t, "vocabulary": tile_v},
-        forward_bytes=held,
-        backward_bytes=held + (0 if in_place and call.shards == 1 else sum_bytes(call)),
+        forward_bytes=held + bytes_of_products(call, tile_t, width),
+        backward_bytes=held + of_backward + (0 if in_place and call.shards == 1 else sum_bytes(call)),
         kept_bytes=call.statistics_bytes + num_bytes(call, kept, tile_v),
         logits_bytes=call.num_tokens * call.columns * call.stat_dtype.itemsize,
         notes=(
@@ -489,6 +491,28 @@ def tile_bytes(call: Call, tile_t: int, width: int) -> int:
     return min(tile_t, call.num_tokens) * width * call.stat_dtype.itemsize
 
 
+def bytes_of_products(call: Call, tile_t: int, width: int) -> int:
+    """Of a tile's columns of the weight, and a chunk's tokens of several, which XLA copies on a CPU."""
+    if call.device.platform != "cpu":
+        return 0
+    rows = width + (tile_t if tile_t < call.num_tokens else 0)
+    return rows * (call.hidden_size + call.rank) * call.dtype.itemsize
+
+
+def bytes_of_gradient_products(call: Call, tile_t: int, width: int) -> int:
+    """Of the same in `gradient_dtype`, and of a tile's dweight before it is written, which a CPU holds.
+
+    With several chunks of tokens it is a sum and its next term.
+    """
+    if call.device.platform != "cpu":
+        return 0
+    read = (width + min(tile_t, call.num_tokens)) * (call.hidden_size + call.rank) * call.stat_dtype.itemsize
+    size = width * (call.hidden_size * call.wanted.weight + call.rank * call.wanted.bias)
+    if tile_t < call.num_tokens:
+        return read + 2 * size * call.stat_dtype.itemsize
+    return read + (0 if call.dtype == call.stat_dtype else size * call.dtype.itemsize)
+
+
 def copied_bytes(call: Call) -> int:
     """Of a copy of hidden: it is gathered, cast or multiplied by a sign, or its rows are moved."""
     own = call.partial_rows or call.gather_dim is not None or call.hidden_dtype != call.dtype or call.signs_hidden
@@ -498,5 +522,6 @@ def copied_bytes(call: Call) -> int:
 
 def sum_bytes(call: Call) -> int:
     """Of dhidden in the statistics' dtype, before it is rounded, scattered or its rows are put back."""
-    is_result = call.hidden_dtype == call.stat_dtype and not call.partial_rows and call.gather_dim is None
+    moved = call.partial_rows or call.gather_dim is not None or call.rank  # with that of u, which is cut off
+    is_result = call.hidden_dtype == call.stat_dtype and not moved
     return 0 if is_result else call.num_tokens * (call.hidden_size + call.rank) * call.stat_dtype.itemsize

@@ -43,8 +43,8 @@ def test_reads_well() -> None:
     assert text.splitlines() == [
         "xla: 4,096 tokens, hidden size 512, 65,536 vocabulary columns, float32, on cpu",
         "  tiles      tokens 4,096, vocabulary 1,024",
-        "  forward    16.0 MiB in tiles and copies",
-        "  backward   16.0 MiB in tiles, sums and copies; gradients not counted",
+        "  forward    18.0 MiB in tiles and copies",
+        "  backward   26.0 MiB in tiles, sums and copies; gradients not counted",
         "  kept       1,009.0 MiB from forward to backward",
         "  logits     1.0 GiB if they were stored",
         "  note       the forward keeps 63 of 64 vocabulary tiles, 16.0 MiB each",

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import lce_jax
-from lce_jax import explain, linear_kl, linear_logprobs, linear_topk
+from lce_jax import explain, linear_cross_entropy, linear_kl, linear_logprobs, linear_topk
 from lce_jax.explain import __main__ as command
 from lce_jax.explain._models import MODELS, model_head, model_named
 from tests.torch.test_host import backward, forward, head, held_bytes
@@ -53,14 +53,16 @@ def products(function: Any, *operands: Any) -> list[int]:
 
 
 def test_a_tile_of_xla_is_what_a_product_gives() -> None:
+    """Beside the tile, a CPU has its columns of the weight, which a product copies."""
     for T, V, options in ((2048, 32768, {}), (300, 50257, {"vocab_size": 50000}), (1, 50257, {}), (64, 600, {})):
         call = struct((T, 256), "float32"), struct((V, 256), "float32"), struct((T,), "int32")
         plan = explain(*call, **options)
-        assert (
-            plan.forward_bytes
-            == plan.backward_bytes
-            == products(lambda *x, o=options: linear_logprobs(*x, **o), *call)[0]
+        tile, columns = (
+            products(lambda *x, o=options: linear_logprobs(*x, **o), *call)[0],
+            min(plan.tiles["vocabulary"], V),
         )
+        assert plan.forward_bytes == tile + 4 * 256 * columns
+        assert plan.backward_bytes == tile + 4 * 256 * (columns + T)
         topk = explain(*call, k=4, **options)
         assert topk.forward_bytes == products(lambda h, w, o=options: linear_topk(h, w, 4, **o), *call[:2])[0]
         assert topk.backward_bytes == topk.kept_bytes == 0
@@ -73,14 +75,61 @@ def test_copies_and_sums_are_counted() -> None:
     call = struct((2048, 256), "bfloat16"), struct((32768, 256), "bfloat16"), struct((2048,), "int32")
     hidden = 2048 * 256
     plain, moved = explain(*call), explain(*call, where=struct((2048,), "bool"))
-    tile = math.prod(plain.tiles.values()) * 4
-    assert (plain.forward_bytes, plain.backward_bytes) == (tile, tile + 4 * hidden)
-    tile = math.prod(moved.tiles.values()) * 4
-    assert (moved.forward_bytes, moved.backward_bytes) == (tile + 2 * hidden, tile + 6 * hidden)
+    rows, columns = plain.tiles.values()
+    dweight = 2 * columns * 256
+    assert plain.forward_bytes == 4 * rows * columns + 2 * columns * 256
+    assert plain.backward_bytes == 4 * rows * columns + 4 * hidden + 4 * (rows + columns) * 256 + dweight
+    rows, columns = moved.tiles.values()
+    dweight = 2 * 4 * columns * 256  # a sum over chunks of tokens, and what is added to it
+    assert moved.forward_bytes == 4 * rows * columns + 2 * hidden + 2 * (rows + columns) * 256
+    assert moved.backward_bytes == 4 * rows * columns + 6 * hidden + 4 * (rows + columns) * 256 + dweight
     assert plain.most_bytes == plain.backward_bytes + plain.kept_bytes
     ids = explain(*call, ids=struct((2048, 64), "int32"))
     assert ids.forward_bytes == ids.tiles["tokens"] * 64 * 256 * 2
     assert "64 ids per token, 131,072 products" in str(ids)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("adapter", [False, True], ids=["frozen", "lora"])
+def test_a_frozen_weight_has_the_chunks_that_run(adapter: bool) -> None:
+    """Several at 8,192 tokens, where a sum of dweight would make room for one chunk; and no such sum."""
+    a, b = struct((8, H), "float32"), struct((V, 8), "float32")
+    frozen: dict[str, Any] = {"lora": (a, b, 1.0)} if adapter else {"frozen_weight": True}
+    for tokens in (8192, 32768):
+        call = struct((tokens, H), "bfloat16"), struct((V, H), "bfloat16"), struct((tokens,), "int32")
+        for kind in ({"gradients_in_forward": True}, {"reduction": "mean"}):
+            both, plan = explain(*call, **kind), explain(*call, **kind, **frozen)
+            assert plan.tiles["chunk of tokens"] == 4096
+            assert "sum of dweight" not in str(plan)
+            assert (both.tiles["chunk of tokens"] == 8192) == (tokens == 8192)
+            assert ("sum of dweight" in str(both)) == (tokens > 8192)
+            sums = V * H * 4 if tokens > 8192 else 0
+            assert adapter or plan.backward_bytes == both.backward_bytes - sums or tokens == 8192
+
+        def total(hidden: Any, weight: Any, labels: Any, a: Any, b: Any) -> Any:
+            lora = (a, b, 1.0) if adapter else None
+            return linear_cross_entropy(hidden, weight, labels, lora=lora)
+
+        text = str(jax.make_jaxpr(jax.grad(total, 0))(*call, a, b))
+        assert f"bf16[4096,{H + 64 * adapter}]" in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float32", {"reduction": "mean", "frozen_weight": True}),
+        ("bfloat16", {"reduction": "mean", "cache_bytes": 0}),
+        ("bfloat16", {"reduction": "mean", "cache_bytes": 0, "frozen_weight": True}),
+        ("float32", {"reduction": "mean", "lora": (struct((8, 64), "float32"), struct((16384, 8), "float32"), 0.5)}),
+    ],
+    ids=["frozen", "backward", "frozen, backward", "lora"],
+)
+def test_what_a_cpu_holds_is_a_tenth_from_the_plan(dtype: str, options: dict[str, Any]) -> None:
+    """The compiled program differentiates what the plan does."""
+    call = struct((512, 64), dtype), struct((16384, 64), dtype), struct((512,), "int32")
+    plan = explain(*call, **options, compile=True)
+    assert plan.compiled is not None
+    assert abs(plan.compiled.backward / plan.most_bytes - 1) < 0.1
 
 
 @pytest.mark.parametrize("device", ["h200", "a100"])

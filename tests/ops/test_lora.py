@@ -222,7 +222,8 @@ def test_what_the_kernels_refuse(options: dict[str, Any], reason: str) -> None:
     assert reason in plan.refused["mosaic_gpu"]
     alone = explain(*SHAPES, lora=(*PAIR, 1.0))
     assert alone.implementation == "mosaic_gpu"
-    assert alone.forward_bytes == explain(*SHAPES).forward_bytes + 512 * (256 + 64) * 2  # hidden and u
+    copies = 512 * (256 + 64) * 2 + 1024 * 64 * 2  # hidden and u, and B of whole 64 columns
+    assert alone.forward_bytes == explain(*SHAPES).forward_bytes + copies
 
 
 def test_what_has_no_adapter_says_so() -> None:
@@ -234,7 +235,5 @@ def test_what_has_no_adapter_says_so() -> None:
         jax.grad(lambda weight: linear_cross_entropy(hidden, weight, labels, lora=lora))(weight)
     with pytest.raises(ValueError, match=r"give it jax.lax.stop_gradient\(weight\)"):
         jax.grad(lambda weight: linear_logprobs(hidden, weight, labels, lora=lora).lse.sum())(weight)
-    with pytest.raises(ValueError, match="compile=True with lora"):
-        explain(*SHAPES, lora=(*PAIR, 1.0), compile=True)
     with pytest.raises(TypeError, match="has no option lora"):
         explain(*SHAPES, lora=(*PAIR, 1.0), k=3)
