@@ -18,7 +18,7 @@ from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
 
 if TYPE_CHECKING:
     from lce_jax import Plan
-    from lce_torch_bridge.call._arguments import ExplainOptions
+    from lce_torch_bridge.call._arguments import Arguments, ExplainOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,8 @@ def explain(
     Nothing is computed and nothing compiled.
 
     Args:
-        hidden, weight, labels: as in `linear_logprobs`.
+        hidden, weight, labels: as in `linear_logprobs`. A weight that does not require a gradient is planned as frozen
+            if hidden requires one.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``mean_logit``, ``candidates``, ``where``, ``ignore_index``, ``out_of_vocab``,
             ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
@@ -92,19 +93,19 @@ def explain(
     with kernels.for_device(described or kernels.Device()):
         hidden = operands.hidden[:, : weight.shape[1]]
         structs = _device.struct(hidden), _device.struct(weight), _ids(operands.labels)
-        plan = lce_jax.explain(*structs, **_options(operands, call))
+        frozen = given.hidden.requires_grad and not given.weight.requires_grad
+        plan = lce_jax.explain(*structs, frozen_weight=frozen, **_options(operands, given))
     return Explanation("jax" if reason else "direct", reason, plan, cache)
 
 
-def _options(x: Tensors, call: Any) -> dict[str, Any]:
+def _options(x: Tensors, given: Arguments) -> dict[str, Any]:
     """This rank's part of the call as keyword options of `lce_jax.explain`, its tensors as shapes."""
-    (columns, _), (_, rank) = x.weight.shape, _tensor_parallel.size_and_rank(call.group)
-    a = jax.ShapeDtypeStruct((call.rank, x.weight.shape[1]), "float32")
-    b = None if x.bias is None else _device.struct(x.bias)
+    call, columns = given.call, x.weight.shape[0]
+    _, rank = _tensor_parallel.size_and_rank(call.group)
     return call.options | {
-        "lora": (a, b, 1.0) if call.rank else None,
+        "lora": None if given.lora is None else (*map(_device.struct, given.lora[:2]), 1.0),
         "vocab_size": min(max(call.vocab_size - rank * columns, 1), columns),  # there is no plan for padding alone
-        "bias": None if call.rank else b,
+        "bias": None if given.bias is None else _device.struct(given.bias),
         "temperature": 1.0 if x.temperature is None else _device.struct(x.temperature),
         "candidates": None if x.candidates is None else _ids(x.candidates),
         "logit_floor": None if x.floor is None else _device.struct(x.floor),

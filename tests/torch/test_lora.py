@@ -160,6 +160,18 @@ def test_launched_directly(programs: list[Program], has_cache: bool) -> None:
     assert len(programs) == 2  # a forward and a backward
 
 
+def test_explain_plans_what_is_differentiated() -> None:
+    """No product for a frozen weight; of an adapter also the copies of B that the call makes."""
+    problem = p.draw(512, 64, 16384, torch.bfloat16)
+    hidden, weight, labels = problem.hidden.requires_grad_(), problem.weight.detach(), problem.labels
+    both, frozen = (explain(hidden, x, labels).plan for x in (weight.clone().requires_grad_(), weight))
+    assert both.backward_bytes - frozen.backward_bytes == both.tiles["vocabulary"] * 64 * 2
+    assert both.forward_bytes == frozen.forward_bytes
+    adapted = explain(hidden, weight, labels, lora=(torch.zeros(8, 64), torch.zeros(16384, 8), SCALE)).plan
+    assert adapted.forward_bytes > frozen.forward_bytes + 16384 * 64 * 2
+    assert adapted.backward_bytes > frozen.backward_bytes + 16384 * 64 * (2 + 4 + 4)
+
+
 @pytest.mark.slow
 def test_in_two_chunks(programs: list[Program]) -> None:
     problem = p.draw(200, 128, 520, torch.bfloat16)
