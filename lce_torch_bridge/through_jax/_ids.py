@@ -6,7 +6,7 @@
 
 Each rank of a group has the logits of the ids that it owns, and 0 at the others. Of the most likely, it sends its own k
 largest, with their logits as dot products of their own: those are the same for equal columns on any rank, so ties keep
-their order. Every rank merges them alike.
+their order. The sum of its exponentials is relative to the largest logit. Every rank merges them alike.
 """
 
 from __future__ import annotations
@@ -91,14 +91,17 @@ def _merged(packed: torch.Tensor, start: int, tags: torch.Tensor, call: TorchCal
     ids, floats = packed[:, :k], packed[:, k:].view(torch.float32)
     ids = torch.where(floats[:, :k] == -torch.inf, 2**31 - 1, ids + start)  # after all others
     every = _tensor_parallel.gather(torch.cat([ids, packed[:, k:], tags], 1), call.group)  # [N, T, 2k + 2]
-    tags, lse = every[..., -1], every[..., 2 * k].contiguous().view(torch.float32).logsumexp(0)
-    lse = lse.where((tags == tags[0]).all(0), torch.nan)  # as in `through_jax._logprobs.results`
-    side_by_side = every[..., : 2 * k].transpose(0, 1)  # [T, N, 2k]
-    ids = side_by_side[..., :k].flatten(1)
-    z = side_by_side[..., k:].flatten(1).contiguous().view(torch.float32)
+    tags, floats = every[..., -1], every[..., k:-1].contiguous().view(torch.float32)
+    highest = floats[..., :k].amax(2)  # [N, T]
+    largest = highest.amax(0)
+    # Relative to the largest logit: the rounding of an lse of 2²⁰ would be an error of every log-probability.
+    log_sumexp = (highest - largest + floats[..., k]).logsumexp(0)
+    log_sumexp = log_sumexp.where((tags == tags[0]).all(0), torch.nan)  # as in `through_jax._logprobs.results`
+    lse = largest + log_sumexp
+    ids, z = every[..., :k].transpose(0, 1).flatten(1), floats[..., :k].transpose(0, 1).flatten(1)  # [T, N k]
     by_id = ids.argsort(1)
     order = by_id.gather(1, z.gather(1, by_id).argsort(dim=1, descending=True, stable=True))[:, :k]
-    logprobs = (z.gather(1, order) - lse[:, None]).clamp(max=0.0)
+    logprobs = z.gather(1, order) - largest[:, None] - log_sumexp[:, None]
     found = ids.gather(1, order).long()
     return [torch.where(lse.isnan()[:, None], -1, found), logprobs, lse]
 
@@ -168,7 +171,7 @@ def _given(key: ProgramKey, given: Any, num_rows: Any, weight: Any, further: int
 
 
 def most_likely(key: ProgramKey, tempered: bool, hidden: Any, weight: Any, bias: Any, per_token: Any) -> Any:
-    """``[P, 2k + 1]``: ids in the shard, logprobs (or logits) and lse."""
+    """``[P, 2k + 1]``: ids in the shard, logprobs and lse; of a shard logits, and ln Σ e^u relative to the largest."""
     call, (rows, columns) = key.call, (hidden.shape[0], weight.shape[0])
     columns = min(max(call.vocab_size - key.shard * columns, 0), columns)  # those that are no padding
     k, wanted = min(call.num_candidates, columns), call.num_candidates
@@ -187,9 +190,10 @@ def most_likely(key: ProgramKey, tempered: bool, hidden: Any, weight: Any, bias:
         return _as_bits(*found)
     z = lce_jax.linear_logits(hidden, weight, found.ids, **given)
     missing = ((0, 0), (0, wanted - k))
-    return _as_bits(jnp.pad(found.ids, missing), jnp.pad(z, missing, constant_values=-jnp.inf), found.lse)
+    log_sumexp = -jnp.max(found.logprobs, axis=1)
+    return _as_bits(jnp.pad(found.ids, missing), jnp.pad(z, missing, constant_values=-jnp.inf), log_sumexp)
 
 
-def _as_bits(ids: Any, floats: Any, lse: Any) -> Any:
-    bits = lax.bitcast_convert_type(jnp.concatenate([floats, lse[:, None]], 1), jnp.int32)
+def _as_bits(ids: Any, floats: Any, last: Any) -> Any:
+    bits = lax.bitcast_convert_type(jnp.concatenate([floats, last[:, None]], 1), jnp.int32)
     return jnp.concatenate([ids, bits], 1)

@@ -217,6 +217,16 @@ def twice_the_same(hidden: torch.Tensor, weight: torch.Tensor, _: torch.Tensor, 
     return list(linear_topk(hidden, whole if group is None else shard(whole, group), 40, **options))
 
 
+def common_offset(group: dist.ProcessGroup) -> None:
+    """All logits near 2²⁰, and exact there: the log-probabilities are as right as on one rank."""
+    eighths = torch.randint(-40, 40, (104, 8), generator=torch.Generator().manual_seed(0)).to(DEVICE) / 8
+    weight = torch.cat([eighths, torch.full_like(eighths[:, :1], 2.0**20)], 1)
+    top = linear_topk(torch.ones(3, 9, device=DEVICE), shard(weight, group), 40, tp_group=group)
+    want = eighths.sum(1).double().log_softmax(0).sort(descending=True)[0][:40].expand(3, -1)
+    assert p.value_error(top.logprobs, want) < VALUE
+    assert all(same_on_all_ranks(x, group) for x in top)
+
+
 def of_verl(hidden: torch.Tensor, weight: torch.Tensor, _: torch.Tensor, **options: Any) -> list[torch.Tensor]:
     """It leaves dhidden each rank's own part, as verl's kernel does."""
     return list(verl.linear_cross_entropy(hidden, weight, f.PROBLEM.labels.to(DEVICE), 0.7, "none", *options.values()))
