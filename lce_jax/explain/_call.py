@@ -39,41 +39,39 @@ def of_token(logprob: Any, entropy: Any, _: Any) -> Any:
 def measured(plan: Plan, name: str, hidden: Any, weight: Any, given: dict[str, Any], place: Place) -> PassBytes:
     """What the programs of the public function ``name`` hold, which takes hidden, weight and what is ``given``.
 
-    Gradients are those that the plan's call wants; of an adapter also those of its factors.
+    The gradients are those that the plan's call wants, and those of an adapter's factors.
     """
-    lora = given.pop("lora", None)
+    a, b, scale = given.pop("lora", None) or (None, None, 1.0)
     arrays = {key: _struct(x) for key, x in given.items() if is_array(x) and not isinstance(x, np.generic)}
-    options = {key: given[key] for key in given.keys() - arrays}
-    trained = {"hidden": _struct(hidden)}
-    (trained if plan.call.wanted.weight else arrays)["weight"] = _struct(weight)
-    trained |= {} if lora is None else {"a": _struct(lora[0]), "b": _struct(lora[1])}
-    _check_devices(plan, (*trained.values(), *arrays.values()), place, options.get("axis_name"))
+    hidden, weight, options = _struct(hidden), _struct(weight), {key: given[key] for key in given.keys() - arrays}
+    factors = () if a is None else (_struct(a), _struct(b))
+    _check_devices(plan, (hidden, weight, *factors, *arrays.values()), place, options.get("axis_name"))
     axes = place._asdict() if place.is_named else {}
     function, first = getattr(lce_jax, f"sharded_{name}" if axes else name), [of_token] * (name == "linear_loss")
 
-    def call(trained: dict[str, Any], arrays: dict[str, Any]) -> Any:
-        x = trained | arrays
-        if lora is not None:
-            x |= {"lora": (x.pop("a"), x.pop("b"), lora[2] if scalars.is_number(lora[2]) else 1.0)}
-        return function(*first, x.pop("hidden"), x.pop("weight"), **x, **options, **axes)
+    def call(hidden: Any, weight: Any, factors: Any, arrays: dict[str, Any]) -> Any:
+        lora = {"lora": (*factors, scale if scalars.is_number(scale) else 1.0)} if factors else {}
+        return function(*first, hidden, weight, **arrays, **lora, **options, **axes)
 
+    operands, wanted = (hidden, weight, factors, arrays), (True, plan.call.wanted.weight, bool(factors))
+    trained = (*(i for i, is_wanted in enumerate(wanted) if is_wanted),)
     forward, both = (
-        compiled(call, trained, arrays, gradients).memory_analysis().temp_size_in_bytes
-        for gradients in (False, name != "linear_topk")
+        compiled(call, operands, own).memory_analysis().temp_size_in_bytes
+        for own in ((), () if name == "linear_topk" else trained)
     )
     return PassBytes(forward, both)
 
 
-def compiled(call: Callable[..., Any], trained: dict[str, Any], arrays: dict[str, Any], gradients: bool) -> Any:
+def compiled(call: Callable[..., Any], operands: tuple[Any, ...], trained: tuple[int, ...]) -> Any:
     """The program of ``call``, for the devices on which its operands lie; with gradients in those that are trained."""
 
     def total(*operands: Any) -> Any:
         return sum(jnp.sum(x) for x in jax.tree.leaves(call(*operands)))
 
-    if not gradients:
-        return jax.jit(call).lower(trained, arrays).compile()
-    results = None, {key: x.sharding for key, x in trained.items()}
-    return jax.jit(jax.value_and_grad(total), out_shardings=results).lower(trained, arrays).compile()
+    if not trained:
+        return jax.jit(call).lower(*operands).compile()
+    results = None, tuple(jax.tree.map(lambda x: x.sharding, operands[i]) for i in trained)
+    return jax.jit(jax.value_and_grad(total, trained), out_shardings=results).lower(*operands).compile()
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:

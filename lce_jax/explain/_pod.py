@@ -293,7 +293,8 @@ class PodProgram:
     def compiled(self) -> Any:
         """The program, as XLA has compiled it for the target."""
         mesh = self.target.mesh(*self.pod, AxisType.Auto if self.sharded else self.target.jit_axes)
-        return _call.compiled(self._step(mesh), self._operands(mesh), self.function in DIFFERENTIABLE)
+        trained = (0, 1) if self.function in DIFFERENTIABLE else ()
+        return _call.compiled(self._step(mesh), self._operands(mesh), trained)
 
     def _operands(self, mesh: Mesh) -> tuple[Any, Any, Any]:
         """Hidden states, weight and labels: shapes that say how they lie."""
