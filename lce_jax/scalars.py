@@ -38,6 +38,7 @@ __all__ = [
     "is_integer",
     "is_number",
     "is_temperature",
+    "mixed_tokens",
     "not_negative",
     "num_bytes",
     "num_candidates",
@@ -259,6 +260,31 @@ def _own_names(loss_fn: Any) -> list[str]:
     first = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)][:3]
     by_name = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
     return [x.name for x in by_name if x not in first]
+
+
+def mixed_tokens(
+    found: str,
+    function: str,
+    shape: Sequence[int],
+    where: str | None,
+    ignore_index: int | None,
+    options: Collection[str],
+    mean: tuple[str, str],
+) -> ValueError:
+    """The refusal of a ``loss_fn`` that mixes tokens, with the lines that serve such a loss.
+
+    ``function`` gives all results, ``where`` is the expression of a mask, and ``mean`` are the expressions of a mean
+    over a sequence, of all tokens and of those in ``mask``.
+    """
+    ignored = None if ignore_index is None else f"labels != {ignore_index}"
+    mask = f"{where} & ({ignored})" if where and ignored else where or ignored
+    first, given = (f"mask = {mask}; ", ["where=mask"]) if mask else ("", [])
+    arguments = ", ".join(["hidden", "weight", "labels", *given, *(f"{name}={name}" for name in options)])
+    return ValueError(
+        f"loss_fn mixes tokens: {found}. The loss of a token may use that token's numbers alone, because linear_loss "
+        f"computes chunks of tokens. Compute other losses from the results of all tokens {tuple(shape)}: "
+        f"`{first}out = {function}({arguments})`. There the mean of x over each sequence is `{mean[mask is not None]}`"
+    )
 
 
 def per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:

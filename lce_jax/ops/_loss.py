@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from lce_jax._types import LogprobOutput, Results
 from lce_jax.mesh import _collectives
 from lce_jax.programs import _loss, _token_chunks
 from lce_jax.programs._loss import Inputs, axes_of_tokens
+from lce_jax.programs._mixed_tokens import refuse_mixed_tokens
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -43,7 +45,9 @@ def linear_loss(
     Args:
         loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)`` of one token: scalars, ``entropy`` None with
             ``entropy=False``, and the token's slice of each further argument. Any JAX function that returns one
-            floating-point scalar. It may close over arrays; traced ones have gradients too.
+            floating-point scalar, made of that token's numbers alone. It may close over arrays; traced ones have
+            gradients too. A loss that mixes tokens, such as one with a sequence's mean (GSPO), is computed from the
+            results of `linear_logprobs`.
         hidden, weight, labels, where, ignore_index: as in `linear_logprobs`.
         per_token: the further arguments of ``loss_fn``. Give them by name, ``advantage=...``: then none is taken for
             another, and a name that ``loss_fn`` does not have, or that is missing, is refused. Each is an array, or a
@@ -63,9 +67,10 @@ def linear_loss(
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also a loss_fn
-            that does not return one floating-point scalar; one that closes over an array which lies on a mesh, where
-            JAX cannot use it on one device; and, inside ``shard_map``, one that closes over a traced number that the
-            devices share while their tokens differ. Give these as per-token arguments.
+            that does not return one floating-point scalar; one that reduces a scalar of its token over no axis, as
+            ``jnp.mean(logprob)`` does, because it means to reduce over tokens; one that closes over an array which lies
+            on a mesh, where JAX cannot use it on one device; and, inside ``shard_map``, one that closes over a traced
+            number that the devices share while their tokens differ. Give arrays as per-token arguments.
         NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
@@ -133,15 +138,30 @@ def of_call(
     _options.check_names(function, told, loss_fn)
     given = _options.of_call(told, hidden, weight, labels, where, ignore_index, function="linear_loss")
     given = given.with_chunks(_token_chunks.chunk_bytes(chunk_bytes, told))
-    return sum_of_losses(loss_fn, given, (per_token, named), place)
+    options = [*told, *(name for name, x in ({} if place is None else place._asdict()).items() if x is not None)]
+    refusal = functools.partial(
+        scalars.mixed_tokens,
+        function=function.__name__.replace("loss", "logprobs"),
+        shape=jnp.shape(labels),
+        where=None if where is None else "where",
+        ignore_index=ignore_index,
+        options=options,
+        mean=("jnp.mean(x, -1)", "jnp.sum(jnp.where(mask, x, 0), -1) / jnp.maximum(jnp.sum(mask, -1), 1)"),
+    )
+    return sum_of_losses(loss_fn, given, (per_token, named), place, refusal)
 
 
 def sum_of_losses(
-    loss_fn: Any, given: Given, arguments: Any, place: Place | None = None
+    loss_fn: Any,
+    given: Given,
+    arguments: Any,
+    place: Place | None = None,
+    refusal: Callable[[str], ValueError] | None = None,
 ) -> tuple[Array, LogprobOutput]:
     """`linear_loss` of a call, over the mesh at ``place`` if there is one; ``arguments``: by place, and by name.
 
-    A call that has a mean logit gives it to ``loss_fn`` after the other results.
+    A call that has a mean logit gives it to ``loss_fn`` after the other results. ``refusal``: what to raise if
+    ``loss_fn`` mixes tokens; None for one of our own.
     """
     call, primals, rows, agree = _call.bind(_call.describe(given), place, arguments)
     flat, own = _loss.leaves_of_arguments(arguments, rows.labels)
@@ -152,6 +172,8 @@ def sum_of_losses(
     axes = axes_of_tokens(call, inputs)
     run, held = (_loss.run, loss_fn) if _jax.is_traced() else _loss.outside_jit(loss_fn)
     loss, constants = _loss.trace(held, own, call, inputs, axes)
+    if refusal is not None:
+        refuse_mixed_tokens(loss.jaxpr.jaxpr, refusal)
     _loss.check_closure(constants, axes)
     inputs = inputs._replace(constants=constants)
     traced_there = call.mesh is not None and not _runner.is_left_to_xla(call, inputs)

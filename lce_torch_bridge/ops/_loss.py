@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _loss
 from lce_torch_bridge.operators._loss import LossAndGradients, LossPlan
+from lce_torch_bridge.ops._mixed_tokens import TokenLosses, key_of, refuse_mixed_tokens
 from lce_torch_bridge.tensors import _device, _padding
 from lce_torch_bridge.tensors._device import is_differentiated
 from lce_torch_bridge.tensors._weight import main_grad_of
@@ -53,7 +55,11 @@ def linear_loss(
         loss_fn: ``loss_fn(logprobs, entropy, lse, *per_token)`` of a chunk's tokens, ``[t]`` each, ``entropy`` None
             with ``entropy=False``. Any differentiable PyTorch code that returns ``[t]`` losses, each made of its own
             token's numbers alone, because chunks end anywhere. It may close over numbers and tensors without a
-            gradient.
+            gradient, but not over those of all tokens. A loss that mixes tokens, such as one with a sequence's mean
+            (GSPO), is computed from the results of `linear_logprobs`. After its first call the function is called a few
+            times more, of up to 16 tokens, and refused if their losses depend on which others are there. The first call
+            is that with its code and with the names, flags and functions that the code closes over. Random numbers are
+            as they would be, and a function that draws some is not compared.
         per_token: the further arguments of ``loss_fn``. Give them by name, ``advantage=...``: then none is taken for
             another, and a name that ``loss_fn`` does not have, or that is missing, is refused. Each is a tensor whose
             shape begins with that of labels, with 1 in place of a size where all are the same (``[b, 1]`` for one
@@ -82,8 +88,8 @@ def linear_loss(
     Raises:
         lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Also a
-            loss_fn that does not return one floating-point number per token, or that closes over a tensor that requires
-            a gradient. And, in the backward, another cotangent than the one given.
+            loss_fn that does not return one floating-point number per token, that mixes tokens, or that closes over a
+            tensor that requires a gradient. And, in the backward, another cotangent than the one given.
         Exception: what loss_fn raises. If the forward has added to ``weight.main_grad`` by then, a note of the
             exception says the gradients of how many tokens.
         NotImplementedError: under ``create_graph=True``, inside a transform of ``torch.func``, and for tensors without
@@ -146,9 +152,45 @@ def linear_loss(
         by_place, by_name = list(found.values())[: len(per_token)], {name: found[name] for name in named}
         return loss_fn(fields["logprobs"], fields.get("entropy"), fields["lse"], *by_place, **by_name)
 
-    total, fields = sum_of_losses(of_fields, given, x, [*tensors.values()], wgrad, cotangent, chunk_bytes)
+    own = [*tensors.values()]
+    total, fields = sum_of_losses(of_fields, given, x, own, wgrad, cotangent, chunk_bytes)
+    differentiable = names_of(given.call)[1] if is_differentiated(*x[:3]) else ()
+    refuse_mixed_tokens(
+        key_of(loss_fn, arguments.values()),
+        x.hidden.device,
+        functools.partial(TokenLosses, of_fields, fields, own, differentiable),
+        functools.partial(
+            _refusal, where, ignore_index, [*rest], labels, wgrad == "main_grad" and cotangent is not None
+        ),
+    )
     placed: Any = {name: _arguments.placed(field, rows, given.labels) for name, field in fields.items()}
     return total, LogprobOutput(**{"entropy": None, **placed})
+
+
+def _refusal(
+    where: torch.Tensor | None,
+    ignore_index: int | None,
+    options: list[str],
+    labels: torch.Tensor,
+    adds: bool,
+    found: str,
+) -> ValueError:
+    """The error of a ``loss_fn`` that mixes tokens; ``adds``: the forward has added its gradients to main_grad."""
+    mask = "where"
+    if where is not None and where.dtype != torch.bool:
+        mask = "torch.zeros_like(labels, dtype=torch.bool).flatten().index_fill(0, where.long(), True).view_as(labels)"
+    error = scalars.mixed_tokens(
+        found,
+        function="linear_logprobs",
+        shape=labels.shape,
+        where=None if where is None else mask,
+        ignore_index=ignore_index,
+        options=options,
+        mean=("x.mean(-1)", "torch.where(mask, x, 0).sum(-1) / mask.sum(-1).clamp(min=1)"),
+    )
+    if adds:
+        error.add_note("weight.main_grad may hold the gradients of all tokens: zero it, or restore what it held")
+    return error
 
 
 def sum_of_losses(
