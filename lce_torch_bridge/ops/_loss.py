@@ -55,11 +55,11 @@ def linear_loss(
         loss_fn: ``loss_fn(logprobs, entropy, lse, *per_token)`` of a chunk's tokens, ``[t]`` each, ``entropy`` None
             with ``entropy=False``. Any differentiable PyTorch code that returns ``[t]`` losses, each made of its own
             token's numbers alone, because chunks end anywhere. It may close over numbers and tensors without a
-            gradient, but not over those of all tokens. A loss that mixes tokens, such as one with a sequence's mean
-            (GSPO), is computed from the results of `linear_logprobs`. After its first call the function is called a few
-            times more, of up to 16 tokens, and refused if their losses depend on which others are there. The first call
-            is that with its code and with the names, flags and functions that the code closes over. Random numbers are
-            as they would be, and a function that draws some is not compared.
+            gradient. A loss that mixes tokens, such as one with a sequence's mean (GSPO), is computed from the results
+            of `linear_logprobs`. The first call also gives the function up to 16 of the tokens, together and in two
+            parts, and refuses it if their losses differ. A call is the first one with the function's code, and with the
+            names, flags and functions that the code closes over. torch's random numbers are as they would be. A
+            function that draws some, or does not repeat itself, is not compared.
         per_token: the further arguments of ``loss_fn``. Give them by name, ``advantage=...``: then none is taken for
             another, and a name that ``loss_fn`` does not have, or that is missing, is refused. Each is a tensor whose
             shape begins with that of labels, with 1 in place of a size where all are the same (``[b, 1]`` for one

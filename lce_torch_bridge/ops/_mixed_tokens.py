@@ -9,6 +9,7 @@ function.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import types
@@ -24,6 +25,10 @@ FIRST = 3  # of them in the first part, so that it divides a pair
 CLOSE = 1e-3  # relative: more than a token's own sums over K numbers differ by, in other numbers of tokens
 MOST_KNOWN = 1024  # functions
 
+NAMES = (str, bool, types.NoneType, enum.Enum, type)  # what chooses a path through a function
+NUMBERS = (float, int, torch.Tensor)
+EMPTY_CELL = types.CellType()
+
 _compared: set[Hashable] = set()
 
 
@@ -36,76 +41,91 @@ def refuse_mixed_tokens(
     are. A capture of a CUDA graph, and whatever records operators, leave the comparison to another call.
 
     Raises:
-        ValueError: ``refusal`` of what was found; also where the function does not take any number of tokens.
+        ValueError: ``refusal`` of what was found.
     """
     if key in _compared or _device.is_traced():
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
     tried = losses()
-    if tried.count < 2:
+    if tried.tokens < 2:
         return
     hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.without_hooks()
-    with hooks, _keep_random_state(tried.device) as draws_numbers:
-        together, apart = tried.compute(refusal)
-        known = not draws_numbers()
-        differs = _differ(together, apart)
-        if known and differs.any() and _are_same(tried.compute(refusal), (together, apart)):  # the host waits for it
-            i = int(differs.nonzero()[0])
-            raise refusal(
-                f"one of {tried.count} tokens has the loss {float(together[i]):.6g}, and {float(apart[i]):.6g} where "
-                f"loss_fn is given {tried.parts[i >= tried.parts[0]]} of them"
-            )
-    if not known or together.any():  # losses of 0, as those of advantages of 0, say nothing
+    with hooks, torch.compiler.set_stance("force_eager"), _keep_random_state(device) as draws_numbers:
+        says_something = _compare(tried, draws_numbers, refusal)
+    if says_something:
         if len(_compared) >= MOST_KNOWN:
             _compared.clear()
         _compared.add(key)
 
 
-class TokenLosses:
-    """The losses of a few tokens of a call."""
-
-    def __init__(
-        self,
-        losses_of: Callable[..., torch.Tensor],  # of results by name, and of per-token arguments
-        fields: Mapping[str, torch.Tensor],  # [T]
-        per_token: Collection[torch.Tensor],  # [T, ...]
-        differentiable: Collection[str],  # results that the call differentiates
-    ) -> None:
-        tokens, self.device = len(fields["lse"]), fields["lse"].device
-        rows = torch.arange(min(tokens, MOST), device=self.device)
-        steps = rows / MOST
-        if tokens > MOST:
-            rows = rows // 2 * (tokens // (MOST // 2)) + rows % 2
-        self.count, self._losses_of, self._differentiable = len(rows), losses_of, differentiable
-        self.parts = (FIRST, self.count - FIRST) if self.count >= 2 * FIRST else (1, self.count - 1)
-        self._fields = {name: x.detach()[rows] for name, x in fields.items()}
-        # Equal numbers would have their own mean: those of a policy that has not moved, or of a weight of 0.
-        for name, sign in (("logprobs", -1), ("entropy", 1), ("lse", 1)):
-            if name in self._fields:
-                self._fields[name] += sign * steps
-        self._per_token = [(x.detach()[rows], x.requires_grad and bool(differentiable)) for x in per_token]
-
-    def compute(self, refusal: Callable[[str], ValueError]) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[count]``, of all tokens together and in two parts."""
-        first, rest = self.parts
+def _compare(
+    tried: TokenLosses, draws_numbers: Callable[[], bool], refusal: Callable[[str], ValueError]
+) -> bool | torch.Tensor:
+    """Whether the losses need not be compared again: those of 0, as of advantages of 0, say nothing."""
+    for compute in (tried.in_parts, tried.with_others_moved):
         try:
-            return self._of(0, self.count), torch.cat([self._of(0, first), self._of(first, rest)])
-        except Exception as error:
-            raise refusal(
-                f"it does not take any number of tokens, such as {self.count}, {first} and {rest} ({error}). If it "
-                "closes over a tensor of all tokens, give that by name as a per-token argument"
-            ) from error
+            together, apart, change = compute()
+        except Exception:  # it divides the tokens, or closes over a tensor of all of them
+            continue
+        if draws_numbers():
+            return True
+        differs = _differ(together, apart)
+        if differs.any() and _are_same(compute(), (together, apart)):  # the host waits for the device
+            i = int(differs.nonzero()[0])
+            raise refusal(f"the loss of one token is {float(together[i]):.6g}, and {float(apart[i]):.6g} {change}")
+        return together.any()
+    return True
 
-    def _of(self, first: int, size: int) -> torch.Tensor:
-        part = slice(first, first + size)  # of copies, because the function may overwrite what it gets
-        fields = {
-            name: x[part].clone().requires_grad_(name in self._differentiable) for name, x in self._fields.items()
-        }
-        losses = self._losses_of(fields, *[x[part].clone().requires_grad_(wanted) for x, wanted in self._per_token])
-        if losses.numel() != size:
-            raise ValueError(f"it returns {tuple(losses.shape)} for {size} tokens")
-        return losses.detach().reshape(size)
+
+type Compared = tuple[torch.Tensor, torch.Tensor, str]  # losses of some tokens, twice, and what was changed
+
+
+@dataclasses.dataclass
+class TokenLosses:
+    """The losses of the tokens of a call, computed anew."""
+
+    losses_of: Callable[..., torch.Tensor]  # of results by name, and of per-token arguments
+    fields: Mapping[str, torch.Tensor]  # [T]
+    per_token: Collection[torch.Tensor]  # [T, ...]
+    differentiable: Collection[str]  # results that the call differentiates
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.fields["lse"])
+
+    def in_parts(self) -> Compared:
+        """A few tokens, together and in two parts.
+
+        Their results are moved, each by another number: equal ones, as of a policy that has not moved, have their own
+        mean.
+        """
+        count, device = min(self.tokens, MOST), self.fields["lse"].device
+        rows = places = torch.arange(count, device=device)
+        if self.tokens > MOST:
+            rows = places // 2 * (self.tokens // (MOST // 2)) + places % 2
+        first = FIRST if count >= 2 * FIRST else 1
+        together = self._of(rows, places / MOST)
+        apart = torch.cat([self._of(rows[part], places[part] / MOST) for part in (slice(first), slice(first, count))])
+        return together, apart, f"where {count} tokens are divided into {first} and {count - first}"
+
+    def with_others_moved(self) -> Compared:
+        """Every second token of all, as they are and where the results of the others are moved."""
+        rows = torch.arange(self.tokens, device=self.fields["lse"].device)
+        together, apart = (self._of(rows, move)[::2] for move in (rows % 2 * 0.0, rows % 2 * 1.0))
+        return together, apart, "where the results of others are moved"
+
+    def _of(self, rows: torch.Tensor, moves: torch.Tensor) -> torch.Tensor:
+        """Losses of these rows, from copies: the function may overwrite what it gets, and what it returned before."""
+        fields = {name: x.detach()[rows] for name, x in self.fields.items()}
+        for name, sign in (("logprobs", -1), ("entropy", 1), ("lse", 1)):
+            if name in fields:
+                fields[name] += sign * moves
+        fields = {name: x.requires_grad_(name in self.differentiable) for name, x in fields.items()}
+        asked = [x.requires_grad and bool(self.differentiable) for x in self.per_token]
+        own = [x.detach()[rows].requires_grad_(want) for x, want in zip(self.per_token, asked, strict=True)]
+        return self.losses_of(fields, *own).detach().clone().reshape(len(rows))
 
 
 @contextlib.contextmanager
@@ -125,8 +145,8 @@ def _differ(together: torch.Tensor, apart: torch.Tensor) -> torch.Tensor:
     return ~(near | (together == apart) | (together.isnan() & apart.isnan()))
 
 
-def _are_same(ones: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
-    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(ones, others, strict=True))
+def _are_same(ones: Compared, others: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(ones, others, strict=False))
 
 
 def key_of(function: Any, numbers: Iterable[Any] = ()) -> Hashable:
@@ -134,28 +154,24 @@ def key_of(function: Any, numbers: Iterable[Any] = ()) -> Hashable:
 
     Not tensors and other numbers, which change from step to step.
     """
-    return _part_of_key(function, set()), *(x for x in numbers if isinstance(x, bool))
+    return _part_of_key(function, set()), *(x for x in numbers if x is True or x is False)
 
 
 def _part_of_key(x: Any, seen: set[int]) -> Hashable:
-    if x is None or isinstance(x, str | bool | enum.Enum | type):
+    if isinstance(x, NAMES):
         return x
-    if id(x) in seen or isinstance(x, torch.Tensor):
+    if isinstance(x, NUMBERS) or id(x) in seen:
         return None
     seen.add(id(x))
-    if isinstance(x, functools.partial):
-        code, parts = functools.partial, [x.func, *x.args, *x.keywords.values()]
-    elif isinstance(x, types.MethodType):
-        code, parts = types.MethodType, [x.__func__, x.__self__]
-    elif isinstance(x, types.FunctionType):
-        code, parts = x.__code__, [*_cells_of(x), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-    else:  # an object, such as a module or a configuration: what stands in it, and no further
-        inside = x.values() if isinstance(x, dict) else getattr(x, "__dict__", {}).values()
-        code, parts = type(x), [y for y in inside if isinstance(y, str | bool | enum.Enum)]
-    return code, *(_part_of_key(part, seen) for part in parts)
-
-
-def _cells_of(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is not filled yet
-            yield cell.cell_contents
+    if isinstance(x, types.FunctionType):
+        parts = [cell.cell_contents for cell in x.__closure__ or () if cell != EMPTY_CELL]
+        parts += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        return x.__code__, *[_part_of_key(part, seen) for part in parts]
+    if isinstance(x, functools.partial | types.MethodType):
+        parts = (
+            [x.func, *x.args, *x.keywords.values()] if isinstance(x, functools.partial) else [x.__func__, x.__self__]
+        )
+        return type(x), *[_part_of_key(part, seen) for part in parts]
+    # An object, such as a module or a configuration: what stands in it, and no further.
+    inside = x.values() if isinstance(x, dict) else getattr(x, "__dict__", {}).values()
+    return type(x), *[y for y in inside if isinstance(y, NAMES)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import re
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lce_jax import linear_logprobs, linear_loss, sharded_linear_loss
+from lce_jax import linear_logprobs, linear_loss, losses, sharded_linear_logprobs, sharded_linear_loss
 from tests import cases, oracle
 from tests.pairs import values_of
 
@@ -399,3 +400,131 @@ def test_a_name_that_an_option_takes_from_the_loss_is_refused() -> None:
             TypeError, match=f"{name} is an option, .* has an argument of that name: rename the argument"
         ):
             of(loss, hidden, weight, labels, **{name: x})
+
+
+KEY = jax.random.key(0)
+MIXING: dict[str, Any] = {  # of one number of a token, which stands for those of all
+    "mean": jnp.mean,
+    "mean without a gradient": lambda x: x * lax.stop_gradient(jnp.mean(x)),
+    "mean of some": lambda x: jnp.mean(x, where=x > 0),
+    "jit": jax.jit(lambda x: jax.jit(jnp.mean)(x)),
+    "checkpoint": jax.checkpoint(lambda x: x.sum()),
+    "branch": lambda x: lax.cond(x > 0, lambda x: x - jnp.sum(x), jnp.negative, x),
+    "largest": lambda x: x - jnp.max(x),
+    "weights": lambda x: x / jnp.sum(x > 0),
+    "standard deviation": lambda x: (x - 1) / (jnp.std(x) + 1e-6),
+    "logsumexp": jax.nn.logsumexp,
+    "softmax": lambda x: jax.nn.softmax(x, axis=None),
+    "running sum": lambda x: jnp.cumsum(x)[0],
+    "sorted": lambda x: jnp.sort(x, axis=None)[0],
+    "median": jnp.median,
+    "position of the largest": lambda x: x * jnp.argmax(x),
+    "flat": lambda x: jnp.sum(jnp.exp(jnp.ravel(x) - 1)),
+    "product": lambda x: jnp.dot(x, x),
+    "neighbour": lambda x: x - jnp.roll(x, 1),
+    "backwards": jnp.flip,
+    "sequence": lambda x: jax.ops.segment_sum(x, jnp.int32(1), 4)[1],
+}
+HONEST: dict[str, Any] = {  # of the number, and of K numbers
+    "all that there are": lambda x, k: x * jnp.mean(k) + jax.nn.logsumexp(k * x) + jnp.cumsum(k)[-1] * jnp.max(k),
+    "one that there is": lambda x, k: x * jnp.sum(k[:1]) + jnp.cumsum(k[:1])[0] + jnp.sort(k[:1])[0],
+    "together": lambda x, k: jnp.mean(jnp.stack([x, 2 * x])) + jnp.vdot(k, k),
+    "choice": lambda x, k: jnp.where(x > 0, x, k[0]) + jnp.clip(x, -1, 1) + jnp.select([x > 0], [x], -x),
+    "added to a row": lambda x, k: k.at[1].add(x)[1] + jnp.zeros(3).at[1].set(x)[1],
+    "each": lambda x, k: jnp.sum(jax.vmap(lambda each: jnp.sum(each) * x)(k)),
+    "random": lambda x, _: x * jax.random.poisson(KEY, jnp.exp(x)) + jax.random.gamma(KEY, jnp.exp(x)),
+    "condition": lambda x, _: x * jnp.all(x > 0) * jnp.allclose(x, 1.0),
+    "root": lambda x, _: x * lax.while_loop(lambda c: jnp.max(jnp.abs(c - 2)) > 1e-3, lambda c: (c + 2) / 2, x),
+    "closed over": lambda x, _: x * jnp.mean(jnp.float32(3)),
+}
+
+
+def test_a_loss_that_mixes_tokens_is_refused() -> None:
+    """It is given one token's numbers, and a reduction of these over no axis leaves them as they are."""
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(6, 4)))
+    advantage, several = jnp.ones((6, 1)), jnp.ones((6, 4, 3))
+
+    def call(of: Any, loss: Any, **own: Any) -> None:
+        jax.eval_shape(lambda hidden: of(loss, hidden, weight, labels, advantage=advantage, **own)[0], hidden)
+
+    for name, reduce in MIXING.items():
+
+        def loss(logprob: Any, _: Any, __: Any, advantage: Any, reduce: Any = reduce) -> Any:
+            return -advantage * reduce(logprob)
+
+        with pytest.raises(
+            ValueError, match=r"loss_fn mixes tokens: .* one number goes over no axis.*linear_logprobs\("
+        ):
+            pytest.fail(f"{name}: {call(linear_loss, loss)}")
+    for reduce in HONEST.values():
+
+        def honest(logprob: Any, _: Any, __: Any, advantage: Any, several: Any, reduce: Any = reduce) -> Any:
+            return -advantage * reduce(logprob, several)
+
+        call(linear_loss, honest, several=several)
+    with pytest.raises(ValueError, match="loss_fn mixes tokens"):  # what comes with a token is the token's too
+        call(linear_loss, lambda logprob, _, __, advantage: (advantage - jnp.mean(advantage)) * logprob)
+    with pytest.raises(ValueError, match=r"out = sharded_linear_logprobs.*mesh=mesh, vocab_axis=vocab_axis"):
+        call(sharded_linear_loss, lambda logprob, *_, advantage: jnp.mean(logprob) * advantage, mesh=mesh_of_one())
+
+
+def mesh_of_one() -> Any:
+    return jax.make_mesh((1,), ("tensor",))
+
+
+@pytest.mark.parametrize("of", [linear_loss, sharded_linear_loss])
+@pytest.mark.parametrize("selects", ["all", "both"])
+def test_a_sequence_mean_as_the_message_says(selects: str, of: Any) -> None:
+    """GSPO's ratio of sequences, by the lines of the message, against stored logits in float64."""
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(3, 7)))
+    old = jnp.asarray(np.random.default_rng(1).uniform(-6, -4, labels.shape), jnp.float32)
+    advantage, mask = np.asarray([1.0, -0.5, 2.0]), np.ones((3, 7), bool)
+    options: dict[str, Any] = {"temperature": 0.7}
+    if of is sharded_linear_loss:
+        options |= {"mesh": mesh_of_one(), "vocab_axis": "tensor"}
+    if selects == "both":
+        labels, options["ignore_index"] = labels.at[0, 4:].set(-100), -100
+        options["where"] = jnp.arange(7) < jnp.asarray([[7], [5], [6]])
+        mask = np.asarray(options["where"] & (labels != -100))
+
+    def sequences(logprob: Any, _: Any, __: Any, old: Any) -> Any:
+        return jnp.exp(jnp.mean(logprob - old))
+
+    with pytest.raises(ValueError, match="mixes tokens") as error:
+        of(sequences, hidden, weight, labels, old=old, **options)
+    lines, mean = re.findall("`(.*?)`", str(error.value))
+    functions = {"jnp": jnp, "linear_logprobs": linear_logprobs, "sharded_linear_logprobs": sharded_linear_logprobs}
+
+    def total(hidden: Any, weight: Any) -> Any:
+        names = functions | options | {"hidden": hidden, "weight": weight, "labels": labels}
+        exec(lines, names)
+        return jnp.sum(advantage * jnp.exp(eval(mean, names | {"x": names["out"].logprobs - old})))
+
+    value, got = jax.value_and_grad(total, (0, 1))(hidden, weight)
+    options = {name: x for name, x in options.items() if name in ("temperature", "where")} | {"where": mask}
+    exact = oracle.logprobs(hidden, weight, labels, **options)
+    count = mask.sum(-1)
+    ratio = np.exp(np.where(mask, np.asarray(exact.logprobs) - np.asarray(old, float), 0).sum(-1) / count)
+    np.testing.assert_allclose(value, (advantage * ratio).sum(), rtol=1e-5)
+    seed = np.where(mask, (advantage * ratio / count)[:, None], 0)
+    zero = np.zeros_like(seed)
+    for x, y in zip(got, oracle.gradients(hidden, weight, labels, (seed, zero, zero), **options), strict=True):
+        assert oracle.relative_norm(x, y) < 1e-5
+
+
+def test_losses_of_libraries_do_not_mix_tokens() -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))
+    own = {"old_logprob": jnp.zeros(24), "advantage": jnp.ones(24)}
+    calls: dict[Any, Any] = {
+        losses.cross_entropy: {}, losses.ppo_clip: own, losses.dapo: own, losses.cispo: own | {"clip_high": 1.0},
+        losses.grpo: own | {"reference_logprob": jnp.zeros(24)}, losses.with_entropy_bonus(losses.dapo, 0.1): own,
+    }  # fmt: skip
+    optax = pytest.importorskip("optax").losses
+    row = jnp.ones((24, 3))
+    calls |= {
+        lambda x, _, __, y: optax.huber_loss(x) + optax.sigmoid_focal_loss(x, y): {"y": jnp.zeros(24)},
+        lambda x, _, __, row: x * optax.softmax_cross_entropy_with_integer_labels(row, 1): {"row": row},
+        lambda x, _, __, row: x * optax.kl_divergence(jax.nn.log_softmax(row * x), jax.nn.softmax(row)): {"row": row},
+    }
+    for loss_fn, given in calls.items():
+        jax.eval_shape(lambda hidden, f=loss_fn, x=given: linear_loss(f, hidden, weight, labels, **x)[0], hidden)
