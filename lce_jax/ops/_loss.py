@@ -138,14 +138,14 @@ def of_call(
     _options.check_names(function, told, loss_fn)
     given = _options.of_call(told, hidden, weight, labels, where, ignore_index, function="linear_loss")
     given = given.with_chunks(_token_chunks.chunk_bytes(chunk_bytes, told))
-    options = [*told, *(name for name, x in ({} if place is None else place._asdict()).items() if x is not None)]
+    names = [*told, *(name for name, x in ({} if place is None else place._asdict()).items() if x is not None)]
     refusal = functools.partial(
         scalars.mixed_tokens,
         function=function.__name__.replace("loss", "logprobs"),
         shape=jnp.shape(labels),
         where=None if where is None else "where",
         ignore_index=ignore_index,
-        options=options,
+        options=names,
         mean=("jnp.mean(x, -1)", "jnp.sum(jnp.where(mask, x, 0), -1) / jnp.maximum(jnp.sum(mask, -1), 1)"),
     )
     return sum_of_losses(loss_fn, given, (per_token, named), place, refusal)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, Literal  # type: ignore[attr-defined]
+from jax.extend.core import Jaxpr, Literal
 
 # Not reduce_or and reduce_and: samplers of jax.random have them in the conditions of their loops.
 ALONG_AXES = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "rev", "sort")

@@ -1,7 +1,8 @@
 """Whether a ``loss_fn`` mixes tokens, where each loss is to be made of its own token's numbers alone.
 
 Chunks of tokens end anywhere, so a mean over tokens would be one over a chunk. After the first call of a function, the
-losses of a few tokens are computed together and in two parts, and compared. A call is the first one with a function's
+losses of a few tokens are computed together and in two parts, and compared. A function that takes the tokens of the
+call alone is given all of them, twice, with other numbers for every second token. A call is the first one with a function's
 code, and with the names, flags and functions that the code closes over. So a lambda that each step makes anew is one
 function.
 """
@@ -22,7 +23,8 @@ from lce_torch_bridge.tensors import _device
 
 MOST = 16  # tokens that are compared: pairs of neighbours, from all over the call
 FIRST = 3  # of them in the first part, so that it divides a pair
-CLOSE = 1e-3  # relative: more than a token's own sums over K numbers differ by, in other numbers of tokens
+MOVE = 3.0  # nats, at most, of the results of tokens
+CLOSE = 2.0**-6  # relative: products inside, of other numbers of tokens, may be rounded to bfloat16 otherwise
 MOST_KNOWN = 1024  # functions
 
 NAMES = (str, bool, types.NoneType, enum.Enum, type)  # what chooses a path through a function
@@ -98,40 +100,50 @@ class TokenLosses:
     def in_parts(self) -> Compared:
         """A few tokens, together and in two parts.
 
-        Their results are moved, each by another number: equal ones, as of a policy that has not moved, have their own
-        mean.
+        Their results are moved, up in the first part and down in the second: equal ones, as of a policy that has not
+        moved, are their own mean.
         """
         count, device = min(self.tokens, MOST), self.fields["lse"].device
         rows = places = torch.arange(count, device=device)
         if self.tokens > MOST:
             rows = places // 2 * (self.tokens // (MOST // 2)) + places % 2
         first = FIRST if count >= 2 * FIRST else 1
-        together = self._of(rows, places / MOST)
-        apart = torch.cat([self._of(rows[part], places[part] / MOST) for part in (slice(first), slice(first, count))])
+        moves = MOVE * (1 - 2 * places / (count - 1))
+        together = self._of(rows, moves)
+        apart = torch.cat([self._of(rows[part], moves[part]) for part in (slice(first), slice(first, count))])
         return together, apart, f"where {count} tokens are divided into {first} and {count - first}"
 
     def with_others_moved(self) -> Compared:
-        """Every second token of all, as they are and where the results of the others are moved."""
+        """Every second token of all, as they are and where all real numbers of the others are moved."""
         rows = torch.arange(self.tokens, device=self.fields["lse"].device)
-        together, apart = (self._of(rows, move)[::2] for move in (rows % 2 * 0.0, rows % 2 * 1.0))
-        return together, apart, "where the results of others are moved"
+        together, apart = (self._of(rows, moves, -moves / 2)[::2] for moves in (rows % 2 * 0.0, rows % 2 * -MOVE))
+        return together, apart, "where the numbers of other tokens are changed"
 
-    def _of(self, rows: torch.Tensor, moves: torch.Tensor) -> torch.Tensor:
+    def _of(self, rows: torch.Tensor, moves: torch.Tensor, moves_of_own: torch.Tensor | None = None) -> torch.Tensor:
         """Losses of these rows, from copies: the function may overwrite what it gets, and what it returned before."""
         fields = {name: x.detach()[rows] for name, x in self.fields.items()}
-        for name, sign in (("logprobs", -1), ("entropy", 1), ("lse", 1)):
-            if name in fields:
-                fields[name] += sign * moves
+        for name, x in fields.items():
+            if name == "logprobs":
+                fields[name] = torch.minimum(x + moves, x.clamp(min=0))  # probabilities stay at most 1
+            elif name in ("entropy", "lse"):
+                fields[name] = x + MOVE + moves  # and entropies at least 0
+        own = [x.detach()[rows] for x in self.per_token]
+        if moves_of_own is not None:
+            own = [
+                x + moves_of_own.view(-1, *[1] * (x.ndim - 1)).to(x.dtype) if x.is_floating_point() else x for x in own
+            ]
         fields = {name: x.requires_grad_(name in self.differentiable) for name, x in fields.items()}
-        asked = [x.requires_grad and bool(self.differentiable) for x in self.per_token]
-        own = [x.detach()[rows].requires_grad_(want) for x, want in zip(self.per_token, asked, strict=True)]
+        for x, y in zip(own, self.per_token, strict=True):
+            x.requires_grad_(y.requires_grad and bool(self.differentiable))
         return self.losses_of(fields, *own).detach().clone().reshape(len(rows))
 
 
 @contextlib.contextmanager
 def _keep_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
     """Afterwards torch's generators are as before; inside, a function that says whether they have drawn anything."""
-    states = [torch.get_rng_state, *([functools.partial(torch.cuda.get_rng_state, device)] * (device.type == "cuda"))]
+    states: list[Callable[[], torch.Tensor]] = [torch.get_rng_state]
+    if device.type == "cuda":
+        states.append(functools.partial(torch.cuda.get_rng_state, device))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         before = [state() for state in states]
         yield lambda: not all(torch.equal(state(), x) for state, x in zip(states, before, strict=True))
@@ -139,13 +151,12 @@ def _keep_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
 
 def _differ(together: torch.Tensor, apart: torch.Tensor) -> torch.Tensor:
     """Which losses differ by more than rounding."""
-    close = max(CLOSE, 4 * torch.finfo(together.dtype).eps)
     size = together.abs().nan_to_num(0.0, 0.0)
-    near = (together - apart).abs() <= close * (size + size.mean())
+    near = (together - apart).abs() <= CLOSE * (size + size.mean())
     return ~(near | (together == apart) | (together.isnan() & apart.isnan()))
 
 
-def _are_same(ones: Compared, others: tuple[torch.Tensor, torch.Tensor]) -> bool:
+def _are_same(ones: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(ones, others, strict=False))
 
 
