@@ -1,10 +1,10 @@
 """Whether a ``loss_fn`` mixes tokens, where each loss is to be made of its own token's numbers alone.
 
 Chunks of tokens end anywhere, so a mean over tokens would be one over a chunk. After the first call of a function, the
-losses of a few tokens are computed together and in two parts, and compared. A function that takes the tokens of the
-call alone is given all of them, twice, with other numbers for every second token. A call is the first one with a function's
-code, and with the names, flags and functions that the code closes over. So a lambda that each step makes anew is one
-function.
+losses of a few tokens are computed together and in two parts, and compared. A function that takes nothing but all
+tokens of the call is given these twice, with other numbers for every second token. A call is the first one with a
+function's code, and with the names, flags and functions that the code closes over. So a lambda that each step makes
+anew is one function.
 """
 
 from __future__ import annotations
