@@ -46,9 +46,9 @@ def _of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name, first = _name(func), args[0] if args else None
     if func in (torch.autograd.grad, torch.autograd.backward):
         _refuse_gradient_of_logits(args, kwargs)
-    if name in RESHAPES_IN_PLACE and isinstance(first, DEFERRED):
+    if func in RESHAPES_IN_PLACE and isinstance(first, DEFERRED):
         raise NotImplementedError(f"{name} of deferred logits: write it without the _, or call it on logits.compute()")
-    writes = _is_in_place(func) and isinstance(first, DEFERRED)
+    writes = isinstance(first, DEFERRED) and (_is_written_by(func) or kwargs.get("inplace") is True)
     if writes:
         first.write(name)
     if isinstance(out := kwargs.get("out"), DEFERRED):
@@ -63,9 +63,9 @@ def _name(func: Any) -> str:
     return torch.overrides.resolve_name(func) or getattr(func, "__name__", repr(func))
 
 
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in WRITES
+def _is_written_by(func: Any) -> bool:
+    """Whether it writes into its first argument. torch's compiler has no hash of functions outside of its classes."""
+    return func in WRITES or (not torch.compiler.is_compiling() and func in WRITES_ELSEWHERE)
 
 
 def _refuse_gradient_of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -395,6 +395,10 @@ def _record_stream(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[s
     func(x.recipe.hidden, *args, **kwargs)
 
 
+def _writes(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("_")
+
+
 def _functions(*names: str) -> list[Any]:
     """Those of torch.Tensor, torch and torch.nn.functional that have these names."""
     return [getattr(owner, name) for name in names for owner in (T, torch, F) if hasattr(owner, name)]
@@ -416,23 +420,12 @@ LESS = {*_functions("sub", "subtract", "__sub__")}
 COMMUTES = {*_functions("mul", "multiply", "__mul__", "__rmul__", "add", "__add__", "__radd__")}
 EXPANDS = {*_functions("expand")}
 SIZED = EXPANDS | {*_functions("view", "reshape")}
-WRITES = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
-WRITES |= {"__setitem__", "__ilshift__", "__irshift__"}
-RESHAPES_IN_PLACE = {
-    f"torch.Tensor.{name}_"
-    for name in (
-        "resize",
-        "resize_as",
-        "t",
-        "transpose",
-        "swapaxes",
-        "swapdims",
-        "squeeze",
-        "unsqueeze",
-        "set",
-        "as_strided",
-    )
-}
+_OPERATORS = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
+WRITES = {*_functions("__setitem__", *(f"__i{name}__" for name in _OPERATORS))}
+WRITES |= {getattr(T, name) for name in dir(T) if _writes(name)}
+WRITES_ELSEWHERE = {getattr(owner, name) for owner in (torch, F) for name in dir(owner) if _writes(name)}
+_RESHAPES = "resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "set", "as_strided"
+RESHAPES_IN_PLACE = {getattr(T, f"{name}_") for name in _RESHAPES}
 TABLE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_functions("to", "float", "half", "bfloat16", "double", "type", "type_as"), _cast),
     **dict.fromkeys(_functions("contiguous", "clone"), _contiguous),

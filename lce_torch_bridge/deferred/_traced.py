@@ -137,18 +137,16 @@ class TracedLogits:
         return f"TracedLogits({self.recipe.kind} of {tuple(self.shape)}, {self.dtype}, {self.device}, not computed)"
 
 
+@torch.compiler.disable(reason="deferred logits without a gradient look whose function takes them")
 def _refuse_other_functions(x: TracedLogits) -> None:
     """Refuses the autograd function of someone else, to which this object is no tensor that has a gradient."""
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break()  # type: ignore[attr-defined] # whether it is one is seen below
-        return
     frame: Any = sys._getframe(1)
     while frame is not None:
         at = frame.f_code.co_filename, frame.f_code.co_firstlineno  # torch's compiler makes code of its own there
         if at in _forwards() and any(each is x for each in frame.f_locals.values()):
             raise RuntimeError(
-                "an autograd function takes deferred logits of a compiled graph, and would lose their gradient: give "
-                "it logits.compute()"
+                "an autograd function takes deferred logits of a compiled graph, and would lose their gradient: "
+                "give it logits.compute()"
             )
         frame = frame.f_back
 
@@ -173,9 +171,9 @@ def _operator(name: str) -> Any:
 
 
 for _name in (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "pow", "neg", "abs", "matmul",
-    "getitem", "setitem", "iter", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "iadd", "isub", "imul",
-    "itruediv",
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "pow", "neg", "abs",
+    "matmul", "getitem", "setitem", "iter", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "iadd", "isub",
+    "imul", "itruediv",
 ):  # fmt: skip
     setattr(TracedLogits, f"__{_name}__", _operator(f"__{_name}__"))
 TracedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
