@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -191,6 +192,9 @@ def _source(head: Any, input: Any) -> Source | None:
         except NotImplementedError as reason:
             deferral.say(str(reason))
             return None
+    if not in_graph and (reason := _why_freed(head, layer.weight)) is not None:
+        deferral.say(reason)
+        return None
     weight, dtype = layer.weight, _device.autocast_dtype(input.device.type) if isinstance(input, torch.Tensor) else None
     if type(input) not in PLAIN or type(weight) not in PLAIN or not deferral.wants(input, weight, layer.bias, lora):
         return None
@@ -201,3 +205,22 @@ def _source(head: Any, input: Any) -> Source | None:
     if not (floats and fits) or (dtype is None and input.dtype != weight.dtype):
         return None
     return Source(input, weight, layer.bias, lora, dtype, deferral)
+
+
+def _why_freed(head: Any, weight: Any) -> str | None:
+    """Why the weight will be gone when the loss is computed; None where it will be there, or is gathered then."""
+    if hasattr(weight, "ds_id"):
+        return "ZeRO-3 frees its weight after the head's forward"
+    frame: Any = sys._getframe(3)  # of who calls the head
+    while frame is not None and frame.f_code.co_filename == torch.nn.modules.module.__file__:
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != "forward":
+        return None
+    caller = frame.f_locals.get("self")
+    if (
+        vars(caller).get("_modules", {}).get("_fsdp_wrapped_module") is not head
+        if hasattr(caller, "__dict__")
+        else True
+    ):
+        return None
+    return "FSDP frees its weight after the head's forward: let the model's FSDP module hold it, or use FSDP2"

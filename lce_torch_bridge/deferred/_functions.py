@@ -407,7 +407,7 @@ def _functions(*names: str) -> list[Any]:
 ATTRIBUTES = (
     "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu", "is_meta", "is_xpu",
     "is_mps", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "itemsize", "nbytes", "grad_fn", "_version",
-    "names", "output_nr", "retains_grad", "_backward_hooks",
+    "names", "output_nr", "retains_grad", "_backward_hooks", "_base",
 )  # fmt: skip
 METHODS = (
     "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_complex", "get_device", "stride",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+from lce_torch_bridge.tensors import _device
 
 if TYPE_CHECKING:
     from lce_torch_bridge._types import LogprobOutput, Lora
@@ -53,7 +55,7 @@ class Source:
         hidden, weight, bias, a, b = operands
         assert hidden is not None
         assert weight is not None
-        with self.context():
+        with self.ready():
             logits = torch.nn.functional.linear(hidden, weight, bias)
             if self.lora is not None:
                 assert a is not None
@@ -69,12 +71,16 @@ class Source:
             shape = torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
             self.deferral.note(shape, self.dtype, needed_for)
 
-    def context(self) -> contextlib.AbstractContextManager[Any]:
-        """The head's autocast context."""
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, the head's autocast context and its weight are as they were in its call."""
         device = self.hidden.device.type
-        if self.autocast is None and not torch.is_autocast_enabled(device):
-            return contextlib.nullcontext()
-        return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
+        with _device.gathered(self.weight):
+            if self.autocast is None and not torch.is_autocast_enabled(device):
+                yield
+            else:
+                with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
+                    yield
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -119,7 +119,7 @@ def _cross_entropy(x: Deferred, target: Any, ignore_index: int, reduction: str, 
     outside = _outside(target, recipe.vocab_size, ignore_index)
     if outside is NotImplemented:
         return NotImplemented
-    with recipe.source.context(), _recording(recipe):
+    with recipe.source.ready(), _recording(recipe):
         loss = linear_cross_entropy(
             recipe.hidden, recipe.source.weight, target, ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
             label_smoothing=smoothing, **options,
@@ -208,7 +208,7 @@ def statistics(x: Deferred, recipe: Recipe) -> LogprobOutput | None:
     if options is None:
         return None
     nothing = torch.full(recipe.hidden.shape[:-1], -1, dtype=torch.int64, device=recipe.hidden.device)
-    with recipe.source.context(), _recording(recipe):
+    with recipe.source.ready(), _recording(recipe):
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, **options)
     recipe.results[key] = out
     return out
@@ -244,17 +244,14 @@ def logsumexp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def total(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums and means over the vocabulary: entropy, and the mean logit."""
     recipe, is_mean = x.recipe, func.__name__ == "mean"
-    dim, keepdim = (
-        kwargs.get("dim", args[0] if args else None),
-        kwargs.get("keepdim", args[1] if len(args) > 1 else False),
-    )
-    if not _is_last(x, dim):
-        return NotImplemented
-    value = _sum_of_row(x, recipe)
+    dim, keepdim = _dim_and_keepdim(args, kwargs)
+    of_all = is_mean and not (args or kwargs or recipe.classes_first)
+    value = _sum_of_row(x, recipe) if of_all or _is_last(x, dim) else None
     if value is None:
         return NotImplemented
     value = recipe.coefficient * (value / recipe.vocab_size if is_mean else value)
-    return _result(x, value.unsqueeze(-1) if keepdim else value, kwargs.get("dtype") or _dtype(x, _probe_sum))
+    value = value.mean() if of_all else value.unsqueeze(-1) if keepdim else value
+    return _result(x, value, kwargs.get("dtype") or _dtype(x, _probe_sum))
 
 
 def _sum_of_row(x: Deferred, recipe: Recipe) -> torch.Tensor | None:
@@ -271,7 +268,7 @@ def _sum_of_row(x: Deferred, recipe: Recipe) -> torch.Tensor | None:
     if options["logit_softcap"] is not None or options.get("lora") is not None:
         return None
     nothing = torch.full(recipe.hidden.shape[:-1], -1, dtype=torch.int64, device=recipe.hidden.device)
-    with recipe.source.context(), _recording(recipe):
+    with recipe.source.ready(), _recording(recipe):
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, entropy=False, mean_logit=True, **options)
     assert out.mean_logit is not None
     return recipe.vocab_size * (out.mean_logit if recipe.kind == "logits" else out.mean_logit - out.lse)
@@ -315,7 +312,7 @@ def _values_at(x: Deferred, ids: torch.Tensor) -> Any:
     outside = _outside(ids, recipe.vocab_size)
     if outside is NotImplemented:
         return NotImplemented
-    with recipe.source.context(), _recording(recipe):
+    with recipe.source.ready(), _recording(recipe):
         value = _logits_at(recipe, ids, options) if recipe.kind == "logits" else _logprobs_at(recipe, ids, options)
         if value is None:
             return NotImplemented
@@ -356,10 +353,7 @@ def _logprobs_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tenso
 def argmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.argmax over the vocabulary."""
     del func
-    dim, keepdim = (
-        kwargs.get("dim", args[0] if args else None),
-        kwargs.get("keepdim", args[1] if len(args) > 1 else False),
-    )
+    dim, keepdim = _dim_and_keepdim(args, kwargs)
     ids = _largest(x, 1) if _is_last(x, dim) else None
     if ids is None:
         return NotImplemented
@@ -388,7 +382,7 @@ def _largest(x: Deferred, k: int) -> torch.Tensor | None:
     wrong = recipe.kind not in ("logits", "log_softmax", "softmax") or recipe.coefficient <= 0
     if wrong or options is None or "lora" in options or not 1 <= k <= min(scalars.MOST_CANDIDATES, recipe.vocab_size):
         return None
-    with recipe.source.context(), torch.no_grad():
+    with recipe.source.ready(), torch.no_grad():
         return linear_topk(recipe.hidden, recipe.source.weight, k, **options).ids
 
 

@@ -198,6 +198,41 @@ def module_states() -> list[Any]:
     return [reference() for reference in list(_module_state_mapping.values())]
 
 
+@contextlib.contextmanager
+def gathered(weight: torch.Tensor) -> Iterator[None]:
+    """Inside, FSDP2 has gathered a parameter that it frees after its module's forward. A backward frees it again.
+
+    Raises:
+        RuntimeError: the memory was freed by something else.
+    """
+    if weight.untyped_storage().nbytes() or torch.compiler.is_compiling():
+        yield
+        return
+    module = _fsdp2_module_of(weight)
+    if module is None:
+        readable("weight", weight)
+        raise RuntimeError(f"weight {tuple(weight.shape)} has no memory. {GATHER}")
+    module.unshard()
+    try:
+        yield
+    finally:
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            module.reshard()
+
+
+def _fsdp2_module_of(weight: torch.Tensor) -> Any:
+    """The module of FSDP2 whose gathered parameter ``weight`` is; None if there is none."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for module, reference in list(_module_state_mapping.items()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in filter(None, groups):
+            if any(getattr(each, "_unsharded_param", None) is weight for each in group.fsdp_params):
+                return module
+    return None
+
+
 _distributed: Any = getattr(torch.distributed, "distributed_c10d", None)
 group_of: Any = getattr(_distributed, "_resolve_process_group", None)  # of a name
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
