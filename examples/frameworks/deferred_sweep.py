@@ -1,0 +1,276 @@
+"""Every class of Transformers that predicts tokens, with deferred logits and as it is: the loss and all gradients.
+
+``python -m examples.frameworks.deferred_sweep [class or model type …]`` prints a table, in an environment with
+transformers. Three steps each, in float32 and bfloat16, with the head tied to the embedding and not; after the first
+step the head's weight grows eight times, because a cap, a scale or a factor that is left out shows in large logits.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import argparse
+import copy
+import dataclasses
+import json
+import logging
+import math
+import time
+import traceback
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import lce_torch_bridge
+from examples.frameworks.deferred_models import list_classes, make_inputs, make_model
+
+STEPS, GROWTH, RATE = 3, 8.0, 0.05
+LOSS_BOUND, GRADIENT_BOUND = 1e-4, 1e-3  # float32: of the loss, and of a gradient's norm
+NOISE = 1e-6  # rounding, of all gradients' norm (some are zero but for it) and of the largest logit
+LARGEST = 10_000_000  # parameters: larger models would take most of the sweep's time
+ROUNDING = 2.0, 2.0**-8  # bfloat16: times stock's own error, and what is added to it
+
+
+@dataclasses.dataclass
+class Result:
+    """One class in one dtype, tied or not: equal to stock, and how many logits were served and stored."""
+
+    name: str
+    kind: str
+    dtype: str
+    tied: bool | None
+    error: str = ""  # why stock cannot train it
+    refused: str = ""  # what `defer_logits` says
+    differs: str = ""  # the first step and the tensor that differ from stock, with both errors
+    served: int = 0
+    stored: int = 0
+    reasons: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Reasons(logging.Handler):
+    """Collects what the package says of logits that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if " computed for " in (message := record.getMessage()):
+            self.found.append(message.split(" computed for ")[1])
+
+
+@dataclasses.dataclass
+class Step:
+    """The loss and the gradients of a step; a parameter without gradient has None."""
+
+    loss: torch.Tensor
+    largest: float  # of the logits: the loss is a difference of two of this size
+    gradients: dict[str, torch.Tensor | None]
+
+
+def run_step(model: Any, inputs: dict[str, Any], seed: int) -> Step:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)  # jitter and masks that a model draws
+    output = model(**inputs)
+    output.loss.backward()
+    logits = output.get("logits")
+    largest = logits.detach().abs().max().item() if type(logits) is torch.Tensor else 0.0
+    return Step(output.loss.detach(), largest, {name: x.grad for name, x in model.named_parameters()})
+
+
+def measure_errors(got: Step, want: Step) -> dict[str, float]:
+    """The loss's error of its size, and each gradient's of its norm; a gradient that one of them lacks is infinitely off."""
+    total = torch.stack([x.double().norm() for x in want.gradients.values() if x is not None] or [torch.zeros(())]).norm()
+    loss = want.loss.double()
+    size = loss.abs() + NOISE / LOSS_BOUND * want.largest + 1e-12
+    errors = {"loss": ((got.loss.double() - loss).abs() / size).item()}
+    for name, expected in want.gradients.items():
+        found = got.gradients[name]
+        if found is None or expected is None:
+            present = found if expected is None else expected
+            errors[name] = 0.0 if present is None or present.norm() == 0 else float("inf")
+            continue
+        size = expected.double().norm() + NOISE / GRADIENT_BOUND * total + 1e-12
+        errors[name] = ((found.double() - expected.double()).norm() / size).item()
+    return {name: float("inf") if error != error else error for name, error in errors.items()}
+
+
+def copy_parameters(source: Any, *targets: Any) -> None:
+    for target in targets:
+        for x, y in zip(source.parameters(), target.parameters(), strict=True):
+            y.data.copy_(x.data)
+
+
+def find_difference(step: int, got: Step, stock: Step, reference: Step | None) -> str:
+    """The worst tensor beyond its bound: of stock, in float32; of a float32 model beside stock's own error, else."""
+    if reference is None:
+        errors = measure_errors(got, stock)
+        over = {name: x / (LOSS_BOUND if name == "loss" else GRADIENT_BOUND) for name, x in errors.items()}
+        name = max(over, key=over.__getitem__)
+        return f"step {step}: {name} is {errors[name]:.1e} off" if over[name] > 1 else ""
+    errors, allowed = measure_errors(got, reference), measure_errors(stock, reference)
+    usual = math.sqrt(sum(x * x for x in allowed.values()) / len(allowed))  # that of a few numbers is small by chance
+    over = {name: x - (ROUNDING[0] * max(allowed[name], usual) + ROUNDING[1]) for name, x in errors.items()}
+    name = max(over, key=over.__getitem__)
+    return f"step {step}: {name} is {errors[name]:.1e} off, stock {allowed[name]:.1e}" if over[name] > 0 else ""
+
+
+def train_stock(name: str, tied: bool | None, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model, after one step of its own has shown that stock trains it, and its inputs."""
+    model = make_model(name, tied)
+    if (size := sum(x.numel() for x in model.parameters())) > LARGEST:
+        raise ValueError(f"{size:,} parameters: CONFIGS must shrink it")
+    inputs = make_inputs(model)
+    model = model.to(dtype)
+    inputs = {key: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for key, x in inputs.items()}
+    step = run_step(model, inputs, 0)
+    if model.get_output_embeddings() is None:
+        raise TypeError("get_output_embeddings() is None")
+    if not torch.isfinite(step.loss):
+        raise ValueError(f"loss {step.loss.item()}")
+    return model, inputs
+
+
+def is_tied(model: Any) -> bool:
+    return model.get_output_embeddings().weight is getattr(model.get_input_embeddings(), "weight", None)
+
+
+def compare(name: str, kind: str, dtype: torch.dtype, tied: bool | None) -> Result | None:
+    """Three steps of stock; the other model has its parameters at the start of each. None: ``tied`` changes nothing."""
+    result = Result(name, kind, str(dtype).removeprefix("torch."), tied)
+    start = time.perf_counter()
+    try:
+        stock, inputs = train_stock(name, tied, dtype)
+        reference = None if dtype == torch.float32 else copy.deepcopy(stock).float()
+        deferred = copy.deepcopy(stock)
+    except Exception as error:
+        result.error = describe(error)
+        return result
+    if tied is not None and is_tied(stock) != tied:
+        return None
+    result.tied = is_tied(stock)
+    reasons = Reasons()
+    logger = logging.getLogger("lce_torch_bridge")
+    logger.addHandler(reasons)
+    logger.setLevel(logging.INFO)
+    try:
+        handle = lce_torch_bridge.defer_logits(deferred)
+    except Exception as error:
+        result.refused = describe(error)
+        logger.removeHandler(reasons)
+        return result
+    try:
+        for step in range(STEPS):
+            copy_parameters(stock, deferred, *[reference] * (reference is not None))
+            want, got = run_step(stock, inputs, step), run_step(deferred, inputs, step)
+            other = None if reference is None else run_step(reference, upcast(inputs), step)
+            result.differs = result.differs or find_difference(step, got, want, other)
+            update(stock, step)
+    except Exception as error:
+        result.differs = f"raises {describe(error)}"
+    finally:
+        logger.removeHandler(reasons)
+    result.served, result.stored = handle.served, handle.stored
+    result.reasons = sorted({shorten(reason) for reason in reasons.found})
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def upcast(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in inputs.items()}
+
+
+@torch.no_grad()
+def update(model: Any, step: int) -> None:
+    """A step of descent; after the first the head grows."""
+    for x in model.parameters():
+        if x.grad is not None:
+            x -= RATE * x.grad / x.grad.norm().clamp(min=1.0)
+    if step == 0:
+        model.get_output_embeddings().weight.mul_(GROWTH)
+
+
+def describe(error: Exception) -> str:
+    """The error's type and first line, with the place in Transformers or in the bridge where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    known = [x for x in frames if "/transformers/models/" in x.filename or "lce_torch_bridge" in x.filename]
+    frame = (known or list(frames))[-1]
+    said = (str(error).strip().splitlines() or [""])[0][:160]
+    return f"{type(error).__name__}: {said} ({shorten(frame.filename)}:{frame.lineno})"
+
+
+def shorten(place: str) -> str:
+    """Without the folders of this machine."""
+    return " ".join(word.split("site-packages/")[-1] for word in place.split(" "))
+
+
+def sweep(names: Iterable[str] = (), dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16)) -> list[Result]:
+    """The results of the classes whose name, model type or kind is among ``names``; of all, if there are none."""
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    wanted, results = set(names), []
+    for name, (model_type, kind) in list_classes().items():
+        if wanted and not wanted & {name, model_type, kind}:
+            continue
+        for dtype in dtypes:
+            found = [compare(name, kind, dtype, tied) for tied in (False, True)]
+            rows = [row for row in found if row] or [compare(name, kind, dtype, None)]
+            rows = rows[:1] if rows[0].error else rows
+            print(*map(format_row, rows), sep="\n", flush=True)
+            results += rows
+            if rows[0].error:
+                break
+    return results
+
+
+def format_row(result: Result) -> str:
+    said = next((f"{word} {x}" for word in ("error", "refused", "differs") if (x := getattr(result, word))), "equal")
+    tied = {True: "tied", False: "untied", None: ""}[result.tied]
+    counts = f"served {result.served}, stored {result.stored} {'; '.join(result.reasons)} {result.seconds:.1f} s"
+    return f"{result.kind:16} {result.name:44} {result.dtype:9} {tied:7} {said} {'' if result.error else counts}"
+
+
+def summarize(results: list[Result]) -> dict[str, Any]:
+    """By kind: the classes that stock trains, those equal in every case, those served without a stored logit."""
+    table: dict[str, Any] = {}
+    for kind in dict.fromkeys(result.kind for result in results):
+        names = dict.fromkeys(result.name for result in results if result.kind == kind)
+        cases = {name: [r for r in results if r.name == name and not r.error] for name in names}
+        trained = {name: rows for name, rows in cases.items() if rows}
+        table[kind] = {
+            "classes": len(names),
+            "trained": len(trained),
+            "equal": sum(not any(row.differs or row.refused for row in rows) for rows in trained.values()),
+            "served": sum(all(row.served and not row.stored for row in rows) for rows in trained.values()),
+            "refused": {name: rows[0].refused for name, rows in trained.items() if rows[0].refused},
+            "differ": {name: [row.differs for row in rows if row.differs] for name, rows in trained.items()
+                       if any(row.differs for row in rows)},
+            "stored": {name: rows[0].reasons for name, rows in trained.items() if any(row.stored for row in rows)},
+            "neither": [name for name, rows in trained.items()
+                        if not rows[0].refused and any(not row.served + row.stored for row in rows)],
+        }  # fmt: skip
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--json", type=Path, help="where the results go")
+    told = parser.parse_args()
+    torch.set_num_threads(1)
+    results = sweep(told.names)
+    if told.json:
+        told.json.write_text("\n".join(json.dumps(dataclasses.asdict(result)) for result in results))
+    print(json.dumps(summarize(results), indent=1))
+
+
+if __name__ == "__main__":
+    main()
