@@ -7,7 +7,7 @@ A configuration shrinks by the names of its fields: ``RULES``. What the names do
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ def split_rope(*sections: int, **more: Any) -> dict[str, Any]:
 
 
 SPLIT = split_rope(2, 3, 3)
+SMALL_WAVE = {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_conv_pos_embeddings": 16,
+              "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}  # fmt: skip
 SMALL_SOUND = {"num_filters": 2, "depths": [1] * 7}
 FIRST: dict[str, Callable[[], dict[str, Any]]] = {}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -72,8 +74,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nllb-moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
                        "indexer_compress_ratio": 2},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"], "num_buckets": 2,
-                 "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "hash_seed": 0, "num_buckets": 2,
+                 "attn_layers": ["local", "lsh"], "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "chameleon": {"vocabulary_map": {"<image>": 100, "IMGIMGABCZ": 101, "IMGIMGBCDZ": 102}},
@@ -97,17 +99,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "florence_vision": {"embed_dim": [16, 32], "num_heads": [2, 2], "num_groups": [2, 2], "depths": [1, 1],
                         "patch_size": [7, 3], "patch_stride": [4, 2], "patch_padding": [3, 1],
                         "patch_prenorm": [False, True]},
-    "wav2vec2": {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_conv_pos_embeddings": 16,
-                 "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0},
-    "speecht5": {"vocab_size": VOCABULARY, "conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_conv_pos_embeddings": 16,
-                 "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0},
+    "wav2vec2": SMALL_WAVE, "speecht5": SMALL_WAVE | {"vocab_size": VOCABULARY},
     "whisper": {"max_source_positions": 16},
     "xlnet": {"mem_len": None},
     "musicgen_decoder": {"num_codebooks": 2, "is_decoder": True},
     "musicgen_melody_decoder": {"num_codebooks": 2, "is_decoder": True},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
     "blip_text_model": {"is_decoder": True},
-    "blip-2": {"image_token_index": 99, "num_query_tokens": 4}, "instructblip": {"image_token_index": 99, "num_query_tokens": 4},
+    "blip-2": {"image_token_index": 99, "num_query_tokens": 4},
+    "instructblip": {"image_token_index": 99, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": 99, "num_query_tokens": 4},
     "kosmos-2": {"latent_query_num": 4},
     "vibevoice_acoustic_tokenizer": SMALL_SOUND, "vibevoice_acoustic_tokenizer_encoder": SMALL_SOUND,
@@ -167,7 +167,8 @@ def make_codebooks(model: Any) -> dict[str, Any]:
 
 
 INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {  # by the class's name or the model's type
-    "WhisperForCausalLM": lambda _: {}, "SeamlessM4TForTextToText": lambda _: {}, "SeamlessM4Tv2ForTextToText": lambda _: {},
+    "WhisperForCausalLM": lambda _: {},
+    "SeamlessM4TForTextToText": lambda _: {}, "SeamlessM4Tv2ForTextToText": lambda _: {},
     "blip": make_image,
     "blip-2": place_queries,
     "instructblip": lambda model: place_queries(model) | {"qformer_input_ids": make_tokens(ROWS, 4)},
@@ -283,5 +284,7 @@ def make_inputs(model: Any) -> dict[str, torch.Tensor]:
     if model.config.is_encoder_decoder:
         labels = torch.randint(5, SPECIAL_IDS, (ROWS, LENGTH), generator=generator)
     labels = labels.masked_fill(torch.arange(LENGTH) < torch.tensor([[3], [0]]), -100)
-    found = {"input_ids": tokens, "labels": labels} | INPUTS.get(type(model).__name__, INPUTS.get(model.config.model_type, lambda _: {}))(model)
+    found = {"input_ids": tokens, "labels": labels} | INPUTS.get(
+        type(model).__name__, INPUTS.get(model.config.model_type, lambda _: {})
+    )(model)
     return {name: x for name, x in found.items() if x is not None}
