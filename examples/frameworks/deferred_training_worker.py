@@ -150,7 +150,10 @@ def train_case(case: Case, folder: str, deferred: str) -> dict[str, Any]:
     data = datasets.Dataset.from_dict(case.data)
     torch.manual_seed(0)
     target = {"": None, "model": model, "head": getattr(model, "lm_head", model)}[deferred]
-    handle = lce_torch_bridge.defer_logits(target) if deferred else None
+    try:
+        handle = lce_torch_bridge.defer_logits(target) if deferred else None
+    except Exception as error:
+        return {"refused": describe(error)}
     trainer = getattr(case.module, f"{case.name}Trainer")(
         model=model, args=told, processing_class=tokenizer, train_dataset=data, **case.more()
     )
@@ -191,6 +194,9 @@ def run_trl(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 except Exception as error:
                     yield f"{name}, {deferred}", {"raises": describe(error)}
                     continue
+            if "refused" in got:
+                yield f"{name}, {deferred}", got
+                continue
             found = {"reasons": sorted({shorten(x) for x in reasons.found})}
             yield f"{name}, {deferred}", compare_runs(got, want, want["start"]) | found
 

@@ -37,13 +37,16 @@ def check(said: str) -> Results:
     assert {name: row for name, row in found.items() if "stock" in row or "raises" in row} == {}
     assert {name: row for name, row in found.items() if row.get("error", 0.0) > row.get("bound", 1e-3)} == {}
     for row in found.values():
-        assert bool(row["stored"]) == bool(row["reasons"]), row
+        assert "refused" in row or bool(row["stored"]) == bool(row["reasons"]), row
     return found
 
 
 @pytest.mark.parametrize("part", ["trl", "trainer"])
 def test_trainers(part: str) -> None:
     for name, row in run_part(part).items():
+        if name.startswith("Reward"):  # its head gives one number a sequence
+            assert "refused" in row
+            continue
         assert row["losses"] <= NEAR, name
         assert row["parameters"] <= 1e-3, name
         assert row["moved"] > 1e-3, name
