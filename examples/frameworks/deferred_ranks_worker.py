@@ -23,10 +23,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import lce_torch_bridge
 from examples.frameworks.deferred_models import make_inputs, make_model
 from examples.frameworks.deferred_sweep import Step, describe, measure_errors, shorten
-from examples.frameworks.deferred_training_worker import collect_reasons
+from lce_torch_bridge import defer_logits
 
 STEPS = 3
 Wrap = Callable[[Any], Any]
@@ -109,33 +108,32 @@ def run_case(wrap: Wrap, options: dict[str, Any], defer_first: bool) -> dict[str
     inputs = make_inputs(local)
     rank = distributed.get_rank()
     inputs = {name: x.roll(rank, 1) if name == "input_ids" else x for name, x in inputs.items()}
-    with collect_reasons() as reasons:
-        stock = wrap(local)
-        try:
-            for step in range(STEPS):
-                take_step(stock, inputs)
-                descend(stock, step)
-        except Exception as error:
-            return {"stock": describe(error)}
-        try:
-            handle = lce_torch_bridge.defer_logits(other) if defer_first else None
-            deferred = wrap(other)
-            handle = handle or lce_torch_bridge.defer_logits(other)
-        except Exception as error:
-            return {"refused": describe(error)}
-        stock, worst = wrap(make_local(**options)), {"": 0.0}
+    stock = wrap(local)
+    try:
         for step in range(STEPS):
-            want = take_step(stock, inputs)
-            try:
-                got = take_step(deferred, inputs)
-            except Exception as error:
-                return {"raises": describe(error), "step": step}
-            worst = max(worst, measure_errors(got, want), key=lambda x: max(x.values()))
+            take_step(stock, inputs)
             descend(stock, step)
-            descend(deferred, step)
+    except Exception as error:
+        return {"stock": describe(error)}
+    try:
+        handle = defer_logits(other) if defer_first else None
+        deferred = wrap(other)
+        handle = handle or defer_logits(other)
+    except Exception as error:
+        return {"refused": describe(error)}
+    stock, worst = wrap(make_local(**options)), {"": 0.0}
+    for step in range(STEPS):
+        want = take_step(stock, inputs)
+        try:
+            got = take_step(deferred, inputs)
+        except Exception as error:
+            return {"raises": describe(error), "step": step}
+        worst = max(worst, measure_errors(got, want), key=lambda x: max(x.values()))
+        descend(stock, step)
+        descend(deferred, step)
     name = max(worst, key=worst.__getitem__)
     return {"error": worst[name], "of": name, "served": handle.served, "stored": handle.stored,
-            "reasons": sorted({shorten(x) for x in reasons.found})}  # fmt: skip
+            "reasons": [*map(shorten, handle.places)]}  # fmt: skip
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ import argparse
 import copy
 import dataclasses
 import json
-import logging
 import math
 import time
 import traceback
@@ -27,9 +26,10 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
-import lce_torch_bridge
-from examples.frameworks.deferred_models import list_classes, make_inputs, make_model
+from examples.frameworks.deferred_models import SPECIAL_IDS, list_classes, make_inputs, make_model
+from lce_torch_bridge import defer_logits
 
 STEPS, GROWTH, RATE = 3, 8.0, 0.05
 LOSS_BOUND, GRADIENT_BOUND = 1e-4, 1e-3  # float32: of the loss, and of a gradient's norm
@@ -54,18 +54,6 @@ class Result:
     stored: int = 0
     reasons: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
-
-
-class Reasons(logging.Handler):
-    """Collects what the package says of logits that are computed."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if " computed for " in (message := record.getMessage()):
-            self.found.append(message.split(" computed for ")[1])
 
 
 @dataclasses.dataclass
@@ -149,15 +137,20 @@ def make_models(name: str, tied: bool | None, dtype: torch.dtype) -> tuple[Any, 
     inputs = {key: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for key, x in inputs.items()}
     copies = copy.deepcopy(model), copy.deepcopy(model).float()  # before a step: some models keep states of it
     step = run_step(model, inputs, 0)
-    if model.get_output_embeddings() is None:
-        raise TypeError("get_output_embeddings() is None")
+    find_head(model)
     if not torch.isfinite(step.loss):
         raise ValueError(f"loss {step.loss.item()}")
     return model, *copies, inputs
 
 
+def find_head(model: Any) -> Any:
+    """The model's head; where the model does not say which, its last linear layer with a row per token."""
+    linear = [x for x in model.modules() if isinstance(x, nn.Linear) and x.out_features >= SPECIAL_IDS]
+    return model.get_output_embeddings() or linear[-1]
+
+
 def is_tied(model: Any) -> bool:
-    weight = getattr(model.get_output_embeddings(), "weight", None)
+    weight = getattr(find_head(model), "weight", None)
     return weight is not None and weight is getattr(model.get_input_embeddings(), "weight", None)
 
 
@@ -173,15 +166,10 @@ def compare(name: str, kind: str, dtype: torch.dtype, tied: bool | None) -> Resu
     if tied is not None and is_tied(stock) != tied:
         return None
     result.tied = is_tied(stock)
-    reasons = Reasons()
-    logger = logging.getLogger("lce_torch_bridge")
-    logger.addHandler(reasons)
-    logger.setLevel(logging.INFO)
     try:
-        handle = lce_torch_bridge.defer_logits(deferred)
+        handle = defer_logits(deferred if deferred.get_output_embeddings() else find_head(deferred))
     except Exception as error:
         result.refused = describe(error)
-        logger.removeHandler(reasons)
         return result
     try:
         for step in range(STEPS):
@@ -192,10 +180,7 @@ def compare(name: str, kind: str, dtype: torch.dtype, tied: bool | None) -> Resu
             update(stock, step)
     except Exception as error:
         result.differs = f"raises {describe(error)}"
-    finally:
-        logger.removeHandler(reasons)
-    result.served, result.stored = handle.served, handle.stored
-    result.reasons = sorted({shorten(reason) for reason in reasons.found})
+    result.served, result.stored, result.reasons = handle.served, handle.stored, [*map(shorten, handle.places)]
     result.seconds = time.perf_counter() - start
     return result
 
@@ -211,7 +196,7 @@ def update(model: Any, step: int) -> None:
         if x.grad is not None:
             x -= RATE * x.grad / x.grad.norm().clamp(min=1.0)
     if step == 0:
-        for x in model.get_output_embeddings().parameters():
+        for x in find_head(model).parameters():
             x.mul_(GROWTH)
 
 

@@ -15,7 +15,6 @@ import copy
 import dataclasses
 import io
 import json
-import logging
 import sys
 import tempfile
 import warnings
@@ -30,10 +29,8 @@ import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl.experimental import cpo, gkd, orpo
 
-import lce_torch_bridge
 from examples.frameworks.deferred_models import make_inputs, make_model
 from examples.frameworks.deferred_sweep import (
-    Reasons,
     copy_parameters,
     describe,
     measure_errors,
@@ -41,6 +38,7 @@ from examples.frameworks.deferred_sweep import (
     shorten,
     update,
 )
+from lce_torch_bridge import defer_logits
 
 STEPS = 4
 NEAR = 1e-5  # float32: a loss of its size, parameters of how far they have moved
@@ -105,17 +103,6 @@ TRAINERS = {
 }  # fmt: skip
 
 
-@contextlib.contextmanager
-def collect_reasons() -> Iterator[Reasons]:
-    logger, reasons = logging.getLogger("lce_torch_bridge"), Reasons()
-    logger.addHandler(reasons)
-    logger.setLevel(logging.INFO)
-    try:
-        yield reasons
-    finally:
-        logger.removeHandler(reasons)
-
-
 def arguments(folder: str, **options: Any) -> dict[str, Any]:
     """Descent without moments: Adam's first steps are the gradients' signs, which turn rounding into differences."""
     return dict(
@@ -133,6 +120,7 @@ def finish(trainer: Any, handle: Any) -> dict[str, Any]:
         "parameters": {name: x.detach().clone() for name, x in trainer.model.named_parameters()},
         "served": getattr(handle, "served", 0),
         "stored": getattr(handle, "stored", 0),
+        "reasons": [*map(shorten, getattr(handle, "places", ()))],
     }
 
 
@@ -151,7 +139,7 @@ def train_case(case: Case, folder: str, deferred: str) -> dict[str, Any]:
     torch.manual_seed(0)
     target = {"": None, "model": model, "head": getattr(model, "lm_head", model)}[deferred]
     try:
-        handle = lce_torch_bridge.defer_logits(target) if deferred else None
+        handle = defer_logits(target) if deferred else None
     except Exception as error:
         return {"refused": describe(error)}
     trainer = getattr(case.module, f"{case.name}Trainer")(
@@ -177,6 +165,7 @@ def compare_runs(got: dict[str, Any], want: dict[str, Any], start: dict[str, tor
         "steps": len(got["losses"]),
         "served": got["served"],
         "stored": got["stored"],
+        "reasons": got["reasons"],
     }
 
 
@@ -188,17 +177,15 @@ def run_trl(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, {"stock": describe(error)}
             continue
         for deferred in ("model", "head"):
-            with collect_reasons() as reasons:
-                try:
-                    got = train_case(case, folder, deferred)
-                except Exception as error:
-                    yield f"{name}, {deferred}", {"raises": describe(error)}
-                    continue
+            try:
+                got = train_case(case, folder, deferred)
+            except Exception as error:
+                yield f"{name}, {deferred}", {"raises": describe(error)}
+                continue
             if "refused" in got:
                 yield f"{name}, {deferred}", got
                 continue
-            found = {"reasons": sorted({shorten(x) for x in reasons.found})}
-            yield f"{name}, {deferred}", compare_runs(got, want, want["start"]) | found
+            yield f"{name}, {deferred}", compare_runs(got, want, want["start"])
 
 
 def lora(*targets: str, **options: Any) -> peft.PeftConfig:
@@ -235,14 +222,14 @@ ADAPTERS: dict[str, Callable[[], peft.PeftConfig]] = {
 def make_adapted(name: str, when: str) -> tuple[Any, Any]:
     """A Llama with an adapter, and the handle; logits are deferred before it is added, after it, or never."""
     model = make_model("LlamaForCausalLM", tied="tied" in name)
-    handle = lce_torch_bridge.defer_logits(model) if when == "before" else None
+    handle = defer_logits(model) if when == "before" else None
     second = name == "two adapters of the head"
     torch.manual_seed(2)
     model = peft.get_peft_model(model, lora("lm_head") if second else ADAPTERS[name]())
     if second:
         model.add_adapter("other", lora("lm_head", r=4))
         model.base_model.set_adapter(["default", "other"])
-    handle = lce_torch_bridge.defer_logits(model) if when == "after" else handle
+    handle = defer_logits(model) if when == "after" else handle
     return model.train(), handle
 
 
@@ -250,30 +237,29 @@ def run_peft(_: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Three steps; the head's own weight and the adapters grow after the first."""
     for name in [*ADAPTERS, "two adapters of the head"]:
         for when in ("before", "after"):
-            with collect_reasons() as reasons:
-                try:
-                    stock, _ = make_adapted(name, "never")
-                    inputs = make_inputs(stock)
-                    run_step(stock, inputs, 0)
-                except Exception as error:
-                    yield f"{name}, {when}", {"stock": describe(error)}
-                    continue
-                try:
-                    deferred, handle = make_adapted(name, when)
-                    worst = {"loss": 0.0}
-                    for step in range(3):
-                        copy_parameters(stock, deferred)
-                        want, got = run_step(stock, inputs, step), run_step(deferred, inputs, step)
-                        errors = measure_errors(got, want)
-                        worst = max(worst, errors, key=lambda x: max(x.values()))
-                        update(stock, step)
-                except Exception as error:
-                    yield f"{name}, {when}", {"raises": describe(error)}
-                    continue
+            try:
+                stock, _ = make_adapted(name, "never")
+                inputs = make_inputs(stock)
+                run_step(stock, inputs, 0)
+            except Exception as error:
+                yield f"{name}, {when}", {"stock": describe(error)}
+                continue
+            try:
+                deferred, handle = make_adapted(name, when)
+                worst = {"loss": 0.0}
+                for step in range(3):
+                    copy_parameters(stock, deferred)
+                    want, got = run_step(stock, inputs, step), run_step(deferred, inputs, step)
+                    errors = measure_errors(got, want)
+                    worst = max(worst, errors, key=lambda x: max(x.values()))
+                    update(stock, step)
+            except Exception as error:
+                yield f"{name}, {when}", {"raises": describe(error)}
+                continue
             worst_name = max(worst, key=worst.__getitem__)
             yield f"{name}, {when}", {
                 "error": worst[worst_name], "of": worst_name, "served": handle.served, "stored": handle.stored,
-                "reasons": sorted({shorten(x) for x in reasons.found}),
+                "reasons": [*map(shorten, handle.places)],
             }  # fmt: skip
 
 
@@ -288,7 +274,7 @@ def run_trainer(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
     def train(defer: bool, resume: str | None, smoothing: float = 0.0) -> tuple[dict[str, Any], dict[str, Any]]:
         model = make_model("LlamaForCausalLM", tied=False)
         start = copy.deepcopy(model.state_dict())
-        handle = lce_torch_bridge.defer_logits(model) if defer else None
+        handle = defer_logits(model) if defer else None
         told = transformers.TrainingArguments(
             **arguments(f"{folder}/{defer}", **options, label_smoothing_factor=smoothing)
         )
@@ -300,13 +286,12 @@ def run_trainer(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, resume, smoothing in (
         ("accumulation and evaluation", None, 0.0), ("resume", "checkpoint-2", 0.0), ("label smoothing", None, 0.1)
     ):  # fmt: skip
-        with collect_reasons() as reasons:
-            try:
-                want, start = train(False, resume, smoothing)
-                got, _ = train(True, resume, smoothing)
-                yield name, compare_runs(got, want, start) | {"reasons": sorted({shorten(x) for x in reasons.found})}
-            except Exception as error:
-                yield name, {"raises": describe(error)}
+        try:
+            want, start = train(False, resume, smoothing)
+            got, _ = train(True, resume, smoothing)
+            yield name, compare_runs(got, want, start)
+        except Exception as error:
+            yield name, {"raises": describe(error)}
 
 
 class AtBackward(torch.autograd.Function):
@@ -363,29 +348,28 @@ def run_hooks(_: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for way in ("storage", "data"):
         for before_backward in (True, False):
             name = f"ZeRO-3, {way}, {'function on the output' if before_backward else 'backward hook'}"
-            with collect_reasons() as reasons:
-                try:
-                    stock = make_model("LlamaForCausalLM", tied=False)
-                    deferred, inputs = copy.deepcopy(stock), make_inputs(stock)
-                    handle = lce_torch_bridge.defer_logits(deferred)
-                    for model in (stock, deferred):
-                        partition(model.lm_head, way, before_backward)
-                    worst = 0.0
-                    for step in range(2):
-                        want = run_step(stock, inputs, step)
-                        want.gradients["lm_head.weight"] = stock.lm_head.gradient
-                        try:
-                            got = run_step(deferred, inputs, step)
-                        except Exception as error:
-                            yield name, {"raises": describe(error)}
-                            break
-                        got.gradients["lm_head.weight"] = deferred.lm_head.gradient
-                        worst = max(worst, *measure_errors(got, want).values())
-                    else:
-                        yield name, {"error": worst, "served": handle.served, "stored": handle.stored,
-                                     "reasons": sorted({shorten(x) for x in reasons.found})}  # fmt: skip
-                except Exception as error:
-                    yield name, {"stock": describe(error)}
+            try:
+                stock = make_model("LlamaForCausalLM", tied=False)
+                deferred, inputs = copy.deepcopy(stock), make_inputs(stock)
+                handle = defer_logits(deferred)
+                for model in (stock, deferred):
+                    partition(model.lm_head, way, before_backward)
+                worst = 0.0
+                for step in range(2):
+                    want = run_step(stock, inputs, step)
+                    want.gradients["lm_head.weight"] = stock.lm_head.gradient
+                    try:
+                        got = run_step(deferred, inputs, step)
+                    except Exception as error:
+                        yield name, {"raises": describe(error)}
+                        break
+                    got.gradients["lm_head.weight"] = deferred.lm_head.gradient
+                    worst = max(worst, *measure_errors(got, want).values())
+                else:
+                    yield name, {"error": worst, "served": handle.served, "stored": handle.stored,
+                                 "reasons": [*map(shorten, handle.places)]}  # fmt: skip
+            except Exception as error:
+                yield name, {"stock": describe(error)}
 
 
 def replace_weight(model: Any) -> Any:
@@ -436,22 +420,21 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def run_changes(_: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """What is done to a model after its logits are deferred."""
     for name, change in CHANGES.items():
-        with collect_reasons() as reasons:
-            stock = make_model("LlamaForCausalLM", tied=False)
-            deferred, inputs = copy.deepcopy(stock), make_inputs(stock)
-            try:
-                handle = lce_torch_bridge.defer_logits(deferred)
-                stock, deferred, worst = change(stock), change(deferred), 0.0
-                for step in range(2):
-                    copy_parameters(stock, deferred)
-                    want, got = run_step(stock, inputs, step), run_step(deferred, inputs, step)
-                    worst = max(worst, *measure_errors(got, want).values())
-                    update(stock, step)
-            except Exception as error:
-                yield name, {"raises": describe(error)}
-                continue
+        stock = make_model("LlamaForCausalLM", tied=False)
+        deferred, inputs = copy.deepcopy(stock), make_inputs(stock)
+        try:
+            handle = defer_logits(deferred)
+            stock, deferred, worst = change(stock), change(deferred), 0.0
+            for step in range(2):
+                copy_parameters(stock, deferred)
+                want, got = run_step(stock, inputs, step), run_step(deferred, inputs, step)
+                worst = max(worst, *measure_errors(got, want).values())
+                update(stock, step)
+        except Exception as error:
+            yield name, {"raises": describe(error)}
+            continue
         yield name, {"error": worst, "bound": 2e-2 if name == "bfloat16" else 1e-3, "served": handle.served,
-                     "stored": handle.stored, "reasons": sorted({shorten(x) for x in reasons.found})}  # fmt: skip
+                     "stored": handle.stored, "reasons": [*map(shorten, handle.places)]}  # fmt: skip
 
 
 PARTS = {"trl": run_trl, "peft": run_peft, "trainer": run_trainer, "hooks": run_hooks, "changes": run_changes}

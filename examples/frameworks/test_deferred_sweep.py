@@ -36,8 +36,8 @@ def test_no_class_differs(rows: Rows) -> None:
 def test_a_class_is_served_or_says_why_not(rows: Rows) -> None:
     for row in rows:
         if not row["error"] and not row["refused"]:
-            assert row["served"] or row["stored"], row["name"]
-            assert bool(row["stored"]) == bool(row["reasons"]), row
+            assert row["served"] or row["reasons"], row["name"]
+            assert row["reasons"] or not row["stored"], row["name"]
 
 
 def test_most_causal_classes_store_no_logits(rows: Rows) -> None:
