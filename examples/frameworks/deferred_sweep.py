@@ -13,6 +13,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import json
@@ -22,7 +23,7 @@ import traceback
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import transformers
@@ -144,14 +145,14 @@ def make_models(name: str, tied: bool | None, dtype: torch.dtype) -> tuple[Any, 
 
 
 def find_head(model: Any) -> Any:
-    """The model's head; where the model does not say which, its last linear layer with a row per token."""
-    linear = [x for x in model.modules() if isinstance(x, nn.Linear) and x.out_features >= SPECIAL_IDS]
-    return model.get_output_embeddings() or linear[-1]
+    """The model's head; where the model does not say which, its ``lm_head``, or its last layer with a row per token."""
+    linear = [x for x in model.named_modules() if isinstance(x[1], nn.Linear) and x[1].out_features >= SPECIAL_IDS]
+    return model.get_output_embeddings() or max(linear[::-1], key=lambda x: x[0].endswith("lm_head"))[1]
 
 
 def is_tied(model: Any) -> bool:
     weight = getattr(find_head(model), "weight", None)
-    return weight is not None and weight is getattr(model.get_input_embeddings(), "weight", None)
+    return weight is not None and any(weight is x.weight for x in model.modules() if isinstance(x, nn.Embedding))
 
 
 def compare(name: str, kind: str, dtype: torch.dtype, tied: bool | None) -> Result | None:
@@ -214,20 +215,25 @@ def shorten(place: str) -> str:
     return " ".join(word.split("site-packages/")[-1] for word in place.split(" "))
 
 
-def sweep(names: Iterable[str] = (), dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16)) -> list[Result]:
-    """The results of the classes whose name, model type or kind is among ``names``; of all, if there are none."""
+def sweep(names: Iterable[str] = (), file: TextIO | None = None) -> list[Result]:
+    """The results of the classes whose name, model type or kind is among ``names``; of all, if there are none.
+
+    Each is printed, and goes to ``file`` as a line of JSON.
+    """
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     wanted, results = set(names), []
     for name, (model_type, kind) in list_classes().items():
         if wanted and not wanted & {name, model_type, kind}:
             continue
-        for dtype in dtypes:
+        for dtype in (torch.float32, torch.bfloat16):
             found = [compare(name, kind, dtype, tied) for tied in (False, True)]
             rows = [row for row in found if row] or [compare(name, kind, dtype, None)]
             rows = rows[:1] if rows[0].error else rows
             print(*map(format_row, rows), sep="\n", flush=True)
             results += rows
+            for row in rows if file else ():
+                print(json.dumps(dataclasses.asdict(row)), file=file, flush=True)
             if rows[0].error:
                 break
     return results
@@ -268,9 +274,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the results go")
     told = parser.parse_args()
     torch.set_num_threads(1)
-    results = sweep(told.names)
-    if told.json:
-        told.json.write_text("\n".join(json.dumps(dataclasses.asdict(result)) for result in results))
+    with told.json.open("w") if told.json else contextlib.nullcontext() as file:
+        results = sweep(told.names, file=file)
     print(json.dumps(summarize(results), indent=1))
 
 
