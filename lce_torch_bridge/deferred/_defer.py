@@ -89,10 +89,14 @@ def _attach(deferral: Deferral, head: torch.nn.Module) -> None:
             deferral.put(layer, _forward_of_head(type(layer)))
 
 
-def _attach_adapter(deferral: Deferral, head: Any) -> None:
-    """Defers the logits of an adapter that PEFT has put around the head since."""
-    if type(head).__module__.startswith("peft.tuners.") and DEFERRAL not in vars(head):
+def _attach_new(deferral: Deferral, head: Any) -> None:
+    """Defers the logits of another head than before: a resized one, or an adapter that PEFT has put around it."""
+    if head is None or DEFERRAL in vars(head):
+        return
+    try:
         _attach(deferral, head)
+    except NotImplementedError as reason:
+        deferral.say(str(reason))
 
 
 def _head_of(model: Any) -> Any:
@@ -162,7 +166,7 @@ def _forward_of_model(model_class: type) -> Any:
         args = args[1:] if args and args[0] is self else args  # accelerate may bind a method as if it were a function
         deferral: Deferral = getattr(self, DEFERRAL)
         if not torch.compiler.is_compiling():
-            _attach_adapter(deferral, self.get_output_embeddings())
+            _attach_new(deferral, self.get_output_embeddings())
         before = getattr(self, BEFORE, None) or functools.partial(stock, self)
         deferral.with_labels += (has_labels := _has_labels(stock, self, args, kwargs))
         try:
