@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from lce_torch_bridge import _framework
-from lce_torch_bridge.deferred._defer import Deferral, defer_logits
+from lce_torch_bridge.deferred._defer import defer_logits
+from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
 
 if TYPE_CHECKING:
+    from lce_torch_bridge._types import Lora
+    from lce_torch_bridge.deferred._deferral import Deferral
     from transformers import PreTrainedModel
 
-__all__ = ["patch"]
+__all__ = ["loss_function", "patch"]
 
 
 def patch(model: PreTrainedModel, *, strict: bool = False) -> Deferral:
@@ -37,3 +42,56 @@ def patch(model: PreTrainedModel, *, strict: bool = False) -> Deferral:
     """
     _framework.check_version("transformers", "5")
     return defer_logits(model, strict=strict)
+
+
+def loss_function(
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int | None = None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    *,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    lora: Lora | None = None,
+) -> torch.Tensor:
+    """Transformers' loss of a causal language model, of hidden states and the head's weight in place of logits.
+
+    The other arguments are those of `linear_cross_entropy` and `linear_logprobs`.
+
+    Args:
+        hidden_states: ``[b, s, H]``, what the head is applied to.
+        labels: ``[b, s]`` token ids, not shifted: the hidden state of a token predicts the next one.
+        num_items_in_batch: what the sum of the losses is divided by, as the Trainer counts labels over micro-batches.
+            None: the number of labels that count here.
+        shift_labels: ``[b, s]``, labels that are shifted already, in place of ``labels``.
+
+    Returns:
+        The loss in nats, a float32 scalar.
+
+    Raises:
+        lce_jax.UnsupportedError, ValueError, TypeError, NotImplementedError, RuntimeError: in the cases that
+            `linear_cross_entropy` lists.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge.transformers import loss_function
+        >>> tokens, weight = torch.tensor([[1, 2, 3]]), torch.zeros(1000, 8)
+        >>> round(loss_function(torch.ones(1, 3, 8), tokens, weight=weight).item(), 3)  # ln 1000
+        6.908
+    """
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("no labels: pass labels, or shift_labels")
+        hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
+    loss = linear_cross_entropy(
+        hidden_states, weight, shift_labels, bias=bias, logit_scale=logit_scale, logit_softcap=logit_softcap,
+        vocab_size=vocab_size, ignore_index=ignore_index, reduction="mean" if num_items_in_batch is None else "sum",
+        lora=lora,
+    )  # fmt: skip
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
