@@ -5,8 +5,8 @@ python -m examples.frameworks.hugging_face_step 4 16
 Random weights of the sizes of Qwen 3 0.6B in bfloat16, sequences of 4,096 tokens, activation checkpoints, fused AdamW.
 Each way's loss and gradient of the head, of the same weights, are compared before anything is timed. The arguments are
 how many sequences a step has; --rounds, how often the ways take turns. "Liger's body" is Liger's kernels for norms,
-activations and rotary embeddings as well, which --heads leaves out. Needs transformers and liger-kernel, and 80 GB;
---tiny is for a look on a CPU, without Liger.
+activations and rotary embeddings as well, which --heads leaves out; --experts takes a mixture of experts in place of the
+model. Needs transformers and liger-kernel, and 80 GB; --tiny is for a look on a CPU, without Liger.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import lce_torch_bridge.transformers
 
@@ -54,6 +54,15 @@ def model_of(sizes: dict[str, Any]) -> Any:
         return Qwen3ForCausalLM(Qwen3Config(**sizes)).to(torch.bfloat16).train()
 
 
+def mixture_of(sizes: dict[str, Any]) -> Any:
+    """Qwen 3's mixture of experts, eight layers of 16 experts, with its router's loss."""
+    torch.manual_seed(0)
+    moe = dict(num_hidden_layers=min(8, sizes["num_hidden_layers"]), num_experts=16, num_experts_per_tok=2,
+               moe_intermediate_size=sizes["intermediate_size"] // 4, output_router_logits=True)  # fmt: skip
+    with torch.device(DEVICE):
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | moe)).to(torch.bfloat16).train()
+
+
 def synchronize() -> None:
     if ON_GPU:
         torch.cuda.synchronize()
@@ -75,25 +84,38 @@ def memory() -> str:
     return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, {outside / 2**30:.1f} GiB outside torch"
 
 
-def ways(told: argparse.Namespace) -> tuple[Any, dict[str, Callable[..., Any]]]:
-    """A model, and its forward as it is, with Liger's head and with ours."""
-    model = model_of(told.sizes)
+def ways(told: argparse.Namespace) -> tuple[Any, dict[str, Callable[[], None]]]:
+    """A model, and what makes it train with its own head, with Liger's and with ours."""
+    model = mixture_of(told.sizes) if told.experts else model_of(told.sizes)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    forwards = {"stock": model.forward}
-    if ON_GPU:
+
+    patched: list[Any] = []
+
+    def stock() -> None:
+        while patched:
+            patched.pop().undo()
+        vars(model).pop("forward", None)
+
+    def liger() -> None:
         from liger_kernel.transformers.model.qwen3 import lce_forward
 
-        forwards["Liger's head"] = types.MethodType(lce_forward, model)
-    lce_torch_bridge.transformers.patch(model)
-    return model, forwards | {"our head": model.forward}
+        stock()
+        model.forward = types.MethodType(lce_forward, model)
+
+    def ours() -> None:
+        stock()
+        patched.append(lce_torch_bridge.transformers.patch(model, strict=True))
+
+    with_liger = {"Liger's head": liger} if ON_GPU and not told.experts else {}
+    return model, {"stock": stock, **with_liger, "our head": ours}
 
 
-def compare(model: Any, forwards: dict[str, Callable[..., Any]], ids: torch.Tensor) -> list[str]:
+def compare(model: Any, forwards: dict[str, Callable[[], None]], ids: torch.Tensor) -> list[str]:
     """Prints each way's loss, and how far its gradient of the head is from that of the first; the ways that fit."""
     fits: list[str] = []
     want = None  # in the host's memory
-    for name, forward in forwards.items():
-        model.forward = forward
+    for name, prepare in forwards.items():
+        prepare()
         model.zero_grad(set_to_none=True)
         forget_peak()
         try:
@@ -111,7 +133,7 @@ def compare(model: Any, forwards: dict[str, Callable[..., Any]], ids: torch.Tens
     return fits
 
 
-def measure(model: Any, forwards: dict[str, Callable[..., Any]], sequences: int, told: argparse.Namespace) -> None:
+def measure(model: Any, forwards: dict[str, Callable[[], None]], sequences: int, told: argparse.Namespace) -> None:
     """Prints milliseconds a step, tokens per second and memory."""
     ids = torch.randint(0, told.sizes["vocab_size"], (sequences, told.length), device=DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
@@ -119,7 +141,7 @@ def measure(model: Any, forwards: dict[str, Callable[..., Any]], sequences: int,
     memories: dict[str, str] = {}
 
     def steps(name: str, count: int) -> None:
-        model.forward = forwards[name]
+        forwards[name]()
         for _ in range(count):
             optimizer.zero_grad(set_to_none=True)
             model(input_ids=ids, labels=ids).loss.backward()
@@ -146,7 +168,7 @@ def main(told: argparse.Namespace) -> None:
     """With the model's own body, then with Liger's."""
     for sequences in told.sequences:
         measure(*ways(told), sequences, told)
-    if told.heads or not ON_GPU:
+    if told.heads or told.experts or not ON_GPU:
         return
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
@@ -158,4 +180,4 @@ def main(told: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(options(__doc__, "--heads"))
+    main(options(__doc__, "--heads", "--experts"))
