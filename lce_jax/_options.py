@@ -330,7 +330,7 @@ def of_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any =
             )
         normalizer = number_or_scalar("normalizer", normalizer, scalars.positive, scalars.not_negative)
     z_loss = number_or_scalar("z_loss", z_loss, scalars.not_negative)
-    return scalars.fraction("label_smoothing", label_smoothing), z_loss, normalizer
+    return scalars.smoothing(label_smoothing), z_loss, normalizer
 
 
 def no_axis_name(given: Call) -> None:

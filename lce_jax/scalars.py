@@ -125,6 +125,14 @@ def fraction(name: str, value: Any) -> float:
     return value
 
 
+def smoothing(value: Any) -> float:
+    """A ``label_smoothing`` in [0, 1], as in torch: with 1 the labels do not count."""
+    value = number("label_smoothing", value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"label_smoothing must lie in [0, 1], got {value}")
+    return value
+
+
 def is_integer(value: Any) -> bool:
     """Whether ``value`` is an integer of Python or NumPy, not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -210,7 +210,7 @@ def explain(
         ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
             vocabulary has logprob 0.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
-        label_smoothing: ε in [0, 1).
+        label_smoothing: ε in [0, 1].
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
             and is differentiable.
         normalizer: what "mean" divides the sum by in place of the number of rows that count in this call: the rows of

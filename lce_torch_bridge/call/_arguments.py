@@ -94,6 +94,11 @@ def _shown(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
+def shown(options: Mapping[str, Any]) -> str:
+    """Options as they are written in a call."""
+    return ", ".join(f"{name}={_shown(value)}" for name, value in options.items())
+
+
 def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: Options) -> Arguments:
     """The arguments of a call, checked."""
     tp_group, bias, temperature = options.tp_group, options.bias, options.temperature
@@ -182,6 +187,22 @@ def _cached_call(*given: Any) -> TorchCall:
         return (_call if torch.compiler.is_compiling() else _checked_once)(*given)
     except TypeError:  # options that have no hash, and those of a wrong type
         return _call(*given)
+
+
+def check_values(options: Options, rows: int) -> None:
+    """Refuses a number, flag or name that a call would refuse, before there is a call of a head of so many rows."""
+    scalars.one_of("wgrad", options.wgrad, ("return", "main_grad"))
+    if not isinstance(options.temperature, torch.Tensor):
+        scalars.positive("temperature", options.temperature)
+    floor, group = options.logit_floor, options.tp_group
+    if floor is not None and not isinstance(floor, torch.Tensor):
+        scalars.bound("logit_floor", floor)
+    if group is not None:
+        _checks.group(group)
+    given = [options[i] for i in OF_CALL]
+    given[CACHE] = 0 if options.cache_bytes is None else options.cache_bytes
+    shards = 1 if group is None else group.size()
+    _cached_call(_tensor_parallel.NO_GROUP, shards, rows, 0, floor is not None, 0, *given)
 
 
 def _call(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -119,12 +118,19 @@ def _whole(layer: Any, function: Any) -> None:
         forward = getattr(each, "_old_forward", each.forward)  # accelerate puts its own around it
         hooks = (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
         hooked = any(not hook.__module__.startswith("torch.distributed") for hook in hooks)
-        if hooked or inspect.unwrap(getattr(forward, "__func__", forward)) is not function:
+        # Bound methods are compared as a whole: torch.compile, which knows no ``__func__``, notices a change then.
+        is_own = forward == function.__get__(each) or _wraps(forward, function)
+        if hooked or not is_own:
             raise NotImplementedError(
                 f"the head, {type(each)}, is more than its weight and bias: leave it out of target_modules, "
                 "target_parameters (modules_to_save trains all of it), trainable_token_indices, quantization and "
                 "hooks, or merge_and_unload() an adapter; of adapters PEFT's lora.Linear alone is served"
             )
+
+
+def _wraps(forward: Any, function: Any) -> bool:
+    """Whether it is what `lce_torch_bridge.defer_logits` puts in the place of a head's forward."""
+    return getattr(getattr(forward, "__func__", None), "__wrapped__", None) is function
 
 
 def bias(x: Any, weight: torch.Tensor) -> None:

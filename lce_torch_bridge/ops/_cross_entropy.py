@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -56,7 +57,7 @@ def linear_cross_entropy(
         hidden, weight, labels, ignore_index, where: as in `linear_logprobs`.
         reduction: "mean" over the tokens that count (0 if there are none; torch has NaN), "sum", or "none" for
             ``[...]``, 0 on the others.
-        label_smoothing: ε in [0, 1): the target is ``(1 - ε)·onehot + ε/V`` over the true vocabulary, as in torch.
+        label_smoothing: ε in [0, 1]: the target is ``(1 - ε)·onehot + ε/V`` over the true vocabulary, as in torch.
             Megatron's ``vocab_parallel_cross_entropy`` spreads ε over the other tokens alone: its ε is
             ``ε·V / (V - 1)`` here, on one rank. On several, it takes V and the mean from each rank's own part.
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
@@ -105,12 +106,8 @@ def linear_cross_entropy(
         6.908
         >>> loss.backward()
     """
-    scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
-    smoothing, z_loss = scalars.fraction("label_smoothing", label_smoothing), scalars.not_negative("z_loss", z_loss)
     _arguments.check_names(linear_cross_entropy, options, OF_NO_LOSS)
-    if chunk_bytes is not None:
-        chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
-        _refuse_chunks(chunk_bytes, reduction, options.get("cache_bytes"))
+    smoothing, z_loss, chunk_bytes = _checked(reduction, label_smoothing, z_loss, chunk_bytes, options)
     told = Options(where=where, ignore_index=ignore_index, entropy=False, mean_logit=smoothing > 0, **options)
     given = _arguments.of_call(hidden, weight, labels, told)
     x, rows = _arguments.operands(given, _arguments.weight_of(given, told.wgrad))
@@ -123,6 +120,18 @@ def linear_cross_entropy(
         given = given._replace(call=given.call._replace(cache_bytes=limit(chunk_bytes)))
     losses = _arguments.placed(loss_fn(_operators.apply(x, given.call)), rows, given.labels)
     return losses if reduction == "none" else losses.sum()
+
+
+def _checked(
+    reduction: Any, label_smoothing: Any, z_loss: Any, chunk_bytes: Any, options: Mapping[str, Any]
+) -> tuple[float, float, int | None]:
+    """The smoothing, the weight of lse² and the bytes of a chunk, checked, beside ``options`` of other functions."""
+    scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
+    smoothing, z_loss = scalars.smoothing(label_smoothing), scalars.not_negative("z_loss", z_loss)
+    if chunk_bytes is not None:
+        chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
+        _refuse_chunks(chunk_bytes, reduction, options.get("cache_bytes"))
+    return smoothing, z_loss, chunk_bytes
 
 
 def _loss_of_token(
@@ -220,12 +229,12 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         device, dtype: of the weight.
         reduction, label_smoothing: as in `linear_cross_entropy`.
         ignore_index: as in `linear_cross_entropy`. None: -100, as in torch's module.
-        **options: of `linear_cross_entropy`. What torch's module has beside these is refused: ``out_features`` and
-            ``weight``, of classes, because there is no such loss here (the message says what to write), and
-            ``options``, because its chunks are others.
+        weight, out_features, options: of torch's module, which takes class weights, several dimensions of labels, and
+            the size of its chunks. Only torch's defaults are accepted; the message says what to write instead.
+        **more: options of `linear_cross_entropy`.
 
     Raises:
-        TypeError: one of these three, and any other option that is not known.
+        ValueError, TypeError: a value that does not fit, or an option that is not known.
 
     Example:
         >>> import torch
@@ -247,18 +256,29 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         reduction: Reduction = "mean",
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
-        **options: object,
+        weight: None = None,
+        out_features: tuple[()] = (),
+        options: None = None,
+        **more: object,
     ) -> None:
         super().__init__()
-        for name, instead in OF_TORCH.items():
-            if name in options:
-                raise TypeError(f"LinearCrossEntropyLoss has no {name}, which torch's module has: {instead}")
+        for name, value in {"out_features": out_features or None, "weight": weight, "options": options}.items():
+            if value is not None:
+                raise TypeError(f"LinearCrossEntropyLoss has no {name}, which torch's module has: {OF_TORCH[name]}")
         own = linear_cross_entropy.__kwdefaults__ or {}
-        _arguments.check_names(linear_cross_entropy, {x: options[x] for x in options if x not in own}, OF_NO_LOSS)
+        others = {name: more[name] for name in more if name not in own}
+        _arguments.check_names(linear_cross_entropy, others, OF_NO_LOSS)
+        _checked(reduction, label_smoothing, more.get("z_loss", 0.0), more.get("chunk_bytes"), others)
         self.linear = torch.nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
-        self.ignore_index = -100 if ignore_index is None else ignore_index
+        self.ignore_index = -100 if ignore_index is None else scalars.integer("ignore_index", ignore_index)
+        _arguments.check_values(Options(**others), num_classes)  # type: ignore[arg-type]
         self.reduction, self.label_smoothing = reduction, label_smoothing
-        self.options: dict[str, Any] = options
+        self.options: dict[str, Any] = more
+
+    def extra_repr(self) -> str:
+        """What ``repr`` says beside the head."""
+        names = "reduction", "ignore_index", "label_smoothing"
+        return _arguments.shown({name: getattr(self, name) for name in names} | self.options)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss of ``[..., H]`` and ids ``[...]``. A head that is more than its weight and bias is refused."""

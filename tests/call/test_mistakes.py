@@ -220,7 +220,7 @@ IGNORED: Mistakes = [
 ]
 OF_LOSSES: Mistakes = [
     (dict(reduction="batchmean"), ValueError, "reduction must be .* got 'batchmean'"),
-    (dict(label_smoothing=1.0), ValueError, r"label_smoothing must lie in \[0, 1\), got 1.0"),
+    (dict(label_smoothing=1.1), ValueError, r"label_smoothing must lie in \[0, 1\], got 1.1"),
     (dict(label_smoothing=0.1, logit_floor=0.0), ValueError, "logit_floor with label_smoothing.* label_smoothing=0"),
     (dict(z_loss=-1e-4), ValueError, "z_loss must not be negative, got -0.0001"),
     (dict(z_loss=ONES((4,))), ValueError, r"z_loss must be .* of shape \(\), got shape \(4,\)"),

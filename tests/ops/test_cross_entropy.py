@@ -114,6 +114,17 @@ def test_smoothing_with_temperature_scale_and_padding() -> None:
     assert oracle.value_error(got, want) < 2e-6
 
 
+def test_smoothing_by_1_leaves_the_labels_out() -> None:
+    hidden, weight, labels, _, _ = cases.draw(TEST)
+
+    def losses(hidden, weight, labels):
+        ours = linear_cross_entropy(hidden, weight, labels, label_smoothing=1.0, precision="highest")
+        return ours, definition(hidden, weight, labels, True, 1.0, 0.0)
+
+    ours, theirs = jax.jit(losses)(hidden, weight, labels)
+    assert oracle.value_error(ours, theirs.mean()) < 2e-6
+
+
 def test_smoothing_with_a_softcap() -> None:
     hidden, weight, labels, _, _ = cases.draw(TEST)
 

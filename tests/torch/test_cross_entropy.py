@@ -383,13 +383,20 @@ def test_a_checkpoint_keeps_no_cache() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyLoss"), reason="needs PyTorch 2.13")
-@pytest.mark.parametrize("told", [{}, {"bias": True, "reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1}])
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"weight": None, "out_features": (), "options": None, "label_smoothing": 1.0},
+        {"bias": True, "reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1},
+    ],
+)
 def test_the_module_is_that_of_torch(told: dict[str, Any]) -> None:
     torch.manual_seed(0)
     ours, theirs = LinearCrossEntropyLoss(16, 64, **told), torch.nn.LinearCrossEntropyLoss(16, 64, **told)
     ours.load_state_dict(theirs.state_dict())
     hidden, labels = torch.randn(9, 16), torch.tensor([3, 3, 5, 7, 9, 11, 60, 61, 62])
-    if not told:
+    if "ignore_index" not in told:
         labels[:2] = -100
     losses = [loss_fn(input=hidden, target=labels) for loss_fn in (ours, theirs)]
     torch.testing.assert_close(*losses)
@@ -397,9 +404,8 @@ def test_the_module_is_that_of_torch(told: dict[str, Any]) -> None:
     torch.testing.assert_close(*grads)
     named = inspect.signature(torch.nn.LinearCrossEntropyLoss).parameters
     own = dict(inspect.signature(LinearCrossEntropyLoss).parameters)
-    assert own.pop("options").kind is inspect.Parameter.VAR_KEYWORD
-    assert {*named} - {*own} == {"out_features", "weight", "options"}
-    assert all(named[name].default == x.default for name, x in own.items())
+    assert own.pop("more").kind is inspect.Parameter.VAR_KEYWORD
+    assert {name: x.default for name, x in own.items()} == {name: x.default for name, x in named.items()}
 
 
 def test_the_module_takes_options_and_refuses_torchs_own() -> None:
@@ -407,11 +413,13 @@ def test_the_module_takes_options_and_refuses_torchs_own() -> None:
     hidden, labels = torch.ones(2, 3, 16), torch.ones(2, 3, dtype=int)
     want = linear_cross_entropy(hidden, loss_fn.linear.weight, labels, z_loss=0.1)
     assert torch.equal(loss_fn(hidden, labels), want)
-    for name, instead in (("weight", "weigh tokens"), ("out_features", "rows of the weight"), ("options", "chunk_by")):
+    assert "reduction='mean', ignore_index=-100, label_smoothing=0.0, z_loss=0.1\n" in repr(loss_fn)
+    refused = {"weight": (torch.ones(64), "weigh tokens"), "out_features": ((2,), "rows of the weight")}
+    for name, (value, instead) in (refused | {"options": (object(), "chunk_by")}).items():
         with pytest.raises(
             TypeError, match=f"LinearCrossEntropyLoss has no {name}, which torch's module has: .*{instead}"
         ):
-            LinearCrossEntropyLoss(16, 64, **{name: None})
+            LinearCrossEntropyLoss(16, 64, **{name: value})
     with pytest.raises(TypeError, match=r"unknown option label_smooth .did you mean label_smoothing"):
         LinearCrossEntropyLoss(16, 64, label_smooth=0.1)
     loss_fn.linear = LoraLinear(loss_fn.linear)
@@ -419,10 +427,42 @@ def test_the_module_takes_options_and_refuses_torchs_own() -> None:
         loss_fn(hidden, labels)
 
 
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (dict(reduction="average"), "reduction must be .* got 'average'"),
+        (dict(label_smoothing=1.5), "label_smoothing must lie in .* got 1.5"),
+        (dict(ignore_index=1.5), "ignore_index must be .* got 1.5"),
+        (dict(z_loss=-0.1), "z_loss must not be negative, got -0.1"),
+        (dict(temperature=0), "temperature must be positive .* got 0"),
+        (dict(vocab_size=65), r"vocab_size must lie in \[1, 64\].* got 65"),
+        (dict(logit_softcap=-1.0), "logit_softcap must be positive .* got -1"),
+        (dict(wgrad="grad"), "wgrad must be .* got 'grad'"),
+        (dict(cache_bytes=0, chunk_bytes=3), "chunk_bytes=3 with cache_bytes=0"),
+    ],
+)
+def test_the_module_checks_values_when_it_is_made(told: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        LinearCrossEntropyLoss(16, 64, **told)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_module_is_compiled_in_one_graph(bias: bool) -> None:
+    loss_fn = LinearCrossEntropyLoss(16, 64, bias=bias)
+    hidden, labels = torch.randn(9, 16), torch.randint(64, (9,))
+    compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager")
+    losses = [call(hidden, labels) for call in (loss_fn, compiled)]
+    assert torch.equal(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, list(loss_fn.parameters())) for loss in losses))
+    loss_fn.linear.forward = lambda hidden: 2 * hidden
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="is more than its weight and bias"):
+        compiled(hidden, labels)
+
+
 def test_classes_are_weighed_as_the_refusal_says() -> None:
     """As torch does, which leaves ignored tokens out of the mean too."""
     with pytest.raises(TypeError) as error:
-        LinearCrossEntropyLoss(16, 64, weight=None)
+        LinearCrossEntropyLoss(16, 64, weight=torch.ones(64))
     setting, line = re.fullmatch(r".* With (w = .*), the loss is (.*)", str(error.value)).groups()
     hidden, weight, class_weights = torch.randn(9, 16), torch.randn(64, 16, requires_grad=True), torch.rand(64)
     labels = torch.tensor([3, -100, 5, 7, -100, 11, 60, 61, 63])

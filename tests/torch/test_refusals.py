@@ -221,7 +221,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "linear_cross_entropy": [
         (dict(reduction="avg"), r"""ValueError: .*reduction must be "mean", "sum" or "none", got 'avg'"""),
-        (dict(label_smoothing=1.0), r"ValueError: .*label_smoothing must lie in \[0, 1\), got 1.0"),
+        (dict(label_smoothing=1.1), r"ValueError: .*label_smoothing must lie in \[0, 1\], got 1.1"),
         (dict(label_smoothing="0.1"), r"TypeError: .*label_smoothing must be a Python number, got str '0.1'"),
         (dict(z_loss=-1e-4), r"ValueError: .*z_loss must not be negative, got -0.0001"),
         (dict(ignore_index=-100.0), r"TypeError: .*ignore_index must be a Python integer, got -100.0"),
