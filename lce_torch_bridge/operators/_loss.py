@@ -191,16 +191,20 @@ class LossAndGradients(torch.autograd.Function):
             refuse_vmap()
         if torch.is_grad_enabled():  # create_graph=True: the gradients that are kept know nothing of the operands
             refuse_second_derivative(ctx)
+        if ctx.main_grad is None:
+            _weight.refuse_partitioned(ctx, 1)
         # One dimension: otherwise products with bfloat16 would round its float32.
         came = _device.readable("the cotangent", cotangent).reshape(1)
         factor = came if ctx.cotangent is None else _relative(ctx.cotangent, came, ctx.main_grad is not None)
         of_operands = factor if unit is None else came / unit
-        if ctx.main_grad is not None:
-            if ctx.cotangent is None and _weight.is_asked_for(ctx, 1):
-                ctx.main_grad.addcmul_(grads[1], of_operands)
-            grads[1] = None
         factors = [*[of_operands] * 3, *[factor] * (len(grads) - 3)]
-        found = [_scaled(*each, ctx.way) for each in zip(grads, factors, ctx.dtypes, strict=True)]
+        with _device.in_turn(ctx):
+            if ctx.main_grad is not None:
+                if ctx.cotangent is None and _weight.is_asked_for(ctx, 1):
+                    ctx.main_grad.addcmul_(grads[1], of_operands)
+                grads[1] = None
+            found = [_scaled(*each, ctx.way) for each in zip(grads, factors, ctx.dtypes, strict=True)]
+            ctx.is_spent = not _device.graph_is_kept()
         if ctx.main_grad is not None:
             found[1] = _weight.empty_sparse_like(ctx.main_grad, ctx.dtypes[1])
         return None, *found[:3], None, None, None, *found[3:]

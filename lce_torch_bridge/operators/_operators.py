@@ -144,10 +144,14 @@ def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.T
     kept, wanted = list(saved[len(places) :]), list(ctx.needs_input_grad[:3])
     if torch.is_grad_enabled():  # as always in torch.func: a second derivative may be asked for
         found = Gradients.apply((len(x), len(kept)), wanted, recipe.text, *x, *kept, *seeds)
+    elif torch.compiler.is_compiling():
+        found = backward(x, kept, seeds, wanted, recipe.text, None, False)
     else:
-        main_grad, owns_cache = (None, False) if torch.compiler.is_compiling() else may_write(ctx, len(kept) - 1)
         run = run_backward if _device.nothing_watches() and not _device.any_is_watched(saved + grads) else backward
-        found = run(x, kept, seeds, wanted, recipe.text, main_grad, owns_cache)
+        with _device.in_turn(ctx):
+            main_grad, owns_cache = may_write(ctx, len(kept) - 1)
+            found = run(x, kept, seeds, wanted, recipe.text, main_grad, owns_cache)
+            ctx.is_spent = owns_cache
     left = iter(found)
     return [next(left) if want else None for want in wanted]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -107,7 +108,7 @@ def readable(name: str, x: Any) -> Any:
         raise TypeError(f"{name} {tuple(x.shape)} must be dense, got {x.layout}: pass {name}.to_dense()")
     if torch.compiler.is_compiling() or type(x) not in PLAIN or _functorch.is_functorch_wrapped_tensor(x):
         return x  # what is inside is looked at where it is computed
-    left_by_zero = name == "weight" and x.shape == (0,)  # in place of a parameter that ZeRO-3 has partitioned
+    left_by_zero = name in ("weight", "bias") and x.shape == (0,)  # in place of what ZeRO-3 has partitioned
     if left_by_zero or (x.numel() and not x.untyped_storage().nbytes()):
         raise RuntimeError(f"{name} {tuple(x.shape)} has no memory, because it was {_freed_by(x)}. {GATHER}")
     return x.resolve_neg().resolve_conj()
@@ -175,6 +176,26 @@ def graph_is_kept() -> bool:
     """Whether this backward may be followed by another one over the same graph (``retain_graph``)."""
     asked = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
     return asked is None or bool(asked())
+
+
+@contextlib.contextmanager
+def in_turn(node: Any) -> Iterator[None]:
+    """Inside, no other thread runs the backward of ``node``, a Function's ``ctx``, which may write to saved tensors.
+
+    Threads that differentiate one graph may hold the same saved tensors. A backward that has written to them sets
+    ``node.is_spent``.
+
+    Raises:
+        RuntimeError: another thread's backward has written to them. (After its end torch itself has freed them.)
+    """
+    own = vars(node)
+    with own.setdefault("turn", threading.Lock()):
+        if own.get("is_spent"):
+            raise RuntimeError(
+                "another thread has differentiated this graph without retain_graph, and its gradients lie where the "
+                "saved tensors were: give retain_graph=True in every thread, or each thread a forward of its own"
+            )
+        yield
 
 
 @contextlib.contextmanager

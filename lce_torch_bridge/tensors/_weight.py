@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lce_torch_bridge.tensors._device import is_usable, not_compiled, readable, will_be_run
+from lce_torch_bridge.tensors._device import current_graph_task_id, is_usable, not_compiled, readable, will_be_run
 
 
 @not_compiled('lce_torch_bridge with wgrad="main_grad" writes to weight.main_grad as it runs')
@@ -35,6 +35,13 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
     if hasattr(weight, "__fsdp_param__"):
         raise ValueError('wgrad="main_grad" does not serve Megatron-FSDP, which makes main_grad anew: use "return"')
     main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None and current_graph_task_id() != -1 and not isinstance(weight, torch.nn.Parameter):
+        raise ValueError(
+            'wgrad="main_grad" needs weight.main_grad, and this weight is a copy without it: in the backward an '
+            "activation checkpoint with use_reentrant=True calls its function with copies of its arguments. Leave weight "
+            "out of the arguments of the checkpoint, so that the function reads it from its module, or give "
+            'use_reentrant=False or wgrad="return"'
+        )
     if main_grad is None:
         raise ValueError(
             'wgrad="main_grad" needs weight.main_grad, which Megatron\'s DistributedDataParallel makes; without it use '
@@ -88,6 +95,20 @@ def is_asked_for(node: Any, edge: int) -> bool:
     """Whether this backward goes on to that edge of ``node``: not if no input that is asked for comes after it."""
     after, _ = node.next_functions[edge]
     return bool(will_be_run(after))
+
+
+def refuse_partitioned(node: Any, edge: int) -> None:
+    """Refuses the gradient of a weight of which ZeRO-3 has left nothing since the forward: torch cannot add to that.
+
+    ``edge`` is the weight's place among the tensors of the Function whose ``ctx`` is ``node``.
+
+    Raises:
+        RuntimeError: as `readable`.
+    """
+    after, _ = node.next_functions[edge]
+    parameter = getattr(after, "variable", None)
+    if parameter is not None and not parameter.numel():
+        readable("weight", parameter)
 
 
 class _AccumulateIntoMainGrad(torch.autograd.Function):
@@ -163,4 +184,5 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dweight: torch.Tensor) -> tuple[torch.Tensor, None]:
+        refuse_partitioned(ctx, 0)
         return dweight.to(ctx.dtype), None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import re
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -545,3 +548,57 @@ def test_what_main_grad_holds_when_a_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="mixes tokens") as error:
         linear_loss(lambda lp, *_: lp * lp.mean(), hidden, weight, labels, wgrad="main_grad", cotangent=1.0)
     assert "main_grad" in error.value.__notes__[0]
+
+
+def differentiated_twice(call: Callable[..., torch.Tensor], problem: p.Problem, keep: bool) -> list[Any]:
+    """What a thread that keeps the graph gets of 3 times a sum, and one that may not.
+
+    The first holds all that autograd has saved, and goes on after the second has ended.
+    """
+    leaves, saved, held, ended = problem.leaves(), list[torch.Tensor](), threading.Event(), threading.Event()
+    keeper: list[int] = []  # its number, once for each tensor that it has been given
+
+    def unpack(x: torch.Tensor) -> torch.Tensor:
+        if threading.get_ident() in keeper:
+            keeper.append(keeper[0])
+            if len(keeper) > len(saved):
+                held.set()
+                assert ended.wait(60)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, unpack):  # type: ignore[func-returns-value]
+        total = 3 * call(*leaves)
+
+    def differentiate(first: bool) -> Any:
+        if first:
+            keeper.append(threading.get_ident())
+        else:
+            assert held.wait(60)
+        try:
+            return torch.autograd.grad(total, leaves[:2], retain_graph=first or keep)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            (held if first else ended).set()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return list(pool.map(differentiate, (True, False)))
+
+
+@pytest.mark.parametrize("function", ["linear_loss", "a cache of linear_logprobs"])
+def test_what_one_thread_has_overwritten_no_other_reads(function: str) -> None:
+    def call(*operands: torch.Tensor) -> torch.Tensor:
+        if function == "linear_loss":
+            return linear_loss(lambda logprob, *_: -logprob, *operands)[0]
+        return -linear_logprobs(*operands, cache_bytes=1 << 20).logprobs.sum()
+
+    problem = p.draw()
+    leaves = problem.leaves()
+    wanted = torch.autograd.grad(3 * -linear_logprobs(*leaves).logprobs.sum(), leaves[:2])
+    with launched_directly() if "cache" in function else contextlib.nullcontext():
+        refused, grads = differentiated_twice(call, problem, keep=False)
+        both = differentiated_twice(call, problem, keep=True)
+    assert "another thread has differentiated this graph" in refused
+    assert "retain_graph=True in every thread" in refused
+    for found in (grads, *both):
+        assert all(p.relative_norm(*each) < 1e-6 for each in zip(found, wanted, strict=True))

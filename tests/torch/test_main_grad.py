@@ -215,6 +215,28 @@ def test_checkpointing_adds_once(reentrant: bool) -> None:
     assert p.relative_norm(weight.main_grad, plain.grad) < 1e-6
 
 
+def test_a_checkpoint_that_hands_over_a_copy_of_the_weight() -> None:
+    """The copy has no ``main_grad``, and each call that the message names serves."""
+    problem = p.draw()
+    weight, hidden = parameter(problem), problem.hidden.clone().requires_grad_()
+
+    def head(hidden: torch.Tensor, leaf: torch.Tensor = weight, wgrad: str = "main_grad") -> torch.Tensor:
+        return linear_logprobs(hidden, leaf, problem.labels, wgrad=wgrad).logprobs.sum()
+
+    def checkpointed(*given: Any, reentrant: bool = True) -> None:
+        torch.utils.checkpoint.checkpoint(head, *given, use_reentrant=reentrant).backward()
+
+    with pytest.raises(ValueError, match="copies of its arguments. Leave weight out of the arguments of the checkpoint"):
+        checkpointed(hidden, weight)
+    assert not weight.main_grad.any()
+    (want,) = torch.autograd.grad(head(hidden, weight, "return"), weight)
+    checkpointed(hidden)
+    checkpointed(hidden, weight, reentrant=False)
+    assert torch.equal(weight.main_grad, 2 * want)
+    checkpointed(hidden, weight, "return")
+    assert torch.equal(weight.grad, want)
+
+
 def test_a_kept_graph_keeps_its_cache() -> None:
     """The cache is overwritten by a backward that nothing can follow."""
     seen = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -484,12 +485,30 @@ def test_freed_while_compiled() -> None:
 
 
 def test_what_zero_leaves_in_place_of_a_weight() -> None:
-    weight = GOOD.weight.clone().requires_grad_()
-    out = bridge.linear_logprobs(GOOD.hidden, weight, GOOD.labels)
-    weight.data = torch.empty(0)
-    for call in (lambda: bridge.linear_logprobs(GOOD.hidden, weight, GOOD.labels), out.logprobs.sum().backward):
-        with pytest.raises(RuntimeError, match=r"weight \(0,\) has no memory, .* deepspeed.zero.GatheredParameters"):
-            call()
+    """It is refused in every forward and backward, and gathered again it has its gradient."""
+    refused = r"weight \(0,\) has no memory, .* deepspeed.zero.GatheredParameters"
+
+    def of_loss(*x: torch.Tensor) -> torch.Tensor:
+        return bridge.linear_loss(lambda logprobs, *_: -logprobs, *x)[0]
+
+    calls = lambda *x: -bridge.linear_logprobs(*x).logprobs.sum(), bridge.linear_cross_entropy, of_loss
+    for call, dtype in itertools.product(calls, (None, torch.bfloat16)):
+        weight, memory = GOOD.weight.clone().requires_grad_(), GOOD.weight.clone()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss, again = (call(GOOD.hidden, weight, GOOD.labels) for _ in range(2))
+            weight.data = torch.empty(0)
+            with pytest.raises(RuntimeError, match=refused):
+                call(GOOD.hidden, weight, GOOD.labels)
+        with pytest.raises(RuntimeError, match=refused):
+            loss.backward(retain_graph=True)
+        weight.data = memory
+        loss.backward()
+        assert torch.equal(*torch.autograd.grad(again, weight), weight.grad)
+    bias = torch.zeros(10, requires_grad=True)
+    out = bridge.linear_logprobs(*GOOD, bias=bias)
+    bias.data = torch.empty(0)
+    with pytest.raises(RuntimeError, match=r"bias \(0,\) has no memory"):
+        out.lse.sum().backward()
 
 
 def test_what_zero_says_of_a_partitioned_weight() -> None:
