@@ -180,6 +180,15 @@ class TorchCall(NamedTuple):
         return plain._replace(vocab_size=int(self.vocab_size))  # a SymInt where torch.compile traces
 
     @property
+    def of_exchange(self) -> TorchCall:
+        """The call without what changes neither which numbers the ranks of a group exchange, nor when."""
+        entropy = "none" if self.entropy == "none" else "grad"
+        plain = self._replace(group="", vocab_size=0, entropy=entropy, megatron=False, cache_bytes=0)
+        plain = plain._replace(logit_scale=1.0, logit_softcap=None, gradient_threshold=0.0, beta=None)
+        plain = plain._replace(teacher_logit_scale=1.0, teacher_logit_softcap=None)
+        return plain._replace(has_temperature=False, has_teacher_temperature=False)
+
+    @property
     def options(self) -> dict[str, Any]:
         """The call as options of `lce_jax.linear_logprobs`."""
         given = {name: getattr(self, name) for name in SHARED}

@@ -42,6 +42,9 @@ def forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: bool 
     programs ahead.
     """
     if call.group != _tensor_parallel.NO_GROUP:
+        sums_dhidden = keep and call.reduce_grad_hidden and x.hidden.requires_grad
+        told: Any = {"bias": x.bias is not None, "hidden.requires_grad": sums_dhidden, "launched directly": way.direct}
+        _tensor_parallel.compare_options(call, x.hidden.device, in_chunks=not lend_cache, **told)
         weights = [weight for weight in (x.weight, x.teacher_weight) if weight is not None]
         ids = x.candidates if call.function == "logits" else x.labels
         launches = functools.partial(_passes.launches, way)

@@ -96,8 +96,8 @@ def linear_kl(
         lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Over a
             ``tp_group`` also, in its first call, ranks whose parts of the vocabulary are of different sizes or the same
-            columns, or whose tokens differ. In later calls results and gradients are NaN on all ranks: in rows whose
-            temperatures differ between ranks, and in all rows if the sizes do.
+            columns, or whose tokens or options differ. In later calls results and gradients are NaN on all ranks: in
+            rows whose temperatures differ between ranks, and in all rows if the sizes do.
         NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
             (``torch.func.grad`` and ``vjp`` work).
         RuntimeError: in the cases that `linear_logprobs` lists.

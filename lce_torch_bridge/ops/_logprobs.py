@@ -60,8 +60,8 @@ def linear_logprobs(
             autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels do
             not serve it: ``implementation=None`` then takes "xla". None: no bias.
         tp_group: the process group over which the vocabulary is split into parts of the same size; rank r holds the
-            r-th. All ranks pass the same ``hidden`` and ``labels`` and get bitwise-equal results. None: ``weight`` is
-            whole.
+            r-th. All ranks pass the same ``hidden``, ``labels`` and options, and get bitwise-equal results. None:
+            ``weight`` is whole.
         temperature: divides the float32 logits: a positive number, or a float tensor that broadcasts to ``labels`` (one
             value per token, or per sequence as ``[b, 1]``). No gradient. A tensor's values are looked at only on the
             CPU and outside ``torch.compile``: there, one that is not positive and finite is refused. Elsewhere its
@@ -136,13 +136,16 @@ def linear_logprobs(
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Over a
             ``tp_group`` also, in its first call, ranks whose parts of the vocabulary are of different sizes or the same
             columns, or whose tokens differ. In later calls results and gradients are NaN on all ranks: in rows whose
-            labels, temperatures, floors or candidates differ between ranks, and in all rows if the sizes do.
+            labels, temperatures, floors or candidates differ between ranks, and in all rows if the sizes do. Ranks
+            whose options differ raise in the group's first call, in the first call of each function, and whenever every
+            rank's options are new to the group. A rank that repeats options while another has new ones is not noticed.
         NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
             (``torch.func.grad`` and ``vjp`` work).
         RuntimeError: under CUDA graph capture, unless the call is launched directly (`explain`) and has run before with
             tensors of these shapes; in a forked child of a process that has used JAX; if ``weight`` or
             ``hidden`` was changed in place between forward and backward; if the memory of a tensor was freed, as FSDP
-            and ZeRO free parameters that are not in use.
+            and ZeRO free parameters that are not in use; if two threads differentiate one graph, not both with
+            ``retain_graph``.
 
     Memory:
         The forward holds a tile of logits and two copies of 8192 tokens' hidden. There are no copies of exactly 4096 or

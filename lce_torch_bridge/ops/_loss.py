@@ -16,7 +16,7 @@ from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _loss
 from lce_torch_bridge.operators._loss import LossAndGradients, LossPlan
 from lce_torch_bridge.ops._mixed_tokens import TokenLosses, key_of, refuse_mixed_tokens
-from lce_torch_bridge.tensors import _device, _padding
+from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.tensors._device import is_differentiated
 from lce_torch_bridge.tensors._weight import main_grad_of
 
@@ -206,6 +206,11 @@ def sum_of_losses(
     plan = LossPlan(
         loss_fn, given.call, chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call), way_of(x.hidden)
     )
+    told: Any = {
+        f"{name}.requires_grad": is_differentiated(y) for name, y in (("hidden", x.hidden), ("weight", x.weight))
+    }
+    told |= {"weight.dtype": x.weight.dtype, "chunk_bytes": limit(chunk_bytes), "wgrad": wgrad}
+    _tensor_parallel.compare_options(given.call, x.hidden.device, in_chunks=True, bias=x.bias is not None, **told)
     if not is_differentiated(*x[:3]):
         return _loss.without_gradients(plan, x, own)
     of_chunks = plan.call._replace(cache_bytes=_loss.ALL)

@@ -61,8 +61,8 @@ def linear_topk(
         lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Over a
             ``tp_group`` also, in its first call, ranks whose parts of the vocabulary are of different sizes or the same
-            columns, or whose tokens differ. In later calls lse and logprobs are NaN and ids -1 on all ranks: in rows
-            whose temperatures differ between ranks, and in all rows if the sizes do.
+            columns, or whose tokens or options differ. In later calls lse and logprobs are NaN and ids -1 on all ranks:
+            in rows whose temperatures differ between ranks, and in all rows if the sizes do.
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:

@@ -3,20 +3,27 @@
 Forward, one all-gather of each rank's packed statistics, a few numbers per token; every rank merges them in rank
 order, so that all hold the same bits. Backward, one all-reduce of dhidden, if the caller asks for it.
 
+In a group's first call the ranks compare what they hold (`check`), and in the first call of each kind the options
+(`compare_options`), because ranks that exchange different numbers hang, abort, or read each other's as their own.
+
 Operators know a group by its name, as torch's own functional collectives do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import struct
 import weakref
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lce_torch_bridge._types import TorchCall
 from lce_torch_bridge.tensors import _device
 
 NO_GROUP = ""  # nothing to reduce over
@@ -29,6 +36,15 @@ WHICH_GROUP = (
 )
 # How many heads of a call a group's ranks have compared. Not by the group's name, which may be used again.
 _asked: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+# The kinds of calls whose options a group's ranks have compared.
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+NAMES = {  # of the fields of `TorchCall` that are not called as the option
+    "num_candidates": "candidates (their number, or k)",
+    "has_floor": "logit_floor (whether there is one)",
+    "mean_logit": "mean_logit (which label_smoothing needs)",
+    "megatron": 'out_of_vocab="megatron"',
+    "in_chunks": "one pass for the loss (linear_loss, and a mean or sum of linear_cross_entropy without cache_bytes)",
+}
 
 
 def name_of(group: dist.ProcessGroup | None) -> str:
@@ -100,6 +116,56 @@ def check(
         _refuse_equal_parts(sample, sizes[0], max(parts))
     _refuse_other_tokens(counted, of_hidden.view(torch.float32))
     _asked[group] = heads
+
+
+def compare_options(call: TorchCall, device: torch.device, **others: object) -> None:
+    """In the first call of a kind the group's ranks compare its options, and all raise if these differ.
+
+    A kind is what decides which numbers are exchanged: the function, most options, and ``others``. A rank compares
+    when the kind is new to it. In a group's first call that holds on all ranks, and so in the first call of each
+    function. Later the ranks compare if each of them has a new kind. If the kind is new to some ranks alone, these
+    compare while the others send results: a group cannot know that without a collective in each call.
+
+    Raises:
+        ValueError: the options differ. The message names them, with the values of all ranks.
+    """
+    if call.group == NO_GROUP or device.type == "meta":
+        return
+    kind, options = _kind_and_options(call)
+    seen = _compared.setdefault(_resolve(call.group), set())
+    if (kind, *others.values()) in seen:
+        return
+    options = options | others
+    numbers = gather(torch.tensor([number_of(options)], dtype=torch.int32, device=device), call.group)
+    if len(set(numbers.flatten().tolist())) > 1:
+        _refuse_other_options(options, call.group, device)
+    seen.add((kind, *others.values()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind_and_options(call: TorchCall) -> tuple[TorchCall, dict[str, object]]:
+    """Tags tell whether the vocabularies are the same, and a cache is each rank's own."""
+    return call.of_exchange, call._replace(group="", vocab_size=0, cache_bytes=0)._asdict()
+
+
+def _refuse_other_options(options: dict[str, object], name: str, device: torch.device) -> None:
+    """Each rank sends all of its options, since all know that they differ."""
+    group = _resolve(name)
+    every: list[Any] = [None] * group.size()
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        dist.all_gather_object(every, options, group=group)
+    differ = []
+    for option in [x for x in options if all(x in each for each in every)]:
+        ranks: dict[str, list[int]] = {}  # by the value
+        for rank, each in enumerate(every):
+            ranks.setdefault(repr(each[option]), []).append(rank)
+        if len(ranks) > 1:
+            values = (f"{value} on ranks {of}" for value, of in ranks.items())
+            differ.append(f"{NAMES.get(option, option)} is {' and '.join(values)}")
+    raise ValueError(
+        f"the ranks of tp_group make different calls: {', '.join(differ)}. They exchange what each call computes: make "
+        "the same call on every rank, and do not read on the others what one rank alone needs"
+    )
 
 
 def _sample(x: torch.Tensor, rows: torch.Tensor | None, count: int) -> torch.Tensor:

@@ -38,8 +38,8 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
     if main_grad is None and current_graph_task_id() != -1 and not isinstance(weight, torch.nn.Parameter):
         raise ValueError(
             'wgrad="main_grad" needs weight.main_grad, and this weight is a copy without it: in the backward an '
-            "activation checkpoint with use_reentrant=True calls its function with copies of its arguments. Leave weight "
-            "out of the arguments of the checkpoint, so that the function reads it from its module, or give "
+            "activation checkpoint with use_reentrant=True calls its function with copies of its arguments. Leave "
+            "weight out of the arguments of the checkpoint, so that the function reads it from its module, or give "
             'use_reentrant=False or wgrad="return"'
         )
     if main_grad is None:

@@ -226,7 +226,9 @@ def test_a_checkpoint_that_hands_over_a_copy_of_the_weight() -> None:
     def checkpointed(*given: Any, reentrant: bool = True) -> None:
         torch.utils.checkpoint.checkpoint(head, *given, use_reentrant=reentrant).backward()
 
-    with pytest.raises(ValueError, match="copies of its arguments. Leave weight out of the arguments of the checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"copies of its arguments\. Leave weight out of the arguments of the checkpoint"
+    ):
         checkpointed(hidden, weight)
     assert not weight.main_grad.any()
     (want,) = torch.autograd.grad(head(hidden, weight, "return"), weight)
