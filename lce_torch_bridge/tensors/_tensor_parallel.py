@@ -164,7 +164,7 @@ def _refuse_other_options(options: dict[str, object], name: str, device: torch.d
             differ.append(f"{NAMES.get(option, option)} is {' and '.join(values)}")
     raise ValueError(
         f"the ranks of tp_group make different calls: {', '.join(differ)}. They exchange what each call computes: make "
-        "the same call on every rank, and do not read on the others what one rank alone needs"
+        "the same call on every rank, and ignore the results that a rank does not need"
     )
 
 

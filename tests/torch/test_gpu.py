@@ -149,7 +149,7 @@ def test_two_ranks_that_see_every_gpu(tmp_path: Path) -> None:
     checks = (
         "foreign_labels", "negative_controls", "collectives", "kept_rows", "uneven", "rounding",
         "every_function", "more_of_every_function", "of_dtensors",
-        "chosen_on_one_rank", "rows_that_differ", "in_16_bits", "whole_weights", "right_groups",
+        "chosen_on_one_rank", "rows_that_differ", "in_16_bits", "whole_weights", "right_groups", "other_options",
     )  # fmt: skip
     command = ["-W", "error", "-m", "tests.torch.shards_worker", *checks]
     for said in ranks(2, command, tmp_path / "logs", 400, torchrun, DEVICE="cuda", JAX_PLATFORMS="cuda,cpu"):
