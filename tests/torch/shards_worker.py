@@ -33,7 +33,9 @@ from lce_torch_bridge.tensors._tensor_parallel import ALL_GATHER
 from tests.torch import executor
 from tests.torch import problem as p
 from tests.torch import test_every_function as f
+from tests.torch.unlike_calls import other_options
 
+__all__ = ["other_options"]  # run by its name, as all here
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
 DEVICE = os.environ.get("DEVICE", "cpu")
 
@@ -347,61 +349,6 @@ def _parts_of_other_sizes(problem: Any, teacher: Any, group: dist.ProcessGroup) 
     whole, cut = (", ".join(str(first + rank * step) for rank in range(size)) for first, step in ((52, 0), (51, 1)))
     with pytest.raises(ValueError, match=f"weight has {whole}, the teacher's {cut} rows on the ranks of tp_group"):
         linear_kl(problem.hidden, odd[0][1], teacher.hidden, odd[1][0], tp_group=other, vocab_size=99)
-
-
-def other_options(group: dist.ProcessGroup) -> None:
-    """In the first call of a kind all ranks raise, with the values of all; after that the group serves."""
-    problem, teacher, odd = draw(), draw(H=16, seed=1), group.rank() % 2 == 1
-    hidden, weight, labels = problem._replace(weight=shard(problem.weight, group)).leaves()
-    teachers, ids = shard(teacher.weight, group), p.candidates_like(labels)
-
-    def logprobs(**told: Any) -> Any:
-        return linear_logprobs(hidden, weight, labels, **told)
-
-    def mean(**told: Any) -> Any:
-        return linear_cross_entropy(hidden, weight, labels, **told)
-
-    def loss(**told: Any) -> Any:
-        return linear_loss(lambda logprobs, *_: -logprobs, hidden, weight, labels, **told)
-
-    def kl(**told: Any) -> Any:
-        return linear_kl(hidden, weight, teacher.hidden, teachers, **told)
-
-    def topk(**told: Any) -> Any:
-        return linear_topk(hidden, weight, **told)
-
-    def frozen(**told: Any) -> Any:
-        return linear_logprobs(hidden.detach() if odd else hidden, weight, labels, reduce_grad_hidden=True, **told)
-
-    differing: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-        (logprobs, dict(stats=odd), r"stats is False on ranks \[0.*\] and True on ranks \[1"),
-        (logprobs, dict(entropy="metric" if odd else True), "entropy is 'grad' on ranks .* and 'metric' on"),
-        (
-            logprobs,
-            dict(candidates=ids if odd else None),
-            r"candidates \(their number, or k\) is 0 on ranks .* and 5 on",
-        ),
-        (logprobs, dict(reduce_grad_hidden=odd), "reduce_grad_hidden is False on ranks .* and True on"),
-        (logprobs, dict(logit_scale=2.0 if odd else 1.0), "logit_scale is 1.0 on ranks .* and 2.0 on"),
-        (logprobs, dict(out_of_vocab="megatron" if odd else "zero"), 'out_of_vocab="megatron" is False on ranks'),
-        (frozen, {}, "hidden.requires_grad is True on ranks .* and False on"),
-        (mean, dict(label_smoothing=0.1 * odd), r"mean_logit \(which label_smoothing needs\) is False on ranks"),
-        (mean, dict(reduction="none" if odd else "mean"), "one pass for the loss .* is True on ranks .* and False on"),
-        (mean, dict(cache_bytes=0 if odd else None), "one pass for the loss .* is True on ranks .* and False on"),
-        (loss, dict(chunk_bytes=1 << 20 if odd else 1 << 21), "chunk_bytes is 2097152 on ranks .* and 1048576 on"),
-        (kl, dict(direction="reverse" if odd else "forward"), "direction is 'forward' on ranks .* and 'reverse' on"),
-        (topk, dict(k=2 + odd), r"candidates \(their number, or k\) is 2 on ranks .* and 3 on"),
-        (lambda **told: (kl if odd else logprobs)(**told), {}, "function is 'logprobs' on ranks .* and 'kl' on"),
-    ]
-    for call, told, message in differing:
-        with pytest.raises(ValueError, match=f"the ranks of tp_group make different calls: .*{message}"):
-            call(tp_group=new_group(), **told)
-    other, want = new_group(), p.stored(*problem)
-    for unlike, alike in ((dict(stats=odd), {}), (dict(mean_logit=odd, stats=not odd), dict(stats=True))):
-        with pytest.raises(ValueError, match="make different calls"):
-            logprobs(tp_group=other, **unlike)
-        out = logprobs(tp_group=other, **alike)
-        assert max(map(p.value_error, out[:3], want[:3])) < VALUE
 
 
 T, V = 37, 104
