@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -29,9 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lce-jax {lce_jax.__version__}")
-    known = [*COMMANDS, *IN_A_CHECKOUT]
-    parser.add_argument("command", choices=known, metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
+    parser.add_argument("command", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     command = parser.parse_args(given[:1]).command
+    if command not in {**COMMANDS, **IN_A_CHECKOUT}:
+        similar = difflib.get_close_matches(command, COMMANDS, 1)
+        meant = f" (did you mean {similar[0]}?)" if similar else ""
+        parser.error(f"unknown command {command}{meant}; known: {', '.join(COMMANDS)}")
     if command in IN_A_CHECKOUT:
         elsewhere = f"make {command} or {IN_A_CHECKOUT[command]}"
         parser.error(f"{command} is not installed with the package: in a checkout of the repository, run {elsewhere}")

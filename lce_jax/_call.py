@@ -282,6 +282,7 @@ class Place(NamedTuple):
     def layout(self, given: Given) -> Layout:
         """How the names split checked operands."""
         _options.no_axis_name(given.call)
+        _checks.mesh(self.mesh)
         return layout_of_names(given.hidden, given.weight, given.call.vocab_dim, **self._asdict())
 
 
@@ -350,6 +351,8 @@ def describe(given: Given) -> Given:
         labels = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
     _checks.operands(hidden, weight, labels, where, given.bias, call)
     columns = weight.shape[call.vocab_dim]
+    if given.labels is not None:
+        _checks.warn_of_labels(labels, where, given.ignore_index, call.but(columns=columns))
     if given.ignore_index is not None:
         where = _kept(int32_labels(labels), where, given.ignore_index)
     if given.lora is not None and (given.lora[0].shape[1], given.lora[1].shape[0]) != (hidden.shape[-1], columns):

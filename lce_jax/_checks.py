@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from lce_jax import _jax, scalars
 from lce_jax._types import Call, Primals, UnsupportedError, is_array
@@ -28,7 +29,7 @@ def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call:
     vocab, size = weight.shape[call.vocab_dim], weight.shape[call.hidden_dim]
     if hidden.shape[-1] != size:
         other = "hv" if call.weight_layout == "vh" else "vh"
-        hint = f' (it fits weight_layout="{other}")' if hidden.shape[-1] == vocab else ""
+        hint = scalars.not_hidden(tuple(hidden.shape), weight.shape, vocab, f'weight_layout="{other}"')
         raise ValueError(
             f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
             f'weight_layout="{call.weight_layout}" has H = {size}{hint}'
@@ -90,7 +91,8 @@ def array(name: str, x: Any, what: str = "an array") -> None:
             "for torch tensors"
         )
     if not is_array(x):
-        raise TypeError(f"{name} must be {what}, got {type(x).__name__}")
+        write = f": pass jnp.asarray({name})" if isinstance(x, list | tuple) else ""
+        raise TypeError(f"{name} must be {what}, got {type(x).__name__}{write}")
 
 
 def known_sizes(name: str, x: Any) -> None:
@@ -103,11 +105,49 @@ def known_sizes(name: str, x: Any) -> None:
         )
 
 
+def mesh(value: Any) -> None:
+    """Refuses what is no mesh, such as the name of an axis."""
+    if value is not None and not isinstance(value, Mesh | AbstractMesh):
+        axis = f", and vocab_axis={value!r} for its axis" if isinstance(value, str) else ""
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh, got {value!r:.80}: write mesh=jax.make_mesh(shape, names){axis}, or "
+            "leave mesh out under jax.set_mesh(mesh)"
+        )
+
+
 def label_array(x: Any, name: str = "labels") -> None:
     """Labels (or other ids) must be an array of integers."""
     array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers (vocabulary ids), got {x.dtype}")
+
+
+NO_LABELS = "for entropy and lse alone any ids serve, as jnp.zeros(hidden.shape[:-1], int)"
+
+
+def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call) -> None:
+    """`scalars.warn_outside`, of the labels that this process can read without waiting for a device.
+
+    The first label nearly always lies in the vocabulary, which decides it.
+    """
+    ids, live = _at_hand(labels), None if where is None else _at_hand(where)
+    if ids is None or not ids.size or call.axis_name is not None or (where is not None and live is None):
+        return
+    vocab_size = vocabulary(call.given_vocab_size, call.columns)
+    if live is None and 0 <= ids.flat[0] < vocab_size:
+        return
+    ids = ids.reshape(-1) if live is None else ids[live]
+    scalars.warn_outside(ids if ignore_index is None else ids[ids != ignore_index], vocab_size)
+
+
+def _at_hand(x: Any) -> np.ndarray | None:
+    """The values of an array of NumPy, or of one of JAX that lies on a CPU, computed already."""
+    if isinstance(x, np.ndarray):
+        return x
+    if not isinstance(x, jax.Array) or not is_concrete(x) or x.is_deleted():
+        return None
+    on_cpu = all(device.platform == "cpu" for device in x.devices())
+    return np.asarray(jax.device_get(x)) if on_cpu and x.is_ready() else None
 
 
 def num_candidates(x: Any, name: str = "candidates") -> int:
@@ -123,7 +163,10 @@ def where_array(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
     if x.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, got {x.dtype}: write `where != 0` if that is what it means")
     if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"where {tuple(x.shape)} must have the shape of {of} {tuple(shape)}")
+        fitting = scalars.broadcasting("where", tuple(x.shape), tuple(shape))
+        write = " or ".join(f"jnp.broadcast_to({each}, {tuple(shape)})" for each in fitting)
+        hint = f": write {write}" if write else ""
+        raise ValueError(f"where {tuple(x.shape)} must have the shape of {of} {tuple(shape)}{hint}")
 
 
 def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
@@ -131,6 +174,8 @@ def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
 
     Values are checked if they are known. In a traced array a wrong one affects its own row alone.
     """
+    if isinstance(value, list | tuple):
+        array("temperature", value, "a number or an array")
     if not is_array(value) or isinstance(value, np.generic):
         value = scalars.positive("temperature", value)
         return None if value == 1.0 else value
@@ -144,6 +189,8 @@ def logit_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
 
     A NaN is refused where it is known. In a traced array it affects its own row alone.
     """
+    if isinstance(value, list | tuple):
+        array("logit_floor", value, "a number or an array")
     if not is_array(value) or isinstance(value, np.generic):
         return scalars.bound("logit_floor", value)
     per_token("logit_floor", value, shape)
@@ -161,7 +208,9 @@ def per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "labels")
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to {of} {tuple(shape)}")
+        fitting = scalars.broadcasting(name, tuple(value.shape), tuple(shape))
+        hint = f": write {fitting[0]} for one number per sequence" if fitting else ""
+        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to {of} {tuple(shape)}{hint}")
 
 
 def known_values(

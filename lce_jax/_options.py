@@ -152,9 +152,10 @@ class Option:
     not_of: tuple[str, ...] = ()  # the functions that do not have it
 
 
+WITH_LABELS = ("linear_logprobs", "linear_cross_entropy", "linear_loss")
 _FEW = ("linear_topk", "linear_logits")  # which have no pass with gradients over the vocabulary
 _LOSSES = ("linear_cross_entropy",)
-_ALL_BUT_KL = ("linear_logprobs", "linear_cross_entropy", "linear_loss", *_FEW)
+_ALL_BUT_KL = (*WITH_LABELS, *_FEW)
 
 OPTIONS: dict[str, Option] = {
     "temperature": Option(1.0),
@@ -263,6 +264,8 @@ def of_call(
     """The options ``given`` to ``function``, and its arrays. It returns the ``top_k`` if it is `linear_topk`."""
     given = given if top_k is None else {**given, "entropy": False}
     function = function if top_k is None else "linear_topk"
+    if function in WITH_LABELS:
+        scalars.given_labels(labels, _checks.NO_LABELS)
     of = {name: checked(name, given) for name in LogprobOptions.__annotations__}
     scale, softcap, candidates = of["logit_scale"], of["logit_softcap"], of["candidates"]
     traced = is_array(scale) or is_array(softcap)

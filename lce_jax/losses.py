@@ -275,6 +275,7 @@ def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float
 
 def _check_dimensions(logprob: Any, **own: Any) -> None:
     for name, x in own.items():
+        scalars.given_value(name, x)
         scalars.dimensions_of_tokens(name, jnp.shape(x), jnp.shape(logprob))
 
 

@@ -6,10 +6,14 @@ So errors read alike. Each takes an argument's name and value, and returns a pla
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import math
 import numbers
+import os
+import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +21,13 @@ import numpy as np
 
 __all__ = [
     "CACHE_BYTES",
+    "CLASS_WEIGHTS",
     "DIRECTIONS",
     "DIVERGENCES",
     "FLOAT32_MAX",
     "FLOAT32_TINY",
     "IGNORED",
+    "INSTEAD",
     "INT32_MAX",
     "MOST_CANDIDATES",
     "MOST_MASS",
@@ -30,27 +36,34 @@ __all__ = [
     "alone_with_floor",
     "arguments_of_loss",
     "bound",
+    "broadcasting",
     "candidate_shape",
     "dimensions_of_tokens",
     "flag",
     "fraction",
+    "given_labels",
+    "given_value",
     "integer",
     "is_integer",
     "is_number",
     "is_temperature",
     "mixed_tokens",
+    "not_hidden",
     "not_negative",
     "num_bytes",
     "num_candidates",
     "num_largest",
     "number",
     "of_the_student_alone",
+    "of_the_teacher",
     "one_of",
     "part_size",
     "per_token_shape",
     "positive",
     "real",
+    "smoothing",
     "unknown_options",
+    "warn_outside",
     "weight_of_jsd",
     "whole_parts",
 ]
@@ -177,6 +190,31 @@ def num_bytes(name: str, value: Any) -> int:
     return int(value)
 
 
+OF_MODELS = "hidden|weight|bias|temperature|logit_scale|logit_softcap|weight_layout"  # arguments of each of two models
+IN_CODE = re.compile(rf"(?<=\()\b({OF_MODELS})(?=[,)])|\b({OF_MODELS})(?=[=\[]|\.\w)")
+
+
+def of_the_teacher(error: Exception) -> str:
+    r"""An error's words about the teacher's arguments; what they tell to write names the teacher's.
+
+    Example:
+        >>> from lce_jax.scalars import of_the_teacher
+        >>> of_the_teacher(ValueError('hidden (4, 9) does not fit: write weight_layout="hv"'))
+        'the teacher\'s hidden (4, 9) does not fit: write teacher_weight_layout="hv"'
+    """
+    return "the teacher's " + IN_CODE.sub(r"teacher_\g<0>", str(error))
+
+
+def not_hidden(hidden: Sequence[int], weight: Sequence[int], vocab_size: int, other: str) -> str:
+    """What may be wrong with hidden states that end in the vocabulary; ``other``: what to write for a weight [H, V]."""
+    if hidden[-1:] != (vocab_size,):
+        return ""
+    return (
+        f": hidden has V = {vocab_size} columns: did you pass logits? Pass the hidden states that the head multiplies. "
+        f"If hidden is right, the vocabulary is the other dimension of weight {tuple(weight)}: write {other}"
+    )
+
+
 def part_size(value: Any, cache_bytes: int | None, gradient_threshold: float) -> int | None:
     """A ``vocab_part_size``: columns, a multiple of 8 as TMA reads the weight. None: the vocabulary has no parts."""
     if value is None:
@@ -205,8 +243,17 @@ OTHER_NAMES = {
     "shift": "labels shifted by rows.next_tokens",
     "temp": "temperature",
     "tau": "temperature",
-    "class_weight": "linear_loss with one weight per token, class_weights[labels]",
-    "class_weights": "linear_loss with one weight per token, class_weights[labels]",
+}
+# One line for arrays of JAX and NumPy and for tensors. A label below 0 would read a class from the end.
+CLASS_WEIGHTS = (
+    "weigh tokens. With w = class_weights[labels.clip(min=0)] * (labels >= 0), the loss is "
+    "linear_loss(lambda logprob, entropy, lse, w: -w * logprob, hidden, weight, labels, w=w)[0] / w.sum()"
+)
+INSTEAD = {  # what to write in place of an option that a function does not have
+    "class_weight": CLASS_WEIGHTS,
+    "class_weights": CLASS_WEIGHTS,
+    "weight_layout": "weight is [V, H]: pass weight.T if yours is [H, V]",
+    "precision": 'call torch.set_float32_matmul_precision("highest") before, for products of float32',
 }
 SHARDS = {  # what says where the vocabulary's shards are: a function has one of these
     "vocab_axis": "vocab_axis",
@@ -221,13 +268,14 @@ def unknown_options(
 ) -> TypeError:
     """The refusal of names that are no options of a function, nor arguments of the ``loss_fn`` that it is given.
 
-    With the one that the first may mean.
+    With the one that the first may mean, or what to write in its place.
     """
     of_loss = _own_names(loss_fn)
     similar = iter(difflib.get_close_matches(unknown[0], [*of_loss, *known], 1))
     shards = (words for name, words in SHARDS.items() if unknown[0] in OF_SHARDS and name in known)
     meant = OTHER_NAMES.get(unknown[0]) or next(shards, None) or next(similar, None)
     hint = f" (did you mean {meant}?)" if meant else ""
+    hint = f": {INSTEAD[unknown[0]]}" if unknown[0] in INSTEAD else hint
     also = "" if loss_fn is None else f"; arguments of loss_fn: {', '.join(of_loss) or 'none by name'}"
     return TypeError(f"{function}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}{also}")
 
@@ -251,12 +299,52 @@ def arguments_of_loss(
     rest = {name: x for name, x in given.items() if name not in own}
     if both := [name for name in own if name in taken or (name in named and name in options)]:
         raise TypeError(f"{both[0]} is an option, and loss_fn has an argument of that name: rename the argument")
-    if given and own and rest.keys() <= set(options):  # else the caller refuses the rest
-        try:
-            inspect.signature(loss_fn).bind(None, None, None, *per_token, **named)
-        except TypeError as error:
-            raise TypeError(f"loss_fn: {error}; its own arguments are {', '.join(own)}") from None
+    if rest.keys() <= set(options):  # else the caller refuses the rest
+        _check_arguments(loss_fn, per_token, named)
     return named, rest
+
+
+def _check_arguments(loss_fn: Callable[..., Any], per_token: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Refuses a loss that does not take three results of a token, or whose own arguments are not those given."""
+    if (signature := _signature(loss_fn)) is None:
+        return
+    try:
+        signature.bind_partial(None, None, None)
+    except TypeError:
+        raise TypeError(
+            f"loss_fn takes {signature}, and is given three results of a token: write "
+            "lambda logprob, entropy, lse: ..., with further arguments after these"
+        ) from None
+    try:
+        signature.bind(None, None, None, *per_token, **named)
+    except TypeError as error:
+        own = ", ".join(_own_names(loss_fn)) or "none by name"
+        write = ", ".join(f"{name}=..." for name in _missing(signature, per_token, named))
+        hint = f": give {write}" if write else ""
+        raise TypeError(f"loss_fn: {error}; its own arguments are {own}{hint}") from None
+
+
+def _missing(signature: inspect.Signature, per_token: Sequence[Any], named: Mapping[str, Any]) -> list[str]:
+    """The arguments that a loss must have and does not get."""
+    first = (None, None, None, *per_token)
+    with contextlib.suppress(TypeError):  # it does not take so many
+        given = signature.bind_partial(*first, **named).arguments
+        needed = [x for x in signature.parameters.values() if x.default is x.empty]
+        return [x.name for x in needed if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and x.name not in given]
+    return []
+
+
+def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature | None:
+    """What a loss says that it takes, or what it does take if that cannot be three results; None if it says neither."""
+    said = None
+    for follows in (True, False):  # `functools.wraps` says what is inside, of which an adapter makes another function
+        try:
+            said = inspect.signature(loss_fn, follow_wrapped=follows)
+            said.bind_partial(None, None, None)
+        except (TypeError, ValueError):
+            continue
+        return said
+    return said
 
 
 def _own_names(loss_fn: Any) -> list[str]:
@@ -295,12 +383,58 @@ def mixed_tokens(
     )
 
 
+def broadcasting(name: str, shape: Sequence[int], tokens: Sequence[int]) -> list[str]:
+    """What to write for an array of this shape so that it broadcasts to that of the tokens.
+
+    Example:
+        >>> from lce_jax.scalars import broadcasting
+        >>> broadcasting("temperature", (2,), (2, 3))
+        ['temperature[..., None]']
+    """
+    missing = len(tokens) - len(shape)
+    fits = missing >= 0 and all(n in (1, m) for n, m in zip(shape, tokens[missing:], strict=True))
+    leads = missing > 0 and tuple(shape) == tuple(tokens[: len(shape)])
+    return [name] * fits + [f"{name}[..., {', '.join(['None'] * missing)}]"] * leads
+
+
 def per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
     """A shape that begins with that of the tokens, with 1 where it is the same for all; or that of one number."""
     if shape and (len(shape) < len(tokens) or any(n not in (1, m) for n, m in zip(shape, tokens, strict=False))):
         raise ValueError(
             f"{name} {tuple(shape)} must begin with the shape of labels {tuple(tokens)}, or have 1 in place of a size"
         )
+
+
+def given_labels(labels: Any, without: str) -> None:
+    """Refuses None as labels; ``without``: what to write for tokens that have none."""
+    if labels is None:
+        raise TypeError(
+            f"labels is None: give a vocabulary id for each token, in the shape of hidden before H; {without}"
+        )
+
+
+def warn_outside(numbers: Any, vocab_size: int, *packages: str) -> None:
+    """Warns if a call has labels that count, ``numbers``, and none of them lies in the vocabulary.
+
+    `IGNORED` marks a token that has no label: a micro-batch may be padding alone. ``packages``: folders, beside this
+    one, of what calls this: the warning is about the line that calls them.
+    """
+    outside = numbers[numbers != IGNORED]
+    if not len(outside) or ((outside >= 0) & (outside < vocab_size)).any():
+        return
+    warnings.warn(
+        f"none of the {len(outside)} labels that count lies in the vocabulary, [0, {vocab_size}): they go from "
+        f"{int(outside.min())} to {int(outside.max())}, and each has logprob 0. Pass token ids, and leave out tokens "
+        "that have no label by where= or ignore_index=",
+        RuntimeWarning,
+        skip_file_prefixes=(os.path.dirname(__file__), *packages),
+    )
+
+
+def given_value(name: str, value: Any) -> None:
+    """Refuses None as an argument of a loss that needs it."""
+    if value is None:
+        raise TypeError(f"{name} is None: give one number per token, or [b, 1] for one per sequence")
 
 
 def dimensions_of_tokens(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:

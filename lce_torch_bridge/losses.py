@@ -208,6 +208,7 @@ def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float)
 
 def _check_dimensions(logprob: torch.Tensor, **own: Any) -> None:
     for name, x in own.items():
+        scalars.given_value(name, x)
         if isinstance(x, torch.Tensor):
             scalars.dimensions_of_tokens(name, x.shape, logprob.shape)
 

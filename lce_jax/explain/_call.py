@@ -260,6 +260,7 @@ def explain(
         True
     """
     _options.check_names(explain, options)
+    scalars.given_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
     smoothing, penalty, divisor = _options.of_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
     given = (reduction, divisor, None if ignore_index == -100 else "ignore_index")
     of_loss = (*given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
@@ -342,8 +343,8 @@ def _of_one_head(
         most = _token_chunks.chunk_bytes(chunk_bytes, options)
         return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most))
     if loss is not None:
-        most = _token_chunks.chunk_bytes_of_loss(chunk_bytes, loss.reduction, options)
         because = left_to_the_backward(loss.reduction, options, call)
+        most = _token_chunks.chunk_bytes_of_loss(chunk_bytes, because)
         if because is None:
             return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most))
     elif chunk_bytes is not None:

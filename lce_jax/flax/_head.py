@@ -137,6 +137,7 @@ class HeadSettings:
             check_dtype("dtype", self.dtype)
         if self.precision is not None:
             _options.checked("precision", {"precision": self.precision})
+        _checks.mesh(self.mesh)
         if self.mesh is not None and not self.on_mesh:
             raise ValueError("mesh without an axis: name one as vocab_axis, batch_axes or sequence_axis")
 
@@ -149,6 +150,7 @@ class HeadSettings:
         self, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], bias: Float[Array, "V"] | None = None
     ) -> Float[Array, "*b vocab_size"]:
         """Eq. 0 at temperature 1, over the true vocabulary."""
+        self.check_hidden(hidden, weight)
         weight, sharding = self.cast(weight), _logits_sharding(hidden, weight)
         raw = jnp.einsum(
             "...h,vh->...v",
@@ -172,6 +174,7 @@ class HeadSettings:
         Its arguments ``before`` the weight and ``after`` it; ``own``: weight and bias.
         """
         weight, bias = own
+        self.check_hidden(before[-1], weight)
         called = SHARDED[f"sharded_{function}"] if self.on_mesh else FUNCTIONS[function]
         return called(*before, self.cast(weight), *after, bias=bias, **self._own_options(), **options)
 
@@ -191,6 +194,18 @@ class HeadSettings:
                 "sequence_axis": self.sequence_axis,
             }
         return own
+
+    def check_hidden(self, hidden: Any, weight: Any) -> None:
+        """Refuses hidden states that do not end in the head's own size."""
+        _checks.array("hidden", hidden)
+        size, found = weight.shape[1], tuple(hidden.shape[-1:])
+        if found == (size,):
+            return
+        swapped = f": did you swap the sizes, and mean LMHead({self.vocab_size}, {size})? Or did you pass logits?"
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} must end in the head's hidden_size={size}"
+            f"{swapped if found == (self.vocab_size,) else ''}"
+        )
 
     def cast(self, weight: Float[Array, "V H"]) -> Float[Array, "V H"]:
         """The weight in the dtype of the products."""
@@ -259,6 +274,7 @@ class HeadCalls:
                 "vocabulary"
             )
         weight, bias = teacher.parts()
+        of_teacher.check_hidden(teacher_hidden, weight)
         names = "bias", "logit_scale", "logit_softcap"
         values = bias, of_teacher.logit_scale, of_teacher.logit_softcap
         both: dict[str, Any] = {f"teacher_{name}": value for name, value in zip(names, values, strict=True)}
@@ -354,6 +370,7 @@ def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multipl
 def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any) -> int:
     """The rows of a head's own weight, checked to divide by the shards of ``vocab_axis`` if the mesh is known."""
     rows = padded_vocabulary(vocab_size, pad_to_multiple)
+    _checks.mesh(mesh)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     shards = math.prod(mesh.shape.get(axis, 1) for axis in _jax.as_axes(vocab_axis))
     if rows % shards:

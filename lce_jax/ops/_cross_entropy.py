@@ -134,13 +134,15 @@ def of_call(
     )  # fmt: skip
     if place is not None:
         _options.no_axis_name(given.call)
-    given = _call.describe(given.with_chunks(_token_chunks.chunk_bytes_of_loss(chunk_bytes, reduction, options)))
+    given = _call.describe(given)
+    left = left_to_the_backward(reduction, options, given.call)
+    given = given.with_chunks(_token_chunks.chunk_bytes_of_loss(chunk_bytes, left))
     divisor = None if normalizer is None else _call.on_device(normalizer, labels)
     traced = None if isinstance(z_loss, float) else _call.on_device(z_loss, labels)
     (labels, where), (traced, divisor), agree = _agreed(labels, given.where, (traced, divisor), given.call.axis_name)
     given = given._replace(labels=labels, where=where)
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
-    if left_to_the_backward(reduction, options, given.call) is not None:
+    if left is not None:
         out = results(given, place, tuple(x for x in (traced, divisor) if x is not None))
         return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
     _call.check_values(given)  # before jit, which traces them
@@ -174,7 +176,7 @@ def _nan_where_different(agree: Array | None, loss: Array) -> Array:
 def left_to_the_backward(reduction: Reduction | None, options: Mapping[str, Any], call: Call) -> str | None:
     """Why the gradients are computed in the backward; None if they are in the forward."""
     if reduction == "none":
-        return "the gradient of each token's loss needs its cotangent"
+        return 'with reduction="none" the gradient of each token\'s loss needs its cotangent'
     if options.get("cache_bytes") is not None:
         return f"cache_bytes={options['cache_bytes']} asks for it"
     return _token_chunks.left_to_the_backward(call)

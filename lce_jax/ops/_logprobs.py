@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Never
 
 import jax.numpy as jnp
 
@@ -44,6 +44,7 @@ def linear_logprobs(
     vocab_part_size: int | None = None,
     logit_floor: float | Float[Array, "..."] | None = None,
     lora: tuple[Float[Array, "r H"], Float[Array, "V r"], float | Float[Array, ""]] | None = None,
+    **unknown: Never,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
@@ -168,6 +169,7 @@ def linear_logprobs(
         Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maximum; the
         entropy's shifted sum and the gradients are derived in ``lce_jax/mathematics/_logprobs.py``.
     """
+    _options.check_names(linear_logprobs, unknown)
     options: LogprobOptions = {
         "temperature": temperature,
         "logit_softcap": logit_softcap,

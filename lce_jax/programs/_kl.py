@@ -40,7 +40,7 @@ def _of_the_teacher() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise type(error)(f"the teacher's {error}") from None
+        raise type(error)(scalars.of_the_teacher(error)) from None
 
 
 class KLArguments(NamedTuple):

@@ -11,7 +11,6 @@ from jax import lax
 
 from lce_jax import _dispatch, scalars
 from lce_jax._call import Compaction
-from lce_jax._options import LogprobOptions
 from lce_jax._types import Call, Plan, format_bytes
 from lce_jax.mathematics import _logprobs
 
@@ -70,15 +69,13 @@ def chunk_bytes(given: Any, options: Mapping[str, Any]) -> int | None:
     return None if given is None else scalars.num_bytes("chunk_bytes", given)
 
 
-def chunk_bytes_of_loss(given: Any, reduction: str | None, options: LogprobOptions) -> int | None:
-    """The same of `lce_jax.linear_cross_entropy`, most of whose options decide where its gradients are computed."""
-    others = {"reduction": reduction if reduction == "none" else None, "cache_bytes": options.get("cache_bytes")}
-    for name, other in others.items():
-        if given is not None and other is not None:
-            raise ValueError(
-                f"chunk_bytes={given!r} with {name}={other!r}: it is for gradients that are computed in the forward, "
-                f"and these are computed in the backward. Leave one of them out"
-            )
+def chunk_bytes_of_loss(given: Any, because: str | None) -> int | None:
+    """The same of `lce_jax.linear_cross_entropy`; ``because``: why its gradients are computed in the backward."""
+    if given is not None and because is not None:
+        raise ValueError(
+            f"chunk_bytes={given!r} with gradients that are computed in the backward: {because}. It says how many bytes "
+            "a chunk of tokens may take in a forward that computes the gradients: leave chunk_bytes out"
+        )
     return None if given is None else scalars.num_bytes("chunk_bytes", given)
 
 
@@ -91,9 +88,11 @@ def left_to_the_backward(call: Call) -> str | None:
     if jnp.dtype(jnp.float16) in (call.dtype, call.hidden_dtype):
         return "float16 gradients need the loss's scale, which the backward knows"
     if call.gradient_threshold:
-        return "with a gradient_threshold there is little to recompute"
-    if call.vocab_part_size is not None or not _logprobs.keeps_exponentials(call):
-        return "no exponentials are kept that would spare a product"
+        return f"with gradient_threshold={call.gradient_threshold:g} there is little to recompute"
+    if call.vocab_part_size is not None:
+        return f"with vocab_part_size={call.vocab_part_size} no exponentials are kept that would spare a product"
+    if not _logprobs.keeps_exponentials(call):
+        return "with label_smoothing and a logit_softcap no exponentials are kept that would spare a product"
     return None
 
 

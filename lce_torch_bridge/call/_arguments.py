@@ -89,6 +89,14 @@ def check_names(
         raise scalars.unknown_options(function.__name__, unknown, list(known), loss_fn)
 
 
+def check_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
+    """Refuses names that a function with all its options in its signature does not have."""
+    if unknown:
+        has = inspect.signature(function).parameters
+        others = [name for name in Options._fields if name not in has]
+        check_names(function, unknown, dict.fromkeys(others, f"{function.__name__} has no such option"))
+
+
 def _shown(value: Any) -> str:
     """A value in a message, without a tensor's numbers."""
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

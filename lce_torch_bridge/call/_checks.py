@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from lce_jax import scalars
 from lce_torch_bridge._types import Lora
 from lce_torch_bridge.call import _dtensor
-from lce_torch_bridge.tensors._device import GATHER, readable
+from lce_torch_bridge.tensors._device import GATHER, is_traced, readable
 
+PACKAGES = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))  # what calls these checks
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -19,12 +22,16 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
     """The three tensors of a call against each other."""
     floats("hidden", hidden)
     floats("weight", weight)
+    scalars.given_labels(labels, "linear_entropy serves tokens without labels")
     integers("labels", labels)
     if weight.ndim != 2 or 0 in weight.shape:
         part = f". {GATHER}" if weight.ndim == 1 or 0 in weight.shape else ""  # what FSDP leaves a rank has such shapes
         raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}{part}")
     if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} must end in the H of weight [V, H] = {tuple(weight.shape)}")
+        hint = scalars.not_hidden(hidden.shape, weight.shape, weight.shape[0], "weight.T")
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} must end in the H of weight [V, H] = {tuple(weight.shape)}{hint}"
+        )
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
     same_device(hidden, weight=weight, labels=labels)
@@ -32,10 +39,13 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
         raise ValueError(f"hidden must be on a CUDA GPU or the CPU, got {hidden.device}")
 
 
-def tensor(name: str, x: Any) -> None:
+def tensor(name: str, x: Any, what: str = "a torch.Tensor") -> None:
     """A tensor that can be read."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        write = (
+            f": pass torch.as_tensor({name}, device=hidden.device)" if isinstance(x, list | tuple | np.ndarray) else ""
+        )
+        raise TypeError(f"{name} must be {what}, got {type(x).__name__}{write}")
     readable(name, x)
 
 
@@ -144,7 +154,7 @@ def bias(x: Any, weight: torch.Tensor) -> None:
             f"({weight.shape[0]},)"
         )
     if x.device != weight.device:
-        raise ValueError(f"bias is on {x.device}, weight on {weight.device}")
+        raise ValueError(f"bias is on {x.device}, weight on {weight.device}{_load(x, weight)}")
 
 
 def lora(value: Any, hidden: torch.Tensor, weight: torch.Tensor, **others: Any) -> int:
@@ -181,7 +191,14 @@ def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
     """All tensors on hidden's device."""
     for name, x in others.items():
         if x.device != hidden.device:
-            raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}")
+            raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}{_load(x, hidden)}")
+
+
+def _load(*tensors: torch.Tensor) -> str:
+    """What to write where one of these has no numbers."""
+    if not any(x.is_meta for x in tensors):
+        return ""
+    return ": a meta tensor has no numbers. Call model.to_empty(device=...) and load_state_dict before the first step"
 
 
 def group(tp_group: Any) -> None:
@@ -194,6 +211,8 @@ def group(tp_group: Any) -> None:
 
 def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     """A positive number, or a float tensor that broadcasts to labels."""
+    if isinstance(value, list | tuple | np.ndarray):
+        tensor("temperature", value, "a number or a torch.Tensor")
     if not isinstance(value, torch.Tensor):
         scalars.positive("temperature", value)
         return
@@ -207,6 +226,8 @@ def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
 
 def logit_floor(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     """A number that may be infinite, or a float tensor that broadcasts to labels."""
+    if isinstance(value, list | tuple | np.ndarray):
+        tensor("logit_floor", value, "a number or a torch.Tensor")
     if not isinstance(value, torch.Tensor):
         scalars.bound("logit_floor", value)
         return
@@ -230,7 +251,9 @@ def _broadcasts(name: str, value: torch.Tensor, labels: torch.Tensor) -> None:
     except RuntimeError:
         fits = False
     if not fits:
-        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to the tokens' shape {tuple(labels.shape)}")
+        fitting = scalars.broadcasting(name, value.shape, labels.shape)
+        hint = f": write {fitting[0]} for one number per sequence" if fitting else ""
+        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to the tokens' shape {tuple(labels.shape)}{hint}")
 
 
 def entropy(value: Any) -> str:
@@ -248,7 +271,10 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     same_device(hidden, where=value)
     if value.dtype == torch.bool:
         if value.shape != labels.shape:
-            raise ValueError(f"where {tuple(value.shape)} must have the tokens' shape {tuple(labels.shape)}")
+            fitting = scalars.broadcasting("where", value.shape, labels.shape)
+            write = " or ".join(f"{each}.expand{tuple(labels.shape)}" for each in fitting)
+            hint = f": write {write}" if write else ""
+            raise ValueError(f"where {tuple(value.shape)} must have the tokens' shape {tuple(labels.shape)}{hint}")
         return
     hint = "; a mask of zeros and ones must be bool: pass where.bool()" if value.shape == labels.shape else ""
     if value.dtype not in (torch.int64, torch.int32):
@@ -267,10 +293,25 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
 
 def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """A tensor whose shape begins with that of labels, from one with 1 where it is the same for all, or one number."""
+    scalars.given_value(name, value)
     tensor(name, value)
     scalars.per_token_shape(name, value.shape, labels.shape)
     same_device(hidden, **{name: value})
     return value.expand(labels.shape + value.shape[labels.ndim :])
+
+
+def warn_of_labels(labels: torch.Tensor, where: torch.Tensor | None, vocab_size: int) -> None:
+    """`scalars.warn_outside`, of labels on the CPU; ``where``: the tokens that count, without ignored labels.
+
+    The first label nearly always lies in the vocabulary, which decides it.
+    """
+    if labels.device.type != "cpu" or is_traced() or not has_values(labels) or not labels.numel():
+        return
+    ids = labels.reshape(-1)
+    if where is None and 0 <= ids[0].item() < vocab_size:
+        return
+    ids = ids.long() if where is None else ids.long()[where.reshape(-1)]
+    scalars.warn_outside(ids, vocab_size, *PACKAGES)
 
 
 def may_look_at(x: torch.Tensor) -> bool:

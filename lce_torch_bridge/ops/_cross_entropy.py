@@ -13,7 +13,7 @@ from lce_torch_bridge._types import Reduction, Tensors, Wgrad
 from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.operators import _operators
-from lce_torch_bridge.ops._logprobs import linear_logprobs
+from lce_torch_bridge.ops._logprobs import compute
 from lce_torch_bridge.ops._loss import chunk_rows, limit, sum_of_losses
 from lce_torch_bridge.tensors import _device
 
@@ -24,8 +24,7 @@ NO_OUTPUTS = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")  #
 OF_NO_LOSS = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
 OF_TORCH = {
     "out_features": "call linear_cross_entropy with each head's rows of the weight",
-    "weight": "weigh tokens. With w = class_weights[labels.clamp(min=0)] * (labels != -100), the loss is "
-    "linear_loss(lambda logprob, entropy, lse, w: -w * logprob, hidden, weight, labels, w=w)[0] / w.sum()",
+    "weight": scalars.CLASS_WEIGHTS,
     "options": "chunk_bytes= bounds the memory",
 }
 
@@ -107,14 +106,15 @@ def linear_cross_entropy(
         >>> loss.backward()
     """
     _arguments.check_names(linear_cross_entropy, options, OF_NO_LOSS)
-    smoothing, z_loss, chunk_bytes = _checked(reduction, label_smoothing, z_loss, chunk_bytes, options)
+    smoothing, z_loss, chunk_bytes, left = _checked(reduction, label_smoothing, z_loss, chunk_bytes, options)
     told = Options(where=where, ignore_index=ignore_index, entropy=False, mean_logit=smoothing > 0, **options)
     given = _arguments.of_call(hidden, weight, labels, told)
+    _checks.warn_of_labels(given.labels, given.where, given.call.vocab_size)
     x, rows = _arguments.operands(given, _arguments.weight_of(given, told.wgrad))
     loss_fn = functools.partial(_loss_of_token, smoothing, z_loss)
     if reduction == "mean":
         loss_fn = functools.partial(loss_fn, divisor=_arguments.count(rows, len(x.labels)))
-    if reduction != "none" and not _is_left_to_the_backward(told, x):
+    if not (left or _device.is_traced() or _device.any_is_watched(x)):
         if not _fills_main_grad_at_once(given, x, told.wgrad, chunk_bytes):
             return sum_of_losses(loss_fn, given, x, [], told.wgrad, None, chunk_bytes)[0]
         given = given._replace(call=given.call._replace(cache_bytes=limit(chunk_bytes)))
@@ -124,14 +124,20 @@ def linear_cross_entropy(
 
 def _checked(
     reduction: Any, label_smoothing: Any, z_loss: Any, chunk_bytes: Any, options: Mapping[str, Any]
-) -> tuple[float, float, int | None]:
-    """The smoothing, the weight of lse² and the bytes of a chunk, checked, beside ``options`` of other functions."""
+) -> tuple[float, float, int | None, str | None]:
+    """The smoothing, the weight of lse² and the bytes of a chunk, checked, and what is left to the backward."""
     scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.smoothing(label_smoothing), scalars.not_negative("z_loss", z_loss)
+    left = _left_to_the_backward(reduction, smoothing, Options(**options))
     if chunk_bytes is not None:
         chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
-        _refuse_chunks(chunk_bytes, reduction, options.get("cache_bytes"))
-    return smoothing, z_loss, chunk_bytes
+        if left:
+            raise ValueError(
+                f"chunk_bytes={chunk_bytes!r} with {left}, where the gradients are computed in the backward: it says "
+                "how many bytes a chunk of tokens may take in a forward that computes the gradients. Leave chunk_bytes "
+                "out"
+            )
+    return smoothing, z_loss, chunk_bytes, left
 
 
 def _loss_of_token(
@@ -146,24 +152,21 @@ def _loss_of_token(
     return loss / divisor
 
 
-def _refuse_chunks(chunk_bytes: int, reduction: str, cache_bytes: int | None) -> None:
-    told = {"reduction": reduction if reduction == "none" else None, "cache_bytes": cache_bytes}
-    for name, other in told.items():
-        if other is not None:
-            raise ValueError(
-                f"chunk_bytes={chunk_bytes!r} with {name}={other!r}: it is for gradients that are computed in the "
-                "forward, and these are computed in the backward. Leave one of them out"
-            )
+def _left_to_the_backward(reduction: str, smoothing: float, told: Options) -> str | None:
+    """The options for which the gradients are computed in the backward; None if they may be in the forward.
 
-
-def _is_left_to_the_backward(told: Options, x: Tensors) -> bool:
-    """Whether the gradients of a mean or a sum are computed in the backward: where it is asked for, or spares nothing.
-
-    With a threshold there is little to recompute, and with the other options no exponentials are kept.
+    Some ask for it. With a threshold there is little to recompute, and with the others no exponentials are kept.
     """
-    asks = told.cache_bytes is not None or told.gradient_threshold > 0 or told.vocab_part_size is not None
-    keeps_none = told.mean_logit and told.logit_softcap is not None
-    return asks or keeps_none or _device.is_traced() or _device.any_is_watched(x)
+    if reduction == "none":
+        return f"reduction={reduction!r}"
+    for name in ("cache_bytes", "vocab_part_size"):
+        if getattr(told, name) is not None:
+            return f"{name}={getattr(told, name)!r}"
+    if told.gradient_threshold:
+        return f"gradient_threshold={told.gradient_threshold!r}"
+    if smoothing > 0 and told.logit_softcap is not None:
+        return f"label_smoothing={smoothing!r} and logit_softcap={told.logit_softcap!r}"
+    return None
 
 
 def _fills_main_grad_at_once(given: Arguments, x: Tensors, wgrad: Wgrad, chunk_bytes: int | None) -> bool:
@@ -212,7 +215,8 @@ def linear_entropy(
     _arguments.check_names(linear_entropy, options, refused)
     _checks.hidden(hidden)
     labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
-    out = linear_logprobs(hidden, weight, labels, **options)
+    told = Options(**options)
+    out = compute(_arguments.of_call(hidden, weight, labels, told), told.wgrad)
     assert out.entropy is not None
     return out.entropy, out.lse
 

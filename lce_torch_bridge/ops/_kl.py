@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
 
@@ -45,6 +45,7 @@ def linear_kl(
     wgrad: Wgrad = "return",
     cache_bytes: int | None = None,
     implementation: str | tuple[str, ...] | None = None,
+    **unknown: Never,
 ) -> torch.Tensor:
     """Exact KL or JS divergence of two heads over one whole vocabulary, per token, without storing either's logits.
 
@@ -120,6 +121,7 @@ def linear_kl(
         >>> round(kl[0].item(), 4), hidden.grad.shape
         (0.1213, torch.Size([3, 4]))
     """
+    _arguments.check_unknown(linear_kl, unknown)
     scalars.one_of("direction", direction, scalars.DIRECTIONS)
     beta = scalars.weight_of_jsd(beta, "direction", direction, scalars.DIRECTIONS[:2])
     _same_tokens(hidden, teacher_hidden)
@@ -224,4 +226,4 @@ def _of_the_teacher() -> Iterator[None]:
     except (TypeError, ValueError, RuntimeError) as error:
         if type(error) not in (TypeError, ValueError, RuntimeError):
             raise  # of another package, which may take other arguments
-        raise type(error)(f"the teacher's {error}") from None
+        raise type(error)(scalars.of_the_teacher(error)) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import torch
 
@@ -30,6 +30,7 @@ def linear_logits(
     reduce_grad_hidden: bool = False,
     wgrad: Wgrad = "return",
     implementation: str | tuple[str, ...] | None = None,
+    **unknown: Never,
 ) -> torch.Tensor:
     """Logits at chosen ids, without a pass over the vocabulary.
 
@@ -87,6 +88,7 @@ def linear_logits(
         >>> linear_logits(hidden, weight, torch.tensor([[3, 0], [7, -1]])).tolist()
         [[12.0, 0.0], [28.0, 0.0]]
     """
+    _arguments.check_unknown(linear_logits, unknown)
     (ids,) = _dtensor.tokens(ids=ids)
     _checks.hidden(hidden)
     _checks.ids("ids", ids, hidden, hidden.shape[:-1], "hidden before H")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
 from lce_torch_bridge._types import Entropy, LogprobOutput, Lora, OutOfVocab, Wgrad
-from lce_torch_bridge.call import _arguments
-from lce_torch_bridge.call._arguments import Options
+from lce_torch_bridge.call import _arguments, _checks
+from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.operators import _operators
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def linear_logprobs(
     logit_floor: float | torch.Tensor | None = None,
     implementation: str | tuple[str, ...] | None = None,
     lora: Lora | None = None,
+    **unknown: Never,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
@@ -189,6 +190,7 @@ def linear_logprobs(
         >>> weight.grad.shape
         torch.Size([50257, 16])
     """
+    _arguments.check_unknown(linear_logprobs, unknown)
     options = Options(
         bias=bias,
         tp_group=tp_group,
@@ -213,6 +215,12 @@ def linear_logprobs(
         lora=lora,
     )
     given = _arguments.of_call(hidden, weight, labels, options)
+    _checks.warn_of_labels(given.labels, given.where, given.call.vocab_size)
+    return compute(given, wgrad)
+
+
+def compute(given: Arguments, wgrad: Wgrad) -> LogprobOutput:
+    """The results of checked arguments."""
     x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
     found: dict[str, Any] = _operators.apply(x, given.call)
     if rows is not None or given.labels.ndim != 1:

@@ -141,6 +141,7 @@ def linear_loss(
             "linear_loss differentiates loss_fn as it runs, which meta and fake tensors and transforms of torch.func "
             "do not allow: apply loss_fn to the results of linear_logprobs, and sum"
         )
+    _checks.warn_of_labels(given.labels, given.where, given.call.vocab_size)
     if cotangent is not None:
         cotangent = scalars.number("cotangent", cotangent)
     x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import torch
 
@@ -29,6 +29,7 @@ def linear_topk(
     vocab_size: int | None = None,
     where: torch.Tensor | None = None,
     implementation: str | tuple[str, ...] | None = None,
+    **unknown: Never,
 ) -> TopK:
     """The k most likely tokens and their log-probabilities: the teacher's side of a distillation.
 
@@ -86,6 +87,7 @@ def linear_topk(
         >>> torch.allclose(out.candidate_logprobs, top.logprobs)
         True
     """
+    _arguments.check_unknown(linear_topk, unknown)
     k = scalars.num_largest(k)
     _checks.hidden(hidden)
     options = Options(
