@@ -61,7 +61,8 @@ def linear_logprobs(
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
             vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless it is
-            ignored (``ignore_index``).
+            ignored (``ignore_index``). A call outside ``jit`` warns if no label that counts lies in the vocabulary,
+            where the labels are NumPy's or on a CPU already; -100 alone is padding, and does not warn.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
@@ -123,6 +124,7 @@ def linear_logprobs(
             (``jax.lax.stop_gradient(weight)``); A and B have theirs in their own dtypes, the scale has none.
             ``scale · A``, B and u are rounded to the weight's dtype; r is padded to whole 64, and hidden is copied
             beside u. Not with ``bias``. None: no adapter.
+        **unknown: refused; the message names the option that may be meant.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.

@@ -73,8 +73,8 @@ def chunk_bytes_of_loss(given: Any, because: str | None) -> int | None:
     """The same of `lce_jax.linear_cross_entropy`; ``because``: why its gradients are computed in the backward."""
     if given is not None and because is not None:
         raise ValueError(
-            f"chunk_bytes={given!r} with gradients that are computed in the backward: {because}. It says how many bytes "
-            "a chunk of tokens may take in a forward that computes the gradients: leave chunk_bytes out"
+            f"chunk_bytes={given!r} with gradients that are computed in the backward: {because}. It says how many "
+            "bytes a chunk of tokens may take in a forward that computes the gradients: leave chunk_bytes out"
         )
     return None if given is None else scalars.num_bytes("chunk_bytes", given)
 

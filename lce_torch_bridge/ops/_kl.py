@@ -89,6 +89,7 @@ def linear_kl(
             Under ``torch.compile`` each count of tokens then has a graph of its own, and ``where`` must be an index.
         implementation: "mosaic_gpu", "xla", or a tuple of names tried in order. None: the kernels where they serve the
             call, else "xla". JAX runs both: `launch_with` ``("direct")`` refuses the function.
+        **unknown: refused; the message names the option that may be meant.
 
     Returns:
         ``[...]`` in nats, at least 0, float32.

@@ -58,6 +58,7 @@ def linear_logits(
             ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``. Not under ``torch.compile``.
         implementation: None or "xla": there are no kernels for it.
+        **unknown: refused; the message names the option that may be meant.
 
     Returns:
         ``[..., K]`` in float32; 0, without a gradient, where the id is none or out of vocabulary.

@@ -56,7 +56,9 @@ def linear_logprobs(
         weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
             that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
             of the context share the copy, as with ``torch.nn.functional.linear``.
-        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
+        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split. A call warns
+            if no label that counts lies in the vocabulary, where labels are on the CPU and nothing traces the call;
+            -100 alone is padding, and does not warn. A GPU is never waited for.
         bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
             autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels do
             not serve it: ``implementation=None`` then takes "xla". None: no bias.
@@ -128,6 +130,7 @@ def linear_logprobs(
             with ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient; A and B have theirs in their
             own dtypes. ``scale · A``, B and u are rounded to the weight's dtype; r is padded to whole 64, and hidden is
             copied beside u. Not with ``bias``, ``tp_group`` or ``wgrad="main_grad"``. None: no adapter.
+        **unknown: refused; the message names the option that may be meant.
 
     Returns:
         A `LogprobOutput`, each field float32 of ``labels.shape`` (``[..., K]`` for candidates) or None.

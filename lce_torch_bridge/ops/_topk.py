@@ -54,6 +54,7 @@ def linear_topk(
             once (int64 or int32). The others have ids -1 and zeros, and cost no work. The host waits for the GPU to
             count a bool tensor, but not for an index. None: all.
         implementation: None or "xla": the kernels do not serve it, because XLA's own product takes the same time.
+        **unknown: refused; the message names the option that may be meant.
 
     Returns:
         A `TopK`: ids and logprobs ``[..., k]``, lse ``[...]``.

@@ -187,7 +187,16 @@ def mistakes():
             message = f"^{name} must be a floating-point dtype of JAX, such as jnp.bfloat16, got {shown}"
             yield f"{name} {shown}", functools.partial(own, **{name: value}), TypeError, message
     yield "no padding", lambda: own(pad_to_multiple=0), ValueError, "pad_to_multiple .* 0"
+
+    def swapped(method, *labels):
+        head = LMHead(hidden_size=VOCAB, vocab_size=HIDDEN)
+        return head.apply(head.init(jax.random.key(0), jnp.zeros((1, VOCAB))), batch()[0], *labels, method=method)
+
+    for name, given in {"__call__": (), "logprobs": batch()[1:], "loss": batch()[1:]}.items():
+        match = rf"hidden_size={VOCAB}: did you swap the sizes, and mean LMHead\({HIDDEN}, {VOCAB}\)"
+        yield f"{name} of swapped sizes", functools.partial(swapped, name, *given), ValueError, match
     yield "mesh without axes", lambda: own(mesh=jax.make_mesh((8,), ("data",))), ValueError, "mesh without an axis"
+    yield "an axis as mesh", lambda: own(mesh="tensor", vocab_axis="tensor"), TypeError, "mesh must be .* got 'tensor'"
     yield "the head's own option in a call", option_of_the_head, TypeError, "logit_scale"
     yield "tied to a layer", lambda: LMHead.tied(nn.Dense(3)), TypeError, r"takes an nn\.Embed, and not Dense"
     yield "tied, padded", lambda: tied(pad_to_multiple=8), ValueError, r"tied embedding \(51, 16\)"

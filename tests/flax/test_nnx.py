@@ -208,7 +208,21 @@ def mistakes():
             message = f"^{name} must be a floating-point dtype of JAX, such as jnp.bfloat16, got {shown}"
             yield f"{name} {shown}", functools.partial(own, **{name: value}), TypeError, message
     yield "no padding", lambda: own(pad_to_multiple=0), ValueError, "pad_to_multiple .* 0"
+
+    def swapped(call):
+        return lambda: call(own(hidden_size=VOCAB, vocab_size=HIDDEN), *batch())
+
+    calls = {
+        "logits": lambda head, hidden, _: head(hidden),
+        "logprobs": lambda head, hidden, labels: head.logprobs(hidden, labels),
+        "loss": lambda head, hidden, labels: head.loss(hidden, labels),
+        "kl": lambda head, hidden, _: own(vocab_size=HIDDEN).kl(hidden, head, hidden),
+    }
+    for name, call in calls.items():
+        match = rf"hidden_size={VOCAB}: did you swap the sizes, and mean LMHead\({HIDDEN}, {VOCAB}\)"
+        yield f"{name} of swapped sizes", swapped(call), ValueError, match
     yield "mesh without axes", lambda: own(mesh=jax.make_mesh((8,), ("data",))), ValueError, "mesh without an axis"
+    yield "an axis as mesh", lambda: own(mesh="tensor", vocab_axis="tensor"), TypeError, "mesh must be .* got 'tensor'"
     yield "the head's own option in a call", option_of_the_head, TypeError, "logit_scale"
     yield "tied to a parameter", lambda: LMHead.tied(nnx.Param(1.0)), TypeError, r"takes an nnx\.Embed, and not Param"
     yield (

@@ -22,7 +22,9 @@ def test_a_command_is_run_with_its_arguments(capsys: pytest.CaptureFixture[str])
     ("arguments", "status", "message"),
     [
         ([], 2, "the following arguments are required: COMMAND"),
-        (["train"], 2, "invalid choice: 'train'"),
+        (["train"], 2, "unknown command train; known: explain\n"),
+        (["explan"], 2, "unknown command explan (did you mean explain?); known: explain\n"),
+        (["benhc"], 2, "unknown command benhc; known: explain\n"),  # which is not installed with the package
         (["explain", "--tokens", "8k"], 2, "lce-jax explain: error: argument --tokens: '8k' is no whole number"),
         (["--version"], 0, f"lce-jax {lce_jax.__version__}"),
         (["--help"], 0, "lce-jax COMMAND --help has the options of each"),

@@ -446,7 +446,7 @@ def test_negated(call: str, name: str, way: str) -> None:
 def test_freed_main_grad(function: Any) -> None:
     weight = torch.nn.Parameter(GOOD.weight.clone())
     weight.main_grad = freed(GOOD.weight)  # type: ignore[attr-defined]
-    given = {bridge.linear_loss: (own_loss,)}.get(function, ())
+    given = {bridge.linear_loss: (plain,)}.get(function, ())
     last = {bridge.linear_logits: IDS}.get(function, GOOD.labels)
     with pytest.raises(RuntimeError, match=r"weight.main_grad \(10, 8\) has no memory"):
         function(*given, GOOD.hidden, weight, last, wgrad="main_grad")
