@@ -195,8 +195,7 @@ def explain(
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
             vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless it is
-            ignored (``ignore_index``). A call outside ``jit`` warns if no label that counts lies in the vocabulary,
-            where the labels are NumPy's or on a CPU already; -100 alone is padding, and does not warn.
+            ignored (``ignore_index``).
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         mesh: the mesh. None: that of ``jax.set_mesh``.

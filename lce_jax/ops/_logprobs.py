@@ -61,8 +61,7 @@ def linear_logprobs(
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
             vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless it is
-            ignored (``ignore_index``). A call outside ``jit`` warns if no label that counts lies in the vocabulary,
-            where the labels are NumPy's or on a CPU already; -100 alone is padding, and does not warn.
+            ignored (``ignore_index``).
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
@@ -133,6 +132,9 @@ def linear_logprobs(
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
         NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
+        RuntimeWarning: no label that counts lies in the vocabulary, of a call whose labels can be read without waiting:
+            outside ``jit``, where they are NumPy's, or computed already and on a CPU. -100 alone is padding, and does
+            not warn.
 
     Memory:
         Forward O(T + tile) beyond the operands, backward O(T·H + tile) beyond the gradients; never T·V. From forward

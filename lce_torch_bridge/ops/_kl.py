@@ -130,14 +130,9 @@ def linear_kl(
         tp_group=tp_group, entropy=False, implementation=implementation, vocab_size=vocab_size, where=where
     )
     options = shared._replace(
-        bias=bias,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        logit_softcap=logit_softcap,
-        reduce_grad_hidden=reduce_grad_hidden,
-        wgrad=wgrad,
-        cache_bytes=cache_bytes,
-    )
+        bias=bias, temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap,
+        reduce_grad_hidden=reduce_grad_hidden, wgrad=wgrad, cache_bytes=cache_bytes,
+    )  # fmt: skip
     own = _arguments.of_call(hidden, weight, hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64), options)
     options = shared._replace(
         bias=teacher_bias,

@@ -56,9 +56,7 @@ def linear_logprobs(
         weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
             that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
             of the context share the copy, as with ``torch.nn.functional.linear``.
-        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split. A call warns
-            if no label that counts lies in the vocabulary, where labels are on the CPU and nothing traces the call;
-            -100 alone is padding, and does not warn. A GPU is never waited for.
+        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
         bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
             autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels do
             not serve it: ``implementation=None`` then takes "xla". None: no bias.
@@ -150,6 +148,8 @@ def linear_logprobs(
             ``hidden`` was changed in place between forward and backward; if the memory of a tensor was freed, as FSDP
             and ZeRO free parameters that are not in use; if two threads differentiate one graph, not both with
             ``retain_graph``.
+        RuntimeWarning: no label that counts lies in the vocabulary, of a call whose labels can be read without waiting:
+            they are on the CPU, and nothing traces the call. -100 alone is padding, and does not warn.
 
     Memory:
         The forward holds a tile of logits and two copies of 8192 tokens' hidden. There are no copies of exactly 4096 or

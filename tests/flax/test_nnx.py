@@ -209,18 +209,6 @@ def mistakes():
             yield f"{name} {shown}", functools.partial(own, **{name: value}), TypeError, message
     yield "no padding", lambda: own(pad_to_multiple=0), ValueError, "pad_to_multiple .* 0"
 
-    def swapped(call):
-        return lambda: call(own(hidden_size=VOCAB, vocab_size=HIDDEN), *batch())
-
-    calls = {
-        "logits": lambda head, hidden, _: head(hidden),
-        "logprobs": lambda head, hidden, labels: head.logprobs(hidden, labels),
-        "loss": lambda head, hidden, labels: head.loss(hidden, labels),
-        "kl": lambda head, hidden, _: own(vocab_size=HIDDEN).kl(hidden, head, hidden),
-    }
-    for name, call in calls.items():
-        match = rf"hidden_size={VOCAB}: did you swap the sizes, and mean LMHead\({HIDDEN}, {VOCAB}\)"
-        yield f"{name} of swapped sizes", swapped(call), ValueError, match
     yield "mesh without axes", lambda: own(mesh=jax.make_mesh((8,), ("data",))), ValueError, "mesh without an axis"
     yield "an axis as mesh", lambda: own(mesh="tensor", vocab_axis="tensor"), TypeError, "mesh must be .* got 'tensor'"
     yield "the head's own option in a call", option_of_the_head, TypeError, "logit_scale"
@@ -236,7 +224,24 @@ def mistakes():
     yield "tied, more V", lambda: tied(vocab_size=52), ValueError, r"\[1, 51\].*52"
 
 
-@pytest.mark.parametrize(("call", "error", "match"), [pytest.param(*m[1:], id=m[0]) for m in mistakes()])
+def swapped_sizes():
+    def head(**sizes):
+        return LMHead(**{"hidden_size": HIDDEN, "vocab_size": HIDDEN, "rngs": nnx.Rngs(0), **sizes})
+
+    calls = {
+        "logits": lambda head, hidden, _: head(hidden),
+        "logprobs": lambda head, hidden, labels: head.logprobs(hidden, labels),
+        "loss": lambda head, hidden, labels: head.loss(hidden, labels),
+        "kl": lambda teacher, hidden, _: head().kl(hidden, teacher, hidden),
+    }
+    for name, call in calls.items():
+        match = rf"hidden_size={VOCAB}: did you swap the sizes, and mean LMHead\({HIDDEN}, {VOCAB}\)"
+        yield f"{name} of swapped sizes", lambda call=call: call(head(hidden_size=VOCAB), *batch()), ValueError, match
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"), [pytest.param(*m[1:], id=m[0]) for m in (*mistakes(), *swapped_sizes())]
+)
 def test_mistakes_name_the_values(call, error, match):
     with pytest.raises(error, match=match):
         call()

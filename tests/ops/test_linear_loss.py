@@ -351,7 +351,7 @@ OWN = {"old": np.zeros((6, 4), np.float32), "advantage": np.ones((6, 1), np.floa
 @pytest.mark.parametrize(
     ("by_place", "by_name", "message"),
     [
-        (["x"], {}, "per-token argument 0 of loss_fn must be an array, got str"),
+        (["x", OWN["advantage"]], {}, "per-token argument 0 of loss_fn must be an array, got str"),
         ([], {**OWN, "old": np.zeros((5, 4))}, r"argument old of loss_fn \(5, 4\) must begin .* labels \(6, 4\), or"),
         ([], {**OWN, "advantage": np.zeros(6)}, r"argument advantage of loss_fn \(6,\) must begin with .* labels"),
         ([], {**OWN, "old": {"a": np.zeros(4)}}, r"argument old.a of loss_fn \(4,\) must begin"),
