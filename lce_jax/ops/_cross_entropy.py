@@ -64,6 +64,7 @@ def linear_cross_entropy(
             chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
         **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``. With ``cache_bytes``, 0
             too, the gradients are computed in the backward, which recomputes what the forward does not keep.
+            ``chunk_bytes`` is refused where they are (see Memory).
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.

@@ -67,7 +67,7 @@ def linear_cross_entropy(
             ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
             ``logit_floor``, ``implementation`` and ``lora``, as in `linear_logprobs`. With ``cache_bytes``, 0 too, the
             gradients are computed in the backward, which recomputes what the forward does not keep. ``chunk_bytes`` is
-            refused then.
+            refused then, with ``gradient_threshold`` or ``vocab_part_size``, and for a smoothed loss with a softcap.
 
     Returns:
         The loss in nats, float32: a scalar, or ``[...]`` with ``reduction="none"``. It covers this rank's tokens,

@@ -72,11 +72,20 @@ def test_explain_on_a_mesh(kind: AxisType) -> None:
 
 
 def test_one_way_or_the_other() -> None:
-    for options in ({"cache_bytes": 0}, {"reduction": "none"}):
-        with pytest.raises(ValueError, match="chunk_bytes=7 with"):
+    ways: dict[str, Any] = {
+        "cache_bytes=0": {"cache_bytes": 0},
+        'reduction="none"': {"reduction": "none"},
+        "gradient_threshold=0.25": {"gradient_threshold": 0.25},
+        "vocab_part_size=8": {"vocab_part_size": 8},
+        "label_smoothing and a logit_softcap": {"label_smoothing": 0.1, "logit_softcap": 3.0},
+    }
+    for value, options in ways.items():
+        with pytest.raises(ValueError, match=f"chunk_bytes=7 with .* backward: .*{value}.* leave chunk_bytes out"):
             linear_cross_entropy(HIDDEN, WEIGHT, LABELS, chunk_bytes=7, **options)
-        with pytest.raises(ValueError, match="chunk_bytes=7 with"):
+        with pytest.raises(ValueError, match=f"chunk_bytes=7 with .* backward: .*{value}.* leave chunk_bytes out"):
             explain(HIDDEN, WEIGHT, LABELS, **{"reduction": "mean", "chunk_bytes": 7} | options)
+    with pytest.raises(ValueError, match=r"chunk_bytes=7 with .*float16 gradients need the loss's scale"):
+        linear_cross_entropy(HIDDEN, WEIGHT.astype(jnp.float16), LABELS, chunk_bytes=7)
 
 
 @pytest.mark.slow
