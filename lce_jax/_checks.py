@@ -147,7 +147,7 @@ def _at_hand(x: Any) -> np.ndarray | None:
     if not isinstance(x, jax.Array) or not is_concrete(x) or x.is_deleted():
         return None
     on_cpu = all(device.platform == "cpu" for device in x.devices())
-    return np.asarray(jax.device_get(x)) if on_cpu and x.is_ready() else None
+    return np.asarray(jax.device_get(x)) if on_cpu and x.is_ready() else None  # type: ignore[attr-defined]
 
 
 def num_candidates(x: Any, name: str = "candidates") -> int:

@@ -282,6 +282,13 @@ def test_forward_mode_is_refused(name: str) -> None:
             differentiate(FUNCTIONS[name])
 
 
+def test_linearize_raises_where_its_function_is_called() -> None:
+    value, linear = jax.linearize(FUNCTIONS["linear_logprobs"], HIDDEN)
+    assert value == FUNCTIONS["linear_logprobs"](HIDDEN)
+    with pytest.raises(NotImplementedError, match="linear_logprobs has first derivatives in reverse mode"):
+        linear(HIDDEN)
+
+
 def test_a_derivative_along_a_direction_as_the_refusal_of_forward_mode_advises() -> None:
     def plain(hidden):
         log_p = jax.nn.log_softmax(jnp.matmul(hidden, WEIGHT.T, precision="highest"))

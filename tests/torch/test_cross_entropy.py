@@ -329,9 +329,7 @@ def test_what_has_no_gradient_says_so(name: str) -> None:
 
 def test_chunks_are_of_gradients_in_the_forward() -> None:
     for told in ({"cache_bytes": 0}, {"reduction": "none"}):
-        with pytest.raises(
-            ValueError, match=r"chunk_bytes=7 with .*, where the gradients .* in the backward"
-        ):
+        with pytest.raises(ValueError, match=r"chunk_bytes=7 with .*, where the gradients .* in the backward"):
             linear_cross_entropy(*p.draw(), chunk_bytes=7, **told)
 
 
