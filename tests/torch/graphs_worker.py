@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lce_torch_bridge import launch_with, linear_logprobs
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
-from tests.torch.shards_worker import same_on_all_ranks, shard
+from tests.torch.ranks import same_on_all_ranks, shard
 
 REPLAYS = 100
 STEPS = 4  # that are queued together

@@ -33,25 +33,11 @@ from lce_torch_bridge.tensors._tensor_parallel import ALL_GATHER
 from tests.torch import executor
 from tests.torch import problem as p
 from tests.torch import test_every_function as f
+from tests.torch.ranks import DEVICE, draw, same_on_all_ranks, shard
 from tests.torch.unlike_calls import other_options
 
 __all__ = ["other_options"]  # run by its name, as all here
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
-DEVICE = os.environ.get("DEVICE", "cpu")
-
-
-def draw(**sizes: Any) -> p.Problem:
-    return p.draw(**sizes).to(DEVICE)
-
-
-def shard(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return x.chunk(group.size())[group.rank()].clone()
-
-
-def same_on_all_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    everyone = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(everyone, x.detach().contiguous(), group=group)
-    return all(torch.equal(x, other) for other in everyone)
 
 
 def run(problem: p.Problem, group: dist.ProcessGroup, reduce_grad_hidden: bool = True, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,8 +10,7 @@ import torch.distributed as dist
 
 from lce_torch_bridge import linear_cross_entropy, linear_kl, linear_logprobs, linear_loss, linear_topk
 from tests.torch import problem as p
-
-DEVICE = os.environ.get("DEVICE", "cpu")
+from tests.torch.ranks import draw, shard
 
 
 class Unlike(NamedTuple):
@@ -25,8 +23,8 @@ class Unlike(NamedTuple):
 
 def other_options(group: dist.ProcessGroup) -> None:
     """In the first call of a kind all ranks raise, with the values of all; after that the group serves."""
-    whole, odd = p.draw().to(DEVICE), group.rank() % 2 == 1
-    local = whole._replace(weight=whole.weight.chunk(group.size())[group.rank()].clone())
+    whole, odd = draw(), group.rank() % 2 == 1
+    local = whole._replace(weight=shard(whole.weight, group))
     for call, options, message in _unlike(local, group, odd):
         with pytest.raises(ValueError, match=f"the ranks of tp_group make different calls: .*{message}"):
             call(tp_group=_new(group), **options)
@@ -47,8 +45,8 @@ def _new(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _unlike(local: p.Problem, group: dist.ProcessGroup, odd: bool) -> Iterator[Unlike]:
     hidden, weight, labels = local.leaves()
-    teacher = p.draw(H=16, seed=1).to(DEVICE)
-    teachers = teacher.weight.chunk(group.size())[group.rank()].clone()
+    teacher = draw(H=16, seed=1)
+    teachers = shard(teacher.weight, group)
 
     def logprobs(**told: Any) -> Any:
         return linear_logprobs(hidden, weight, labels, **told)
