@@ -299,10 +299,9 @@ def explain(
     elif gradients_in_forward:
         name, own = "linear_loss", own | {"chunk_bytes": chunk_bytes}
     elif is_loss:
-        more = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-        more |= {"chunk_bytes": chunk_bytes}
         name = "linear_cross_entropy"
-        own |= more | {"reduction": reduction or "mean", "normalizer": normalizer}
+        own |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        own |= {"reduction": reduction or "mean", "normalizer": normalizer, "chunk_bytes": chunk_bytes}
     own |= options | {"where": where}
     return dataclasses.replace(plan, compiled=measured(plan, name, hidden, weight, own, place))
 

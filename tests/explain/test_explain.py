@@ -97,7 +97,7 @@ def test_of_a_loss() -> None:
     assert not explain(*CALL, reduction="mean", ignore_index=None).call.partial_rows
     assert not explain(*CALL, reduction="sum").call.entropy
     assert explain(*CALL).call.entropy
-    for wrong in (dict(label_smoothing=1.0), dict(z_loss=-1.0), dict(reduction="batchmean"), dict(ignore_index=0.5)):
+    for wrong in (dict(label_smoothing=1.5), dict(z_loss=-1.0), dict(reduction="batchmean"), dict(ignore_index=0.5)):
         with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
             explain(*CALL, **wrong)
 

@@ -256,11 +256,11 @@ BESIDE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("message", BESIDE)
 def test_what_else_an_adapter_has_is_refused(message: str) -> None:
     wrap, change = BESIDE[message]
-    model = CausalLM()
-    model.lm_head = layer = wrap(model.lm_head)
+    loss_fn = LinearCrossEntropyLoss(16, 64)
+    loss_fn.linear = layer = wrap(loss_fn.linear)
     exec(change, {"layer": layer})
     with pytest.raises(NotImplementedError, match=re.escape(message)):
-        patch(model)
+        loss_fn(torch.ones(2, 16), torch.ones(2).long())
 
 
 def test_a_sharded_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

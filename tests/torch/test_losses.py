@@ -262,33 +262,6 @@ def test_a_loss_fn_that_raises(way: str, failing: int) -> None:
     assert notes == ([] if unchanged else [said])
 
 
-def saving(logprobs: Any, entropy: Any, lse: Any) -> Any:
-    return logprobs.exp() * entropy + 1e-3 * lse**2
-
-
-def test_a_checkpoint_runs_each_chunk_once() -> None:
-    """And before, without gradients, all tokens. A chunk's derivatives are computed at once: nothing is recomputed."""
-    problem, chunks = p.draw(T=MANY), []
-    leaves, plain = problem.leaves(), problem.leaves()
-
-    def counted(logprobs: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        chunks.append(len(logprobs))
-        return saving(logprobs, *others)
-
-    def call() -> torch.Tensor:
-        return linear_loss(counted, *leaves, chunk_bytes=p.THREE_CHUNKS)[0]
-
-    with torch.no_grad():
-        call()  # the first one of a function compares tokens
-    chunks.clear()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # goes on after the call
-        torch.utils.checkpoint.checkpoint(call, use_reentrant=False).backward()
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    assert chunks == [MANY, 2048, 2048, 904]
-    linear_loss(saving, *plain, chunk_bytes=p.THREE_CHUNKS)[0].backward()
-    assert all(torch.equal(x.grad, y.grad) for x, y in zip(leaves[:2], plain[:2], strict=True))
-
-
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("options", [{"chunk_bytes": 0}, {"entropy": "metric"}], ids=str)
 def test_a_loss_fn_may_overwrite_what_it_gets(options: dict[str, Any], recorded: bool) -> None:
