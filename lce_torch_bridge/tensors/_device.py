@@ -226,7 +226,7 @@ def gathered(weight: torch.Tensor) -> Iterator[None]:
     Raises:
         RuntimeError: the memory was freed by something else.
     """
-    if weight.untyped_storage().nbytes() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or weight.untyped_storage().nbytes():  # a graph cannot ask for a storage
         yield
         return
     module = _fsdp2_module_of(weight)
