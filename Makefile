@@ -51,11 +51,12 @@ test-frameworks:
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --upgrade pip
 	.venv-frameworks/bin/python -m pip install --quiet --editable '.[torch]' 'megatron-core>=0.19.2' pytest \
-		'google-tunix==0.1.7' 'trl==1.16.0' 'verl==0.9.1' optax peft
+		'google-tunix==0.1.7' 'trl==1.16.0' 'verl==0.9.1' optax accelerate datasets peft
 	.venv-frameworks/bin/python -m pip install --quiet --no-deps \
 		'skyrl==0.3.0' 'liger-kernel==0.8.5' 'cut-cross-entropy==25.1.1'
 	.venv-frameworks/bin/python -m pytest \
 		examples/frameworks/test_tunix.py examples/frameworks/test_trl.py examples/frameworks/test_hugging_face.py examples/frameworks/test_frameworks.py \
+		examples/frameworks/test_deferred_sweep.py examples/frameworks/test_deferred_training.py \
 		tests/recipes/test_migration.py
 	$(PYTHON) -m venv .venv-marin
 	.venv-marin/bin/python -m pip install --quiet --editable '.[flax]' pytest 'marin-levanter==0.2.227.dev40316220070'

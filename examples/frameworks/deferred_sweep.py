@@ -1,8 +1,9 @@
 """Every class of Transformers that predicts tokens, with deferred logits and as it is: the loss and all gradients.
 
-``python -m examples.frameworks.deferred_sweep [class or model type …]`` prints a table, in an environment with
-transformers. Three steps each, in float32 and bfloat16, with the head tied to the embedding and not; after the first
-step the head's weight grows eight times, because a cap, a scale or a factor that is left out shows in large logits.
+``python -m examples.frameworks.deferred_sweep [class or model type …]`` prints a line for each, in an environment with
+transformers; ``--page``, of all classes, writes the table of docs/recipes/hugging-face.md. Three steps each, in float32
+and bfloat16, with the head tied to the embedding and not; after the first step the head's weight grows eight times,
+because a cap, a scale or a factor that is left out shows in large logits.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import datetime
 import json
 import math
+import re
 import time
 import traceback
 import warnings
@@ -38,6 +41,9 @@ NOISE = 1e-6  # rounding, of all gradients' norm (some are zero but for it) and 
 LARGEST = 10_000_000  # parameters: larger models would take most of the sweep's time
 SMALL = 16  # numbers of a tensor whose error in bfloat16 is chance
 ROUNDING = 2.0, 2.0**-8  # bfloat16: times stock's own error, and what is added to it
+PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "hugging-face.md"
+PLACE = re.compile(r"(<!-- sweep -->\n).*?(<!-- /sweep -->)", re.DOTALL)
+TITLES = {"vision": "vision-language"}  # of kinds
 
 
 @dataclasses.dataclass
@@ -268,15 +274,41 @@ def summarize(results: list[Result]) -> dict[str, Any]:
     return table
 
 
+def format_table(table: dict[str, Any]) -> str:
+    """A summary as a page shows it: a row for each kind, the classes that are not served, and what repeats it."""
+    lines = ["| kind | classes | stock trains | equal to stock | of these, no logits stored | differ |",
+             "|---|---:|---:|---:|---:|---:|"]  # fmt: skip
+    counts = {TITLES.get(kind, kind): [row["classes"], row["trained"], row["equal"], row["served"], len(row["differ"])]
+              for kind, row in table.items()}  # fmt: skip
+    counts["all"] = [sum(column) for column in zip(*counts.values(), strict=True)]
+    lines += [f"| {' | '.join((kind, *map(str, row)))} |" for kind, row in counts.items()]
+    for title, name in (("Refused", "refused"), ("Logits stored", "stored"), ("Different", "differ")):
+        names = [f"`{each}`" for row in table.values() for each in row[name]]
+        lines += ["", f"{title}: {', '.join(names)}."] if names else []
+    versions = f"Transformers {transformers.__version__}, PyTorch {torch.__version__.partition('+')[0]}"
+    command = "python -m examples.frameworks.deferred_sweep --page"
+    return "\n".join([*lines, "", f"CPU, {versions}, {datetime.datetime.now(datetime.UTC).date()}: `{command}`"])
+
+
+def write_page(table: dict[str, Any]) -> None:
+    PAGE.write_text(PLACE.sub(lambda found: f"{found[1]}{format_table(table)}\n{found[2]}", PAGE.read_text()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--page", action="store_true", help="write the page's table, of all classes")
     told = parser.parse_args()
+    if told.page and told.names:
+        parser.error(f"--page is of all classes: leave out {' '.join(told.names)}")
     torch.set_num_threads(1)
     with told.json.open("w") if told.json else contextlib.nullcontext() as file:
         results = sweep(told.names, file=file)
-    print(json.dumps(summarize(results), indent=1))
+    table = summarize(results)
+    print(json.dumps(table, indent=1))
+    if told.page:
+        write_page(table)
 
 
 if __name__ == "__main__":
