@@ -27,7 +27,7 @@ def patch(model: PreTrainedModel, *, strict: bool = False) -> Deferral:
     Args:
         model: a model of Transformers 5 whose head is a linear layer, before the Trainer, DDP, FSDP or
             ``torch.compile`` wraps it. PEFT may come before or after.
-        strict: as in `defer_logits`.
+        strict: raises where logits would be computed, in place of computing them.
 
     Returns:
         What counts results and logits, and undoes it; a second call for the same model returns the same.

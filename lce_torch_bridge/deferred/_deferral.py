@@ -15,13 +15,24 @@ DEFERRAL, BEFORE = "_lce_deferral", "_lce_forward_before"  # attributes of a mod
 
 
 class Deferral:
-    """Heads that defer their logits, until `undo` or the end of a ``with``. A deep copy of a model has the same.
+    """What `defer_logits` returns: heads that defer their logits, until `undo` or the end of a ``with``.
+
+    A deep copy of a model has the same one. In a graph of ``torch.compile`` nothing is counted.
 
     Attributes:
         served: how many results were computed without logits, in this process.
         stored: how many times logits were computed after all.
-        places: for what, and where in the code.
+        places: for what, and where in the code; and why a head computes its logits by itself.
         strict: whether that raises.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import defer_logits
+        >>> head = torch.nn.Linear(8, 1000)
+        >>> with defer_logits(head) as deferral:
+        ...     largest = head(torch.ones(4, 8)).argmax(-1)
+        >>> deferral
+        Deferral(served=1, stored=0, places=[])
     """
 
     def __init__(self, strict: bool = False) -> None:
@@ -34,7 +45,11 @@ class Deferral:
         self._forwards: dict[int, Any] = {}  # ours, by the module's id
 
     def undo(self) -> None:
-        """The heads compute their logits again. Nothing where they do already."""
+        """The heads compute their logits again. Nothing where they do already.
+
+        Raises:
+            RuntimeError: another forward has been put in the place of ours.
+        """
         for module in self._modules:
             if vars(module).get("forward") != self._forwards[id(module)]:
                 raise RuntimeError(f"forward of {type(module).__name__} has been replaced since: undo that first")

@@ -16,14 +16,42 @@ _grad_fn = _grad_fn.__get__
 
 
 class DeferredLogits(torch.Tensor):
-    """The logits of a head that are not computed, or their softmax.
+    """The logits of a head that are not computed, or their softmax: what a head of `defer_logits` returns.
 
-    Shape, dtype and device are those of the logits. torch's functions of it are those that
-    `lce_torch_bridge.deferred._functions` lists, without logits, or torch's own of the logits, which are then computed
-    once, by the model's own operations.
+    Shape, dtype and device are those of the logits.
+
+    Written down, without computing anything: rows by slices, masks, indices, views, splits and iteration; casts;
+    factors, as numbers or one for each row; tanh; a bias; the first columns; softmax and log_softmax.
+
+    Served without logits, where V is the last dimension: ``cross_entropy`` with ids, ignore_index, reduction and
+    smoothing; ``nll_loss``, ``gather``, ``take_along_dim`` or an index of a log_softmax; ``gather`` or an index of the
+    logits; ``logsumexp``; entropy, as a sum of p · log p; ``mean`` and ``sum`` of logits that have no cap; ``argmax``
+    and ``topk``. Log-probability, lse and entropy of one tensor share one pass.
+
+    Every other function takes the values. They are computed once, by the model's own operations in its own order, and
+    `Deferral` counts them. `compute` returns them.
 
     Attributes:
         recipe: what the values are computed from.
+
+    Raises:
+        RuntimeError: the gradient of the tensor itself is asked for, after a loss of it was computed without logits; or
+            logits would be computed, and `defer_logits` was given ``strict=True``.
+        NotImplementedError: a reshape in place; an operator that goes around torch's functions, and writes.
+
+    Memory:
+        O(1); it keeps hidden states and the head's parameters, which the graph keeps anyway.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import DeferredLogits, defer_logits
+        >>> head = torch.nn.Linear(8, 1000)
+        >>> handle = defer_logits(head)
+        >>> logits = head(torch.ones(4, 8)) / 0.7
+        >>> isinstance(logits, DeferredLogits), tuple(logits.shape), tuple(logits[:2].argmax(-1).shape)
+        (True, (4, 1000), (2,))
+        >>> type(logits.compute()).__name__, handle.served, handle.stored
+        ('Tensor', 1, 1)
     """
 
     recipe: Recipe
@@ -92,7 +120,7 @@ class DeferredLogits(torch.Tensor):
         return self.recipe.steps[-1](parent.value(needed_for))
 
     def compute(self) -> torch.Tensor:
-        """The logits as a plain tensor, for a function that must have one."""
+        """The logits as a plain tensor of the same graph, computed once, for a function that must have one."""
         return self.value("compute()")
 
     def write(self, needed_for: str) -> torch.Tensor:
