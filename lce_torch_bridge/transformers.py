@@ -11,9 +11,10 @@ from lce_torch_bridge.deferred._defer import defer_logits
 from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from lce_torch_bridge._types import Lora
     from lce_torch_bridge.deferred._deferral import Deferral
-    from transformers import PreTrainedModel
 
 __all__ = ["loss_function", "patch"]
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from examples.frameworks.hugging_face_step import DEVICE, ON_GPU, forget_peak, synchronize
 from lce_torch_bridge import defer_logits, linear_cross_entropy, linear_logprobs
@@ -27,7 +26,7 @@ SMALL = (256, 1024, 32000)
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """As Transformers computes it."""
-    return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
+    return torch.nn.functional.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
 
 
 def policy_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -35,7 +34,7 @@ def policy_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     logits = logits.float() / 0.9
     chosen = logits.gather(-1, labels[..., None]).squeeze(-1)
     logprobs = chosen - torch.stack([row.logsumexp(-1) for row in logits])
-    chunks = [F.log_softmax(chunk, -1) for chunk in logits.reshape(-1, logits.shape[-1]).split(128)]
+    chunks = [torch.log_softmax(chunk, -1) for chunk in logits.reshape(-1, logits.shape[-1]).split(128)]
     entropy = torch.cat([-(chunk.exp() * chunk).sum(-1) for chunk in chunks])
     return -(logprobs.mean() + 0.01 * entropy.mean())
 

@@ -5,8 +5,8 @@ python -m examples.frameworks.hugging_face_step 4 16
 Random weights of the sizes of Qwen 3 0.6B in bfloat16, sequences of 4,096 tokens, activation checkpoints, fused AdamW.
 Each way's loss and gradient of the head, of the same weights, are compared before anything is timed. The arguments are
 how many sequences a step has; --rounds, how often the ways take turns. "Liger's body" is Liger's kernels for norms,
-activations and rotary embeddings as well, which --heads leaves out; --experts takes a mixture of experts in place of the
-model. Needs transformers and liger-kernel, and 80 GB; --tiny is for a look on a CPU, without Liger.
+activations and rotary embeddings as well, which --heads leaves out; --experts takes a mixture of experts instead.
+Needs transformers and liger-kernel, and 80 GB; --tiny is for a look on a CPU, without Liger.
 """
 
 from __future__ import annotations
