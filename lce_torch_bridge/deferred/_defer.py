@@ -203,9 +203,8 @@ def _source(head: Any, input: Any) -> Source | None:
     if type(input) not in PLAIN or type(weight) not in PLAIN or not deferral.wants(input, weight, layer.bias, lora):
         return None
     floats = input.dtype in _checks.FLOATS and weight.dtype in _checks.FLOATS
-    fits = (
-        input.shape[-1:] == weight.shape[1:] and input.device == weight.device and input.device.type in ("cpu", "cuda")
-    )
+    here = input.device == weight.device and input.device.type in ("cpu", "cuda")
+    fits = here and input.shape[-1:] == weight.shape[1:] and weight.shape[0] > 1
     if not (floats and fits) or (dtype is None and input.dtype != weight.dtype):
         return None
     return Source(input, weight, layer.bias, lora, dtype, deferral)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lce_torch_bridge.deferred import _served
-from lce_torch_bridge.deferred._recipe import Recipe, Step
+from lce_torch_bridge.deferred._recipe import Recipe, Step, laid_out
 from lce_torch_bridge.deferred._tensor import DeferredLogits, _plain
 from lce_torch_bridge.deferred._traced import TracedLogits
+from lce_torch_bridge.tensors import _device
 
 T, F = torch.Tensor, torch.nn.functional
 DEFERRED = (DeferredLogits, TracedLogits)
@@ -29,15 +30,15 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in GETTERS and isinstance(x, DeferredLogits):
         with _plain():
             return func(*args, **kwargs) if x._value is None else func(x._value, *args[1:], **kwargs)
-    if func in COMMUTES and len(args) == 2 and not isinstance(x, DEFERRED):
-        x, args = args[1], args[::-1]
-    known = TABLE.get(func)
-    if known is not None and isinstance(x, DEFERRED) and x.is_deferred():
-        kwargs.pop("input", None)
-        found = known(x, func, args[1:], kwargs)
+    rest, others = args[1:], kwargs
+    if func in COMMUTES and len(args) == 2 and not kwargs and not isinstance(x, DEFERRED):
+        x, rest = args[1], args[:1]
+    if not args:
+        others = {name: each for name, each in kwargs.items() if name != "input"}
+    if isinstance(x, DEFERRED) and kwargs.get("out") is None and (known := TABLE.get(func)) and x.is_deferred():
+        found = known(x, func, rest, others)
         if found is not NotImplemented:
             return found
-        kwargs = kwargs if args else {"input": x, **kwargs}
     return _of_values(func, args, kwargs)
 
 
@@ -46,6 +47,10 @@ def _of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name, first = _name(func), args[0] if args else None
     if func in (torch.autograd.grad, torch.autograd.backward):
         _refuse_gradient_of_logits(args, kwargs)
+    if func in EXPOSES and isinstance(first, DeferredLogits):
+        first.expose()
+    if func in HOOKS and isinstance(first, DeferredLogits):
+        _hook_values(first, args)
     if func in RESHAPES_IN_PLACE and isinstance(first, DEFERRED):
         raise NotImplementedError(f"{name} of deferred logits: write it without the _, or call it on logits.compute()")
     writes = isinstance(first, DEFERRED) and (_is_written_by(func) or kwargs.get("inplace") is True)
@@ -71,11 +76,16 @@ def _is_written_by(func: Any) -> bool:
 def _refuse_gradient_of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
     inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    if any(isinstance(x, DEFERRED) and not x._written[0] for x in inputs):
-        raise RuntimeError(
-            "the gradient of deferred logits themselves: a loss of them has none, because it is computed from hidden "
-            "states. Write logits = logits.compute() before the loss"
-        )
+    for x in inputs:
+        if isinstance(x, TracedLogits) or (isinstance(x, DeferredLogits) and (x._used or x._value is None)):
+            _refuse_gradient()
+
+
+def _refuse_gradient() -> None:
+    raise RuntimeError(
+        "the gradient of deferred logits themselves: a loss of them has none, because it is computed from hidden "
+        "states. Write logits = logits.compute() before the loss"
+    )
 
 
 def _values(x: Any, needed_for: str) -> Any:
@@ -100,13 +110,18 @@ def _then(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: Any, layout: to
 def _cast(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another dtype on the same device."""
     recipe = x.recipe
-    probe = torch.empty(0, dtype=recipe.dtype, device=x.device)
+    probe = torch.empty(0, dtype=recipe.dtype, device=recipe.source.hidden.device)
     out = func(probe, *(probe if each is x else each for each in args), **kwargs)
     if out is probe or isinstance(out, str):
         return x if out is probe else out
     if not isinstance(out, torch.Tensor) or out.device != probe.device or out.dtype not in (*_FLOATS, torch.float64):
         return NotImplemented
-    return _then(x, func, args, kwargs, torch.empty_like(recipe.layout, dtype=out.dtype), **_same(recipe))
+    return _then(x, func, args, kwargs, _like(recipe.layout, out.dtype), **_same(recipe))
+
+
+def _like(layout: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The layout of what torch computes elementwise."""
+    return laid_out(layout.shape, dtype or layout.dtype, layout.stride())
 
 
 def _same(recipe: Recipe) -> dict[str, Any]:
@@ -121,7 +136,7 @@ def _contiguous(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _detach(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return x.then(Step(func, args, kwargs), x.recipe.layout.detach(), True, **_same(x.recipe), grad=False)
+    return x.then(Step(func, args, kwargs), x.recipe.layout, True, **_same(x.recipe), grad=False)
 
 
 def _scale(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,7 +156,7 @@ def _scale(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return NotImplemented
     if not math.isfinite(number) or (over and number == 0):
         return NotImplemented
-    layout = torch.empty_like(recipe.layout)
+    layout = _like(recipe.layout)
     if recipe.kind != "logits":
         coefficient = recipe.coefficient / number if over else recipe.coefficient * number
         return _then(x, func, args, {}, layout, coefficient=coefficient, **_same(recipe))
@@ -154,20 +169,28 @@ def _number(by: torch.Tensor) -> float | None:
     return float(by.item()) if plain else None
 
 
+def _may_take(recipe: Recipe, by: torch.Tensor) -> bool:
+    """Whether a step may take a tensor: it is there, and has no gradient where the logits have none."""
+    device = recipe.source.hidden.device
+    return by.device == device and (recipe.grad or not (by.requires_grad and torch.is_grad_enabled()))
+
+
 def _scale_rows(x: Deferred, func: Any, by: torch.Tensor) -> Any:
     """Hidden states are scaled in place of their logits."""
     recipe = x.recipe
     linear = recipe.kind == "logits" and not any(name == "tanh" for name, _ in recipe.factors)
     rows = (*recipe.layout.shape[:-1], 1)
     fits = by.ndim <= len(rows) and all(n in (1, m) for n, m in zip(by.shape[::-1], rows[::-1], strict=False))
-    if recipe.classes_first or not (linear and fits) or by.device != x.device or not by.is_floating_point():
+    if recipe.classes_first or not (linear and fits) or not by.is_floating_point() or not _may_take(recipe, by):
         return NotImplemented
+    if recipe.hidden.dtype == torch.float16:
+        return NotImplemented  # it overflows where its logits would not
     if recipe.bias is not None and by.numel() != 1:
         return NotImplemented
     dtype = torch.promote_types(recipe.dtype, by.dtype) if by.ndim else recipe.dtype
     hidden = func(recipe.hidden, by).to(recipe.hidden.dtype)
     bias = None if recipe.bias is None else func(recipe.bias, by.reshape(())).to(recipe.bias.dtype)
-    layout = torch.empty_like(recipe.layout, dtype=dtype)
+    layout = _like(recipe.layout, dtype)
     return _then(x, func, (by,), {}, layout, hidden=hidden, bias=bias)
 
 
@@ -181,15 +204,15 @@ def _product(x: Deferred, func: Any, by: Deferred) -> Any:
     assert one.logits is not None
     of = other if other.logits is None else other.logits
     kind = {"log_softmax": "p_log_p", "logits": "p_logits"}.get(other.kind)
-    if kind is None or of.results is not one.logits.results:
+    if kind is None or of.results is not one.logits.results or one.grad != other.grad:
         return NotImplemented
-    layout = torch.empty_like(x.recipe.layout, dtype=torch.promote_types(one.dtype, other.dtype))
+    layout = _like(x.recipe.layout, torch.promote_types(one.dtype, other.dtype))
     coefficient = one.coefficient * other.coefficient
     return _then(x, func, (by,), {}, layout, kind=kind, coefficient=coefficient, logits=one.logits)
 
 
 def _negate(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    recipe, layout = x.recipe, torch.empty_like(x.recipe.layout)
+    recipe, layout = x.recipe, _like(x.recipe.layout)
     if args or kwargs:
         return NotImplemented
     if recipe.kind != "logits":
@@ -201,7 +224,7 @@ def _tanh(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     recipe = x.recipe
     if args or kwargs or recipe.kind != "logits":
         return NotImplemented
-    return _then(x, func, (), {}, torch.empty_like(recipe.layout), factors=(*recipe.factors, ("tanh", 0.0)))
+    return _then(x, func, (), {}, _like(recipe.layout), factors=(*recipe.factors, ("tanh", 0.0)))
 
 
 def _shift(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,20 +232,22 @@ def _shift(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     recipe, by = x.recipe, args[0] if len(args) == 1 and not kwargs else None
     if recipe.kind != "logits" or not isinstance(by, torch.Tensor) or isinstance(by, DEFERRED):
         return NotImplemented
-    if func in LESS and getattr(by, "_lse_of", None) is recipe.results and by.shape[:-1] == x.shape[:-1]:
-        layout = torch.empty_like(recipe.layout, dtype=torch.promote_types(recipe.dtype, by.dtype))
-        return _then(x, func, (by.detach(),), {}, layout, kind="log_softmax", logits=recipe)
+    results, version = getattr(by, "_lse_of", (None, 0))
+    is_own_lse = results is recipe.results and by._version == version and by.requires_grad == x.requires_grad
+    if func in LESS and is_own_lse and by.shape[:-1] == recipe.layout.shape[:-1]:
+        layout = _like(recipe.layout, torch.promote_types(recipe.dtype, by.dtype))
+        return _then(x, func, (by,), {}, layout, kind="log_softmax", logits=recipe)
     columns = recipe.source.weight.shape[0]
     fits = by.shape[-1:] == (columns,) and by.numel() == columns and by.ndim <= x.dim() and by.dtype in _FLOATS
     linear = not any(name == "tanh" for name, _ in recipe.factors) and recipe.vocab_size == columns
-    if not (fits and linear) or recipe.classes_first or recipe.source.lora is not None or by.device != x.device:
+    if not (fits and linear) or recipe.classes_first or recipe.source.lora is not None or not _may_take(recipe, by):
         return NotImplemented
     options = recipe.options()
     if options is None or not (scale := options["logit_scale"] / options["temperature"]):
         return NotImplemented
     bias = by.reshape(columns) / (-scale if func in LESS else scale)
     bias = bias if recipe.bias is None else recipe.bias + bias
-    layout = torch.empty_like(recipe.layout, dtype=torch.promote_types(recipe.dtype, by.dtype))
+    layout = _like(recipe.layout, torch.promote_types(recipe.dtype, by.dtype))
     return _then(x, func, (by,), {}, layout, bias=bias)
 
 
@@ -231,24 +256,69 @@ def _shift(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _rows(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What leaves each row whole: views, splits, transposes of the leading dimensions, chosen rows."""
-    recipe = x.recipe
-    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+    if any(isinstance(each, (torch.dtype, *DEFERRED)) for each in (*args, *kwargs.values())):
         return NotImplemented
-    plain = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    layout, static = x.recipe.layout, (*args, *kwargs.values())
+    once = not _device.is_traced() and all(map(_is_static, static))
+    shaped = (_shaped_once if once else _shaped)(
+        func, args, tuple(kwargs.items()), tuple(layout.shape), layout.stride(), layout.dtype
+    )
+    if shaped is None:
+        return NotImplemented
+    select = functools.partial(_select, func, args, kwargs, layout.shape[-1])
+    if isinstance(shaped, _Shape):
+        return _row_step(x, Step(func, args, kwargs), select, shaped)
+    each = [_row_step(x, Step(_Nth(i, func), args, kwargs), _Nth(i, select), one, True) for i, one in enumerate(shaped)]
+    return NotImplemented if any(one is NotImplemented for one in each) else tuple(each)
+
+
+class _Shape(NamedTuple):
+    """What one step makes of a layout."""
+
+    layout: torch.Tensor
+    is_view: bool
+    is_of_rows: bool  # whether it leaves each row whole
+
+
+def _shaped(
+    func: Any, args: tuple[Any, ...], items: tuple[Any, ...], shape: Any, strides: Any, dtype: torch.dtype
+) -> _Shape | tuple[_Shape, ...] | None:
+    """What ``func`` makes of a layout: one, or several; None where torch refuses it, and says why of the values."""
+    before, kwargs = torch.empty_strided(shape, strides, dtype=dtype, device="meta"), dict(items)
+    select = functools.partial(_select, func, args, kwargs, shape[-1])
+    meta = tuple(map(_on_meta, args)), {name: _on_meta(each) for name, each in kwargs.items()}
+    errors = RuntimeError, IndexError, TypeError, ValueError, NotImplementedError
     try:
-        layout = func(recipe.layout, *map(_on_meta, args), **{name: _on_meta(each) for name, each in kwargs.items()})
-    except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
-        return NotImplemented  # torch says why, of the values
-    if any(isinstance(each, DEFERRED) for each in plain):
-        return NotImplemented
-    select = functools.partial(_select, func, args, kwargs, recipe.layout.shape[-1])
-    if isinstance(layout, torch.Tensor):
-        return _row_step(x, Step(func, args, kwargs), select, layout)
-    each = [
-        _row_step(x, Step(_Nth(i, func), args, kwargs), _Nth(i, select), one, is_part=True)
-        for i, one in enumerate(layout)
-    ]
-    return NotImplemented if any(one is NotImplemented for one in each) else type(layout)(each)
+        after = func(before, *meta[0], **meta[1])
+    except errors:
+        return None
+    try:
+        rows = select(before[..., :1])
+    except errors:
+        rows = None
+    if isinstance(after, torch.Tensor):
+        return _shape_of(before, after, rows)
+    return tuple([_shape_of(before, one, None if rows is None else rows[i]) for i, one in enumerate(after)])
+
+
+_shaped_once = functools.lru_cache(maxsize=1024)(_shaped)
+
+
+def _shape_of(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None) -> _Shape:
+    """``rows`` is what the step makes of the first column."""
+    columns = before.shape[-1]
+    is_whole = columns > 1 and after.shape[-1:] == (columns,) and (after.stride(-1) == 1 or not after.numel())
+    is_of_rows = is_whole and rows is not None and rows.shape == (*after.shape[:-1], 1)
+    return _Shape(after, after.untyped_storage()._cdata == before.untyped_storage()._cdata, is_of_rows)
+
+
+def _is_static(x: Any) -> bool:
+    """Whether it is equal to another only where it does the same."""
+    if isinstance(x, slice):
+        return all(map(_is_static, (x.start, x.stop, x.step)))
+    if isinstance(x, tuple):
+        return all(map(_is_static, x))
+    return x is None or x is Ellipsis or type(x) is int
 
 
 def _on_meta(x: Any) -> Any:
@@ -280,30 +350,19 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], columns: i
 
 
 def _row_step(
-    x: Deferred,
-    step: Step,
-    select: Callable[[torch.Tensor], Any],
-    layout: torch.Tensor,
-    is_part: bool = False,
-    is_view: bool = True,
+    x: Deferred, step: Step, select: Callable[[torch.Tensor], Any], shape: _Shape, is_part: bool = False
 ) -> Any:
-    recipe, columns = x.recipe, x.recipe.layout.shape[-1]
-    if recipe.classes_first or layout.ndim == 0:
+    recipe, layout = x.recipe, shape.layout
+    if recipe.classes_first:
         return NotImplemented
-    if layout.shape[-1] != columns or (columns > 1 and layout.stride(-1) != 1 and layout.numel()):
+    if not shape.is_of_rows:
         return _classes_first(x, step, layout)
-    try:
-        one_column = select(recipe.layout[..., :1])
-    except (RuntimeError, IndexError, TypeError, ValueError):
-        return NotImplemented
-    if one_column.shape != (*layout.shape[:-1], 1):  # it is not of rows alone
-        return NotImplemented
     hidden = select(recipe.hidden)
     changes: dict[str, Any] = {"hidden": hidden, "rows_of": (recipe, select, is_part)}
     if recipe.logits is not None:
         of = recipe.logits
         changes["logits"] = of.then(step, layout, hidden=hidden, rows_of=(of, select, is_part))
-    return x.then(step, layout, is_view, **changes)
+    return x.then(step, layout, shape.is_view, **changes)
 
 
 def _classes_first(x: Deferred, step: Step, layout: torch.Tensor) -> Any:
@@ -328,24 +387,38 @@ def _getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     index = _whole_index(args[0], recipe.layout.ndim)
     if index is None or recipe.classes_first:
         return NotImplemented
-    if all(isinstance(each, torch.Tensor) and each.dtype != torch.bool for each in index):
+    if all(isinstance(each, torch.Tensor) and each.dtype not in (torch.bool, torch.uint8) for each in index):
         return _served.chosen(x, index, _getitem)
     *rows, last = index
     if isinstance(last, slice) and last == slice(None):
-        tensors = [each for each in rows if isinstance(each, torch.Tensor)]
-        select = functools.partial(_at, (*rows, slice(None)))
-        if tensors or any(isinstance(each, list | range) for each in rows):
-            hidden = select(recipe.hidden[..., :1])
-            layout = torch.empty((*hidden.shape[:-1], recipe.layout.shape[-1]), dtype=recipe.dtype, device="meta")
-            return _row_step(x, Step(func, args), select, layout, is_view=False)
-        layout = select(recipe.layout)
-        return _row_step(x, Step(func, args), select, layout)
+        is_chosen = any(isinstance(each, torch.Tensor | list | range) for each in rows)
+        return (_choose_rows if is_chosen else _slice_rows)(x, func, args[0], tuple(rows))
     whole = all(isinstance(each, slice) and each == slice(None) for each in rows)
     if whole and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1):
         layout = recipe.layout[..., last]
-        if recipe.kind == "logits" and layout.shape[-1]:
+        if recipe.kind == "logits" and layout.shape[-1] > 1:
             return x.then(Step(func, args), layout, True, vocab_size=layout.shape[-1])
     return NotImplemented
+
+
+def _slice_rows(x: Deferred, func: Any, index: Any, rows: tuple[Any, ...]) -> Any:
+    layout = x.recipe.layout
+    once = not _device.is_traced() and _is_static(rows)
+    shaped = (_shaped_once if once else _shaped)(
+        T.__getitem__, ((*rows, slice(None)),), (), tuple(layout.shape), layout.stride(), layout.dtype
+    )
+    select = functools.partial(_at, (*rows, slice(None)))
+    return _row_step(x, Step(func, (index,)), select, shaped) if isinstance(shaped, _Shape) else NotImplemented
+
+
+def _choose_rows(x: Deferred, func: Any, index: Any, rows: tuple[Any, ...]) -> Any:
+    """Rows by masks, tensors or lists, which are copies; by tensors of one number alone they would be views."""
+    if not any(isinstance(each, list | range) or (isinstance(each, torch.Tensor) and each.ndim) for each in rows):
+        return NotImplemented
+    recipe, select = x.recipe, functools.partial(_at, (*rows, slice(None)))
+    hidden = select(recipe.hidden[..., :1])
+    layout = laid_out((*hidden.shape[:-1], recipe.layout.shape[-1]), recipe.dtype)
+    return _row_step(x, Step(func, (index,)), select, _Shape(layout, False, True))
 
 
 def _at(index: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
@@ -377,12 +450,23 @@ def _iterate(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _hook(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.distributed asks when a backward begins, and does not look at the gradient."""
-    hook = getattr(args[0], "func", args[0])
-    if kwargs or not str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+    if kwargs or not _only_listens(args[0]):
         return NotImplemented
     x._hooks.append(args[0])
     with _plain():
         return func(x, *args)
+
+
+def _only_listens(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.")
+
+
+def _hook_values(x: DeferredLogits, args: tuple[Any, ...]) -> None:
+    """Refuses a hook for the gradient of logits where results of them have been computed without it."""
+    if len(args) > 1 and _only_listens(args[1]):
+        x._hooks.append(args[1])
+    elif x._used and x.requires_grad:
+        _refuse_gradient()
 
 
 def _show(x: Deferred, *_: Any) -> str:
@@ -425,7 +509,15 @@ WRITES = {*_functions("__setitem__", *(f"__i{name}__" for name in _OPERATORS))}
 WRITES |= {getattr(T, name) for name in dir(T) if _writes(name)}
 WRITES_ELSEWHERE = {getattr(owner, name) for owner in (torch, F) for name in dir(owner) if _writes(name)}
 _RESHAPES = "resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "set", "as_strided"
-RESHAPES_IN_PLACE = {getattr(T, f"{name}_") for name in _RESHAPES}
+RESHAPES_IN_PLACE = {getattr(T, f"{name}_") for name in _RESHAPES} | {T.data.__set__}
+EXPOSES = {
+    *_functions(
+        "data_ptr", "numpy", "__array__", "__dlpack__", "storage", "_typed_storage", "untyped_storage", "share_memory_"
+    ),
+    T.data.__get__,
+    *([T.__cuda_array_interface__.__get__] if hasattr(T, "__cuda_array_interface__") else []),
+}
+HOOKS = {*_functions("register_hook", "retain_grad", "register_post_accumulate_grad_hook")}
 TABLE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_functions("to", "float", "half", "bfloat16", "double", "type", "type_as"), _cast),
     **dict.fromkeys(_functions("contiguous", "clone"), _contiguous),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +20,33 @@ type Kind = Literal["logits", "log_softmax", "softmax", "p_log_p", "p_logits"]
 type Factor = tuple[Literal["mul", "div", "tanh"], float]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+type State = tuple[tuple[int, bool] | None, ...]
+
+
+def _state(tensors: Iterable[torch.Tensor | None]) -> State:
+    """How many times each was written into, and whether it has a gradient. Inference tensors do not count."""
+    if torch.compiler.is_compiling():
+        return ()
+    return tuple([None if x is None or x.is_inference() else (x._version, x.requires_grad) for x in tensors])
+
+
+def _refuse_changed(what: str, tensors: Sequence[torch.Tensor | None], before: State) -> None:
+    """Raises where a tensor has changed since the model used it, which stock's logits do not see."""
+    now = _state(tensors)
+    if now == before or not before or not now:
+        return
+    for x, old, new in zip(tensors, before, now, strict=True):
+        if x is not None and old is not None and new is not None and old != new:
+            change = f"written into in place (version {new[0]}, was {old[0]})"
+            if old[0] == new[0]:
+                change = f"given requires_grad={new[1]}"
+            raise RuntimeError(
+                f"{what} {list(x.shape)} was {change} after logits of it were deferred, which are those of before: "
+                "write logits = logits.compute() before that"
+            )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Source:
     """One call of a head: its operands, and the context in which it was called.
 
@@ -30,6 +57,7 @@ class Source:
         lora: an adapter ``(A, B, scale)`` on the weight, or None.
         autocast: the dtype of the autocast context, None outside of one.
         deferral: what counts, and says whether logits may be computed.
+        state: of the operands, when the head was called.
     """
 
     hidden: torch.Tensor
@@ -38,6 +66,10 @@ class Source:
     lora: Lora | None
     autocast: torch.dtype | None
     deferral: Deferral
+    state: State = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = _state(self.operands)
 
     @property
     def operands(self) -> tuple[torch.Tensor | None, ...]:
@@ -74,28 +106,56 @@ class Source:
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
         """Inside, the head's autocast context and its weight are as they were in its call."""
-        device = self.hidden.device.type
-        with _device.gathered(self.weight):
-            if self.autocast is None and not torch.is_autocast_enabled(device):
-                yield
-            else:
-                with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
-                    yield
+        _refuse_changed("an operand of the head,", self.operands, self.state)
+        with _device.gathered(self.weight), autocast_to(self.hidden.device.type, self.autocast):
+            yield
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@contextlib.contextmanager
+def autocast_to(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, autocast is as it was where ``dtype`` was its dtype; None: where there was none."""
+    if dtype == _device.autocast_dtype(device):
+        yield
+    else:
+        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+            yield
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Step:
-    """One operation of the model on its logits: ``function(logits, *args, **kwargs)``."""
+    """One operation of the model on its logits: ``function(logits, *args, **kwargs)``, under autocast as it was."""
 
     function: Callable[..., torch.Tensor]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    autocast: torch.dtype | None = None
+    state: State = ()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those of its arguments, in indices too."""
+        return tuple(_tensors((*self.args, *self.kwargs.values())))
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        return self.function(logits, *self.args, **self.kwargs)
+        return self.of(logits, self.args, self.kwargs)
+
+    def of(self, logits: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The operation with arguments that stand for its own."""
+        if self.state:
+            _refuse_changed("a tensor that the model used on them,", self.tensors, self.state)
+        with autocast_to(logits.device.type, self.autocast):
+            return self.function(logits, *args, **kwargs)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+def _tensors(x: Any) -> Iterator[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, tuple | list):
+        for each in x:
+            yield from _tensors(each)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Recipe:
     """Logits, or their softmax, that are not computed.
 
@@ -135,14 +195,15 @@ class Recipe:
     def of_head(cls, source: Source) -> Recipe:
         """What a head returns."""
         hidden, vocab_size = source.hidden, source.weight.shape[0]
-        layout = torch.empty((*hidden.shape[:-1], vocab_size), dtype=source.dtype, device="meta")
+        layout = laid_out((*hidden.shape[:-1], vocab_size), source.dtype)
         return cls(source, (), layout, torch.is_grad_enabled(), hidden, source.bias, vocab_size)
 
     def then(self, step: Step, layout: torch.Tensor, **changes: Any) -> Recipe:
         """What the model has after one more step."""
+        step.autocast, step.state = _device.autocast_dtype(self.source.hidden.device.type), _state(step.tensors)
         grad = self.grad and torch.is_grad_enabled()
-        fresh: dict[str, Any] = {"results": {}, "rows_of": None, "grad": grad} | changes
-        return dataclasses.replace(self, steps=(*self.steps, step), layout=layout, **fresh)
+        kept = {name: getattr(self, name) for name in _KEPT}
+        return Recipe(self.source, (*self.steps, step), layout, **({"grad": grad} | kept | changes))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,7 +226,7 @@ class Recipe:
 
         for step in self.steps:
             args, kwargs = tuple(map(given, step.args)), {name: given(x) for name, x in step.kwargs.items()}
-            value = step.function(value, *args, **kwargs)
+            value = step.of(value, args, kwargs)
         return value
 
     def options(self) -> dict[str, Any] | None:
@@ -194,3 +255,20 @@ class Recipe:
         if self.source.lora is not None:
             found["lora"] = self.source.lora
         return found | {"bias": self.bias}
+
+
+_KEPT = "hidden", "bias", "vocab_size", "classes_first", "factors", "kind", "coefficient", "logits"  # by a step
+
+
+def laid_out(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A tensor without memory, dense or with these strides. Made once, because that takes the host's time."""
+    return (_laid_out if _device.is_traced() else _laid_out_once)(tuple(shape), dtype, strides)
+
+
+def _laid_out(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None) -> torch.Tensor:
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta"), dtype=dtype)
+
+
+_laid_out_once = functools.lru_cache(maxsize=1024)(_laid_out)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lce_jax import scalars
-from lce_torch_bridge.deferred._recipe import Recipe, Step
+from lce_torch_bridge.deferred._recipe import Recipe, Step, laid_out
 from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
 from lce_torch_bridge.ops._logits import linear_logits
 from lce_torch_bridge.ops._logprobs import linear_logprobs
@@ -37,6 +37,7 @@ def _result(x: Deferred, value: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 def _count(x: Deferred) -> None:
     if not torch.compiler.is_compiling():  # which would compile anew for each number
+        x._used = True  # type: ignore[union-attr]
         x.recipe.source.deferral.served += 1
 
 
@@ -49,7 +50,7 @@ _probed_once = functools.lru_cache(maxsize=256)(_probed)
 
 def _dtype(x: Deferred, function: Callable[..., torch.Tensor]) -> torch.dtype:
     """The dtype that ``function``, of [1, 2], returns here: autocast knows which functions it makes float32."""
-    device = x.device.type
+    device = x.recipe.source.hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     probe = _probed if torch.compiler.is_compiling() else _probed_once
     return probe(function, x.recipe.dtype, device, autocast)
@@ -112,7 +113,7 @@ def _cross_entropy(x: Deferred, target: Any, ignore_index: int, reduction: str, 
     wrong = (
         not isinstance(target, torch.Tensor) or target.dtype != torch.int64 or target.shape != recipe.hidden.shape[:-1]
     )
-    if options is None or wrong or reduction not in ("mean", "sum", "none") or target.device != x.device:
+    if options is None or wrong or reduction not in ("mean", "sum", "none") or target.device != recipe.hidden.device:
         return NotImplemented
     if (recipe.layout.ndim > 2 and not recipe.classes_first) or not 0 <= smoothing < 1:
         return NotImplemented
@@ -176,7 +177,7 @@ def softmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return NotImplemented
     if dtype is None:
         dtype = _dtype(x, _probe_log_softmax if is_log else _probe_softmax)
-    layout = torch.empty(x.shape, dtype=dtype, device="meta")
+    layout = laid_out(x.recipe.layout.shape, dtype, x.recipe.layout.stride())
     logits = x.recipe if x.recipe.logits is None else x.recipe.logits
     return x.then(Step(func, args, kwargs), layout, kind="log_softmax" if is_log else "softmax", logits=logits,
                   rows_of=x.recipe.rows_of)  # fmt: skip
@@ -187,7 +188,7 @@ def exponential(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     of, gives = ("log_softmax", "softmax") if func.__name__ == "exp" else ("softmax", "log_softmax")
     if x.recipe.kind != of or x.recipe.coefficient != 1 or args or kwargs:
         return NotImplemented
-    layout = torch.empty_like(x.recipe.layout)
+    layout = laid_out(x.recipe.layout.shape, x.recipe.dtype, x.recipe.layout.stride())
     return x.then(Step(func), layout, kind=gives, rows_of=x.recipe.rows_of)
 
 
@@ -195,31 +196,35 @@ def exponential(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def statistics(x: Deferred, recipe: Recipe) -> LogprobOutput | None:
-    """Lse and entropy of each row of logits, computed once for all that share the rows."""
-    found = known_statistics(recipe)
+    """Lse and entropy of each row of logits, computed once for all that share the rows, and recorded as ``x`` is."""
+    with _recording(x.recipe):
+        return _statistics(recipe)
+
+
+def _statistics(recipe: Recipe) -> LogprobOutput | None:
+    found = _known_statistics(recipe, torch.is_grad_enabled())
     if found is not None:
         return found
-    key = recipe.grad and torch.is_grad_enabled()
     if recipe.rows_of is not None and recipe.rows_of[2]:  # one of several parts: all of them at once
         whole, select, _ = recipe.rows_of
-        of_whole = statistics(x, whole)
+        of_whole = _statistics(whole)
         return None if of_whole is None else _of_rows(of_whole, select)
     options = recipe.options()
     if options is None:
         return None
     nothing = torch.full(recipe.hidden.shape[:-1], -1, dtype=torch.int64, device=recipe.hidden.device)
-    with recipe.source.ready(), _recording(recipe):
+    with recipe.source.ready():
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, **options)
-    recipe.results[key] = out
+    recipe.results[torch.is_grad_enabled()] = out
     return out
 
 
-def known_statistics(recipe: Recipe) -> LogprobOutput | None:
+def _known_statistics(recipe: Recipe, is_recorded: bool) -> LogprobOutput | None:
     """Those of these rows, or of rows that they were taken from, if they are computed already."""
-    found = recipe.results.get(recipe.grad and torch.is_grad_enabled())
+    found = recipe.results.get(is_recorded)
     if found is None and recipe.rows_of is not None:
         whole, select, _ = recipe.rows_of
-        of_whole = known_statistics(whole)
+        of_whole = _known_statistics(whole, is_recorded)
         found = None if of_whole is None else _of_rows(of_whole, select)
     return found
 
@@ -235,9 +240,10 @@ def logsumexp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     dim, keepdim = _dim_and_keepdim(args, kwargs)
     if x.recipe.kind != "logits" or not _is_last(x, dim) or (out := statistics(x, x.recipe)) is None:
         return NotImplemented
-    lse = _result(x, out.lse.unsqueeze(-1) if keepdim else out.lse.clone(), _dtype(x, _probe_logsumexp))
+    lse = out.lse.clone()  # which may be written into
+    lse = _result(x, lse.unsqueeze(-1) if keepdim else lse, _dtype(x, _probe_logsumexp))
     if not torch.compiler.is_compiling():
-        lse._lse_of = x.recipe.results  # type: ignore[attr-defined] # logits minus it are a log_softmax
+        lse._lse_of = x.recipe.results, lse._version  # type: ignore[attr-defined] # logits minus it are a log_softmax
     return lse
 
 
@@ -307,7 +313,12 @@ def _values_at(x: Deferred, ids: torch.Tensor) -> Any:
     recipe, options = x.recipe, x.recipe.options()
     count = ids.shape[-1] if ids.ndim else 0
     known = options is not None and recipe.kind in ("logits", "log_softmax", "softmax")
-    if not known or ids.dtype != torch.int64 or not 1 <= count <= scalars.MOST_CANDIDATES or ids.device != x.device:
+    if (
+        not known
+        or ids.dtype != torch.int64
+        or not 1 <= count <= scalars.MOST_CANDIDATES
+        or ids.device != recipe.hidden.device
+    ):
         return NotImplemented
     outside = _outside(ids, recipe.vocab_size)
     if outside is NotImplemented:
@@ -332,7 +343,7 @@ def _logits_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tensor 
 def _logprobs_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tensor | None:
     """From one pass, whose lse and entropy are kept for who asks next; from an lse that is there, no pass at all."""
     assert recipe.logits is not None
-    out = known_statistics(recipe.logits)
+    out = _known_statistics(recipe.logits, torch.is_grad_enabled())
     if out is not None and "lora" not in options:
         return linear_logits(recipe.hidden, recipe.source.weight, ids, **options) - out.lse[..., None]
     if ids.shape[-1] == 1:
@@ -343,7 +354,7 @@ def _logprobs_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tenso
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, candidates=ids, **options)
         assert out.candidate_logprobs is not None
         found = out.candidate_logprobs
-    recipe.logits.results[recipe.grad and torch.is_grad_enabled()] = out
+    recipe.logits.results[torch.is_grad_enabled()] = out
     return found
 
 

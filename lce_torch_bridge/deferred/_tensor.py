@@ -15,6 +15,30 @@ _grad_fn: Any = torch.Tensor.__dict__.get("grad_fn") or torch._C.TensorBase.grad
 _grad_fn = _grad_fn.__get__
 
 
+class Memory:
+    """What stock has in one piece of memory: logits and the views of them.
+
+    Once one of them is computed, the others are views of it, because something may have been written there.
+    """
+
+    __slots__ = "is_exposed", "value", "version"
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None  # the first that was computed
+        self.version = 0  # of it then
+        self.is_exposed = False  # whether somebody may write there who does not change the version
+
+    def keep(self, value: torch.Tensor) -> None:
+        """Notes that values are there."""
+        if self.value is None:
+            self.value = value.detach()  # it shares the version, and holds no graph
+            self.version = -1 if value.is_inference() else value._version
+
+    def is_written(self) -> bool:
+        """Whether something was written in place since."""
+        return self.value is not None and (self.version < 0 or self.value._version != self.version)
+
+
 class DeferredLogits(torch.Tensor):
     """The logits of a head that are not computed, or their softmax: what a head of `defer_logits` returns.
 
@@ -57,8 +81,9 @@ class DeferredLogits(torch.Tensor):
     recipe: Recipe
     _value: torch.Tensor | None  # once it is computed
     _parent: DeferredLogits | None  # whose values the last step takes; None of a head's own
-    _written: list[bool]  # whether something was written in place, of all that share the same memory in stock
-    _node: Any  # its own node of the graph
+    _memory: Memory
+    _used: bool  # whether results or other deferred tensors were made of it without its values
+    _node: Any  # the node of the graph where the gradient of its values ends
     _hooks: list[Any]  # of torch.distributed, which only ask when a backward begins
     call: ClassVar[Callable[..., Any]]  # a function of torch: `lce_torch_bridge.deferred._functions`
 
@@ -68,8 +93,8 @@ class DeferredLogits(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, layout.shape, strides=layout.stride(), dtype=layout.dtype, device=recipe.source.hidden.device
         )
-        self.recipe, self._value, self._parent, self._written, self._node = recipe, None, None, [False], None
-        self._hooks = []
+        self.recipe, self._value, self._parent, self._node = recipe, None, None, None
+        self._memory, self._used, self._hooks = Memory(), False, []
         return self
 
     @classmethod
@@ -78,19 +103,14 @@ class DeferredLogits(torch.Tensor):
         return _make(Recipe.of_head(source))
 
     def then(self, step: Step, layout: torch.Tensor, is_view: bool = False, **changes: Any) -> DeferredLogits:
-        """What the model has after one more step, which it has in the same memory where the layout says so."""
-        del is_view
-        child = _make(self.recipe.then(step, layout, **changes))
-        child._parent, child._hooks = self, self._hooks
-        if layout.untyped_storage()._cdata == self.recipe.layout.untyped_storage()._cdata:
-            child._written = self._written
-            if child._node is not None:
-                child._node.written = self._written
+        """What the model has after one more step, in the same memory where that is a view."""
+        child = _make(self.recipe.then(step, layout, **changes), self._memory if is_view else None)
+        child._parent, child._hooks, self._used = self, self._hooks, True
         return child
 
     def is_deferred(self) -> bool:
-        """Whether the recipe says what the values are: nothing was written, and no other node stands before it."""
-        return self._value is None and not self._written[0] and self._is_own()
+        """Whether the recipe says what the values are: none are there, and no other node stands before it."""
+        return self._value is None and self._memory.value is None and self._is_own()
 
     def _is_own(self) -> bool:
         """Whether gradients of this tensor go to its own node alone, and not through a function of someone else's."""
@@ -99,23 +119,27 @@ class DeferredLogits(torch.Tensor):
 
     def value(self, needed_for: str = "") -> torch.Tensor:
         """The values, computed once, as a plain tensor with a graph of its own."""
-        if self._value is None:
+        is_own = self._is_own()
+        if self._value is None or not is_own:
             recipe = self.recipe
-            with torch.inference_mode(recipe.source.hidden.is_inference()), torch.set_grad_enabled(recipe.grad):
-                self._value, self._parent = self._computed(needed_for), None
+            is_recorded = recipe.grad and is_own
+            with torch.inference_mode(recipe.source.hidden.is_inference()), torch.set_grad_enabled(is_recorded):
+                value = self._computed(needed_for) if self._value is None else self._value.detach()
+            if not is_own:  # its gradient goes through someone else's function
+                with torch.enable_grad(), _plain():
+                    value, self._node = _Through.apply(self, value), _grad_fn(self)
+            elif self._parent is None and value.requires_grad:
+                for hook in self._hooks:
+                    value.register_hook(hook)
+            self._value, self._parent = value, None
+            self._memory.keep(value)
         return self._value
 
     def _computed(self, needed_for: str) -> torch.Tensor:
-        if not self._is_own():
-            self.recipe.source.note(needed_for)
-            with torch.no_grad():
-                value = self.recipe.compute(self.recipe.tensors)
-            with torch.enable_grad():
-                return _Through.apply(self, value)
         parent = self._parent
-        was_copied = parent is not None and parent._written[0] and parent._written is not self._written
-        if parent is None or was_copied:  # before what has been written into the parent
-            self.recipe.source.note(needed_for)
+        is_copy = parent is not None and parent._memory is not self._memory
+        if parent is None or (is_copy and (parent._memory.is_exposed or parent._memory.is_written())):
+            self.recipe.source.note(needed_for)  # a copy is of what was there before something was written
             return self.recipe.compute(self.recipe.tensors)
         return self.recipe.steps[-1](parent.value(needed_for))
 
@@ -123,11 +147,13 @@ class DeferredLogits(torch.Tensor):
         """The logits as a plain tensor of the same graph, computed once, for a function that must have one."""
         return self.value("compute()")
 
+    def expose(self) -> None:
+        """Notes that somebody gets the memory, and may write there unseen."""
+        self._memory.is_exposed = True
+
     def write(self, needed_for: str) -> torch.Tensor:
         """The values, into which something is about to be written."""
-        value = self.value(needed_for)
-        self._written[0] = True
-        return value
+        return self.value(needed_for)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,20 +181,24 @@ class DeferredLogits(torch.Tensor):
 def _alike(of: DeferredLogits) -> DeferredLogits:
     """Another tensor of the same recipe and memory, as autograd makes them."""
     same = DeferredLogits(of.recipe)
-    same._value, same._parent, same._written, same._hooks = of._value, of._parent, of._written, of._hooks
-    same._node = of._node
+    same._value, same._parent, same._memory, same._used = of._value, of._parent, of._memory, of._used
+    same._node, same._hooks = of._node, of._hooks
     return same
 
 
-def _make(recipe: Recipe) -> DeferredLogits:
+def _make(recipe: Recipe, memory: Memory | None = None) -> DeferredLogits:
     """With a node of the graph, where autograd records it."""
-    tensors = recipe.tensors
-    if not (recipe.grad and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
-        return DeferredLogits(recipe)
-    logits: DeferredLogits = _Node.apply(recipe, *tensors)
-    with _plain():
-        logits._node = _grad_fn(logits)
-    logits._node.written = logits._written
+    tensors = recipe.tensors if recipe.grad and torch.is_grad_enabled() else ()
+    if any(x is not None and x.requires_grad for x in tensors):
+        logits: DeferredLogits = _Node.apply(recipe, *tensors)
+        with _plain():
+            logits._node = _grad_fn(logits)
+    else:
+        logits = DeferredLogits(recipe)
+    if memory is not None:
+        logits._memory = memory
+    if logits._node is not None:
+        logits._node.memory = logits._memory
     return logits
 
 
@@ -191,7 +221,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if gradient is None:
             return None, *(None for _ in ctx.saved_tensors)
-        if ctx.written[0]:
+        if ctx.memory.is_written():
             raise RuntimeError(
                 "deferred logits were written into in place, and a function that is none of torch's took them: its "
                 "gradient would miss what was written. Give it logits.compute()"
