@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -258,17 +258,14 @@ def _rows(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """What leaves each row whole: views, splits, transposes of the leading dimensions, chosen rows."""
     if any(isinstance(each, (torch.dtype, *DEFERRED)) for each in (*args, *kwargs.values())):
         return NotImplemented
-    layout, static = x.recipe.layout, (*args, *kwargs.values())
-    once = not _device.is_traced() and all(map(_is_static, static))
-    shaped = (_shaped_once if once else _shaped)(
-        func, args, tuple(kwargs.items()), tuple(layout.shape), layout.stride(), layout.dtype
-    )
-    if shaped is None:
-        return NotImplemented
-    select = functools.partial(_select, func, args, kwargs, layout.shape[-1])
-    if isinstance(shaped, _Shape):
-        return _row_step(x, Step(func, args, kwargs), select, shaped)
-    each = [_row_step(x, Step(_Nth(i, func), args, kwargs), _Nth(i, select), one, True) for i, one in enumerate(shaped)]
+    shaped = _shape(x, func, args, kwargs)
+    return NotImplemented if shaped is None else _row_steps(x, Step(func, args, kwargs), shaped)
+
+
+def _row_steps(x: Deferred, step: Step, shaped: tuple[_Shape, ...]) -> Any:
+    if len(shaped) == 1 and not shaped[0].is_part:
+        return _row_step(x, step, shaped[0])
+    each = [_row_step(x, Step(_Nth(i, step.function), step.args, step.kwargs), one) for i, one in enumerate(shaped)]
     return NotImplemented if any(one is NotImplemented for one in each) else tuple(each)
 
 
@@ -276,16 +273,32 @@ class _Shape(NamedTuple):
     """What one step makes of a layout."""
 
     layout: torch.Tensor
+    select: Callable[[torch.Tensor], Any]  # the same rows of a tensor with other columns
     is_view: bool
     is_of_rows: bool  # whether it leaves each row whole
+    is_part: bool = False  # whether it is one of several
+
+
+def _shape(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Shape, ...] | None:
+    layout = x.recipe.layout
+    once = not _device.is_traced() and _is_static(args) and _is_static(kwargs.values())
+    return (_shaped_once if once else _shaped)(
+        func, args, tuple(kwargs.items()), tuple(layout.shape), layout.stride(), layout.dtype
+    )
 
 
 def _shaped(
     func: Any, args: tuple[Any, ...], items: tuple[Any, ...], shape: Any, strides: Any, dtype: torch.dtype
-) -> _Shape | tuple[_Shape, ...] | None:
-    """What ``func`` makes of a layout: one, or several; None where torch refuses it, and says why of the values."""
+) -> tuple[_Shape, ...] | None:
+    """What ``func`` makes of a layout, once or in parts; None where torch refuses it, and says why of the values."""
     before, kwargs = torch.empty_strided(shape, strides, dtype=dtype, device="meta"), dict(items)
-    select = functools.partial(_select, func, args, kwargs, shape[-1])
+    if func is T.__getitem__:
+        index = _whole_index(args[0], len(shape))
+        if index is None or index[-1] != slice(None):
+            return None
+        select: Callable[[torch.Tensor], Any] = functools.partial(_at, index)
+    else:
+        select = functools.partial(_select, func, args, kwargs, shape[-1])
     meta = tuple(map(_on_meta, args)), {name: _on_meta(each) for name, each in kwargs.items()}
     errors = RuntimeError, IndexError, TypeError, ValueError, NotImplementedError
     try:
@@ -297,28 +310,37 @@ def _shaped(
     except errors:
         rows = None
     if isinstance(after, torch.Tensor):
-        return _shape_of(before, after, rows)
-    return tuple([_shape_of(before, one, None if rows is None else rows[i]) for i, one in enumerate(after)])
+        return (_shape_of(before, after, rows, select),)
+    parts = [None] * len(after) if rows is None else rows
+    return tuple(
+        [_shape_of(before, one, parts[i], _Nth(i, select))._replace(is_part=True) for i, one in enumerate(after)]
+    )
 
 
 _shaped_once = functools.lru_cache(maxsize=1024)(_shaped)
 
 
-def _shape_of(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None) -> _Shape:
+def _shape_of(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None, select: Any) -> _Shape:
     """``rows`` is what the step makes of the first column."""
     columns = before.shape[-1]
     is_whole = columns > 1 and after.shape[-1:] == (columns,) and (after.stride(-1) == 1 or not after.numel())
     is_of_rows = is_whole and rows is not None and rows.shape == (*after.shape[:-1], 1)
-    return _Shape(after, after.untyped_storage()._cdata == before.untyped_storage()._cdata, is_of_rows)
+    return _Shape(after, select, after.untyped_storage()._cdata == before.untyped_storage()._cdata, is_of_rows)
 
 
-def _is_static(x: Any) -> bool:
-    """Whether it is equal to another only where it does the same."""
-    if isinstance(x, slice):
-        return all(map(_is_static, (x.start, x.stop, x.step)))
-    if isinstance(x, tuple):
-        return all(map(_is_static, x))
-    return x is None or x is Ellipsis or type(x) is int
+def _is_static(given: Iterable[Any]) -> bool:
+    """Whether arguments are equal to others only where they do the same."""
+    for x in given:
+        kind = type(x)
+        if kind is slice:
+            if not _is_static((x.start, x.stop, x.step)):
+                return False
+        elif kind is tuple or kind is torch.Size:
+            if not _is_static(x):
+                return False
+        elif kind is not int and x is not None and x is not Ellipsis:
+            return False
+    return True
 
 
 def _on_meta(x: Any) -> Any:
@@ -349,19 +371,17 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], columns: i
     return func(x, *args, **kwargs)
 
 
-def _row_step(
-    x: Deferred, step: Step, select: Callable[[torch.Tensor], Any], shape: _Shape, is_part: bool = False
-) -> Any:
-    recipe, layout = x.recipe, shape.layout
+def _row_step(x: Deferred, step: Step, shape: _Shape) -> Any:
+    recipe, layout, select = x.recipe, shape.layout, shape.select
     if recipe.classes_first:
         return NotImplemented
     if not shape.is_of_rows:
         return _classes_first(x, step, layout)
     hidden = select(recipe.hidden)
-    changes: dict[str, Any] = {"hidden": hidden, "rows_of": (recipe, select, is_part)}
+    changes: dict[str, Any] = {"hidden": hidden, "rows_of": (recipe, select, shape.is_part)}
     if recipe.logits is not None:
         of = recipe.logits
-        changes["logits"] = of.then(step, layout, hidden=hidden, rows_of=(of, select, is_part))
+        changes["logits"] = of.then(step, layout, hidden=hidden, rows_of=(of, select, shape.is_part))
     return x.then(step, layout, shape.is_view, **changes)
 
 
@@ -384,6 +404,8 @@ def _getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """Rows by slices, numbers, masks and tensors; the first columns; one number of each row."""
     del kwargs
     recipe = x.recipe
+    if _is_static(args) and (shaped := _shape(x, T.__getitem__, args, {})) is not None:
+        return _row_step(x, Step(func, args), shaped[0])
     index = _whole_index(args[0], recipe.layout.ndim)
     if index is None or recipe.classes_first:
         return NotImplemented
@@ -391,8 +413,7 @@ def _getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return _served.chosen(x, index, _getitem)
     *rows, last = index
     if isinstance(last, slice) and last == slice(None):
-        is_chosen = any(isinstance(each, torch.Tensor | list | range) for each in rows)
-        return (_choose_rows if is_chosen else _slice_rows)(x, func, args[0], tuple(rows))
+        return _choose_rows(x, func, args[0], tuple(rows))
     whole = all(isinstance(each, slice) and each == slice(None) for each in rows)
     if whole and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1):
         layout = recipe.layout[..., last]
@@ -401,24 +422,15 @@ def _getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return NotImplemented
 
 
-def _slice_rows(x: Deferred, func: Any, index: Any, rows: tuple[Any, ...]) -> Any:
-    layout = x.recipe.layout
-    once = not _device.is_traced() and _is_static(rows)
-    shaped = (_shaped_once if once else _shaped)(
-        T.__getitem__, ((*rows, slice(None)),), (), tuple(layout.shape), layout.stride(), layout.dtype
-    )
-    select = functools.partial(_at, (*rows, slice(None)))
-    return _row_step(x, Step(func, (index,)), select, shaped) if isinstance(shaped, _Shape) else NotImplemented
-
-
 def _choose_rows(x: Deferred, func: Any, index: Any, rows: tuple[Any, ...]) -> Any:
     """Rows by masks, tensors or lists, which are copies; by tensors of one number alone they would be views."""
     if not any(isinstance(each, list | range) or (isinstance(each, torch.Tensor) and each.ndim) for each in rows):
-        return NotImplemented
+        shaped = _shape(x, T.__getitem__, (index,), {})
+        return NotImplemented if shaped is None else _row_step(x, Step(func, (index,)), shaped[0])
     recipe, select = x.recipe, functools.partial(_at, (*rows, slice(None)))
     hidden = select(recipe.hidden[..., :1])
     layout = laid_out((*hidden.shape[:-1], recipe.layout.shape[-1]), recipe.dtype)
-    return _row_step(x, Step(func, (index,)), select, _Shape(layout, False, True))
+    return _row_step(x, Step(func, (index,)), _Shape(layout, select, False, True))
 
 
 def _at(index: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
