@@ -311,7 +311,7 @@ def _shaped(
         rows = None
     if isinstance(after, torch.Tensor):
         return (_shape_of(before, after, rows, select),)
-    parts = [None] * len(after) if rows is None else rows
+    parts = rows if rows is not None and len(rows) == len(after) else [None] * len(after)
     return tuple(
         [_shape_of(before, one, parts[i], _Nth(i, select))._replace(is_part=True) for i, one in enumerate(after)]
     )

@@ -103,22 +103,24 @@ class Source:
             shape = torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
             self.deferral.note(shape, self.dtype, needed_for)
 
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[None]:
+    def ready(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the head's autocast context and its weight are as they were in its call."""
         _refuse_changed("an operand of the head,", self.operands, self.state)
-        with _device.gathered(self.weight), autocast_to(self.hidden.device.type, self.autocast):
+        is_there = self.weight.untyped_storage().nbytes() or torch.compiler.is_compiling()
+        autocast = autocast_to(self.hidden.device.type, self.autocast)
+        return autocast if is_there else self._gathered(autocast)
+
+    @contextlib.contextmanager
+    def _gathered(self, autocast: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        with _device.gathered(self.weight), autocast:
             yield
 
 
-@contextlib.contextmanager
-def autocast_to(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+def autocast_to(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
     """Inside, autocast is as it was where ``dtype`` was its dtype; None: where there was none."""
     if dtype == _device.autocast_dtype(device):
-        yield
-    else:
-        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-            yield
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

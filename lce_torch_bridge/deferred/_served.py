@@ -93,14 +93,31 @@ def _dim_and_keepdim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 # Ids out of range: torch raises on the CPU, and ends the process on a GPU, where its rows are NaN here
 
 
-def _outside(ids: torch.Tensor, vocab_size: int, ignored: int | None = None) -> Any:
+def _outside(ids: torch.Tensor, vocab_size: int) -> Any:
     """Which ids are out of range, where nothing may look at them; else None, or NotImplemented where one is."""
     outside = (ids < 0) | (ids >= vocab_size)
-    if ignored is not None:
-        outside = outside & (ids != ignored)
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+    if _may_not_look(ids):
         return outside
     return NotImplemented if bool(outside.any()) else None
+
+
+def _may_not_look(ids: torch.Tensor) -> bool:
+    return ids.device.type != "cpu" or torch.compiler.is_compiling()
+
+
+def _poison(labels: torch.Tensor, vocab_size: int, ignored: int, reduction: str) -> Any:
+    """Where a loss is NaN: of a label out of range, and a mean of none; else None, or NotImplemented."""
+    counts = labels != ignored
+    if _may_not_look(labels):
+        outside = counts & (labels.clamp(0, vocab_size - 1) != labels)
+        if reduction == "none":
+            return outside
+        return outside.any() if reduction == "sum" else outside.any() | ~counts.any()
+    counted = labels[counts]
+    if not counted.numel():
+        return counts.new_ones(()) if reduction == "mean" else None
+    least, most = torch.aminmax(counted)
+    return NotImplemented if int(least) < 0 or int(most) >= vocab_size else None
 
 
 def _poisoned(value: torch.Tensor, outside: torch.Tensor | None) -> torch.Tensor:
@@ -117,20 +134,14 @@ def _cross_entropy(x: Deferred, target: Any, ignore_index: int, reduction: str, 
         return NotImplemented
     if (recipe.layout.ndim > 2 and not recipe.classes_first) or not 0 <= smoothing < 1:
         return NotImplemented
-    outside = _outside(target, recipe.vocab_size, ignore_index)
-    if outside is NotImplemented:
+    poison = _poison(target, recipe.vocab_size, ignore_index, reduction)
+    if poison is NotImplemented:
         return NotImplemented
     with recipe.source.ready(), _recording(recipe):
         loss = linear_cross_entropy(
             recipe.hidden, recipe.source.weight, target, ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
             label_smoothing=smoothing, **options,
         )  # fmt: skip
-        if reduction == "none":
-            return _poisoned(loss, outside)
-        poison = None if outside is None else outside.any()
-        if reduction == "mean":
-            none = ~(target != ignore_index).any()
-            poison = none if poison is None else poison | none
         return _poisoned(loss, poison)
 
 
