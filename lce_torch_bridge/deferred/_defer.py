@@ -13,7 +13,7 @@ from lce_torch_bridge._types import PLAIN
 from lce_torch_bridge.call import _checks
 from lce_torch_bridge.deferred._deferral import BEFORE, DEFERRAL, Deferral
 from lce_torch_bridge.deferred._functions import DeferredLogits
-from lce_torch_bridge.deferred._recipe import Source
+from lce_torch_bridge.deferred._recipe import Source, count_writes
 from lce_torch_bridge.deferred._traced import TracedLogits
 from lce_torch_bridge.tensors import _device
 
@@ -199,7 +199,7 @@ def _source(head: Any, input: Any) -> Source | None:
     if not in_graph and (reason := _why_freed(head, layer.weight)) is not None:
         deferral.say(reason)
         return None
-    weight, dtype = layer.weight, _device.autocast_dtype(input.device.type) if isinstance(input, torch.Tensor) else None
+    weight = layer.weight
     if type(input) not in PLAIN or type(weight) not in PLAIN or not deferral.wants(input, weight, layer.bias, lora):
         return None
     floats = input.dtype in _checks.FLOATS and weight.dtype in _checks.FLOATS
@@ -207,7 +207,11 @@ def _source(head: Any, input: Any) -> Source | None:
     fits = here and input.shape[-1:] == weight.shape[1:] and weight.shape[0] > 1
     if not (floats and fits) or (dtype is None and input.dtype != weight.dtype):
         return None
-    return Source(input, weight, layer.bias, lora, dtype, deferral)
+    dtype = _device.autocast_dtype(input.device.type)
+    if dtype is None and input.dtype != weight.dtype:
+        return None
+    operands = (input, weight, layer.bias, *(lora or (None, None))[:2])
+    return Source(input, weight, layer.bias, lora, dtype, deferral, tuple(map(count_writes, operands)))
 
 
 def _why_freed(head: Any, weight: Any) -> str | None:

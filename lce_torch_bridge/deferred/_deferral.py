@@ -12,6 +12,7 @@ import torch
 _logger = logging.getLogger("lce_torch_bridge")
 _INSIDE = ("torch", "lce_torch_bridge")
 DEFERRAL, BEFORE = "_lce_deferral", "_lce_forward_before"  # attributes of a module
+REPLICATE = "_replicate_for_data_parallel"  # torch's own
 
 
 class Deferral:
@@ -56,7 +57,7 @@ class Deferral:
         while self._modules:
             attributes = vars(self._modules.pop())
             before = attributes.pop(BEFORE, None)
-            del attributes["forward"], attributes[DEFERRAL]
+            del attributes["forward"], attributes[DEFERRAL], attributes[REPLICATE]
             if before is not None:
                 attributes["forward"] = before
 
@@ -78,6 +79,7 @@ class Deferral:
         if "forward" in attributes:
             attributes[BEFORE] = attributes["forward"]
         attributes[DEFERRAL], attributes["forward"] = self, types.MethodType(forward, module)
+        attributes[REPLICATE] = types.MethodType(_replicate_for_data_parallel, module)
         self._modules.append(module)
         self._forwards[id(module)] = attributes["forward"]
 
@@ -115,6 +117,16 @@ class Deferral:
         if place not in self.places:
             self.places.append(place)
             _logger.warning("%s are computed for %s", text, place)
+
+
+def _replicate_for_data_parallel(module: Any) -> Any:
+    """A shallow copy as DataParallel makes it, whose forward is not that of the module itself."""
+    replica = getattr(type(module), REPLICATE)(module)
+    attributes = vars(replica)
+    for name, method in attributes.items():
+        if getattr(method, "__self__", None) is module:
+            attributes[name] = types.MethodType(method.__func__, replica)
+    return replica
 
 
 def _place() -> str:

@@ -58,8 +58,17 @@ def _of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first.write(name)
     if isinstance(out := kwargs.get("out"), DEFERRED):
         out.write(name)
-    found = func(*_values(args, name), **_values(kwargs, name))
-    return first if writes and isinstance(found, torch.Tensor) else found
+    if func is torch.broadcast_tensors and (found := _broadcast(args)) is not NotImplemented:
+        return found
+    if func is T.register_hook or func is T.retain_grad:
+        first._is_observed = True
+    plain, options = _values(args, name), _values(kwargs, name)
+    deferred = [x for x in _tensors((args, kwargs)) if isinstance(x, DeferredLogits)]
+    before = [count_writes(x._value) for x in deferred]
+    found = func(*plain, **options)
+    for x, count in zip(deferred, before, strict=True):
+        x._written[0] |= count_writes(x._value) != count
+    return first if writes and isinstance(found, torch.Tensor) and func != T.data.__get__ else found
 
 
 def _name(func: Any) -> str:
@@ -73,8 +82,11 @@ def _is_written_by(func: Any) -> bool:
     return func in WRITES or (not torch.compiler.is_compiling() and func in WRITES_ELSEWHERE)
 
 
-def _refuse_gradient_of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+def _refuse_gradient_of_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    in_graph = func in (torch.autograd.grad, torch.autograd.backward)
+    if not in_graph and func not in (T.register_hook, T.retain_grad):
+        return
+    inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ()) if in_graph else args[:1]
     inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
     for x in inputs:
         if isinstance(x, TracedLogits) or (isinstance(x, DeferredLogits) and (x._used or x._value is None)):
@@ -98,6 +110,14 @@ def _values(x: Any, needed_for: str) -> Any:
         found = [_values(each, needed_for) for each in x]
         return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
     return x
+
+
+def _tensors(x: Any) -> list[Any]:
+    """Deferred logits in nested lists, tuples and dictionaries."""
+    if isinstance(x, DEFERRED):
+        return [x]
+    each = x.values() if isinstance(x, dict) else x if isinstance(x, tuple | list) else ()
+    return [y for one in each for y in _tensors(one)]
 
 
 # What is written down
@@ -251,7 +271,24 @@ def _shift(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return _then(x, func, (by,), {}, layout, bias=bias)
 
 
+def _clamp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """From below, by the least number of the dtype, which changes log-probabilities of zero alone."""
+    least = kwargs.get("min", args[0] if args else None)
+    is_alone = len(args) + len(kwargs) == 1 and x.recipe.kind == "log_softmax" and x.recipe.coefficient == 1
+    if not is_alone or least != torch.finfo(x.dtype).min:
+        return NotImplemented
+    return _then(x, func, args, kwargs, torch.empty_like(x.recipe.layout), **_same(x.recipe))
+
+
 # Rows
+
+
+def _broadcast(args: tuple[Any, ...]) -> Any:
+    """torch.broadcast_tensors with what is no larger."""
+    shape = torch.broadcast_shapes(*(each.shape for each in args))
+    if any(isinstance(each, DEFERRED) and each.shape != shape for each in args):
+        return NotImplemented
+    return tuple(each if isinstance(each, DEFERRED) else each.expand(shape) for each in args)
 
 
 def _rows(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -440,7 +477,8 @@ def _at(index: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
 def _whole_index(index: Any, ndim: int) -> tuple[Any, ...] | None:
     """An index with one entry for each dimension, and for None; None where that is not known."""
     entries = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(each, (bool, *DEFERRED)) for each in entries):
+    known = (int, slice, list, range, types.EllipsisType, types.NoneType, torch.Tensor)
+    if any(isinstance(each, (bool, *DEFERRED)) or not isinstance(each, known) for each in entries):
         return None
     taken = 0
     for each in entries:
@@ -518,7 +556,7 @@ EXPANDS = {*_functions("expand")}
 SIZED = EXPANDS | {*_functions("view", "reshape")}
 _OPERATORS = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
 WRITES = {*_functions("__setitem__", *(f"__i{name}__" for name in _OPERATORS))}
-WRITES |= {getattr(T, name) for name in dir(T) if _writes(name)}
+WRITES |= {getattr(T, name) for name in dir(T) if _writes(name)} | {T.data.__get__, T.data.__set__}
 WRITES_ELSEWHERE = {getattr(owner, name) for owner in (torch, F) for name in dir(owner) if _writes(name)}
 _RESHAPES = "resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "set", "as_strided"
 RESHAPES_IN_PLACE = {getattr(T, f"{name}_") for name in _RESHAPES} | {T.data.__set__}
@@ -537,6 +575,7 @@ TABLE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((*_functions("mul", "multiply", "__mul__", "__rmul__"), *OVER), _scale),
     **dict.fromkeys(_functions("neg", "negative", "__neg__"), _negate),
     **dict.fromkeys(_functions("tanh"), _tanh),
+    **dict.fromkeys(_functions("clamp", "clamp_min"), _clamp),
     **dict.fromkeys((*_functions("add", "__add__", "__radd__"), *LESS), _shift),
     **dict.fromkeys(
         _functions(

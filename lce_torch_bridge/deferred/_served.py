@@ -30,6 +30,7 @@ def _result(x: Deferred, value: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     _count(x)
     value = value.to(dtype)
     if value.requires_grad:
+        x.recipe.source.served[0] = True
         for hook in x._hooks:
             value.register_hook(hook)
     return value
@@ -76,6 +77,10 @@ def _probe_sum(z: torch.Tensor) -> torch.Tensor:
     return z.sum(-1)
 
 
+def _probe_mean(z: torch.Tensor) -> torch.Tensor:
+    return z.mean(-1)
+
+
 def _recording(recipe: Recipe) -> torch.autograd.grad_mode.set_grad_enabled:
     return torch.set_grad_enabled(recipe.grad and torch.is_grad_enabled())
 
@@ -86,6 +91,9 @@ def _is_last(x: Deferred, dim: Any) -> bool:
 
 
 def _dim_and_keepdim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """None for what has other arguments too, such as NumPy's names of these."""
+    if not kwargs.keys() <= {"dim", "keepdim", "dtype"}:
+        return None, False
     given = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
     return given.get("dim"), given.get("keepdim", False)
 
@@ -190,8 +198,8 @@ def softmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         dtype = _dtype(x, _probe_log_softmax if is_log else _probe_softmax)
     layout = laid_out(x.recipe.layout.shape, dtype, x.recipe.layout.stride())
     logits = x.recipe if x.recipe.logits is None else x.recipe.logits
-    return x.then(Step(func, args, kwargs), layout, kind="log_softmax" if is_log else "softmax", logits=logits,
-                  rows_of=x.recipe.rows_of)  # fmt: skip
+    step = Step(func, (dim,), {"dtype": dtype})  # which may be autocast's
+    return x.then(step, layout, kind="log_softmax" if is_log else "softmax", logits=logits, rows_of=x.recipe.rows_of)
 
 
 def exponential(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -258,17 +266,35 @@ def logsumexp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return lse
 
 
+def is_lse_of(x: torch.Tensor, recipe: Recipe) -> bool:
+    """Whether logits minus ``x`` are their log_softmax, and have its gradient."""
+    results, writes, records = getattr(x, "_lse_of", (None, 0, False))
+    return results is recipe.results and writes == x._version and records == (recipe.grad and torch.is_grad_enabled())
+
+
+def equal(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With themselves, as torch.distributions looks for NaN: a row that has one has no lse either."""
+    del func
+    recipe = x.recipe if x.recipe.logits is None else x.recipe.logits
+    if args != (x,) or kwargs or x.recipe.kind not in ("logits", "log_softmax") or recipe.classes_first:
+        return NotImplemented
+    with torch.no_grad():
+        out = statistics(x, recipe)
+    return NotImplemented if out is None else (out.lse == out.lse)[..., None].expand(x.shape)
+
+
 def total(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums and means over the vocabulary: entropy, and the mean logit."""
     recipe, is_mean = x.recipe, func.__name__ == "mean"
     dim, keepdim = _dim_and_keepdim(args, kwargs)
     of_all = is_mean and not (args or kwargs or recipe.classes_first)
-    value = _sum_of_row(x, recipe) if of_all or _is_last(x, dim) else None
+    with _recording(recipe):
+        value = _sum_of_row(x, recipe) if of_all or _is_last(x, dim) else None
     if value is None:
         return NotImplemented
     value = recipe.coefficient * (value / recipe.vocab_size if is_mean else value)
     value = value.mean() if of_all else value.unsqueeze(-1) if keepdim else value
-    return _result(x, value, kwargs.get("dtype") or _dtype(x, _probe_sum))
+    return _result(x, value, kwargs.get("dtype") or _dtype(x, _probe_mean if is_mean else _probe_sum))
 
 
 def _sum_of_row(x: Deferred, recipe: Recipe) -> torch.Tensor | None:
@@ -421,4 +447,5 @@ def table(functions: Callable[..., list[Any]]) -> dict[Any, Callable[..., Any]]:
         **dict.fromkeys(functions("gather", "take_along_dim"), gather),
         **dict.fromkeys(functions("argmax"), argmax),
         **dict.fromkeys(functions("topk"), topk),
+        **dict.fromkeys(functions("__eq__", "eq"), equal),
     }

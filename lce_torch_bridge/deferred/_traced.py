@@ -44,8 +44,13 @@ class TracedLogits:
         return child
 
     def is_deferred(self) -> bool:
-        """Whether the recipe says what the values are."""
-        return self._value is None
+        """Whether the recipe says what the values are, and values that it is computed from are not there."""
+        x: TracedLogits | None = self
+        while x is not None:
+            if x._value is not None:
+                return False
+            x = None if x._parent is None or x._parent._is_written else x._parent
+        return True
 
     def value(self, needed_for: str = "") -> torch.Tensor:
         """The values, computed once."""
