@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -81,8 +82,9 @@ def _probe_mean(z: torch.Tensor) -> torch.Tensor:
     return z.mean(-1)
 
 
-def _recording(recipe: Recipe) -> torch.autograd.grad_mode.set_grad_enabled:
-    return torch.set_grad_enabled(recipe.grad and torch.is_grad_enabled())
+def _recording(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
+    """Inside, autograd records what it records of the logits."""
+    return contextlib.nullcontext() if recipe.grad else torch.no_grad()
 
 
 def _is_last(x: Deferred, dim: Any) -> bool:

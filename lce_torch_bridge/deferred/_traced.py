@@ -57,7 +57,7 @@ class TracedLogits:
         if self._value is None:
             recipe, parent = self.recipe, self._parent
             is_copy = parent is not None and parent._is_written
-            with torch.set_grad_enabled(recipe.grad):
+            with torch.enable_grad() if recipe.grad else torch.no_grad():
                 if parent is None or is_copy:
                     recipe.source.note(needed_for)
                     self._value = recipe.compute(recipe.tensors)
