@@ -307,8 +307,9 @@ def test_each_function_of_rows_leaves_square_logits_alone() -> None:
     back = torch.arange(H).flip(0)
     changes: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda z: z.transpose(0, 1), lambda z: z.t(), lambda z: z.mT, lambda z: z.index_select(-1, back),
-        lambda z: z.movedim(0, -1), lambda z: torch.stack(z.unbind(-1)), lambda z: z[:, back], lambda z: z.permute(1, 0),
-        lambda z: z.split(H, -1)[0], lambda z: z.unflatten(-1, (1, H)), lambda z: z.swapaxes(0, 1),
+        lambda z: z.movedim(0, -1), lambda z: torch.stack(z.unbind(-1)), lambda z: z[:, back],
+        lambda z: z.permute(1, 0), lambda z: z.split(H, -1)[0], lambda z: z.unflatten(-1, (1, H)),
+        lambda z: z.swapaxes(0, 1),
     ]  # fmt: skip
     for change in changes:
         compare(lambda z, _, change=change: change(z).logsumexp(-1), shape=(H,), columns=H)
