@@ -13,7 +13,7 @@ from lce_torch_bridge._types import PLAIN
 from lce_torch_bridge.call import _checks
 from lce_torch_bridge.deferred._deferral import BEFORE, DEFERRAL, Deferral
 from lce_torch_bridge.deferred._functions import DeferredLogits
-from lce_torch_bridge.deferred._recipe import Source, count_writes
+from lce_torch_bridge.deferred._recipe import Source
 from lce_torch_bridge.deferred._traced import TracedLogits
 from lce_torch_bridge.tensors import _device
 
@@ -205,13 +205,12 @@ def _source(head: Any, input: Any) -> Source | None:
     floats = input.dtype in _checks.FLOATS and weight.dtype in _checks.FLOATS
     here = input.device == weight.device and input.device.type in ("cpu", "cuda")
     fits = here and input.shape[-1:] == weight.shape[1:] and weight.shape[0] > 1
-    if not (floats and fits) or (dtype is None and input.dtype != weight.dtype):
+    if not (floats and fits):
         return None
     dtype = _device.autocast_dtype(input.device.type)
     if dtype is None and input.dtype != weight.dtype:
         return None
-    operands = (input, weight, layer.bias, *(lora or (None, None))[:2])
-    return Source(input, weight, layer.bias, lora, dtype, deferral, tuple(map(count_writes, operands)))
+    return Source(input, weight, layer.bias, lora, dtype, deferral)
 
 
 def _why_freed(head: Any, weight: Any) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -45,6 +46,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of the values. What is written in place stays written."""
     name, first = _name(func), args[0] if args else None
+    if func is torch.broadcast_tensors and (found := _broadcast(args)) is not NotImplemented:
+        return found
     if func in (torch.autograd.grad, torch.autograd.backward):
         _refuse_gradient_of_logits(args, kwargs)
     if func in EXPOSES and isinstance(first, DeferredLogits):
@@ -58,17 +61,8 @@ def _of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first.write(name)
     if isinstance(out := kwargs.get("out"), DEFERRED):
         out.write(name)
-    if func is torch.broadcast_tensors and (found := _broadcast(args)) is not NotImplemented:
-        return found
-    if func is T.register_hook or func is T.retain_grad:
-        first._is_observed = True
-    plain, options = _values(args, name), _values(kwargs, name)
-    deferred = [x for x in _tensors((args, kwargs)) if isinstance(x, DeferredLogits)]
-    before = [count_writes(x._value) for x in deferred]
-    found = func(*plain, **options)
-    for x, count in zip(deferred, before, strict=True):
-        x._written[0] |= count_writes(x._value) != count
-    return first if writes and isinstance(found, torch.Tensor) and func != T.data.__get__ else found
+    found = func(*_values(args, name), **_values(kwargs, name))
+    return first if writes and isinstance(found, torch.Tensor) else found
 
 
 def _name(func: Any) -> str:
@@ -82,11 +76,8 @@ def _is_written_by(func: Any) -> bool:
     return func in WRITES or (not torch.compiler.is_compiling() and func in WRITES_ELSEWHERE)
 
 
-def _refuse_gradient_of_logits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    in_graph = func in (torch.autograd.grad, torch.autograd.backward)
-    if not in_graph and func not in (T.register_hook, T.retain_grad):
-        return
-    inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ()) if in_graph else args[:1]
+def _refuse_gradient_of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
     inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
     for x in inputs:
         if isinstance(x, TracedLogits) or (isinstance(x, DeferredLogits) and (x._used or x._value is None)):
@@ -95,8 +86,8 @@ def _refuse_gradient_of_logits(func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 def _refuse_gradient() -> None:
     raise RuntimeError(
-        "the gradient of deferred logits themselves: a loss of them has none, because it is computed from hidden "
-        "states. Write logits = logits.compute() before the loss"
+        "this asks for the gradient of deferred logits themselves: what was made of them without their values has "
+        "none, because it is computed from hidden states. Write logits = logits.compute() before that"
     )
 
 
@@ -110,14 +101,6 @@ def _values(x: Any, needed_for: str) -> Any:
         found = [_values(each, needed_for) for each in x]
         return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
     return x
-
-
-def _tensors(x: Any) -> list[Any]:
-    """Deferred logits in nested lists, tuples and dictionaries."""
-    if isinstance(x, DEFERRED):
-        return [x]
-    each = x.values() if isinstance(x, dict) else x if isinstance(x, tuple | list) else ()
-    return [y for one in each for y in _tensors(one)]
 
 
 # What is written down
@@ -362,7 +345,9 @@ def _shape_of(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | No
     columns = before.shape[-1]
     is_whole = columns > 1 and after.shape[-1:] == (columns,) and (after.stride(-1) == 1 or not after.numel())
     is_of_rows = is_whole and rows is not None and rows.shape == (*after.shape[:-1], 1)
-    return _Shape(after, select, after.untyped_storage()._cdata == before.untyped_storage()._cdata, is_of_rows)
+    in_graph = torch.compiler.is_compiling()  # where it may be a view
+    is_view = in_graph or after.untyped_storage()._cdata == before.untyped_storage()._cdata
+    return _Shape(after, select, is_view, is_of_rows)
 
 
 def _is_static(given: Iterable[Any]) -> bool:
@@ -556,7 +541,7 @@ EXPANDS = {*_functions("expand")}
 SIZED = EXPANDS | {*_functions("view", "reshape")}
 _OPERATORS = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
 WRITES = {*_functions("__setitem__", *(f"__i{name}__" for name in _OPERATORS))}
-WRITES |= {getattr(T, name) for name in dir(T) if _writes(name)} | {T.data.__get__, T.data.__set__}
+WRITES |= {getattr(T, name) for name in dir(T) if _writes(name)}
 WRITES_ELSEWHERE = {getattr(owner, name) for owner in (torch, F) for name in dir(owner) if _writes(name)}
 _RESHAPES = "resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "set", "as_strided"
 RESHAPES_IN_PLACE = {getattr(T, f"{name}_") for name in _RESHAPES} | {T.data.__set__}

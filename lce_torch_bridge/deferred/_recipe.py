@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ type Kind = Literal["logits", "log_softmax", "softmax", "p_log_p", "p_logits"]
 type Factor = tuple[Literal["mul", "div", "tanh"], float]
 
 
+OPERANDS = "hidden", "weight", "bias", "lora's A", "lora's B"
 type State = tuple[tuple[int, bool] | None, ...]
 
 
@@ -30,18 +32,18 @@ def _state(tensors: Iterable[torch.Tensor | None]) -> State:
     return tuple([None if x is None or x.is_inference() else (x._version, x.requires_grad) for x in tensors])
 
 
-def _refuse_changed(what: str, tensors: Sequence[torch.Tensor | None], before: State) -> None:
+def _refuse_changed(names: Iterable[str], tensors: Sequence[torch.Tensor | None], before: State) -> None:
     """Raises where a tensor has changed since the model used it, which stock's logits do not see."""
     now = _state(tensors)
     if now == before or not before or not now:
         return
-    for x, old, new in zip(tensors, before, now, strict=True):
+    for name, x, old, new in zip(names, tensors, before, now, strict=False):
         if x is not None and old is not None and new is not None and old != new:
             change = f"written into in place (version {new[0]}, was {old[0]})"
             if old[0] == new[0]:
                 change = f"given requires_grad={new[1]}"
             raise RuntimeError(
-                f"{what} {list(x.shape)} was {change} after logits of it were deferred, which are those of before: "
+                f"{name} {tuple(x.shape)} was {change} after logits of it were deferred, which are those of before: "
                 "write logits = logits.compute() before that"
             )
 
@@ -105,8 +107,8 @@ class Source:
 
     def ready(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the head's autocast context and its weight are as they were in its call."""
-        _refuse_changed("an operand of the head,", self.operands, self.state)
-        is_there = self.weight.untyped_storage().nbytes() or torch.compiler.is_compiling()
+        _refuse_changed(OPERANDS, self.operands, self.state)
+        is_there = torch.compiler.is_compiling() or self.weight.untyped_storage().nbytes()
         autocast = autocast_to(self.hidden.device.type, self.autocast)
         return autocast if is_there else self._gathered(autocast)
 
@@ -144,7 +146,7 @@ class Step:
     def of(self, logits: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """The operation with arguments that stand for its own."""
         if self.state:
-            _refuse_changed("a tensor that the model used on them,", self.tensors, self.state)
+            _refuse_changed(itertools.repeat("a tensor that the model used on its logits"), self.tensors, self.state)
         with autocast_to(logits.device.type, self.autocast):
             return self.function(logits, *args, **kwargs)
 

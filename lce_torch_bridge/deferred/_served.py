@@ -31,7 +31,6 @@ def _result(x: Deferred, value: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     _count(x)
     value = value.to(dtype)
     if value.requires_grad:
-        x.recipe.source.served[0] = True
         for hook in x._hooks:
             value.register_hook(hook)
     return value
@@ -233,7 +232,7 @@ def _statistics(recipe: Recipe) -> LogprobOutput | None:
     options = recipe.options()
     if options is None:
         return None
-    nothing = torch.full(recipe.hidden.shape[:-1], -1, dtype=torch.int64, device=recipe.hidden.device)
+    nothing = torch.full(recipe.hidden.shape[:-1], -100, dtype=torch.int64, device=recipe.hidden.device)
     with recipe.source.ready():
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, **options)
     recipe.results[torch.is_grad_enabled()] = out
@@ -268,17 +267,17 @@ def logsumexp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return lse
 
 
-def is_lse_of(x: torch.Tensor, recipe: Recipe) -> bool:
-    """Whether logits minus ``x`` are their log_softmax, and have its gradient."""
-    results, writes, records = getattr(x, "_lse_of", (None, 0, False))
-    return results is recipe.results and writes == x._version and records == (recipe.grad and torch.is_grad_enabled())
-
-
 def equal(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With themselves, as torch.distributions looks for NaN: a row that has one has no lse either."""
     del func
     recipe = x.recipe if x.recipe.logits is None else x.recipe.logits
-    if args != (x,) or kwargs or x.recipe.kind not in ("logits", "log_softmax") or recipe.classes_first:
+    if (
+        len(args) != 1
+        or args[0] is not x
+        or kwargs
+        or x.recipe.kind not in ("logits", "log_softmax")
+        or recipe.classes_first
+    ):
         return NotImplemented
     with torch.no_grad():
         out = statistics(x, recipe)
@@ -312,7 +311,7 @@ def _sum_of_row(x: Deferred, recipe: Recipe) -> torch.Tensor | None:
         return None
     if options["logit_softcap"] is not None or options.get("lora") is not None:
         return None
-    nothing = torch.full(recipe.hidden.shape[:-1], -1, dtype=torch.int64, device=recipe.hidden.device)
+    nothing = torch.full(recipe.hidden.shape[:-1], -100, dtype=torch.int64, device=recipe.hidden.device)
     with recipe.source.ready(), _recording(recipe):
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, entropy=False, mean_logit=True, **options)
     assert out.mean_logit is not None
@@ -389,7 +388,7 @@ def _logprobs_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tenso
         out = linear_logprobs(recipe.hidden, recipe.source.weight, ids[..., 0], **options)
         found = out.logprobs[..., None]
     else:
-        nothing = torch.full(ids.shape[:-1], -1, dtype=torch.int64, device=ids.device)
+        nothing = torch.full(ids.shape[:-1], -100, dtype=torch.int64, device=ids.device)
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, candidates=ids, **options)
         assert out.candidate_logprobs is not None
         found = out.candidate_logprobs
