@@ -483,6 +483,10 @@ def _iterate(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return NotImplemented if found is NotImplemented else iter(found)
 
 
+def _is_of_distributed(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.")
+
+
 def _hook(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.distributed asks when a backward begins, and does not look at the gradient."""
     if kwargs or not _only_listens(args[0]):
