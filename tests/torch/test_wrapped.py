@@ -16,9 +16,9 @@ from tests.torch import problem as p
 from tests.torch.processes import ranks
 
 MODELS = (
-    "fsdp", "patched", "freed", "other_reductions", "tensor_parallel", "placements", "further_functions", "biases",
-    "ddp",
+    "fsdp", "freed", "other_reductions", "tensor_parallel", "placements", "further_functions", "biases", "ddp",
 )  # fmt: skip
+DEFERRED = ("ddp", "fsdp2", "fsdp")
 SHARDS = (
     "foreign_labels", "collectives", "empty", "uneven", "rounding", "every_function", "of_dtensors", "loss_in_forward",
     "common_offset",
@@ -28,14 +28,15 @@ MORE = ("negative_controls", "kept_rows", "chosen_on_one_rank", "in_16_bits", "m
 RUNS = {
     "models": (4, "wrapped_worker", MODELS),
     "two parts": (2, "shards_worker", (*SHARDS, *GROUPS)),
+    "deferred": (2, "deferred_worker", DEFERRED),
     "four parts": (4, "shards_worker", ("every_function", "of_dtensors", "loss_in_forward", "in_16_bits", *GROUPS)),
     "more": (2, "shards_worker", MORE),
 }
 
-SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in list(RUNS)[2:]]
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in list(RUNS)[3:]]
 
 
-@pytest.mark.parametrize("name", [*list(RUNS)[:2], *SLOW])
+@pytest.mark.parametrize("name", [*list(RUNS)[:3], *SLOW])
 def test_on_ranks(name: str, tmp_path: Path) -> None:
     size, worker, checks = RUNS[name]
     for said in ranks(size, ["-m", f"tests.torch.{worker}", *checks], tmp_path / "logs"):

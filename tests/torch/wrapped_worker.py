@@ -25,9 +25,7 @@ from lce_torch_bridge import (
     linear_loss,
     linear_topk,
 )
-from lce_torch_bridge.transformers import patch
 from tests.torch import executor
-from tests.torch import framework_doubles as doubles
 from tests.torch import problem as p
 
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
@@ -147,36 +145,6 @@ def fsdp() -> None:
     value, gradient = errors(measure(outside, model, batch, given=lambda w: w.full_tensor()), want)
     assert value < VALUE
     assert gradient > FAR, "the control: a gradient that nobody reduces must be noticed"
-
-
-def patched() -> None:
-    """Hugging Face's model without logits: patched before FSDP2 and after, the head a unit or not, frozen or not."""
-    mesh, tokens = mesh_of(4), Batch(dist.get_rank()).tokens[None] % 64
-
-    def step(model: nn.Module, name: Callable[[Any], Any]) -> Measured:
-        loss = name(model(tokens, labels=tokens))
-        loss.backward()
-        return (loss.detach(),), {name: whole(x.grad) for name, x in model.named_parameters() if x.requires_grad}
-
-    with pytest.MonkeyPatch.context() as stand_ins:
-        doubles.modules_of(stand_ins, "transformers.modeling_outputs")
-        sys.modules["transformers.modeling_outputs"].CausalLMOutputWithPast = dict  # in which FSDP2 finds tensors
-        stand_ins.setattr("importlib.metadata.version", lambda _: "5.10.4")
-        for first, unit, frozen in ((True, True, False), (False, True, True), (True, False, False)):
-            plain, model = doubles.CausalLM(), doubles.CausalLM()
-            for head in (plain.lm_head, model.lm_head):
-                head.requires_grad_(not frozen)
-            want = step(plain, lambda out: out.loss)
-            for grad in want[1].values():
-                dist.all_reduce(grad.div_(4))
-            if first:
-                patch(model)
-            for module in [model.lm_head] * unit + [model]:
-                fully_shard(module, mesh=mesh)
-            patch(model)
-            for _ in range(2):  # the first looks at logits too
-                model.zero_grad()
-                same(f"patched {first=} {unit=} {frozen=}", step(model, lambda out: out["loss"]), want)
 
 
 def freed() -> None:
