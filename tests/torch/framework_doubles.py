@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from lce_torch_bridge.deferred._tensor import DeferredLogits
+
 TOKENS = torch.randint(0, 64, (3, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -184,25 +186,19 @@ class CausalLM(torch.nn.Module):
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.lm_head
 
-    def forward(
-        self, tokens: torch.Tensor, labels: Any = None, use_cache: bool = True, logits_to_keep: int = 0
-    ) -> types.SimpleNamespace:
-        """Logits, of the last tokens, and their loss."""
-        del use_cache
-        logits = self.lm_head(self.base_model(tokens).last_hidden_state[:, -logits_to_keep:])
+    def forward(self, tokens: torch.Tensor, labels: Any = None) -> types.SimpleNamespace:
+        logits = self.lm_head(self.base_model(tokens).last_hidden_state)
         return types.SimpleNamespace(logits=logits, loss=None if labels is None else self.loss_function(logits, labels))
 
     def loss_function(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Under the name that Transformers' own has."""
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-    loss_function.__name__ = "ForCausalLMLoss"
 
 
 def of_logits(model: CausalLM) -> torch.Tensor:
     """The loss of the model's own logits, in float64."""
-    logits = model.lm_head(model.base_model(TOKENS).last_hidden_state)[:, :-1].double()
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
+    logits = model.lm_head(model.base_model(TOKENS).last_hidden_state)
+    logits = logits.compute() if isinstance(logits, DeferredLogits) else logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].double().flatten(0, 1), TOKENS[:, 1:].flatten())
 
 
 def right(loss: torch.Tensor, model: CausalLM) -> None:
@@ -219,14 +215,8 @@ class Trunk(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(64, 16)
 
-    def forward(self, tokens: torch.Tensor, use_cache: bool = False) -> types.SimpleNamespace:
-        del use_cache
+    def forward(self, tokens: torch.Tensor) -> types.SimpleNamespace:
         return types.SimpleNamespace(last_hidden_state=self.embed(tokens))
-
-
-def to_tuple(output: types.SimpleNamespace) -> tuple[Any, ...]:
-    """Like a ``ModelOutput`` of Transformers."""
-    return tuple(x for x in vars(output).values() if x is not None)
 
 
 class Framework(types.ModuleType):
@@ -235,6 +225,6 @@ class Framework(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = type(name, (types.SimpleNamespace,), {"Config": type("Config", (), {}), "to_tuple": to_tuple})
+        made = type(name, (types.SimpleNamespace,), {"Config": type("Config", (), {})})
         setattr(self, name, made)
         return made

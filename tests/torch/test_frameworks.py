@@ -26,7 +26,6 @@ from tests.torch import framework_doubles as doubles
 from tests.torch.framework_doubles import TOKENS, CausalLM, LoraLinear, ModulesToSave, of_logits, right
 from tests.torch.test_cross_entropy import products
 
-MORE = "is more than its weight and bias: leave it out of target_modules"
 VERSIONS = {"trl": "1.16.0", "verl": "0.9.1", "skyrl": "0.3.0", "nemo-rl": "0.6.0", "torchtitan": "0.3.0",
             "areal": "1.0.4", "transformers": "5.10.4"}  # fmt: skip
 NEMO_RL = "from_parallel_hidden_states_to_logprobs"
@@ -66,7 +65,7 @@ class Trainer:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For every framework and for Ray, as if they were installed."""
     doubles.modules_of(monkeypatch, *(path for paths in MODULES.values() for path in paths))
-    doubles.modules_of(monkeypatch, "transformers.modeling_outputs", "ray", "skyrl.train.entrypoints.main_base")
+    doubles.modules_of(monkeypatch, "ray", "skyrl.train.entrypoints.main_base")
     sys.modules["torchtitan.trainer"].Trainer = type("Trainer", (Trainer,), {"__init__": Trainer.__init__})
     sys.modules["torchtitan.config.override"].override = lambda **_: lambda function: function
     sys.modules["ray"].is_initialized = lambda: False
@@ -255,8 +254,9 @@ def test_hugging_faces_frozen_head_costs_no_gradient() -> None:
     patch(model)
     for _ in range(2):
         with products() as run:
-            right(model(TOKENS, labels=TOKENS).loss, model)
+            model(TOKENS, labels=TOKENS).loss.backward()
         assert run == ["kept", "dhidden"]
+    right(model(TOKENS, labels=TOKENS).loss, model)
 
 
 def hooked(head: torch.nn.Linear) -> torch.nn.Linear:
@@ -276,207 +276,118 @@ class Half(torch.nn.Linear):
         return super().forward(input) / 2
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("wrap", [LoraLinear, hooked, replaced, lambda _: Half(16, 64)])
-def test_hugging_face_refuses(wrap: Any, first: bool) -> None:
-    """Whether the head is wrapped before the model is changed, or after."""
+@pytest.mark.parametrize("wrap", [LoraLinear, replaced, lambda _: Half(16, 64)])
+def test_a_head_of_another_kind(wrap: Any) -> None:
+    """It is refused; put there later, it computes its logits, and the log says why."""
     model = CausalLM()
-    if first:
-        model.lm_head = wrap(model.lm_head)
-        with pytest.raises(NotImplementedError, match=MORE):
-            patch(model)
-        return
-    patch(model)
-    right(model(TOKENS, labels=TOKENS).loss, model)
     model.lm_head = wrap(model.lm_head)
-    with pytest.warns(
-        RuntimeWarning, match=r"\w+ trains without labels: .* label_smoothing_factor and compute_loss_func"
-    ):
-        model(TOKENS)
-    with pytest.raises(NotImplementedError, match=MORE):
-        model(TOKENS, labels=TOKENS)
+    with pytest.raises(NotImplementedError, match=r"whose forward is no linear layer's|which somebody put there"):
+        patch(model)
+    assert "forward" not in vars(model)
+    model = CausalLM()
+    handle = patch(model)
+    right(model(TOKENS, labels=TOKENS).loss, model)
+    assert handle.served == 1
+    model.lm_head = wrap(torch.nn.Linear(16, 64, bias=False))
+    right(model(TOKENS, labels=TOKENS).loss, model)
+    assert handle.served == 1
+    (reason,) = [place for place in handle.places if "of_logits" not in place and "compute()" not in place]
+    assert "whose forward is no linear layer's" in reason or "which somebody put there" in reason
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_what_hugging_faces_refusal_says_is_right(first: bool) -> None:
-    """A head in modules_to_save trains, and so does one with a bias; an adapter counts once it is merged."""
-    for model, wrap in ((CausalLM(), ModulesToSave), (CausalLM(bias=True), lambda head: LoraLinear(head).merged())):
-        if not first:
-            patch(model)
-        model.lm_head = wrap(model.lm_head)
-        if first:
-            patch(model)
-        trained = [x for x in model.lm_head.parameters() if x.requires_grad]
-        for x in trained:
-            x.data += 0.1 * torch.randn_like(x)  # a copy is no longer its original
-        right(model(TOKENS, labels=TOKENS).loss, model)
+@pytest.mark.parametrize("wrap", [hooked, ModulesToSave, lambda head: LoraLinear(head).merged()])
+def test_heads_that_others_wrap_or_change(wrap: Any, first: bool) -> None:
+    """A hook on the head, a trained copy of it, and an adapter that is merged are served."""
+    model = CausalLM(bias=True)
+    handle = patch(model) if first else None
+    model.lm_head = wrap(model.lm_head)
+    handle = handle or patch(model)
+    for x in model.lm_head.parameters():
+        x.data += 0.1 * torch.randn_like(x)  # a copy is no longer its original
+    right(model(TOKENS, labels=TOKENS).loss, model)
+    assert handle.served == 1
 
 
 def test_hugging_face_takes_a_head_around_which_others_put_hooks() -> None:
-    """FSDP2 registers hooks, and accelerate replaces ``forward``: neither changes what the head computes."""
-    model = CausalLM()
-    patch(model)
-
-    def post_forward(*_: Any) -> None:
-        pass
-
-    post_forward.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
-    model.lm_head.register_forward_hook(post_forward)
-    model.lm_head._old_forward = model.lm_head.forward
-    model.lm_head.forward = functools.partial(model.lm_head._old_forward)
-    right(model(TOKENS, labels=TOKENS).loss, model)
-
-
-def test_hugging_faces_model_that_accelerate_unwraps() -> None:
-    """With ``keep_fp32_wrapper=False`` it binds the model's ``forward`` to the model, whatever it is."""
+    """Accelerate replaces the ``forward`` of a head, and binds a model's to the model, whatever it is."""
     model = CausalLM().eval()
     want = model(TOKENS).logits
-    patch(model)
+    handle = patch(model)
+    model.lm_head._old_forward = model.lm_head.forward
+    model.lm_head.forward = functools.partial(model.lm_head._old_forward)
     model.forward = types.MethodType(model.forward, model)
     right(model(TOKENS, labels=TOKENS).loss, model)
-    assert torch.equal(model(TOKENS).logits, want)
+    assert handle.served == 1
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, want)
 
 
 class Scaled(CausalLM):
-    """Changes its logits, or what its head is given, and has no name for it."""
+    """Changes its logits, and what its head is given, has no name for it, and adds a term to its loss."""
 
-    def __init__(self, **by: float) -> None:
-        super().__init__()
-        self.by = by
-
-    def forward(self, tokens: torch.Tensor, labels: Any = None, **_: Any) -> types.SimpleNamespace:
-        hidden = self.base_model(tokens).last_hidden_state if "around" not in self.by else self.base_model.embed(tokens)
-        hidden = hidden * self.by.get("hidden", 1.0)
-        logits = self.lm_head(hidden) * self.by.get("logits", 1.0)
-        return types.SimpleNamespace(
-            logits=logits, loss=labels if labels is None else self.loss_function(logits, labels)
-        )
+    def forward(self, tokens: torch.Tensor, labels: Any = None) -> types.SimpleNamespace:
+        logits = 7 * torch.tanh(self.lm_head(1.1 * self.base_model(tokens).last_hidden_state) * 1.3 / 7)
+        loss = None if labels is None else self.loss_function(logits, labels) + 1e-2 * logits.logsumexp(-1).mean()
+        return types.SimpleNamespace(logits=logits, loss=loss)
 
 
-CHANGED = "the logits of Scaled are not those of its head:"
-AROUND = "the forward of Scaled calls a part of its base_model: leave the model as it is"
+def test_what_a_model_does_to_its_logits_is_done() -> None:
+    """With and without deferred logits; and where its loss is one that nobody serves."""
+    losses = []
+    for own in (None, lambda logits, labels: (logits.softmax(-1) ** 2).mean() + 0 * labels.sum()):
+        model, handle = Scaled(), None
+        if own is not None:
+            model.loss_function = own  # type: ignore[method-assign]
+        for is_patched in (False, True):
+            handle = patch(model) if is_patched else None
+            loss = model(TOKENS, TOKENS).loss
+            losses.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
+        assert handle is not None
+        assert (handle.served > 0, handle.stored > 0) == (own is None, own is not None)
+    for want, got in (losses[:2], losses[2:]):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("by", "why"), [("hidden", CHANGED), ("logits", CHANGED), ("around", AROUND)])
-def test_logits_that_are_not_the_heads_are_refused(by: str, why: str) -> None:
-    model = Scaled(**{by: 1.1})
-    with patch(model) as patched, pytest.raises(NotImplementedError, match=why):
-        model(TOKENS, labels=TOKENS)
-    assert patched.calls == 0
-    model = Scaled()
-    patch(model)
-    right(model(TOKENS, labels=TOKENS).loss, model)
-
-
-@pytest.mark.parametrize(("name", "value"), [("logit_scale", 0.5), ("logits_scaling", 8)])
-def test_what_a_configuration_says_of_logits_is_refused(name: str, value: float) -> None:
+def test_what_is_no_model_is_refused() -> None:
+    """And what only calls the model: the message says the line to write."""
+    for model, got in (("a/b", "'a/b'"), (CausalLM, "<class .*CausalLM'>"), (torch.nn.Embedding(2, 2), "Embedding")):
+        with pytest.raises(TypeError, match=rf"defer_logits\(model.lm_head\), or a model that has .*: got {got}"):
+            patch(model)
     model = CausalLM()
-    model.config.get_text_config = lambda: types.SimpleNamespace(**{name: value})
-    with pytest.raises(NotImplementedError, match=f"{name}={value}: this loss leaves it out"):
-        patch(model)
-    assert "forward" not in vars(model)
+    trainer = type("Trainer", (), {"model": model})()
+    with pytest.raises(TypeError, match=r"Trainer is no model: write defer_logits\(trainer.model\)"):
+        patch(trainer)
+    parallel = torch.nn.Module()
+    parallel.module = model
+    wrappers = {"module": type("DistributedDataParallel", (torch.nn.Module,), {})(), "_orig_mod": torch.compile(model)}
+    wrappers["module"].module = model
+    for name, wrapper in wrappers.items():
+        line = rf"{type(wrapper).__name__} calls the model, .*: write defer_logits\(model\) before that, or "
+        with pytest.raises(TypeError, match=line + rf"defer_logits\(model.{name}\)"):
+            patch(wrapper)
+        handle = patch(getattr(wrapper, name))  # as the message says
+        right(model(TOKENS, labels=TOKENS).loss, model)
+        assert handle.served == 1
+        handle.undo()
 
 
-def test_a_routers_loss_is_refused() -> None:
-    """Whether the configuration asks for it, or a call."""
-    model, asks = CausalLM(), lambda: types.SimpleNamespace(output_router_logits=True)
-    patch(model)
-    with pytest.raises(NotImplementedError, match="output_router_logits=True adds a router's loss, which this loss"):
-        model(TOKENS, labels=TOKENS, output_router_logits=True)
-    model.config.get_text_config = asks
-    for call in (lambda: model(TOKENS, labels=TOKENS), lambda: patch(CausalLM(config=model.config))):
-        with pytest.raises(NotImplementedError, match="which this loss leaves out: set it to False"):
-            call()
-
-
-@pytest.mark.parametrize(
-    ("model", "got"), [("a/b", "'a/b'"), (CausalLM, "<class .*CausalLM'>"), (torch.nn.Linear(2, 2), "Linear")]
-)
-def test_what_is_no_model_is_refused(model: Any, got: str) -> None:
-    with pytest.raises(TypeError, match=f"pass an instance of a causal language model, .*ForCausalLM, got {got}"):
-        patch(model)
-
-
-def test_models_with_an_encoder_are_refused() -> None:
+def test_a_patched_model() -> None:
     model = CausalLM()
-    model.config.is_encoder_decoder = True
-    with pytest.raises(NotImplementedError, match="CausalLM is not a decoder in base_model, and a head"):
-        patch(model)
-
-
-def test_other_losses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a model's forward, also where it is around a model; one that is set, also later; one of read labels."""
-
-    class Own(CausalLM):
-        def forward(self, tokens: torch.Tensor, **_: Any) -> types.SimpleNamespace:
-            return types.SimpleNamespace(loss=self.lm_head(self.base_model(tokens).last_hidden_state).sum())
-
-    with pytest.raises(
-        NotImplementedError, match=r"Own computes a loss of its own, .*patch\(model\.get_base_model\(\)\)"
-    ):
-        patch(Own())
-    patch(model := CausalLM())
-    right(*model(TOKENS, TOKENS, return_dict=False), model)
-    monkeypatch.setattr(CausalLM, "loss_function", torch.nn.functional.mse_loss)
-    for call in (lambda: model(TOKENS, labels=TOKENS), lambda: patch(CausalLM())):
-        with pytest.raises(NotImplementedError, match="CausalLM computes mse_loss, and this is ForCausalLMLoss of"):
-            call()
-    monkeypatch.undo()
-    model = CausalLM()
-    monkeypatch.setattr(model.base_model, "forward", lambda tokens, labels: (tokens, labels))
-    with pytest.raises(NotImplementedError, match="Trunk reads labels, as for its mask: it gets none here"):
-        patch(model)
-
-
-def test_a_softcap() -> None:
-    """Of a model that has it in its configuration."""
-
-    class Capped(CausalLM):
-        def forward(self, tokens: torch.Tensor, labels: Any = None, **options: Any) -> types.SimpleNamespace:
-            logits = 0.5 * torch.tanh(super().forward(tokens, **options).logits / 0.5)
-            return types.SimpleNamespace(
-                logits=logits, loss=None if labels is None else self.loss_function(logits, labels)
-            )
-
-    model = Capped()
-    model.config.get_text_config = lambda: types.SimpleNamespace(final_logit_softcapping=0.5)
-    want = torch.nn.functional.cross_entropy(model(TOKENS).logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
-    patch(model)
-    for _ in range(2):
-        torch.testing.assert_close(model(TOKENS, labels=TOKENS).loss, want)
-    model.config.get_text_config = lambda: types.SimpleNamespace(final_logit_softcapping=0.1)
-    patch(other := Capped())
-    other.config = model.config
-    with pytest.raises(NotImplementedError, match=r"not those of its head and a softcap of 0\.1"):
-        other(TOKENS, labels=TOKENS)
-
-
-def test_a_patched_model(caplog: pytest.LogCaptureFixture) -> None:
-    model = CausalLM()
-    before = copy.copy(model)
-    with caplog.at_level(logging.INFO, "lce_torch_bridge"), patch(model) as patched:
-        assert patch(model) is patched
+    before = dict(vars(model))
+    with patch(model) as handle:
+        assert patch(model) is handle
+        assert lce_torch_bridge.defer_logits(model) is handle
         for _ in range(2):
             right(model(TOKENS, labels=TOKENS).loss, model)
-        assert patched.calls == 2
+        assert handle.served == 2
         other = copy.deepcopy(model)
         other.lm_head.weight.data *= 2
         right(other(TOKENS, labels=TOKENS).loss, other)  # of its own weight
-        assert patched.calls == 2
-        for call, given in ((copy.copy(model), TOKENS), (patch, copy.copy(model))):
-            with pytest.raises(NotImplementedError, match=r"copy of a patched CausalLM .* make it with copy\.deepcopy"):
-                call(given)
-        right(before(TOKENS, labels=TOKENS).loss, model)
-        shifted = TOKENS.roll(-1, 1)
-        shifted[:, -1] = -100
-        torch.testing.assert_close(
-            model(TOKENS, shift_labels=shifted, num_items_in_batch=torch.tensor(33)).loss,
-            model(TOKENS, labels=TOKENS).loss,
-        )
-    assert ("forward" in vars(model), len(model._forward_pre_hooks)) == (False, 0)
-    assert [x.getMessage() for x in caplog.records].count(
-        "transformers: the loss of CausalLM comes from lce_torch_bridge"
-    ) == 1
+        assert handle.served == 3
+    assert vars(model) == before
+    with patch(model, strict=True), pytest.raises(RuntimeError, match="strict=True"):
+        model(TOKENS, labels=TOKENS).logits.exp()
 
 
 def test_the_loss_function() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -12,16 +11,16 @@ import torch
 
 from lce_torch_bridge import (
     LinearCrossEntropyLoss,
+    defer_logits,
     explain,
     launch_with,
     linear_cross_entropy,
     linear_logprobs,
     linear_loss,
 )
-from lce_torch_bridge.transformers import patch
 from tests.torch import problem as p
 from tests.torch.as_gpu import Program, emulated
-from tests.torch.framework_doubles import TOKENS, CausalLM, PeftLinear, modules_of, right
+from tests.torch.framework_doubles import TOKENS, CausalLM, PeftLinear, right
 
 SCALE = 1.75
 type Factors = tuple[torch.Tensor, torch.Tensor]
@@ -209,25 +208,20 @@ def test_a_weight_with_a_gradient_is_refused() -> None:
         linear_cross_entropy(hidden, weight, labels, lora=lora)
 
 
-@pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[CausalLM]:
-    """One that is patched, before an adapter is put around its head."""
-    modules_of(monkeypatch, "transformers.modeling_outputs")
-    monkeypatch.setattr("lce_torch_bridge._framework._version", lambda _: "5.10.4")
-    causal = CausalLM()
-    with patch(causal):
-        yield causal
-
-
 @pytest.mark.parametrize("name", ["trains", "is merged", "is disabled"])
-def test_transformers_head_with_pefts_lora(model: CausalLM, name: str) -> None:
+def test_deferred_head_with_pefts_lora(name: str) -> None:
+    """An adapter that is put around the head after its logits are deferred."""
+    model = CausalLM()
+    handle = defer_logits(model, strict=True)
     layer: Any = PeftLinear(model.lm_head, dropout=0.5)
     model.lm_head = layer.eval()  # without dropout
     layer.merged, layer.disable_adapters = name == "is merged", name == "is disabled"
     if name != "trains":
         layer.lora_A.requires_grad_(False), layer.lora_B.requires_grad_(False)
-    for _ in range(2):  # the first call compares logits
-        right(model(TOKENS, labels=TOKENS).loss, model)
+    loss = model(TOKENS, labels=TOKENS).loss
+    assert handle.served == 1
+    handle.undo()
+    right(loss, model)
 
 
 def test_torchs_loss_module_with_pefts_lora() -> None:
@@ -241,16 +235,17 @@ def test_torchs_loss_module_with_pefts_lora() -> None:
     torch.testing.assert_close(by_option(hidden, labels), want)
 
 
-BESIDE: dict[str, tuple[Any, str]] = {
+OTHERS: dict[str, tuple[Any, str]] = {
     "lora_dropout=0.5: give LoraConfig(lora_dropout=0)": (lambda head: PeftLinear(head, dropout=0.5), ""),
     "2 adapters at once: set_adapter of one": (lambda head: PeftLinear(head, names=("a", "b")), ""),
     "a variant of LoRA: give LoraConfig(use_dora=False)": (PeftLinear, "layer.use_dora['default'] = True"),
     "a variant of LoRA: give": (PeftLinear, "layer.lora_variant['default'] = None"),
-    "a bias: merge_and_unload() it": (PeftLinear, "layer.base_layer.bias = layer.lora_A['default'].weight"),
-    "merged, and disabled: unmerge_adapter() first": (PeftLinear, "layer.merged = layer.disable_adapters = True"),
-    "is more than its weight and bias": (PeftLinear, "layer.register_forward_hook(print)"),
-    "of adapters PEFT's lora.Linear alone is served": (PeftLinear, "layer.lora_A['default'].forward = print"),
-}
+    "a bias: merge_and_unload() it": (PeftLinear, "layer.base_layer.bias = torch.nn.Parameter(torch.ones(64))"),
+    "merged, and disabled: unmerge_adapter() first": (PeftLinear,
+        "layer.merged = layer.disable_adapters = True; [x.requires_grad_(False) for x in (layer.lora_A, layer.lora_B)]"),
+    "of adapters PEFT's lora.Linear alone is served": (PeftLinear,
+        "layer.lora_A['default'].forward = lambda x: 2 * (x @ layer.lora_A['default'].weight.T)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", BESIDE)
