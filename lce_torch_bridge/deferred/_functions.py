@@ -50,11 +50,11 @@ def _of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return found
     if func in (torch.autograd.grad, torch.autograd.backward):
         _refuse_gradient_of_logits(args, kwargs)
-    if func in EXPOSES and isinstance(first, DeferredLogits):
+    if isinstance(first, DeferredLogits) and func in EXPOSES:
         first.expose()
-    if func in HOOKS and isinstance(first, DeferredLogits):
+    if isinstance(first, DeferredLogits) and func in HOOKS:
         _hook_values(first, args)
-    if func in RESHAPES_IN_PLACE and isinstance(first, DEFERRED):
+    if isinstance(first, DEFERRED) and func in RESHAPES_IN_PLACE:
         raise NotImplementedError(f"{name} of deferred logits: write it without the _, or call it on logits.compute()")
     writes = isinstance(first, DEFERRED) and (_is_written_by(func) or kwargs.get("inplace") is True)
     if writes:
