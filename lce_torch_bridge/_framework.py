@@ -12,11 +12,17 @@ import inspect
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
+
+from lce_torch_bridge.deferred._defer import defer_logits
+
+if TYPE_CHECKING:
+    from lce_torch_bridge.deferred._deferral import Deferral
 
 _logger = logging.getLogger("lce_torch_bridge")
 _NONE = ...  # an attribute that an owner's class has, and not the owner; a copy of a model keeps it
@@ -27,10 +33,12 @@ class Installed:
 
     Attributes:
         calls: of this package's functions, in this process.
+        deferrals: of models that the framework has made: each counts what was served, and stored.
     """
 
     def __init__(self, framework: str, tested: str, what: str) -> None:
         self.calls = 0
+        self.deferrals: weakref.WeakSet[Deferral] = weakref.WeakSet()
         self._framework, self._tested, self._what = framework, tested, what
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it had, ours
         self._hooks: list[Any] = []
@@ -38,15 +46,20 @@ class Installed:
     def count(self) -> None:
         """One call more. The first is logged, as a warning: those are shown where no logging is configured."""
         if self.calls == 0:
-            _logger.warning("%s: %s from lce_torch_bridge", self._framework, self._what)
+            self._log()
         self.calls += 1
 
-    def put(
-        self, *places: tuple[Any, str, Any], hooks: tuple[Callable[..., None], ...] = (), handles: tuple[Any, ...] = ()
-    ) -> Self:
-        """Replaces attributes, each ``(owner, name, ours)``, and adds hooks that torch calls for every module.
+    def defer(self, model: torch.nn.Module) -> None:
+        """`defer_logits` of a model that the framework has made, without gradients too."""
+        if not self.deferrals:
+            self._log()
+        self.deferrals.add(defer_logits(model, always=True))
 
-        ``handles`` are of hooks that are there already, which go with the rest.
+    def _log(self) -> None:
+        _logger.warning("%s: %s from lce_torch_bridge", self._framework, self._what)
+
+    def put(self, *places: tuple[Any, str, Any], hooks: tuple[Callable[..., None], ...] = ()) -> Self:
+        """Replaces attributes, each ``(owner, name, ours)``, and adds hooks that torch calls for every module.
 
         What is ours already stays.
         """
@@ -59,7 +72,7 @@ class Installed:
                 self._replaced.append((owner, name, vars(owner).get(name, _NONE), ours))
                 setattr(owner, name, ours)
         if not self._hooks:
-            self._hooks = [*map(register_module_module_registration_hook, hooks), *handles]
+            self._hooks = [*map(register_module_module_registration_hook, hooks)]
         return self
 
     def undo(self) -> None:
@@ -75,6 +88,8 @@ class Installed:
                 setattr(owner, name, before)
         while self._hooks:
             self._hooks.pop().remove()
+        while self.deferrals:
+            self.deferrals.pop().undo()
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-r"""torchtitan without logits: its override `without_logits` puts this package's loss in place of torchtitan's.
+r"""torchtitan without logits: its loss in chunks, which is given the head, is this package's loss in one.
 
 From the command line::
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,60 +20,63 @@ from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
 
 __all__ = ["install"]
 
-OVERRIDE = f"{__name__}.without_logits"
 _installed = _framework.Installed("torchtitan", "0.3", "the loss comes")
 
 
 def install() -> _framework.Installed:
-    """Every trainer that torchtitan builds then has the override, as ``--override.imports`` says it for one run.
+    """Every `ChunkedLossWrapper` of a cross entropy then has this package's loss.
 
     Returns:
         What counts the calls in this process, and undoes it; a second call returns the same.
 
     Raises:
-        NotImplementedError: torchtitan's trainer has another name. And then, when a trainer is built: its loss is not
-            the cross entropy, or its head is more than a linear layer, as with an adapter (LoRA).
+        NotImplementedError: torchtitan's loss has another name. And then, when a trainer is built: its loss in chunks
+            is not the cross entropy, or its head is more than a linear layer, as with an adapter (LoRA).
 
     Example:
         >>> import lce_torch_bridge.torchtitan
         >>> lce_torch_bridge.torchtitan.install()  # doctest: +SKIP
         >>> torchtitan.train.main()  # doctest: +SKIP
     """
-    Trainer = _installed.module("torchtitan.trainer").Trainer
+    wrapper = _installed.module("torchtitan.components.loss").ChunkedLossWrapper
     _override()
-    return _installed.put((Trainer, "__init__", _framework.around(Trainer.__init__, _init)))
-
-
-@functools.cache
-def _init(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def init(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
-        if OVERRIDE not in config.override.imports:
-            config.override.imports = [*config.override.imports, OVERRIDE]
-        stock(self, config, *arguments, **named)
-
-    return init
-
-
-@functools.cache
-def _override() -> Any:
-    """Registers the override, for which torchtitan looks under this module's name."""
-    from torchtitan.components.loss import BaseLoss
-    from torchtitan.config.override import override
-
-    description = "cross entropy of lce_torch_bridge, without logits"
-    return override(target=BaseLoss.Config, fqns=["loss"], description=description)(without_logits)
+    return _installed.put((wrapper, "set_lm_head", _set_lm_head), (wrapper, "__call__", _call))
 
 
 def without_logits(config: Any) -> Any:
-    """In place of torchtitan's cross entropy, in chunks or of all logits: what ``--override.imports`` names."""
-    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    """`install` for the run whose ``--override.imports`` names this; its cross entropy is given the head."""
+    from torchtitan.components.loss import ChunkedLossWrapper
 
-    _installed.check_version()
-    stock = config.loss_fn if type(config) is ChunkedLossWrapper.Config else config
-    if type(stock) is not CrossEntropyLoss.Config:
-        raise NotImplementedError(f"loss is {type(stock).__qualname__}: this replaces CrossEntropyLoss alone")
-    return _head_loss().Config(loss_fn=stock)
+    install()
+    is_chunked = type(config) is ChunkedLossWrapper.Config
+    _refuse_other_loss((config.loss_fn if is_chunked else config).__class__)
+    return config if is_chunked else ChunkedLossWrapper.Config(loss_fn=config)
+
+
+def _refuse_other_loss(config: type) -> None:
+    from torchtitan.components.loss import CrossEntropyLoss
+
+    if config is not CrossEntropyLoss.Config:
+        raise NotImplementedError(f"loss is {config.__qualname__}: this replaces CrossEntropyLoss alone")
+
+
+def _set_lm_head(self: Any, lm_head: torch.nn.Linear) -> None:
+    """In place of `ChunkedLossWrapper.set_lm_head`."""
+    _refuse_other_loss(type(self.loss_fn).Config)
+    if type(lm_head).forward is not torch.nn.Linear.forward:
+        raise NotImplementedError(
+            f"lm_head is {type(lm_head)}, and its weight and bias alone are read: leave it out of LoRA "
+            "(target_modules=) and of a quantization (filter_fqns=)"
+        )
+    lm_head.forward = functools.partial(_loss_of, lm_head)  # type: ignore[method-assign]
+    self.lm_head = lm_head
+
+
+def _call(self: Any, pred: Any, labels: Any, global_valid_tokens: Any = None, **loss_inputs: Any) -> Any:
+    """In place of `ChunkedLossWrapper.__call__`: the loss, and metrics of it."""
+    del loss_inputs
+    loss = self.lm_head(pred, labels)
+    return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
 
 
 def _loss_of(lm_head: torch.nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -93,34 +95,13 @@ def _loss_of(lm_head: torch.nn.Linear, hidden: torch.Tensor, labels: torch.Tenso
 
 
 @functools.cache
-def _head_loss() -> Any:
-    """The class of the loss, a torchtitan's."""
-    from torchtitan.components.loss import ChunkedLossWrapper
+def _override() -> Any:
+    """Registers the override, for which torchtitan looks under this module's name."""
+    from torchtitan.components.loss import BaseLoss
+    from torchtitan.config.override import override
 
-    class HeadLoss(ChunkedLossWrapper):  # type: ignore[misc] # not installed here
-        """The trainer leaves the head out of the model's forward, and hands it to this loss."""
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
-            pass
-
-        def set_lm_head(self, lm_head: torch.nn.Linear) -> None:
-            if type(lm_head).forward is not torch.nn.Linear.forward:
-                raise NotImplementedError(
-                    f"lm_head is {type(lm_head)}, and its weight and bias alone are read: leave it out of LoRA "
-                    "(target_modules=) and of a quantization (filter_fqns=)"
-                )
-            lm_head.forward = functools.partial(_loss_of, lm_head)  # type: ignore[method-assign]
-            self.lm_head = lm_head
-
-        def __call__(
-            self, pred: torch.Tensor, labels: torch.Tensor, global_valid_tokens: torch.Tensor | None = None, **_: Any
-        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            assert self.lm_head is not None, "the trainer has not set the head"
-            loss = self.lm_head(pred, labels)
-            return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
-
-    return HeadLoss
+    description = "cross entropy of lce_torch_bridge, without logits"
+    return override(target=BaseLoss.Config, fqns=["loss"], description=description)(without_logits)
 
 
 if "torchtitan.config.override" in sys.modules:  # torchtitan imports this module to find the override

@@ -80,15 +80,6 @@ def trained(folder: str) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "logprobs": scored, "parameters": parts, "engine": engine}
 
 
-def refusal(engine: Any) -> str:
-    """Of a model that changes what its head returns."""
-    engine.model_config.final_logit_softcapping = 30.0
-    try:
-        return f"{engine.forward_batch(rows(0))} instead of a refusal"
-    except NotImplementedError as refused:
-        return str(refused)
-
-
 def farthest(got: Any, want: Any) -> float:
     return ((got - want).norm() / want.norm()).item()
 
@@ -98,12 +89,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         want = trained(a_model(folder))
         installed = ours.install()
-        theirs = installed.calls
         got = trained(folder)
     found = {name: (got[name], want[name]) for name in ("losses", "norms")}
-    found |= {"logprobs": farthest(got["logprobs"], want["logprobs"]), "calls": (theirs, installed.calls)}
+    found |= {"logprobs": farthest(got["logprobs"], want["logprobs"])}
     found["parameters"] = max(farthest(got["parameters"][name], x) for name, x in want["parameters"].items())
-    found["refusal"] = refusal(got["engine"])
+    (handle,) = installed.deferrals
+    found |= {"served": handle.served, "stored": handle.stored}
     print(json.dumps(found), flush=True)
 
 

@@ -12,17 +12,17 @@ from tests.torch.processes import ranks, torchrun
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("areal"), reason="needs areal: make test-frameworks")
 LINE = "areal: log-probabilities of the head come from lce_torch_bridge"
-CALLS = 14  # micro-batches: two in each of six steps, and two of the forward
 
 
-@pytest.mark.parametrize(("backend", "size"), [("fsdp:d1", 1), ("fsdp:d2", 2), ("fsdp:d1c2", 2)])
+@pytest.mark.parametrize(("backend", "size"), [("fsdp:d1", 1), ("fsdp:d2", 2), ("fsdp:d1c2", 2), ("fsdp:d1t2", 2)])
 def test_its_engine_takes_the_steps_of_its_own_head(backend: str, size: int, tmp_path: Path) -> None:
-    """One rank, two ranks with other rows, and two that share a sequence (Ulysses)."""
+    """One rank, two ranks with other rows, two that share a sequence (Ulysses), and two that share the head."""
     command = ["-m", "examples.frameworks.areal_worker", backend]
     for said in ranks(size, command, tmp_path / "logs", launcher=torchrun):
         assert LINE in said
         found = json.loads(said.splitlines()[-1])
-        assert found["calls"] == [0, CALLS]
+        assert (found["served"] > 0) == (backend != "fsdp:d1t2")  # where AReaL computes of split logits by itself
+        assert found["stored"] == 0
         (got, want), (norms, wanted) = found["losses"], found["norms"]
         for ours, theirs in zip(got, want, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-6)  # the loss of SFT, the smallest and the largest logit
@@ -30,4 +30,3 @@ def test_its_engine_takes_the_steps_of_its_own_head(backend: str, size: int, tmp
         assert got[-1][0] < got[0][0]
         assert found["logprobs"] <= 1e-6  # after six steps
         assert found["parameters"] <= 5e-6  # by norm, of float32 sums in another order
-        assert found["refusal"] == "final_logit_softcapping=30.0: the model changes what its head returns"

@@ -18,7 +18,7 @@ from lce_torch_bridge.deferred._traced import TracedLogits
 from lce_torch_bridge.tensors import _device
 
 
-def defer_logits(module: torch.nn.Module, *, strict: bool = False) -> Deferral:
+def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool = False) -> Deferral:
     """A head, or a model's, returns logits that are computed only when something needs them.
 
     The model's own forward runs, and so does its loss. While gradients are wanted, the head returns a `DeferredLogits`:
@@ -37,6 +37,8 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False) -> Deferral:
         module: a linear head, ``model.lm_head``, or a model whose ``get_output_embeddings()`` is one, as those of
             Transformers are.
         strict: raises where logits would be computed, in place of computing them.
+        always: defers without gradients and labels too, as for log-probabilities of an old policy or of a reference.
+            ``generate`` then computes the logits that it reads.
 
     Returns:
         What counts results and logits, and undoes it. A second call for the same module returns the same.
@@ -68,7 +70,7 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False) -> Deferral:
     ours = vars(module).get(DEFERRAL) if isinstance(module, torch.nn.Module) else None
     if isinstance(ours, Deferral):
         return ours
-    deferral = Deferral(strict)
+    deferral = Deferral(strict, always)
     if isinstance(module, torch.nn.Linear):
         _attach(deferral, module)
         return deferral
@@ -187,7 +189,8 @@ def _source(head: Any, input: Any) -> Source | None:
     """What the logits would be computed from; None where the head computes them."""
     deferral: Deferral = getattr(head, DEFERRAL)
     in_graph = torch.compiler.is_dynamo_compiling()
-    if (_device.is_traced() and not in_graph) or (in_graph and deferral.of_model and not deferral.with_labels):
+    asked = deferral.with_labels or deferral.always or not deferral.of_model
+    if (_device.is_traced() and not in_graph) or (in_graph and not asked):
         return None
     layer, lora = head, None
     if type(head).forward is not torch.nn.Linear.forward:

@@ -36,10 +36,10 @@ class Deferral:
         Deferral(served=1, stored=0, places=[])
     """
 
-    def __init__(self, strict: bool = False) -> None:
+    def __init__(self, strict: bool = False, always: bool = False) -> None:
         self.served = self.stored = 0
         self.places: list[str] = []
-        self.strict = strict
+        self.strict, self.always = strict, always
         self.of_model = False  # whether it knows which calls have labels
         self.with_labels = 0  # calls of the model that have labels, and are not over
         self._modules: list[Any] = []
@@ -84,11 +84,11 @@ class Deferral:
         self._forwards[id(module)] = attributes["forward"]
 
     def wants(self, *operands: Any) -> bool:
-        """Whether logits are deferred: where a gradient is wanted, or the model was given labels."""
+        """Whether logits are deferred: where a gradient is wanted, or the model was given labels, or always."""
         hidden, weight, bias, lora = operands
         if lora is not None and weight.requires_grad and torch.is_grad_enabled():
             return False  # an adapter here is one of a frozen weight
-        if self.with_labels:
+        if self.with_labels or self.always:
             return True
         tensors = (hidden, weight, bias, *(lora or ())[:2])
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

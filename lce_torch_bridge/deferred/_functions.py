@@ -166,6 +166,16 @@ def _scale(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return _then(x, func, args, {}, layout, factors=(*recipe.factors, ("div" if over else "mul", number)))
 
 
+def _scale_in_place(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Times or over a number, in the memory of logits that no other tensor reads."""
+    if isinstance(x, TracedLogits) or not x.is_alone() or (x.recipe.grad and not torch.is_grad_enabled()):
+        return NotImplemented
+    if len(args) != 1 or isinstance(args[0], torch.Tensor):
+        return NotImplemented
+    found = _scale(x, IN_PLACE[func], args, kwargs)
+    return found if found is NotImplemented else x.become(found)
+
+
 def _number(by: torch.Tensor) -> float | None:
     """The value of a tensor of one number that has no gradient, where reading it waits for nothing."""
     plain = by.ndim == 0 and by.device.type == "cpu" and not by.requires_grad and not by.is_complex()
@@ -538,6 +548,7 @@ METHODS = (
     "has_names",
 )  # fmt: skip
 GETTERS = {getattr(T, name).__get__ for name in ATTRIBUTES if hasattr(T, name)} | {*_functions(*METHODS)}
+IN_PLACE = {T.mul_: T.mul, T.__imul__: T.mul, T.div_: T.div, T.__itruediv__: T.div}
 OVER = {*_functions("div", "divide", "true_divide", "__truediv__")}
 LESS = {*_functions("sub", "subtract", "__sub__")}
 COMMUTES = {*_functions("mul", "multiply", "__mul__", "__rmul__", "add", "__add__", "__radd__")}
@@ -562,6 +573,7 @@ TABLE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_functions("contiguous", "clone"), _contiguous),
     **dict.fromkeys(_functions("detach"), _detach),
     **dict.fromkeys((*_functions("mul", "multiply", "__mul__", "__rmul__"), *OVER), _scale),
+    **dict.fromkeys(IN_PLACE, _scale_in_place),
     **dict.fromkeys(_functions("neg", "negative", "__neg__"), _negate),
     **dict.fromkeys(_functions("tanh"), _tanh),
     **dict.fromkeys(_functions("clamp", "clamp_min"), _clamp),

@@ -396,7 +396,7 @@ def _logprobs_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tenso
     return found
 
 
-# The largest
+# The largest and the smallest
 
 
 def argmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -408,6 +408,32 @@ def argmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return NotImplemented
     _count(x)
     return ids if keepdim else ids[..., 0]
+
+
+def extreme(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.max and torch.min over the vocabulary, with their ids."""
+    dim, keepdim = _dim_and_keepdim(args, kwargs)
+    served = _is_last(x, dim) and "out" not in kwargs
+    ids = _largest(x, 1, -1.0 if func.__name__ == "min" else 1.0) if served else None
+    values = NotImplemented if ids is None else _values_at(x, ids)
+    if values is NotImplemented:
+        return NotImplemented
+    found = _result(x, values, x.dtype), ids
+    return getattr(torch.return_types, func.__name__)([each if keepdim else each[..., 0] for each in found])
+
+
+def aminmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.aminmax over the vocabulary, of logits without a gradient: one pass for both."""
+    del func
+    recipe, options = x.recipe, x.recipe.options()
+    wrong = recipe.kind != "logits" or args or set(kwargs) - {"dim", "keepdim"} or not _is_last(x, kwargs.get("dim"))
+    if wrong or options is None or x.requires_grad:
+        return NotImplemented
+    nothing = torch.full(recipe.hidden.shape[:-1], -1, dtype=torch.int64, device=recipe.hidden.device)
+    with recipe.source.ready(), torch.no_grad():
+        out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, entropy=False, stats=True, **options)
+    found = [_result(x, each, x.dtype) for each in (out.min_logit, out.max_logit)]
+    return torch.return_types.aminmax([each[..., None] if kwargs.get("keepdim") else each for each in found])
 
 
 def topk(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -426,12 +452,14 @@ def topk(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return torch.return_types.topk((_result(x, values, x.dtype), ids))
 
 
-def _largest(x: Deferred, k: int) -> torch.Tensor | None:
+def _largest(x: Deferred, k: int, sign: float = 1.0) -> torch.Tensor | None:
+    """The ids of the k largest, or of the smallest with ``sign`` -1."""
     recipe, options = x.recipe, x.recipe.options()
     wrong = recipe.kind not in ("logits", "log_softmax", "softmax") or recipe.coefficient <= 0
     if wrong or options is None or "lora" in options or not 1 <= k <= min(scalars.MOST_CANDIDATES, recipe.vocab_size):
         return None
     with recipe.source.ready(), torch.no_grad():
+        options["logit_scale"] *= sign
         return linear_topk(recipe.hidden, recipe.source.weight, k, **options).ids
 
 

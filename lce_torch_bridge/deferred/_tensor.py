@@ -109,6 +109,17 @@ class DeferredLogits(torch.Tensor):
         child._parent, child._hooks, self._used = self, self._hooks, True
         return child
 
+    def become(self, child: DeferredLogits) -> Self:
+        """Changes this tensor to ``child``, which a step in place made from it."""
+        self.recipe, self._parent, self.used = child.recipe, None, [False]
+        if self._node is not None:
+            self._node.recipe = child.recipe
+        return self
+
+    def is_alone(self) -> bool:
+        """Whether no other tensor was made from it, or has the same memory in stock."""
+        return not self.used[0] and (self._parent is None or self._parent._written is not self._written)
+
     def is_deferred(self) -> bool:
         """Whether the recipe says what the values are: none are there, and no other node stands before it."""
         return self._value is None and self._memory.value is None and self._is_own()
@@ -157,8 +168,9 @@ class DeferredLogits(torch.Tensor):
         return self.value(needed_for)
 
     @classmethod
+    @torch.compiler.disable(reason="deferred logits of another graph are no part of this one")
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch's functions of this tensor."""
+        """Torch's functions of this tensor, which a compiled function calls between its graphs."""
         del types
         return cls.call(func, args, kwargs or {})
 

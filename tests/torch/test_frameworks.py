@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_modules
 
 import lce_torch_bridge
 from lce_torch_bridge import _framework, areal, nemo_rl, skyrl, torchtitan, trl, verl
+from lce_torch_bridge.deferred._tensor import DeferredLogits
 from lce_torch_bridge.transformers import loss_function, patch
 from tests.torch import framework_doubles as doubles
 from tests.torch.framework_doubles import TOKENS, CausalLM, LoraLinear, ModulesToSave, of_logits, right
@@ -35,8 +36,7 @@ MODULES = {
     verl: (VERL, "verl.models.mcore.model_forward_fused"),
     skyrl: (SKYRL,),
     nemo_rl: ("nemo_rl.distributed.model_utils",),
-    torchtitan: ("torchtitan.components.loss", "torchtitan.config.override", "torchtitan.distributed.spmd_types",
-                 "torchtitan.trainer"),
+    torchtitan: ("torchtitan.components.loss", "torchtitan.config.override", "torchtitan.distributed.spmd_types"),
     areal: ("areal.engine", "areal.engine.fsdp_engine"),
 }  # fmt: skip
 PLACES = {  # what is replaced
@@ -48,17 +48,25 @@ PLACES = {  # what is replaced
                     "from_parallel_logits_to_logprobs_packed_sequences"], "ray": ["init"]},
     nemo_rl: {"nemo_rl.distributed.model_utils": [NEMO_RL,
                                                   "from_parallel_logits_to_logprobs"], "ray": ["init"]},
-    areal: {"areal.engine": ["FSDPPPOActor", "FSDPLMEngine"]},
-    torchtitan: {"torchtitan.trainer.Trainer": ["__init__"]},
+    areal: {"areal.engine": ["FSDPPPOActor", "FSDPLMEngine", "FSDPDPOEngine"]},
+    torchtitan: {"torchtitan.components.loss.ChunkedLossWrapper": ["set_lm_head", "__call__"]},
 }  # fmt: skip
 each_framework = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 
 
-class Trainer:
-    """Like torchtitan's."""
+def chunked_loss() -> type:
+    """Like torchtitan's `ChunkedLossWrapper`."""
 
-    def __init__(self, config: Any) -> None:
-        self.imports = list(config.override.imports)
+    class ChunkedLossWrapper:
+        Config = type("Config", (types.SimpleNamespace,), {})
+
+        def set_lm_head(self, lm_head: torch.nn.Module) -> None:
+            raise AssertionError(lm_head)
+
+        def __call__(self, pred: Any, labels: Any, global_valid_tokens: Any = None, **loss_inputs: Any) -> Any:
+            raise AssertionError(pred, labels, global_valid_tokens, loss_inputs)
+
+    return ChunkedLossWrapper
 
 
 @pytest.fixture(autouse=True)
@@ -78,12 +86,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         module._installed.undo()
         module._installed.calls = 0
     assert torch_modules._global_module_registration_hooks == before
-    for made in (torchtitan._init, torchtitan._override, torchtitan._head_loss, areal._engine, _framework._init_with):
+    for made in (torchtitan._override, areal._engine, _framework._init_with):
         made.cache_clear()
 
 
 def owner_of(path: str) -> Any:
-    return sys.modules["torchtitan.trainer"].Trainer if path.endswith("Trainer") else sys.modules[path]
+    owner, _, name = path.rpartition(".")
+    return getattr(sys.modules[owner], name) if name == "ChunkedLossWrapper" else sys.modules[path]
 
 
 def held(module: types.ModuleType) -> list[Any]:
@@ -403,16 +412,27 @@ def test_the_loss_function() -> None:
 
 def test_torchtitan() -> None:
     torchtitan.install()
-    loss = torchtitan._head_loss()()
+    theirs = sys.modules["torchtitan.components.loss"]
+    loss = theirs.ChunkedLossWrapper()
+    loss.loss_fn = theirs.CrossEntropyLoss()
     loss.set_lm_head(torch.nn.Linear(16, 64))
     for head in (LoraLinear(torch.nn.Linear(16, 64)), Half(16, 64)):
         with pytest.raises(NotImplementedError, match=r"lm_head is .*: leave it out of LoRA \(target_modules=\)"):
             loss.set_lm_head(head)
         assert "forward" not in vars(head)
-    trainer = sys.modules["torchtitan.trainer"].Trainer
-    for imports in (["mine"], ["mine", "lce_torch_bridge.torchtitan.without_logits"]):
-        config = types.SimpleNamespace(override=types.SimpleNamespace(imports=imports))
-        assert trainer(config).imports == ["mine", "lce_torch_bridge.torchtitan.without_logits"]
+    loss.loss_fn = theirs.MSELoss()
+    with pytest.raises(NotImplementedError, match=r"loss is .*Config: this replaces CrossEntropyLoss alone"):
+        loss.set_lm_head(torch.nn.Linear(16, 64))
+
+
+def test_torchtitans_override() -> None:
+    """Of a loss in chunks, and of all logits; it puts the loss in place of torchtitan's."""
+    theirs = sys.modules["torchtitan.components.loss"]
+    plain, before = theirs.CrossEntropyLoss.Config(), theirs.ChunkedLossWrapper.__call__
+    chunked = theirs.ChunkedLossWrapper.Config(loss_fn=plain)
+    assert torchtitan.without_logits(chunked) is chunked
+    assert torchtitan.without_logits(plain).loss_fn is plain
+    assert theirs.ChunkedLossWrapper.__call__ is not before
 
 
 def test_torchtitan_finds_the_override(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,30 +442,46 @@ def test_torchtitan_finds_the_override(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lce_torch_bridge, "torchtitan", torchtitan)
     monkeypatch.delitem(sys.modules, "lce_torch_bridge.torchtitan")
     importlib.import_module("lce_torch_bridge.torchtitan")
-    assert [f"{x.__module__}.{x.__name__}" for x in found] == [torchtitan.OVERRIDE]
+    assert [f"{x.__module__}.{x.__name__}" for x in found] == ["lce_torch_bridge.torchtitan.without_logits"]
 
 
 def test_areal() -> None:
+    """Its engines defer the logits of the models that they make, but of a critic's."""
     areal.install()
     actor = areal.Actor  # as AReaL's workers find it
     assert sys.modules["areal.engine"].FSDPPPOActor is actor
     assert (actor.__module__, actor.__qualname__) == ("lce_torch_bridge.areal", "Actor")
     with pytest.raises(AttributeError, match="has no attribute 'Critic'"):
         _ = areal.Critic
-    engine = object.__new__(type("Engine", (areal._WithoutLogits,), {}))
-    engine.parallel_helper, engine.enable_tree_training = types.SimpleNamespace(tp_size=1), False
-    engine.config, engine.model = types.SimpleNamespace(is_critic=False), CausalLM()
-    engine.model_config = engine.model.config
-    engine._check_head()
-    engine.model.lm_head.forward = None  # as it is left at each call
-    engine._check_head()
-    for head in (LoraLinear(torch.nn.Linear(16, 64)), Half(16, 64)):
-        engine.model.lm_head = head
-        with pytest.raises(NotImplementedError, match=r"lm_head is .*Leave lm_head out of target_modules"):
-            engine._check_head()
-    engine.enable_tree_training = True
-    with pytest.raises(NotImplementedError, match="serves neither tensor parallelism, tree training nor a critic"):
-        engine._check_head()
+
+    class Stock:
+        def __init__(self, is_critic: bool) -> None:
+            self.config = types.SimpleNamespace(is_critic=is_critic)
+
+        def _create_device_model(self) -> None:
+            self.model = CausalLM()
+
+        def _get_vocab_min_max_logits(self, logits: torch.Tensor, ulysses_pad_size: int = 0) -> Any:
+            del ulysses_pad_size
+            return logits.min(-1).values, logits.max(-1).values
+
+        def _compute_values(self, values: torch.Tensor, ulysses_pad_size: int) -> torch.Tensor:
+            del ulysses_pad_size
+            return values
+
+    engine: Any = type("Engine", (areal._Deferring, Stock), {})
+    extremes = []
+    for is_critic in (False, True):
+        made = engine(is_critic)
+        made._create_device_model()
+        assert ("forward" in vars(made.model)) == (not is_critic)
+        extremes.append(torch.stack(made._get_vocab_min_max_logits(made.model(TOKENS).logits)))
+        if not is_critic:
+            (handle,) = areal._installed.deferrals
+            assert (handle.served, handle.stored) == (2, 0)
+            with torch.no_grad():
+                assert isinstance(made.model(TOKENS).logits, DeferredLogits)  # of an old policy
+    torch.testing.assert_close(*extremes)
 
 
 class Megatron(torch.nn.Module):
