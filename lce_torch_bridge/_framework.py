@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import logging
 import sys
@@ -45,18 +46,17 @@ class Installed:
 
     def count(self) -> None:
         """One call more. The first is logged, as a warning: those are shown where no logging is configured."""
-        if self.calls == 0:
-            self._log()
+        self._log_first()
         self.calls += 1
 
     def defer(self, model: torch.nn.Module) -> None:
         """`defer_logits` of a model that the framework has made, without gradients too."""
-        if not self.deferrals:
-            self._log()
+        self._log_first()
         self.deferrals.add(defer_logits(model, always=True))
 
-    def _log(self) -> None:
-        _logger.warning("%s: %s from lce_torch_bridge", self._framework, self._what)
+    def _log_first(self) -> None:
+        if self.calls == 0 and not self.deferrals:
+            _logger.warning("%s: %s from lce_torch_bridge", self._framework, self._what)
 
     def put(self, *places: tuple[Any, str, Any], hooks: tuple[Callable[..., None], ...] = ()) -> Self:
         """Replaces attributes, each ``(owner, name, ours)``, and adds hooks that torch calls for every module.
@@ -132,6 +132,12 @@ def check_version(framework: str, tested: str, stacklevel: int = 3) -> None:
             RuntimeWarning,
             stacklevel=stacklevel,  # of who calls install or patch
         )
+
+
+def is_there(name: str) -> bool:
+    """Whether a module is installed, without importing it; of its parent, if it has one, the code runs."""
+    parent, _, _ = name.rpartition(".")
+    return bool((not parent or importlib.util.find_spec(parent)) and importlib.util.find_spec(name))
 
 
 def _version(framework: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import runpy
 import sys
@@ -55,7 +54,7 @@ def install_in_worker() -> _framework.Installed:
 
     Workers without Megatron, as vLLM's are, compute no training head: there it does nothing.
     """
-    if not (importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")):
+    if not _framework.is_there("megatron.core"):
         return _installed
     model_utils = _installed.module("nemo_rl.distributed.model_utils")
     return _installed.put(

@@ -1,8 +1,10 @@
-"""SkyRL with Megatron: its fused head is this package's, in every process that Ray starts after `install`.
+"""SkyRL without logits, in every process that Ray starts after `install`.
 
-From the command line, in place of ``python -m skyrl.train.entrypoints.main_base``::
+With Megatron, SkyRL's fused head is this package's. With FSDP, its models' logits are deferred. From the command line,
+in place of ``python -m skyrl.train.entrypoints.main_base``::
 
     python -m lce_torch_bridge.skyrl trainer.strategy=megatron trainer.fused_lm_head_logprob=true ...
+    python -m lce_torch_bridge.skyrl trainer.strategy=fsdp2 ...
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ _installed = _framework.Installed("skyrl", "0.3", "log-probabilities of the head
 
 
 def install() -> _framework.Installed:
-    """Puts this package's function into SkyRL, here and in each worker process that Ray starts from then on.
+    """Puts this package's functions into SkyRL, here and in each worker process that Ray starts from then on.
 
-    To be called before ``ray.init``, with SkyRL's switch ``trainer.fused_lm_head_logprob=true``.
+    To be called before ``ray.init``. Megatron needs SkyRL's switch ``trainer.fused_lm_head_logprob=true`` too.
 
     Returns:
         What counts the calls in this process, and undoes it; a second call returns the same.
@@ -46,13 +48,32 @@ def install() -> _framework.Installed:
 
 def install_in_worker() -> _framework.Installed:
     """`install` of this process alone: for ``runtime_env={"worker_process_setup_hook": ...}`` of ``ray.init``."""
-    model_utils = _installed.module("skyrl.backends.skyrl_train.distributed.megatron.model_utils")
-    return _installed.put(
-        (model_utils, "_fused_lm_head_logprob_apply", _logprobs),
-        (model_utils, "from_parallel_logits_to_logprobs", _refuse_logits),
-        (model_utils, "from_parallel_logits_to_logprobs_packed_sequences", _refuse_logits),
-        hooks=(functools.partial(_framework.refuse_wrapped_head, ("output_layer",)),),
-    )
+    places: list[tuple[Any, str, Any]] = []
+    hooks: list[Any] = []
+    if _framework.is_there("megatron.core"):
+        model_utils = _installed.module("skyrl.backends.skyrl_train.distributed.megatron.model_utils")
+        places += [
+            (model_utils, "_fused_lm_head_logprob_apply", _logprobs),
+            (model_utils, "from_parallel_logits_to_logprobs", _refuse_logits),
+            (model_utils, "from_parallel_logits_to_logprobs_packed_sequences", _refuse_logits),
+        ]
+        hooks.append(functools.partial(_framework.refuse_wrapped_head, ("output_layer",)))
+    if _framework.is_there("flash_attn"):  # which SkyRL's model for FSDP imports
+        wrapper = _installed.module("skyrl.backends.skyrl_train.workers.model_wrapper").HFModelWrapper
+        torch_utils = _installed.module("skyrl.backends.skyrl_train.utils.torch_utils")
+        places.append((wrapper, "__init__", _framework.around(wrapper.__init__, _deferring)))
+        places.append((torch_utils, "FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False))  # a kernel, not torch's function
+    return _installed.put(*places, hooks=tuple(hooks))
+
+
+@functools.cache
+def _deferring(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def init(self: Any, *arguments: Any, **named: Any) -> None:
+        stock(self, *arguments, **named)
+        _installed.defer(self.model)
+
+    return init
 
 
 def _logprobs(

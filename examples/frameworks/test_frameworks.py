@@ -55,6 +55,12 @@ def test_values_and_gradients_are_those_of_its_own_head(results: dict[str, Any])
     assert results["gradients"] <= NEAR
 
 
+def test_skyrls_model_for_fsdp(framework: str, results: dict[str, Any]) -> None:
+    if framework == "skyrl":
+        assert results["FSDP"] <= NEAR
+        assert (results["served"] > 0, results["stored"]) == (True, 0)
+
+
 def test_nothing_else_computes_the_head(framework: str, results: dict[str, Any]) -> None:
     """verl: all that import the function have ours. The others: what takes logits is an error that names the switch."""
     if framework == "verl":
@@ -78,9 +84,12 @@ def test_verl_imports_ours_by_a_variable() -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="needs verl: make test-frameworks")
 def test_the_update_of_verls_actor() -> None:
-    ours, logits = (
-        json.loads(run("examples.frameworks.verl_engine_worker", way).splitlines()[-1]) for way in ("ours", "logits")
+    ours, deferred, logits = (
+        json.loads(run("examples.frameworks.verl_engine_worker", way).splitlines()[-1])
+        for way in ("ours", "deferred", "logits")
     )
-    assert ours["losses"] == pytest.approx(logits["losses"], rel=1e-6)  # of three steps
-    assert ours["losses"][-1] < ours["losses"][0]
-    assert (ours["calls"], logits["calls"]) == (3, 0)
+    for found in (ours, deferred):
+        assert found["losses"] == pytest.approx(logits["losses"], rel=1e-6)  # of three steps
+        assert found["losses"][-1] < found["losses"][0]
+    assert (ours["calls"], deferred["calls"], logits["calls"]) == (3, 0, 0)
+    assert deferred["served"] > 0  # none is stored, which would raise

@@ -1,7 +1,7 @@
 """Three steps of verl's FSDP2 engine, as its actor's update calls it, with our head or with logits; prints JSON.
 
-``python -m examples.frameworks.verl_engine_worker WAY``, "ours" or "logits". The engine asks a platform for its device;
-verl has none for CPUs, so here is one.
+``python -m examples.frameworks.verl_engine_worker WAY``, "ours", "logits" or "deferred". The engine asks a platform for
+its device; verl has none for CPUs, so here is one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from lce_torch_bridge import verl
+from lce_torch_bridge import defer_logits, verl
 
 LENGTHS, PROMPT = (10, 14), 4
 
@@ -62,9 +62,21 @@ def engine(way: str) -> Any:
         use_fused_kernels=way == "ours", fused_kernel_options={"impl_backend": "triton"},
     )  # fmt: skip
     told = FSDPEngineConfig(
-        strategy="fsdp2", use_torch_compile=False, mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"}
+        strategy="fsdp2", use_torch_compile=way == "deferred",
+        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
+    )  # fmt: skip
+
+    class Deferring(FSDPEngineWithLMHead):
+        """Its model's logits are deferred before FSDP2 wraps it."""
+
+        def _build_module(self) -> Any:
+            module = super()._build_module()
+            self.deferral = defer_logits(module, strict=True, always=True)
+            return module
+
+    made = (Deferring if way == "deferred" else FSDPEngineWithLMHead)(
+        model, told, FSDPOptimizerConfig(lr=1e-2, total_training_steps=3), CheckpointConfig()
     )
-    made = FSDPEngineWithLMHead(model, told, FSDPOptimizerConfig(lr=1e-2, total_training_steps=3), CheckpointConfig())
     made.initialize()
     return made
 
@@ -99,7 +111,8 @@ def main(way: str) -> None:
         data = tensordict_utils.get_tensordict(nested, non_tensor_dict=options)
         with made.train_mode():
             losses += made.train_batch(data, loss_of)["loss"]
-    print(json.dumps({"losses": losses, "calls": installed.calls if installed else 0}))
+    served = made.deferral.served if way == "deferred" else 0
+    print(json.dumps({"losses": losses, "calls": installed.calls if installed else 0, "served": served}))
 
 
 if __name__ == "__main__":

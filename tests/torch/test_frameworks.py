@@ -31,10 +31,11 @@ VERSIONS = {"trl": "1.16.0", "verl": "0.9.1", "skyrl": "0.3.0", "nemo-rl": "0.6.
             "areal": "1.0.4", "transformers": "5.10.4"}  # fmt: skip
 NEMO_RL = "from_parallel_hidden_states_to_logprobs"
 SKYRL, VERL = "skyrl.backends.skyrl_train.distributed.megatron.model_utils", "verl.utils.kernel.linear_cross_entropy"
+WRAPPER, UTILS = "skyrl.backends.skyrl_train.workers.model_wrapper", "skyrl.backends.skyrl_train.utils.torch_utils"
 MODULES = {
     trl: ("trl.trainer.distillation_trainer", "trl.trainer.utils"),
     verl: (VERL, "verl.models.mcore.model_forward_fused"),
-    skyrl: (SKYRL,),
+    skyrl: (SKYRL, WRAPPER, UTILS),
     nemo_rl: ("nemo_rl.distributed.model_utils",),
     torchtitan: ("torchtitan.components.loss", "torchtitan.config.override", "torchtitan.distributed.spmd_types"),
     areal: ("areal.engine", "areal.engine.fsdp_engine"),
@@ -45,13 +46,21 @@ PLACES = {  # what is replaced
     verl: {VERL: ["linear_cross_entropy"], "verl.models.mcore.model_forward_fused": ["linear_cross_entropy"],
            "ray": ["init"]},
     skyrl: {SKYRL: ["_fused_lm_head_logprob_apply", "from_parallel_logits_to_logprobs",
-                    "from_parallel_logits_to_logprobs_packed_sequences"], "ray": ["init"]},
+                    "from_parallel_logits_to_logprobs_packed_sequences"], f"{WRAPPER}.HFModelWrapper": ["__init__"],
+            UTILS: ["FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE"], "ray": ["init"]},
     nemo_rl: {"nemo_rl.distributed.model_utils": [NEMO_RL,
                                                   "from_parallel_logits_to_logprobs"], "ray": ["init"]},
     areal: {"areal.engine": ["FSDPPPOActor", "FSDPLMEngine", "FSDPDPOEngine"]},
     torchtitan: {"torchtitan.components.loss.ChunkedLossWrapper": ["set_lm_head", "__call__"]},
 }  # fmt: skip
 each_framework = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
+
+
+class Wrapper:
+    """Like SkyRL's `HFModelWrapper`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
 
 
 def chunked_loss() -> type:
@@ -86,13 +95,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         module._installed.undo()
         module._installed.calls = 0
     assert torch_modules._global_module_registration_hooks == before
-    for made in (torchtitan._override, areal._engine, _framework._init_with):
+    for made in (torchtitan._override, skyrl._deferring, areal._engine, _framework._init_with):
         made.cache_clear()
 
 
 def owner_of(path: str) -> Any:
     owner, _, name = path.rpartition(".")
-    return getattr(sys.modules[owner], name) if name == "ChunkedLossWrapper" else sys.modules[path]
+    return getattr(sys.modules[owner], name) if name.endswith("Wrapper") else sys.modules[path]
 
 
 def held(module: types.ModuleType) -> list[Any]:
@@ -443,6 +452,19 @@ def test_torchtitan_finds_the_override(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "lce_torch_bridge.torchtitan")
     importlib.import_module("lce_torch_bridge.torchtitan")
     assert [f"{x.__module__}.{x.__name__}" for x in found] == ["lce_torch_bridge.torchtitan.without_logits"]
+
+
+def test_skyrls_model_for_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are deferred, and scored by torch's functions; without Megatron nothing else is replaced."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn")
+    before = held(skyrl)
+    with skyrl.install_in_worker() as installed:
+        assert [x is y for x, y in zip(held(skyrl), before, strict=True)] == [True, True, True, False, False, True]
+        model = sys.modules[WRAPPER].HFModelWrapper(CausalLM()).model
+        model(TOKENS).logits.div_(0.7).log_softmax(-1).gather(-1, TOKENS[..., None])
+        (handle,) = installed.deferrals
+        assert (handle.served, handle.stored) == (1, 0)
+    assert "forward" not in vars(model)
 
 
 def test_areal() -> None:
