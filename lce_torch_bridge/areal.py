@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lce_torch_bridge import _framework
-from lce_torch_bridge.deferred._functions import DeferredLogits
+from lce_torch_bridge.deferred._tensor import DeferredLogits
 
 __all__ = ["install"]
 

@@ -413,13 +413,14 @@ def argmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def extreme(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.max and torch.min over the vocabulary, with their ids."""
     dim, keepdim = _dim_and_keepdim(args, kwargs)
-    served = _is_last(x, dim) and "out" not in kwargs
-    ids = _largest(x, 1, -1.0 if func.__name__ == "min" else 1.0) if served else None
-    values = NotImplemented if ids is None else _values_at(x, ids)
-    if values is NotImplemented:
+    sign = -1.0 if func.__name__ == "min" else 1.0
+    ids = _largest(x, 1, sign) if _is_last(x, dim) and "out" not in kwargs else None
+    if ids is None or (values := _values_at(x, ids)) is NotImplemented:
         return NotImplemented
-    found = _result(x, values, x.dtype), ids
-    return getattr(torch.return_types, func.__name__)([each if keepdim else each[..., 0] for each in found])
+    values = _result(x, values, x.dtype)
+    return getattr(torch.return_types, func.__name__)(
+        (values, ids) if keepdim else (values.squeeze(-1), ids.squeeze(-1))
+    )
 
 
 def aminmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -432,8 +433,10 @@ def aminmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     nothing = torch.full(recipe.hidden.shape[:-1], -1, dtype=torch.int64, device=recipe.hidden.device)
     with recipe.source.ready(), torch.no_grad():
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, entropy=False, stats=True, **options)
-    found = [_result(x, each, x.dtype) for each in (out.min_logit, out.max_logit)]
-    return torch.return_types.aminmax([each[..., None] if kwargs.get("keepdim") else each for each in found])
+    assert out.min_logit is not None
+    assert out.max_logit is not None
+    low, high = (_result(x, each, x.dtype) for each in (out.min_logit, out.max_logit))
+    return torch.return_types.aminmax((low[..., None], high[..., None]) if kwargs.get("keepdim") else (low, high))
 
 
 def topk(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -168,7 +168,7 @@ class DeferredLogits(torch.Tensor):
         return self.value(needed_for)
 
     @classmethod
-    @torch.compiler.disable(reason="deferred logits of another graph are no part of this one")
+    @torch.compiler.disable(reason="deferred logits of another graph are no part of this one")  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Torch's functions of this tensor, which a compiled function calls between its graphs."""
         del types
