@@ -430,7 +430,7 @@ def aminmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     wrong = recipe.kind != "logits" or args or set(kwargs) - {"dim", "keepdim"} or not _is_last(x, kwargs.get("dim"))
     if wrong or options is None or x.requires_grad:
         return NotImplemented
-    nothing = torch.full(recipe.hidden.shape[:-1], -1, dtype=torch.int64, device=recipe.hidden.device)
+    nothing = torch.full(recipe.hidden.shape[:-1], -100, dtype=torch.int64, device=recipe.hidden.device)
     with recipe.source.ready(), torch.no_grad():
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, entropy=False, stats=True, **options)
     assert out.min_logit is not None
@@ -479,5 +479,7 @@ def table(functions: Callable[..., list[Any]]) -> dict[Any, Callable[..., Any]]:
         **dict.fromkeys(functions("gather", "take_along_dim"), gather),
         **dict.fromkeys(functions("argmax"), argmax),
         **dict.fromkeys(functions("topk"), topk),
+        **dict.fromkeys(functions("max", "min"), extreme),
+        **dict.fromkeys(functions("aminmax"), aminmax),
         **dict.fromkeys(functions("__eq__", "eq"), equal),
     }

@@ -111,14 +111,14 @@ class DeferredLogits(torch.Tensor):
 
     def become(self, child: DeferredLogits) -> Self:
         """Changes this tensor to ``child``, which a step in place made from it."""
-        self.recipe, self._parent, self.used = child.recipe, None, [False]
+        self.recipe, self._parent, self._used = child.recipe, None, False
         if self._node is not None:
             self._node.recipe = child.recipe
         return self
 
     def is_alone(self) -> bool:
         """Whether no other tensor was made from it, or has the same memory in stock."""
-        return not self.used[0] and (self._parent is None or self._parent._written is not self._written)
+        return not self._used and (self._parent is None or self._parent._memory is not self._memory)
 
     def is_deferred(self) -> bool:
         """Whether the recipe says what the values are: none are there, and no other node stands before it."""

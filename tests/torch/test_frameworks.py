@@ -82,8 +82,9 @@ def chunked_loss() -> type:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For every framework and for Ray, as if they were installed."""
     doubles.modules_of(monkeypatch, *(path for paths in MODULES.values() for path in paths))
-    doubles.modules_of(monkeypatch, "ray", "skyrl.train.entrypoints.main_base")
-    sys.modules["torchtitan.trainer"].Trainer = type("Trainer", (Trainer,), {"__init__": Trainer.__init__})
+    doubles.modules_of(monkeypatch, "transformers.modeling_outputs", "ray", "skyrl.train.entrypoints.main_base")
+    sys.modules["torchtitan.components.loss"].ChunkedLossWrapper = chunked_loss()
+    sys.modules[WRAPPER].HFModelWrapper = type("HFModelWrapper", (Wrapper,), {"__init__": Wrapper.__init__})
     sys.modules["torchtitan.config.override"].override = lambda **_: lambda function: function
     sys.modules["ray"].is_initialized = lambda: False
     sys.modules["ray"].init = lambda **given: given

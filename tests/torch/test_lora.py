@@ -242,20 +242,25 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "a variant of LoRA: give": (PeftLinear, "layer.lora_variant['default'] = None"),
     "a bias: merge_and_unload() it": (PeftLinear, "layer.base_layer.bias = torch.nn.Parameter(torch.ones(64))"),
     "merged, and disabled: unmerge_adapter() first": (PeftLinear,
-        "layer.merged = layer.disable_adapters = True; [x.requires_grad_(False) for x in (layer.lora_A, layer.lora_B)]"),
+        "layer.merged = layer.disable_adapters = True; layer.requires_grad_(False); layer.base_layer.requires_grad_()"),
     "of adapters PEFT's lora.Linear alone is served": (PeftLinear,
         "layer.lora_A['default'].forward = lambda x: 2 * (x @ layer.lora_A['default'].weight.T)"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", BESIDE)
-def test_what_else_an_adapter_has_is_refused(message: str) -> None:
-    wrap, change = BESIDE[message]
-    loss_fn = LinearCrossEntropyLoss(16, 64)
-    loss_fn.linear = layer = wrap(loss_fn.linear)
-    exec(change, {"layer": layer})
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        loss_fn(torch.ones(2, 16), torch.ones(2).long())
+@pytest.mark.parametrize("message", OTHERS)
+def test_with_what_else_an_adapter_has_the_head_computes_its_logits(message: str) -> None:
+    wrap, change = OTHERS[message]
+    model = CausalLM()
+    model.lm_head = layer = wrap(model.lm_head)
+    exec(change, {"layer": layer, "torch": torch})
+    handle = defer_logits(model)
+    torch.manual_seed(0)  # of dropout
+    loss = model(TOKENS, labels=TOKENS).loss
+    torch.manual_seed(0)
+    right(loss, model)
+    assert handle.served == 0
+    assert any(message in place for place in handle.places), handle.places
 
 
 def test_a_sharded_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
