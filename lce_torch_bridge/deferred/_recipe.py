@@ -60,6 +60,7 @@ class Source:
         autocast: the dtype of the autocast context, None outside of one.
         deferral: what counts, and says whether logits may be computed.
         state: of the operands, when the head was called.
+        checkpoint: what a non-reentrant checkpoint around the head's call packs tensors with, or None.
     """
 
     hidden: torch.Tensor
@@ -69,9 +70,10 @@ class Source:
     autocast: torch.dtype | None
     deferral: Deferral
     state: State = dataclasses.field(init=False)
+    checkpoint: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.state = _state(self.operands)
+        self.state, self.checkpoint = _state(self.operands), _device.checkpoint_hook()
 
     @property
     def operands(self) -> tuple[torch.Tensor | None, ...]:
@@ -98,6 +100,15 @@ class Source:
                 logits = logits + linear(linear(hidden.to(a.dtype), a), b) * self.lora[2]
                 logits = logits.to(dtype)
             return logits
+
+    def is_outside(self) -> bool:
+        """Whether this is a checkpoint that does not hold the head's call, and runs again without what is kept here."""
+        hook = _device.checkpoint_hook()
+        return hook is not None and hook is not self.checkpoint
+
+    def kept(self) -> contextlib.AbstractContextManager[None]:
+        """Inside is computed what is kept beside these logits, and is no part of a checkpoint that they come into."""
+        return _device.without_hooks() if self.is_outside() else contextlib.nullcontext()
 
     def note(self, needed_for: str) -> None:
         """Counts and logs that these logits are computed, but not in a compiled graph, where nothing is counted."""

@@ -222,7 +222,7 @@ def statistics(x: Deferred, recipe: Recipe) -> LogprobOutput | None:
 
 
 def _statistics(recipe: Recipe) -> LogprobOutput | None:
-    found = _known_statistics(recipe, torch.is_grad_enabled())
+    found = _known_statistics(recipe)
     if found is not None:
         return found
     if recipe.rows_of is not None and recipe.rows_of[2]:  # one of several parts: all of them at once
@@ -239,12 +239,12 @@ def _statistics(recipe: Recipe) -> LogprobOutput | None:
     return out
 
 
-def _known_statistics(recipe: Recipe, is_recorded: bool) -> LogprobOutput | None:
+def _known_statistics(recipe: Recipe) -> LogprobOutput | None:
     """Those of these rows, or of rows that they were taken from, if they are computed already."""
-    found = recipe.results.get(is_recorded)
+    found = recipe.results.get(torch.is_grad_enabled())
     if found is None and recipe.rows_of is not None:
         whole, select, _ = recipe.rows_of
-        of_whole = _known_statistics(whole, is_recorded)
+        of_whole = _known_statistics(whole)
         found = None if of_whole is None else _of_rows(of_whole, select)
     return found
 
@@ -262,7 +262,7 @@ def logsumexp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return NotImplemented
     lse = out.lse.clone()  # which may be written into
     lse = _result(x, lse.unsqueeze(-1) if keepdim else lse, _dtype(x, _probe_logsumexp))
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or lse.is_inference()):
         lse._lse_of = x.recipe.results, lse._version  # type: ignore[attr-defined] # logits minus it are a log_softmax
     return lse
 
@@ -381,7 +381,8 @@ def _logits_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tensor 
 def _logprobs_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tensor | None:
     """From one pass, whose lse and entropy are kept for who asks next; from an lse that is there, no pass at all."""
     assert recipe.logits is not None
-    out = _known_statistics(recipe.logits, torch.is_grad_enabled())
+    is_outside = recipe.source.is_outside()
+    out = (_statistics if is_outside else _known_statistics)(recipe.logits)
     if out is not None and "lora" not in options:
         return linear_logits(recipe.hidden, recipe.source.weight, ids, **options) - out.lse[..., None]
     if ids.shape[-1] == 1:
@@ -392,7 +393,8 @@ def _logprobs_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tenso
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, candidates=ids, **options)
         assert out.candidate_logprobs is not None
         found = out.candidate_logprobs
-    recipe.logits.results[torch.is_grad_enabled()] = out
+    if not is_outside:
+        recipe.logits.results[torch.is_grad_enabled()] = out
     return found
 
 

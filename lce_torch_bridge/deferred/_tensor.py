@@ -135,7 +135,8 @@ class DeferredLogits(torch.Tensor):
         if self._value is None or not is_own:
             recipe = self.recipe
             is_recorded = recipe.grad and is_own
-            with torch.inference_mode(recipe.source.hidden.is_inference()), torch.set_grad_enabled(is_recorded):
+            inference = torch.inference_mode(recipe.source.hidden.is_inference())
+            with inference, torch.set_grad_enabled(is_recorded), recipe.source.kept():
                 value = self._computed(needed_for) if self._value is None else self._value.detach()
             if not is_own:  # its gradient goes through someone else's function
                 with torch.enable_grad(), _plain():

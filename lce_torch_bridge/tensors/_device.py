@@ -167,6 +167,13 @@ def will_be_recomputed() -> bool:
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(OF_FIRST_FORWARD)
 
 
+def checkpoint_hook() -> Any:
+    """What the non-reentrant checkpoint that is run, or run again, packs tensors with; None outside of one."""
+    hooks = None if torch.compiler.is_compiling() else top_hooks(False)
+    of_checkpoint = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return hooks[0] if of_checkpoint else None
+
+
 def any_is_watched(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Whether one needs operators: a subclass, one without values, or a batch of is_grads_batched=True."""
     return bool([x for x in tensors if x is not None and (type(x) not in PLAIN or x.is_meta or is_batched(x))])
