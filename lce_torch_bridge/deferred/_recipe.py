@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lce_torch_bridge.tensors import _device
 
@@ -23,6 +24,17 @@ type Factor = tuple[Literal["mul", "div", "tanh"], float]
 
 OPERANDS = "hidden", "weight", "bias", "lora's A", "lora's B"
 type State = tuple[tuple[int, bool] | None, ...]
+_steps = [0]  # of all optimizers: fused ones write into parameters without changing their version
+
+
+@functools.cache
+def count_steps() -> None:
+    """Counts the steps of optimizers from now on."""
+
+    def count(*_: Any) -> None:
+        _steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
 
 
 def _state(tensors: Iterable[torch.Tensor | None]) -> State:
@@ -60,6 +72,7 @@ class Source:
         autocast: the dtype of the autocast context, None outside of one.
         deferral: what counts, and says whether logits may be computed.
         state: of the operands, when the head was called.
+        step: how many steps optimizers had made then.
         checkpoint: what a non-reentrant checkpoint around the head's call packs tensors with, or None.
     """
 
@@ -70,10 +83,12 @@ class Source:
     autocast: torch.dtype | None
     deferral: Deferral
     state: State = dataclasses.field(init=False)
+    step: int = dataclasses.field(init=False)
     checkpoint: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.state, self.checkpoint = _state(self.operands), _device.checkpoint_hook()
+        self.state, self.step = _state(self.operands), _steps[0]
+        self.checkpoint = _device.checkpoint_hook()
 
     @property
     def operands(self) -> tuple[torch.Tensor | None, ...]:
