@@ -19,7 +19,7 @@ def main(steps: int = 4, patch: Any = lce_torch_bridge.transformers.patch) -> li
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    handle = patch(model)
+    patched = patch(model)
     tokens = (torch.arange(16)[:, None] * 7 + torch.arange(16)) % 64
     labels = tokens.where(torch.arange(16) >= 2 + torch.arange(16)[:, None] // 2, -100)  # the prompts do not count
     rows = [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lce_torch_bridge._types import LogprobOutput, TopK
     from lce_torch_bridge.deferred._defer import defer_logits
     from lce_torch_bridge.deferred._deferral import Deferral
-    from lce_torch_bridge.deferred._functions import DeferredLogits
+    from lce_torch_bridge.deferred._tensor import DeferredLogits
     from lce_torch_bridge.launched_directly._way import launch_with
     from lce_torch_bridge.ops._cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, linear_entropy
     from lce_torch_bridge.ops._explain import Explanation, explain
@@ -59,7 +59,7 @@ _MODULES = {
     "_types": ("LogprobOutput", "TopK"),
     "deferred._defer": ("defer_logits",),
     "deferred._deferral": ("Deferral",),
-    "deferred._functions": ("DeferredLogits",),
+    "deferred._tensor": ("DeferredLogits",),
     "launched_directly._way": ("launch_with",),
     "losses": ("losses",),
     "ops._cross_entropy": ("LinearCrossEntropyLoss", "linear_cross_entropy", "linear_entropy"),

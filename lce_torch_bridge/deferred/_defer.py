@@ -11,11 +11,14 @@ import torch
 
 from lce_torch_bridge._types import PLAIN
 from lce_torch_bridge.call import _checks
+from lce_torch_bridge.deferred import _functions
 from lce_torch_bridge.deferred._deferral import BEFORE, DEFERRAL, Deferral
-from lce_torch_bridge.deferred._functions import DeferredLogits
-from lce_torch_bridge.deferred._recipe import Source, count_steps
+from lce_torch_bridge.deferred._recipe import Source
+from lce_torch_bridge.deferred._tensor import DeferredLogits
 from lce_torch_bridge.deferred._traced import TracedLogits
 from lce_torch_bridge.tensors import _device
+
+DeferredLogits.call = TracedLogits.call = staticmethod(_functions.call)
 
 
 def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool = False) -> Deferral:
@@ -77,7 +80,7 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool 
     _refuse_wrapper(module)
     head = _head_of(module)
     _attach(deferral, head)
-    deferral.put(module, _forward_of_model(type(module)))
+    deferral.put(module, _forward_of_model(type(module)))  # type: ignore[arg-type]
     deferral.of_model = True
     return deferral
 
@@ -88,7 +91,7 @@ def _attach(deferral: Deferral, head: torch.nn.Module) -> None:
     for layer in [head] if copies is None else copies.values():
         if DEFERRAL not in vars(layer):
             _refuse_other_head(layer)
-            deferral.put(layer, _forward_of_head(type(layer)))
+            deferral.put(layer, _forward_of_head(type(layer)))  # type: ignore[arg-type]
 
 
 def _attach_new(deferral: Deferral, head: Any) -> None:
@@ -144,7 +147,7 @@ def _refuse_other_head(head: Any) -> None:
 
 
 @functools.cache
-def _forward_of_head(head_class: type) -> Any:
+def _forward_of_head(head_class: Any) -> Any:
     """In place of a head's ``forward``."""
     stock = head_class.forward
 
@@ -159,7 +162,7 @@ def _forward_of_head(head_class: type) -> Any:
 
 
 @functools.cache
-def _forward_of_model(model_class: type) -> Any:
+def _forward_of_model(model_class: Any) -> Any:
     """In place of a model's ``forward``, whose signature the Trainer reads."""
     stock = model_class.forward
 
@@ -199,11 +202,14 @@ def _source(head: Any, input: Any) -> Source | None:
         except NotImplementedError as reason:
             deferral.say(str(reason))
             return None
-    if not in_graph and (reason := _why_freed(head, layer.weight)) is not None:
-        deferral.say(reason)
+    if not in_graph and (freed := _why_freed(head, layer.weight)) is not None:
+        deferral.say(freed)
         return None
     weight = layer.weight
     if type(input) not in PLAIN or type(weight) not in PLAIN or not deferral.wants(input, weight, layer.bias, lora):
+        return None
+    if weight.is_cuda and not in_graph and torch.cuda.is_current_stream_capturing():
+        deferral.say("a CUDA graph is captured, in which the host cannot count labels")
         return None
     floats = input.dtype in _checks.FLOATS and weight.dtype in _checks.FLOATS
     here = input.device == weight.device and input.device.type in ("cpu", "cuda")

@@ -19,7 +19,8 @@ from lce_torch_bridge.deferred._tensor import DeferredLogits, _plain
 from lce_torch_bridge.deferred._traced import TracedLogits
 from lce_torch_bridge.tensors import _device
 
-T, F = torch.Tensor, torch.nn.functional
+T: Any = torch.Tensor
+F = torch.nn.functional
 DEFERRED = (DeferredLogits, TracedLogits)
 type Deferred = DeferredLogits | TracedLogits
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +59,7 @@ def _of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(f"{name} of deferred logits: write it without the _, or call it on logits.compute()")
     writes = isinstance(first, DEFERRED) and (_is_written_by(func) or kwargs.get("inplace") is True)
     if writes:
-        first.write(name)
+        first.write(name)  # type: ignore[union-attr]
     if isinstance(out := kwargs.get("out"), DEFERRED):
         out.write(name)
     found = func(*_values(args, name), **_values(kwargs, name))
@@ -217,7 +218,8 @@ def _product(x: Deferred, func: Any, by: Deferred) -> Any:
     assert one.logits is not None
     of = other if other.logits is None else other.logits
     kind = {"log_softmax": "p_log_p", "logits": "p_logits"}.get(other.kind)
-    if kind is None or of.results is not one.logits.results or one.grad != other.grad:
+    is_recorded_alike = one.grad == other.grad or not torch.is_grad_enabled()
+    if kind is None or of.results is not one.logits.results or not is_recorded_alike:
         return NotImplemented
     layout = _like(x.recipe.layout, torch.promote_types(one.dtype, other.dtype))
     coefficient = one.coefficient * other.coefficient
@@ -501,7 +503,7 @@ def _hook(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """torch.distributed asks when a backward begins, and does not look at the gradient."""
     if kwargs or not _only_listens(args[0]):
         return NotImplemented
-    x._hooks.append(args[0])
+    x._hooks.append(args[0])  # type: ignore[union-attr] # a tensor's
     with _plain():
         return func(x, *args)
 
@@ -594,4 +596,3 @@ TABLE: dict[Any, Callable[..., Any]] = {
     T.__repr__: _show,
     **_served.table(_functions),
 }  # fmt: skip
-DeferredLogits.call = TracedLogits.call = staticmethod(call)  # type: ignore[assignment]

@@ -202,7 +202,8 @@ class Recipe:
         kind: the logits, or what was computed from each row of them.
         coefficient: multiplies what is no logit.
         logits: the recipe of the logits that a softmax is of.
-        rows_of: the recipe whose rows these are, with the function that takes them from a tensor ``[..., 1]``.
+        rows_of: the recipe whose rows these are, what takes them from a tensor ``[..., 1]``, and whether they are one
+            of several parts.
         results: statistics of the logits that are computed already, by whether autograd records them.
     """
 
@@ -218,7 +219,7 @@ class Recipe:
     kind: Kind = "logits"
     coefficient: float = 1.0
     logits: Recipe | None = None
-    rows_of: tuple[Recipe, Callable[[torch.Tensor], torch.Tensor]] | None = None
+    rows_of: tuple[Recipe, Callable[[torch.Tensor], torch.Tensor], bool] | None = None
     results: dict[bool, LogprobOutput] = dataclasses.field(default_factory=dict)
 
     @classmethod

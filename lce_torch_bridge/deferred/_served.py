@@ -370,11 +370,11 @@ def _values_at(x: Deferred, ids: torch.Tensor) -> Any:
 
 
 def _logits_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tensor | None:
-    if "lora" not in options:
-        return linear_logits(recipe.hidden, recipe.source.weight, ids, **options)
-    if ids.shape[-1] > 1:
-        return None
+    """One logit of each row from a pass whose lse and entropy are kept for who asks next, as log-probabilities do."""
+    if ids.shape[-1] > 1 or _known_statistics(recipe) is not None:
+        return None if "lora" in options else linear_logits(recipe.hidden, recipe.source.weight, ids, **options)
     out = linear_logprobs(recipe.hidden, recipe.source.weight, ids[..., 0], **options)
+    recipe.results[torch.is_grad_enabled()] = out
     return (out.logprobs + out.lse)[..., None]
 
 
@@ -451,8 +451,7 @@ def topk(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not (_is_last(x, given["dim"]) and given["largest"] and type(given.get("k")) is int):
         return NotImplemented
     ids = _largest(x, given["k"])
-    values = NotImplemented if ids is None else _values_at(x, ids)
-    if values is NotImplemented:
+    if ids is None or (values := _values_at(x, ids)) is NotImplemented:
         return NotImplemented
     return torch.return_types.topk((_result(x, values, x.dtype), ids))
 

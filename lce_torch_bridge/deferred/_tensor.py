@@ -176,7 +176,9 @@ class DeferredLogits(torch.Tensor):
         return cls.call(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """What goes around torch's functions: another tensor of the same recipe, or operators of the values."""
         del types
         kwargs = kwargs or {}
@@ -257,6 +259,6 @@ class _Through(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         del ctx
         return gradient, None
