@@ -501,11 +501,18 @@ def _is_of_distributed(hook: Any) -> bool:
 
 def _hook(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.distributed asks when a backward begins, and does not look at the gradient."""
-    if kwargs or not _only_listens(args[0]):
+    if kwargs or not (_only_listens(args[0]) or _follows_modules(args[0])):
         return NotImplemented
-    x._hooks.append(args[0])  # type: ignore[union-attr] # a tensor's
+    if _only_listens(args[0]):
+        x._hooks.append(args[0])  # type: ignore[union-attr] # a tensor's
     with _plain():
         return func(x, *args)
+
+
+def _follows_modules(hook: Any) -> bool:
+    """Whether it tells torch's counter of FLOPs which module's backward runs, and is nothing to the gradient."""
+    cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    return any(getattr(each, "__module__", "") == "torch.utils.module_tracker" for each in cells)
 
 
 def _only_listens(hook: Any) -> bool:

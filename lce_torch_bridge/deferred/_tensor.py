@@ -93,7 +93,7 @@ class DeferredLogits(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, layout.shape, strides=layout.stride(), dtype=layout.dtype, device=recipe.source.hidden.device
         )
-        torch._C._set_throw_on_mutable_data_ptr(self)  # type: ignore[attr-defined] # there is no memory
+        torch._C._set_throw_on_mutable_data_ptr(self)  # there is no memory
         self.recipe, self._value, self._parent, self._node = recipe, None, None, None
         self._memory, self._used, self._hooks = Memory(), False, []
         return self

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from lce_torch_bridge.deferred._recipe import Recipe, Source, Step
+from lce_torch_bridge.tensors import _device
 
 
 class TracedLogits:
@@ -142,7 +143,7 @@ class TracedLogits:
         return f"TracedLogits({self.recipe.kind} of {tuple(self.shape)}, {self.dtype}, {self.device}, not computed)"
 
 
-@torch.compiler.disable(reason="deferred logits without a gradient look whose function takes them")
+@_device.not_compiled("deferred logits without a gradient look whose function takes them")
 def _refuse_other_functions(x: TracedLogits) -> None:
     """Refuses the autograd function of someone else, to which this object is no tensor that has a gradient."""
     frame: Any = sys._getframe(1)

@@ -170,8 +170,8 @@ def will_be_recomputed() -> bool:
 def checkpoint_hook() -> Any:
     """What the non-reentrant checkpoint that is run, or run again, packs tensors with; None outside of one."""
     hooks = None if torch.compiler.is_compiling() else top_hooks(False)
-    of_checkpoint = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-    return hooks[0] if of_checkpoint else None
+    pack = None if hooks is None else hooks[0]
+    return pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
 
 
 def any_is_watched(tensors: Iterable[torch.Tensor | None]) -> bool:

@@ -178,8 +178,10 @@ def write_beside(change: Callable[[torch.Tensor], Any]) -> Loss:
 
 
 def multiply(z: torch.Tensor) -> None:
+    view = z.view(-1, V)
     z *= 0.5
     z /= 2.0
+    assert view.shape[-1] == V
 
 
 def backward_by_parts(z: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -253,7 +255,7 @@ STORED: dict[str, Loss] = {
     "columns in place": then(lambda z: z.__setitem__((..., slice(40, None)), -9.0)),
     "rows in place": then(lambda z: z[:, :3].mul_(0.5)),
     "row by a tensor in place": then(lambda z: z[torch.tensor(0)].mul_(2.0)),
-    "operators in place": then(multiply),
+    "operators in place, beside a view": then(multiply),
     "inplace=True": then(lambda z: F.relu(z, inplace=True)),
     "beside views, written": write_beside(lambda z: z.mul_(0.5)),
     "beside views, a view is written": write_beside(lambda z: z.view(-1, V).mul_(0.5)),

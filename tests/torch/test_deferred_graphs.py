@@ -206,7 +206,8 @@ def test_modes(mode: Any) -> None:
 
 
 @float64
-def test_flops_are_those_of_stock() -> None:
+def test_flops_are_counted() -> None:
+    """Those of the operators, whose backward computes one product of logits anew."""
     counts = []
     for is_deferred in (False, True):
         head = make_head()
@@ -215,7 +216,7 @@ def test_flops_are_those_of_stock() -> None:
         with FlopCounterMode(display=False) as mode:
             run_head(head, nll)
         counts.append(mode.get_total_flops())
-    assert counts[0] == counts[1] > 0
+    assert 0 < counts[0] <= counts[1] <= 4 * counts[0] // 3
 
 
 @float64
