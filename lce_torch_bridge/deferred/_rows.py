@@ -1,0 +1,239 @@
+"""Rows of deferred logits: what leaves each of them whole, by torch's own functions on tensors without memory."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from lce_torch_bridge.deferred import _served
+from lce_torch_bridge.deferred._recipe import Step, laid_out
+from lce_torch_bridge.deferred._tensor import DeferredLogits
+from lce_torch_bridge.deferred._traced import TracedLogits
+from lce_torch_bridge.tensors import _device
+
+T: Any = torch.Tensor
+DEFERRED = (DeferredLogits, TracedLogits)
+type Deferred = DeferredLogits | TracedLogits
+EXPANDS = {T.expand}
+SIZED = {T.expand, T.view, T.reshape, torch.reshape}
+
+
+def broadcast_tensors(args: tuple[Any, ...]) -> Any:
+    """torch.broadcast_tensors with what is no larger."""
+    shape = torch.broadcast_shapes(*(each.shape for each in args))
+    if any(isinstance(each, DEFERRED) and each.shape != shape for each in args):
+        return NotImplemented
+    return tuple(each if isinstance(each, DEFERRED) else each.expand(shape) for each in args)
+
+
+def take_rows(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What leaves each row whole: views, splits, transposes of the leading dimensions, chosen rows."""
+    if any(isinstance(each, (torch.dtype, *DEFERRED)) for each in (*args, *kwargs.values())):
+        return NotImplemented
+    shaped = _shape(x, func, args, kwargs)
+    return NotImplemented if shaped is None else _row_steps(x, Step(func, args, kwargs), shaped)
+
+
+def _row_steps(x: Deferred, step: Step, shaped: tuple[_Shape, ...]) -> Any:
+    if len(shaped) == 1 and not shaped[0].is_part:
+        return _row_step(x, step, shaped[0])
+    each = [_row_step(x, Step(_Nth(i, step.function), step.args, step.kwargs), one) for i, one in enumerate(shaped)]
+    return NotImplemented if any(one is NotImplemented for one in each) else tuple(each)
+
+
+class _Shape(NamedTuple):
+    """What one step makes of a layout."""
+
+    layout: torch.Tensor
+    select: Callable[[torch.Tensor], Any]  # the same rows of a tensor with other columns
+    is_view: bool
+    is_of_rows: bool  # whether it leaves each row whole
+    is_part: bool = False  # whether it is one of several
+
+
+def _shape(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Shape, ...] | None:
+    layout = x.recipe.layout
+    once = not _device.is_traced() and _is_static(args) and _is_static(kwargs.values())
+    return (_shaped_once if once else _shaped)(
+        func, args, tuple(kwargs.items()), tuple(layout.shape), layout.stride(), layout.dtype
+    )
+
+
+def _shaped(
+    func: Any, args: tuple[Any, ...], items: tuple[Any, ...], shape: Any, strides: Any, dtype: torch.dtype
+) -> tuple[_Shape, ...] | None:
+    """What ``func`` makes of a layout, once or in parts; None where torch refuses it, and says why of the values."""
+    before, kwargs = torch.empty_strided(shape, strides, dtype=dtype, device="meta"), dict(items)
+    if func is T.__getitem__:
+        index = _whole_index(args[0], len(shape))
+        if index is None or index[-1] != slice(None):
+            return None
+        select: Callable[[torch.Tensor], Any] = functools.partial(_at, index)
+    else:
+        select = functools.partial(_select, func, args, kwargs, shape[-1])
+    meta = tuple(map(_on_meta, args)), {name: _on_meta(each) for name, each in kwargs.items()}
+    errors = RuntimeError, IndexError, TypeError, ValueError, NotImplementedError
+    try:
+        after = func(before, *meta[0], **meta[1])
+    except errors:
+        return None
+    try:
+        rows = select(before[..., :1])
+    except errors:
+        rows = None
+    if isinstance(after, torch.Tensor):
+        return (_shape_of(before, after, rows, select),)
+    parts = rows if rows is not None and len(rows) == len(after) else [None] * len(after)
+    return tuple(
+        [_shape_of(before, one, parts[i], _Nth(i, select))._replace(is_part=True) for i, one in enumerate(after)]
+    )
+
+
+_shaped_once = functools.lru_cache(maxsize=1024)(_shaped)
+
+
+def _shape_of(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None, select: Any) -> _Shape:
+    """``rows`` is what the step makes of the first column."""
+    columns = before.shape[-1]
+    is_whole = columns > 1 and after.shape[-1:] == (columns,) and (after.stride(-1) == 1 or not after.numel())
+    is_of_rows = is_whole and rows is not None and rows.shape == (*after.shape[:-1], 1)
+    in_graph = torch.compiler.is_compiling()  # where it may be a view
+    is_view = in_graph or after.untyped_storage()._cdata == before.untyped_storage()._cdata
+    return _Shape(after, select, is_view, is_of_rows)
+
+
+def _is_static(given: Iterable[Any]) -> bool:
+    """Whether arguments are equal to others only where they do the same."""
+    for x in given:
+        kind = type(x)
+        if kind is slice:
+            if not _is_static((x.start, x.stop, x.step)):
+                return False
+        elif kind is tuple or kind is torch.Size:
+            if not _is_static(x):
+                return False
+        elif kind is not int and x is not None and x is not Ellipsis:
+            return False
+    return True
+
+
+def _on_meta(x: Any) -> Any:
+    """An argument for a tensor without memory."""
+    return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+
+def transpose(x: Deferred, *_: Any) -> Any:
+    return take_rows(x, T.transpose, (-1, -2), {})
+
+
+class _Nth:
+    """The i-th of what a function returns."""
+
+    def __init__(self, i: int, function: Callable[..., Any]) -> None:
+        self.i, self.function = i, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)[self.i]
+
+
+def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, x: torch.Tensor) -> Any:
+    """The same rows of a tensor with other columns."""
+    if func in SIZED:
+        sizes = kwargs.get("shape", kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args))
+        last = x.shape[-1] if sizes[-1] == columns or (sizes[-1] == -1 and func not in EXPANDS) else sizes[-1]
+        return (T.expand if func in EXPANDS else T.reshape)(x, (*sizes[:-1], last))
+    return func(x, *args, **kwargs)
+
+
+def _row_step(x: Deferred, step: Step, shape: _Shape) -> Any:
+    recipe, layout, select = x.recipe, shape.layout, shape.select
+    if recipe.classes_first:
+        return NotImplemented
+    if not shape.is_of_rows:
+        return _classes_first(x, step, layout)
+    hidden = select(recipe.hidden)
+    changes: dict[str, Any] = {"hidden": hidden, "rows_of": (recipe, select, shape.is_part)}
+    if recipe.logits is not None:
+        of = recipe.logits
+        changes["logits"] = of.then(step, layout, hidden=hidden, rows_of=(of, select, shape.is_part))
+    return x.then(step, layout, shape.is_view, **changes)
+
+
+def _classes_first(x: Deferred, step: Step, layout: torch.Tensor) -> Any:
+    """[b, s, V] as [b, V, s], for cross entropy."""
+    recipe, before = x.recipe, x.recipe.layout
+    if (
+        before.ndim != 3
+        or recipe.kind != "logits"
+        or layout.shape != (before.shape[0], before.shape[2], before.shape[1])
+    ):
+        return NotImplemented
+    first, second, third = before.stride()
+    if layout.stride() != (first, third, second):
+        return NotImplemented
+    return x.then(step, layout, True, classes_first=True)
+
+
+def getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows by slices, numbers, masks and tensors; the first columns; one number of each row."""
+    del kwargs
+    recipe = x.recipe
+    if _is_static(args) and (shaped := _shape(x, T.__getitem__, args, {})) is not None:
+        return _row_step(x, Step(func, args), shaped[0])
+    index = _whole_index(args[0], recipe.layout.ndim)
+    if index is None or recipe.classes_first:
+        return NotImplemented
+    if all(isinstance(each, torch.Tensor) and each.dtype not in (torch.bool, torch.uint8) for each in index):
+        return _served.chosen(x, index, getitem)
+    *rows, last = index
+    if isinstance(last, slice) and last == slice(None):
+        return _choose_rows(x, func, args[0], tuple(rows))
+    whole = all(isinstance(each, slice) and each == slice(None) for each in rows)
+    if whole and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1):
+        layout = recipe.layout[..., last]
+        if recipe.kind == "logits" and layout.shape[-1] > 1:
+            return x.then(Step(func, args), layout, True, vocab_size=layout.shape[-1])
+    return NotImplemented
+
+
+def _choose_rows(x: Deferred, func: Any, index: Any, rows: tuple[Any, ...]) -> Any:
+    """Rows by masks, tensors or lists, which are copies; by tensors of one number alone they would be views."""
+    if not any(isinstance(each, list | range) or (isinstance(each, torch.Tensor) and each.ndim) for each in rows):
+        shaped = _shape(x, T.__getitem__, (index,), {})
+        return NotImplemented if shaped is None else _row_step(x, Step(func, (index,)), shaped[0])
+    recipe, select = x.recipe, functools.partial(_at, (*rows, slice(None)))
+    hidden = select(recipe.hidden[..., :1])
+    layout = laid_out((*hidden.shape[:-1], recipe.layout.shape[-1]), recipe.dtype)
+    return _row_step(x, Step(func, (index,)), _Shape(layout, select, False, True))
+
+
+def _at(index: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
+    return x[index]
+
+
+def _whole_index(index: Any, ndim: int) -> tuple[Any, ...] | None:
+    """An index with one entry for each dimension, and for None; None where that is not known."""
+    entries = index if isinstance(index, tuple) else (index,)
+    known = (int, slice, list, range, types.EllipsisType, types.NoneType, torch.Tensor)
+    if any(isinstance(each, (bool, *DEFERRED)) or not isinstance(each, known) for each in entries):
+        return None
+    taken = 0
+    for each in entries:
+        is_mask = isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+        taken += each.ndim if is_mask else 0 if each is None or each is Ellipsis else 1
+    rest = (slice(None),) * (ndim - taken)
+    at = [i for i, each in enumerate(entries) if each is Ellipsis]
+    if len(at) > 1 or taken > ndim:
+        return None
+    found = (*entries[: at[0]], *rest, *entries[at[0] + 1 :]) if at else (*entries, *rest)
+    return found or None
+
+
+def iterate(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del func
+    found = take_rows(x, T.unbind, args, kwargs) if x.dim() > 1 else NotImplemented
+    return NotImplemented if found is NotImplemented else iter(found)
