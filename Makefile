@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 comma := ,
-EXTRAS := test,lint$(if $(HAS_GPU),$(comma)cuda13)
+ON_GPU := $(if $(HAS_GPU),$(comma)cuda13)
 WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -13,7 +13,7 @@ REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -E 's,^git@([^
 
 .PHONY: demo test test-site test-all test-gpu test-frameworks test-compile test-tpu lint docs bench clean help
 help:
-	@echo "make demo      train a small transformer on this machine and compare with stored logits"
+	@echo "make demo      train a small transformer, in two minutes on two cores, and compare with stored logits"
 	@echo "make test      the packages' tests that need no GPU: each mechanism once, in eight minutes on two cores"
 	@echo "make test-site the documentation's blocks, doctests, notebooks, examples, the wheel, the demo and the bench"
 	@echo "make test-all  both, every combination of parameters, and what tests of make test show too"
@@ -25,7 +25,7 @@ help:
 	@echo "make docs      the documentation, into site/; a warning is an error"
 	@echo "make bench     speed and memory on this machine"
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.ready-demo
 	$(RUN) -m examples.demo $(DEMO_ARGS)
 
 test: $(VENV)/.ready
@@ -118,13 +118,18 @@ bench: $(VENV)/.ready
 clean:
 	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-areal .venv-marin .venv-maxtext .venv-torchtitan .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/api docs/notebooks docs/assets/memory-numbers.js site
 
-$(VENV)/.ready: pyproject.toml
+# One environment, which only grows: the demo's packages, then the tests' and linters', then the documentation's.
+$(VENV)/.ready-demo: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
 		echo "lce-jax needs Python 3.12 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
 		"Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(RUN) -m pip install --quiet --editable '.[demo$(ON_GPU)]'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.ready-demo
+	$(RUN) -m pip install --quiet --editable '.[test,lint$(ON_GPU)]'
 	@touch $@
 
 $(VENV)/.ready-docs: $(VENV)/.ready

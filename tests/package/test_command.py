@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +58,41 @@ def test_a_pipe_that_closes_is_no_error() -> None:
 def test_the_commands_of_a_checkout_are_what_make_runs(name: str) -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     *_, module = command.IN_A_CHECKOUT[name].split()
-    assert f"\n{name}: $(VENV)/.ready\n\t$(RUN) -m {module} $({name.upper()}_ARGS)\n" in makefile
+    line = rf"{name}: \$\(VENV\)/\.ready\S*\n\t\$\(RUN\) -m {re.escape(module)} \$\({name.upper()}_ARGS\)"
+    assert re.search(rf"^{line}$", makefile, re.MULTILINE)
+
+
+def commands_of(target: str, venv: Path, *, python: str = sys.executable) -> str:
+    """What make would run for a target whose environment is not there yet."""
+    make = ["make", "--dry-run", f"VENV={venv}", f"PYTHON={python}", target]
+    return subprocess.run(make, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_the_demo_installs_what_it_needs_and_the_tests_add_to_it(tmp_path: Path) -> None:
+    installed = re.compile(r"--editable '\.\[([a-z]+)")
+    assert installed.findall(commands_of("demo", tmp_path)) == ["demo"]
+    assert installed.findall(commands_of("test", tmp_path)) == ["demo", "test"]
+    assert installed.findall(commands_of("docs", tmp_path)) == ["demo", "test", "docs"]
+    assert commands_of("test", tmp_path).count("-m venv") == 1
+    for stamp in (".ready-demo", ".ready"):
+        (tmp_path / stamp).touch()
+    assert installed.findall(commands_of("demo", tmp_path)) == installed.findall(commands_of("test", tmp_path)) == []
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_an_older_python_is_refused_by_name(target: str, tmp_path: Path) -> None:
+    old = tmp_path / "python3.11"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.11.2 && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    make = ["make", f"VENV={tmp_path / 'venv'}", f"PYTHON={old}", target]
+    done = subprocess.run(make, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert (
+        f"lce-jax needs Python 3.12 or newer; '{old}' is Python 3.11.2. Name another one: make PYTHON=" in done.stderr
+    )
+    assert not (tmp_path / "venv").exists()
 
 
 TINY = {"bench": ("step", "--batch", "1"), "demo": ("--steps", "1")}
