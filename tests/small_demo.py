@@ -1,6 +1,7 @@
 """``python -m tests.small_demo``: the demo's command, on every fourth of its files, with an eighth of its vocabulary.
 
 And with one layer in place of three, shorter batches, fewer completions. Phase 1 is repeated as on a GPU with kernels.
+What only the tests install cannot be imported: ``make demo`` installs less.
 
 The rest is the demo's own. ``.ci/run`` runs the demo whole.
 """
@@ -10,9 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import sys
 from typing import Any
 
-from examples.demo import cli, model, rl, sft, text
+for name in ("torch", "megatron", "hypothesis", "IPython", "nbconvert", "pytest"):
+    sys.modules[name] = None  # type: ignore[assignment]
+
+from examples.demo import cli, model, rl, sft, text  # noqa: E402
 
 VOCAB_SIZE = 2000
 

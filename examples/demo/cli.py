@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-import time
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,21 +13,21 @@ from flax import nnx
 from rich.console import Console
 
 import examples.demo
-from examples.demo import compare, report, rl, sft, stored
+from examples.demo import compare, progress, report, rl, sft, stored
 from examples.demo.evaluate import Evaluator
 from examples.demo.model import Config, Transformer, make_mesh, put_on_mesh
+from examples.demo.progress import Progress
 from examples.demo.text import VOCAB_SIZE, load_corpus
 from lce_jax import Plan, explain
 from lce_jax.explain._arguments import not_negative, positive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from jax.sharding import Mesh
 
+    from examples.demo.evaluate import Evaluation
     from examples.demo.text import Corpus
 
-_SFT_STEPS, _RL_STEPS = 400, 30
+_SFT_STEPS, _RL_STEPS = 60, 10  # under two minutes on two cores of a CPU
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +52,7 @@ class _Course:
 
     options: argparse.Namespace
     mesh: Mesh
-    console: Console
+    progress: Progress
     corpus: Corpus
 
     @property
@@ -69,49 +68,60 @@ class _Course:
 
     def phase_1(self, name: str, model: Transformer, **head: Any) -> list[float]:
         training = sft.train(model, self.corpus, self.sft_config, self.mesh, self.options.seed, **head)
-        return _tracked(self.console, name, training, self.options.steps, lambda loss: f"loss {loss:.2f}")
+        work = (progress.FIRST_STEP, 1)
+        return self.progress.collect(name, training, self.options.steps, work, lambda loss: f"loss {loss:.2f}")
 
-    def phase_2(self, name: str, model: Transformer, **head: Any) -> list[rl.RlMetrics]:
-        improving = rl.train(model, self.corpus, self.rl_config, self.mesh, self.options.seed, **head)
-        return _tracked(self.console, name, improving, self.options.rl_steps, lambda step: f"reward {step.reward:.2f}")
+    def phase_2(self, model: Transformer) -> list[rl.RlMetrics]:
+        improving = rl.train(model, self.corpus, self.rl_config, self.mesh, self.options.seed)
+        work, total = (progress.FIRST_RL_STEP, progress.RL_STEP), self.options.rl_steps
+        return self.progress.collect("phase 2", improving, total, work, lambda step: f"reward {step.reward:.2f}")
 
-    def with_stored_logits(self) -> report.Curves:
-        model = self.new_model()
-        losses = self.phase_1("phase 1, logits stored", model, loss_of_head=stored.loss)
-        return report.Curves(losses, self.phase_2("phase 2, logits stored", model, logprobs_of_head=stored.logprobs))
+    def evaluate(self, evaluator: Evaluator, model: Transformer) -> Evaluation:
+        evaluation = evaluator(model)
+        self.progress.done += progress.EVALUATION
+        return evaluation
 
 
 def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) -> None:
-    start = time.perf_counter()
+    timer = Progress(console, _work(options, sft.leaves_out(plan)))
     shape = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     console.print(f"Mesh: {shape}, of {mesh.devices.flat[0].device_kind} devices. Seed {options.seed}.")
     with console.status("training a tokenizer on the sources of Python's standard library"):
         corpus = load_corpus()
-    console.print(f"Text: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} in files held out.")
-    course = _Course(options, mesh, console, corpus)
+    timer.done += progress.TEXT
+    timer.print(f"Text: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} in files held out")
+    course = _Course(options, mesh, timer, corpus)
     model = course.new_model()
     console.print(f"Model: {model.num_parameters():,} parameters. Its head on a training batch, per device:")
     console.print(str(plan), highlight=False, soft_wrap=True)
-    evaluate = Evaluator.create(corpus, course.rl_config, mesh, options.seed)
+    evaluator = Evaluator.create(corpus, course.rl_config, mesh, options.seed)
 
-    stages = [evaluate(model)]
+    stages = [course.evaluate(evaluator, model)]
     losses = course.phase_1("phase 1", model)
-    stages.append(evaluate(model))
-    again = None
+    stages.append(course.evaluate(evaluator, model))
+    repeated = course.phase_1("phase 1, logits stored", course.new_model(), loss_of_head=stored.loss)
+    with_stored = sft.SecondRun(losses, repeated)
+    with_threshold = None
     if sft.leaves_out(plan):
         other = course.new_model()
-        repeated = course.phase_1("phase 1 again", other, loss_of_head=sft.loss_with_threshold)
-        again = sft.SecondRun(losses, repeated, float(sft.dropped_mass(other, put_on_mesh(mesh, evaluate.windows))))
-    curves = report.Curves(losses, course.phase_2("phase 2", model))
-    stages.append(evaluate(model))
-    with_stored = course.with_stored_logits()
-    comparison = compare.compare(model, evaluate.windows[: 2 * course.sft_config.batch], mesh)
+        repeated = course.phase_1("phase 1, gradient_threshold", other, loss_of_head=sft.loss_with_threshold)
+        dropped_mass = float(sft.dropped_mass(other, put_on_mesh(mesh, evaluator.windows)))
+        with_threshold = sft.SecondRun(losses, repeated, dropped_mass)
+    metrics = course.phase_2(model)
+    stages.append(course.evaluate(evaluator, model))
+    comparison = compare.compare(model, evaluator.windows[: 2 * course.sft_config.batch], mesh)
     report.print_examples(console, stages)
-    report.print_tables(console, stages, evaluate.real_reward, again, comparison)
-    console.print(report.distance(curves, with_stored), highlight=False, soft_wrap=True)
+    report.print_tables(console, stages, evaluator.real_reward, with_stored, with_threshold, comparison)
     path = options.out / "curves.png"
-    report.draw(path, curves, with_stored, stages, evaluate.real_reward, again)
-    console.print(f"Curves: {path}. {time.perf_counter() - start:.0f} s in all.", soft_wrap=True)
+    report.draw(path, metrics, stages, evaluator.real_reward, with_stored, with_threshold)
+    console.print(f"Curves: {path}. {timer.seconds:.0f} s in all.", soft_wrap=True)
+
+
+def _work(options: argparse.Namespace, threshold: bool) -> int:
+    """The work of all parts of a run."""
+    phase_1 = progress.FIRST_STEP + options.steps - 1
+    phase_2 = progress.FIRST_RL_STEP + (options.rl_steps - 1) * progress.RL_STEP
+    return progress.TEXT + 3 * progress.EVALUATION + (2 + threshold) * phase_1 + phase_2 + progress.COMPARISON
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,13 +148,3 @@ def _plan_head(mesh: Mesh) -> Plan:
         jax.ShapeDtypeStruct((model.padded_vocab_size // mesh.shape["tensor"], model.hidden_size), model.dtype),
         jax.ShapeDtypeStruct(tokens, jnp.int32),
     )
-
-
-def _tracked[T](console: Console, name: str, items: Iterable[T], total: int, describe: Callable[[T], str]) -> list[T]:
-    """The items as a list; a line after each tenth of them."""
-    done = []
-    for item in items:
-        done.append(item)
-        if 10 * len(done) // total > 10 * (len(done) - 1) // total:
-            console.print(f"{name}: {len(done)} of {total}, {describe(item)}", highlight=False)
-    return done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
@@ -41,13 +41,6 @@ _STYLE: Any = {
 }
 
 
-class Curves(NamedTuple):
-    """What each step of a run gave, phase by phase."""
-
-    losses: list[float]  # nats per token
-    metrics: list[RlMetrics]
-
-
 def print_examples(console: Console, stages: list[Evaluation]) -> None:
     """How the model goes on from one prompt, at each stage."""
     for name, stage in zip(_STAGES, stages, strict=True):
@@ -60,9 +53,14 @@ def _printable(text: str) -> str:
 
 
 def print_tables(
-    console: Console, stages: list[Evaluation], real_reward: float, again: SecondRun | None, comparison: Comparison
+    console: Console,
+    stages: list[Evaluation],
+    real_reward: float,
+    with_stored: SecondRun,
+    with_threshold: SecondRun | None,
+    comparison: Comparison,
 ) -> None:
-    """What training changed, what the threshold changed, and what fusing changed."""
+    """What training changed, what another loss of the head changed, and what fusing changed."""
     gamed = "Short statements alone earn more reward than real text does: the loss says what that costs."
     table = Table(title="On held-out files", title_justify="left", caption=gamed, caption_justify="left")
     table.add_column("")
@@ -72,20 +70,27 @@ def print_tables(
     table.add_row("entropy, nats per token", *(f"{stage.entropy:.3f}" for stage in stages))
     table.add_row(f"reward (real text: {real_reward:.3f})", *(f"{stage.reward:.3f}" for stage in stages))
     console.print(table)
-    if again is not None:
-        console.print(_threshold_table(again))
+    console.print(_losses_table(with_stored, with_threshold))
     console.print(_comparison_table(comparison))
 
 
-def _threshold_table(again: SecondRun) -> Table:
-    steps = f"{len(again.losses)} steps" if len(again.losses) > 1 else "one step"
-    table = Table(title=f"Phase 1 again, from the same seed, {steps}", title_justify="left")
+def _losses_table(with_stored: SecondRun, with_threshold: SecondRun | None) -> Table:
+    count = len(with_stored.losses)
+    steps = f"the same {count} steps" if count > 1 else "the same step"
+    table = Table(title=f"Phase 1: {steps} from the same seed", title_justify="left")
     table.add_column("")
-    table.add_column("exact", justify="right")
-    table.add_column("gradient_threshold 2⁻¹²", justify="right")
-    table.add_row("loss of the last tenth, nats per token", *(f"{loss:.3f}" for loss in again.last))
-    table.add_row("largest difference of a step's loss", "", f"{again.difference:.1e}")
-    table.add_row("probability in the tiles left out", "0", f"{again.dropped_mass:.2g}")
+    runs = [with_stored]
+    names = ["fused", "logits stored"]
+    if with_threshold is not None:
+        runs.append(with_threshold)
+        names.append("gradient_threshold 2⁻¹²")
+    for name in names:
+        table.add_column(name, justify="right")
+    last = (with_stored.last[0], *(run.last[1] for run in runs))
+    table.add_row("loss of the last tenth, nats", *(f"{loss:.3f}" for loss in last))
+    table.add_row("largest difference of a step's loss", "", *(f"{run.difference:.1e}" for run in runs))
+    if with_threshold is not None:
+        table.add_row("probability in the tiles left out", "0", "0", f"{with_threshold.dropped_mass:.2g}")
     return table
 
 
@@ -120,46 +125,33 @@ def _times(fused: float, stored: float) -> tuple[str, str, str]:
     return f"{fused * 1e3:.1f} ms", f"{stored * 1e3:.1f} ms", f"{fused / stored:.2f}× the time"
 
 
-def distance(curves: Curves, stored: Curves) -> str:
-    """The largest between two runs from the same seed, in words."""
-    loss = np.max(np.abs(np.subtract(curves.losses, stored.losses)))
-    apart = np.abs(np.subtract(curves.metrics, stored.metrics))
-    reward, entropy = apart.max(axis=0)
-    same = int(np.argmax(np.append(apart[:, 0] > 0, True)))
-    later = "" if same == len(apart) else ": one token that is sampled otherwise changes what comes after it"
-    return (
-        f"With stored logits, from the same seed: in phase 1 no step's loss is further away than {loss:.2g} nats per "
-        f"token; in phase 2 no reward is further away than {reward:.2g}, and no entropy than {entropy:.2g} nats. "
-        f"The first {same} of {len(apart)} rewards are the same{later}."
-    )
-
-
 def draw(
     path: pathlib.Path,
-    curves: Curves,
-    stored: Curves,
+    metrics: list[RlMetrics],
     stages: list[Evaluation],
     real_reward: float,
-    again: SecondRun | None,
+    with_stored: SecondRun,
+    with_threshold: SecondRun | None,
 ) -> None:
-    """Loss of phase 1, reward and entropy of phase 2, each with stored logits over ours; as a PNG."""
-    losses, metrics = curves
+    """Loss of phase 1, and with stored logits over it; reward and entropy of phase 2; as a PNG."""
+    losses = with_stored.fused
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7, 8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), dpi=150)
         loss, reward, entropy = figure.subplots(3)
-        _curve(loss, "training batches", losses, stored.losses)
-        if again is not None:
-            repeated = _means(again.losses, len(losses) // 40)
-            loss.plot(range(1, len(repeated) + 1), repeated, ":", color=_GREEN, label="again, gradient_threshold 2⁻¹²")
+        _curve(loss, "training batches", losses)
+        _second_curve(loss, "training batches, logits stored", with_stored.losses, "--", _INK)
+        if with_threshold is not None:
+            name = "training batches, gradient_threshold 2⁻¹²"
+            _second_curve(loss, name, with_threshold.losses, ":", _GREEN)
         loss.plot([0, len(losses)], [stages[0].loss, stages[1].loss], "o", color=_ORANGE, label="held-out files")
         loss.set(title="Phase 1: loss", xlabel="step", ylabel="nats per token")
-        _curve(reward, "rollouts", *([step.reward for step in run.metrics] for run in (curves, stored)))
+        _curve(reward, "rollouts", [step.reward for step in metrics])
         reward.plot([0, len(metrics)], [stages[1].reward, stages[2].reward], "o", color=_ORANGE, label="held-out files")
         reward.axhline(
             real_reward, color=_GREY, linestyle="--", linewidth=1, label="real text: above it, the reward is gamed"
         )
         reward.set(title="Phase 2: reward", xlabel="step", ylabel="share of tokens on statements", ylim=(0, None))
-        _curve(entropy, "policy on its rollouts", *([step.entropy for step in run.metrics] for run in (curves, stored)))
+        _curve(entropy, "policy on its rollouts", [step.entropy for step in metrics])
         entropy.set(title="Phase 2: entropy", xlabel="step", ylabel="nats per token", ylim=(0, None))
         for axes in (loss, reward, entropy):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -167,14 +159,18 @@ def draw(
         figure.savefig(path)
 
 
-def _curve(axes: Axes, label: str, values: list[float], stored: list[float]) -> None:
-    """Every value, faint, and its mean over a twentieth of the run; over it the mean with stored logits."""
-    steps, reach = np.arange(1, len(values) + 1), len(values) // 40
+def _curve(axes: Axes, label: str, values: list[float]) -> None:
+    """Every value, faint, and its mean over a twentieth of the run."""
+    steps = range(1, len(values) + 1)
     axes.plot(steps, values, color=_BLUE, alpha=0.5, linewidth=1)
-    axes.plot(steps, _means(values, reach), color=_BLUE, linewidth=4, label=label)
-    axes.plot(steps, _means(stored, reach), "--", color=_INK, linewidth=1.2, label=f"{label}, logits stored")
+    axes.plot(steps, _means(values), color=_BLUE, linewidth=4, label=label)
 
 
-def _means(values: list[float], reach: int) -> list[float]:
-    """Of each value and the ``reach`` values on either side."""
+def _second_curve(axes: Axes, label: str, values: list[float], style: str, colour: str) -> None:
+    axes.plot(range(1, len(values) + 1), _means(values), style, color=colour, linewidth=1.2, label=label)
+
+
+def _means(values: list[float]) -> list[float]:
+    """Each value's mean with those around it, over a twentieth of the run."""
+    reach = len(values) // 40
     return [float(np.mean(values[max(0, i - reach) : i + reach + 1])) for i in range(len(values))]

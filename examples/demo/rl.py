@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from flax import nnx
 from examples.demo import reward
 from examples.demo.model import Transformer, put_on_mesh, round_up
 from examples.demo.text import sample_prompts
-from lce_jax.flax.nnx import LMHead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,19 +29,17 @@ if TYPE_CHECKING:
     from lce_jax import LogprobOutput
     from lce_jax._shapes import Array, Bool, Float, Int
 
-    LogprobsOfHead = Callable[..., LogprobOutput]
-
 
 @dataclasses.dataclass(frozen=True)
 class RlConfig:
     """Sizes of a rollout and the weights of its loss."""
 
     steps: int
-    prompts: int = 8
+    prompts: int = 4
     group: int = 8  # completions per prompt
     prompt_length: int = 32
     completion_length: int = 32
-    temperature: float = 0.7  # of the policy: of its samples, its log-probabilities and its entropy
+    temperature: float = 0.5  # of the policy: of its samples, its log-probabilities and its entropy
     minibatches: int = 2  # from the second on, the policy has changed and the ratio is not 1
     learning_rate: float = 3e-4
     clip: float = 0.2
@@ -79,7 +76,7 @@ def sample(model: Transformer, prompts: Int[Array, "B P"], key: Array, config: R
     def step(carry: tuple, xs: tuple) -> tuple[tuple, Array]:
         hidden, cache = carry
         key, position = xs
-        tokens = jax.random.categorical(key, model.head(hidden) / config.temperature)
+        tokens = draw_tokens(key, model.head(hidden) / config.temperature)
         hidden, cache = model.extend(tokens[:, None], cache, position)
         return (hidden[:, -1], cache), tokens
 
@@ -88,21 +85,25 @@ def sample(model: Transformer, prompts: Int[Array, "B P"], key: Array, config: R
     return completions.T
 
 
+def draw_tokens(key: Array, logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """One token per row. `jax.random.categorical` draws a number per logit, which takes a CPU most of a rollout."""
+    cumulative = jnp.cumsum(jax.nn.softmax(logits), axis=-1)
+    threshold = cumulative[:, -1:] * jax.random.uniform(key, (len(logits), 1))
+    return jnp.sum(cumulative < threshold, axis=-1)
+
+
 def policy(
-    model: Transformer, tokens: Int[Array, "B S"], where: Bool[Array, "B S-1"], config: RlConfig,
-    logprobs_of_head: LogprobsOfHead = LMHead.logprobs, entropy: bool = True,
-) -> LogprobOutput:  # fmt: skip
+    model: Transformer, tokens: Int[Array, "B S"], where: Bool[Array, "B S-1"], config: RlConfig, entropy: bool = True
+) -> LogprobOutput:
     """Log-probability of each chosen token, and entropy of the distribution that it was chosen from."""
     hidden = model(tokens[:, :-1])
     chosen = tokens[:, 1:]
-    return logprobs_of_head(model.head, hidden, chosen, where=where, temperature=config.temperature, entropy=entropy)
+    return model.head.logprobs(hidden, chosen, where=where, temperature=config.temperature, entropy=entropy)
 
 
-def policy_loss(
-    model: Transformer, rollout: Rollout, config: RlConfig, logprobs_of_head: LogprobsOfHead
-) -> tuple[Array, Array]:
+def policy_loss(model: Transformer, rollout: Rollout, config: RlConfig) -> tuple[Array, Array]:
     """PPO's clipped loss minus the entropy bonus, and the entropy; each a mean over the chosen tokens."""
-    out = policy(model, rollout.tokens, rollout.where, config, logprobs_of_head)
+    out = policy(model, rollout.tokens, rollout.where, config)
     assert out.entropy is not None  # for the type checker: it was asked for
     ratio = jnp.exp(out.logprobs - rollout.old_logprobs)
     clipped = jnp.clip(ratio, 1.0 - config.clip, 1.0 + config.clip)
@@ -119,19 +120,15 @@ def group_advantages(rewards: Float[np.ndarray, "b"], group: int) -> Float[np.nd
     return (centred / (grouped.std(axis=1, keepdims=True) + 1e-4)).reshape(-1)
 
 
-def train(
-    model: Transformer, corpus: Corpus, config: RlConfig, mesh: Mesh, seed: int,
-    logprobs_of_head: LogprobsOfHead = LMHead.logprobs,
-) -> Iterator[RlMetrics]:  # fmt: skip
+def train(model: Transformer, corpus: Corpus, config: RlConfig, mesh: Mesh, seed: int) -> Iterator[RlMetrics]:
     """Improves ``model`` in place, one rollout and its updates per item."""
     adam = optax.adam(config.learning_rate)
     optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adam), wrt=nnx.Param)
-    own: Any = {"config": config, "logprobs_of_head": logprobs_of_head}
-    old_policy = nnx.jit(functools.partial(policy, **own, entropy=False))
+    old_policy = nnx.jit(functools.partial(policy, config=config, entropy=False))
 
     @nnx.jit
     def update(model: Transformer, optimizer: nnx.Optimizer, rollout: Rollout) -> Float[Array, ""]:
-        loss_function = functools.partial(policy_loss, rollout=rollout, **own)
+        loss_function = functools.partial(policy_loss, rollout=rollout, config=config)
         (_, entropy), gradients = nnx.value_and_grad(loss_function, has_aux=True)(model)
         optimizer.update(model, gradients)
         return entropy

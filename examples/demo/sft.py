@@ -76,22 +76,22 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class SecondRun:
-    """The losses of the same steps, exact and with the threshold, and what the threshold leaves out."""
+    """The losses of the same steps, by `LMHead.loss` and by another loss of the head."""
 
-    exact: list[float]  # nats per token
+    fused: list[float]  # nats per token
     losses: list[float]
-    dropped_mass: float  # the probability in the tiles left out, mean over tokens of held-out files
+    dropped_mass: float = 0.0  # probability in the tiles that a threshold leaves out, mean over held-out tokens
 
     @property
     def difference(self) -> float:
         """The largest difference of a step's loss, nats per token."""
-        return float(np.max(np.abs(np.subtract(self.exact, self.losses))))
+        return float(np.max(np.abs(np.subtract(self.fused, self.losses))))
 
     @property
     def last(self) -> tuple[float, float]:
-        """Mean loss of the last tenth of the steps, exact and with the threshold."""
+        """Mean loss of the last tenth of the steps, of both runs."""
         count = -(-len(self.losses) // 10)
-        return float(np.mean(self.exact[-count:])), float(np.mean(self.losses[-count:]))
+        return float(np.mean(self.fused[-count:])), float(np.mean(self.losses[-count:]))
 
 
 def leaves_out(plan: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""The head's loss and log-probabilities with stored logits, in place of `LMHead.loss` and `LMHead.logprobs`."""
+"""The head's loss with stored logits, in place of `LMHead.loss`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from lce_jax import LogprobOutput
-
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Float, Int
     from lce_jax.flax.nnx import LMHead
 
 
@@ -18,16 +16,6 @@ def loss(head: LMHead, hidden: Float[Array, "B S H"], labels: Int[Array, "B S"],
     """Mean cross entropy, and ``z_loss`` times the mean of lse²."""
     logprobs, _, lse = of_logits(head(hidden), labels)
     return jnp.mean(-logprobs + z_loss * lse**2)
-
-
-def logprobs(
-    head: LMHead, hidden: Float[Array, "B S H"], labels: Int[Array, "B S"],
-    *, where: Bool[Array, "B S"], temperature: float, entropy: bool,
-) -> LogprobOutput:  # fmt: skip
-    """Log-probability and entropy of each token; 0 where ``where`` is False."""
-    del entropy  # which costs nothing beside the logits
-    found = of_logits(head(hidden) / temperature, labels)
-    return LogprobOutput(*(jnp.where(where, x, 0) for x in found))
 
 
 def of_logits(logits: Float[Array, "*b V"], labels: Int[Array, "*b"]) -> tuple[Array, Array, Array]:

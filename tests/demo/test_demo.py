@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,20 +46,15 @@ def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
         cells = [float(cell) for cell in table_row(done.stdout, name)]
         assert len(cells) == 3
         assert all(math.isfinite(cell) for cell in cells)
-    for line in ("phase 1: 1 of 2, loss 7.", "phase 1 again: 2 of 2, loss 7.", "phase 2: 1 of 1, reward "):
-        assert f"\n{line}" in done.stdout
+    names = ("phase 1", "phase 1, logits stored", "phase 1, gradient_threshold")
+    for line in (*(f"{name}: 2 of 2, loss 7" for name in names), "phase 2: 1 of 1, reward 0"):
+        assert re.search(rf"\n{line}\.\d+; about \d+ s left\n", done.stdout)
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", done.stdout)  # no terminal: lines, and nothing that moves
-    said = re.search(
-        r"phase 2, logits stored: 1 of 1, .*With stored logits, .* The first 1 of 1 rewards", done.stdout, re.DOTALL
-    )
-    assert said is not None
-    apart = re.findall(r"(?:away )?than (\S+) nats|away than (\S+),", said.group())
-    assert len(apart) == 3
-    assert all(float(x or y) < 1e-5 for x, y in apart)  # after three updates; no token is sampled otherwise
-    assert "Phase 1 again, from the same seed, 2 steps" in done.stdout
-    exact, same = table_row(done.stdout, "loss of the last tenth")
-    assert exact == same  # on a CPU nothing is left out
-    assert float(table_row(done.stdout, "largest difference")[1]) < 1e-5  # with a threshold gradients come later
+    assert "phase 2, logits stored" not in done.stdout
+    assert "Phase 1: the same 2 steps from the same seed" in done.stdout
+    fused, stored, threshold = table_row(done.stdout, "loss of the last tenth")
+    assert fused == stored == threshold  # on a CPU nothing is left out
+    assert all(float(cell) < 1e-5 for cell in table_row(done.stdout, "largest difference")[1:])
     memory, time = (table_row(done.stdout, name) for name in ("peak", "time"))
     assert memory[2].endswith("× less")
     assert float(memory[2].split("×")[0]) > 1
@@ -69,28 +66,44 @@ def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
         assert 0 < float(stored) < 1e-5
 
 
-def test_stored_logits_are_compared_step_by_step():
-    from examples.demo.report import Curves, distance
-
-    ours = Curves([5.0, 4.0], [rl.RlMetrics(0.5, 3.0), rl.RlMetrics(0.75, 2.0), rl.RlMetrics(0.5, 2.0)])
-    stored = Curves([5.0, 4.25], [rl.RlMetrics(0.5, 3.125), rl.RlMetrics(0.25, 2.0), rl.RlMetrics(0.5, 2.0)])
-    said = distance(ours, stored)
-    assert "further away than 0.25 nats per token" in said
-    assert "no reward is further away than 0.5, and no entropy than 0.12 nats" in said
-    assert said.endswith(
-        "The first 1 of 3 rewards are the same: one token that is sampled otherwise changes what comes after it."
-    )
-
-
-def test_the_second_run_is_compared_step_by_step():
+def test_two_runs_are_compared_step_by_step():
     from examples.demo.sft import SecondRun
 
-    run = SecondRun([5.0, 4.0, 3.5], [5.0, 4.25, 3.0], 0.01)
+    run = SecondRun([5.0, 4.0, 3.5], [5.0, 4.25, 3.0])
     assert run.difference == 0.5
     assert run.last == (3.5, 3.0)
 
 
-def test_there_is_a_second_run_only_where_tiles_are_left_out(tmp_path):
+def test_the_time_left_is_that_of_the_rest_at_the_same_pace(monkeypatch):
+    from rich.console import Console
+
+    from examples.demo import progress
+
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: 30.0)
+    console = Console(record=True, width=120)
+    so_far = progress.Progress(console, work=100, done=20, start=0.0)
+    assert so_far.collect("part", "abc", 3, (20, 10), str.upper) == ["a", "b", "c"]
+    lines = ["part: 1 of 3, A; about 45 s left", "part: 2 of 3, B; about 30 s left", "part: 3 of 3, C; about 20 s left"]
+    assert console.export_text().splitlines() == lines  # 60, 50 and 40 hundredths of the work are left
+    assert so_far.done == 60
+
+
+@pytest.mark.parametrize(("rl_steps", "threshold"), [(1, False), (12, True)])
+def test_the_work_of_a_run_is_the_sum_of_its_parts(rl_steps, threshold):
+    """Else the estimate of the time left does not end at 0."""
+    from rich.console import Console
+
+    from examples.demo import cli, progress
+
+    work = cli._work(cli._parser().parse_args(["--steps", "7", "--rl-steps", str(rl_steps)]), threshold)
+    parts = progress.Progress(Console(quiet=True), work, progress.TEXT + 3 * progress.EVALUATION + progress.COMPARISON)
+    for _ in range(3 if threshold else 2):
+        parts.collect("phase 1", range(7), 7, (progress.FIRST_STEP, 1), str)
+    parts.collect("phase 2", range(rl_steps), rl_steps, (progress.FIRST_RL_STEP, progress.RL_STEP), str)
+    assert parts.done == work
+
+
+def test_a_threshold_is_compared_only_where_it_leaves_tiles_out(tmp_path):
     from rich.console import Console
 
     from examples.demo import cli, model, report, sft
@@ -101,11 +114,12 @@ def test_there_is_a_second_run_only_where_tiles_are_left_out(tmp_path):
     stages, program = [Evaluation(5.0, 4.0, 0.5, "x = 1")] * 3, ProgramCost(1 << 20, 0.1, 1e-7, 1e-7, 1e-7)
     comparison = Comparison(4, 8, 16, "float32", program, program, None)
     console = Console(record=True, width=120)
-    report.print_tables(console, stages, 0.9, None, comparison)
-    curves = report.Curves([5.0], [rl.RlMetrics(0.5, 4.0)])
-    report.draw(tmp_path / "curves.png", curves, curves, stages, 0.9, None)
+    with_stored = sft.SecondRun([5.0], [5.0])
+    report.print_tables(console, stages, 0.9, with_stored, None, comparison)
+    report.draw(tmp_path / "curves.png", [rl.RlMetrics(0.5, 4.0)], stages, 0.9, with_stored, None)
     said = console.export_text()
-    assert "Phase 1 again" not in said
+    assert "threshold" not in said
+    assert "logits stored" in said
     assert "largest error against float64" in said
 
 
@@ -172,6 +186,15 @@ def test_rewards_stop_at_the_end_of_text():
     assert generated.sum(axis=1).tolist() == [len(first) + 1, window]
     expected = [len(first) / window, (len(first) + len(second)) / window]
     np.testing.assert_allclose(reward.rewards(completions, corpus), expected, rtol=1e-6)
+
+
+def test_tokens_are_drawn_with_the_probabilities_of_their_logits():
+    probabilities = np.array([0.0, 0.5, 0.3, 0.0, 0.2, 0.0])
+    logits = jnp.log(jnp.asarray(probabilities, jnp.float32))
+    drawn = rl.draw_tokens(jax.random.key(0), jnp.tile(logits, (20_000, 1)))
+    shares = np.bincount(drawn, minlength=6) / 20_000
+    assert not shares[probabilities == 0].any()
+    np.testing.assert_allclose(shares, probabilities, atol=4 * 0.5 / 20_000**0.5)  # four standard deviations
 
 
 def test_advantages_are_within_the_group():

@@ -39,7 +39,7 @@ SMALL = {
         "(0.0, 0.01, 0.05)": "(0.0, 0.05)",
         "rng, 8, 129)": "rng, 4, 33)",
         "rng, 32, 129)": "rng, 4, 33)",
-        "rl.RlConfig(RL_STEPS)": "rl.RlConfig(RL_STEPS, prompts=2, group=2)",
+        "rl.RlConfig(RL_STEPS, prompts=8, ": "rl.RlConfig(RL_STEPS, prompts=2, group=2, ",
     },
     "04_tensor_parallel": {"B, S, H, V = 8, 64, 128, 8192": "B, S, H, V = 8, 64, 32, 1024"},
     "05_pytorch_megatron": {"STEPS = 30": "STEPS = 1"},
