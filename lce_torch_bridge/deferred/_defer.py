@@ -70,9 +70,9 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool 
         >>> handle.served, handle.stored, head.weight.grad.shape
         (1, 0, torch.Size([1000, 8]))
     """
-    ours = vars(module).get(DEFERRAL) if isinstance(module, torch.nn.Module) else None
-    if isinstance(ours, Deferral):
-        return ours
+    if isinstance(module, torch.nn.Module) and _is_deferred(module):
+        return getattr(module, DEFERRAL)
+    count_steps()
     deferral = Deferral(strict, always)
     if isinstance(module, torch.nn.Linear):
         _attach(deferral, module)
@@ -85,11 +85,22 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool 
     return deferral
 
 
+def _is_deferred(module: torch.nn.Module) -> bool:
+    """Whether a module has a forward of this package. One that was pickled has the stock forward again."""
+    attributes = vars(module)
+    if DEFERRAL in attributes and not hasattr(getattr(attributes.get("forward"), "__func__", None), DEFERRAL):
+        for name in (DEFERRAL, BEFORE):
+            attributes.pop(name, None)
+        if getattr(attributes.get("forward"), "__func__", None) is type(module).forward:
+            del attributes["forward"]
+    return DEFERRAL in attributes
+
+
 def _attach(deferral: Deferral, head: torch.nn.Module) -> None:
     """Defers the logits of a head, or of PEFT's trained copies of it."""
     copies = getattr(head, "modules_to_save", None)
     for layer in [head] if copies is None else copies.values():
-        if DEFERRAL not in vars(layer):
+        if not _is_deferred(layer):
             _refuse_other_head(layer)
             deferral.put(layer, _forward_of_head(type(layer)))  # type: ignore[arg-type]
 
@@ -158,6 +169,7 @@ def _forward_of_head(head_class: Any) -> Any:
             return stock(self, *args, **kwargs)
         return TracedLogits.of_head(source) if torch.compiler.is_compiling() else DeferredLogits.of_head(source)
 
+    setattr(forward, DEFERRAL, True)
     return forward
 
 
@@ -179,6 +191,7 @@ def _forward_of_model(model_class: Any) -> Any:
         finally:
             deferral.with_labels -= has_labels
 
+    setattr(forward, DEFERRAL, True)
     return forward
 
 
