@@ -13,7 +13,7 @@ from lce_torch_bridge._types import PLAIN
 from lce_torch_bridge.call import _checks
 from lce_torch_bridge.deferred import _functions
 from lce_torch_bridge.deferred._deferral import BEFORE, DEFERRAL, Deferral
-from lce_torch_bridge.deferred._recipe import Source
+from lce_torch_bridge.deferred._recipe import Source, count_steps
 from lce_torch_bridge.deferred._tensor import DeferredLogits
 from lce_torch_bridge.deferred._traced import TracedLogits
 from lce_torch_bridge.tensors import _device

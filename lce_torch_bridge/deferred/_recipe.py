@@ -40,7 +40,7 @@ def count_steps() -> None:
 def _state(tensors: Iterable[torch.Tensor | None]) -> State:
     """How many times each was written into, and whether it has a gradient. Inference tensors do not count."""
     if torch.compiler.is_compiling():
-        return ()
+        return ()  # its numbers would be data there
     return tuple([None if x is None or x.is_inference() else (x._version, x.requires_grad) for x in tensors])
 
 
@@ -87,7 +87,8 @@ class Source:
     checkpoint: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.state, self.step = _state(self.operands), _steps[0]
+        self.state = _state(self.operands)
+        self.step = _steps[0] if self.state else -1  # a compiled graph would be another one after each step
         self.checkpoint = _device.checkpoint_hook()
 
     @property
@@ -134,6 +135,11 @@ class Source:
     def ready(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the head's autocast context and its weight are as they were in its call."""
         _refuse_changed(OPERANDS, self.operands, self.state)
+        if self.step >= 0 and self.step != _steps[0]:
+            raise RuntimeError(
+                "an optimizer has made a step since these logits were deferred, which are those of the weights before: "
+                "write logits = logits.compute() before the step, or compute there what you need of them"
+            )
         is_there = torch.compiler.is_compiling() or self.weight.untyped_storage().nbytes()
         autocast = autocast_to(self.hidden.device.type, self.autocast)
         return autocast if is_there else self._gathered(autocast)

@@ -28,7 +28,7 @@ class TracedLogits:
         self._value: torch.Tensor | None = None
         self._parent: TracedLogits | None = None
         self._relatives = [1]  # how many may have the same memory in stock
-        self._is_written = False
+        self._is_there = [False]  # whether one of these is computed
 
     @classmethod
     def of_head(cls, source: Source) -> TracedLogits:
@@ -40,30 +40,26 @@ class TracedLogits:
         child = TracedLogits(self.recipe.then(step, layout, **changes))
         child._parent = self
         if is_view:
-            child._relatives = self._relatives
+            child._relatives, child._is_there = self._relatives, self._is_there
             self._relatives[0] += 1
         return child
 
     def is_deferred(self) -> bool:
-        """Whether the recipe says what the values are, and values that it is computed from are not there."""
-        x: TracedLogits | None = self
-        while x is not None:
-            if x._value is not None:
-                return False
-            x = None if x._parent is None or x._parent._is_written else x._parent
-        return True
+        """Whether the recipe says what the values are."""
+        return self._value is None and not self._is_there[0]
 
     def value(self, needed_for: str = "") -> torch.Tensor:
         """The values, computed once."""
         if self._value is None:
             recipe, parent = self.recipe, self._parent
-            is_copy = parent is not None and parent._is_written
+            is_view = parent is not None and parent._is_there is self._is_there
             with torch.enable_grad() if recipe.grad else torch.no_grad():
-                if parent is None or is_copy:
+                if parent is not None and is_view:
+                    self._value = recipe.steps[-1](parent.value(needed_for))
+                else:  # a copy is of what was there before something was written; the compiler computes equals once
                     recipe.source.note(needed_for)
                     self._value = recipe.compute(recipe.tensors)
-                else:
-                    self._value = recipe.steps[-1](parent.value(needed_for))
+            self._is_there[0] = True
         return self._value
 
     def compute(self) -> torch.Tensor:
@@ -77,9 +73,7 @@ class TracedLogits:
                 f"{needed_for} writes into deferred logits in a compiled graph, where others are views of them: write "
                 "logits = logits.compute() before the views"
             )
-        value = self.value(needed_for)
-        self._is_written = True
-        return value
+        return self.value(needed_for)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
