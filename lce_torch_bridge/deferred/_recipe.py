@@ -168,9 +168,9 @@ class Step:
     state: State = ()
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> list[torch.Tensor]:
         """Those of its arguments, in indices too."""
-        return tuple(_tensors((*self.args, *self.kwargs.values())))
+        return _tensors((*self.args, *self.kwargs.values()))
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         return self.of(logits, self.args, self.kwargs)
@@ -183,12 +183,14 @@ class Step:
             return self.function(logits, *args, **kwargs)
 
 
-def _tensors(x: Any) -> Iterator[torch.Tensor]:
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, tuple | list):
-        for each in x:
-            yield from _tensors(each)
+def _tensors(given: Iterable[Any]) -> list[torch.Tensor]:
+    found = []
+    for x in given:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif type(x) in (tuple, list):
+            found += _tensors(x)
+    return found
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -211,6 +213,7 @@ class Recipe:
         rows_of: the recipe whose rows these are, what takes them from a tensor ``[..., 1]``, and whether they are one
             of several parts.
         results: statistics of the logits that are computed already, by whether autograd records them.
+        tensors: all that a gradient of the logits goes to: the operands, and those of the steps.
     """
 
     source: Source
@@ -227,31 +230,30 @@ class Recipe:
     logits: Recipe | None = None
     rows_of: tuple[Recipe, Callable[[torch.Tensor], torch.Tensor], bool] | None = None
     results: dict[bool, LogprobOutput] = dataclasses.field(default_factory=dict)
+    tensors: tuple[torch.Tensor | None, ...] = ()
 
     @classmethod
     def of_head(cls, source: Source) -> Recipe:
         """What a head returns."""
         hidden, vocab_size = source.hidden, source.weight.shape[0]
         layout = laid_out((*hidden.shape[:-1], vocab_size), source.dtype)
-        return cls(source, (), layout, torch.is_grad_enabled(), hidden, source.bias, vocab_size)
+        grad, operands = torch.is_grad_enabled(), source.operands
+        return cls(source, (), layout, grad, hidden, source.bias, vocab_size, tensors=operands)
 
     def then(self, step: Step, layout: torch.Tensor, **changes: Any) -> Recipe:
         """What the model has after one more step."""
-        step.autocast, step.state = _device.autocast_dtype(self.source.hidden.device.type), _state(step.tensors)
-        grad = self.grad and torch.is_grad_enabled()
+        step.autocast = _device.autocast_dtype(self.source.hidden.device.type)
+        if given := step.tensors:
+            step.state = _state(given)
+        tensors = (*self.tensors, *[x for x in (*step.args, *step.kwargs.values()) if _has_gradient(x)])
         kept = {name: getattr(self, name) for name in _KEPT}
-        return Recipe(self.source, (*self.steps, step), layout, **({"grad": grad} | kept | changes))
+        kept |= {"grad": self.grad and torch.is_grad_enabled(), "tensors": tensors} | changes
+        return Recipe(self.source, (*self.steps, step), layout, **kept)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the logits as the model has them."""
         return self.layout.dtype
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """All tensors that a gradient of the logits goes to: the operands, and those of the steps."""
-        others = [x for step in self.steps for x in (*step.args, *step.kwargs.values())]
-        return *self.source.operands, *(x for x in others if isinstance(x, torch.Tensor) and x.requires_grad)
 
     def compute(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """The values, by the model's own operations in its own order, of `tensors` or of what stands for them."""
@@ -259,7 +261,7 @@ class Recipe:
         value = self.source.compute(operands)
 
         def given(x: Any) -> Any:
-            return next(others) if isinstance(x, torch.Tensor) and x.requires_grad else x
+            return next(others) if _has_gradient(x) else x
 
         for step in self.steps:
             args, kwargs = tuple(map(given, step.args)), {name: given(x) for name, x in step.kwargs.items()}
@@ -295,6 +297,10 @@ class Recipe:
 
 
 _KEPT = "hidden", "bias", "vocab_size", "classes_first", "factors", "kind", "coefficient", "logits"  # by a step
+
+
+def _has_gradient(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
 
 
 def laid_out(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -88,14 +88,14 @@ class DeferredLogits(torch.Tensor):
     call: ClassVar[Callable[..., Any]]  # a function of torch: `lce_torch_bridge.deferred._functions`
 
     @staticmethod
-    def __new__(cls, recipe: Recipe) -> Self:
+    def __new__(cls, recipe: Recipe, memory: Memory | None = None) -> Self:
         layout = recipe.layout
         self = torch.Tensor._make_wrapper_subclass(
             cls, layout.shape, strides=layout.stride(), dtype=layout.dtype, device=recipe.source.hidden.device
         )
         torch._C._set_throw_on_mutable_data_ptr(self)  # there is no memory
         self.recipe, self._value, self._parent, self._node = recipe, None, None, None
-        self._memory, self._used, self._hooks = Memory(), False, []
+        self._memory, self._used, self._hooks = Memory() if memory is None else memory, False, []
         return self
 
     @classmethod
@@ -205,16 +205,15 @@ def _alike(of: DeferredLogits) -> DeferredLogits:
 def _make(recipe: Recipe, memory: Memory | None = None) -> DeferredLogits:
     """With a node of the graph, where autograd records it."""
     tensors = recipe.tensors if recipe.grad and torch.is_grad_enabled() else ()
-    if any(x is not None and x.requires_grad for x in tensors):
-        logits: DeferredLogits = _Node.apply(recipe, *tensors)
-        with _plain():
-            logits._node = _grad_fn(logits)
+    for x in tensors:
+        if x is not None and x.requires_grad:
+            break
     else:
-        logits = DeferredLogits(recipe)
-    if memory is not None:
-        logits._memory = memory
-    if logits._node is not None:
-        logits._node.memory = logits._memory
+        return DeferredLogits(recipe, memory)
+    logits: DeferredLogits = _Node.apply(recipe, memory, *tensors)
+    with _plain():
+        logits._node = _grad_fn(logits)
+    logits._node.memory = logits._memory
     return logits
 
 
@@ -226,17 +225,17 @@ class _Node(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, recipe: Recipe, *tensors: torch.Tensor | None) -> DeferredLogits:
+    def forward(ctx: Any, recipe: Recipe, memory: Memory | None, *tensors: torch.Tensor | None) -> DeferredLogits:
         ctx.set_materialize_grads(False)
         ctx.recipe = recipe
         ctx.save_for_backward(*tensors)
-        return DeferredLogits(recipe)
+        return DeferredLogits(recipe, memory)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if gradient is None:
-            return None, *(None for _ in ctx.saved_tensors)
+            return None, None, *(None for _ in ctx.saved_tensors)
         if ctx.memory.is_written():
             raise RuntimeError(
                 "deferred logits were written into in place, and a function that is none of torch's took them: its "
@@ -247,7 +246,7 @@ class _Node(torch.autograd.Function):
         with torch.enable_grad():
             value = ctx.recipe.compute(tensors)
         found = iter(torch.autograd.grad(value, wanted, gradient, allow_unused=True))
-        return None, *(next(found) if x is not None and x.requires_grad else None for x in tensors)
+        return None, None, *(next(found) if x is not None and x.requires_grad else None for x in tensors)
 
 
 class _Through(torch.autograd.Function):
