@@ -89,6 +89,7 @@ class Ranks:
         self.summed: dict[int, torch.Tensor] = {}
         monkeypatch.setattr(_tensor_parallel, "size_and_rank", lambda name: (size, self.rank) if name else (1, 0))
         monkeypatch.setattr(_tensor_parallel, "check", lambda *_: None)
+        monkeypatch.setattr(_tensor_parallel, "compare_options", lambda *_, **__: None)
         monkeypatch.setattr(_tensor_parallel, "gather", self._gather)
         monkeypatch.setattr(_tensor_parallel, "all_reduce", self._all_reduce)
 
