@@ -6,7 +6,8 @@ conjugate bit holds other numbers than its memory.
 
 And private names of torch, which are in torch 2.11 and 2.14.1: what no public function tells, and what torch's compiler
 calls for GPUs, because public functions take several times as long, and serve where it lacks. The few others that the
-bridge reads stand where they are used: in `_weight`, `deferred._tensor`, `megatron._hooks`, and JAX's in `through_jax._runtime`.
+bridge reads stand where they are used: in `_weight`, `deferred._tensor`, `megatron._hooks`, and JAX's in
+`through_jax._runtime`.
 """
 
 from __future__ import annotations
