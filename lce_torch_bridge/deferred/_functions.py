@@ -271,10 +271,6 @@ def _clamp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return _then(x, func, args, kwargs, torch.empty_like(x.recipe.layout), **_same(x.recipe))
 
 
-def _is_of_distributed(hook: Any) -> bool:
-    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.")
-
-
 def _hook(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.distributed asks when a backward begins, and does not look at the gradient."""
     if kwargs or not (_only_listens(args[0]) or _follows_modules(args[0])):

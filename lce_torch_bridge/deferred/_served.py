@@ -15,6 +15,7 @@ from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
 from lce_torch_bridge.ops._logits import linear_logits
 from lce_torch_bridge.ops._logprobs import linear_logprobs
 from lce_torch_bridge.ops._topk import linear_topk
+from lce_torch_bridge.tensors import _device
 
 if TYPE_CHECKING:
     from lce_torch_bridge._types import LogprobOutput
@@ -52,9 +53,8 @@ _probed_once = functools.lru_cache(maxsize=256)(_probed)
 def _dtype(x: Deferred, function: Callable[..., torch.Tensor]) -> torch.dtype:
     """The dtype that ``function``, of [1, 2], returns here: autocast knows which functions it makes float32."""
     device = x.recipe.source.hidden.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     probe = _probed if torch.compiler.is_compiling() else _probed_once
-    return probe(function, x.recipe.dtype, device, autocast)
+    return probe(function, x.recipe.dtype, device, _device.autocast_dtype(device))
 
 
 def _probe_cross_entropy(z: torch.Tensor) -> torch.Tensor:
@@ -232,11 +232,16 @@ def _statistics(recipe: Recipe) -> LogprobOutput | None:
     options = recipe.options()
     if options is None:
         return None
-    nothing = torch.full(recipe.hidden.shape[:-1], -100, dtype=torch.int64, device=recipe.hidden.device)
+    nothing = _no_labels(recipe.hidden)
     with recipe.source.ready():
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, **options)
     recipe.results[torch.is_grad_enabled()] = out
     return out
+
+
+def _no_labels(rows: torch.Tensor) -> torch.Tensor:
+    """For the rows of [..., H] or [..., K], whose labels nobody asks for."""
+    return rows.new_full(rows.shape[:-1], -100, dtype=torch.int64)
 
 
 def _known_statistics(recipe: Recipe) -> LogprobOutput | None:
@@ -311,7 +316,7 @@ def _sum_of_row(x: Deferred, recipe: Recipe) -> torch.Tensor | None:
         return None
     if options["logit_softcap"] is not None or options.get("lora") is not None:
         return None
-    nothing = torch.full(recipe.hidden.shape[:-1], -100, dtype=torch.int64, device=recipe.hidden.device)
+    nothing = _no_labels(recipe.hidden)
     with recipe.source.ready(), _recording(recipe):
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, entropy=False, mean_logit=True, **options)
     assert out.mean_logit is not None
@@ -389,7 +394,7 @@ def _logprobs_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tenso
         out = linear_logprobs(recipe.hidden, recipe.source.weight, ids[..., 0], **options)
         found = out.logprobs[..., None]
     else:
-        nothing = torch.full(ids.shape[:-1], -100, dtype=torch.int64, device=ids.device)
+        nothing = _no_labels(ids)
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, candidates=ids, **options)
         assert out.candidate_logprobs is not None
         found = out.candidate_logprobs
@@ -432,7 +437,7 @@ def aminmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     wrong = recipe.kind != "logits" or args or set(kwargs) - {"dim", "keepdim"} or not _is_last(x, kwargs.get("dim"))
     if wrong or options is None or x.requires_grad:
         return NotImplemented
-    nothing = torch.full(recipe.hidden.shape[:-1], -100, dtype=torch.int64, device=recipe.hidden.device)
+    nothing = _no_labels(recipe.hidden)
     with recipe.source.ready(), torch.no_grad():
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, entropy=False, stats=True, **options)
     assert out.min_logit is not None

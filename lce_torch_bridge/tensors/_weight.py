@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lce_torch_bridge.tensors._device import current_graph_task_id, is_usable, not_compiled, readable, will_be_run
+from lce_torch_bridge.tensors._device import (
+    autocast_dtype,
+    current_graph_task_id,
+    is_usable,
+    not_compiled,
+    readable,
+    will_be_run,
+)
 
 
 @not_compiled('lce_torch_bridge with wgrad="main_grad" writes to weight.main_grad as it runs')
@@ -145,8 +152,7 @@ def autocast(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def dtype_of(weight: torch.Tensor) -> torch.dtype | None:
     """What ``weight`` is cast to; None outside of a context."""
-    device = weight.device.type
-    return None if weight.is_meta or not torch.is_autocast_enabled(device) else torch.get_autocast_dtype(device)
+    return None if weight.is_meta else autocast_dtype(weight.device.type)
 
 
 def _copy(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
