@@ -293,11 +293,10 @@ def _only_listens(hook: Any) -> bool:
 
 def _hook_values(x: DeferredLogits, args: tuple[Any, ...]) -> None:
     """Refuses a hook for the gradient of logits where results of them have been computed without it."""
-    hook = getattr(args[1], "func", args[1]) if len(args) > 1 else None
     if len(args) > 1 and _only_listens(args[1]):
         x._hooks.append(args[1])
-    elif x.requires_grad and (x._used or getattr(hook, "__module__", "") == "torch.autograd.graph"):
-        _refuse_gradient()  # that of register_multi_grad_hook waits for a node that does not run
+    elif x._used and x.requires_grad:
+        _refuse_gradient()
 
 
 def _show(x: Deferred, *_: Any) -> str:
