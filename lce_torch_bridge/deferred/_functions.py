@@ -338,7 +338,7 @@ WRITES = {*_functions("__setitem__", *(f"__i{name}__" for name in _OPERATORS))}
 WRITES |= {getattr(T, name) for name in dir(T) if _writes(name)}
 WRITES_ELSEWHERE = {getattr(owner, name) for owner in (torch, F) for name in dir(owner) if _writes(name)}
 _RESHAPES = "resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "set", "as_strided"
-RESHAPES_IN_PLACE = {getattr(T, f"{name}_") for name in _RESHAPES} | {T.data.__set__}
+RESHAPES_IN_PLACE = {getattr(T, f"{name}_") for name in _RESHAPES} | {T.data.__set__}  # type: ignore[attr-defined]
 EXPOSES = {
     *_functions(
         "data_ptr", "numpy", "__array__", "__dlpack__", "storage", "_typed_storage", "untyped_storage", "share_memory_"
