@@ -34,8 +34,8 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool 
     Without gradients the head computes its logits as before, and so does ``generate``. A model that is given labels
     defers them without gradients too, so that an evaluation's loss stores none.
 
-    The logits are those of the head's call. If hidden states or weights are written into after it, or an optimizer makes
-    a step, what is asked of them then raises. Nothing sees what is written through ``weight.data``.
+    The logits are those of the head's call. If hidden states or weights are written into after it, or an optimizer
+    makes a step, what is asked of them then raises. Nothing sees what is written through ``weight.data``.
 
     Call it before DDP, FSDP or ``torch.compile`` wraps the model. PEFT may come before or after.
 

@@ -233,7 +233,7 @@ def _statistics(recipe: Recipe) -> LogprobOutput | None:
     if options is None:
         return None
     nothing = _no_labels(recipe.hidden)
-    with recipe.source.ready():
+    with recipe.source.ready(), recipe.source.kept():
         out = linear_logprobs(recipe.hidden, recipe.source.weight, nothing, **options)
     recipe.results[torch.is_grad_enabled()] = out
     return out
@@ -376,7 +376,7 @@ def _values_at(x: Deferred, ids: torch.Tensor) -> Any:
 
 def _logits_at(recipe: Recipe, ids: torch.Tensor, options: Any) -> torch.Tensor | None:
     """One logit of each row from a pass whose lse and entropy are kept for who asks next, as log-probabilities do."""
-    if ids.shape[-1] > 1 or _known_statistics(recipe) is not None:
+    if ids.shape[-1] > 1 or recipe.source.is_outside() or _known_statistics(recipe) is not None:
         return None if "lora" in options else linear_logits(recipe.hidden, recipe.source.weight, ids, **options)
     out = linear_logprobs(recipe.hidden, recipe.source.weight, ids[..., 0], **options)
     recipe.results[torch.is_grad_enabled()] = out

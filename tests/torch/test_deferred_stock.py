@@ -143,8 +143,8 @@ def write(which: str, head: Head, x: torch.Tensor) -> None:
 
 
 CHANGES = {
-    "weight": (functools.partial(write, "weight"), r"\[11, 8\] was written into in place"),
-    "hidden": (functools.partial(write, "hidden"), r"\[2, 4, 8\] was written into in place"),
+    "weight": (functools.partial(write, "weight"), r"weight \(11, 8\) was written into in place"),
+    "hidden": (functools.partial(write, "hidden"), r"hidden \(2, 4, 8\) was written into in place"),
     "frozen": (lambda head, _: head.weight.requires_grad_(False), "was given requires_grad=False"),
     "stepped": (step_fused, "an optimizer has made a step"),
 }
