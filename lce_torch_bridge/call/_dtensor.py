@@ -87,15 +87,13 @@ def _refuse_placements(name: str, x: Any, split: int | None, served: list[Any]) 
 def _refuse_other_reductions(name: str, x: Any) -> None:
     """Refuses a parameter of FSDP2 whose gradients are not reduced to their mean."""
     parameter = _parameter_of(x)
-    for state in _device.module_states():
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in filter(None, groups):
-            factor = group.gradient_divide_factor
-            if factor is not None and any(param.sharded_param is parameter for param in group.fsdp_params):
-                raise ValueError(
-                    f"{name} is sharded by FSDP2 with set_gradient_divide_factor({factor:g}), but gathered here its "
-                    "gradient would be the mean: make the call inside the forward of the FSDP module that holds it"
-                )
+    for _, group in _device.fsdp2_groups():
+        factor = group.gradient_divide_factor
+        if factor is not None and any(param.sharded_param is parameter for param in group.fsdp_params):
+            raise ValueError(
+                f"{name} is sharded by FSDP2 with set_gradient_divide_factor({factor:g}), but gathered here its "
+                "gradient would be the mean: make the call inside the forward of the FSDP module that holds it"
+            )
 
 
 def _parameter_of(x: torch.Tensor) -> torch.Tensor:

@@ -248,10 +248,6 @@ def _why_freed(head: Any, weight: Any) -> str | None:
     if frame is None or frame.f_code.co_name != "forward":
         return None
     caller = frame.f_locals.get("self")
-    if (
-        vars(caller).get("_modules", {}).get("_fsdp_wrapped_module") is not head
-        if hasattr(caller, "__dict__")
-        else True
-    ):
+    if not isinstance(caller, torch.nn.Module) or caller._modules.get("_fsdp_wrapped_module") is not head:
         return None
     return "FSDP frees its weight after the head's forward: let the model's FSDP module hold it, or use FSDP2"

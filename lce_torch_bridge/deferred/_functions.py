@@ -13,9 +13,8 @@ import torch
 
 from lce_torch_bridge.deferred import _rows, _served
 from lce_torch_bridge.deferred._recipe import Recipe, Step, laid_out
-from lce_torch_bridge.deferred._rows import DEFERRED, Deferred
 from lce_torch_bridge.deferred._tensor import DeferredLogits, _plain
-from lce_torch_bridge.deferred._traced import TracedLogits
+from lce_torch_bridge.deferred._traced import DEFERRED, Deferred, TracedLogits
 
 T: Any = torch.Tensor
 F = torch.nn.functional
@@ -268,7 +267,7 @@ def _clamp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     is_alone = len(args) + len(kwargs) == 1 and x.recipe.kind == "log_softmax" and x.recipe.coefficient == 1
     if not is_alone or least != torch.finfo(x.dtype).min:
         return NotImplemented
-    return _then(x, func, args, kwargs, torch.empty_like(x.recipe.layout), **_same(x.recipe))
+    return _then(x, func, args, kwargs, _like(x.recipe.layout), **_same(x.recipe))
 
 
 def _hook(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -338,7 +337,7 @@ WRITES = {*_functions("__setitem__", *(f"__i{name}__" for name in _OPERATORS))}
 WRITES |= {getattr(T, name) for name in dir(T) if _writes(name)}
 WRITES_ELSEWHERE = {getattr(owner, name) for owner in (torch, F) for name in dir(owner) if _writes(name)}
 _RESHAPES = "resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "set", "as_strided"
-RESHAPES_IN_PLACE = {getattr(T, f"{name}_") for name in _RESHAPES} | {T.data.__set__}  # type: ignore[attr-defined]
+RESHAPES_IN_PLACE = {getattr(T, f"{name}_") for name in _RESHAPES} | {T.data.__set__}
 EXPOSES = {
     *_functions(
         "data_ptr", "numpy", "__array__", "__dlpack__", "storage", "_typed_storage", "untyped_storage", "share_memory_"

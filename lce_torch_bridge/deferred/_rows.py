@@ -11,13 +11,10 @@ import torch
 
 from lce_torch_bridge.deferred import _served
 from lce_torch_bridge.deferred._recipe import Step, laid_out
-from lce_torch_bridge.deferred._tensor import DeferredLogits
-from lce_torch_bridge.deferred._traced import TracedLogits
+from lce_torch_bridge.deferred._traced import DEFERRED, Deferred
 from lce_torch_bridge.tensors import _device
 
 T: Any = torch.Tensor
-DEFERRED = (DeferredLogits, TracedLogits)
-type Deferred = DeferredLogits | TracedLogits
 EXPANDS = {T.expand}
 SIZED = {T.expand, T.view, T.reshape, torch.reshape}
 

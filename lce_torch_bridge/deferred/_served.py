@@ -19,10 +19,7 @@ from lce_torch_bridge.tensors import _device
 
 if TYPE_CHECKING:
     from lce_torch_bridge._types import LogprobOutput
-    from lce_torch_bridge.deferred._tensor import DeferredLogits
-    from lce_torch_bridge.deferred._traced import TracedLogits
-
-    type Deferred = DeferredLogits | TracedLogits
+    from lce_torch_bridge.deferred._traced import Deferred
 
 F = torch.nn.functional
 
@@ -155,28 +152,20 @@ def _cross_entropy(x: Deferred, target: Any, ignore_index: int, reduction: str, 
 
 
 def cross_entropy(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.nn.functional.cross_entropy."""
-    del func
+    """torch.nn.functional.cross_entropy of logits, and nll_loss of a log_softmax."""
+    is_nll = func.__name__ == "nll_loss"
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, **dict(zip(names, args, strict=False))}
     given |= kwargs
-    if x.recipe.kind != "logits" or any(given.get(name) is not None for name in ("weight", "size_average", "reduce")):
+    others = [given.get(name) for name in ("weight", "size_average", "reduce")]
+    if x.recipe.kind != ("log_softmax" if is_nll else "logits") or any(other is not None for other in others):
         return NotImplemented
     found = _cross_entropy(x, given.get("target"), given["ignore_index"], given["reduction"], given["label_smoothing"])
-    return found if found is NotImplemented else _result(x, found, _dtype(x, _probe_cross_entropy))
-
-
-def nll_loss(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.nn.functional.nll_loss of a log_softmax."""
-    del func
-    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-    given = {"ignore_index": -100, "reduction": "mean", **dict(zip(names, args, strict=False))} | kwargs
-    if x.recipe.kind != "log_softmax" or any(
-        given.get(name) is not None for name in ("weight", "size_average", "reduce")
-    ):
+    if found is NotImplemented:
         return NotImplemented
-    found = _cross_entropy(x, given.get("target"), given["ignore_index"], given["reduction"], 0.0)
-    return found if found is NotImplemented else _result(x, x.recipe.coefficient * found, x.recipe.dtype)
+    if is_nll:
+        return _result(x, x.recipe.coefficient * found, x.recipe.dtype)
+    return _result(x, found, _dtype(x, _probe_cross_entropy))
 
 
 # Softmax
@@ -475,8 +464,7 @@ def _largest(x: Deferred, k: int, sign: float = 1.0) -> torch.Tensor | None:
 def table(functions: Callable[..., list[Any]]) -> dict[Any, Callable[..., Any]]:
     """These by torch's functions, which ``functions`` finds by their names."""
     return {
-        **dict.fromkeys(functions("cross_entropy"), cross_entropy),
-        **dict.fromkeys(functions("nll_loss"), nll_loss),
+        **dict.fromkeys(functions("cross_entropy", "nll_loss"), cross_entropy),
         **dict.fromkeys(functions("softmax"), softmax),
         **dict.fromkeys(functions("log_softmax"), log_softmax),
         **dict.fromkeys(functions("exp", "log"), exponential),

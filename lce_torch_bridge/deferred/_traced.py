@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from lce_torch_bridge.deferred._recipe import Recipe, Source, Step
+from lce_torch_bridge.deferred._tensor import DeferredLogits
 from lce_torch_bridge.tensors import _device
 
 
@@ -177,3 +178,6 @@ for _name in (
 ):  # fmt: skip
     setattr(TracedLogits, f"__{_name}__", _operator(f"__{_name}__"))
 TracedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+DEFERRED = (DeferredLogits, TracedLogits)
+type Deferred = DeferredLogits | TracedLogits

@@ -220,11 +220,14 @@ def without_hooks() -> Iterator[None]:
             _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def module_states() -> list[Any]:
-    """What FSDP2 knows of each module."""
+def fsdp2_groups() -> Iterator[tuple[torch.nn.Module, Any]]:
+    """Each module of FSDP2 with a group of its parameters."""
     from torch.distributed._composable_state import _module_state_mapping  # no public way from parameter to module
 
-    return [reference() for reference in list(_module_state_mapping.values())]
+    for module, reference in list(_module_state_mapping.items()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        yield from ((module, group) for group in groups if group is not None)
 
 
 @contextlib.contextmanager
@@ -251,14 +254,9 @@ def gathered(weight: torch.Tensor) -> Iterator[None]:
 
 def _fsdp2_module_of(weight: torch.Tensor) -> Any:
     """The module of FSDP2 whose gathered parameter ``weight`` is; None if there is none."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for module, reference in list(_module_state_mapping.items()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in filter(None, groups):
-            if any(getattr(each, "_unsharded_param", None) is weight for each in group.fsdp_params):
-                return module
+    for module, group in fsdp2_groups():
+        if any(getattr(each, "_unsharded_param", None) is weight for each in group.fsdp_params):
+            return module
     return None
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lce_torch_bridge import defer_logits
-from tests.torch import executor
 from tests.torch import problem as p
+from tests.torch.ranks import run_in_float64
 
 B, S, H, V = 2, 5, 16, 34
 VALUE, GRADIENT = 2e-6, 2e-6
@@ -134,14 +132,8 @@ def fsdp() -> None:
 
 
 def main() -> None:
-    warnings.filterwarnings("error", module=r"lce_(jax|torch_bridge)")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    with executor.in_float64():
-        for name in sys.argv[1:]:
-            globals()[name]()
-            print("done", name, flush=True)
-    dist.destroy_process_group()
+    run_in_float64(globals())
 
 
 if __name__ == "__main__":

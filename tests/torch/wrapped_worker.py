@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +23,8 @@ from lce_torch_bridge import (
     linear_loss,
     linear_topk,
 )
-from tests.torch import executor
 from tests.torch import problem as p
+from tests.torch.ranks import run_in_float64
 
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
 FAR = 0.3  # the least error of a wrong reduction
@@ -339,13 +337,7 @@ def ddp() -> None:
 
 
 def main() -> None:
-    warnings.filterwarnings("error", module=r"lce_(jax|torch_bridge)")
-    dist.init_process_group("gloo")
-    with executor.in_float64():
-        for name in sys.argv[1:]:
-            globals()[name]()
-            print("done", name, flush=True)
-    dist.destroy_process_group()
+    run_in_float64(globals())
 
 
 if __name__ == "__main__":
