@@ -14,8 +14,9 @@ import gc
 import sys
 from typing import Any
 
-for name in ("torch", "megatron", "hypothesis", "IPython", "nbconvert", "pytest"):
-    sys.modules[name] = None  # type: ignore[assignment]
+if __name__ == "__main__":  # pytest imports this file too, to look for doctests
+    for name in ("torch", "megatron", "hypothesis", "IPython", "nbconvert", "pytest"):
+        sys.modules[name] = None  # type: ignore[assignment]
 
 from examples.demo import cli, model, rl, sft, text  # noqa: E402
 
