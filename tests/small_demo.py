@@ -18,7 +18,7 @@ if __name__ == "__main__":  # pytest imports this file too, to look for doctests
     for name in ("torch", "megatron", "hypothesis", "IPython", "nbconvert", "pytest"):
         sys.modules[name] = None  # type: ignore[assignment]
 
-from examples.demo import cli, model, rl, sft, text  # noqa: E402
+from examples.demo import cli, model, rl, sft, text
 
 VOCAB_SIZE = 2000
 
