@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mathematics._statistics import MASKED
+from lce_jax.mathematics._statistics import floored
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -35,7 +35,7 @@ class Largest(NamedTuple):
     @property
     def x(self) -> Float[Array, "T k"]:
         """That of eq. 0, finite for padding."""
-        return jnp.maximum(self.products if self.capped is None else self.capped, MASKED)
+        return floored(self.products if self.capped is None else self.capped)
 
     @property
     def max(self) -> Float[Array, "T"]:

@@ -211,15 +211,17 @@ def finish(
     """
     # A row left out may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
     stats = stats if where is None else stats._replace(sumexp=jnp.where(where, stats.sumexp, 1.0))
-    at_largest, one = (labels >= 0) & (stats.target == 0.0), jnp.ones_like(stats.sumexp)
+    is_nan, one = jnp.isnan(stats.sumexp), jnp.ones_like(stats.sumexp)
+    at_largest = (labels >= 0) & (stats.target == 0.0) & ~is_nan
     read = stats._replace(min=None, total=None, candidates=None, support=None)
     outputs, of_candidates = per_token(results, read, scale, labels), None
     if stats.candidates is not None:
         highest, log_sumexp = stats.max[:, None], jnp.log(stats.sumexp)[:, None]
         of_candidates = candidate_logprobs(stats.candidates, highest, along_rows(scale), log_sumexp)
     outputs = outputs._replace(
-        max_logit=None if stats.min is None else stats.max * scale,
-        min_logit=None if stats.min is None else stats.min * scale,
+        # XLA's largest and least numbers of a row may lose NaN; its sum does not.
+        max_logit=None if stats.min is None else jnp.where(is_nan, stats.sumexp, stats.max * scale),
+        min_logit=None if stats.min is None else jnp.where(is_nan, stats.sumexp, stats.min * scale),
         correct=None if stats.min is None else jnp.where(at_largest, one, 0.0),
         candidate_logprobs=of_candidates,
         dropped_mass=dropped_mass,

@@ -134,7 +134,12 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStat
 
 def distance(x: Array, m: Array, scale: Array | float) -> Array:
     """The u of eq. 1 and the dᵢ of eq. 2, (x - m) k: exactly 0 at the maximum, finite whatever is far below it."""
-    return jnp.maximum((x - m) * scale, MASKED)
+    return floored((x - m) * scale)
+
+
+def floored(x: Array) -> Array:
+    """``x``, but nothing below `MASKED`. NaN stays NaN: XLA's maximum of two arrays loses it on CPUs."""
+    return jnp.where(x < MASKED, MASKED, x)
 
 
 def union(

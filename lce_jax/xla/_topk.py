@@ -15,7 +15,7 @@ import numpy as np
 from lce_jax._types import Call, Operands, Plan
 from lce_jax.mathematics import _largest, _logprobs
 from lce_jax.mathematics._largest import Largest
-from lce_jax.mathematics._statistics import MASKED
+from lce_jax.mathematics._statistics import floored
 from lce_jax.xla import _walk
 
 if TYPE_CHECKING:
@@ -108,14 +108,15 @@ def _sumexp(raw: Float[Array, "t V"], some: Largest, operands: Operands, call: C
     scale = scale if isinstance(scale, float | int) else scale[:, None]
 
     def exponentials(products: Array, x: Array) -> Array:
-        u = jnp.minimum(x - some.max[:, None], 0.0) * scale
-        return jnp.where(products == -jnp.inf, 0.0, jnp.exp(u))
+        u = x - some.max[:, None]
+        return jnp.where(products == -jnp.inf, 0.0, jnp.exp(jnp.where(u > 0.0, 0.0, u) * scale))
 
-    x = jnp.maximum(raw, MASKED)
+    x = floored(raw)
     x = x if call.logit_softcap is None else _capped(x, call, operands.raw_scale)
     selected, least = exponentials(some.products, some.x), jnp.min(some.products, axis=1, keepdims=True)
     of_least = jnp.min(selected, axis=1, keepdims=True)  # others may be equal to it
-    others = jnp.where(raw < least, exponentials(raw, x), jnp.where(raw == least, of_least, 0.0))
+    others = jnp.where(raw == least, of_least, exponentials(raw, x))  # of NaN too
+    others = jnp.where(raw > least, 0.0, others)
     return jnp.sum(others, axis=1) + jnp.sum(jnp.where(some.products > least, selected, 0.0), axis=1)
 
 
