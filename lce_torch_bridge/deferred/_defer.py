@@ -18,6 +18,8 @@ from lce_torch_bridge.deferred._tensor import DeferredLogits
 from lce_torch_bridge.deferred._traced import TracedLogits
 from lce_torch_bridge.tensors import _device
 
+FLOATS = frozenset(_checks.FLOATS)
+
 DeferredLogits.call = TracedLogits.call = staticmethod(_functions.call)
 
 
@@ -218,24 +220,25 @@ def _source(head: Any, input: Any) -> Source | None:
         except NotImplementedError as reason:
             deferral.say(str(reason))
             return None
-    if not in_graph and (freed := _why_freed(head, layer.weight)) is not None:
+    weight, bias = layer.weight, layer.bias
+    if not in_graph and (freed := _why_freed(head, weight)) is not None:
         deferral.say(freed)
         return None
-    weight = layer.weight
-    if type(input) not in PLAIN or type(weight) not in PLAIN or not deferral.wants(input, weight, layer.bias, lora):
+    if type(input) not in PLAIN or type(weight) not in PLAIN or not deferral.wants(input, weight, bias, lora):
         return None
-    if weight.is_cuda and not in_graph and torch.cuda.is_current_stream_capturing():
+    device = input.device
+    kind, dtypes = device.type, (input.dtype, weight.dtype)
+    if kind == "cuda" and not in_graph and torch.cuda.is_current_stream_capturing():
         deferral.say("a CUDA graph is captured, in which the host cannot count labels")
         return None
-    floats = input.dtype in _checks.FLOATS and weight.dtype in _checks.FLOATS
-    here = input.device == weight.device and input.device.type in ("cpu", "cuda")
-    fits = here and input.shape[-1:] == weight.shape[1:] and weight.shape[0] > 1
-    if not (floats and fits):
+    if device != weight.device or kind not in ("cpu", "cuda") or not FLOATS.issuperset(dtypes):
         return None
-    dtype = _device.autocast_dtype(input.device.type)
-    if dtype is None and input.dtype != weight.dtype:
+    if input.shape[-1:] != weight.shape[1:] or weight.shape[0] <= 1:
         return None
-    return Source(input, weight, layer.bias, lora, dtype, deferral)
+    dtype = _device.autocast_dtype(kind)
+    if dtype is None and dtypes[0] != dtypes[1]:
+        return None
+    return Source(input, weight, bias, lora, dtype, deferral, kind)
 
 
 def _why_freed(head: Any, weight: Any) -> str | None:

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 import torch
 
+from lce_torch_bridge.tensors import _device
+
 _logger = logging.getLogger("lce_torch_bridge")
 _INSIDE = ("torch", "lce_torch_bridge")
 DEFERRAL, BEFORE = "_lce_deferral", "_lce_forward_before"  # attributes of a module
@@ -86,12 +88,15 @@ class Deferral:
     def wants(self, *operands: Any) -> bool:
         """Whether logits are deferred: where a gradient is wanted, or the model was given labels, or always."""
         hidden, weight, bias, lora = operands
-        if lora is not None and weight.requires_grad and torch.is_grad_enabled():
+        is_recorded = torch.is_grad_enabled()
+        if lora is not None and is_recorded and weight.requires_grad:
             return False  # an adapter here is one of a frozen weight
         if self.with_labels or self.always:
             return True
-        tensors = (hidden, weight, bias, *(lora or ())[:2])
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        if not is_recorded:
+            return False
+        others = (bias, *(lora or ())[:2])
+        return hidden.requires_grad or weight.requires_grad or _device.is_differentiated(*others)
 
     def say(self, reason: str) -> None:
         """Logs once why a head computes its logits."""

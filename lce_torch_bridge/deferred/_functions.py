@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 
 from lce_torch_bridge.deferred import _rows, _served
-from lce_torch_bridge.deferred._recipe import Recipe, Step, laid_out
+from lce_torch_bridge.deferred._recipe import Recipe, Step, laid_out_alike
 from lce_torch_bridge.deferred._tensor import DeferredLogits, _plain
 from lce_torch_bridge.deferred._traced import DEFERRED, Deferred, TracedLogits
+from lce_torch_bridge.tensors import _device
 
 T: Any = torch.Tensor
 F = torch.nn.functional
@@ -108,19 +110,37 @@ def _then(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: Any, layout: to
 
 def _cast(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another dtype on the same device."""
-    recipe = x.recipe
-    probe = torch.empty(0, dtype=recipe.dtype, device=recipe.source.hidden.device)
-    out = func(probe, *(probe if each is x else each for each in args), **kwargs)
-    if out is probe or isinstance(out, str):
-        return x if out is probe else out
-    if not isinstance(out, torch.Tensor) or out.device != probe.device or out.dtype not in (*_FLOATS, torch.float64):
+    recipe, device = x.recipe, x.recipe.source.hidden.device
+    if _are_dtypes(args) and not kwargs and not _device.is_traced():
+        out = _probe_cast_once(func, args, recipe.dtype, device)
+    else:
+        out = _probe_cast(func, tuple([_Itself if each is x else each for each in args]), recipe.dtype, device, **kwargs)
+    if out is _Itself or isinstance(out, str):
+        return x if out is _Itself else out
+    if out is None:
         return NotImplemented
-    return _then(x, func, args, kwargs, _like(recipe.layout, out.dtype), **_same(recipe))
+    return _then(x, func, args, kwargs, laid_out_alike(recipe.layout, out), **_same(recipe))
 
 
-def _like(layout: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The layout of what torch computes elementwise."""
-    return laid_out(layout.shape, dtype or layout.dtype, layout.stride())
+class _Itself:
+    """Stands for the tensor that a function takes, or returns as it is."""
+
+
+def _are_dtypes(given: tuple[Any, ...]) -> bool:
+    return all([type(each) is torch.dtype for each in given])
+
+
+def _probe_cast(func: Any, args: tuple[Any, ...], dtype: torch.dtype, device: torch.device, **kwargs: Any) -> Any:
+    """The dtype that it makes, or the name of one, or `_Itself`; None where it is not a cast that is written down."""
+    probe = torch.empty(0, dtype=dtype, device=device)
+    out = func(probe, *(probe if each is _Itself else each for each in args), **kwargs)
+    if out is probe or isinstance(out, str):
+        return _Itself if out is probe else out
+    fits = isinstance(out, torch.Tensor) and out.device == device and out.dtype in (*_FLOATS, torch.float64)
+    return out.dtype if fits else None
+
+
+_probe_cast_once = functools.lru_cache(maxsize=256)(_probe_cast)
 
 
 def _same(recipe: Recipe) -> dict[str, Any]:
@@ -130,8 +150,16 @@ def _same(recipe: Recipe) -> dict[str, Any]:
 
 def _contiguous(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     layout = x.recipe.layout
-    found = func(layout, *args, **kwargs)
+    if args or kwargs or _device.is_traced():
+        found = func(layout, *args, **kwargs)
+    else:
+        found = _apply_once(func, layout)
     return x if found is layout else _then(x, func, args, kwargs, found, **_same(x.recipe))
+
+
+@functools.lru_cache(maxsize=256)
+def _apply_once(func: Any, layout: torch.Tensor) -> Any:
+    return func(layout)
 
 
 def _detach(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,7 +183,7 @@ def _scale(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return NotImplemented
     if not math.isfinite(number) or (over and number == 0):
         return NotImplemented
-    layout = _like(recipe.layout)
+    layout = laid_out_alike(recipe.layout)
     if recipe.kind != "logits":
         coefficient = recipe.coefficient / number if over else recipe.coefficient * number
         return _then(x, func, args, {}, layout, coefficient=coefficient, **_same(recipe))
@@ -199,7 +227,7 @@ def _scale_rows(x: Deferred, func: Any, by: torch.Tensor) -> Any:
     dtype = torch.promote_types(recipe.dtype, by.dtype) if by.ndim else recipe.dtype
     hidden = func(recipe.hidden, by).to(recipe.hidden.dtype)
     bias = None if recipe.bias is None else func(recipe.bias, by.reshape(())).to(recipe.bias.dtype)
-    layout = _like(recipe.layout, dtype)
+    layout = laid_out_alike(recipe.layout, dtype)
     return _then(x, func, (by,), {}, layout, hidden=hidden, bias=bias)
 
 
@@ -216,13 +244,13 @@ def _product(x: Deferred, func: Any, by: Deferred) -> Any:
     is_recorded_alike = one.grad == other.grad or not torch.is_grad_enabled()
     if kind is None or of.results is not one.logits.results or not is_recorded_alike:
         return NotImplemented
-    layout = _like(x.recipe.layout, torch.promote_types(one.dtype, other.dtype))
+    layout = laid_out_alike(x.recipe.layout, torch.promote_types(one.dtype, other.dtype))
     coefficient = one.coefficient * other.coefficient
     return _then(x, func, (by,), {}, layout, kind=kind, coefficient=coefficient, logits=one.logits)
 
 
 def _negate(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    recipe, layout = x.recipe, _like(x.recipe.layout)
+    recipe, layout = x.recipe, laid_out_alike(x.recipe.layout)
     if args or kwargs:
         return NotImplemented
     if recipe.kind != "logits":
@@ -234,7 +262,7 @@ def _tanh(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     recipe = x.recipe
     if args or kwargs or recipe.kind != "logits":
         return NotImplemented
-    return _then(x, func, (), {}, _like(recipe.layout), factors=(*recipe.factors, ("tanh", 0.0)))
+    return _then(x, func, (), {}, laid_out_alike(recipe.layout), factors=(*recipe.factors, ("tanh", 0.0)))
 
 
 def _shift(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,7 +273,7 @@ def _shift(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     results, version = getattr(by, "_lse_of", (None, 0))
     is_own_lse = results is recipe.results and by._version == version and by.requires_grad == x.requires_grad
     if func in LESS and is_own_lse and by.shape[:-1] == recipe.layout.shape[:-1]:
-        layout = _like(recipe.layout, torch.promote_types(recipe.dtype, by.dtype))
+        layout = laid_out_alike(recipe.layout, torch.promote_types(recipe.dtype, by.dtype))
         return _then(x, func, (by,), {}, layout, kind="log_softmax", logits=recipe)
     columns = recipe.source.weight.shape[0]
     fits = by.shape[-1:] == (columns,) and by.numel() == columns and by.ndim <= x.dim() and by.dtype in _FLOATS
@@ -253,11 +281,11 @@ def _shift(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not (fits and linear) or recipe.classes_first or recipe.source.lora is not None or not _may_take(recipe, by):
         return NotImplemented
     options = recipe.options()
-    if options is None or not (scale := options["logit_scale"] / options["temperature"]):
+    if options is None or not (scale := options.get("logit_scale", 1.0) / options.get("temperature", 1.0)):
         return NotImplemented
     bias = by.reshape(columns) / (-scale if func in LESS else scale)
     bias = bias if recipe.bias is None else recipe.bias + bias
-    layout = _like(recipe.layout, torch.promote_types(recipe.dtype, by.dtype))
+    layout = laid_out_alike(recipe.layout, torch.promote_types(recipe.dtype, by.dtype))
     return _then(x, func, (by,), {}, layout, bias=bias)
 
 
@@ -267,7 +295,7 @@ def _clamp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     is_alone = len(args) + len(kwargs) == 1 and x.recipe.kind == "log_softmax" and x.recipe.coefficient == 1
     if not is_alone or least != torch.finfo(x.dtype).min:
         return NotImplemented
-    return _then(x, func, args, kwargs, _like(x.recipe.layout), **_same(x.recipe))
+    return _then(x, func, args, kwargs, laid_out_alike(x.recipe.layout), **_same(x.recipe))
 
 
 def _hook(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,6 +25,7 @@ type Factor = tuple[Literal["mul", "div", "tanh"], float]
 OPERANDS = "hidden", "weight", "bias", "lora's A", "lora's B"
 type State = tuple[tuple[int, bool] | None, ...]
 _steps = [0]  # of all optimizers: fused ones write into parameters without changing their version
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @functools.cache
@@ -71,6 +72,8 @@ class Source:
         lora: an adapter ``(A, B, scale)`` on the weight, or None.
         autocast: the dtype of the autocast context, None outside of one.
         deferral: what counts, and says whether logits may be computed.
+        device: the type of their device.
+        operands: what has gradients: hidden, weight, bias, A and B.
         state: of the operands, when the head was called.
         step: how many steps optimizers had made then.
         checkpoint: what a non-reentrant checkpoint around the head's call packs tensors with, or None.
@@ -82,20 +85,18 @@ class Source:
     lora: Lora | None
     autocast: torch.dtype | None
     deferral: Deferral
+    device: str
+    operands: tuple[torch.Tensor | None, ...] = dataclasses.field(init=False)
     state: State = dataclasses.field(init=False)
     step: int = dataclasses.field(init=False)
     checkpoint: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        a, b, _ = self.lora or (None, None, None)
+        self.operands = self.hidden, self.weight, self.bias, a, b
         self.state = _state(self.operands)
         self.step = _steps[0] if self.state else -1  # a compiled graph would be another one after each step
         self.checkpoint = _device.checkpoint_hook()
-
-    @property
-    def operands(self) -> tuple[torch.Tensor | None, ...]:
-        """What has gradients: hidden, weight, bias, A and B."""
-        a, b, _ = self.lora or (None, None, None)
-        return self.hidden, self.weight, self.bias, a, b
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,7 +125,7 @@ class Source:
 
     def kept(self) -> contextlib.AbstractContextManager[None]:
         """Inside is computed what is kept beside these logits, and is no part of a checkpoint that they come into."""
-        return _device.without_hooks() if self.is_outside() else contextlib.nullcontext()
+        return _device.without_hooks() if self.is_outside() else NOTHING
 
     def note(self, needed_for: str) -> None:
         """Counts and logs that these logits are computed, but not in a compiled graph, where nothing is counted."""
@@ -141,7 +142,7 @@ class Source:
                 "write logits = logits.compute() before the step, or compute there what you need of them"
             )
         is_there = torch.compiler.is_compiling() or self.weight.untyped_storage().nbytes()
-        autocast = autocast_to(self.hidden.device.type, self.autocast)
+        autocast = autocast_to(self.device, self.autocast)
         return autocast if is_there else self._gathered(autocast)
 
     @contextlib.contextmanager
@@ -153,7 +154,7 @@ class Source:
 def autocast_to(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
     """Inside, autocast is as it was where ``dtype`` was its dtype; None: where there was none."""
     if dtype == _device.autocast_dtype(device):
-        return contextlib.nullcontext()
+        return NOTHING
     return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
 
@@ -242,13 +243,19 @@ class Recipe:
 
     def then(self, step: Step, layout: torch.Tensor, **changes: Any) -> Recipe:
         """What the model has after one more step."""
-        step.autocast = _device.autocast_dtype(self.source.hidden.device.type)
-        if given := step.tensors:
+        step.autocast = _device.autocast_dtype(self.source.device)
+        tensors = self.tensors
+        if (step.args or step.kwargs) and (given := step.tensors):
             step.state = _state(given)
-        tensors = (*self.tensors, *[x for x in (*step.args, *step.kwargs.values()) if _has_gradient(x)])
-        kept = {name: getattr(self, name) for name in _KEPT}
-        kept |= {"grad": self.grad and torch.is_grad_enabled(), "tensors": tensors} | changes
-        return Recipe(self.source, (*self.steps, step), layout, **kept)
+            tensors = (*tensors, *[x for x in (*step.args, *step.kwargs.values()) if _has_gradient(x)])
+        found = Recipe(
+            self.source, (*self.steps, step), layout, self.grad and torch.is_grad_enabled(), self.hidden, self.bias,
+            self.vocab_size, self.classes_first, self.factors, self.kind, self.coefficient, self.logits,
+            tensors=tensors,
+        )  # fmt: skip
+        for name, x in changes.items():
+            setattr(found, name, x)
+        return found
 
     @property
     def dtype(self) -> torch.dtype:
@@ -269,49 +276,65 @@ class Recipe:
         return value
 
     def options(self) -> dict[str, Any] | None:
-        """The options of `linear_logprobs` for t · c · tanh(a · z) or a · z; None for another chain of factors."""
-        scale, cap, after, capped = 1.0, None, 1.0, False
-        for name, x in self.factors:
-            if name == "tanh":
-                if capped:
-                    return None
-                capped = True
-                continue
-            x = 1.0 / x if name == "div" else x
-            if not capped:
-                scale *= x
-            elif cap is None:
-                cap = x
-            else:
-                after *= x
-        cap = 1.0 if capped and cap is None else cap
-        if after <= 0 or (cap is not None and cap <= 0):
+        """The options of `linear_logprobs` that are not its defaults; None for a chain of factors that it lacks."""
+        found: dict[str, Any] | None = {}
+        if self.factors and (found := _of_factors(self.factors)) is None:
             return None
-        found: dict[str, Any] = {"logit_scale": scale if cap is None else scale * cap, "logit_softcap": cap}
-        found["temperature"] = 1.0 / after
+        if self.bias is not None:
+            found["bias"] = self.bias
         if self.vocab_size != self.source.weight.shape[0]:
             found["vocab_size"] = self.vocab_size
         if self.source.lora is not None:
             found["lora"] = self.source.lora
-        return found | {"bias": self.bias}
+        return found
 
 
-_KEPT = "hidden", "bias", "vocab_size", "classes_first", "factors", "kind", "coefficient", "logits"  # by a step
+def _of_factors(factors: tuple[Factor, ...]) -> dict[str, Any] | None:
+    """The options for t · c · tanh(a · z) or a · z; None for another chain of factors."""
+    scale, cap, after, capped = 1.0, None, 1.0, False
+    for name, x in factors:
+        if name == "tanh":
+            if capped:
+                return None
+            capped = True
+            continue
+        x = 1.0 / x if name == "div" else x
+        if not capped:
+            scale *= x
+        elif cap is None:
+            cap = x
+        else:
+            after *= x
+    cap = 1.0 if capped and cap is None else cap
+    if after <= 0 or (cap is not None and cap <= 0):
+        return None
+    found = {"logit_scale": scale if cap is None else scale * cap}
+    if cap is not None:
+        found |= {"logit_softcap": cap, "temperature": 1.0 / after}
+    return found
 
 
 def _has_gradient(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad
 
 
-def laid_out(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A tensor without memory, dense or with these strides. Made once, because that takes the host's time."""
-    return (_laid_out if _device.is_traced() else _laid_out_once)(tuple(shape), dtype, strides)
+def laid_out(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A dense tensor without memory. Made once, because that takes the host's time."""
+    return (_laid_out if _device.is_traced() else _laid_out_once)(tuple(shape), dtype)
 
 
-def _laid_out(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None) -> torch.Tensor:
-    if strides is None:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    return torch.empty_like(torch.empty_strided(shape, strides, device="meta"), dtype=dtype)
+def laid_out_alike(layout: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The layout of what torch computes elementwise."""
+    return (_laid_out_alike if _device.is_traced() else _laid_out_alike_once)(layout, dtype or layout.dtype)
+
+
+def _laid_out(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _laid_out_alike(layout: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(layout, dtype=dtype)
 
 
 _laid_out_once = functools.lru_cache(maxsize=1024)(_laid_out)
+_laid_out_alike_once = functools.lru_cache(maxsize=1024)(_laid_out_alike)  # by the layout itself: a tensor's hash

@@ -29,8 +29,6 @@ def broadcast_tensors(args: tuple[Any, ...]) -> Any:
 
 def take_rows(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What leaves each row whole: views, splits, transposes of the leading dimensions, chosen rows."""
-    if any(isinstance(each, (torch.dtype, *DEFERRED)) for each in (*args, *kwargs.values())):
-        return NotImplemented
     shaped = _shape(x, func, args, kwargs)
     return NotImplemented if shaped is None else _row_steps(x, Step(func, args, kwargs), shaped)
 
@@ -53,25 +51,25 @@ class _Shape(NamedTuple):
 
 
 def _shape(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Shape, ...] | None:
-    layout = x.recipe.layout
-    once = not _device.is_traced() and _is_static(args) and _is_static(kwargs.values())
-    return (_shaped_once if once else _shaped)(
-        func, args, tuple(kwargs.items()), tuple(layout.shape), layout.stride(), layout.dtype
-    )
+    """What ``func`` makes of a layout, once or in parts; None where torch refuses it, and says why of the values."""
+    layout, items = x.recipe.layout, tuple(kwargs.items())
+    if _is_static(args) and _is_static(kwargs.values()) and not _device.is_traced():
+        return _shaped_once(func, args, items, layout)
+    if any(isinstance(each, (torch.dtype, *DEFERRED)) for each in (*args, *kwargs.values())):
+        return None
+    return _shaped(func, args, items, layout)
 
 
 def _shaped(
-    func: Any, args: tuple[Any, ...], items: tuple[Any, ...], shape: Any, strides: Any, dtype: torch.dtype
+    func: Any, args: tuple[Any, ...], items: tuple[Any, ...], before: torch.Tensor
 ) -> tuple[_Shape, ...] | None:
-    """What ``func`` makes of a layout, once or in parts; None where torch refuses it, and says why of the values."""
-    before, kwargs = torch.empty_strided(shape, strides, dtype=dtype, device="meta"), dict(items)
+    kwargs = dict(items)
+    select: Callable[[torch.Tensor], Any] = functools.partial(_select, func, args, kwargs)
     if func is T.__getitem__:
-        index = _whole_index(args[0], len(shape))
+        index = _whole_index(args[0], before.ndim)
         if index is None or index[-1] != slice(None):
             return None
-        select: Callable[[torch.Tensor], Any] = functools.partial(_at, index)
-    else:
-        select = functools.partial(_select, func, args, kwargs, shape[-1])
+        select = functools.partial(_at, index)
     meta = tuple(map(_on_meta, args)), {name: _on_meta(each) for name, each in kwargs.items()}
     errors = RuntimeError, IndexError, TypeError, ValueError, NotImplementedError
     try:
@@ -79,6 +77,7 @@ def _shaped(
     except errors:
         return None
     try:
+        select = _select_sized(func, args, kwargs, before.shape[-1]) if func in SIZED else select
         rows = select(before[..., :1])
     except errors:
         rows = None
@@ -137,13 +136,20 @@ class _Nth:
         return self.function(*args, **kwargs)[self.i]
 
 
-def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, x: torch.Tensor) -> Any:
+def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor) -> Any:
     """The same rows of a tensor with other columns."""
-    if func in SIZED:
-        sizes = kwargs.get("shape", kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args))
-        last = x.shape[-1] if sizes[-1] == columns or (sizes[-1] == -1 and func not in EXPANDS) else sizes[-1]
-        return (T.expand if func in EXPANDS else T.reshape)(x, (*sizes[:-1], last))
     return func(x, *args, **kwargs)
+
+
+def _select_sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], columns: int) -> Any:
+    """`_select` of a function that is given the new sizes."""
+    sizes = kwargs.get("shape", kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args))
+    keeps_last = sizes[-1] == columns or (sizes[-1] == -1 and func not in EXPANDS)
+    return functools.partial(_resize, T.expand if func in EXPANDS else T.reshape, tuple(sizes), keeps_last)
+
+
+def _resize(func: Any, sizes: tuple[int, ...], keeps_last: bool, x: torch.Tensor) -> Any:
+    return func(x, (*sizes[:-1], x.shape[-1]) if keeps_last else sizes)
 
 
 def _row_step(x: Deferred, step: Step, shape: _Shape) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lce_jax import scalars
-from lce_torch_bridge.deferred._recipe import Recipe, Step, laid_out
+from lce_torch_bridge.deferred._recipe import NOTHING, Recipe, Step, laid_out_alike
 from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
 from lce_torch_bridge.ops._logits import linear_logits
 from lce_torch_bridge.ops._logprobs import linear_logprobs
@@ -49,9 +49,11 @@ _probed_once = functools.lru_cache(maxsize=256)(_probed)
 
 def _dtype(x: Deferred, function: Callable[..., torch.Tensor]) -> torch.dtype:
     """The dtype that ``function``, of [1, 2], returns here: autocast knows which functions it makes float32."""
-    device = x.recipe.source.hidden.device.type
+    device = x.recipe.source.device
+    if (autocast := _device.autocast_dtype(device)) is None:
+        return x.recipe.dtype
     probe = _probed if torch.compiler.is_compiling() else _probed_once
-    return probe(function, x.recipe.dtype, device, _device.autocast_dtype(device))
+    return probe(function, x.recipe.dtype, device, autocast)
 
 
 def _probe_cross_entropy(z: torch.Tensor) -> torch.Tensor:
@@ -80,7 +82,7 @@ def _probe_mean(z: torch.Tensor) -> torch.Tensor:
 
 def _recording(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
     """Inside, autograd records what it records of the logits."""
-    return contextlib.nullcontext() if recipe.grad else torch.no_grad()
+    return NOTHING if recipe.grad else torch.no_grad()
 
 
 def _is_last(x: Deferred, dim: Any) -> bool:
@@ -101,29 +103,47 @@ def _dim_and_keepdim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 
 def _outside(ids: torch.Tensor, vocab_size: int) -> Any:
     """Which ids are out of range, where nothing may look at them; else None, or NotImplemented where one is."""
-    outside = (ids < 0) | (ids >= vocab_size)
-    if _may_not_look(ids):
-        return outside
-    return NotImplemented if bool(outside.any()) else None
+    if torch.compiler.is_compiling() or not ids.is_cpu:
+        return _is_outside(ids, vocab_size)
+    least, most = map(int, torch.aminmax(ids)) if ids.numel() else (0, 0)
+    return None if 0 <= least and most < vocab_size else NotImplemented
 
 
-def _may_not_look(ids: torch.Tensor) -> bool:
-    return ids.device.type != "cpu" or torch.compiler.is_compiling()
+def _is_outside(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    return ids // vocab_size != 0
 
 
-def _poison(labels: torch.Tensor, vocab_size: int, ignored: int, reduction: str) -> Any:
-    """Where a loss is NaN: of a label out of range, and a mean of none; else None, or NotImplemented."""
+type Counted = tuple[dict[str, Any], torch.Tensor | None]
+
+
+def _counted(labels: torch.Tensor, vocab_size: int, ignored: int, reduction: str) -> Counted | None:
+    """Options that say which tokens count, and where a loss is NaN, None: nowhere. None where a label is out of range.
+
+    The host reads the labels: it waits for a GPU once, as the loss does to count tokens, and then launches nothing
+    for labels that are in range. Out of range they have NaN on a GPU.
+    """
+    if torch.compiler.is_compiling():
+        return _counted_unseen(labels, vocab_size, ignored, reduction)
+    options, ids = {"ignore_index": None}, labels.cpu()
+    least, most = map(int, torch.aminmax(ids)) if ids.numel() else (ignored, ignored)
+    if least <= ignored <= most:
+        options["ignore_index"] = ignored
+        if least == most:
+            return options, labels.new_ones((), dtype=torch.bool) if reduction == "mean" else None
+        counts = most if least == ignored else least
+        least, most = map(int, torch.aminmax(ids.masked_fill(ids == ignored, counts)))
+    if 0 <= least and most < vocab_size:
+        return options, None
+    return None if labels.is_cpu else _counted_unseen(labels, vocab_size, ignored, reduction)
+
+
+def _counted_unseen(labels: torch.Tensor, vocab_size: int, ignored: int, reduction: str) -> Counted:
+    """`_counted` where nothing looks at the labels: NaN is of a label out of range, and of a mean of no tokens."""
     counts = labels != ignored
-    if _may_not_look(labels):
-        outside = counts & (labels.clamp(0, vocab_size - 1) != labels)
-        if reduction == "none":
-            return outside
-        return outside.any() if reduction == "sum" else outside.any() | ~counts.any()
-    counted = labels[counts]
-    if not counted.numel():
-        return counts.new_ones(()) if reduction == "mean" else None
-    least, most = torch.aminmax(counted)
-    return NotImplemented if int(least) < 0 or int(most) >= vocab_size else None
+    outside, options = counts & _is_outside(labels, vocab_size), {"where": counts, "ignore_index": None}
+    if reduction == "none":
+        return options, outside
+    return options, outside.any() if reduction == "sum" else outside.any() | ~counts.any()
 
 
 def _poisoned(value: torch.Tensor, outside: torch.Tensor | None) -> torch.Tensor:
@@ -140,13 +160,14 @@ def _cross_entropy(x: Deferred, target: Any, ignore_index: int, reduction: str, 
         return NotImplemented
     if (recipe.layout.ndim > 2 and not recipe.classes_first) or not 0 <= smoothing < 1:
         return NotImplemented
-    poison = _poison(target, recipe.vocab_size, ignore_index, reduction)
-    if poison is NotImplemented:
+    counted = _counted(target, recipe.vocab_size, ignore_index, reduction)
+    if counted is None:
         return NotImplemented
+    tokens, poison = counted
     with recipe.source.ready(), _recording(recipe):
         loss = linear_cross_entropy(
-            recipe.hidden, recipe.source.weight, target, ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
-            label_smoothing=smoothing, **options,
+            recipe.hidden, recipe.source.weight, target, reduction=reduction, label_smoothing=smoothing, **tokens,  # type: ignore[arg-type]
+            **options,
         )  # fmt: skip
         return _poisoned(loss, poison)
 
@@ -186,7 +207,7 @@ def softmax(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return NotImplemented
     if dtype is None:
         dtype = _dtype(x, _probe_log_softmax if is_log else _probe_softmax)
-    layout = laid_out(x.recipe.layout.shape, dtype, x.recipe.layout.stride())
+    layout = laid_out_alike(x.recipe.layout, dtype)
     logits = x.recipe if x.recipe.logits is None else x.recipe.logits
     step = Step(func, (dim,), {"dtype": dtype})  # which may be autocast's
     return x.then(step, layout, kind="log_softmax" if is_log else "softmax", logits=logits, rows_of=x.recipe.rows_of)
@@ -197,7 +218,7 @@ def exponential(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     of, gives = ("log_softmax", "softmax") if func.__name__ == "exp" else ("softmax", "log_softmax")
     if x.recipe.kind != of or x.recipe.coefficient != 1 or args or kwargs:
         return NotImplemented
-    layout = laid_out(x.recipe.layout.shape, x.recipe.dtype, x.recipe.layout.stride())
+    layout = laid_out_alike(x.recipe.layout)
     return x.then(Step(func), layout, kind=gives, rows_of=x.recipe.rows_of)
 
 
@@ -303,7 +324,7 @@ def _sum_of_row(x: Deferred, recipe: Recipe) -> torch.Tensor | None:
     options = recipe.options()
     if recipe.kind not in ("log_softmax", "logits") or options is None:
         return None
-    if options["logit_softcap"] is not None or options.get("lora") is not None:
+    if "logit_softcap" in options or "lora" in options:
         return None
     nothing = _no_labels(recipe.hidden)
     with recipe.source.ready(), _recording(recipe):
@@ -457,7 +478,7 @@ def _largest(x: Deferred, k: int, sign: float = 1.0) -> torch.Tensor | None:
     if wrong or options is None or "lora" in options or not 1 <= k <= min(scalars.MOST_CANDIDATES, recipe.vocab_size):
         return None
     with recipe.source.ready(), torch.no_grad():
-        options["logit_scale"] *= sign
+        options["logit_scale"] = sign * options.get("logit_scale", 1.0)
         return linear_topk(recipe.hidden, recipe.source.weight, k, **options).ids
 
 

@@ -79,11 +79,11 @@ class DeferredLogits(torch.Tensor):
     """
 
     recipe: Recipe
-    _value: torch.Tensor | None  # once it is computed
-    _parent: DeferredLogits | None  # whose values the last step takes; None of a head's own
+    _value: torch.Tensor | None = None  # once it is computed
+    _parent: DeferredLogits | None = None  # whose values the last step takes; None of a head's own
     _memory: Memory
-    _used: bool  # whether results or other deferred tensors were made of it without its values
-    _node: Any  # the node of the graph where the gradient of its values ends
+    _used: bool = False  # whether results or other deferred tensors were made of it without its values
+    _node: Any = None  # the node of the graph where the gradient of its values ends
     _hooks: list[Any]  # of torch.distributed, which only ask when a backward begins
     call: ClassVar[Callable[..., Any]]  # a function of torch: `lce_torch_bridge.deferred._functions`
 
@@ -94,8 +94,7 @@ class DeferredLogits(torch.Tensor):
             cls, layout.shape, strides=layout.stride(), dtype=layout.dtype, device=recipe.source.hidden.device
         )
         torch._C._set_throw_on_mutable_data_ptr(self)  # there is no memory
-        self.recipe, self._value, self._parent, self._node = recipe, None, None, None
-        self._memory, self._used, self._hooks = Memory() if memory is None else memory, False, []
+        self.recipe, self._memory, self._hooks = recipe, Memory() if memory is None else memory, []
         return self
 
     @classmethod
@@ -204,17 +203,12 @@ def _alike(of: DeferredLogits) -> DeferredLogits:
 
 def _make(recipe: Recipe, memory: Memory | None = None) -> DeferredLogits:
     """With a node of the graph, where autograd records it."""
-    tensors = recipe.tensors if recipe.grad and torch.is_grad_enabled() else ()
-    for x in tensors:
-        if x is not None and x.requires_grad:
-            break
-    else:
-        return DeferredLogits(recipe, memory)
-    logits: DeferredLogits = _Node.apply(recipe, memory, *tensors)
-    with _plain():
-        logits._node = _grad_fn(logits)
-    logits._node.memory = logits._memory
-    return logits
+    if recipe.grad and torch.is_grad_enabled():
+        for x in recipe.tensors:
+            if x is not None and x.requires_grad:
+                logits: DeferredLogits = _Node.apply(recipe, memory, *recipe.tensors)
+                return logits
+    return DeferredLogits(recipe, memory)
 
 
 class _Node(torch.autograd.Function):
@@ -227,9 +221,10 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, memory: Memory | None, *tensors: torch.Tensor | None) -> DeferredLogits:
         ctx.set_materialize_grads(False)
-        ctx.recipe = recipe
         ctx.save_for_backward(*tensors)
-        return DeferredLogits(recipe, memory)
+        logits = DeferredLogits(recipe, memory)
+        ctx.recipe, ctx.memory, logits._node = recipe, logits._memory, ctx
+        return logits
 
     @staticmethod
     @torch.autograd.function.once_differentiable
