@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -194,6 +194,23 @@ def _tensors(given: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
+class Rows(NamedTuple):
+    """Some rows of a recipe's, or one of the parts that a split or an iteration makes of all.
+
+    Attributes:
+        of: the recipe.
+        select: takes these rows, or all parts, from a tensor ``[..., K]``.
+        part: which part.
+        taken: lse and entropy of all parts, by whether autograd records them: one operation takes them from those of
+            all rows, and one node of the graph sums their gradients. None: these rows are no part.
+    """
+
+    of: Recipe
+    select: Callable[[torch.Tensor], Any]
+    part: int = 0
+    taken: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Recipe:
     """Logits, or their softmax, that are not computed.
@@ -211,8 +228,7 @@ class Recipe:
         kind: the logits, or what was computed from each row of them.
         coefficient: multiplies what is no logit.
         logits: the recipe of the logits that a softmax is of.
-        rows_of: the recipe whose rows these are, what takes them from a tensor ``[..., 1]``, and whether they are one
-            of several parts.
+        rows_of: the recipe whose rows these are, and what takes them from it.
         results: statistics of the logits that are computed already, by whether autograd records them.
         tensors: all that a gradient of the logits goes to: the operands, and those of the steps.
     """
@@ -229,7 +245,7 @@ class Recipe:
     kind: Kind = "logits"
     coefficient: float = 1.0
     logits: Recipe | None = None
-    rows_of: tuple[Recipe, Callable[[torch.Tensor], torch.Tensor], bool] | None = None
+    rows_of: Rows | None = None
     results: dict[bool, LogprobOutput] = dataclasses.field(default_factory=dict)
     tensors: tuple[torch.Tensor | None, ...] = ()
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lce_torch_bridge.deferred import _served
-from lce_torch_bridge.deferred._recipe import Step, laid_out
+from lce_torch_bridge.deferred._recipe import Rows, Step, laid_out
 from lce_torch_bridge.deferred._traced import DEFERRED, Deferred
 from lce_torch_bridge.tensors import _device
 
@@ -30,24 +30,35 @@ def broadcast_tensors(args: tuple[Any, ...]) -> Any:
 def take_rows(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What leaves each row whole: views, splits, transposes of the leading dimensions, chosen rows."""
     shaped = _shape(x, func, args, kwargs)
-    return NotImplemented if shaped is None else _row_steps(x, Step(func, args, kwargs), shaped)
+    return NotImplemented if shaped is None else _row_steps(x, func, args, kwargs, shaped)
 
 
-def _row_steps(x: Deferred, step: Step, shaped: tuple[_Shape, ...]) -> Any:
-    if len(shaped) == 1 and not shaped[0].is_part:
-        return _row_step(x, step, shaped[0])
-    each = [_row_step(x, Step(_Nth(i, step.function), step.args, step.kwargs), one) for i, one in enumerate(shaped)]
-    return NotImplemented if any(one is NotImplemented for one in each) else tuple(each)
+def _row_steps(x: Deferred, func: Any, args: Any, kwargs: Any, shaped: tuple[_Shape, ...]) -> Any:
+    """One tensor, or the parts that a function returns: hidden states are parted once for all of them."""
+    if shaped[0].part is None:
+        return _row_step(x, Step(func, args, kwargs), shaped[0])
+    recipe, select = x.recipe, shaped[0].select
+    if recipe.classes_first or not all([one.is_of_rows for one in shaped]):
+        return NotImplemented
+    hidden, taken, of_logits = select(recipe.hidden), {}, {}
+    parts = []
+    for i, one in enumerate(shaped):
+        changes: dict[str, Any] = {"hidden": hidden[i], "rows_of": Rows(recipe, select, i, taken)}
+        step = Step(_Nth(i, func), args, kwargs)
+        if (of := recipe.logits) is not None:
+            changes["logits"] = of.then(step, one.layout, hidden=hidden[i], rows_of=Rows(of, select, i, of_logits))
+        parts.append(x.then(step, one.layout, one.is_view, **changes))
+    return tuple(parts)
 
 
 class _Shape(NamedTuple):
     """What one step makes of a layout."""
 
     layout: torch.Tensor
-    select: Callable[[torch.Tensor], Any]  # the same rows of a tensor with other columns
+    select: Callable[[torch.Tensor], Any]  # the same rows of a tensor with other columns, or all parts of it
     is_view: bool
     is_of_rows: bool  # whether it leaves each row whole
-    is_part: bool = False  # whether it is one of several
+    part: int | None = None  # which of several it is
 
 
 def _shape(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Shape, ...] | None:
@@ -84,9 +95,7 @@ def _shaped(
     if isinstance(after, torch.Tensor):
         return (_shape_of(before, after, rows, select),)
     parts = rows if rows is not None and len(rows) == len(after) else [None] * len(after)
-    return tuple(
-        [_shape_of(before, one, parts[i], _Nth(i, select))._replace(is_part=True) for i, one in enumerate(after)]
-    )
+    return tuple([_shape_of(before, one, parts[i], select)._replace(part=i) for i, one in enumerate(after)])
 
 
 _shaped_once = functools.lru_cache(maxsize=1024)(_shaped)
@@ -159,10 +168,9 @@ def _row_step(x: Deferred, step: Step, shape: _Shape) -> Any:
     if not shape.is_of_rows:
         return _classes_first(x, step, layout)
     hidden = select(recipe.hidden)
-    changes: dict[str, Any] = {"hidden": hidden, "rows_of": (recipe, select, shape.is_part)}
-    if recipe.logits is not None:
-        of = recipe.logits
-        changes["logits"] = of.then(step, layout, hidden=hidden, rows_of=(of, select, shape.is_part))
+    changes: dict[str, Any] = {"hidden": hidden, "rows_of": Rows(recipe, select)}
+    if (of := recipe.logits) is not None:
+        changes["logits"] = of.then(step, layout, hidden=hidden, rows_of=Rows(of, select))
     return x.then(step, layout, shape.is_view, **changes)
 
 

@@ -19,6 +19,7 @@ from lce_torch_bridge.tensors import _device
 
 if TYPE_CHECKING:
     from lce_torch_bridge._types import LogprobOutput
+    from lce_torch_bridge.deferred._recipe import Rows
     from lce_torch_bridge.deferred._traced import Deferred
 
 F = torch.nn.functional
@@ -235,10 +236,10 @@ def _statistics(recipe: Recipe) -> LogprobOutput | None:
     found = _known_statistics(recipe)
     if found is not None:
         return found
-    if recipe.rows_of is not None and recipe.rows_of[2]:  # one of several parts: all of them at once
-        whole, select, _ = recipe.rows_of
-        of_whole = _statistics(whole)
-        return None if of_whole is None else _of_rows(of_whole, select)
+    rows = recipe.rows_of
+    if rows is not None and rows.taken is not None:  # one of several parts: all of them at once
+        of_whole = _statistics(rows.of)
+        return None if of_whole is None else _of_rows(of_whole, rows)
     options = recipe.options()
     if options is None:
         return None
@@ -257,16 +258,28 @@ def _no_labels(rows: torch.Tensor) -> torch.Tensor:
 def _known_statistics(recipe: Recipe) -> LogprobOutput | None:
     """Those of these rows, or of rows that they were taken from, if they are computed already."""
     found = recipe.results.get(torch.is_grad_enabled())
-    if found is None and recipe.rows_of is not None:
-        whole, select, _ = recipe.rows_of
-        of_whole = _known_statistics(whole)
-        found = None if of_whole is None else _of_rows(of_whole, select)
+    if found is None and (rows := recipe.rows_of) is not None:
+        of_whole = _known_statistics(rows.of)
+        found = None if of_whole is None else _of_rows(of_whole, rows)
     return found
 
 
-def _of_rows(out: LogprobOutput, select: Callable[[torch.Tensor], torch.Tensor]) -> LogprobOutput:
-    lse, entropy = (select(field[..., None])[..., 0] for field in (out.lse, out.entropy))  # type: ignore[index]
+def _of_rows(out: LogprobOutput, rows: Rows) -> LogprobOutput:
+    """The statistics of some rows, from those of all."""
+    if rows.taken is None:
+        lse, entropy = (rows.select(field.unsqueeze(-1)).squeeze(-1) for field in _lse_and_entropy(out))
+        return out._replace(logprobs=lse, lse=lse, entropy=entropy)
+    recorded = torch.is_grad_enabled()
+    if recorded not in rows.taken:
+        fields = [[x.squeeze(-1) for x in rows.select(field.unsqueeze(-1))] for field in _lse_and_entropy(out)]
+        rows.taken[recorded] = list(zip(*fields, strict=True))
+    lse, entropy = rows.taken[recorded][rows.part]
     return out._replace(logprobs=lse, lse=lse, entropy=entropy)
+
+
+def _lse_and_entropy(out: LogprobOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    assert out.entropy is not None
+    return out.lse, out.entropy
 
 
 def logsumexp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -308,7 +321,8 @@ def total(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         value = _sum_of_row(x, recipe) if of_all or _is_last(x, dim) else None
     if value is None:
         return NotImplemented
-    value = recipe.coefficient * (value / recipe.vocab_size if is_mean else value)
+    value = value / recipe.vocab_size if is_mean else value
+    value = value if recipe.coefficient == 1 else recipe.coefficient * value
     value = value.mean() if of_all else value.unsqueeze(-1) if keepdim else value
     return _result(x, value, kwargs.get("dtype") or _dtype(x, _probe_mean if is_mean else _probe_sum))
 
