@@ -236,7 +236,7 @@ def _product(x: Deferred, func: Any, by: Deferred) -> Any:
     if not by.is_deferred():
         return NotImplemented
     one, other = sorted((x.recipe, by.recipe), key=lambda recipe: recipe.kind != "softmax")
-    if one.kind != "softmax" or x.shape != by.shape:
+    if one.kind != "softmax" or one.layout.shape != other.layout.shape:
         return NotImplemented
     assert one.logits is not None
     of = other if other.logits is None else other.logits
@@ -244,7 +244,10 @@ def _product(x: Deferred, func: Any, by: Deferred) -> Any:
     is_recorded_alike = one.grad == other.grad or not torch.is_grad_enabled()
     if kind is None or of.results is not one.logits.results or not is_recorded_alike:
         return NotImplemented
-    layout = laid_out_alike(x.recipe.layout, torch.promote_types(one.dtype, other.dtype))
+    dtype = one.dtype if one.dtype == other.dtype else torch.promote_types(one.dtype, other.dtype)
+    layout = laid_out_alike(x.recipe.layout, dtype)
+    if isinstance(by, DeferredLogits):
+        by._used = True
     coefficient = one.coefficient * other.coefficient
     return _then(x, func, (by,), {}, layout, kind=kind, coefficient=coefficient, logits=one.logits)
 

@@ -90,6 +90,55 @@ def checkpointed(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Te
     return tuple(checkpoint(step, head(x), use_reentrant=False) for step in steps)
 
 
+def entropy(log_p: torch.Tensor) -> torch.Tensor:
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def parts(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each part's entropy, two parts' lse, and one part's values: gradients of all come together."""
+    rows = head(x).view(-1, V).split(3)
+    log_p = [part.log_softmax(-1) for part in rows]
+    entropies = torch.cat([entropy(each) for each in log_p])
+    lse = [part.logsumexp(-1) for part in rows[1:]]
+    return entropies, *lse, pick(log_p[2], IDS.view(-1)[6:]), rows[0].sin()
+
+
+def first_part(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return entropy(head(x).chunk(2)[0].log_softmax(-1)), head(x).unbind(1)[2].logsumexp(-1)
+
+
+def parts_of_parts(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(part.logsumexp(-1) + entropy(part.log_softmax(-1)) for row in head(x) / 0.7 for part in row.split(3))
+
+
+def parts_of_softmax(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    z = head(x)
+    pairs = zip(z.softmax(-1).split(1), z.log_softmax(-1).split(1), strict=True)
+    return tuple((p * log_p).sum(-1) for p, log_p in pairs)
+
+
+def parts_without_gradient(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    rows = head(x).unbind(1)
+    with torch.no_grad():
+        entropies = [entropy(row.log_softmax(-1)) for row in rows]
+    return *entropies, *[row.logsumexp(-1) for row in rows], *[row.detach().logsumexp(-1) for row in rows]
+
+
+def parts_in_checkpoints(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    z = head(x)
+    inside = checkpoint(lambda z: torch.cat([row.logsumexp(-1) for row in z]), z, use_reentrant=False)
+    lse = functools.partial(checkpoint, lambda row: entropy(row.log_softmax(-1)), use_reentrant=False)
+    return inside, *[lse(row) for row in z], z.logsumexp(-1)
+
+
+def written_parts(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    rows = [part.clone() for part in head(x).split(1)]
+    log_p = rows[0].log_softmax(-1)
+    negative = (log_p.exp() * log_p).sum(-1).add_(1)
+    rows[1][..., 0] = -5.0
+    return negative, *[entropy(row.log_softmax(-1)) for row in rows]
+
+
 def pickled(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
     same = pickle.loads(pickle.dumps(head))
     with defer_logits(same):
@@ -98,7 +147,8 @@ def pickled(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor,
 
 CASES: list[Case] = [
     add_with_alpha, lse_without_gradient, stored_minus_lse, detached_probabilities, detached_entropy,
-    detached_temperature, written_unseen, written_row, written_lse, checkpointed, pickled,
+    detached_temperature, written_unseen, written_row, written_lse, checkpointed, parts, first_part,
+    parts_of_parts, parts_of_softmax, parts_without_gradient, parts_in_checkpoints, written_parts, pickled,
 ]  # fmt: skip
 
 
@@ -164,6 +214,24 @@ def test_what_changed_since_the_head_is_refused(name: str) -> None:
         with pytest.raises(RuntimeError, match=words):
             use(logits)
     torch.testing.assert_close(kept.sin(), expected.sin())  # as the message says
+
+
+def multiply_then_write(logits: torch.Tensor, keep: bool) -> torch.Tensor:
+    p, log_p = logits.softmax(-1), logits.log_softmax(-1)
+    product: Any = p * log_p
+    product = product.compute() if keep else product
+    log_p.mul_(2)
+    return product.sin()
+
+
+def test_a_factor_that_is_written_after_its_product_is_refused() -> None:
+    head, x = make_head(), torch.ones(B, S, H)
+    logits = head(x)
+    expected = (logits.softmax(-1) * logits.log_softmax(-1)).sin()
+    defer_logits(head)
+    with pytest.raises(RuntimeError, match=r"was written into in place .* write logits = logits.compute\(\)"):
+        multiply_then_write(head(x), keep=False)
+    torch.testing.assert_close(multiply_then_write(head(x), keep=True), expected)  # as the message says
 
 
 def test_a_gradient_of_logits_that_a_loss_does_not_have_is_refused() -> None:
