@@ -114,7 +114,9 @@ def _cast(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if _are_dtypes(args) and not kwargs and not _device.is_traced():
         out = _probe_cast_once(func, args, recipe.dtype, device)
     else:
-        out = _probe_cast(func, tuple([_Itself if each is x else each for each in args]), recipe.dtype, device, **kwargs)
+        out = _probe_cast(
+            func, tuple([_Itself if each is x else each for each in args]), recipe.dtype, device, **kwargs
+        )
     if out is _Itself or isinstance(out, str):
         return x if out is _Itself else out
     if out is None:
@@ -127,7 +129,7 @@ class _Itself:
 
 
 def _are_dtypes(given: tuple[Any, ...]) -> bool:
-    return all([type(each) is torch.dtype for each in given])
+    return all(type(each) is torch.dtype for each in given)
 
 
 def _probe_cast(func: Any, args: tuple[Any, ...], dtype: torch.dtype, device: torch.device, **kwargs: Any) -> Any:
@@ -150,10 +152,7 @@ def _same(recipe: Recipe) -> dict[str, Any]:
 
 def _contiguous(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     layout = x.recipe.layout
-    if args or kwargs or _device.is_traced():
-        found = func(layout, *args, **kwargs)
-    else:
-        found = _apply_once(func, layout)
+    found = func(layout, *args, **kwargs) if args or kwargs or _device.is_traced() else _apply_once(func, layout)
     return x if found is layout else _then(x, func, args, kwargs, found, **_same(x.recipe))
 
 

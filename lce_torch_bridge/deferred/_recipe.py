@@ -23,6 +23,7 @@ type Factor = tuple[Literal["mul", "div", "tanh"], float]
 
 
 OPERANDS = "hidden", "weight", "bias", "lora's A", "lora's B"
+type Taken = dict[bool, list[tuple[torch.Tensor, torch.Tensor]]]
 type State = tuple[tuple[int, bool] | None, ...]
 _steps = [0]  # of all optimizers: fused ones write into parameters without changing their version
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -208,7 +209,7 @@ class Rows(NamedTuple):
     of: Recipe
     select: Callable[[torch.Tensor], Any]
     part: int = 0
-    taken: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+    taken: Taken | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -293,8 +294,8 @@ class Recipe:
 
     def options(self) -> dict[str, Any] | None:
         """The options of `linear_logprobs` that are not its defaults; None for a chain of factors that it lacks."""
-        found: dict[str, Any] | None = {}
-        if self.factors and (found := _of_factors(self.factors)) is None:
+        found = _options_of(self.factors) if self.factors else {}
+        if found is None:
             return None
         if self.bias is not None:
             found["bias"] = self.bias
@@ -305,7 +306,7 @@ class Recipe:
         return found
 
 
-def _of_factors(factors: tuple[Factor, ...]) -> dict[str, Any] | None:
+def _options_of(factors: tuple[Factor, ...]) -> dict[str, Any] | None:
     """The options for t · c · tanh(a · z) or a · z; None for another chain of factors."""
     scale, cap, after, capped = 1.0, None, 1.0, False
     for name, x in factors:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lce_torch_bridge.deferred import _served
-from lce_torch_bridge.deferred._recipe import Rows, Step, laid_out
+from lce_torch_bridge.deferred._recipe import Rows, Step, Taken, laid_out
 from lce_torch_bridge.deferred._traced import DEFERRED, Deferred
 from lce_torch_bridge.tensors import _device
 
@@ -38,10 +38,11 @@ def _row_steps(x: Deferred, func: Any, args: Any, kwargs: Any, shaped: tuple[_Sh
     if shaped[0].part is None:
         return _row_step(x, Step(func, args, kwargs), shaped[0])
     recipe, select = x.recipe, shaped[0].select
-    if recipe.classes_first or not all([one.is_of_rows for one in shaped]):
+    if recipe.classes_first or not all(one.is_of_rows for one in shaped):
         return NotImplemented
-    hidden, taken, of_logits = select(recipe.hidden), {}, {}
-    parts = []
+    hidden, parts = select(recipe.hidden), []
+    taken: Taken = {}
+    of_logits: Taken = {}
     for i, one in enumerate(shaped):
         changes: dict[str, Any] = {"hidden": hidden[i], "rows_of": Rows(recipe, select, i, taken)}
         step = Step(_Nth(i, func), args, kwargs)

@@ -107,7 +107,7 @@ def _outside(ids: torch.Tensor, vocab_size: int) -> Any:
     if torch.compiler.is_compiling() or not ids.is_cpu:
         return _is_outside(ids, vocab_size)
     least, most = map(int, torch.aminmax(ids)) if ids.numel() else (0, 0)
-    return None if 0 <= least and most < vocab_size else NotImplemented
+    return None if least >= 0 and most < vocab_size else NotImplemented
 
 
 def _is_outside(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -125,7 +125,8 @@ def _counted(labels: torch.Tensor, vocab_size: int, ignored: int, reduction: str
     """
     if torch.compiler.is_compiling():
         return _counted_unseen(labels, vocab_size, ignored, reduction)
-    options, ids = {"ignore_index": None}, labels.cpu()
+    options: dict[str, Any] = {"ignore_index": None}
+    ids = labels.cpu()
     least, most = map(int, torch.aminmax(ids)) if ids.numel() else (ignored, ignored)
     if least <= ignored <= most:
         options["ignore_index"] = ignored
@@ -133,7 +134,7 @@ def _counted(labels: torch.Tensor, vocab_size: int, ignored: int, reduction: str
             return options, labels.new_ones((), dtype=torch.bool) if reduction == "mean" else None
         counts = most if least == ignored else least
         least, most = map(int, torch.aminmax(ids.masked_fill(ids == ignored, counts)))
-    if 0 <= least and most < vocab_size:
+    if least >= 0 and most < vocab_size:
         return options, None
     return None if labels.is_cpu else _counted_unseen(labels, vocab_size, ignored, reduction)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,21 @@ from torch.utils.checkpoint import checkpoint
 from lce_torch_bridge import defer_logits, linear_logprobs
 from lce_torch_bridge.deferred import _served
 from lce_torch_bridge.deferred._tensor import DeferredLogits
-from tests.torch.deferred_cases import B, H, Loss, S, T, V, compare, make_head, make_hidden, make_labels, run_head
+from tests.torch.deferred_cases import (
+    NEAR,
+    B,
+    H,
+    Loss,
+    S,
+    T,
+    V,
+    check_near,
+    compare,
+    make_head,
+    make_hidden,
+    make_labels,
+    run_head,
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -318,6 +333,28 @@ def test_labels_out_of_range_raise_as_torch_does() -> None:
     with pytest.raises(RuntimeError, match=f"index {V} is out of bounds for dimension 1 with size {V}"):
         head(make_hidden(T)).gather(-1, labels[:, None])
     assert handle.served == 0
+
+
+@pytest.mark.parametrize("ignored", [-100, 0, 3, V - 1, V + 7])
+def test_any_label_may_be_the_ignored_one(ignored: int) -> None:
+    """Less or more than all others, among them, all, none, and beside one that is out of range."""
+    head, labels = make_head(), make_labels(T)
+    deferred = copy.deepcopy(head)
+    handle = defer_logits(deferred, strict=True)
+    some = labels.index_fill(0, torch.tensor([0, 5]), ignored)
+    for given in (labels, some, torch.full_like(labels, ignored)):
+        for reduction in ("mean", "sum", "none"):
+            loss = functools.partial(F.cross_entropy, target=given, ignore_index=ignored, reduction=reduction)
+            check_near(
+                *[run_head(each, lambda z, _, loss=loss: loss(z), (T,)) for each in (deferred, head)], bound=NEAR
+            )
+    assert handle.served == 9
+    handle.undo()
+    defer_logits(deferred)
+    for wrong in (-1, V):
+        given = some.index_fill(0, torch.tensor([3]), wrong)
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            F.cross_entropy(deferred(make_hidden(T)), given, ignore_index=ignored)
 
 
 def test_scales_that_train() -> None:

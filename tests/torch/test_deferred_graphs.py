@@ -121,6 +121,27 @@ def test_compiled(loss: Any, whole: bool) -> None:
 
 @float64
 @compiled
+def test_compiled_labels_out_of_range_have_nan() -> None:
+    """No graph may look at labels: a loss of such a label is NaN, and a mean of none too."""
+    head, hidden, labels = make_head(), make_hidden(S), make_labels(S)
+    defer_logits(head, strict=True)
+    wrong, none = labels.index_fill(0, torch.tensor([1]), V), torch.full_like(labels, -100)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss(ids: torch.Tensor, reduction: str) -> torch.Tensor:
+        return F.cross_entropy(head(hidden), ids, reduction=reduction)
+
+    for reduction in ("mean", "sum"):
+        assert loss(wrong, reduction).isnan()
+        assert not loss(labels, reduction).isnan()
+    assert loss(wrong, "none").isnan().tolist() == [i == 1 for i in range(S)]
+    assert loss(none, "mean").isnan()
+    assert loss(none, "sum") == 0
+    assert torch.equal(loss(none, "none"), torch.zeros(S))
+
+
+@float64
+@compiled
 @pytest.mark.parametrize("is_head", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["head", "model"])
 def test_compiled_with_the_loss_outside(is_head: bool) -> None:
     """Of a model that is compiled, and with a break before the loss; the gradients are recorded as before after it."""
