@@ -257,8 +257,13 @@ def _no_labels(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _known_statistics(recipe: Recipe) -> LogprobOutput | None:
-    """Those of these rows, or of rows that they were taken from, if they are computed already."""
+    """Those of these rows, or of rows that they were taken from, if they are computed already.
+
+    Without autograd those that it has recorded serve too, detached.
+    """
     found = recipe.results.get(torch.is_grad_enabled())
+    if found is None and (recorded := recipe.results.get(True)) is not None:
+        found = recipe.results[False] = recorded._make(None if x is None else x.detach() for x in recorded)
     if found is None and (rows := recipe.rows_of) is not None:
         of_whole = _known_statistics(rows.of)
         found = None if of_whole is None else _of_rows(of_whole, rows)

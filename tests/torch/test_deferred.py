@@ -422,7 +422,15 @@ def test_log_probability_and_entropy_share_a_pass(monkeypatch: pytest.MonkeyPatc
         return linear_logprobs(*args, **options)
 
     monkeypatch.setattr(_served, "linear_logprobs", counted)
-    for loss in (both, SERVED["entropy of lse"], SERVED["Categorical's entropy"], entropy_by_chunks):
+
+    def entropy_of_no_gradient(z: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logprobs = z.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+        entropy = under_no_grad(lambda z: entropy_by_chunks(z, labels, 5))(z)
+        assert not entropy.requires_grad
+        return logprobs * entropy + z.detach().logsumexp(-1)
+
+    shared = both, SERVED["entropy of lse"], SERVED["Categorical's entropy"], entropy_by_chunks, entropy_of_no_gradient
+    for loss in shared:
         calls.clear()
         compare(loss)
         assert len(calls) == 1, loss

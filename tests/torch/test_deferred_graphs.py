@@ -347,6 +347,21 @@ def test_copies_of_a_head_have_their_own_weight() -> None:
 
 
 @float64
+def test_a_pickled_model_is_deferred_by_a_call_of_its_own() -> None:
+    """It computes its logits until then."""
+    model, ids = Model(nll), make_labels(B, S)
+    handle = defer_logits(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded(ids)[1]) is torch.Tensor
+    with defer_logits(loaded) as own:
+        assert own is not handle
+        near(step(loaded, loaded), step(model, model))
+        assert own.served == handle.served == 1
+    assert type(loaded(ids)[1]) is torch.Tensor
+    assert isinstance(model(ids)[1], DeferredLogits)
+
+
+@float64
 @pytest.mark.parametrize("name", ["forward", "full backward", "full backward pre", "weight", "parametrized"])
 def test_hooks_of_a_head(name: str) -> None:
     runs = []
