@@ -25,8 +25,8 @@ SMALL = (256, 1024, 32000)
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As Transformers computes it."""
-    return torch.nn.functional.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
+    """Of logits in the head's dtype."""
+    return torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
 def policy_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -39,9 +39,23 @@ def policy_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -(logprobs.mean() + 0.01 * entropy.mean())
 
 
+def shifted_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As a causal language model of Transformers computes it: of float32 logits and the labels of the next tokens."""
+    labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return torch.nn.functional.cross_entropy(
+        logits.float().view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-100
+    )
+
+
 def direct_cross_entropy(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """What `cross_entropy` of deferred logits calls."""
     return linear_cross_entropy(hidden, head.weight, labels)
+
+
+def direct_shifted_cross_entropy(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`shifted_cross_entropy` of one call."""
+    labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return linear_cross_entropy(hidden, head.weight, labels, ignore_index=-100)
 
 
 def direct_policy_loss(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -50,7 +64,11 @@ def direct_policy_loss(head: Any, hidden: torch.Tensor, labels: torch.Tensor) ->
     return -(out.logprobs.mean() + 0.01 * out.entropy.mean())
 
 
-PAIRS = {"cross entropy": (cross_entropy, direct_cross_entropy), "policy loss": (policy_loss, direct_policy_loss)}
+PAIRS = {
+    "cross entropy": (cross_entropy, direct_cross_entropy),
+    "causal-LM loss": (shifted_cross_entropy, direct_shifted_cross_entropy),
+    "policy loss": (policy_loss, direct_policy_loss),
+}
 
 
 def ways(of_logits: Callable[..., Any], direct: Callable[..., Any], shape: tuple[int, int, int]) -> dict[str, Any]:
@@ -61,19 +79,18 @@ def ways(of_logits: Callable[..., Any], direct: Callable[..., Any], shape: tuple
         head = torch.nn.Linear(size, vocab, bias=False, dtype=torch.bfloat16)
         hidden = torch.randn(4, tokens // 4, size, dtype=torch.bfloat16).requires_grad_()
         labels = torch.randint(0, vocab, (4, tokens // 4))
+        served = torch.nn.Linear(size, vocab, bias=False, dtype=torch.bfloat16)
+    served.weight = head.weight
+    defer_logits(served, strict=True)
 
     def differentiated(loss: Callable[[], torch.Tensor]) -> Any:
         value = loss()
         return value.detach(), *torch.autograd.grad(value, (hidden, head.weight))
 
-    def deferred() -> Any:
-        with defer_logits(head, strict=True):
-            return differentiated(lambda: of_logits(head(hidden), labels))
-
     return {
         "stored": lambda: differentiated(lambda: of_logits(head(hidden), labels)),
         "direct": lambda: differentiated(lambda: direct(head, hidden, labels)),
-        "deferred": deferred,
+        "deferred": lambda: differentiated(lambda: of_logits(served(hidden), labels)),
     }
 
 

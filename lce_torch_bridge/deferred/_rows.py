@@ -206,10 +206,18 @@ def getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return _choose_rows(x, func, args[0], tuple(rows))
     whole = all(isinstance(each, slice) and each == slice(None) for each in rows)
     if whole and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1):
-        layout = recipe.layout[..., last]
+        once = _is_static((last,)) and not _device.is_traced()
+        layout = (_columns_once if once else _columns)(recipe.layout, last)
         if recipe.kind == "logits" and layout.shape[-1] > 1:
             return x.then(Step(func, args), layout, True, vocab_size=layout.shape[-1])
     return NotImplemented
+
+
+def _columns(layout: torch.Tensor, columns: slice) -> torch.Tensor:
+    return layout[..., columns]
+
+
+_columns_once = functools.lru_cache(maxsize=256)(_columns)
 
 
 def _choose_rows(x: Deferred, func: Any, index: Any, rows: tuple[Any, ...]) -> Any:

@@ -139,6 +139,16 @@ def written_parts(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.T
     return negative, *[entropy(row.log_softmax(-1)) for row in rows]
 
 
+def other_sizes(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same calls with other numbers of rows and columns: a tensor of one number is a size, and changes."""
+    n, found = torch.tensor(7), []
+    for rows in (2, 4, 3):
+        z = head(x[:, :rows])
+        found += [z[..., :n].logsumexp(-1), z[:, : n - 6].logsumexp(-1), z.view(-1, V).logsumexp(-1)]
+        n += 1
+    return tuple(found)
+
+
 def pickled(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
     same = pickle.loads(pickle.dumps(head))
     with defer_logits(same):
@@ -148,7 +158,7 @@ def pickled(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor,
 CASES: list[Case] = [
     add_with_alpha, lse_without_gradient, stored_minus_lse, detached_probabilities, detached_entropy,
     detached_temperature, written_unseen, written_row, written_lse, checkpointed, parts, first_part,
-    parts_of_parts, parts_of_softmax, parts_without_gradient, parts_in_checkpoints, written_parts, pickled,
+    parts_of_parts, parts_of_softmax, parts_without_gradient, parts_in_checkpoints, written_parts, other_sizes, pickled,
 ]  # fmt: skip
 
 
