@@ -39,7 +39,8 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool 
     The logits are those of the head's call. If hidden states or weights are written into after it, or an optimizer
     makes a step, what is asked of them then raises. Nothing sees what is written through ``weight.data``.
 
-    Call it before DDP, FSDP or ``torch.compile`` wraps the model. PEFT may come before or after.
+    Call it before DDP, FSDP or ``torch.compile`` wraps the model. PEFT may come before or after. A model that was
+    pickled computes its logits after it is loaded: call it again.
 
     Args:
         module: a linear head, ``model.lm_head``, or a model whose ``get_output_embeddings()`` is one, as those of
