@@ -35,6 +35,8 @@ def take_rows(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _row_steps(x: Deferred, func: Any, args: Any, kwargs: Any, shaped: tuple[_Shape, ...]) -> Any:
     """One tensor, or the parts that a function returns: hidden states are parted once for all of them."""
+    if not shaped:
+        return ()
     if shaped[0].part is None:
         return _row_step(x, Step(func, args, kwargs), shaped[0])
     recipe, select = x.recipe, shaped[0].select

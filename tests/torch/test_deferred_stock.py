@@ -96,6 +96,7 @@ def entropy(log_p: torch.Tensor) -> torch.Tensor:
 
 def parts(head: Head, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Each part's entropy, two parts' lse, and one part's values: gradients of all come together."""
+    assert head(x)[:0].unbind() == tuple(head(x)[:0]) == ()
     rows = head(x).view(-1, V).split(3)
     log_p = [part.log_softmax(-1) for part in rows]
     entropies = torch.cat([entropy(each) for each in log_p])
