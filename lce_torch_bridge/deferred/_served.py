@@ -263,7 +263,8 @@ def _known_statistics(recipe: Recipe) -> LogprobOutput | None:
     """
     found = recipe.results.get(torch.is_grad_enabled())
     if found is None and (recorded := recipe.results.get(True)) is not None:
-        found = recipe.results[False] = recorded._make(None if x is None else x.detach() for x in recorded)
+        lse, entropy = (field.detach() for field in _lse_and_entropy(recorded))
+        found = recipe.results[False] = recorded._replace(logprobs=lse, lse=lse, entropy=entropy)
     if found is None and (rows := recipe.rows_of) is not None:
         of_whole = _known_statistics(rows.of)
         found = None if of_whole is None else _of_rows(of_whole, rows)
