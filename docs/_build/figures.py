@@ -24,13 +24,6 @@ from lce_jax.explain._pod import TARGETS  # noqa: E402
 FILE = f"benchmarks/{bench_tables.CARD}.json"
 ASSETS = ROOT / "docs" / "assets"
 SHARE = 0.75  # of a card's memory: what JAX takes of it unless told otherwise
-ROWS = {
-    "ours": "lce_jax",
-    "ours half cache": "lce_jax, half a cache",
-    "ours full cache": "lce_jax, full cache",
-    "materialised by hand": "logits stored, by hand",
-    "materialised": "logits stored",
-}
 
 
 class Theme(NamedTuple):
@@ -68,23 +61,30 @@ def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], N
 
 
 def speed_and_memory(figure: Figure, theme: Theme) -> None:
-    """Bars of time and of memory, forward and backward together."""
-    job = bench_tables.first_job()
-    rows = {row["key"]: row for row in timed(job["rows"]) if row["direction"] == "forward+backward"}
+    """Bars of time and of memory, forward and backward together: the rows of the README's table."""
+    rows = bench_tables.first_rows()
+    names = [way.replace("`", "") for _, way, _ in rows]
+    ours = [way != "logits stored" for _, way, _ in rows]
+    groups = [what for what, _, _ in rows]
+    places = [n + 0.9 * sorted(set(groups), key=groups.index).index(what) for n, what in enumerate(groups)]
     time, memory = figure.subplots(1, 2, sharey=True)
-    keys = [key for key in ROWS if key in rows]
-    bars(time, [ROWS[key] for key in keys], [rows[key]["ratio_to_gemm"] for key in keys], "{:.2f}", keys, theme)
-    gibibytes = [rows[key]["temp_bytes"] / 2**30 for key in keys]
-    bars(memory, [ROWS[key] for key in keys], gibibytes, "{:.1f} GiB", keys, theme)
+    gibibytes = [row["temp_bytes"] / 2**30 for _, _, row in rows]
+    bars(time, places, [row["ratio_to_gemm"] for _, _, row in rows], "{:.2f}", ours, theme)
+    bars(memory, places, gibibytes, "{:.1f} GiB", ours, theme)
+    time.set_yticks(places, names)
     time.set_title("time, in products", loc="left", fontsize=9.5)
     memory.set_title("temporary memory", loc="left", fontsize=9.5)
     time.axvline(3, color=theme.ink, lw=1, ls=":")
     time.invert_yaxis()
+    for what in dict.fromkeys(groups):
+        at = (0, places[groups.index(what)] - 0.62)
+        time.annotate(what, at, xytext=(-4, 0), textcoords="offset points", ha="right", va="center", weight="bold")
+    job = bench_tables.first_job()
     t, h, v = sizes(job)
-    figure.suptitle("Log-probability, entropy and their gradients", x=0.01, ha="left", fontsize=11, weight="bold")
+    figure.suptitle("A head with all its gradients", x=0.01, ha="left", fontsize=11, weight="bold")
     figure.supxlabel(
         f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}, {job['dtype']}.\n"
-        "A product is hidden · weightᵀ, alone. Dotted: the three that a gradient needs.\n"
+        "1 product is the time of hidden · weightᵀ alone. Dotted: the three that a gradient needs.\n"
         f"{device_of(job)}; {FILE}",
         x=0.01, ha="left", fontsize=8, color=theme.muted,
     )  # fmt: skip
@@ -193,10 +193,10 @@ def sizes(job: dict[str, Any]) -> tuple[int, int, int]:
     return job["shape"]["T"], job["shape"]["H"], job["shape"]["V"]
 
 
-def bars(axes: Axes, names: list[str], values: list[float], text: str, keys: list[str], theme: Theme) -> None:
+def bars(axes: Axes, at: list[float], values: list[float], text: str, ours: list[bool], theme: Theme) -> None:
     """A row of bars with their values, without an axis."""
-    colors = [theme.ours if key.startswith("ours") else theme.other for key in keys]
-    drawn = axes.barh(names, values, color=colors, height=0.68)
+    colors = [theme.ours if each else theme.other for each in ours]
+    drawn = axes.barh(at, values, color=colors, height=0.68)
     axes.bar_label(drawn, [text.format(value) for value in values], padding=3, fontsize=9)
     axes.set_facecolor(theme.background)
     axes.set_xlim(0, 1.32 * max(values))
@@ -246,7 +246,7 @@ def way(figure: Figure, theme: Theme) -> None:
 
 def main() -> None:
     """Draws all of them."""
-    save("speed-and-memory", (5.6, 3.2), speed_and_memory)
+    save("speed-and-memory", (6.4, 3.9), speed_and_memory)
     save("packages", (7.2, 4.2), packages)
     save("step", (7.2, 3.6), step)
     save("way", (5.0, 7.2), way)
