@@ -112,6 +112,7 @@ def test_a_release_leads_to_its_repository() -> None:
         path = re.fullmatch(rf"{repository}/(?:blob|raw)/{tag}/([^#]+)(#.*)?", target)
         assert path, target
         assert (ROOT / path[1]).exists(), target
+    assert f"git clone {repository} && cd a-fork\n" in text
     told = tomllib.loads(release.project((ROOT / "pyproject.toml").read_text(), repository, tag))["project"]
     assert told["urls"]["Repository"] == repository
     assert told["scripts"]
