@@ -46,18 +46,6 @@ LOSSES = {
     "the same, `cache_bytes=0`": f"linear_logprobs, cache_bytes=0{GRADIENTS}",
     "the same, logits stored": f"logprobs, stored{GRADIENTS}",
 }
-FIRST_WAYS = {  # what the README's table and picture show, by what is computed; the default first
-    "loss": {
-        "`linear_cross_entropy`": "`linear_cross_entropy`",
-        "the same, `cache_bytes=0`": "`linear_cross_entropy`, `cache_bytes=0`",
-        "logits stored": "logits stored",
-    },
-    "log-probability, entropy": {
-        "`linear_logprobs`": "`linear_logprobs` and entropy",
-        "the same, `cache_bytes=0`": "the same, `cache_bytes=0`",
-        "logits stored": "the same, logits stored",
-    },
-}
 SCALED = "ours", "ours full cache", "Liger scaled cross entropy"  # what an H200 has and the other card has not
 CACHES = {
     "ours": "no cache",
@@ -211,23 +199,15 @@ def failure(job: Run) -> str:
 
 
 def first() -> str:
-    """The README's table: the loss, and log-probability with entropy, each with all gradients."""
-    measured = first_job()
-    shape = measured["shape"]
-    of = f"{shape['T']:,} tokens, hidden size {shape['H']}, vocabulary {shape['V']:,}, {measured['dtype']}"
-    lines = [
-        [f"{what}: {way}", f"{row['median_seconds'] * 1e3:.1f}", ratio(row), format_bytes(row["temp_bytes"])]
-        for what, way, row in first_rows()
-    ]
-    return markdown([of, "ms", "÷ product", "temporary memory"], lines)
-
-
-def first_rows() -> list[tuple[str, str, Run]]:
-    """Of the README's table and picture: what is computed, by which call, and its row."""
-    measured = first_job()
-    return [
-        (what, way, named(measured, LOSSES[label])) for what, ways in FIRST_WAYS.items() for way, label in ways.items()
-    ]
+    """The README's shape, the loss and its gradients: time and memory, without logits and with."""
+    labels = {
+        "logits stored (JAX)": "logits stored",
+        "`linear_cross_entropy`": "`linear_cross_entropy`",
+        "`linear_cross_entropy`, `cache_bytes=0`": "`linear_cross_entropy`, `cache_bytes=0`",
+    }
+    rows = [(label, named(job(f"losses --shape {FIRST}"), LOSSES[key])) for label, key in labels.items()]
+    lines = [[label, f"{row['median_seconds'] * 1e3:.1f} ms", format_bytes(row["temp_bytes"])] for label, row in rows]
+    return markdown(["loss and gradients", "time", "temporary memory"], lines)
 
 
 def named(measured: Run, name: str) -> Run:
@@ -249,8 +229,8 @@ def losses(*measured: Run) -> str:
 
 
 def first_job() -> Run:
-    """The losses at the README's shape."""
-    return job(f"losses --shape {FIRST}")
+    """That shape's heads."""
+    return job(f"heads --shape {FIRST} --no-peers")
 
 
 def details() -> str:
@@ -406,8 +386,7 @@ def made() -> dict[str, str]:
     alone, xla = (job(f"heads --shape {SHAPE} --no-peers{more}") for more in ("", " --implementation xla"))
     long, text = (job(f"heads --shape {words}") for words in (LONG, TEXT))
     other, generations = (job(f"{part} --shape {SHAPE}", "h200") for part in ("heads", "pipelines"))
-    found = {"details": details(), "step": steps(jobs("step")), "step by": steps_by(jobs("step"))}
-    found |= of_job("first", first(), first_job())
+    found = {"first": first(), "details": details(), "step": steps(jobs("step")), "step by": steps_by(jobs("step"))}
     found |= {"summary": summary(CARD), "summary by": summary_by(CARD)}
     found |= {"summary h200": summary("h200"), "summary h200 by": summary_by("h200")}
     found |= of_losses() | of_job("peers", peers(beside), beside)
