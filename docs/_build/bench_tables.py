@@ -18,7 +18,6 @@ from benchmarks.records import row_of, timed  # noqa: E402
 
 CARD = "h100"  # whose numbers the pages give, unless they name another
 BOTH = "forward+backward"
-FIRST = "8192,4096,131072"  # the README's shape
 SHAPE = "4096,4096,151936"  # that of the options, the divergences and the other packages
 LONG, TEXT = "32768,4096,151936 --no-peers", "8192,4096,151936 --data text"
 NAMES = {
@@ -190,18 +189,6 @@ def failure(job: Run) -> str:
     return "out of memory" if reasons and all("RESOURCE_EXHAUSTED" in reason for reason in reasons) else "–"
 
 
-def first() -> str:
-    """The README's shape, the loss and its gradients: time and memory, without logits and with."""
-    labels = {
-        "logits stored (JAX)": "logits stored",
-        "`linear_cross_entropy`": "`linear_cross_entropy`",
-        "`linear_cross_entropy`, `cache_bytes=0`": "`linear_cross_entropy`, `cache_bytes=0`",
-    }
-    rows = [(label, named(job(f"losses --shape {FIRST}"), LOSSES[key])) for label, key in labels.items()]
-    lines = [[label, f"{row['median_seconds'] * 1e3:.1f} ms", format_bytes(row["temp_bytes"])] for label, row in rows]
-    return markdown(["loss and gradients", "time", "temporary memory"], lines)
-
-
 def named(measured: Run, name: str) -> Run:
     """The row of a program."""
     return next(row for row in timed(measured["rows"]) if row["name"] == name)
@@ -212,11 +199,6 @@ def losses(measured: Run) -> str:
     rows = [(label, named(measured, name)) for label, name in LOSSES.items()]
     lines = [[label, ms(row), ratio(row), format_bytes(row["temp_bytes"])] for label, row in rows]
     return markdown([shape_of(measured), "ms", "÷ product", "temporary memory"], lines)
-
-
-def first_job() -> Run:
-    """That shape's heads."""
-    return job(f"heads --shape {FIRST} --no-peers")
 
 
 def peers(measured: Run, keys: Iterable[str]) -> str:
@@ -337,7 +319,7 @@ def made() -> dict[str, str]:
     alone, xla = (job(f"heads --shape {SHAPE} --no-peers{more}") for more in ("", " --implementation xla"))
     long, text = (job(f"heads --shape {words}") for words in (LONG, TEXT))
     generations = job(f"pipelines --shape {SHAPE}", "h200")
-    found = {"first": first(), "step": steps(jobs("step")), "step by": steps_by(jobs("step"))}
+    found = {"step": steps(jobs("step")), "step by": steps_by(jobs("step"))}
     found |= {"summary": summary(), "summary by": summary_by()}
     found |= of_job("losses", losses(defaults), defaults) | of_job("peers", peers(beside, BESIDE), beside)
     found |= of_job("top k", topk(alone), alone)

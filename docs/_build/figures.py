@@ -22,6 +22,8 @@ from benchmarks.records import timed  # noqa: E402
 from lce_jax.explain._pod import TARGETS  # noqa: E402
 
 FILE = f"benchmarks/{bench_tables.CARD}.json"
+RECORDED = "benchmarks/recorded.json"
+FIRST = "hopper"  # the run there that the README's table and picture show
 ASSETS = ROOT / "docs" / "assets"
 SHARE = 0.75  # of a card's memory: what JAX takes of it unless told otherwise
 
@@ -45,7 +47,9 @@ THEMES = {
 
 def drawn_from() -> str:
     """What a picture says it was drawn from: the data and this file."""
-    return hashlib.sha256(b"".join(x.read_bytes() for x in (ROOT / FILE, Path(__file__)))).hexdigest()[:16]
+    return hashlib.sha256(b"".join(x.read_bytes() for x in (ROOT / FILE, ROOT / RECORDED, Path(__file__)))).hexdigest()[
+        :16
+    ]
 
 
 def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], None]) -> None:
@@ -61,31 +65,29 @@ def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], N
 
 
 def speed_and_memory(figure: Figure, theme: Theme) -> None:
-    """Bars of time and of memory, forward and backward together: the rows of the README's table."""
-    rows = bench_tables.first_rows()
-    names = [way.replace("`", "") for _, way, _ in rows]
-    ours = [way != "logits stored" for _, way, _ in rows]
-    groups = [what for what, _, _ in rows]
-    places = [n + 0.9 * sorted(set(groups), key=groups.index).index(what) for n, what in enumerate(groups)]
+    """Bars of time and of memory with all gradients: the rows of the README's table, by what they give."""
+    run = bench_tables.load("recorded")["runs"][FIRST]
+    rows = [(*name.replace("`", "").rpartition(": ")[::2], numbers) for name, *numbers in run["rows"]]
+    groups = [gives for gives, _, _ in rows]
+    at = [n + sum(0.9 if gives else 0.3 for gives in {*groups[: n + 1]}) for n in range(len(rows))]
+    ours = ["linear_" in way or "the same" in way for _, way, _ in rows]
     time, memory = figure.subplots(1, 2, sharey=True)
-    gibibytes = [row["temp_bytes"] / 2**30 for _, _, row in rows]
-    bars(time, places, [row["ratio_to_gemm"] for _, _, row in rows], "{:.2f}", ours, theme)
-    bars(memory, places, gibibytes, "{:.1f} GiB", ours, theme)
-    time.set_yticks(places, names)
+    bars(time, at, [float(numbers[1]) for _, _, numbers in rows], "{:.2f}", ours, theme)
+    bars(memory, at, [float(numbers[2]) for _, _, numbers in rows], "{:.1f} GiB", ours, theme)
+    time.set_yticks(at, [way for _, way, _ in rows])
     time.set_title("time, in products", loc="left", fontsize=9.5)
-    memory.set_title("temporary memory", loc="left", fontsize=9.5)
+    memory.set_title("peak memory, with gradients", loc="left", fontsize=9.5)
     time.axvline(3, color=theme.ink, lw=1, ls=":")
     time.invert_yaxis()
-    for what in dict.fromkeys(groups):
-        at = (0, places[groups.index(what)] - 0.62)
-        time.annotate(what, at, xytext=(-4, 0), textcoords="offset points", ha="right", va="center", weight="bold")
-    job = bench_tables.first_job()
-    t, h, v = sizes(job)
+    for gives in dict.fromkeys(groups):
+        place = {"xy": (0, at[groups.index(gives)] - 0.65), "xytext": (-4, 0), "textcoords": "offset points"}
+        time.annotate(gives, **place, ha="right", va="center", weight="bold")
+    device = run["device"]
     figure.suptitle("A head with all its gradients", x=0.01, ha="left", fontsize=11, weight="bold")
     figure.supxlabel(
-        f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}, {job['dtype']}.\n"
+        f"Tokens, hidden size, vocabulary: {run['columns'][0]}; bfloat16. With entropy: it and the log-probability.\n"
         "1 product is the time of hidden · weightᵀ alone. Dotted: the three that a gradient needs.\n"
-        f"{device_of(job)}; {FILE}",
+        f"{device['device_kind']}, PyTorch {device['torch']}, Liger Kernel {device['liger-kernel']}; {RECORDED}",
         x=0.01, ha="left", fontsize=8, color=theme.muted,
     )  # fmt: skip
 
@@ -246,7 +248,7 @@ def way(figure: Figure, theme: Theme) -> None:
 
 def main() -> None:
     """Draws all of them."""
-    save("speed-and-memory", (6.4, 3.9), speed_and_memory)
+    save("speed-and-memory", (6.4, 4.0), speed_and_memory)
     save("packages", (7.2, 4.2), packages)
     save("step", (7.2, 3.6), step)
     save("way", (5.0, 7.2), way)

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import bench_tables
 import bounds
+import memory
 from bench_tables import LIGER, ROOT, Run, load, markdown, measured_by
 
 import lce_jax
@@ -83,6 +84,7 @@ def tables() -> dict[str, str]:
         "options": options(),
         "support": recorded(support),
         "bounds": bounds.bounds(),
+        "memory": memory.first_choice(),
         "errors": errors(accuracy),
         "errors by": provenance(accuracy, "accuracy"),
         "tpu": recorded(tpu),

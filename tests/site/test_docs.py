@@ -22,7 +22,7 @@ from lce_jax.explain.__main__ import parser as explain_parser
 from lce_jax.flax import linen, nnx
 from lce_jax.mosaic._call import Generation
 from lce_torch_bridge import areal, megatron, nemo_rl, skyrl, torchtitan, transformers, trl, verl
-from tests.doc_blocks import HUGGING_FACE, IN_ORDER, PAGES, ROOT, WITHOUT_A_GPU, YOUR_MODEL, in_order, parts
+from tests.doc_blocks import HUGGING_FACE, IN_ORDER, PAGES, ROOT, WITHOUT_A_GPU, in_order, parts
 from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
@@ -88,11 +88,13 @@ def test_a_block_can_be_pasted_into_the_prompt(page):
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "index.md"], ids=lambda page: page.name)
 def test_the_line_for_hugging_face_serves_the_loss(page):
-    (block,) = (block for block in BLOCKS[page] if block.code == HUGGING_FACE)
+    (block,) = (block for block in BLOCKS[page] if block.code.startswith(HUGGING_FACE))
     loss = "torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())"
     handle = "from lce_torch_bridge import defer_logits; handle = defer_logits(model)"
     seen = "print(handle.served, handle.stored)"
-    code = "\n".join([block.program(), "tokens = torch.arange(8)[None]", f"{loss}.backward()", handle, seen])
+    code = "\n".join(
+        [block.program(), "import torch; tokens = torch.arange(8)[None]", f"{loss}.backward()", handle, seen]
+    )
     assert pasted(code=code) == "1 0\n"
 
 

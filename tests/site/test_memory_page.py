@@ -44,7 +44,5 @@ def test_without_its_script_the_page_has_the_first_choice() -> None:
     page, code = ((ROOT / "docs" / name).read_text() for name in ("memory.md", "assets/memory.js"))
     chosen = re.findall(r'fill\(form\.elements\.\w+, MEMORY\.\w+, "?([\w-]+)"?\)', code)
     assert [option.replace(",", "") for option in re.findall(r"<option>(.*?)</option>", page)] == chosen
-    model, tokens, shards = chosen
-    sizes = iter(map(format_bytes, memory.of_call(model, int(tokens), int(shards))))
-    cells = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", page)
-    assert cells == list(zip(memory.WAYS, sizes, sizes, strict=False))
+    assert chosen == [str(each) for each in memory.FIRST]
+    assert page.count("<tr><td>") == len(memory.WAYS)  # `docs/_build/tables.py` writes them
