@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = ["min_p", "of_smallest", "top_k", "top_p"]
 
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]
+
+
 # How far two programs may round a logit apart, in units in the last place of the larger of |ln p| and |lse|, whose sum
 # it is. A GPU's tensor cores cut a sum every 16 terms, which is up to 128 units at a hidden size of 4096. An H100 shows
 # 61 there, where one token's product is another kind of program than that of many, and 2 where both are of one kind.
