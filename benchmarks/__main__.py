@@ -16,6 +16,7 @@ PARTS = {
     "options": "what candidates, a floor and linear_logits cost",
     "kl": "divergences of two heads",
     "precision": "float32 operands, by what multiplies them",
+    "accuracy": "errors against float64, of this package and of other packages",
     "pipelines": "the kernels of every generation, on a GPU that can run them all",
     "mesh": "the head over all devices of this host",
     "step": "a training step of a transformer, with stored logits and without",
