@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 PARTS = {
     "heads": "log-probability and entropy of a head, beside stored logits and other packages (the default)",
@@ -60,6 +61,7 @@ def _measure(module: ModuleType, command: argparse.ArgumentParser, options: argp
         command.error(f"argument --out: {refusal}")
     print(", ".join(f"{name} {value}" for name, value in where.items()), flush=True)
     healthy = True
+    rows: dict[str, Any] = {}
     for job in jobs:
         try:
             measured = job.measure()
@@ -69,7 +71,10 @@ def _measure(module: ModuleType, command: argparse.ArgumentParser, options: argp
             continue
         records.merge(path, job.key, measured, run)
         healthy &= measured.healthy
+        rows |= measured.rows
     print(f"written: {path}")
+    if hasattr(module, "last_line"):
+        print(module.last_line(rows))
     return 0 if healthy else 1
 
 

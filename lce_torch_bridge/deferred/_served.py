@@ -244,7 +244,7 @@ def _known_statistics(recipe: Recipe) -> LogprobOutput | None:
 
 
 def _of_rows(out: LogprobOutput, select: Callable[[torch.Tensor], torch.Tensor]) -> LogprobOutput:
-    lse, entropy = (select(field[..., None])[..., 0] for field in (out.lse, out.entropy))  # type: ignore[index]
+    lse, entropy = (select(field[..., None])[..., 0] for field in (out.lse, out.entropy))
     return out._replace(logprobs=lse, lse=lse, entropy=entropy)
 
 
