@@ -1,7 +1,8 @@
 """``python docs/_build/for_release.py https://HOST/OWNER/NAME TAG``: what a package index shows names the repository.
 
 The workflow `release` runs it before it builds: links and pictures of README.md become absolute, of the tagged commit,
-its `git clone` names the repository, and pyproject.toml has URLs. In git neither names a repository, so that a fork's wheel leads to the fork.
+its `git clone` names the repository, and pyproject.toml has URLs. In git none of them names a repository, so that a
+fork's wheel leads to the fork.
 """
 
 from __future__ import annotations
