@@ -96,58 +96,6 @@ def speed_and_memory(figure: Figure, theme: Theme) -> None:
     )  # fmt: skip
 
 
-NAMED = {  # rows of the picture of all packages, where the bench's own name is too long
-    "ours": "lce_jax",
-    "ours half cache": "half a cache",
-    "ours full cache": "full cache",
-    "ours in forward": "linear_loss",
-    "materialised": "XLA, logits stored",
-    "materialised by hand": "XLA, by hand",
-    "chunked": "lce_jax, xla",
-}
-
-BESIDE = {  # points from a dot to its name, where the usual place is another's
-    "Apple CCE exact": (7, -9),
-    "materialised": (7, -5),
-    "materialised by hand": (7, -3),
-    "ours half cache": (-7, -3),
-    "ours in forward": (-7, 0),
-    "ours full cache": (4, -15),
-}
-
-
-def packages(figure: Figure, theme: Theme) -> None:
-    """Time against memory, a point for each way to compute."""
-    job = bench_tables.job(f"heads --shape {bench_tables.SHAPE}")
-    axes = figure.subplots()
-    for row in (row for row in timed(job["rows"]) if row["direction"] == "forward+backward"):
-        ours = row["key"].startswith("ours") or row["key"] == "chunked"
-        x, y = row["temp_bytes"] / 2**30, row["median_seconds"] * 1e3
-        axes.plot(x, y, "o", ms=7 if ours else 5, color=theme.ours if ours else theme.other)
-        text = NAMED.get(row["key"], row["label"])
-        right, up = BESIDE.get(row["key"], (7, 2))
-        at: dict[str, Any] = {"xytext": (right, up), "textcoords": "offset points", "fontsize": 8}
-        at["ha"] = "left" if right > 0 else "right"
-        axes.annotate(text, (x, y), color=theme.ours if ours else theme.muted, **at)
-    product = next(row for row in timed(job["rows"]) if row["direction"] == "gemm")["median_seconds"] * 3e3
-    axes.axhline(product, color=theme.ink, lw=1, ls=":")
-    axes.annotate("three products", (0.0005, product), xytext=(0, 3), textcoords="offset points", fontsize=8)
-    axes.set(
-        xscale="log", yscale="log", xlim=(0.0004, 300), ylim=(19, 110), xlabel="temporary memory, GiB", ylabel="ms"
-    )
-    axes.yaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_minor_formatter("{x:.0f}")
-    axes.set_facecolor(theme.background)
-    axes.spines[["top", "right"]].set_visible(False)
-    t, h, v = sizes(job)
-    figure.suptitle("Forward and backward, every package", x=0.01, ha="left", fontsize=11, weight="bold")
-    note = (
-        f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}, {job['dtype']}. Lower and further left is better.\n"
-        f"{device_of(job)}; {FILE}"
-    )
-    figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=theme.muted)
-
-
 def step(figure: Figure, theme: Theme) -> None:
     """A whole training step: tokens per second and memory by the size of the batch, with stored logits and without."""
     jobs = [one for one in bench_tables.jobs("step") if "cross entropy" in one["arguments"]]
@@ -253,7 +201,6 @@ def way(figure: Figure, theme: Theme) -> None:
 def main() -> None:
     """Draws all of them."""
     save("speed-and-memory", (6.4, 4.0), speed_and_memory)
-    save("packages", (7.2, 4.2), packages)
     save("step", (7.2, 3.6), step)
     save("way", (5.0, 7.2), way)
 

@@ -26,7 +26,7 @@ def script(name):
 tables, figures = script("tables"), script("figures")
 bench = tables.bench_tables
 
-DRAWN = {"speed-and-memory": figures.RECORDED, "packages": figures.FILE, "step": figures.FILE}  # "way" is a diagram
+DRAWN = {"speed-and-memory": figures.RECORDED, "step": figures.FILE}  # "way" is a diagram
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
