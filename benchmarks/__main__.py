@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 PARTS = {
     "heads": "log-probability and entropy of a head, beside stored logits and other packages (the default)",
@@ -15,6 +16,7 @@ PARTS = {
     "options": "what candidates, a floor and linear_logits cost",
     "kl": "divergences of two heads",
     "precision": "float32 operands, by what multiplies them",
+    "accuracy": "errors against float64, of this package and of other packages",
     "pipelines": "the kernels of every generation, on a GPU that can run them all",
     "mesh": "the head over all devices of this host",
     "step": "a training step of a transformer, with stored logits and without",
@@ -59,6 +61,7 @@ def _measure(module: ModuleType, command: argparse.ArgumentParser, options: argp
         command.error(f"argument --out: {refusal}")
     print(", ".join(f"{name} {value}" for name, value in where.items()), flush=True)
     healthy = True
+    rows: dict[str, Any] = {}
     for job in jobs:
         try:
             measured = job.measure()
@@ -68,7 +71,10 @@ def _measure(module: ModuleType, command: argparse.ArgumentParser, options: argp
             continue
         records.merge(path, job.key, measured, run)
         healthy &= measured.healthy
+        rows |= measured.rows
     print(f"written: {path}")
+    if hasattr(module, "last_line"):
+        print(module.last_line(rows))
     return 0 if healthy else 1
 
 

@@ -4,7 +4,8 @@ Each check is a call with some options, in a process of its own: a kernel that w
 says how far outputs and gradients lie from stored logits in float32, whether they have the same bits in every one of
 several runs (a race would show), the times of forward and of both passes beside those of ``xla``, and the memory that
 they take. The bounds are those of `benchmarks.problem`. Each check is written to the file when it is done. Kernels that
-have run on another card alone run here without the comparison of a first call: what is wrong is to be seen.
+have run on another card alone run here without the comparison of a first call: what is wrong is to be seen. The last
+line says whether to rely on this machine, what runs there, and what to do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -96,6 +98,11 @@ def served_by(device: Device) -> str:
     return f"{device.kind}: {name}, whose source ran on {generation.ran_on}; {asked}"
 
 
+def last_line(rows: Mapping[str, Any]) -> str:
+    """What ends the command."""
+    return summary(rows, current_device())
+
+
 def _measure(name: str, rounds: int) -> Measured:
     found = {"check": name, **_answer(name, rounds)}
     print(line(found), flush=True)
@@ -113,6 +120,33 @@ def _answer(name: str, rounds: int) -> dict[str, Any]:
     if done.returncode or not lines:
         return {"failed": f"exit status {done.returncode}: {done.stderr[-4000:]}"}
     return json.loads(lines[-1])
+
+
+def summary(rows: Mapping[str, Mapping[str, Any]], device: Device) -> str:
+    """The verdict after all checks: whether to rely on the device, what runs there, and what to do."""
+    failed = {name: row for name, row in rows.items() if "failed" in row}
+    where = f"verdict: {device.kind or device.platform}"
+    if failed:
+        only_xla = all(row.get("implementation") == "xla" for row in failed.values())
+        advice = "Do not train on this machine" if only_xla else 'Pass implementation="xla" to every call'
+        names = f"{len(failed)} of {len(rows)} checks FAILED: {', '.join(map(repr, failed))}"
+        return f"{where}: {names}. {advice}, and send the file that is written."
+    by = [row["implementation"] for row in rows.values()]
+    shares = ", ".join(f"{by.count(name)} by {name}" for name in dict.fromkeys(by))
+    return f"{where} works: {len(rows)} of {len(rows)} checks are right, {shares}. {_to_do(device)}"
+
+
+def _to_do(device: Device) -> str:
+    """What lets kernels run on a machine that could run them."""
+    install = "in the checkout, pip install --editable '.[cuda13]'"
+    reason = _generations.device_refusal(device)
+    if reason is None:
+        return "Nothing to do."
+    if device.platform == "cpu" and shutil.which("nvidia-smi"):
+        return f"JAX does not see the GPU that nvidia-smi is here for: {install}."
+    if jax.__version_info__ < _generations.JAX_OF_THE_KERNELS and device.platform == "gpu":
+        return f"The kernels {reason.replace('needs', 'need', 1)}: {install}."
+    return f"Nothing to do: a kernel {reason}."
 
 
 def line(found: Mapping[str, Any]) -> str:

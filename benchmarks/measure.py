@@ -136,20 +136,17 @@ def rows(
 
 
 def show(rows: Mapping[str, Fields], about: str) -> None:
-    """All rows, under what they have in common; then a line for each reason why some have no time."""
+    """All rows, under what they have in common; one that has no time says why."""
     print(about)
-    left_out: dict[str, list[str]] = {}
     for name, row in rows.items():
         if "left_out" in row:
-            left_out.setdefault(row["left_out"], []).append(name)
+            print(f"{name:62s}  not timed: {row['left_out']}")
             continue
         ratio = "     –" if row["ratio_to_gemm"] is None else f"{row['ratio_to_gemm']:6.2f}"
         more = {key: row.get(key) for key in ("apart", "skipped", "dropped_mass")} | row.get("errors", {})
         said = ", ".join(f"{key} {value:.1e}" for key, value in more.items() if value is not None)
         times = f"{row['median_seconds'] * 1e3:9.2f} ms {ratio} products {format_bytes(row['temp_bytes']):>9s}"
         print(f"{name:62s}{times}  {said}".rstrip())
-    for why, names in left_out.items():
-        print(f"not timed: {', '.join(names)}: {why}")
 
 
 def first_line(failure: Exception) -> str:

@@ -1,15 +1,16 @@
-"""What a PyTorch user would pick, if it is installed: one function per peer.
+"""What runs in PyTorch: one function per peer, if it is installed, and this package through `lce_torch_bridge`.
 
-A missing package raises ImportError when a peer is compiled. The tensors share memory with the JAX arrays (DLPack), so
-every row of a table works on the same operands.
+The tensors share memory with the JAX arrays (DLPack), so every row of a table works on the same operands.
 
 Peers compute different things. Those that return no entropy are timed on log-probabilities alone, those that return
-one scalar on that sum. They do less work than the other rows, and their labels say so.
+one scalar on that sum. They do less work than the other rows, and their labels say so. What is not installed, and what
+refuses this device or this shape, has the reason in its row.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import time
 from collections.abc import Callable
@@ -18,10 +19,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.candidates import BOTH, FORWARD, Candidate
+from benchmarks.candidates import BOTH, FORWARD, UNLIMITED, Candidate
 from benchmarks.measure import Run
 from benchmarks.problem import GRADIENTS, Objective, Problem, cotangents
 from lce_jax import UnsupportedError
+
+HOPPER = (9, 0)  # the compute capability that Liger's and QuACK's kernels are for
 
 type Tensors = dict[str, Any]
 
@@ -35,38 +38,92 @@ class Peer(NamedTuple):
     label: str
     objective: Objective
     function: Callable[[Any, Any, Any], Tensors]
+    logits_rounded: bool = True
+
+
+def ours(hidden: Any, weight: Any, labels: Any, **options: Any) -> Tensors:
+    """This package's log-probability and entropy, by default with a cache of at most 1 GiB on a GPU."""
+    from lce_torch_bridge import linear_logprobs
+
+    out = linear_logprobs(hidden, weight, labels, **options)
+    return {"logprobs": out.logprobs, "entropy": out.entropy}
+
+
+def our_loss(hidden: Any, weight: Any, labels: Any) -> Tensors:
+    """This package's loss, whose forward computes the gradients."""
+    from lce_torch_bridge import linear_cross_entropy
+
+    return {"loss": -linear_cross_entropy(hidden, weight, labels, reduction="sum")}
+
+
+def stored(hidden: Any, weight: Any, labels: Any) -> Tensors:
+    """Stored logits, float32 log-softmax, as one writes it."""
+    return dict(zip(("logprobs", "entropy"), _stored(hidden, weight, labels), strict=True))
 
 
 def torch_compile(hidden: Any, weight: Any, labels: Any) -> Tensors:
-    """Stored logits, fp32 log-softmax, all in one ``torch.compile``."""
+    """The same in one ``torch.compile``."""
     return dict(zip(("logprobs", "entropy"), _compiled()(hidden, weight, labels), strict=True))
+
+
+def _stored(hidden: Any, weight: Any, labels: Any) -> tuple[Any, Any]:
+    import torch
+
+    logp = torch.log_softmax((hidden @ weight.t()).float(), -1)
+    return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 @functools.cache
 def _compiled() -> Any:
     import torch
 
-    def logprobs(hidden: Any, weight: Any, labels: Any) -> tuple[Any, Any]:
-        logp = torch.log_softmax((hidden @ weight.t()).float(), -1)
-        return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    return torch.compile(_stored, dynamic=False)
 
-    return torch.compile(logprobs, dynamic=False)
+
+def torch_linear_cross_entropy(hidden: Any, weight: Any, labels: Any) -> Tensors:
+    """PyTorch's own, a chunk of tokens at a time, whose forward computes the gradients."""
+    import torch
+
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise UnsupportedError(f"PyTorch {torch.__version__} has no chunked linear_cross_entropy, 2.14 has one")
+    options = torch.nn.LinearCrossEntropyOptions()
+    sums = torch.nn.functional.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
+    return {"loss": -sums}
 
 
 def liger_scaled(hidden: Any, weight: Any, labels: Any) -> Tensors:
     """Liger's per-token kernel for reinforcement learning: negative log-likelihood and entropy."""
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Function
 
+    if _capability(hidden) != HOPPER:
+        raise UnsupportedError("Liger's kernel is for Hopper: elsewhere its function stores the logits of 512 tokens")
     temperature, ignore_index, tiles_per_cluster, with_entropy = 1.0, -100, 1, True
     nll, entropy = Function.apply(hidden, weight, labels, temperature, ignore_index, tiles_per_cluster, with_entropy)
     return {"logprobs": -nll, "entropy": entropy}
 
 
+def liger_hopper(hidden: Any, weight: Any, labels: Any) -> Tensors:
+    """Liger's loss for Hopper, which refuses other devices and shapes that its tiles do not divide."""
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        LigerFusedLinearCrossEntropySM90Function as Function,
+    )
+
+    ignore_index, reduction = -100, "sum"
+    return {"loss": -Function.apply(hidden, weight, labels, ignore_index, reduction)}
+
+
 def liger_cross_entropy(hidden: Any, weight: Any, labels: Any) -> Tensors:
-    """Liger's fused linear cross entropy, whose forward computes the gradients of a scalar loss."""
+    """Liger's fused linear cross entropy by Triton, whose forward computes the gradients of a scalar loss."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return {"loss": -liger_fused_linear_cross_entropy(hidden, weight, labels, reduction="sum")}
+
+
+def quack(hidden: Any, weight: Any, labels: Any) -> Tensors:
+    """QuACK's chunked linear cross entropy."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return {"loss": -chunked_linear_cross_entropy(hidden, weight, labels, reduction="sum")}
 
 
 def apple(hidden: Any, weight: Any, labels: Any, **options: Any) -> Tensors:
@@ -76,21 +133,33 @@ def apple(hidden: Any, weight: Any, labels: Any, **options: Any) -> Tensors:
     return {"logprobs": -linear_cross_entropy(hidden, weight, labels, reduction="none", impl="cce", **options)}
 
 
+def _ours(label: str, **options: Any) -> Peer:
+    return Peer(label, "logprob+entropy", functools.partial(ours, **options), logits_rounded=False)
+
+
 PEERS = {
+    "ours in torch": _ours("lce_torch_bridge"),
+    "ours in torch, no cache": _ours("lce_torch_bridge, no cache", cache_bytes=0),
+    "ours in torch, full cache": _ours("lce_torch_bridge, full cache", cache_bytes=UNLIMITED),
+    "ours in torch, loss": Peer("lce_torch_bridge, loss only", "sum of logprobs", our_loss, logits_rounded=False),
+    "torch": Peer("torch, stored logits", "logprob+entropy", stored),
     "torch.compile": Peer("torch.compile, stored logits", "logprob+entropy", torch_compile),
+    "torch linear CE": Peer("torch linear_cross_entropy, loss only", "sum of logprobs", torch_linear_cross_entropy),
     "Liger scaled cross entropy": Peer("Liger scaled cross entropy", "logprob+entropy", liger_scaled),
+    "Liger Hopper linear CE": Peer("Liger linear CE for Hopper, loss only", "sum of logprobs", liger_hopper),
     "Liger fused linear CE": Peer("Liger fused linear CE, loss only", "sum of logprobs", liger_cross_entropy),
+    "QuACK": Peer("QuACK chunked linear CE, loss only", "sum of logprobs", quack),
     "Apple CCE": Peer("Apple CCE, no entropy", "logprob", apple),
     "Apple CCE exact": Peer("Apple CCE exact, no entropy", "logprob", functools.partial(apple, filter_eps=None)),
 }
 
 
-def peer_candidates(problem: Problem) -> list[Candidate]:
-    """The rows of every peer. One that cannot run here says why when it is compiled."""
+def peer_candidates(problem: Problem, is_timed: bool = True) -> list[Candidate]:
+    """The rows of every peer, which are timed on GPUs alone. One that cannot run here says why when it is compiled."""
     return [
         Candidate(
-            key, peer.label, direction, functools.partial(_compile, peer, problem, direction),
-            as_jax, peer.objective, logits_rounded=True,
+            key, peer.label, direction, functools.partial(_compile, peer, problem, direction, is_timed),
+            as_jax, peer.objective, peer.logits_rounded,
         )
         for key, peer in PEERS.items()
         for direction in (FORWARD, BOTH)
@@ -144,9 +213,25 @@ def _torch() -> Any:
     return torch
 
 
-def _compile(peer: Peer, problem: Problem, direction: str) -> Run:
-    """Its forward, or both passes."""
-    torch = _torch()
+def _capability(tensor: Any) -> tuple[int, int] | None:
+    """Of the tensor's GPU."""
+    import torch
+
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
+
+
+def _compile(peer: Peer, problem: Problem, direction: str, is_timed: bool) -> Run:
+    """Its forward, or both passes; raises what its row says, in words."""
+    try:
+        torch = _torch() if is_timed else importlib.import_module("torch")
+        return _measured_by_torch(_program(torch, peer, problem, direction))
+    except ImportError as missing:
+        raise UnsupportedError(f"not installed: {missing}") from missing
+    except NotImplementedError as refusal:
+        raise UnsupportedError(f"refused: {refusal}") from refusal
+
+
+def _program(torch: Any, peer: Peer, problem: Problem, direction: str) -> Callable[[], Tensors]:
     hidden, weight, labels, a, b = (
         torch.utils.dlpack.from_dlpack(x) for x in (*problem[:3], *cotangents(problem, peer.objective))
     )
@@ -163,20 +248,25 @@ def _compile(peer: Peer, problem: Problem, direction: str) -> Run:
         gradients = torch.autograd.grad(loss, (hidden, weight))
         return {name: x.detach() for name, x in outputs.items()} | dict(zip(GRADIENTS, gradients, strict=True))
 
-    return _measured_by_torch(forward if direction == FORWARD else forward_backward)
+    return forward if direction == FORWARD else forward_backward
 
 
 def _measured_by_torch(launch: Callable[[], Any]) -> Run:
-    """A first call, which compiles, and a second one, whose peak above operands and results is the memory."""
+    """A first call, which compiles, and a second one, whose peak above operands and results is the memory of a GPU."""
     import torch
 
+    on_gpu = torch.cuda.is_available()
+
     def wait(results: Any) -> Any:
-        torch.cuda.synchronize()
+        if on_gpu:
+            torch.cuda.synchronize()
         return results
 
     start = time.perf_counter()
     wait(launch())
     compile_seconds = time.perf_counter() - start
+    if not on_gpu:
+        return Run(launch, wait, 0, compile_seconds)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     results = wait(launch())

@@ -74,8 +74,8 @@ def said(shape: Shape) -> str:
     return ", ".join(f"{name} {size:,}" for name, size in sizes(shape).items())
 
 
-def random_problem(shape: Shape, dtype: Any) -> Problem:
-    """Normal operands whose logits have standard deviation `LOGIT_SPREAD`; random labels; normal cotangents."""
+def random_problem(shape: Shape, dtype: Any, spread: float = LOGIT_SPREAD) -> Problem:
+    """Normal operands whose logits have the standard deviation ``spread``; random labels; normal cotangents."""
     tokens, _, vocab_size = shape
 
     @jax.jit
@@ -83,7 +83,7 @@ def random_problem(shape: Shape, dtype: Any) -> Problem:
         of_model, of_labels, *of_seeds = jax.random.split(key, 4)
         labels = jax.random.randint(of_labels, (tokens,), 0, vocab_size, jnp.int32)
         seeds = (jax.random.normal(key, (tokens,), jnp.float32) for key in of_seeds)
-        return Problem(*draw_model(of_model, shape, dtype), labels, *seeds)
+        return Problem(*draw_model(of_model, shape, dtype, spread), labels, *seeds)
 
     return jax.block_until_ready(draw(jax.random.key(0)))
 

@@ -31,7 +31,9 @@ import lce_jax
 from benchmarks.measure import Fields
 
 # What else takes part, by its name in the registry: the peers, and what they are built on.
-PACKAGES = ("flax", "torch", "triton", "cut-cross-entropy", "liger-kernel", "trl")
+PACKAGES = (
+    "flax", "torch", "triton", "cut-cross-entropy", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels", "trl",
+)  # fmt: skip
 UNTIMED = ("explain", "flax")  # folders of this package that no timed program runs
 FOLDER = Path("bench-out")
 

@@ -42,3 +42,7 @@ __all__ = [
     "sharded_linear_topk",
 ]
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__", "__version__"]

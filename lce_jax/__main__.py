@@ -11,9 +11,10 @@ import sys
 import lce_jax
 
 COMMANDS = {"explain": "what a head holds per device, with stored logits and without; needs no GPU"}
-IN_A_CHECKOUT = {  # of the repository: the wheel has neither
-    "bench": "python -m benchmarks",
-    "demo": "python -m examples.demo",
+IN_A_CHECKOUT = {  # of the repository: the wheel has none of them
+    "bench": ("make bench", "python -m benchmarks"),
+    "demo": ("make demo", "python -m examples.demo"),
+    "doctor": ("python -m benchmarks doctor",),
 }
 
 
@@ -22,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     lines = [f"  {name:8s} {what}" for name, what in COMMANDS.items()]
     lines += ["", "lce-jax COMMAND --help has the options of each.", "", "In a checkout of the repository:"]
-    lines += [f"  make {name}, or {command}" for name, command in IN_A_CHECKOUT.items()]
+    lines += [f"  {name:8s} {', or '.join(commands)}" for name, commands in IN_A_CHECKOUT.items()]
     parser = argparse.ArgumentParser(
         prog="lce-jax",
         description="Log-probability and entropy of a language-model head, without storing the logits.",
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         meant = f" (did you mean {similar[0]}?)" if similar else ""
         parser.error(f"unknown command {command}{meant}; known: {', '.join(COMMANDS)}")
     if command in IN_A_CHECKOUT:
-        elsewhere = f"make {command} or {IN_A_CHECKOUT[command]}"
+        elsewhere = " or ".join(IN_A_CHECKOUT[command])
         parser.error(f"{command} is not installed with the package: in a checkout of the repository, run {elsewhere}")
     try:
         status: int = importlib.import_module(f"lce_jax.{command}.__main__").main(given[1:])

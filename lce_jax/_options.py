@@ -23,21 +23,20 @@ from lce_jax._types import Call, is_array
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
 
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax._shapes import ArrayLike, Float, Int
 
 
-type Lora = tuple[Float[Array, "r H"], Float[Array, "V r"], float | Float[Array, ""]]
+type Lora = tuple[Float[ArrayLike, "r H"], Float[ArrayLike, "V r"], float | Float[ArrayLike, ""]]
 type Same = Literal["same"]
 type Unset = Literal["unset"]
 
 
-class LogprobOptions(TypedDict, total=False):
-    """The keyword options that public functions share; `linear_logprobs` says what each means."""
+class OptionsBesideEntropy(TypedDict, total=False):
+    """The keyword options that public functions share, but one; `linear_logprobs` says what each means."""
 
-    temperature: float | Float[Array, "..."]
-    logit_softcap: float | Float[Array, ""] | None
-    logit_scale: float | Float[Array, ""]
-    entropy: bool
+    temperature: float | Float[ArrayLike, "..."]
+    logit_softcap: float | Float[ArrayLike, ""] | None
+    logit_scale: float | Float[ArrayLike, ""]
     stats: bool
     vocab_size: int | None
     weight_layout: Literal["vh", "hv"]
@@ -45,23 +44,29 @@ class LogprobOptions(TypedDict, total=False):
     cache_bytes: int | None
     precision: PrecisionLike
     implementation: str | tuple[str, ...] | None
-    bias: Float[Array, "V"] | None
-    candidates: Int[Array, "*b K"] | None
+    bias: Float[ArrayLike, "V"] | None
+    candidates: Int[ArrayLike, "*b K"] | None
     gradient_threshold: float
     vocab_part_size: int | None
-    logit_floor: float | Float[Array, "..."] | None
+    logit_floor: float | Float[ArrayLike, "..."] | None
     lora: Lora | None
+
+
+class LogprobOptions(OptionsBesideEntropy, total=False):
+    """All of them."""
+
+    entropy: bool
 
 
 class KLOptions(LogprobOptions, total=False):
     """With those that `linear_kl` alone has."""
 
-    beta: float | Float[Array, ""] | None
-    teacher_temperature: float | Float[Array, "..."] | Same
-    teacher_logit_softcap: float | Float[Array, ""] | Same | Unset | None
-    teacher_logit_scale: float | Float[Array, ""] | Same | Unset
+    beta: float | Float[ArrayLike, ""] | None
+    teacher_temperature: float | Float[ArrayLike, "..."] | Same
+    teacher_logit_softcap: float | Float[ArrayLike, ""] | Same | Unset | None
+    teacher_logit_scale: float | Float[ArrayLike, ""] | Same | Unset
     teacher_weight_layout: Literal["vh", "hv"] | Same
-    teacher_bias: Float[Array, "V"] | None
+    teacher_bias: Float[ArrayLike, "V"] | None
 
 
 def number_or_scalar(

@@ -25,8 +25,9 @@ class UnsupportedError(ValueError):
 class LogprobOutput(NamedTuple):
     """Per-token results, each of ``labels.shape`` and float32 (float64 when the weight is float64) or bool, or None.
 
-    A pytree. What ``stats=True`` adds is not differentiable; all else is. A type checker takes any field but logprobs
-    and lse for one that may be None: ``assert out.entropy is not None`` says that the call asked for it.
+    A pytree. What ``stats=True`` adds is not differentiable; all else is. To a type checker, logprobs, entropy and lse
+    are arrays; ``entropy`` may be None only in a call of `linear_logprobs` with ``entropy=False``. It reports no use of
+    the other fields, which are there if the call asks for them.
 
     Attributes:
         logprobs: ln p(label), nats. 0 where the label is out of vocabulary or ``where`` is False.
@@ -44,16 +45,26 @@ class LogprobOutput(NamedTuple):
         support: int32, how many tokens a ``logit_floor`` leaves; -1 where results are NaN. None without both.
     """
 
+    # `Any` stands for None, which a checker would report in each call that asks for the field.
     logprobs: Float[Array, ...]
-    entropy: Float[Array, ...] | None
+    entropy: Float[Array, ...]
     lse: Float[Array, ...]
-    max_logit: Float[Array, ...] | None = None
-    min_logit: Float[Array, ...] | None = None
-    correct: Bool[Array, ...] | None = None
-    candidate_logprobs: Float[Array, "*b K"] | None = None
-    dropped_mass: Float[Array, ...] | None = None
-    sum_p_squared: Float[Array, ...] | None = None
-    support: Int[Array, ...] | None = None
+    max_logit: Float[Array, ...] | Any = None
+    min_logit: Float[Array, ...] | Any = None
+    correct: Bool[Array, ...] | Any = None
+    candidate_logprobs: Float[Array, "*b K"] | Any = None
+    dropped_mass: Float[Array, ...] | Any = None
+    sum_p_squared: Float[Array, ...] | Any = None
+    support: Int[Array, ...] | Any = None
+
+
+if TYPE_CHECKING:
+
+    class PerhapsWithoutEntropy(LogprobOutput):
+        """What a type checker sees of a call with ``entropy=False``, or with a flag that it does not know."""
+
+        @property
+        def entropy(self) -> Float[Array, ...] | None: ...  # type: ignore[override]
 
 
 RESULTS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared", "support")  # three, then of `stats`

@@ -25,9 +25,14 @@ from lce_jax import _call, _checks, scalars
 from lce_jax._types import TopK, is_array
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax._shapes import Array, ArrayLike, Float
 
 __all__ = ["min_p", "of_smallest", "top_k", "top_p"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]
+
 
 # How far two programs may round a logit apart, in units in the last place of the larger of |ln p| and |lse|, whose sum
 # it is. A GPU's tensor cores cut a sum every 16 terms, which is up to 128 units at a hidden size of 4096. An H100 shows
@@ -36,7 +41,7 @@ ROOM = 128
 MOST_NATS = math.log(scalars.INT32_MAX)  # between the largest logit and the lse, of any vocabulary
 
 
-def of_smallest(smallest: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+def of_smallest(smallest: Float[ArrayLike, "..."], dtype: Any) -> Float[Array, "..."]:
     """The floor from the smallest logit that a sampler kept: half a step of the sampler's numbers below it.
 
     What rounds to ``smallest`` or above lies above ``smallest - step / 2``, so that the logits which the sampler
@@ -121,7 +126,7 @@ def _top_k(top: TopK) -> Array:
     return _after(top, jnp.full((*top.lse.shape, 1), top.logprobs.shape[-1] - 2, jnp.int32))
 
 
-def top_p(top: TopK, p: float | Float[Array, "..."], *, after_top_k: bool = False) -> Float[Array, "..."]:
+def top_p(top: TopK, p: float | Float[ArrayLike, "..."], *, after_top_k: bool = False) -> Float[Array, "..."]:
     """The floor that the nucleus reaches: the fewest most likely tokens that have a probability of p together.
 
     It lies below the last logit of the nucleus as that of `top_k` below the k-th. A row whose nucleus is not followed
@@ -173,7 +178,7 @@ def _top_p(top: TopK, p: Array, after_top_k: bool) -> Array:
     return jnp.where(share > 0, floor, jnp.nan)
 
 
-def min_p(max_logit: Float[Array, "..."], p: float | Float[Array, "..."]) -> Float[Array, "..."]:
+def min_p(max_logit: Float[ArrayLike, "..."], p: float | Float[ArrayLike, "..."]) -> Float[Array, "..."]:
     """The floor of tokens with at least p times the largest probability: ``max_logit + ln p``, less some rounding.
 
     That is 2⁻¹⁶ of ``|max_logit| + 21.5``, which no lse exceeds. So a token that has p times the largest probability

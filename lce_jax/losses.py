@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]
+
+
 def cross_entropy(
     logprob: Float[Array, ""],
     entropy: Float[Array, ""] | None,

@@ -26,20 +26,24 @@ from lce_jax import _checks, _jax, scalars, sequences
 from lce_jax._call import on_device
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Int
+    from lce_jax._shapes import Array, ArrayLike, Int
 
 type Layout = Literal["zigzag", "contiguous"]
 
 __all__ = ["at_tokens", "in_rank_order", "in_sequence_order", "next_tokens", "next_values", "of_rank", "positions"]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]
+
+
 def next_tokens(
-    tokens: Int[Array, "*b L"],
+    tokens: Int[ArrayLike, "*b L"],
     *,
     ahead: int = 1,
-    segment_ids: Int[Array, "*b L"] | None = None,
-    cu_seqlens: Int[Array, "n+1"] | None = None,
-    cu_seqlens_padded: Int[Array, "n+1"] | None = None,
+    segment_ids: Int[ArrayLike, "*b L"] | None = None,
+    cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
+    cu_seqlens_padded: Int[ArrayLike, "n+1"] | None = None,
     padding_segment: int | None = None,
 ) -> Int[Array, "*b L"]:
     """The label of each row: the next token of its sequence, or one further ahead; -100 where there is none.
@@ -78,13 +82,13 @@ def next_tokens(
 
 
 def next_values(
-    values: Array,
+    values: ArrayLike,
     *,
     fill: float,
     ahead: int = 1,
-    segment_ids: Int[Array, "*b L"] | None = None,
-    cu_seqlens: Int[Array, "n+1"] | None = None,
-    cu_seqlens_padded: Int[Array, "n+1"] | None = None,
+    segment_ids: Int[ArrayLike, "*b L"] | None = None,
+    cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
+    cu_seqlens_padded: Int[ArrayLike, "n+1"] | None = None,
     padding_segment: int | None = None,
 ) -> Array:
     """What tokens come with (a mask, an advantage, an old log-probability), at the rows that predict them.
@@ -103,13 +107,13 @@ def next_values(
 
 
 def at_tokens(
-    results: Array,
+    results: ArrayLike,
     *,
     fill: float = 0.0,
     ahead: int = 1,
-    segment_ids: Int[Array, "*b L"] | None = None,
-    cu_seqlens: Int[Array, "n+1"] | None = None,
-    cu_seqlens_padded: Int[Array, "n+1"] | None = None,
+    segment_ids: Int[ArrayLike, "*b L"] | None = None,
+    cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
+    cu_seqlens_padded: Int[ArrayLike, "n+1"] | None = None,
     padding_segment: int | None = None,
 ) -> Array:
     """The inverse of `next_values`: what rows have (log-probabilities), at the tokens that they predict.
@@ -129,11 +133,11 @@ def at_tokens(
 
 def positions(
     length: int,
-    cp_rank: int | Int[Array, ""],
+    cp_rank: int | Int[ArrayLike, ""],
     cp_size: int,
     *,
     layout: Layout = "zigzag",
-    cu_seqlens: Int[Array, "n+1"] | None = None,
+    cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
 ) -> Int[Array, "L/cp_size"]:
     """Where the rows of a context-parallel rank stand among all L.
 
@@ -163,12 +167,12 @@ def positions(
 
 
 def of_rank(
-    x: Array,
-    cp_rank: int | Int[Array, ""],
+    x: ArrayLike,
+    cp_rank: int | Int[ArrayLike, ""],
     cp_size: int,
     *,
     layout: Layout = "zigzag",
-    cu_seqlens: Int[Array, "n+1"] | None = None,
+    cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
     axis: int = -1,
 ) -> Array:
     """The rows of a context-parallel rank. Shift first: the label of a chunk's last row stands in another chunk.
@@ -187,7 +191,12 @@ def of_rank(
 
 
 def in_rank_order(
-    x: Array, cp_size: int, *, layout: Layout = "zigzag", cu_seqlens: Int[Array, "n+1"] | None = None, axis: int = -1
+    x: ArrayLike,
+    cp_size: int,
+    *,
+    layout: Layout = "zigzag",
+    cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
+    axis: int = -1,
 ) -> Array:
     """The rows of all context-parallel ranks, one rank after another: an array to be split over a mesh axis.
 
@@ -203,7 +212,12 @@ def in_rank_order(
 
 
 def in_sequence_order(
-    x: Array, cp_size: int, *, layout: Layout = "zigzag", cu_seqlens: Int[Array, "n+1"] | None = None, axis: int = -1
+    x: ArrayLike,
+    cp_size: int,
+    *,
+    layout: Layout = "zigzag",
+    cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
+    axis: int = -1,
 ) -> Array:
     """The inverse of `in_rank_order`: what is gathered from all ranks (``jax.lax.all_gather``), as it was before.
 

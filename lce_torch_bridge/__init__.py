@@ -86,4 +86,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Without `_FRAMEWORKS`: a completion by Tab looks each name up, which would import Megatron.
+    return [*__all__, "__doc__"]

@@ -8,7 +8,7 @@ token: its label, its temperature, its floor and its candidates if it has them, 
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -26,9 +26,10 @@ OF_STATS = ("max_logit", "min_logit", "sum_p_squared")  # what ``stats=True`` ad
 class LogprobOutput(NamedTuple):
     """Results of each token, float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
 
-    All are differentiable except what ``stats=True`` adds. A type checker takes any field but logprobs and lse for one
-    that may be None: ``assert out.entropy is not None`` says that the call asked for it. If a function may return only
-    tensors, such as a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields that you need.
+    All are differentiable except what ``stats=True`` adds. To a type checker, logprobs, entropy and lse are tensors;
+    ``entropy`` may be None only in a call of `linear_logprobs` with ``entropy=False``. It reports no use of the other
+    fields, which are there if the call asks for them. If a function may return only tensors, such as a stage of
+    ``torch.distributed.pipelining``, return ``out[:3]``, or the fields that you need.
 
     Attributes:
         logprobs: ln p(label), nats. ``out_of_vocab`` says what a label outside the vocabulary has.
@@ -44,15 +45,25 @@ class LogprobOutput(NamedTuple):
         support: how many tokens a ``logit_floor`` leaves. None without it or ``stats=True``.
     """
 
+    # `Any` stands for None, which a checker would report in each call that asks for the field.
     logprobs: torch.Tensor
-    entropy: torch.Tensor | None
+    entropy: torch.Tensor
     lse: torch.Tensor
-    max_logit: torch.Tensor | None = None
-    min_logit: torch.Tensor | None = None
-    mean_logit: torch.Tensor | None = None
-    candidate_logprobs: torch.Tensor | None = None
-    sum_p_squared: torch.Tensor | None = None
-    support: torch.Tensor | None = None
+    max_logit: torch.Tensor | Any = None
+    min_logit: torch.Tensor | Any = None
+    mean_logit: torch.Tensor | Any = None
+    candidate_logprobs: torch.Tensor | Any = None
+    sum_p_squared: torch.Tensor | Any = None
+    support: torch.Tensor | Any = None
+
+
+if TYPE_CHECKING:
+
+    class PerhapsWithoutEntropy(LogprobOutput):
+        """What a type checker sees of a call with ``entropy=False``, or with a flag that it does not know."""
+
+        @property
+        def entropy(self) -> torch.Tensor | None: ...  # type: ignore[override]
 
 
 class TopK(NamedTuple):

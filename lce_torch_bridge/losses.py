@@ -29,6 +29,11 @@ from lce_torch_bridge.call import _checks
 
 __all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
 
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]
+
+
 MOST_DISTANCE = 80.0  # of two log-probabilities whose exponential is taken: e^80 lies within float32
 
 

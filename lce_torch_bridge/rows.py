@@ -21,6 +21,10 @@ type Layout = Literal["zigzag", "contiguous"]
 __all__ = ["at_tokens", "in_rank_order", "in_sequence_order", "next_tokens", "next_values", "of_rank", "positions"]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]
+
+
 def next_tokens(
     tokens: torch.Tensor,
     *,

@@ -3,7 +3,7 @@
 A ``python`` block is a whole program: it is pasted into a fresh interpreter. On a page that says `IN_ORDER` it goes on
 from the blocks above it, and they are pasted together. A ``text`` block right after it is what it prints. A comment
 ``<!-- needs a GPU -->`` stands above a block with a Megatron model: without a GPU the line `WITHOUT_A_GPU`, which the
-page shows, runs first.
+page shows, runs first. A block that begins with `HUGGING_FACE` runs with `SMALL_MODEL`, which nothing downloads.
 
 ``python -m tests.doc_blocks docs/mesh.md`` checks a page; with ``--write`` it writes what the blocks print into it.
 """
@@ -23,6 +23,17 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 IN_ORDER = "Paste the blocks of this page in order: each goes on from those above it."
+HUGGING_FACE = "from transformers import AutoModelForCausalLM\n"
+SMALL_MODEL = """
+import sys, types, torch
+class AutoModelForCausalLM(torch.nn.Sequential):
+    from_pretrained = classmethod(lambda cls, name: cls(torch.nn.Embedding(512, 64), torch.nn.Linear(64, 512)))
+    def get_output_embeddings(self):
+        return self[-1]
+
+sys.modules["transformers"] = types.ModuleType("transformers")
+vars(sys.modules["transformers"]).update(__version__="5", AutoModelForCausalLM=AutoModelForCausalLM)
+"""
 WITHOUT_A_GPU = "from examples.megatron_grpo import stand_in_for_cuda; stand_in_for_cuda()"
 PART = re.compile(
     r"(?P<gpu>^<!-- needs a GPU -->\n)?"
@@ -40,6 +51,8 @@ class Block(NamedTuple):
 
     def program(self) -> str:
         """What is pasted on this machine."""
+        if self.code.startswith(HUGGING_FACE):
+            return f"{SMALL_MODEL}{self.code}"
         return f"{WITHOUT_A_GPU}\n{self.code}" if self.gpu and not shutil.which("nvidia-smi") else self.code
 
 

@@ -18,7 +18,6 @@ from benchmarks.records import row_of, timed  # noqa: E402
 
 CARD = "h100"  # whose numbers the pages give, unless they name another
 BOTH = "forward+backward"
-FIRST = "8192,4096,131072"  # the README's shape
 SHAPE = "4096,4096,151936"  # that of the options, the divergences and the other packages
 LONG, TEXT = "32768,4096,151936 --no-peers", "8192,4096,151936 --data text"
 NAMES = {
@@ -46,7 +45,7 @@ LOSSES = {
     "the same, `cache_bytes=0`": f"linear_logprobs, cache_bytes=0{GRADIENTS}",
     "the same, logits stored": f"logprobs, stored{GRADIENTS}",
 }
-SCALED = "ours", "ours full cache", "Liger scaled cross entropy"  # what an H200 has and the other card has not
+BESIDE = "ours", "torch.compile", "Liger fused linear CE", "Apple CCE"  # beside other packages
 CACHES = {
     "ours": "no cache",
     "ours half cache": "half a cache",
@@ -89,8 +88,9 @@ PIPELINES = {
     "mma.sync by cp.async (Ampere, Ada)": "mma.sync by cp.async",
     "`xla`, whose products are wgmma's here": "xla",
 }
+LIGER = {"liger-kernel": "Liger Kernel", "nvidia-cutlass-dsl": "nvidia-cutlass-dsl"}
 VERSIONS = {  # of what takes part beside JAX
-    "heads": {"torch": "PyTorch", "triton": "Triton", "liger-kernel": "Liger Kernel", "cut-cross-entropy": "CCE"},
+    "heads": {"torch": "PyTorch", "triton": "Triton", **LIGER, "cut-cross-entropy": "CCE"},
     "kl": {"torch": "PyTorch", "triton": "Triton", "trl": "TRL"},
 }
 
@@ -120,10 +120,10 @@ def job(key: str, card: str = CARD) -> Run:
     return next(one for one in jobs(words[0], card) if one["arguments"] == words)
 
 
-def heads(card: str = CARD) -> list[Run]:
-    """The jobs of heads on a card that have random logits and no other packages."""
+def heads() -> list[Run]:
+    """The jobs of heads that have random logits and no other packages."""
     other = {"--data", "--implementation"}
-    return [one for one in jobs("heads", card) if "--no-peers" in one["arguments"] and not other & {*one["arguments"]}]
+    return [one for one in jobs("heads") if "--no-peers" in one["arguments"] and not other & {*one["arguments"]}]
 
 
 def newest(jobs: list[Run]) -> Run:
@@ -166,30 +166,21 @@ def measured_by(run: Run, command: str, file: str, beside: Mapping[str, str]) ->
     return f"{device['device_kind']}, {versions}, {run['date']}{of_rounds}: `{command}` (`benchmarks/{file}.json`)"
 
 
-def summary(card: str) -> str:
-    """A line per shape: ours without a cache, with a full one, in the forward; stored logits. Star: an earlier run."""
+def summary() -> str:
+    """A line per shape: ours without a cache, with a full one, in the forward; stored logits."""
     head = ["tokens, hidden, vocabulary", "forward", "+ backward", "full cache", "`linear_loss`", "logits stored"]
     ways = [("ours", "forward")] + [(key, BOTH) for key in ("ours", "ours full cache", "ours in forward")]
-    lines, found = [], heads(card)
-    for one in found:
+    lines = []
+    for one in heads():
         stored = row_of(one, "materialised", BOTH)
-        mark = "" if one["rows"][0]["run"] == newest(found) else "*"
         last = ratio(stored) if stored else failure(one)
-        lines.append([shape_of(one) + mark, *(ratio(row_of(one, *way)) for way in ways), last])
+        lines.append([shape_of(one), *(ratio(row_of(one, *way)) for way in ways), last])
     return markdown(head, lines)
 
 
-def summary_by(card: str) -> str:
-    """When, on what, and how: of the newest run, and of the starred ones."""
-    found, earlier = heads(card), {}
-    run = newest(found)
-    for other in (one["rows"][0]["run"] for one in found):
-        if other != run:
-            rounds = "" if other["rounds"] == run["rounds"] else f", medians of {other['rounds']} rounds"
-            earlier[other["date"] + rounds] = other.get("note", "")
-    stars = [f" A star: {when}. {note}".rstrip() for when, note in earlier.items()]
-    by = measured_by(run, "python -m benchmarks heads --no-peers --shape T,H,V", card, {})
-    return by + "." * bool(stars) + "".join(stars)
+def summary_by() -> str:
+    """When, on what, and how."""
+    return measured_by(newest(heads()), "python -m benchmarks heads --no-peers --shape T,H,V", CARD, {})
 
 
 def failure(job: Run) -> str:
@@ -198,78 +189,28 @@ def failure(job: Run) -> str:
     return "out of memory" if reasons and all("RESOURCE_EXHAUSTED" in reason for reason in reasons) else "–"
 
 
-def first() -> str:
-    """The README's shape, the loss and its gradients: time and memory, without logits and with."""
-    labels = {
-        "logits stored (JAX)": "logits stored",
-        "`linear_cross_entropy`": "`linear_cross_entropy`",
-        "`linear_cross_entropy`, `cache_bytes=0`": "`linear_cross_entropy`, `cache_bytes=0`",
-    }
-    rows = [(label, named(job(f"losses --shape {FIRST}"), LOSSES[key])) for label, key in labels.items()]
-    lines = [[label, f"{row['median_seconds'] * 1e3:.1f} ms", format_bytes(row["temp_bytes"])] for label, row in rows]
-    return markdown(["loss and gradients", "time", "temporary memory"], lines)
-
-
 def named(measured: Run, name: str) -> Run:
     """The row of a program."""
     return next(row for row in timed(measured["rows"]) if row["name"] == name)
 
 
-def losses(*measured: Run) -> str:
-    """A line per call, three columns per shape."""
-    head = [""]
-    for one in measured:
-        head += [f"{shape_of(one)}: ms", "÷ product", "temporary memory"]
-    lines = []
-    for label, name in LOSSES.items():
-        rows = [named(one, name) for one in measured]
-        cells = [[ms(row), ratio(row), format_bytes(row["temp_bytes"])] for row in rows]
-        lines.append([label, *(cell for of_shape in cells for cell in of_shape)])
-    return markdown(head, lines)
+def losses(measured: Run) -> str:
+    """A line per call."""
+    rows = [(label, named(measured, name)) for label, name in LOSSES.items()]
+    lines = [[label, ms(row), ratio(row), format_bytes(row["temp_bytes"])] for label, row in rows]
+    return markdown([shape_of(measured), "ms", "÷ product", "temporary memory"], lines)
 
 
-def first_job() -> Run:
-    """That shape's heads."""
-    return job(f"heads --shape {FIRST} --no-peers")
-
-
-def details() -> str:
-    """A table per shape: time, speed, memory."""
-    head = ["", "", "ms", "÷ product", "useful TFLOP/s", "temporary memory"]
-    parts = []
-    for one in heads():
-        rows = [
-            detail(row)
-            for way in ("gemm", "forward", "top-k", BOTH)
-            for row in timed(one["rows"])
-            if row["direction"] == way
-        ]
-        parts.append(f"### {shape_of(one)}, {one['dtype']}\n\n{markdown(head, rows, left=2)}")
-    return "\n\n".join(parts)
-
-
-def detail(row: Run) -> list[str]:
-    """One row of `details`."""
-    named = {} if row["direction"] == "top-k" else NAMES
-    return [
-        named.get(row["key"]) or row["label"].partition(", k ")[0],
-        "" if row["direction"] == "gemm" else row["direction"].replace("+", " + "),
-        ms(row),
-        ratio(row),
-        f"{row['useful_flops_per_second'] / 1e12:.0f}",
-        format_bytes(row["temp_bytes"]),
-    ]
-
-
-def peers(measured: Run, keys: Iterable[str] | None = None) -> str:
-    """A line per package and way, or per key: both directions of one shape."""
+def peers(measured: Run, keys: Iterable[str]) -> str:
+    """A line per key: both directions of one shape. A line for each package that was not timed says why."""
     head = [shape_of(measured), "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"]
     lines = []
-    for row in (row for row in timed(measured["rows"]) if row["direction"] == BOTH):
+    for row in (row for row in timed(measured["rows"]) if row["direction"] == BOTH and row["key"] in keys):
         label = row["label"] if "lce_jax" in row["label"] else NAMES.get(row["key"]) or row["label"]
-        if keys is None or row["key"] in keys:
-            alone = row_of(measured, row["key"], "forward")
-            lines.append([label, ms(alone), ms(row), ratio(row), format_bytes(row["temp_bytes"])])
+        alone = row_of(measured, row["key"], "forward")
+        lines.append([label, ms(alone), ms(row), ratio(row), format_bytes(row["temp_bytes"])])
+    reasons = {row["name"].partition(", forward")[0]: row["left_out"] for row in measured["rows"] if "left_out" in row}
+    lines += [[label, f"not timed: {why.partition('. ')[0]}", "–", "–", "–"] for label, why in reasons.items()]
     return markdown(head, lines)
 
 
@@ -322,13 +263,12 @@ def passes(measured: Run, programs: Mapping[str, str], what: str, apart: str = "
 
 def divergences(measured: Run) -> str:
     """A line per direction and way: both directions of time, products, and memory."""
-    found = {row["name"]: row for row in timed(measured["rows"])}
-    lines = [["one product", ms(found.pop("one product")), "–", "–", "–"]]
+    found, lines = {row["name"]: row for row in timed(measured["rows"])}, []
     ending = ((name.removesuffix(GRADIENTS), row) for name, row in found.items() if name.endswith(GRADIENTS))
     for name, both in ending:
         missing = "as without" if "cache" in name else "–"  # a peer is timed with its backward alone
         lines.append([name, ms(found.get(name), missing), ms(both), ratio(both), format_bytes(both["temp_bytes"])])
-    return markdown(["one process", "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"], lines)
+    return markdown([shape_of(measured), "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"], lines)
 
 
 def pipelines(measured: Run) -> str:
@@ -371,26 +311,17 @@ def steps_by(jobs: list[Run]) -> str:
     return measured_by(run, command, CARD, {})
 
 
-def of_losses() -> dict[str, str]:
-    """The losses by default, and how both shapes are measured."""
-    measured = [job(f"losses --shape {shape}") for shape in (SHAPE, FIRST)]
-    by = measured_by(newest(measured), "python -m benchmarks losses --shape T,H,V", CARD, {})
-    return {"losses": losses(*measured), "losses by": by}
-
-
 def made() -> dict[str, str]:
     """All of them by name, and the lines that say how each was measured."""
-    beside, options, precision, kl = (
-        job(f"{part} --shape {SHAPE}") for part in ("heads", "options", "precision", "kl")
+    beside, defaults, options, precision, kl = (
+        job(f"{part} --shape {SHAPE}") for part in ("heads", "losses", "options", "precision", "kl")
     )
     alone, xla = (job(f"heads --shape {SHAPE} --no-peers{more}") for more in ("", " --implementation xla"))
     long, text = (job(f"heads --shape {words}") for words in (LONG, TEXT))
-    other, generations = (job(f"{part} --shape {SHAPE}", "h200") for part in ("heads", "pipelines"))
-    found = {"first": first(), "details": details(), "step": steps(jobs("step")), "step by": steps_by(jobs("step"))}
-    found |= {"summary": summary(CARD), "summary by": summary_by(CARD)}
-    found |= {"summary h200": summary("h200"), "summary h200 by": summary_by("h200")}
-    found |= of_losses() | of_job("peers", peers(beside), beside)
-    found |= of_job("peers h200", peers(other, SCALED), other, "h200")
+    generations = job(f"pipelines --shape {SHAPE}", "h200")
+    found = {"step": steps(jobs("step")), "step by": steps_by(jobs("step"))}
+    found |= {"summary": summary(), "summary by": summary_by()}
+    found |= of_job("losses", losses(defaults), defaults) | of_job("peers", peers(beside, BESIDE), beside)
     found |= of_job("top k", topk(alone), alone)
     found |= of_job("pipelines", pipelines(generations), generations, "h200")
     found |= of_job("xla cache", of_both(xla, CACHES, '`implementation="xla"`'), xla)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,15 +23,9 @@ from benchmarks.records import timed  # noqa: E402
 from lce_jax.explain._pod import TARGETS  # noqa: E402
 
 FILE = f"benchmarks/{bench_tables.CARD}.json"
+RECORDED = "benchmarks/recorded.json"
 ASSETS = ROOT / "docs" / "assets"
 SHARE = 0.75  # of a card's memory: what JAX takes of it unless told otherwise
-ROWS = {
-    "ours": "lce_jax",
-    "ours half cache": "lce_jax, half a cache",
-    "ours full cache": "lce_jax, full cache",
-    "materialised by hand": "logits stored, by hand",
-    "materialised": "logits stored",
-}
 
 
 class Theme(NamedTuple):
@@ -52,7 +47,13 @@ THEMES = {
 
 def drawn_from() -> str:
     """What a picture says it was drawn from: the data and this file."""
-    return hashlib.sha256(b"".join(x.read_bytes() for x in (ROOT / FILE, Path(__file__)))).hexdigest()[:16]
+    data = [x.read_bytes() for x in (ROOT / FILE, Path(__file__))]
+    return hashlib.sha256(b"".join([*data, json.dumps(first_run()).encode()])).hexdigest()[:16]
+
+
+def first_run() -> dict[str, Any]:
+    """The run of the README's table and picture."""
+    return bench_tables.load("recorded")["runs"]["hopper"]
 
 
 def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], None]) -> None:
@@ -68,78 +69,31 @@ def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], N
 
 
 def speed_and_memory(figure: Figure, theme: Theme) -> None:
-    """Bars of time and of memory, forward and backward together."""
-    job = bench_tables.first_job()
-    rows = {row["key"]: row for row in timed(job["rows"]) if row["direction"] == "forward+backward"}
+    """Bars of time and of memory with all gradients: the rows of the README's table, by what they give."""
+    run = first_run()
+    rows = [(*name.replace("`", "").rpartition(": ")[::2], numbers) for name, *numbers in run["rows"]]
+    groups = [gives for gives, _, _ in rows]
+    at = [n + sum(0.9 if gives else 0.3 for gives in {*groups[: n + 1]}) for n in range(len(rows))]
+    ours = ["linear_" in way or "the same" in way for _, way, _ in rows]
     time, memory = figure.subplots(1, 2, sharey=True)
-    keys = [key for key in ROWS if key in rows]
-    bars(time, [ROWS[key] for key in keys], [rows[key]["ratio_to_gemm"] for key in keys], "{:.2f}", keys, theme)
-    gibibytes = [rows[key]["temp_bytes"] / 2**30 for key in keys]
-    bars(memory, [ROWS[key] for key in keys], gibibytes, "{:.1f} GiB", keys, theme)
+    bars(time, at, [float(numbers[1]) for _, _, numbers in rows], "{:.2f}", ours, theme)
+    bars(memory, at, [float(numbers[2]) for _, _, numbers in rows], "{:.1f} GiB", ours, theme)
+    time.set_yticks(at, [way for _, way, _ in rows])
     time.set_title("time, in products", loc="left", fontsize=9.5)
-    memory.set_title("temporary memory", loc="left", fontsize=9.5)
+    memory.set_title("peak memory, with gradients", loc="left", fontsize=9.5)
     time.axvline(3, color=theme.ink, lw=1, ls=":")
     time.invert_yaxis()
-    t, h, v = sizes(job)
-    figure.suptitle("Log-probability, entropy and their gradients", x=0.01, ha="left", fontsize=11, weight="bold")
+    for gives in dict.fromkeys(groups):
+        place = {"xy": (0, at[groups.index(gives)] - 0.65), "xytext": (-4, 0), "textcoords": "offset points"}
+        time.annotate(gives, **place, ha="right", va="center", weight="bold")
+    device = run["device"]
+    figure.suptitle("A head with all its gradients", x=0.01, ha="left", fontsize=11, weight="bold")
     figure.supxlabel(
-        f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}, {job['dtype']}.\n"
-        "A product is hidden · weightᵀ, alone. Dotted: the three that a gradient needs.\n"
-        f"{device_of(job)}; {FILE}",
+        f"Tokens, hidden size, vocabulary: {run['columns'][0]}; bfloat16. With entropy: it and the log-probability.\n"
+        "1 product is the time of hidden · weightᵀ alone. Dotted: the three that a gradient needs.\n"
+        f"{device['device_kind']}, PyTorch {device['torch']}, Liger Kernel {device['liger-kernel']}; {RECORDED}",
         x=0.01, ha="left", fontsize=8, color=theme.muted,
     )  # fmt: skip
-
-
-NAMED = {  # rows of the picture of all packages, where the bench's own name is too long
-    "ours": "lce_jax",
-    "ours half cache": "half a cache",
-    "ours full cache": "full cache",
-    "ours in forward": "linear_loss",
-    "materialised": "XLA, logits stored",
-    "materialised by hand": "XLA, by hand",
-    "chunked": "lce_jax, xla",
-}
-
-BESIDE = {  # points from a dot to its name, where the usual place is another's
-    "Apple CCE exact": (7, -9),
-    "materialised": (7, -5),
-    "materialised by hand": (7, -3),
-    "ours half cache": (-7, -3),
-    "ours in forward": (-7, 0),
-    "ours full cache": (4, -15),
-}
-
-
-def packages(figure: Figure, theme: Theme) -> None:
-    """Time against memory, a point for each way to compute."""
-    job = bench_tables.job(f"heads --shape {bench_tables.SHAPE}")
-    axes = figure.subplots()
-    for row in (row for row in timed(job["rows"]) if row["direction"] == "forward+backward"):
-        ours = row["key"].startswith("ours") or row["key"] == "chunked"
-        x, y = row["temp_bytes"] / 2**30, row["median_seconds"] * 1e3
-        axes.plot(x, y, "o", ms=7 if ours else 5, color=theme.ours if ours else theme.other)
-        text = NAMED.get(row["key"], row["label"])
-        right, up = BESIDE.get(row["key"], (7, 2))
-        at: dict[str, Any] = {"xytext": (right, up), "textcoords": "offset points", "fontsize": 8}
-        at["ha"] = "left" if right > 0 else "right"
-        axes.annotate(text, (x, y), color=theme.ours if ours else theme.muted, **at)
-    product = next(row for row in timed(job["rows"]) if row["direction"] == "gemm")["median_seconds"] * 3e3
-    axes.axhline(product, color=theme.ink, lw=1, ls=":")
-    axes.annotate("three products", (0.0005, product), xytext=(0, 3), textcoords="offset points", fontsize=8)
-    axes.set(
-        xscale="log", yscale="log", xlim=(0.0004, 300), ylim=(19, 110), xlabel="temporary memory, GiB", ylabel="ms"
-    )
-    axes.yaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_minor_formatter("{x:.0f}")
-    axes.set_facecolor(theme.background)
-    axes.spines[["top", "right"]].set_visible(False)
-    t, h, v = sizes(job)
-    figure.suptitle("Forward and backward, every package", x=0.01, ha="left", fontsize=11, weight="bold")
-    note = (
-        f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}, {job['dtype']}. Lower and further left is better.\n"
-        f"{device_of(job)}; {FILE}"
-    )
-    figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=theme.muted)
 
 
 def step(figure: Figure, theme: Theme) -> None:
@@ -193,10 +147,10 @@ def sizes(job: dict[str, Any]) -> tuple[int, int, int]:
     return job["shape"]["T"], job["shape"]["H"], job["shape"]["V"]
 
 
-def bars(axes: Axes, names: list[str], values: list[float], text: str, keys: list[str], theme: Theme) -> None:
+def bars(axes: Axes, at: list[float], values: list[float], text: str, ours: list[bool], theme: Theme) -> None:
     """A row of bars with their values, without an axis."""
-    colors = [theme.ours if key.startswith("ours") else theme.other for key in keys]
-    drawn = axes.barh(names, values, color=colors, height=0.68)
+    colors = [theme.ours if each else theme.other for each in ours]
+    drawn = axes.barh(at, values, color=colors, height=0.68)
     axes.bar_label(drawn, [text.format(value) for value in values], padding=3, fontsize=9)
     axes.set_facecolor(theme.background)
     axes.set_xlim(0, 1.32 * max(values))
@@ -246,8 +200,7 @@ def way(figure: Figure, theme: Theme) -> None:
 
 def main() -> None:
     """Draws all of them."""
-    save("speed-and-memory", (5.6, 3.2), speed_and_memory)
-    save("packages", (7.2, 4.2), packages)
+    save("speed-and-memory", (6.4, 4.0), speed_and_memory)
     save("step", (7.2, 3.6), step)
     save("way", (5.0, 7.2), way)
 

@@ -1,7 +1,8 @@
 """``python docs/_build/for_release.py https://HOST/OWNER/NAME TAG``: what a package index shows names the repository.
 
 The workflow `release` runs it before it builds: links and pictures of README.md become absolute, of the tagged commit,
-and pyproject.toml has URLs. In git neither names a repository, so that a fork's wheel leads to the fork.
+its `git clone` names the repository, and pyproject.toml has URLs. In git none of them names a repository, so that a
+fork's wheel leads to the fork.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+CLONE = "git clone https://HOST/OWNER/lce-jax && cd lce-jax  # the address of this page"  # in README.md
 
 
 def readme(text: str, repository: str, tag: str) -> str:
-    """Links to files as pages of the repository, pictures as their bytes."""
+    """Links to files as pages of the repository, pictures as their bytes, and the repository to clone."""
+    text = text.replace(CLONE, f"git clone {repository} && cd {repository.rpartition('/')[2]}")
     text = re.sub(r"\]\((?!https?:|#)", f"]({repository}/blob/{tag}/", text)
     return re.sub(r'(src|srcset)="(?!https?:)', rf'\1="{repository}/raw/{tag}/', text)
 

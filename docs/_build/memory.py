@@ -16,12 +16,14 @@ import jax.numpy as jnp
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from lce_jax._types import format_bytes  # noqa: E402
 from lce_jax.explain.__main__ import ExplainedCall  # noqa: E402
 from lce_jax.explain._models import MODELS  # noqa: E402
 
 NUMBERS = ROOT / "docs" / "assets" / "memory-numbers.js"
 TOKENS = tuple(1 << n for n in range(10, 18))
 SHARDS = (1, 2, 4, 8)
+FIRST = "qwen3-8b", 8192, 1  # as in memory.js
 # Of each call, in bytes: forward and both passes, of one copy of the logits, without a cache, with a full one, and
 # `linear_loss`.
 WAYS = (
@@ -49,6 +51,13 @@ def numbers() -> Iterator[tuple[str, list[int]]]:
         for tokens in TOKENS:
             for shards in SHARDS:
                 yield f"{model}/{tokens}/{shards}", of_call(model, tokens, shards)
+
+
+def first_choice() -> str:
+    """The rows of the page's table for what it shows first, also where no script runs."""
+    sizes = [format_bytes(size) for size in of_call(*FIRST)]
+    cells = zip(WAYS, sizes[::2], sizes[1::2], strict=True)
+    return "\n".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
 
 
 def main() -> None:

@@ -18,14 +18,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import bench_tables
 import bounds
-from bench_tables import ROOT, Run, load, markdown, measured_by
+import memory
+from bench_tables import LIGER, ROOT, Run, load, markdown, measured_by
 
 import lce_jax
 import lce_torch_bridge
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
 PLACE = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
-VERSIONS = {"torch": "PyTorch", "triton": "Triton", "cuda": "CUDA"}  # that a recorded run may name beside JAX
+VERSIONS = {"torch": "PyTorch", "triton": "Triton", "cuda": "CUDA", **LIGER}  # that a recorded run may name beside JAX
 
 
 def errors(run: Run) -> str:
@@ -83,6 +84,7 @@ def tables() -> dict[str, str]:
         "options": options(),
         "support": recorded(support),
         "bounds": bounds.bounds(),
+        "memory": memory.first_choice(),
         "errors": errors(accuracy),
         "errors by": provenance(accuracy, "accuracy"),
         "tpu": recorded(tpu),

@@ -13,6 +13,7 @@ function formatted(bytes) {
 }
 
 function fill(select, values, chosen) {
+  select.replaceChildren();
   for (const value of values) {
     const shown = typeof value === "number" ? value.toLocaleString("en-US") : value;
     select.add(new Option(shown, value, value === chosen, value === chosen));

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
-    from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax._types import LogprobOutput, TopK
+    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
+    from lce_jax._types import LogprobOutput, PerhapsWithoutEntropy, TopK
     from lce_jax.mesh._layout import Axes
     from lce_jax.ops._cross_entropy import Reduction
 
@@ -45,8 +45,8 @@ WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
 class OptionsOfTopK(TypedDict, total=False):
     """What any call may set; the other options of `lce_jax.linear_logprobs` belong to the head."""
 
-    where: Bool[Array, "*b"] | None
-    temperature: float | Float[Array, "..."]
+    where: Bool[ArrayLike, "*b"] | None
+    temperature: float | Float[ArrayLike, "..."]
     axis_name: Axes
     implementation: str | tuple[str, ...] | None
 
@@ -57,27 +57,26 @@ class SharedOptions(OptionsOfTopK, total=False):
     cache_bytes: int | None
     gradient_threshold: float
     vocab_part_size: int | None
-    logit_floor: float | Float[Array, "..."] | None
+    logit_floor: float | Float[ArrayLike, "..."] | None
 
 
 class OptionsOfKL(TypedDict, total=False):
     """What a call of ``kl`` may set; the other options of `lce_jax.linear_kl` belong to the two heads."""
 
     direction: Literal["forward", "reverse", "jsd"]
-    beta: float | Float[Array, ""] | None
-    where: Bool[Array, "*b"] | None
-    temperature: float | Float[Array, "..."]
-    teacher_temperature: float | Float[Array, "..."] | Literal["same"]
+    beta: float | Float[ArrayLike, ""] | None
+    where: Bool[ArrayLike, "*b"] | None
+    temperature: float | Float[ArrayLike, "..."]
+    teacher_temperature: float | Float[ArrayLike, "..."] | Literal["same"]
     cache_bytes: int | None
     axis_name: Axes
 
 
 class OptionsOfLogprobs(SharedOptions, total=False):
-    """What a call of ``logprobs`` may set."""
+    """What a call of ``logprobs`` may set beside ``entropy``."""
 
-    entropy: bool
     stats: bool
-    candidates: Int[Array, "*b K"] | None
+    candidates: Int[ArrayLike, "*b K"] | None
     ignore_index: int | None
 
 
@@ -87,8 +86,8 @@ class OptionsOfLoss(SharedOptions, total=False):
     ignore_index: int | None
     reduction: Reduction
     label_smoothing: float
-    z_loss: float | Float[Array, ""]
-    normalizer: float | Array | None
+    z_loss: float | Float[ArrayLike, ""]
+    normalizer: float | ArrayLike | None
     chunk_bytes: int | None
 
 
@@ -147,7 +146,7 @@ class HeadSettings:
         return any(axes is not None for axes in (self.vocab_axis, self.batch_axes, self.sequence_axis))
 
     def logits(
-        self, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], bias: Float[Array, "V"] | None = None
+        self, hidden: Float[ArrayLike, "*b H"], weight: Float[Array, "V H"], bias: Float[Array, "V"] | None = None
     ) -> Float[Array, "*b vocab_size"]:
         """Eq. 0 at temperature 1, over the true vocabulary."""
         self.check_hidden(hidden, weight)
@@ -221,22 +220,39 @@ class HeadCalls:
         """The head's weight and bias."""
         raise NotImplementedError
 
+    @overload
+    def logprobs(  # type: ignore[overload-overlap]  # bool has True in it
+        self, hidden: Float[ArrayLike, "*b H"], labels: Int[ArrayLike, "*b"], *, entropy: Literal[True] = True,
+        **options: Unpack[OptionsOfLogprobs],
+    ) -> LogprobOutput: ...  # fmt: skip
+    @overload
     def logprobs(
-        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[OptionsOfLogprobs]
+        self, hidden: Float[ArrayLike, "*b H"], labels: Int[ArrayLike, "*b"], *, entropy: bool,
+        **options: Unpack[OptionsOfLogprobs],
+    ) -> PerhapsWithoutEntropy: ...  # fmt: skip
+    def logprobs(
+        self,
+        hidden: Float[ArrayLike, "*b H"],
+        labels: Int[ArrayLike, "*b"],
+        *,
+        entropy: bool = True,
+        **options: Unpack[OptionsOfLogprobs],
     ) -> LogprobOutput:
         """Per-token log-probability and entropy, without storing the logits.
 
         Args:
             hidden: ``[..., H]``.
             labels: ``[...]`` vocabulary ids.
-            **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``candidates``, ``cache_bytes``,
-                ``gradient_threshold``, ``vocab_part_size``, ``logit_floor``, ``ignore_index``, ``implementation`` and
-                (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
+            entropy: False: ``.entropy`` is None and costs nothing.
+            **options: ``where``, ``temperature``, ``stats``, ``candidates``, ``cache_bytes``, ``gradient_threshold``,
+                ``vocab_part_size``, ``logit_floor``, ``ignore_index``, ``implementation`` and (inside
+                ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
         """
-        found: LogprobOutput = self.options.call("linear_logprobs", (hidden,), self.parts(), labels, **options)
+        arguments = (hidden,), self.parts(), labels
+        found: LogprobOutput = self.options.call("linear_logprobs", *arguments, entropy=entropy, **options)
         return found
 
-    def topk(self, hidden: Float[Array, "*b H"], k: int, **options: Unpack[OptionsOfTopK]) -> TopK:
+    def topk(self, hidden: Float[ArrayLike, "*b H"], k: int, **options: Unpack[OptionsOfTopK]) -> TopK:
         """The k most likely tokens and their log-probabilities, without storing the logits; not differentiable.
 
         Args:
@@ -250,9 +266,9 @@ class HeadCalls:
 
     def kl(
         self,
-        hidden: Float[Array, "*b H"],
+        hidden: Float[ArrayLike, "*b H"],
         teacher: HeadCalls,
-        teacher_hidden: Float[Array, "*b G"],
+        teacher_hidden: Float[ArrayLike, "*b G"],
         **options: Unpack[OptionsOfKL],
     ) -> Float[Array, "*b"]:
         """Exact KL divergence from a teacher's head per token, without storing the logits of either.
@@ -283,7 +299,7 @@ class HeadCalls:
         return found
 
     def loss(
-        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[OptionsOfLoss]
+        self, hidden: Float[ArrayLike, "*b H"], labels: Int[ArrayLike, "*b"], **options: Unpack[OptionsOfLoss]
     ) -> Float[Array, "..."]:
         """Cross entropy, without storing the logits.
 
@@ -299,8 +315,8 @@ class HeadCalls:
     def linear_loss(
         self,
         loss_fn: Callable[..., Array],
-        hidden: Float[Array, "*b H"],
-        labels: Int[Array, "*b"],
+        hidden: Float[ArrayLike, "*b H"],
+        labels: Int[ArrayLike, "*b"],
         *per_token: object,
         **options: object,
     ) -> tuple[Float[Array, ""], LogprobOutput]:
@@ -325,7 +341,7 @@ class HeadCalls:
         return found
 
 
-def _logits_sharding(hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) -> NamedSharding | None:
+def _logits_sharding(hidden: Float[ArrayLike, "*b H"], weight: Float[Array, "V H"]) -> NamedSharding | None:
     """Under Explicit axes, tokens split as hidden's are and the vocabulary whole; otherwise the compiler's choice.
 
     It is whole because cutting the padding off a split vocabulary would leave uneven shards.

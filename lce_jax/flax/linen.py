@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
-    from lce_jax._shapes import Array, Float
+    from lce_jax._shapes import Array, ArrayLike, Float
     from lce_jax.mesh._layout import Axes
 
 
@@ -132,7 +132,7 @@ class LMHead(_head.HeadCalls, nn.Module):
             sequence_axis=self.sequence_axis,
         )
 
-    def __call__(self, hidden: Float[Array, "*b H"]) -> Float[Array, "*b vocab_size"]:
+    def __call__(self, hidden: Float[ArrayLike, "*b H"]) -> Float[Array, "*b vocab_size"]:
         """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).
 
         The one method that stores ``[..., V]``; JAX differentiates it as usual. Over a mesh with Explicit axes the

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
-    from lce_jax._shapes import Array, Float
+    from lce_jax._shapes import Array, ArrayLike, Float
     from lce_jax.mesh._layout import Axes
 
 
@@ -168,7 +168,7 @@ class LMHead(_head.HeadCalls, nnx.Module):
     def _bias(self) -> Float[Array, "V"] | None:
         return None if self.bias is None else self.bias[...]
 
-    def __call__(self, hidden: Float[Array, "*b H"]) -> Float[Array, "*b vocab_size"]:
+    def __call__(self, hidden: Float[ArrayLike, "*b H"]) -> Float[Array, "*b vocab_size"]:
         """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).
 
         The one method that stores ``[..., V]``; JAX differentiates it as usual. Over a mesh with Explicit axes the

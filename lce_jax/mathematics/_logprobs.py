@@ -236,7 +236,7 @@ def results(stats: ShardStatistics, scale: Float[Array, "T"] | float, labels: In
     log_sumexp = jnp.log(stats.sumexp)
     return LogprobOutput(
         logprobs=jnp.where(labels >= 0, stats.target - log_sumexp, 0.0),
-        entropy=None if stats.weighted is None else log_sumexp - stats.weighted / stats.sumexp,
+        entropy=None if stats.weighted is None else log_sumexp - stats.weighted / stats.sumexp,  # type: ignore[arg-type]
         lse=stats.max * scale + log_sumexp,
         sum_p_squared=None if stats.squares is None else stats.squares / stats.sumexp / stats.sumexp,
     )

@@ -20,22 +20,22 @@ from lce_jax.ops._loss import sum_of_losses
 from lce_jax.programs import _token_chunks
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
 
 type Reduction = Literal["mean", "sum", "none"]
 
 
 def linear_cross_entropy(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    labels: Int[Array, "*b"],
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
+    labels: Int[ArrayLike, "*b"],
     *,
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
     ignore_index: int | None = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
-    z_loss: float | Float[Array, ""] = 0.0,
-    normalizer: float | Array | None = None,
+    z_loss: float | Float[ArrayLike, ""] = 0.0,
+    normalizer: float | ArrayLike | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "..."]:
@@ -115,15 +115,15 @@ class _Loss(NamedTuple):
 
 def of_call(
     place: Place | None,
-    hidden: Array,
-    weight: Array,
-    labels: Array,
-    where: Array | None,
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    where: ArrayLike | None,
     ignore_index: int | None,
     reduction: Reduction,
     label_smoothing: float,
-    z_loss: float | Array,
-    normalizer: float | Array | None,
+    z_loss: float | ArrayLike,
+    normalizer: float | ArrayLike | None,
     chunk_bytes: int | None,
     options: LogprobOptions,
 ) -> Array:

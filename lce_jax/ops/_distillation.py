@@ -13,18 +13,18 @@ from lce_jax import _call, _checks, _options, scalars
 from lce_jax.mathematics._kl import Pair, log_ratio, log_ratios
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
 
 
 def distillation_loss(
-    candidate_logprobs: Float[Array, "*b K"],
-    teacher_logprobs: Float[Array, "*b K"],
-    ids: Int[Array, "*b K"],
+    candidate_logprobs: Float[ArrayLike, "*b K"],
+    teacher_logprobs: Float[ArrayLike, "*b K"],
+    ids: Int[ArrayLike, "*b K"],
     *,
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
-    beta: float | Float[Array, ""] | None = None,
+    beta: float | Float[ArrayLike, ""] | None = None,
     rest: Literal["bin", "drop", "renormalize"] = "bin",
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
 ) -> Float[Array, "*b"]:
     """Divergence of the student from its teacher at each token, over the teacher's candidates.
 

@@ -13,23 +13,23 @@ from lce_jax.programs import _kl
 from lce_jax.programs._kl import KL, KLArguments
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float
+    from lce_jax._shapes import Array, ArrayLike, Bool, Float
 
 
 def linear_kl(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    teacher_hidden: Float[Array, "*b G"],
-    teacher_weight: Float[Array, "V G"],
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
+    teacher_hidden: Float[ArrayLike, "*b G"],
+    teacher_weight: Float[ArrayLike, "V G"],
     *,
     direction: Literal["forward", "reverse", "jsd"] = "forward",
-    beta: float | Float[Array, ""] | None = None,
-    where: Bool[Array, "*b"] | None = None,
-    teacher_temperature: float | Float[Array, "..."] | Same = "same",
-    teacher_logit_softcap: float | Float[Array, ""] | Same | Unset | None = "unset",
-    teacher_logit_scale: float | Float[Array, ""] | Same | Unset = "unset",
+    beta: float | Float[ArrayLike, ""] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
+    teacher_temperature: float | Float[ArrayLike, "..."] | Same = "same",
+    teacher_logit_softcap: float | Float[ArrayLike, ""] | Same | Unset | None = "unset",
+    teacher_logit_scale: float | Float[ArrayLike, ""] | Same | Unset = "unset",
     teacher_weight_layout: Literal["vh", "hv"] | Same = "same",
-    teacher_bias: Float[Array, "V"] | None = None,
+    teacher_bias: Float[ArrayLike, "V"] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "*b"]:
     """Exact KL or JS divergence of two heads over one whole vocabulary, per token, without storing either's logits.

@@ -17,10 +17,12 @@ from lce_jax.mesh import _collectives
 from lce_jax.programs._logits import LOGITS
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
 
 
-def masked_logprobs(logits: Float[Array, "*b K"], ids: Int[Array, "*b K"], labels: Int[Array, "*b"]) -> LogprobOutput:
+def masked_logprobs(
+    logits: Float[ArrayLike, "*b K"], ids: Int[ArrayLike, "*b K"], labels: Int[ArrayLike, "*b"]
+) -> LogprobOutput:
     """Log-probability and entropy of a softmax over a set of ids: what top-k, top-p or min-p sampling left.
 
     ``logprobs = z[label] - lse`` with ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])`` and the z of `linear_logits`, and the
@@ -87,11 +89,11 @@ __all__ = ["linear_logits"]
 
 
 def linear_logits(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    ids: Int[Array, "*b K"],
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
+    ids: Int[ArrayLike, "*b K"],
     *,
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "*b K"]:
     """Logits at chosen ids, without a pass over the vocabulary.

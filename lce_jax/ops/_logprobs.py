@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Never
+from typing import TYPE_CHECKING, Literal, Never, Unpack, overload
 
 import jax.numpy as jnp
 
@@ -16,20 +16,34 @@ from lce_jax.mesh import _collectives
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
 
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax._options import OptionsBesideEntropy
+    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
+    from lce_jax._types import PerhapsWithoutEntropy
     from lce_jax.mesh._layout import Axes
 
 
+@overload
+def linear_logprobs(  # type: ignore[overload-overlap]  # bool has True in it
+    hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"], labels: Int[ArrayLike, "*b"], *,
+    where: Bool[ArrayLike, "*b"] | None = None, ignore_index: int | None = None,
+    entropy: Literal[True] = True, **options: Unpack[OptionsBesideEntropy],
+) -> LogprobOutput: ...  # fmt: skip
+@overload
 def linear_logprobs(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    labels: Int[Array, "*b"],
+    hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"], labels: Int[ArrayLike, "*b"], *,
+    where: Bool[ArrayLike, "*b"] | None = None, ignore_index: int | None = None,
+    entropy: bool, **options: Unpack[OptionsBesideEntropy],
+) -> PerhapsWithoutEntropy: ...  # fmt: skip
+def linear_logprobs(
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
+    labels: Int[ArrayLike, "*b"],
     *,
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
     ignore_index: int | None = None,
-    temperature: float | Float[Array, "..."] = 1.0,
-    logit_softcap: float | Float[Array, ""] | None = None,
-    logit_scale: float | Float[Array, ""] = 1.0,
+    temperature: float | Float[ArrayLike, "..."] = 1.0,
+    logit_softcap: float | Float[ArrayLike, ""] | None = None,
+    logit_scale: float | Float[ArrayLike, ""] = 1.0,
     entropy: bool = True,
     stats: bool = False,
     vocab_size: int | None = None,
@@ -38,12 +52,12 @@ def linear_logprobs(
     cache_bytes: int | None = None,
     precision: PrecisionLike = None,
     implementation: str | tuple[str, ...] | None = None,
-    bias: Float[Array, "V"] | None = None,
-    candidates: Int[Array, "*b K"] | None = None,
+    bias: Float[ArrayLike, "V"] | None = None,
+    candidates: Int[ArrayLike, "*b K"] | None = None,
     gradient_threshold: float = 0.0,
     vocab_part_size: int | None = None,
-    logit_floor: float | Float[Array, "..."] | None = None,
-    lora: tuple[Float[Array, "r H"], Float[Array, "V r"], float | Float[Array, ""]] | None = None,
+    logit_floor: float | Float[ArrayLike, "..."] | None = None,
+    lora: tuple[Float[ArrayLike, "r H"], Float[ArrayLike, "V r"], float | Float[ArrayLike, ""]] | None = None,
     **unknown: Never,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.

@@ -21,16 +21,16 @@ from lce_jax.programs._loss import Inputs, axes_of_tokens
 from lce_jax.programs._mixed_tokens import refuse_mixed_tokens
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
 
 
 def linear_loss(
     loss_fn: Callable[..., Array],
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    labels: Int[Array, "*b"],
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
+    labels: Int[ArrayLike, "*b"],
     *per_token: object,
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
     ignore_index: int | None = None,
     chunk_bytes: int | None = None,
     **options: object,

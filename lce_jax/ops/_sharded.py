@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from lce_jax import _call, _options
 from lce_jax._call import Place
@@ -17,21 +17,36 @@ from lce_jax.programs._kl import KLArguments
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
-    from lce_jax._options import KLOptions, LogprobOptions
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax._options import KLOptions, LogprobOptions, OptionsBesideEntropy
+    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
+    from lce_jax._types import PerhapsWithoutEntropy
     from lce_jax.mesh._layout import Axes
 
 
+@overload
+def sharded_linear_logprobs(  # type: ignore[overload-overlap]  # bool has True in it
+    hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"], labels: Int[ArrayLike, "*b"], *,
+    mesh: Mesh | AbstractMesh | None = None, vocab_axis: Axes = "tensor", batch_axes: Axes = None,
+    sequence_axis: Axes = None, where: Bool[ArrayLike, "*b"] | None = None, ignore_index: int | None = None,
+    entropy: Literal[True] = True, **options: Unpack[OptionsBesideEntropy],
+) -> LogprobOutput: ...  # fmt: skip
+@overload
 def sharded_linear_logprobs(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    labels: Int[Array, "*b"],
+    hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"], labels: Int[ArrayLike, "*b"], *,
+    mesh: Mesh | AbstractMesh | None = None, vocab_axis: Axes = "tensor", batch_axes: Axes = None,
+    sequence_axis: Axes = None, where: Bool[ArrayLike, "*b"] | None = None, ignore_index: int | None = None,
+    entropy: bool, **options: Unpack[OptionsBesideEntropy],
+) -> PerhapsWithoutEntropy: ...  # fmt: skip
+def sharded_linear_logprobs(
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
+    labels: Int[ArrayLike, "*b"],
     *,
     mesh: Mesh | AbstractMesh | None = None,
     vocab_axis: Axes = "tensor",
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
     ignore_index: int | None = None,
     **options: Unpack[LogprobOptions],
 ) -> LogprobOutput:
@@ -80,20 +95,20 @@ def sharded_linear_logprobs(
 
 
 def sharded_linear_cross_entropy(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    labels: Int[Array, "*b"],
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
+    labels: Int[ArrayLike, "*b"],
     *,
     mesh: Mesh | AbstractMesh | None = None,
     vocab_axis: Axes = "tensor",
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
     ignore_index: int | None = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
-    z_loss: float | Float[Array, ""] = 0.0,
-    normalizer: float | Array | None = None,
+    z_loss: float | Float[ArrayLike, ""] = 0.0,
+    normalizer: float | ArrayLike | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "..."]:
@@ -126,15 +141,15 @@ def sharded_linear_cross_entropy(
 
 def sharded_linear_loss(
     loss_fn: Callable[..., Array],
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    labels: Int[Array, "*b"],
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
+    labels: Int[ArrayLike, "*b"],
     *per_token: object,
     mesh: Mesh | AbstractMesh | None = None,
     vocab_axis: Axes = "tensor",
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
     ignore_index: int | None = None,
     chunk_bytes: int | None = None,
     **options: object,
@@ -168,17 +183,17 @@ def sharded_linear_loss(
 
 
 def sharded_linear_kl(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    teacher_hidden: Float[Array, "*b G"],
-    teacher_weight: Float[Array, "V G"],
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
+    teacher_hidden: Float[ArrayLike, "*b G"],
+    teacher_weight: Float[ArrayLike, "V G"],
     *,
     mesh: Mesh | AbstractMesh | None = None,
     vocab_axis: Axes = "tensor",
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
     direction: Literal["forward", "reverse", "jsd"] = "forward",
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
     **options: Unpack[KLOptions],
 ) -> Float[Array, "*b"]:
     """`linear_kl` over a mesh, whose axes are named as in `sharded_linear_logprobs`; both models are split alike.
@@ -206,15 +221,15 @@ def sharded_linear_kl(
 
 
 def sharded_linear_logits(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    ids: Int[Array, "*b K"],
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
+    ids: Int[ArrayLike, "*b K"],
     *,
     mesh: Mesh | AbstractMesh | None = None,
     vocab_axis: Axes = "tensor",
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "*b K"]:
     """`linear_logits` over a mesh, whose axes are named as in `sharded_linear_logprobs`.
@@ -236,15 +251,15 @@ def sharded_linear_logits(
 
 
 def sharded_linear_topk(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
     k: int,
     *,
     mesh: Mesh | AbstractMesh | None = None,
     vocab_axis: Axes = "tensor",
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> TopK:
     """`linear_topk` over a mesh, whose axes are named as in `sharded_linear_logprobs`.

@@ -18,7 +18,7 @@ from lce_jax.mesh import _collectives
 from lce_jax.programs import _topk
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float
+    from lce_jax._shapes import ArrayLike, Bool, Float
 
 _NO_DERIVATIVE = (
     "linear_topk is not differentiable. Call it with jax.lax.stop_gradient(hidden) and jax.lax.stop_gradient(weight), "
@@ -27,11 +27,11 @@ _NO_DERIVATIVE = (
 
 
 def linear_topk(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
+    hidden: Float[ArrayLike, "*b H"],
+    weight: Float[ArrayLike, "V H"],
     k: int,
     *,
-    where: Bool[Array, "*b"] | None = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> TopK:
     """The k most likely tokens and their log-probabilities: the teacher's side of a distillation.

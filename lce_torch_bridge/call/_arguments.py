@@ -415,15 +415,20 @@ class EntropyOptions(CrossEntropyOptions, total=False):
     where: torch.Tensor | None
 
 
-class ExplainOptions(EntropyOptions, total=False):
-    """Of `explain`."""
+class OptionsBesideEntropy(EntropyOptions, total=False):
+    """Of `linear_logprobs`, but one."""
 
-    entropy: Entropy
     stats: bool
     mean_logit: bool
     candidates: torch.Tensor | None
     ignore_index: int | None
     out_of_vocab: OutOfVocab
+
+
+class ExplainOptions(OptionsBesideEntropy, total=False):
+    """Of `explain`."""
+
+    entropy: Entropy
 
 
 class ModelOptions(CommonOptions, total=False):

@@ -263,7 +263,7 @@ def _known_statistics(recipe: Recipe) -> LogprobOutput | None:
     """
     found = recipe.results.get(torch.is_grad_enabled())
     if found is None and (recorded := recipe.results.get(True)) is not None:
-        lse, entropy = (field.detach() for field in _lse_and_entropy(recorded))
+        lse, entropy = (field.detach() for field in (recorded.lse, recorded.entropy))
         found = recipe.results[False] = recorded._replace(logprobs=lse, lse=lse, entropy=entropy)
     if found is None and (rows := recipe.rows_of) is not None:
         of_whole = _known_statistics(rows.of)
@@ -274,19 +274,14 @@ def _known_statistics(recipe: Recipe) -> LogprobOutput | None:
 def _of_rows(out: LogprobOutput, rows: Rows) -> LogprobOutput:
     """The statistics of some rows, from those of all."""
     if rows.taken is None:
-        lse, entropy = (rows.select(field.unsqueeze(-1)).squeeze(-1) for field in _lse_and_entropy(out))
+        lse, entropy = (rows.select(field.unsqueeze(-1)).squeeze(-1) for field in (out.lse, out.entropy))
         return out._replace(logprobs=lse, lse=lse, entropy=entropy)
     recorded = torch.is_grad_enabled()
     if recorded not in rows.taken:
-        fields = [[x.squeeze(-1) for x in rows.select(field.unsqueeze(-1))] for field in _lse_and_entropy(out)]
+        fields = [[x.squeeze(-1) for x in rows.select(field.unsqueeze(-1))] for field in (out.lse, out.entropy)]
         rows.taken[recorded] = list(zip(*fields, strict=True))
     lse, entropy = rows.taken[recorded][rows.part]
     return out._replace(logprobs=lse, lse=lse, entropy=entropy)
-
-
-def _lse_and_entropy(out: LogprobOutput) -> tuple[torch.Tensor, torch.Tensor]:
-    assert out.entropy is not None
-    return out.lse, out.entropy
 
 
 def logsumexp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,3 +18,7 @@ Hidden states are neither transposed nor copied: labels and options become ``[s,
 from lce_torch_bridge.megatron._hooks import fused_losses, fused_output_layer, output_processor
 
 __all__ = ["fused_losses", "fused_output_layer", "output_processor"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Literal, Never, Unpack, overload
 
 import torch
 
@@ -14,7 +14,20 @@ from lce_torch_bridge.operators import _operators
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from lce_torch_bridge._types import PerhapsWithoutEntropy
+    from lce_torch_bridge.call._arguments import OptionsBesideEntropy
 
+
+@overload
+def linear_logprobs(  # type: ignore[overload-overlap]  # bool has True in it
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *,
+    entropy: Literal[True, "metric"] = True, **options: Unpack[OptionsBesideEntropy],
+) -> LogprobOutput: ...  # fmt: skip
+@overload
+def linear_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *,
+    entropy: Entropy, **options: Unpack[OptionsBesideEntropy],
+) -> PerhapsWithoutEntropy: ...  # fmt: skip
 def linear_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,

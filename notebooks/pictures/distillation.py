@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from .style import ACCENT, GREEN, INK, MUTED, WARM, show
+from .style import ACCENT, FADE, GREEN, INK, MUTED, WARM, show
 
 
 def mass(of_tokens: np.ndarray, vocabulary: int) -> None:
@@ -59,7 +59,7 @@ def threshold(
 ) -> None:
     """The largest probability of each tile, and what a threshold leaves out."""
     fig, axes = plt.subplots(1, 2, figsize=(7.4, 2.8), width_ratios=(1, 1.2))
-    image = axes[0].imshow(np.log2(largest), aspect="auto", cmap="Blues", vmin=-20, vmax=0, interpolation="nearest")
+    image = axes[0].imshow(np.log2(largest), aspect="auto", cmap=FADE, vmin=-20, vmax=0, interpolation="nearest")
     axes[0].set(xlabel=f"tile of {columns} entries", ylabel=f"tile of {rows} tokens", yticks=range(len(largest)),
                 title="log₂ of the largest p of each tile")  # fmt: skip
     fig.colorbar(image, ax=axes[0], pad=0.02)

@@ -8,15 +8,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from .style import ACCENT, INK, MUTED, WARM, show
+from .style import ACCENT, FADE, INK, MUTED, RED, WARM, show
 
 
 def tiles(p: np.ndarray, labels: np.ndarray, tile: int) -> None:
     """All probabilities as a picture, tiles between lines, labels framed."""
     fig, ax = plt.subplots(figsize=(7, 2.6))
-    image = ax.imshow(np.log10(p), cmap="Blues", aspect="auto", vmin=-5, vmax=0)
+    image = ax.imshow(np.log10(p), cmap=FADE, aspect="auto", vmin=-5, vmax=0)
     edges(ax, p.shape[1], tile)
-    ax.scatter(labels, range(len(p)), marker="s", s=14, facecolors="none", edgecolors="#c0392b", lw=1.2)
+    ax.scatter(labels, range(len(p)), marker="s", s=14, facecolors="none", edgecolors=RED, lw=1.2)
     ax.set(
         xlabel=f"vocabulary entry (lines: tiles of {tile})",
         ylabel="token",
@@ -26,10 +26,10 @@ def tiles(p: np.ndarray, labels: np.ndarray, tile: int) -> None:
     show(fig, "Probabilities of 24 tokens over 96 entries as shades of blue, in six tiles, a red frame at each label")
 
 
-def edges(ax: Axes, vocabulary: int, tile: int) -> None:
+def edges(ax: Axes, vocabulary: int, tile: int, alpha: float = 1.0) -> None:
     """A line between tiles."""
     for edge in range(tile, vocabulary, tile):
-        ax.axvline(edge - 0.5, color=INK, lw=0.9)
+        ax.axvline(edge - 0.5, color=INK, lw=0.9, alpha=alpha)
 
 
 def merged(history: list[Any], exact_lse: np.ndarray, exact_entropy: np.ndarray) -> None:
@@ -82,8 +82,8 @@ def cache(shape: tuple[int, int], tile: int, both: dict[str, Any]) -> None:
     fig, axes = plt.subplots(1, 2, figsize=(7, 2.7), width_ratios=(1, 1.3))
     kept = np.zeros(shape)
     kept[:, : vocabulary // 2] = 1
-    axes[0].imshow(kept, cmap="Blues", aspect="auto", vmin=0, vmax=1.6)
-    edges(axes[0], vocabulary, tile)
+    axes[0].imshow(kept, cmap=FADE, aspect="auto", vmin=0, vmax=1)
+    edges(axes[0], vocabulary, tile, alpha=0.35)
     axes[0].text(vocabulary / 4, tokens / 2, "eᵘ kept", ha="center", va="center", color="white", weight="bold")
     axes[0].text(3 * vocabulary / 4, tokens / 2, "recomputed", ha="center", va="center", color=INK)
     axes[0].set(xlabel="vocabulary entry", ylabel="token", title="Half a cache")

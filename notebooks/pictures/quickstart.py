@@ -22,7 +22,7 @@ def memory(vocabularies: Sequence[int], stored: Sequence[int], tiled: Sequence[i
     ax.set_yticks([2**k for k in (24, 27, 30, 33)], ["16 MiB", "128 MiB", "1 GiB", "8 GiB"])
     ax.set_ylim(2**24, 2**35)
     ax.minorticks_off()
-    ax.grid(axis="y", color="#e4e7eb", lw=0.8)
+    ax.grid(axis="y", color=INK, lw=0.8, alpha=0.3)
     ax.set_axisbelow(True)
     ax.tick_params(length=0, colors=INK)
     ax.set(xlabel="vocabulary", title="Temporary memory of value_and_grad, 4,096 tokens, hidden size 1,024, float32")

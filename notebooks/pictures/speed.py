@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from .style import ACCENT, INK, LIGHT, WARM, show
+from .style import ACCENT, GREEN, INK, LIGHT, MUTED, WARM, show
 
 type Ratio = Callable[..., float]
 
@@ -54,14 +54,14 @@ def over(sizes: list[int], at: dict[int, Any], ratio: Ratio, xlabel: str, title:
     )
 
 
-def peers(names: list[str], rows: list[list[Any]]) -> None:
-    """Time and memory of other packages."""
-    colors = [ACCENT if name.startswith("lce_jax") else "#b4bcc6" for name in names]
+def peers(names: list[str], rows: list[list[Any]], readable: Callable[[float], str]) -> None:
+    """Time and memory of other packages; ``readable`` writes a number of bytes."""
+    colors = [ACCENT if name.startswith("lce_jax") else MUTED for name in names]
     fig, axes = plt.subplots(1, 2, figsize=(7.6, 2.9), sharey=True)
-    titles = (axes[0], 3, "{:.2f}", "time, in products"), (axes[1], 4, "{:.3g} GiB", "temporary memory")
+    titles = (axes[0], 3, "{:.2f}".format, "time, in products"), (axes[1], 4, readable, "temporary memory")
     for ax, column, text, title in titles:
         drawn = ax.barh(names, [row[column] for row in rows], color=colors, height=0.65)
-        ax.bar_label(drawn, [text.format(row[column]) for row in rows], padding=3, fontsize=8)
+        ax.bar_label(drawn, [text(row[column]) for row in rows], padding=3, fontsize=8)
         ax.set(title=title, xlim=(0, 1.3 * max(row[column] for row in rows)))
         ax.xaxis.set_visible(False)
         ax.spines["bottom"].set_visible(False)
@@ -77,11 +77,11 @@ def cache(curves: list[tuple[str, float, float, float, float]]) -> None:
     """Time over ``cache_bytes``: (label, GiB of a full cache, none, half, full) of each shape; NaN was not measured."""
     fractions = np.linspace(0, 1, 50)
     fig, ax = plt.subplots(figsize=(7, 2.7))
-    for label, full_gib, none, half, full in curves:
-        (line,) = ax.plot(fractions * full_gib, none + (full - none) * fractions, lw=1.8, label=label)
-        ax.plot([0, full_gib], [none, full], "o", color=line.get_color())
+    for (label, full_gib, none, half, full), color in zip(curves, (WARM, GREEN, ACCENT), strict=True):
+        ax.plot(fractions * full_gib, none + (full - none) * fractions, lw=1.8, color=color, label=label)
+        ax.plot([0, full_gib], [none, full], "o", color=color)
         if not np.isnan(half):
-            ax.plot(full_gib / 2, half, "o", color=line.get_color(), mfc="white")
+            ax.plot(full_gib / 2, half, "o", color=color, mfc="none")
     title = "Dots are measured; between them the time is a straight line"
     ax.set(xlabel="cache_bytes, GiB (8,192 tokens)", ylabel="products", title=title)
     ax.legend()

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from .style import ACCENT, INK, MUTED, WARM, show
+from .style import ACCENT, BLEND, INK, MUTED, WARM, show
 
 
 def fine_tuning(losses: list[float], evaluations: list[tuple[int, float, float]]) -> None:
@@ -25,18 +25,18 @@ def fine_tuning(losses: list[float], evaluations: list[tuple[int, float, float]]
 
 
 def masked(logprobs: Any, entropy: Any, where: np.ndarray) -> None:
-    """Log-probability and entropy of each token of a rollout; what does not count is white."""
+    """Log-probability and entropy of each token of a rollout; what does not count is empty."""
     fig, axes = plt.subplots(1, 2, figsize=(7, 2.6), sharey=True)
     pictures = (logprobs, "log-probability", (-8, 0)), (entropy, "entropy", (0, 8))
     for ax, (values, name, (low, high)) in zip(axes, pictures, strict=True):
         shown = np.ma.masked_where(~where, np.asarray(values))
-        image = ax.imshow(shown, cmap="viridis", aspect="auto", vmin=low, vmax=high)
-        ax.set(xlabel="position", title=f"{name}, nats (white: where=False)", yticks=range(0, len(where), 5))
+        image = ax.imshow(shown, cmap=BLEND, aspect="auto", vmin=low, vmax=high)
+        ax.set(xlabel="position", title=f"{name}, nats (empty: where=False)", yticks=range(0, len(where), 5))
         fig.colorbar(image, ax=ax, pad=0.02)
     axes[0].set_ylabel("sequence")
     show(
         fig,
-        "Log-probability and entropy of sixteen rollouts, token by token: prompts and what follows an end are white",
+        "Log-probability and entropy of sixteen rollouts, token by token: prompts and what follows an end are empty",
     )
 
 

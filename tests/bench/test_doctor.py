@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import lce_jax
@@ -17,9 +20,16 @@ from tests.devices import A100, H200
 
 
 @pytest.mark.site
-def test_one_command_writes_into_one_file(tmp_path: Path) -> None:
+def test_one_command_writes_into_one_file_and_ends_with_its_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
     out = tmp_path / "cpu.json"
     assert bench.main(["doctor", "--only", "[H, V]", "--rounds", "1", "--out", str(out)]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(
+        "verdict: cpu works: 1 of 1 checks are right, 1 by xla. Nothing to do: a kernel needs an NVIDIA"
+    )
     (right,) = (job["rows"][0] for job in records.jobs(records.read(out), "doctor"))
     assert (right["implementation"], right["run"]["device"]["platform"]) == ("xla", "cpu")
     assert "this is cpu" in right["refused"]["mosaic_gpu"]
@@ -34,6 +44,55 @@ def test_what_an_owner_of_a_card_is_told() -> None:
     told = doctor.served_by(A100)
     assert told.startswith(f"{A100.kind}: the kernels for compute capability 8.0, whose source ran on an H100 and")
     assert "send the file that is written" in told
+
+
+RIGHT, WRONG = {"implementation": "mosaic_gpu"}, {"implementation": "mosaic_gpu", "failed": "wrong result"}
+BY_XLA, LATE = {"implementation": "xla"}, {"failed": "no answer within 600 s"}
+B200 = Device("gpu", "NVIDIA B200", "10.0", 148)
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "words"),
+    [
+        (
+            H200,
+            {"plain": RIGHT, "[H, V]": RIGHT},
+            "NVIDIA H200 works: 2 of 2 checks are right, 2 by mosaic_gpu. Nothing",
+        ),
+        (H200, {"plain": RIGHT, "[H, V]": BY_XLA}, "1 by mosaic_gpu, 1 by xla. Nothing to do."),
+        (B200, {"plain": BY_XLA}, "1 by xla. Nothing to do: a kernel needs compute capability"),
+        (
+            H200,
+            {"plain": RIGHT, "[H, V]": WRONG},
+            "1 of 2 checks FAILED: '[H, V]'. Pass implementation=\"xla\" to every call",
+        ),
+        (H200, {"plain": LATE}, "1 of 1 checks FAILED: 'plain'. Pass implementation=\"xla\" to every call"),
+        (
+            Device("cpu"),
+            {"plain": BY_XLA | {"failed": "wrong result"}},
+            "Do not train on this machine, and send the file",
+        ),
+    ],
+)
+def test_the_verdict_says_what_runs_and_what_to_do(device: Device, rows: dict[str, Any], words: str) -> None:
+    assert words in doctor.summary(rows, device)
+
+
+def test_the_verdict_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that JAX does not see, and a JAX that is older than the kernels."""
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    unseen = doctor.summary({"plain": BY_XLA}, Device("cpu"))
+    assert "JAX does not see the GPU that nvidia-smi is here for: in the checkout, pip install" in unseen
+    monkeypatch.setattr(jax, "__version__", "0.10.0")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 0))
+    old = doctor.summary({"plain": BY_XLA}, H200)
+    assert "The kernels need JAX 0.11.2 or newer, this is 0.10.0: in the checkout, pip install" in old
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for told in (unseen, old):
+        (extra,) = re.findall(r"pip install --editable '\.\[(\w+)\]'", told)
+        assert any("0.11.2" in package for package in extras[extra])
 
 
 @pytest.mark.parametrize(("device", "lowered"), [(H200, (8, 9)), (Device("gpu", "NVIDIA A10", "8.6", 72), None)])

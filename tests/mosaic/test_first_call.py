@@ -20,6 +20,7 @@ from lce_jax.mosaic.common import _kl as common_kl
 from lce_jax.mosaic.mma import _pipeline
 from tests.devices import A100
 from tests.mosaic_interpreter import afresh
+from tests.pairs import values_of
 
 DEVICE = A100  # the check takes few of its multiprocessors
 CALL = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16), jnp.arange(8)
@@ -117,8 +118,10 @@ def doubled(*given: Any, gradient: Callable[..., Any] = common_kl._block_gradien
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "told"),
-    [(_pipeline.HeldTile, "of", louder, ".*kl"), (common_kl, "_block_gradient", doubled, "dhidden")],
-    ids=["the tile that waits", "what is kept"],
+    [
+        pytest.param(_pipeline.HeldTile, "of", louder, ".*kl", id="the tile that waits", marks=pytest.mark.slow),
+        pytest.param(common_kl, "_block_gradient", doubled, "dhidden", id="what is kept"),
+    ],
 )
 def test_two_heads_are_compared_when_a_call_has_them(
     owner: Any, name: str, fault: Any, told: str, monkeypatch: pytest.MonkeyPatch
@@ -159,7 +162,7 @@ AROUND: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", AROUND)
+@values_of("name", AROUND, slow=["eager", "jit"])
 def test_whatever_is_around_the_call(name: str, by_xla: list[Any]) -> None:
     """The check compiles and runs its own programs. What the call is traced for is not run here."""
     jax.clear_caches()

@@ -113,7 +113,7 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return kl, gradients[:2]
 
 
-@pytest.mark.fast("mixture, some kept", "reverse, caps, some", "wider teacher, 1 tiles kept-8.9", "sharp-12.0")
+@pytest.mark.fast("mixture, some kept", "wider teacher, 1 tiles kept-8.9")
 @pytest.mark.parametrize(("test", "generation"), [*CALLS, *by_mma(mma.SM120), *by_mma(mma.SM89)])
 def test_matches_float64(
     test: Call, generation: Generation, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

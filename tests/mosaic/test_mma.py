@@ -52,9 +52,7 @@ def calls(generation: Generation, of: list[Call] = CALLS) -> list[Any]:
 
 
 # What others have alone, and what differs between the ways of copying.
-@pytest.mark.fast(
-    "narrow tiles-12.0", "shared, clusters-12.0", "narrow tiles-8.9", "chunks, columns that are no whole atom-8.9"
-)
+@pytest.mark.fast("shared, clusters-12.0", "narrow tiles-8.9")
 @pytest.mark.parametrize("test", [*calls(mma.SM120), *calls(mma.SM89)], indirect=True)
 def test_matches_float64(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     check(test, H200, monkeypatch)
@@ -97,7 +95,7 @@ HEADS: list[tuple[int, int, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.fast("2048-8.0", "600-12.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", [mma.SM80, mma.SM89, mma.SM120], ids=lambda one: one.compute_capabilities[0])
 @pytest.mark.parametrize(("T", "H", "V", "options"), HEADS, ids=[head[0] for head in HEADS])
 def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any], generation: Generation) -> None:
@@ -141,7 +139,7 @@ LIVE = [
 ]  # fmt: skip
 
 
-@pytest.mark.fast("candidates-8.9")
+@pytest.mark.slow
 @pytest.mark.parametrize("test", [*calls(mma.SM120, LIVE), *calls(mma.SM89, LIVE)], indirect=True)
 def test_live_tiles_alone(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     afresh()

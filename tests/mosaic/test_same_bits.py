@@ -71,7 +71,7 @@ def by_torch(hidden: Any, weight: Any, labels: Any, temperature: Any = None, **o
     return {name: getattr(out, name).numpy() for name in FIELDS}
 
 
-@pytest.mark.fast("True-{'vocab_part_size'")
+@pytest.mark.slow  # a function of a few numbers per token is compared in the next test
 @combined(has_temperature=[False, True], options=[{}, {"vocab_part_size": 264}])  # the last part is smaller
 def test_jax_and_torch(has_temperature: bool, options: dict[str, Any]) -> None:
     T = 140

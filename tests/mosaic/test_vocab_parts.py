@@ -22,6 +22,7 @@ from tests.devices import H200
 from tests.mosaic.test_lowering import lower
 from tests.mosaic.test_same_bits import FIELDS
 from tests.mosaic_calls import call, case_of
+from tests.pairs import values_of
 
 T, H = 16, 64
 NAMES = (*FIELDS, "candidate_logprobs")
@@ -134,7 +135,7 @@ def test_plans_say_what_holds() -> None:
         lce_jax.explain(*hv, vocab_part_size=18992, weight_layout="hv", implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@values_of("kind", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])
 def test_shards_without_whole_parts(kind: AxisType) -> None:
     """They are refused by name, by the operands' types, by XLA's rule, and inside ``shard_map``."""
     mesh = jax.make_mesh((4,), ("tensor",), axis_types=(kind,), devices=jax.devices()[:4])

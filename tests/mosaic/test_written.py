@@ -31,7 +31,7 @@ HEADS = [
 ]
 
 
-@pytest.mark.fast("(520, 'vh', 1e-06)-0-510-True-30", "(512, 'hv', 1e-06)-65536-300-False-None")
+@pytest.mark.fast("(520, 'vh', 1e-06)-65536-300-True-30")
 @combined(
     head=HEADS,
     cache_bytes=[0, 1 << 16, 1 << 30],

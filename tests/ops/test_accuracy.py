@@ -44,6 +44,7 @@ def from_logits(hidden, weight, labels, where=None, vocab_size=V, logit_scale=1.
     return np.asarray(correct if where is None else correct & where)
 
 
+@pytest.mark.fast("True-plain", "False-padded", "True-saturated cap")
 @combined(name=list(OPTIONS), with_where=[True, False])
 def test_equals_stored_logits(name: str, with_where: bool) -> None:
     options = OPTIONS[name]
@@ -85,6 +86,7 @@ def test_under_vmap_and_without_tokens() -> None:
     assert (nothing.shape, nothing.dtype) == ((0,), jnp.bool_)
 
 
+@pytest.mark.slow
 @values_of("axis_type", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])
 def test_over_a_mesh(axis_type: AxisType) -> None:
     options = OPTIONS["padded"]

@@ -65,6 +65,7 @@ def test_matches_the_definition(reduction: str, label_smoothing: float, z_loss: 
     assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.fast("True-one device", "False-inside shard_map")
 @pytest.mark.parametrize("place", ["one device", "sharded", "inside shard_map"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_ignored_labels_of_log_probabilities(place: str, masked: bool) -> None:

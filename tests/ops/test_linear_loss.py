@@ -472,6 +472,7 @@ def mesh_of_one() -> Any:
     return jax.make_mesh((1,), ("tensor",))
 
 
+@pytest.mark.fast("both-sharded_linear_loss")
 @pytest.mark.parametrize("of", [linear_loss, sharded_linear_loss])
 @pytest.mark.parametrize("selects", ["all", "both"])
 def test_a_sequence_mean_as_the_message_says(selects: str, of: Any) -> None:

@@ -101,6 +101,7 @@ def test_no_rank_is_promoted_over_a_mesh(function: str) -> None:
     assert [x.shape for x in gradients] == [hidden.shape, weight.shape]
 
 
+@pytest.mark.fast("of_loss-0.0")
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("threshold", [0.0, 1e-3])
 @pytest.mark.parametrize("function", [of_logprobs, of_cross_entropy, of_loss])

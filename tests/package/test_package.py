@@ -5,10 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import lce_jax
+import lce_torch_bridge
+from lce_jax import floors, losses, rows
+
+OF_TORCH = (lce_torch_bridge, lce_torch_bridge.losses, lce_torch_bridge.rows)
 
 
 def run(code: str, *args: str) -> subprocess.CompletedProcess[str]:
@@ -22,6 +27,12 @@ def test_version() -> None:
 def test_every_public_name_is_documented() -> None:
     for name in lce_jax.__all__:
         assert getattr(lce_jax, name).__doc__, name
+
+
+@pytest.mark.parametrize("module", [lce_jax, floors, losses, rows, *OF_TORCH])
+def test_completion_offers_public_names(module: Any) -> None:
+    """And nothing that would have to be imported for it, such as Megatron."""
+    assert {name for name in dir(module) if not name.startswith("__")} == set(module.__all__)
 
 
 def test_import_brings_nothing_but_jax_and_numpy() -> None:

@@ -1,6 +1,6 @@
-"""A user's script under mypy and pyright, where only JAX, NumPy, torch and Flax are installed beside the packages.
+"""Users' scripts under mypy and pyright, where only JAX, NumPy, torch and Flax are installed beside the packages.
 
-Each line with ``# wrong`` must be reported, and no other.
+Each line with ``# wrong`` must be reported, and no other; of README's programs, no line.
 """
 
 from __future__ import annotations
@@ -16,19 +16,25 @@ from pathlib import Path
 
 import pytest
 
+from tests import doc_blocks
+
 pytestmark = pytest.mark.site
 ROOT = Path(__file__).parents[2]
 JAX_SCRIPT = """
 import jax
 import jax.numpy as jnp
 import lce_jax
-from lce_jax import LogprobOutput, explain, linear_cross_entropy, linear_logprobs, linear_loss, losses
+import numpy as np
+from lce_jax import LogprobOutput, explain, linear_cross_entropy, linear_logprobs, linear_loss, losses, rows
+from typing_extensions import assert_type
 
 
 def objective(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     out = linear_logprobs(hidden, weight, labels, where=labels != -100, temperature=0.8)
-    assert out.entropy is not None
-    return -jnp.mean(out.logprobs + 0.01 * out.entropy)
+    assert_type(out.entropy, jax.Array)
+    assert_type(out.lse, jax.Array)
+    logprobs, entropy, *_ = linear_logprobs(hidden, weight, labels, entropy=True)
+    return -jnp.mean(out.logprobs + 0.01 * out.entropy) + jnp.sum(logprobs * entropy)
 
 
 def either(hidden: jax.Array, weight: jax.Array, labels: jax.Array, entropy: bool) -> LogprobOutput:
@@ -40,13 +46,26 @@ def either(hidden: jax.Array, weight: jax.Array, labels: jax.Array, entropy: boo
     return out
 
 
+def asked_for(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    out = linear_logprobs(hidden, weight, labels, stats=True, candidates=labels[:, None])
+    return jnp.stack([out.correct.mean(), (out.max_logit - out.min_logit).max(), out.candidate_logprobs[0, 0]])
+
+
+def of_numpy(hidden: np.ndarray, weight: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> jax.Array:
+    labels = rows.next_tokens(tokens)
+    bytes_held = explain(hidden, weight, tokens, where=mask).most_bytes
+    out = linear_logprobs(hidden, weight, tokens, where=mask, temperature=np.float32(0.7), bias=weight[:, 0])
+    total, _ = linear_loss(losses.cross_entropy, hidden, weight, labels, where=mask)
+    kl = lce_jax.linear_kl(hidden, weight, hidden, weight, where=mask)
+    return bytes_held + total + kl.sum() + out.lse.sum() + linear_cross_entropy(hidden, weight, labels, where=mask)
+
+
 def bytes_held(hidden: jax.ShapeDtypeStruct, weight: jax.ShapeDtypeStruct, labels: jax.Array) -> int:
     return explain(hidden, weight, labels, z_loss=1e-4).most_bytes
 
 
 def metrics(hidden: jax.Array, weight: jax.Array, labels: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
     loss, out = linear_loss(losses.with_entropy_bonus(losses.ppo_clip, 0.01), hidden, weight, labels, old, {"a": old})
-    assert out.entropy is not None
     own = linear_loss(losses.dapo, hidden, weight, labels, old_logprob=old, advantage=old, clip_high=0.3, stats=True)
     return loss + own[0] + linear_cross_entropy(hidden, weight, labels, z_loss=1e-4), out.entropy
 
@@ -58,13 +77,15 @@ def mistakes(hidden: jax.Array, weight: jax.Array, labels: jax.Array, flag: bool
     out = linear_logprobs(hidden, weight, labels, entropy=False)
     print(out.entropy + 1)  # wrong
     print(linear_logprobs(hidden, weight, labels, entropy=flag).entropy + 1)  # wrong
-    print(linear_logprobs(hidden, weight, labels).max_logit + 1)  # wrong
-    print(linear_loss(losses.cross_entropy, hidden, weight, labels, entropy=False)[1].entropy + 1)  # wrong
+    print(lce_jax.sharded_linear_logprobs(hidden, weight, labels, entropy=False).entropy + 1)  # wrong
+    print(linear_logprobs(hidden, weight, labels, stats=True).max_logit.softmax())  # wrong
+    linear_logprobs([1.0, 2.0], weight, labels)  # wrong
     linear_cross_entropy(hidden, weight, labels, reduction="average")  # wrong
 """
 TORCH_SCRIPT = """
 import torch
 from lce_torch_bridge import linear_cross_entropy, linear_entropy, linear_logprobs, linear_loss, losses
+from typing_extensions import assert_type
 
 
 def objective(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -72,8 +93,9 @@ def objective(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) 
     total, seen = linear_loss(lambda logprobs, entropy, lse: -logprobs, hidden, weight, labels, wgrad="main_grad")
     linear_loss(losses.ppo_clip, hidden, weight, labels, old_logprob=out.logprobs, advantage=out.lse, clip=0.1)
     entropy, lse = linear_entropy(hidden, weight, temperature=0.7)
-    assert out.entropy is not None
-    assert seen.entropy is not None
+    assert_type(out.entropy, torch.Tensor)
+    assert_type(out.lse, torch.Tensor)
+    assert linear_logprobs(hidden, weight, labels, stats=True).max_logit.mean() > 0
     return total - out.logprobs.sum() - 0.01 * (out.entropy + entropy).sum() + seen.entropy.mean()
 
 
@@ -86,6 +108,7 @@ def mistakes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -
 FLAX_SCRIPT = """
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 from lce_jax import losses
@@ -98,8 +121,8 @@ other = linen.LMHead(16, 1000, dtype=jnp.bfloat16)
 
 def objective(hidden: jax.Array, labels: jax.Array) -> jax.Array:
     out = head.logprobs(hidden, labels, stats=True, ignore_index=-100)
+    other.logprobs(np.asarray(hidden), np.asarray(labels), entropy=True).entropy.mean()
     head.linear_loss(losses.ppo_clip, hidden, labels, old_logprob=out.logprobs, advantage=out.lse, clip=0.1)
-    assert out.entropy is not None
     return head.loss(hidden, labels, z_loss=1e-4) - out.logprobs.sum() - out.entropy.sum() + other(hidden).max()
 
 
@@ -133,35 +156,50 @@ def wrong_lines(script: str) -> set[int]:
     return {number for number, line in enumerate(script.splitlines(), 1) if line.endswith("# wrong")}
 
 
-def mypy(script: Path, python: Path) -> set[int]:
-    told = ["--strict", "--no-error-summary", "--python-executable", python, "--cache-dir", script.parent / "cache"]
+def write(folder: Path, **scripts: str) -> list[Path]:
+    for name, text in scripts.items():
+        (folder / f"{name}.py").write_text(text)
+    return [folder / f"{name}.py" for name in scripts]
+
+
+def mypy(scripts: list[Path], python: Path, strict: bool) -> set[tuple[str, int]]:
+    """The lines that it reports, which must be the scripts' own."""
+    folder = scripts[0].parent
+    how = ["--strict"] if strict else ["--check-untyped-defs", "--ignore-missing-imports", "--scripts-are-modules"]
+    told = [*how, "--no-error-summary", "--python-executable", python, "--cache-dir", folder / "cache"]
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file=", *told, script.name],
-        capture_output=True, text=True, timeout=500, check=False, cwd=script.parent,
+        [sys.executable, "-m", "mypy", "--config-file=", *told, *(script.name for script in scripts)],
+        capture_output=True, text=True, timeout=500, check=False, cwd=folder,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
     errors = re.findall(r"^(.+?):(\d+): error: (.*)$", done.stdout, re.MULTILINE)
-    assert {name for name, _, _ in errors} <= {script.name}, done.stdout
-    return {int(line) for _, line, _ in errors}
+    assert {name for name, _, _ in errors} <= {script.name for script in scripts}, done.stdout
+    return {(name, int(line)) for name, line, _ in errors}
 
 
-def pyright(script: Path, python: Path) -> set[int]:
-    config = {"typeCheckingMode": "standard", "pythonVersion": "3.12", "include": [script.name]}
-    (script.parent / "pyrightconfig.json").write_text(json.dumps(config))
+def pyright(scripts: list[Path], python: Path, strict: bool) -> set[tuple[str, int]]:
+    """The same."""
+    folder, names = scripts[0].parent, [script.name for script in scripts]
+    config = {"typeCheckingMode": "standard", "pythonVersion": "3.12", "include": names}
+    if not strict:  # what a program imports, which need not be here, and may export a name by no list
+        config |= {"reportMissingImports": "none", "reportPrivateImportUsage": "none"}
+    (folder / "pyrightconfig.json").write_text(json.dumps(config))
     done = subprocess.run(
         [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", python],
-        capture_output=True, text=True, timeout=500, check=False, cwd=script.parent,
+        capture_output=True, text=True, timeout=500, check=False, cwd=folder,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
     found = [each for each in json.loads(done.stdout)["generalDiagnostics"] if each["severity"] == "error"]
-    assert {Path(each["file"]).name for each in found} <= {script.name}, done.stdout
-    return {each["range"]["start"]["line"] + 1 for each in found}
+    assert {Path(each["file"]).name for each in found} <= set(names), done.stdout
+    return {(Path(each["file"]).name, each["range"]["start"]["line"] + 1) for each in found}
 
 
-def check(package: str, checker: Callable[[Path, Path], set[int]], plain: Path, tmp_path: Path) -> None:
-    script = tmp_path / "of_a_user.py"
-    script.write_text(SCRIPTS[package])
-    assert checker(script, plain) == wrong_lines(SCRIPTS[package])
+type Checker = Callable[[list[Path], Path, bool], set[tuple[str, int]]]
+
+
+def check(package: str, checker: Checker, plain: Path, tmp_path: Path) -> None:
+    scripts = write(tmp_path, of_a_user=SCRIPTS[package])
+    assert checker(scripts, plain, True) == {(scripts[0].name, line) for line in wrong_lines(SCRIPTS[package])}
 
 
 @pytest.mark.parametrize(
@@ -175,3 +213,12 @@ def test_mypy_reports_the_mistakes_and_nothing_else(package: str, plain: Path, t
 def test_pyright_reports_the_mistakes_and_nothing_else(package: str, plain: Path, tmp_path: Path) -> None:
     pytest.importorskip("basedpyright")
     check(package, pyright, plain, tmp_path)
+
+
+@pytest.mark.parametrize("checker", [pytest.param(mypy, marks=pytest.mark.slow), pyright])
+def test_readme_has_no_line_to_report(checker: Checker, plain: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mypy" if checker is mypy else "basedpyright")
+    blocks = [block for block in doc_blocks.parts(ROOT / "README.md") if block.language == "python"]
+    assert any("out.entropy" in block.code for block in blocks)
+    scripts = write(tmp_path, **{f"line_{block.line}": block.code for block in blocks})
+    assert checker(scripts, plain, False) == set()

@@ -81,10 +81,10 @@ def test_it_runs_the_quick_start(wheel: Path, tmp_path: Path) -> None:
     assert loss == "6.908"  # ln 1000
     assert Path(where).is_relative_to(tmp_path)
     assert "qwen3-8b" in run(python.parent / "lce-jax", "explain", "--model", "qwen3-8b", "--tokens", "8192")
-    for name, instead in IN_A_CHECKOUT.items():
+    for name, commands in IN_A_CHECKOUT.items():
         told = subprocess.run([python.parent / "lce-jax", name], capture_output=True, text=True, check=False, cwd="/")
         assert told.returncode == 2
-        assert f"in a checkout of the repository, run make {name} or {instead}" in told.stderr
+        assert f"in a checkout of the repository, run {' or '.join(commands)}" in told.stderr
     for module, extra in (("lce_torch_bridge", "torch"), ("lce_jax.flax.nnx", "flax")):  # neither is there
         refused = f"try: import {module}\nexcept ModuleNotFoundError as error: print(error.name, error)"
         assert run(python, "-I", "-c", refused).startswith(f"{extra} {module.removesuffix('.nnx')} needs ")
@@ -112,6 +112,7 @@ def test_a_release_leads_to_its_repository() -> None:
         path = re.fullmatch(rf"{repository}/(?:blob|raw)/{tag}/([^#]+)(#.*)?", target)
         assert path, target
         assert (ROOT / path[1]).exists(), target
+    assert f"git clone {repository} && cd a-fork\n" in text
     told = tomllib.loads(release.project((ROOT / "pyproject.toml").read_text(), repository, tag))["project"]
     assert told["urls"]["Repository"] == repository
     assert told["scripts"]

@@ -18,9 +18,11 @@ from jax.sharding import PartitionSpec as P
 import lce_jax
 from lce_jax import UnsupportedError, explain, linear_cross_entropy, linear_logprobs, linear_loss
 from lce_jax._jax import abstract_device
+from tests.pairs import values_of
 
 T, H, V = 256, 64, 1024
 H200, A100, B200 = ("NVIDIA H200", 132), ("NVIDIA A100-SXM4-80GB", 108), ("NVIDIA B200", 148)
+GEFORCE = "NVIDIA GeForce RTX 5090", 170
 
 
 def mesh_of(kind: tuple[str, int], types: AxisType = AxisType.Auto) -> AbstractMesh:
@@ -53,14 +55,14 @@ def has_kernels(function: Callable[..., Any], *operands: Any) -> bool:
     return "lce_statistics" in str(jax.jit(jax.value_and_grad(function, argnums=(0, 1))).trace(*operands).jaxpr)
 
 
-@pytest.mark.parametrize("kind", [H200, A100, B200], ids=lambda kind: kind[0])
+@values_of("kind", [H200, A100, B200], slow=[A100])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_types_name_the_device(name: str, kind: tuple[str, int]) -> None:
     for types in (AxisType.Auto, AxisType.Explicit):
         assert has_kernels(FUNCTIONS[name], *structs(mesh_of(kind, types))) == (kind != B200)
 
 
-@pytest.mark.parametrize("kind", [H200, A100, ("NVIDIA GeForce RTX 5090", 170)], ids=lambda kind: kind[0])
+@values_of("kind", [H200, A100, GEFORCE], slow=[A100, GEFORCE])
 def test_kernels_are_lowered_for_it(kind: tuple[str, int]) -> None:
     """Copies by cp.async are refused where Mosaic lowers for another GPU."""
     traced = jax.jit(jax.value_and_grad(logprobs, (0, 1))).trace(*structs(mesh_of(kind, AxisType.Explicit)))
@@ -76,8 +78,8 @@ def test_the_current_mesh_names_it(kind: tuple[str, int]) -> None:
             assert has_kernels(function, *structs()) == (kind == H200)
 
 
-@pytest.mark.parametrize("kind", [H200, B200], ids=lambda kind: kind[0])
-@pytest.mark.parametrize("name", ["linear_logprobs", "linear_cross_entropy", "linear_loss"])
+@values_of("kind", [H200, B200], slow=[])
+@values_of("name", ["linear_logprobs", "linear_cross_entropy", "linear_loss"], slow=["linear_cross_entropy"])
 def test_a_mesh_that_the_caller_names(name: str, kind: tuple[str, int]) -> None:
     sharded = {
         "linear_logprobs": lambda *x, **named: lce_jax.sharded_linear_logprobs(*x, **named).lse.sum(),

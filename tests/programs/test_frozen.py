@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_cross_entropy, linear_kl, linear_logprobs, linear_loss
 from tests import cases, oracle
+from tests.pairs import values_of
 from tests.sharding_cases import mesh_of
 
 
@@ -63,7 +64,7 @@ def check(function: Callable[..., Any], operands: tuple[Any, ...]) -> None:
             assert oracle.relative_norm(gradient, whole[i]) < 1e-6
 
 
-@pytest.mark.fast("part of a cache", "in chunks", "KL, full cache")
+@pytest.mark.fast("part of a cache", "in chunks")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_other_gradients(way: str) -> None:
     check(functools.partial(WAYS[way], precision="highest"), given())
@@ -79,7 +80,7 @@ def test_on_a_mesh(way: str, kind: AxisType) -> None:
         check(functools.partial(WAYS[way], precision="highest"), tuple(placed))
 
 
-@pytest.mark.fast("KL")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["logprobs", "cross entropy, in chunks", "KL"])
 def test_inside_shard_map(way: str) -> None:
     specs = P("data"), P("tensor"), P("tensor"), P("data")
@@ -101,6 +102,7 @@ OF_KERNELS = WAYS | {
 }
 
 
+@pytest.mark.fast("in chunks-xla", "KL, full cache-mosaic_gpu", "logprobs-mosaic_gpu")
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
 @pytest.mark.parametrize("way", OF_KERNELS)
@@ -121,14 +123,14 @@ def test_no_product(way: str, implementation: str) -> None:
         assert products[1] == products[2] < products[0]
 
 
-def test_in_any_order() -> None:
+@values_of("way", ["logprobs", "cross entropy", "KL"], slow=["logprobs", "KL"])
+def test_in_any_order(way: str) -> None:
     """JAX keeps what it has traced of a rule, and may take the residuals' tree from another trace than their values."""
     operands, orders = given()[:2], ((0, 1), (1,), (0,), (0, 1))
-    for way in ("logprobs", "cross entropy", "KL"):
-        function = functools.partial(WAYS[way], bias=None, labels=given()[3])
-        for wrapped in (function, jax.checkpoint(function)):
-            runs = [jax.grad(wrapped, own) for own in orders]
-            want, *found = jax.jit(lambda *x, runs=runs: [run(*x) for run in runs])(*operands)
-            for own, gradients in zip(orders[1:], found, strict=True):
-                for i, gradient in zip(own, gradients, strict=True):
-                    assert oracle.relative_norm(gradient, want[i]) < 1e-5, (way, own)
+    function = functools.partial(WAYS[way], bias=None, labels=given()[3])
+    for wrapped in (function, jax.checkpoint(function)):
+        runs = [jax.grad(wrapped, own) for own in orders]
+        want, *found = jax.jit(lambda *x, runs=runs: [run(*x) for run in runs])(*operands)
+        for own, gradients in zip(orders[1:], found, strict=True):
+            for i, gradient in zip(own, gradients, strict=True):
+                assert oracle.relative_norm(gradient, want[i]) < 1e-5, own

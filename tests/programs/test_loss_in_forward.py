@@ -28,13 +28,13 @@ STRUCTS = tuple(map(jax.ShapeDtypeStruct, ((T, H), (V, H), (T,)), ("bfloat16", "
     [
         (None, {}),
         (None, {"reduction": "sum", "z_loss": 1e-4, "ignore_index": 7}),
-        (None, {"label_smoothing": 0.1, "ignore_index": None}),
+        pytest.param(None, {"label_smoothing": 0.1, "ignore_index": None}, marks=pytest.mark.slow),
         (None, {"implementation": "xla"}),
         ("the gradient of each token's loss", {"reduction": "none"}),
-        ("cache_bytes=0 asks for it", {"cache_bytes": 0}),
-        ("cache_bytes=1073741824 asks for it", {"cache_bytes": GIB}),
+        pytest.param("cache_bytes=0 asks for it", {"cache_bytes": 0}, marks=pytest.mark.slow),
+        pytest.param("cache_bytes=1073741824 asks for it", {"cache_bytes": GIB}, marks=pytest.mark.slow),
         ("little to recompute", {"gradient_threshold": 2**-12}),
-        ("would spare a product", {"vocab_part_size": 65536}),
+        pytest.param("would spare a product", {"vocab_part_size": 65536}, marks=pytest.mark.slow),
         ("would spare a product", {"label_smoothing": 0.1, "logit_softcap": 30.0}),
         ("float16", {"dtype": "float16"}),
     ],
@@ -135,7 +135,7 @@ GIVEN = HIDDEN, WEIGHT, BIAS, jnp.float32(1e-2), jnp.float32(77.0), LABELS, WHER
         {"reduction": "sum", "temperature": 0.7, "label_smoothing": 0.1},
         {"divided": False, "logit_softcap": 2.0},
     ],
-    slow=[{}, {"divided": False, "logit_softcap": 2.0}],
+    slow=[{}, {"divided": False, "logit_softcap": 2.0}, {"divided": False, "label_smoothing": 0.2}],
 )  # fmt: skip
 def test_the_same_loss(options: dict[str, Any]) -> None:
     assert_same(*(jax.jit(step(linear_cross_entropy, **options, **way))(*GIVEN) for way in (IN_CHUNKS, BACKWARD)))

@@ -1,4 +1,4 @@
-"""The pages of docs/recipes show the programs of ``examples/`` whole, and each program runs in a test."""
+"""The pages of docs/recipes show the programs of ``examples/``, and each program runs in a test."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ programs = script("programs")
 
 
 @pytest.mark.parametrize("page", programs.PAGES, ids=lambda page: page.stem)
-def test_a_page_shows_its_programs_whole(page: Path) -> None:
+def test_a_page_shows_its_programs(page: Path) -> None:
     text = page.read_text()
     assert text == programs.written(page), "run: python docs/_build/programs.py"
-    lines = re.findall(r"^```python\nlce_torch_bridge\.(\w+)\.(\w+)\((?:model)?\)\n```$", text, re.MULTILINE)
+    line = r"^```python\nimport lce_torch_bridge\.(\w+)\n\nlce_torch_bridge\.\1\.(\w+)\((?:model)?\)\n```$"
+    lines = re.findall(line, text, re.MULTILINE)
     assert text.count("```python") == len(programs.PLACE.findall(text)) + len(lines)
     for module, name in lines:  # tests/torch/test_frameworks.py calls them
         assert callable(getattr(getattr(lce_torch_bridge, module), name))

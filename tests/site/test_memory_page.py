@@ -37,3 +37,12 @@ def test_its_page_has_what_its_script_fills() -> None:
     for name in re.findall(r"(?:getElementById\(\"|querySelector\(\"#)([\w-]+)", code):
         assert f'id="{name}"' in page
     assert page.index("memory-numbers.js") < page.index("memory.js")
+
+
+def test_without_its_script_the_page_has_the_first_choice() -> None:
+    """As GitHub shows it, where no script runs."""
+    page, code = ((ROOT / "docs" / name).read_text() for name in ("memory.md", "assets/memory.js"))
+    chosen = re.findall(r'fill\(form\.elements\.\w+, MEMORY\.\w+, "?([\w-]+)"?\)', code)
+    assert [option.replace(",", "") for option in re.findall(r"<option>(.*?)</option>", page)] == chosen
+    assert chosen == [str(each) for each in memory.FIRST]
+    assert page.count("<tr><td>") == len(memory.WAYS)  # `docs/_build/tables.py` writes them

@@ -5,7 +5,9 @@ They are run again here, in small form: a process each, which executes their cel
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import json
 import os
 import re
@@ -13,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.image
+import numpy as np
 import pytest
 
 from tests.site.test_figures import script
@@ -37,8 +41,8 @@ SMALL = {
         "RL_STEPS = 14": "RL_STEPS = 1",
         "dtype=jnp.bfloat16)": "dtype=jnp.bfloat16, num_layers=1)",
         "(0.0, 0.01, 0.05)": "(0.0, 0.05)",
-        "rng, 8, 129)": "rng, 4, 33)",
-        "rng, 32, 129)": "rng, 4, 33)",
+        "rng, 8, 128)": "rng, 4, 32)",
+        "rng, 32, 128)": "rng, 4, 32)",
         "rl.RlConfig(RL_STEPS, prompts=8, ": "rl.RlConfig(RL_STEPS, prompts=2, group=2, ",
     },
     "04_tensor_parallel": {"B, S, H, V = 8, 64, 128, 8192": "B, S, H, V = 8, 64, 32, 1024"},
@@ -60,6 +64,12 @@ def code_cells(path):
 
 def outputs(path):
     return [output for cell in code_cells(path) for output in cell["outputs"]]
+
+
+def characters_that_fit(path):
+    """In a line of a page, as docs/assets/site.css says."""
+    (fits,) = re.findall(r"(\d+) characters fit", (path.parents[1] / "docs" / "assets" / "site.css").read_text())
+    return int(fits)
 
 
 def test_there_are_notebooks():
@@ -96,13 +106,47 @@ def test_its_page_says_what_each_picture_shows(path):
     assert f"[download]({path.name})" in text
 
 
+def luminance(color):
+    """As the Web Content Accessibility Guidelines define it, from 0 to 1."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_every_color_of_the_pictures_stands_out_from_light_and_dark_pages():
+    """By the guidelines' 3:1, from white and from the dark page of the site."""
+    sources = "".join(path.read_text() for path in (NOTEBOOKS[0].parent / "pictures").glob("*.py"))
+    colors = set(re.findall(r"#[0-9a-f]{6}\b", sources))
+    assert len(colors) >= 5
+    pages = [luminance(page) for page in ("#ffffff", "#1e2129")]
+    for color in colors:
+        for low, high in (sorted((luminance(color), page)) for page in pages):
+            assert (high + 0.05) / (low + 0.05) >= 3, color
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_pictures_have_no_background(path):
+    encoded = [output["data"]["image/png"] for output in outputs(path) if "image/png" in output.get("data", {})]
+    for picture in encoded:
+        alpha = matplotlib.image.imread(io.BytesIO(base64.b64decode("".join(picture))))[..., 3]
+        assert not np.concatenate([alpha[0], alpha[-1], alpha[:, 0], alpha[:, -1]]).any()
+        assert (alpha == 0).mean() > 0.2
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_line_of_a_printed_table_is_broken(path):
+    """Sentences may be, such as the reasons of `explain`."""
+    printed = "".join("".join(output["text"]) for output in outputs(path) if output["output_type"] == "stream")
+    rows = [line for line in printed.splitlines() if "   " in line.strip() and not line.startswith("  not used")]
+    assert [row for row in rows if len(row) > characters_that_fit(path)] == []
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_pictures_of_characters_are_as_narrow_as_their_place(path):
-    """Lines of ``pre`` in HTML are not broken: docs/assets/site.css says how many characters fit."""
-    (fits,) = re.findall(r"(\d+) characters fit", (path.parents[1] / "docs" / "assets" / "site.css").read_text())
+    """Lines of ``pre`` in HTML are not broken."""
     for output in outputs(path):
         for block in re.findall(r"<pre.*?</pre>", "".join(output.get("data", {}).get("text/html", [])), re.DOTALL):
-            assert max(map(len, html.unescape(re.sub("<.*?>", "", block)).splitlines())) <= int(fits)
+            assert max(map(len, html.unescape(re.sub("<.*?>", "", block)).splitlines())) <= characters_that_fit(path)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -65,6 +65,7 @@ def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert (how.plan.implementation, how.plan.refused) == ("xla", {"mosaic_gpu": how.why_not_direct})
 
 
+@pytest.mark.slow  # as JAX's, in tests/mosaic
 def test_tiles_after_a_blocks_first_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """On as many multiprocessors as the card has."""
     monkeypatch.setattr(_device, "device_of", lambda _: A100)

@@ -347,7 +347,8 @@ def _coefficients(
         first, zero = layout.statistics, on_all_threads(0.0, jnp.float32)
         stats = _statistics.of_fields({name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)})
         given = {name: ref[rows.here] for name, ref in zip(names, seeds, strict=True)}
-        seed = LogprobOutput(given.get("logprobs", zero), given.get("entropy"), given.get("lse", zero))
+        entropy: Any = given.get("entropy")
+        seed = LogprobOutput(given.get("logprobs", zero), entropy, given.get("lse", zero))
         temperature = kept[rows.of_field(1, stride)] if has_temperature else None
         inverse = None if temperature is None else _logprobs.inverse_of(temperature)
         k, factor = _logprobs.row_scale(case, inverse), _logprobs.row_factor(case, inverse)
