@@ -91,15 +91,6 @@ def test_in_linear_loss() -> None:
             assert np.isfinite(grad).all()
 
 
-def test_every_loss_has_one_order() -> None:
-    for name in losses.__all__:
-        if name not in ("distillation_loss", "with_entropy_bonus"):
-            first = [
-                x.name for x in inspect.signature(getattr(losses, name)).parameters.values() if x.kind != x.KEYWORD_ONLY
-            ]
-            assert tuple(first) == ("logprob", "entropy", "lse", *NAMES[: len(first) - 3]), name
-
-
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("difference", [-1e4, -99.0, 79.0, 99.0, 1e4, np.inf])
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from lce_torch_bridge import linear_logprobs, linear_loss
-from lce_torch_bridge.operators import _operators
-from lce_torch_bridge.tensors import _weight
 from tests.torch import problem as p
 from tests.torch.executor import launched_directly
 
@@ -239,28 +237,6 @@ def test_a_checkpoint_that_hands_over_a_copy_of_the_weight() -> None:
     assert torch.equal(weight.grad, want)
 
 
-def test_a_kept_graph_keeps_its_cache() -> None:
-    """The cache is overwritten by a backward that nothing can follow."""
-    seen = []
-
-    def note(grad: torch.Tensor) -> None:
-        del grad
-        seen.append(_operators.may_write(_Context(), cached=1)[1])
-
-    x = torch.ones(1, requires_grad=True)
-    y = 2 * x
-    y.register_hook(note)
-    y.backward(retain_graph=True)
-    torch.autograd.grad(y, x, create_graph=True)
-    y.backward()
-    assert seen == [False, False, True]
-
-
-class _Context:
-    needs_input_grad = (True, False, False)
-    recipe = _operators.Recipe("logprobs", "", 3, 3)
-
-
 def ppo(logprobs: Any, entropy: Any, lse: Any, advantages: Any) -> Any:
     del lse
     return -advantages * logprobs.exp() - 0.05 * entropy
@@ -321,9 +297,3 @@ def test_a_recomputed_forward_may_not_add(loss_fn: Any, reentrant: bool) -> None
         weight.main_grad.zero_()
         serve()
         assert torch.equal(weight.main_grad, want)
-
-
-def test_nothing_like_a_weight() -> None:
-    nothing = _weight.empty_sparse_like(torch.ones(5, 3), torch.bfloat16)
-    assert (nothing.shape, nothing.dtype, nothing._nnz()) == ((5, 3), torch.bfloat16, 0)
-    assert not nothing.to_dense().any()
