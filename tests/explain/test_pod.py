@@ -48,7 +48,7 @@ def test_a_pod_that_is_none(text: str, capsys: pytest.CaptureFixture[str]) -> No
         (["--pod", "64x8", "--tokens", "4095"], "--tokens 4095 must divide by the 8 of --pod 64x8"),
         (
             ["--pod", "64x8", "--device", "cpu"],
-            "--pod compiles for h100, h200, a100, a10, l40s, rtx5090, b200, b300, v5e, v5p, v6e, tpu7x, not for cpu",
+            "not for cpu",
         ),
         (["--pod", "2x3", "--device", "v5p"], "--pod 2x3: a slice of TPU v5 has a power of 2 of devices, 4096 at most"),
         (["--pod", "64x8", "--device", "v5e"], "a power of 2 of devices, 256 at most, not 512"),

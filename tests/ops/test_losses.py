@@ -132,9 +132,9 @@ def test_parameters_may_be_traced() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: losses.cross_entropy(0.0, None, 0.0, z_loss=-1.0), "z_loss must not be negative, got -1"),
-        (lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=-0.5), "clip must not be negative, got -0.5"),
-        (lambda: losses.grpo(0.0, None, 0.0, 0.0, 0.0, 0.0, kl=-0.5), "kl must not be negative, got -0.5"),
+        (lambda: losses.cross_entropy(0.0, None, 0.0, z_loss=-1.0), "z_loss .*negative, got -1"),
+        (lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=-0.5), "clip .*negative, got -0.5"),
+        (lambda: losses.grpo(0.0, None, 0.0, 0.0, 0.0, 0.0, kl=-0.5), "kl .*negative, got -0.5"),
         (lambda: losses.with_entropy_bonus(losses.dapo, "1"), "coefficient must be .*'1'"),
         (
             lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=jnp.float32(-0.5)),

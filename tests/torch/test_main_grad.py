@@ -126,7 +126,7 @@ def test_nothing_keeps_the_parameter_alive() -> None:
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        (dict(main_grad=None), "needs weight.main_grad, which Megatron's DistributedDataParallel makes"),
+        (dict(main_grad=None), "needs weight.main_grad"),
         (dict(main_grad=torch.zeros(3, 3)), r"main_grad \(3, 3\) must have the shape of weight \(104, 32\)"),
         (dict(main_grad=torch.zeros(104, 32, device="meta")), "main_grad is on meta, weight on cpu"),
         (dict(__fsdp_param__=True), "does not serve Megatron-FSDP"),
@@ -224,9 +224,7 @@ def test_a_checkpoint_that_hands_over_a_copy_of_the_weight() -> None:
     def checkpointed(*given: Any, reentrant: bool = True) -> None:
         torch.utils.checkpoint.checkpoint(head, *given, use_reentrant=reentrant).backward()
 
-    with pytest.raises(
-        ValueError, match=r"copies of its arguments\. Leave weight out of the arguments of the checkpoint"
-    ):
+    with pytest.raises(ValueError, match=r"Leave weight out of the arguments of the checkpoint"):
         checkpointed(hidden, weight)
     assert not weight.main_grad.any()
     (want,) = torch.autograd.grad(head(hidden, weight, "return"), weight)

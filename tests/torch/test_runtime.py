@@ -107,10 +107,10 @@ def platforms() -> Iterator[Callable[[str | None], None]]:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("cpu", r"cpu tensors need JAX's cpu backend.*JAX_PLATFORMS is 'tpu': leave it unset or write \"cuda,cpu\"$"),
+        ("cpu", r"cpu backend.*JAX_PLATFORMS is 'tpu': leave it unset or write \"cuda,cpu\"$"),
         (
             "cuda:1",
-            r"cuda:1 tensors need JAX's cuda backend.* JAX with CUDA: in the checkout, pip install \"\.\[cuda13\]\"",
+            r"cuda:1 tensors .*pip install \"\.\[cuda13\]\"",
         ),
     ],
 )
