@@ -230,8 +230,3 @@ def test_no_implicit_transfers() -> None:
     linear_topk(hidden, weight, 3)
     with jax.transfer_guard("disallow"):
         linear_topk(hidden, weight, 3)
-
-
-def test_a_traced_k_is_refused() -> None:
-    with pytest.raises(TypeError, match="k must be a Python integer"):
-        jax.jit(linear_topk)(jnp.ones((4, 8)), jnp.ones((32, 8)), 3)
