@@ -243,6 +243,19 @@ def test_losses_of_any_magnitude(magnitudes: tuple[float, ...], chunk_bytes: int
             assert p.relative_norm(found[0][rows], want[0][rows]) < OF_FLOAT16
 
 
+@pytest.mark.usefixtures("rounded")
+def test_the_largest_dlogits_stay_within_float16() -> None:
+    """Those of labels that are all but impossible, which are as large as they may be."""
+    drawn = p.draw(T=300)
+    weight = (8 * drawn.weight).half()
+    labels = (drawn.hidden @ weight.float().T).argmin(-1)
+    problem = p.Problem(drawn.hidden.half(), weight, labels)
+    found = scaled_gradients(lambda *x: linear_loss(lambda logprobs, *_: -logprobs, *x)[0], problem, 1.0)
+    double = p.Problem(problem.hidden.double(), weight.double(), labels)
+    want = scaled_gradients(lambda *x: -p.stored(*x).logprobs.sum(), double, 1.0)
+    assert max(map(p.relative_norm, found, want)) < OF_FLOAT16
+
+
 FLOOR = cases.case("floor", leading=(4, 6), floor=5, stats=True, labels="foreign", temperature="token")
 
 

@@ -204,6 +204,24 @@ def test_saved_tensors_may_come_back_in_another_layout() -> None:
     assert all(map(torch.equal, torch.autograd.grad(p.objective(out, seeds), leaves[:2]), want))
 
 
+def test_a_backward_reads_the_cache_in_place_of_the_weight() -> None:
+    """So the weight's gradient is right, whatever is in the weight that was saved."""
+    hidden, weight, labels = p.draw()
+    weight.requires_grad_()
+
+    def dweight(**options: Any) -> torch.Tensor:
+        out = linear_logprobs(hidden, weight, labels, **options)
+        return torch.autograd.grad(out.logprobs.sum() - 0.1 * out.entropy.sum(), weight)[0]
+
+    def spoil(x: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(x, torch.nan) if x.shape == weight.shape else x
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, spoil):
+        cached, computed = (dweight(cache_bytes=size) for size in (1 << 30, 0))
+    assert p.relative_norm(cached, dweight()) < 1e-6
+    assert computed.isnan().any()
+
+
 ROWS, WIDTH, COLUMNS = 130, 128, 768
 
 
