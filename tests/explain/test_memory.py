@@ -114,6 +114,14 @@ def test_what_a_cpu_holds_is_a_tenth_from_the_plan(dtype: str, options: dict[str
     assert abs(plan.compiled.backward / plan.most_bytes - 1) < 0.1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_copy_of_the_rows_that_count_is_in_the_plan(dtype: str) -> None:
+    call = struct((1024, 1024), dtype), struct((4096, 1024), dtype), struct((1024,), "int32")
+    plan = explain(*call, where=struct((1024,), "bool"), compile=True)
+    assert plan.compiled is not None
+    assert abs(plan.compiled.forward / plan.forward_bytes - 1) < 0.1
+
+
 @pytest.mark.parametrize("device", ["h200", "a100"])
 def test_full_cache_bytes_is_the_least_that_spares_all(device: str) -> None:
     arguments = ["--model", "olmo3-7b", "--tensor-parallel", "4", "--tokens", "4096", "--device", device]

@@ -179,6 +179,16 @@ def test_memory(where: bool) -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * chunk + V * H * 4  # the CPU widens the weight
 
 
+@pytest.mark.parametrize(("V", "k"), [(151936, 64), (50257, 64), (128256, 1)])
+def test_no_selection_is_from_a_whole_row(V: int, k: int) -> None:
+    """It costs as much as the product: each is from less than a tenth of the columns."""
+    struct = jax.ShapeDtypeStruct
+    text = jax.jit(lambda h, w: linear_topk(h, w, k)).lower(struct((16, 8), "float32"), struct((V, 8), "float32"))
+    sizes = re.findall(r"(?:top_k|sort)\b.*?tensor<16x(\d+)xf32>", text.as_text())
+    assert sizes
+    assert max(map(int, sizes)) < V / 10
+
+
 def test_derivatives_that_are_used_are_refused() -> None:
     hidden, weight, labels, *_ = cases.draw(cases.case("plain"))
     for field in ("logprobs", "lse"):

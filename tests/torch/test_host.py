@@ -237,10 +237,11 @@ def test_why_jax_runs_a_call_is_logged_once(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_gpu(monkeypatch)
+    programs = as_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="once before the capture"):
         linear_logprobs(*p.draw(T, H, V, torch.bfloat16))
+    assert not programs
 
 
 DRAWN = (300, 128, 1024)
