@@ -32,6 +32,8 @@ def test_explains_whatever_is_accepted(test: cases.TestCase, abstract: bool) -> 
     assert plan.implementation in _dispatch.IMPLEMENTATIONS
     assert plan.logits_bytes == labels.size * test.V * 4
     assert min(plan.forward_bytes, plan.backward_bytes, plan.kept_bytes) >= 0
+    assert 1 <= plan.tiles["tokens"] <= max(labels.size, 1)
+    assert 1 <= plan.tiles["vocabulary"] <= test.V
     assert all(isinstance(reason, str) and reason for reason in plan.refused.values())
 
 
