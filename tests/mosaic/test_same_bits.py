@@ -16,8 +16,8 @@ from jax.sharding import AxisType, PartitionSpec
 import lce_jax
 import lce_torch_bridge
 from lce_jax import _call, _options, _shard, mosaic
-from lce_jax._dispatch import for_device
 from lce_jax._types import Operands
+from lce_jax.kernels import for_device
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.mosaic._chunks import GROUP

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import lce_jax
-from lce_jax._dispatch import for_device
+from lce_jax.kernels import for_device
 from lce_jax.mosaic import _chunks
 from lce_jax.mosaic._operands import geometry
 from lce_jax.mosaic._pallas import interpreting, plgpu

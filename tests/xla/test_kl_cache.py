@@ -179,7 +179,6 @@ def test_is_planned() -> None:
     (hidden, weight), labels = drawn.student, jax.ShapeDtypeStruct(drawn.seed.shape, "int32")
     given = full_cache(drawn) // 2
     plan = explain(hidden, weight, labels, teacher=drawn.teacher, cache_bytes=given)
-    assert full_cache(drawn) == 24 * (480 * (4 + 4) + 10 * 3 * 4)
     assert 0 <= given - (plan.kept_bytes - 6 * 4 * 24) < full_cache(drawn) / 10
     assert "the forward keeps 5 of 10 vocabulary tiles" in str(plan)
 
