@@ -115,6 +115,13 @@ def test_an_adapter_lowers(T: int, H: int, V: int, rank: int, options: dict) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
+def test_more_chunks_compile_no_more_kernels() -> None:
+    few, many = (lower(T, 1024, 151936, cache_bytes=1 << 30).count("@mosaic_gpu_v2") for T in (8192, 131072))
+    assert few == many
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("V", [151936, pytest.param(50257, marks=pytest.mark.slow)])
 def test_the_gradient_takes_the_place_of_a_whole_cache(V: int) -> None:
     """Then dhidden is written once, rounded: it is no sum in float32. 50257 columns are no whole atom."""

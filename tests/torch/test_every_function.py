@@ -335,3 +335,12 @@ def test_a_teacher_that_requires_gradients_gets_none() -> None:
     assert watched[0].grad is not None
     assert watched[2].grad is watched[3].grad is None
     assert not linear_kl(*PROBLEM[:2], *watched[2:]).requires_grad
+
+
+def test_a_mask_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, count = [], torch.Tensor.nonzero
+    monkeypatch.setattr(torch.Tensor, "nonzero", lambda x: counted.append(x) or count(x))
+    for function in (logprobs, kl):
+        counted.clear()
+        function(*leaves(), where=torch.arange(T) % 3 == 0)
+        assert len(counted) == 1

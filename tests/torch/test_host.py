@@ -110,6 +110,12 @@ def test_nothing_is_launched_twice(name: str) -> None:
         assert len(steps) == len(set(steps))
 
 
+def test_a_sum_of_dweight_begins_with_the_kernels_that_go_on() -> None:
+    """So that none is compiled for the first chunk alone."""
+    of = head(cache_bytes=1 << 40)
+    assert launched(backward(of, adds=True)) == launched(backward(of, adds=False))
+
+
 def test_memory_is_shared_only_after_its_last_use() -> None:
     """By chunks of the vocabulary, so that a pass takes less than 0.7 GiB."""
     tape = backward(head(num_tokens=8192, vocab_size=151643))
