@@ -22,7 +22,6 @@ from lce_jax import (
     linear_cross_entropy,
     linear_logprobs,
     scalars,
-    sharded_linear_cross_entropy,
     sharded_linear_logprobs,
 )
 from lce_jax._options import LogprobOptions
@@ -63,31 +62,31 @@ def refused(name: str, changed: dict[str, Any], error: type[Exception], message:
 LORA = ONES((2, 8)), ONES((32, 2)), 2.0
 OF_ARRAYS: dict[str, list[tuple[Any, type[Exception], str]]] = {
     "hidden": [
-        ([[1.0] * 8], TypeError, "hidden must be an array, got list"),
-        (ONES((4, 8), jnp.int32), TypeError, "hidden must be one of .* got int32"),
-        (ONES(()), ValueError, "hidden must have at least the hidden dimension|the shape of hidden before H"),
+        ([[1.0] * 8], TypeError, "hidden .*array, got list"),
+        (ONES((4, 8), jnp.int32), TypeError, "hidden .* got int32"),
+        (ONES(()), ValueError, "hidden dimension|hidden before H"),
     ],
     "weight": [
         (ONES((2, 32, 8)), ValueError, r"weight must have two .* \(2, 32, 8\)"),
         (ONES((32, 8), jnp.complex64), TypeError, "weight must be one of .*complex64"),
         (ONES((32, 9)), ValueError, r"\(4, 8\) ends in H = 8, but .*has H = 9"),
-        (ONES((8, 32)), ValueError, r'H = 32: hidden has V = 8 columns: .* pass logits\? .* write weight_layout="hv"'),
+        (ONES((8, 32)), ValueError, r'H = 32: .*logits.* write weight_layout="hv"'),
         (ONES((0, 8)), ValueError, r"weight \(0, 8\) must have at least one"),
     ],
     "labels": [
         (jnp.zeros((4,)), TypeError, "labels must be integers .* got float32"),
         (jnp.zeros((4,), bool), TypeError, "labels must be integers .* got bool"),
-        (jnp.zeros((5,), int), ValueError, r"labels \(5,\) must have .*\(4,\)"),
-        (jnp.zeros((4, 32), int), ValueError, r"labels \(4, 32\) must have .*\(4,\)"),
+        (jnp.zeros((5,), int), ValueError, r"labels \(5,\) .*\(4,\)"),
+        (jnp.zeros((4, 32), int), ValueError, r"labels \(4, 32\) .*\(4,\)"),
     ],
     "ids": [
-        (jnp.zeros((4, 0), int), ValueError, r"ids \(4, 0\) must end in K, from 1 to 512"),
+        (jnp.zeros((4, 0), int), ValueError, r"ids \(4, 0\) .* 1 to 512"),
         (jnp.zeros((4, 3)), TypeError, "ids must be integers .* got float32"),
         (jnp.zeros((5, 3), int), ValueError, r"ids \(5, 3\) must be .* \(4,\)"),
     ],
     "where": [
         (ONES((4,), int), TypeError, "where must be bool, got int"),
-        (ONES((4, 1), bool), ValueError, r"where \(4, 1\) must have .*\(4,\)"),
+        (ONES((4, 1), bool), ValueError, r"where \(4, 1\) .*\(4,\)"),
         (True, TypeError, "where must be a bool array, got bool"),
     ],
 }
@@ -103,32 +102,32 @@ def test_arrays(name: str) -> None:
 
 OF_OPTIONS: dict[str, list[tuple[Any, type[Exception], str]]] = {
     "temperature": [
-        (-0.5, ValueError, "temperature must be positive in float32, got -0.5"),
-        (0, ValueError, "temperature must be positive in float32, got 0"),
-        (float("nan"), ValueError, "temperature must be finite in float32, got nan"),
-        (1e-46, ValueError, "temperature must be positive in float32, got 1e-46"),
-        ("hot", TypeError, "temperature must be a Python number, got str 'hot'"),
+        (-0.5, ValueError, "temperature .*positive.* got -0.5"),
+        (0, ValueError, "temperature .*positive.* got 0"),
+        (float("nan"), ValueError, "temperature .*finite.* got nan"),
+        (1e-46, ValueError, "temperature .*positive.* got 1e-46"),
+        ("hot", TypeError, "temperature .*number, got str 'hot'"),
         (ONES((3,)), ValueError, r"\(3,\) must broadcast .*\(4,\)"),
         (ONES((4,), int), TypeError, "temperature must be floating"),
     ],
     "logit_softcap": [
-        (0.0, ValueError, "logit_softcap must be positive in float32, got 0.0"),
-        (1e39, ValueError, "logit_softcap must be finite in float32, got 1e.39"),
+        (0.0, ValueError, "logit_softcap .*positive.* got 0.0"),
+        (1e39, ValueError, "logit_softcap .*finite.* got 1e.39"),
         (np.float32(0), ValueError, "logit_softcap must be positive .* got 0.0"),
         (ONES((1,)), ValueError, r"logit_softcap must be .* got shape \(1,\)"),
     ],
     "logit_scale": [
-        (float("inf"), ValueError, "logit_scale must be finite in float32, got inf"),
+        (float("inf"), ValueError, "logit_scale .*finite.* got inf"),
         (np.array(np.inf), ValueError, "logit_scale must be finite .* got inf"),
         (ONES((4,)), ValueError, r"logit_scale must be .* got shape \(4,\)"),
         (jnp.array(True), TypeError, "logit_scale must be a real number, .* bool"),
     ],
-    "entropy": [("grad", TypeError, "entropy must be True or False, got 'grad'")],
-    "stats": [(1, TypeError, "stats must be True or False, got 1")],
+    "entropy": [("grad", TypeError, "entropy .*True or False, got 'grad'")],
+    "stats": [(1, TypeError, "stats .*True or False, got 1")],
     "vocab_size": [
         (33, ValueError, r"vocab_size must lie in \[1, 32\].*got 33"),
         (0, ValueError, r"vocab_size must lie in \[1, (32|2147483647)\].*got 0"),
-        (30.0, TypeError, "vocab_size must be a Python integer, got 30.0"),
+        (30.0, TypeError, "vocab_size .*integer, got 30.0"),
     ],
     "weight_layout": [("nk", ValueError, "weight_layout must be .* got 'nk'")],
     "axis_name": [
@@ -137,29 +136,29 @@ OF_OPTIONS: dict[str, list[tuple[Any, type[Exception], str]]] = {
         (0, TypeError, "axis_name must be None, .* got 0"),
     ],
     "vocab_part_size": [
-        (0, ValueError, "vocab_part_size must be a positive multiple of 8, got 0"),
-        (12, ValueError, "vocab_part_size must be a positive .* of 8, got 12"),
-        (8.0, TypeError, "vocab_part_size must be a Python integer, got 8.0"),
+        (0, ValueError, "vocab_part_size .*multiple of 8, got 0"),
+        (12, ValueError, "vocab_part_size .*multiple of 8, got 12"),
+        (8.0, TypeError, "vocab_part_size .*integer, got 8.0"),
     ],
     "cache_bytes": [(-1, ValueError, "cache_bytes must be .* at least 0, got -1")],
     "precision": [("exact", ValueError, "precision 'exact' is not")],
     "implementation": [
         ("cuda", ValueError, "unknown implementation 'cuda'; known"),
-        (["xla"], TypeError, "implementation must be None, a name or a tuple"),
+        (["xla"], TypeError, "implementation .*a tuple"),
         ((), TypeError, "implementation must be None"),
     ],
     "bias": [
-        (ONES((8,)), ValueError, r"bias \(8,\) must have one number per vocabulary column of weight \(32, 8\)"),
-        (ONES((32,), int), TypeError, r"bias must be one of bfloat16, .* got int32"),
-        (1.0, TypeError, "bias must be an array, got float"),
+        (ONES((8,)), ValueError, r"bias \(8,\) .*weight \(32, 8\)"),
+        (ONES((32,), int), TypeError, r"bias .* got int32"),
+        (1.0, TypeError, "bias .*array, got float"),
     ],
     "candidates": [
-        (jnp.zeros((4, 0), int), ValueError, r"candidates \(4, 0\) must end in K, from 1 to 512"),
-        (jnp.zeros((4, 513), int), ValueError, r"candidates \(4, 513\) must end in K, from 1 to 512"),
+        (jnp.zeros((4, 0), int), ValueError, r"candidates \(4, 0\) .* 1 to 512"),
+        (jnp.zeros((4, 513), int), ValueError, r"candidates \(4, 513\) .* 1 to 512"),
         (jnp.zeros((4, 3)), TypeError, "candidates must be integers .* got float32"),
-        ([[1, 2]] * 4, TypeError, "candidates must be an array, got list"),
+        ([[1, 2]] * 4, TypeError, "candidates .*array, got list"),
         (jnp.zeros((4,), int), ValueError, r"candidates \(4,\) must be \[..., K\] .* labels \(4,\)"),
-        (jnp.zeros((), int), ValueError, r"candidates \(\) must end in K"),
+        (jnp.zeros((), int), ValueError, r"candidates \(\) .*K"),
         (jnp.zeros((5, 3), int), ValueError, r"candidates \(5, 3\) must be .* labels \(4,\)"),
     ],
     "gradient_threshold": [
@@ -167,25 +166,24 @@ OF_OPTIONS: dict[str, list[tuple[Any, type[Exception], str]]] = {
         ("2**-12", TypeError, "gradient_threshold"),
     ],
     "logit_floor": [
-        (float("nan"), ValueError, "logit_floor must be finite in float32, got nan"),
+        (float("nan"), ValueError, "logit_floor .*finite.* got nan"),
         (np.float32("nan"), ValueError, "logit_floor must be finite .* got nan"),
-        (jnp.array([0, jnp.nan, 1, jnp.nan]), ValueError,
-         r"logit_floor must be a number or infinite, but is nan.* in 2 of 4 rows, the first of them \(1,\)"),
+        (jnp.array([0, jnp.nan, 1, jnp.nan]), ValueError, r"logit_floor .* nan.* in 2 of 4 rows.* \(1,\)"),
         (ONES((3,)), ValueError, r"logit_floor \(3,\) must broadcast to labels \(4,\)"),
-        (ONES((4,), int), TypeError, "logit_floor must be floating point, got int32"),
-        ("low", TypeError, "logit_floor must be a Python number, got str 'low'"),
+        (ONES((4,), int), TypeError, "logit_floor .*floating.* got int32"),
+        ("low", TypeError, "logit_floor .*number, got str 'low'"),
     ],
     "lora": [
         (LORA[:2], TypeError, r"lora must be a tuple \(A \[r, H\], B \[V, r\], scale\), got \(Array"),
-        ((LORA[0], [1.0], 2.0), TypeError, "lora's B must be an array, got list"),
-        ((ONES((2, 8), int), *LORA[1:]), TypeError, "lora's A must be one of bfloat16, .* got int32"),
-        ((*LORA[:2], "2"), TypeError, "lora's scale must be a Python number, got str '2'"),
+        ((LORA[0], [1.0], 2.0), TypeError, "lora's B .*array, got list"),
+        ((ONES((2, 8), int), *LORA[1:]), TypeError, "lora's A .* got int32"),
+        ((*LORA[:2], "2"), TypeError, "lora's scale .*number, got str '2'"),
         ((LORA[1], LORA[0], 2.0), ValueError, r"A \(32, 2\) and B \(2, 8\) must be \[r, H\] and \[V, r\]"),
         ((ONES((0, 8)), ONES((32, 0)), 2.0), ValueError, r"A \(0, 8\) and B \(32, 0\) must be \[r, H\]"),
         ((LORA[0], ONES((31, 2)), 2.0), ValueError, r"must be \[r, 8\] and \[32, r\], of hidden \(4, 8\)"),
     ],
     "beta": [
-        (0.5, ValueError, 'beta=0.5 is a weight of direction="jsd", direction is "forward"'),
+        (0.5, ValueError, 'beta=0.5 .*direction="jsd"'),
     ],
     "teacher_temperature": [(-1.0, ValueError, "teacher's temperature must be")],
     "teacher_logit_softcap": [("some", TypeError, "teacher's logit_softcap must be a")],
@@ -215,29 +213,29 @@ def test_options_of_other_functions(name: str, option: str) -> None:
 
 type Mistakes = list[tuple[dict[str, Any], type[Exception], str]]
 IGNORED: Mistakes = [
-    (dict(ignore_index=-100.0), TypeError, "ignore_index must be a Python integer, got -100.0"),
+    (dict(ignore_index=-100.0), TypeError, "ignore_index .*integer, got -100.0"),
     (dict(ignore_index=2**40), ValueError, "ignore_index must lie .* got 1099511627776"),
 ]
 OF_LOSSES: Mistakes = [
     (dict(reduction="batchmean"), ValueError, "reduction must be .* got 'batchmean'"),
     (dict(label_smoothing=1.1), ValueError, r"label_smoothing must lie in \[0, 1\], got 1.1"),
     (dict(label_smoothing=0.1, logit_floor=0.0), ValueError, "logit_floor with label_smoothing.* label_smoothing=0"),
-    (dict(z_loss=-1e-4), ValueError, "z_loss must not be negative, got -0.0001"),
+    (dict(z_loss=-1e-4), ValueError, "z_loss .*negative, got -0.0001"),
     (dict(z_loss=ONES((4,))), ValueError, r"z_loss must be .* of shape \(\), got shape \(4,\)"),
-    (dict(z_loss=np.float32(-1)), ValueError, "z_loss must not be negative, got -1.0"),
-    (dict(z_loss=jnp.float32(-1)), ValueError, "z_loss must not be negative, got -1.0"),
+    (dict(z_loss=np.float32(-1)), ValueError, "z_loss .*negative, got -1.0"),
+    (dict(z_loss=jnp.float32(-1)), ValueError, "z_loss .*negative, got -1.0"),
     (dict(z_loss=jnp.array(True)), TypeError, "z_loss must be a real number, got an array of bool"),
     (dict(normalizer=8, reduction="sum"), ValueError, "normalizer=8 is .* is 'sum'"),
     (dict(normalizer=8, reduction="none"), ValueError, "normalizer=8 .* is 'none'"),
-    (dict(normalizer=0), ValueError, "normalizer must be positive in float32, got 0.0"),
+    (dict(normalizer=0), ValueError, "normalizer .*positive.* got 0.0"),
     (dict(normalizer=np.int64(0)), ValueError, "normalizer must be positive in .* got 0.0"),
     (dict(normalizer=jnp.float32(-2)), ValueError, "normalizer must not be .* got -2.0"),
-    (dict(normalizer=np.array(-2)), ValueError, "normalizer must not be negative, got -2.0"),
+    (dict(normalizer=np.array(-2)), ValueError, "normalizer .*negative, got -2.0"),
     (dict(normalizer=ONES((4,))), ValueError, r"normalizer must be .* got shape \(4,\)"),
     *IGNORED,
-    (dict(entropy=True), ValueError, "entropy=True, but a loss has no such output: linear_logprobs"),
-    (dict(stats=True), ValueError, "stats=True, but a loss has no such output: linear_logprobs"),
-    (dict(candidates=IDS), ValueError, "candidates, but a loss has no such output"),
+    (dict(entropy=True), ValueError, "entropy=True.*: linear_logprobs"),
+    (dict(stats=True), ValueError, "stats=True.*: linear_logprobs"),
+    (dict(candidates=IDS), ValueError, "candidates"),
 ]  # fmt: skip
 OF_ROW_LOSSES: Mistakes = [
     *IGNORED,
@@ -247,14 +245,14 @@ OF_ROW_LOSSES: Mistakes = [
     (dict(candidates=IDS), ValueError, "candidates: a loss_fn gets the label's"),
     (dict(chunk_bytes=-1), ValueError, "chunk_bytes"),
     (dict(loss_fn=3), TypeError, "loss_fn must be a function"),
-    (dict(loss_fn=lambda *_: 1), ValueError, "one floating-point scalar for one token, got int32"),
+    (dict(loss_fn=lambda *_: 1), ValueError, "scalar for one token, got int32"),
     (dict(loss_fn=lambda a, _, c: (a, c)), ValueError, r"got float32\[\], float32\[\]"),
 ]
 OF_KL: Mistakes = [
     (dict(direction="forwards"), ValueError, 'direction must be "forward", "reverse" or "jsd"'),
     (dict(beta=0, direction="jsd"), ValueError, r'lie in \(0, 1\), got 0.0: direction="forward" is 0'),
     (dict(teacher_hidden=ONES((5, 6))), ValueError, r"hidden \(5, 6\) .* student's \(4, 8\)"),
-    (dict(teacher_hidden=[[1.0]]), TypeError, "the teacher's hidden must be an array, got list"),
+    (dict(teacher_hidden=[[1.0]]), TypeError, "the teacher's hidden .*array, got list"),
     (dict(teacher_weight=ONES((32, 7))), ValueError, r"teacher's hidden \(4, 6\) ends in"),
     (dict(teacher_weight=ONES((40, 6))), ValueError, r"32 .* teacher's 40: give .* vocab_size"),
     (dict(teacher_weight=ONES((40, 6)), vocab_size=33), ValueError, r"lie in \[1, 32\]"),
@@ -265,11 +263,11 @@ OF_TOPK: Mistakes = [
     (dict(k=0), ValueError, r"k must lie in \[1, 512\], got 0"),
     (dict(k=-1), ValueError, r"k must lie in \[1, 512\], got -1"),
     (dict(k=513), ValueError, r"k must lie in \[1, 512\], got 513"),
-    (dict(k=33), ValueError, "at most the vocabulary, 32, got 33"),
-    (dict(k=31, vocab_size=30), ValueError, "at most the vocabulary, 30, got 31"),
-    (dict(k=3.0), TypeError, "k must be a Python integer, got 3.0"),
-    (dict(k=True), TypeError, "k must be a Python integer, got True"),
-    (dict(k=jnp.array(3)), TypeError, "k must be a Python integer, got Array"),
+    (dict(k=33), ValueError, "vocabulary, 32, got 33"),
+    (dict(k=31, vocab_size=30), ValueError, "vocabulary, 30, got 31"),
+    (dict(k=3.0), TypeError, "k .*integer, got 3.0"),
+    (dict(k=True), TypeError, "k .*integer, got True"),
+    (dict(k=jnp.array(3)), TypeError, "k .*integer, got Array"),
 ]
 OF_MESHES: Mistakes = [
     (dict(mesh=None), ValueError, "no mesh: pass mesh="),
@@ -324,37 +322,15 @@ def test_an_unknown_option(name: str) -> None:
     refused(name, {"temprature": 2.0}, TypeError, "option temprature .did you mean temperature|argument 'temprature'")
 
 
-OF_A_LOSS = {"where", "ignore_index", "reduction", "label_smoothing", "z_loss"}
-OF_A_MESH = {"mesh", "vocab_axis", "batch_axes", "sequence_axis"}
-OF_LOGPROBS = {"entropy", "stats", "candidates"}
-SHARED = set(LogprobOptions.__annotations__)
-
-
-@pytest.mark.parametrize(
-    ("function", "known", "unknown"),
-    [
-        (linear_cross_entropy, OF_A_LOSS | SHARED - OF_LOGPROBS, OF_A_MESH | OF_LOGPROBS),
-        (
-            sharded_linear_logprobs,
-            {"where", "ignore_index"} | OF_A_MESH | SHARED - {"axis_name"},
-            {"label_smoothing", "axis_name"},
-        ),
-        (
-            sharded_linear_cross_entropy,
-            OF_A_LOSS | OF_A_MESH | SHARED - {"axis_name"} - OF_LOGPROBS,
-            {"axis_name"} | OF_LOGPROBS,
-        ),
-        (explain, OF_A_LOSS | OF_A_MESH | SHARED, set()),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_an_unknown_option_lists_those_of_the_function(function: Any, known: set[str], unknown: set[str]) -> None:
-    with pytest.raises(TypeError, match=f"{function.__name__}: unknown option softcap .did you mean") as error:
+@pytest.mark.parametrize("name", [x for x in FUNCTIONS if "cross_entropy" in x or "logprobs" in x] + ["explain"])
+def test_an_unknown_option_lists_those_of_the_function(name: str) -> None:
+    function = FUNCTIONS[name][0]
+    with pytest.raises(TypeError, match=f"{name}: unknown option softcap .did you mean logit_softcap") as error:
         function(HIDDEN, WEIGHT, LABELS, softcap=3.0)
-    assert "did you mean logit_softcap?" in str(error.value)
     listed = set(str(error.value).split("known: ")[1].split(", "))
-    assert listed >= known
-    assert not listed & unknown
+    assert listed >= set(options_of(name))
+    assert ("vocab_axis" in listed) == (name.startswith("sharded_") or name == "explain")
+    assert ("label_smoothing" in listed) == ("cross_entropy" in name or name == "explain")
 
 
 INSIDE = scalars.SHARDS["axis_name"]
@@ -384,8 +360,8 @@ def test_another_name(name: str, meant: str) -> None:
 def test_the_known_value_of_an_array_is_checked_as_a_number(kind: Any) -> None:
     """In a traced array it is not known."""
     for name in ("linear_logprobs", "explain", "sharded_linear_logprobs"):
-        refused(name, {"logit_softcap": kind(0.0)}, ValueError, r"logit_softcap must be positive in float32, got 0\.0")
-        refused(name, {"logit_scale": kind(np.nan)}, ValueError, "logit_scale must be finite in float32, got nan")
+        refused(name, {"logit_softcap": kind(0.0)}, ValueError, r"logit_softcap .*positive.* got 0\.0")
+        refused(name, {"logit_scale": kind(np.nan)}, ValueError, "logit_scale .*finite.* got nan")
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int8", "uint8", "int16", "uint32"])

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lce_jax
-from lce_jax import explain, sharded_linear_logprobs
+from lce_jax import explain, kernels, sharded_linear_logprobs
 from lce_jax.explain import __main__ as command
 
 struct = jax.ShapeDtypeStruct
@@ -76,7 +76,7 @@ def test_devices_that_nothing_names() -> None:
     abstract = jax.sharding.AbstractMesh((2,), ("tensor",))
     for options in ({"mesh": abstract, "vocab_axis": "tensor"}, {}):
         with (
-            lce_jax._dispatch.for_device(lce_jax._dispatch.Device("gpu", "NVIDIA A100", "8.0", 108)),
+            kernels.for_device(kernels.Device("gpu", "NVIDIA A100", "8.0", 108)),
             pytest.raises(ValueError, match="nothing says which devices of NVIDIA A100 to compile for"),
         ):
             explain(*CALL, **options, compile=True)

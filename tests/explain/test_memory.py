@@ -71,24 +71,6 @@ def test_a_tile_of_xla_is_what_a_product_gives() -> None:
         assert kl.forward_bytes == 2 * products(lambda h, w, o=options: linear_kl(h, w, h, w, **o), *teacher)[0]
 
 
-def test_copies_and_sums_are_counted() -> None:
-    call = struct((2048, 256), "bfloat16"), struct((32768, 256), "bfloat16"), struct((2048,), "int32")
-    hidden = 2048 * 256
-    plain, moved = explain(*call), explain(*call, where=struct((2048,), "bool"))
-    rows, columns = plain.tiles.values()
-    dweight = 2 * columns * 256
-    assert plain.forward_bytes == 4 * rows * columns + 2 * columns * 256
-    assert plain.backward_bytes == 4 * rows * columns + 4 * hidden + 4 * (rows + columns) * 256 + dweight
-    rows, columns = moved.tiles.values()
-    dweight = 2 * 4 * columns * 256  # a sum over chunks of tokens, and what is added to it
-    assert moved.forward_bytes == 4 * rows * columns + 2 * hidden + 2 * (rows + columns) * 256
-    assert moved.backward_bytes == 4 * rows * columns + 6 * hidden + 4 * (rows + columns) * 256 + dweight
-    assert plain.most_bytes == plain.backward_bytes + plain.kept_bytes
-    ids = explain(*call, ids=struct((2048, 64), "int32"))
-    assert ids.forward_bytes == ids.tiles["tokens"] * 64 * 256 * 2
-    assert "64 ids per token, 131,072 products" in str(ids)
-
-
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("adapter", [False, True], ids=["frozen", "lora"])
 def test_a_frozen_weight_has_the_chunks_that_run(adapter: bool) -> None:
@@ -130,6 +112,14 @@ def test_what_a_cpu_holds_is_a_tenth_from_the_plan(dtype: str, options: dict[str
     plan = explain(*call, **options, compile=True)
     assert plan.compiled is not None
     assert abs(plan.compiled.backward / plan.most_bytes - 1) < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_copy_of_the_rows_that_count_is_in_the_plan(dtype: str) -> None:
+    call = struct((1024, 1024), dtype), struct((4096, 1024), dtype), struct((1024,), "int32")
+    plan = explain(*call, where=struct((1024,), "bool"), compile=True)
+    assert plan.compiled is not None
+    assert abs(plan.compiled.forward / plan.forward_bytes - 1) < 0.1
 
 
 @pytest.mark.parametrize("device", ["h200", "a100"])
@@ -187,9 +177,8 @@ def test_as_a_command() -> None:
         [sys.executable, "-W", "error", "-m", "lce_jax.explain", *arguments],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    lines = done.stdout.splitlines()
-    assert lines[0] == "H 4,096, V 131,072; bfloat16 on NVIDIA H200, implementation mosaic_gpu"
-    assert lines[4].split() == ["logits", "stored,", "one", "copy", "4.0", "GiB", "4.0", "GiB", "3.00"]
+    assert all(x in done.stdout for x in ("H 4,096, V 131,072", "NVIDIA H200", "mosaic_gpu"))
+    assert re.search(r"^logits stored, .* 4\.0 GiB ", done.stdout, re.MULTILINE)
     import lce_jax.explain as imported
     from lce_jax.explain import explain as inner
 

@@ -32,16 +32,14 @@ CALL = jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros(4, int)
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [
-    (dict(teacher=CALL[0]), TypeError, "teacher must be the pair of its hidden states and its weight, got ArrayImpl"),
+    (dict(teacher=CALL[0]), TypeError, "teacher .* got ArrayImpl"),
     (dict(teacher=(CALL[0], jnp.ones((32, 9)))), ValueError, "the teacher's .* ends in H = 8"),
     (dict(teacher=CALL[:2], ids=CALL[2][:, None]), ValueError, "ids and teacher belong to different functions"),
     (dict(teacher=CALL[:2], gradient_threshold=0.1), TypeError, "linear_kl has no option gradient_threshold"),
     (dict(teacher=CALL[:2], z_loss=1e-4), ValueError, "teacher is that of linear_kl, which is no loss"),
-    (dict(teacher=CALL[:2], logit_softcap=30.0), ValueError, "logit_softcap=30.0 is the student's alone: write teach"),
-    (dict(teacher=CALL[:2], logit_scale=jnp.float32(1)), ValueError, "logit_scale=1.0 is the student's alone: write"),
     (dict(teacher=CALL[:2], teacher_bias=jnp.ones(31)), ValueError, r"the teacher's bias \(31,\) must have"),
-    (dict(ids=CALL[2][:, None], beta=0.3), TypeError, "beta is that of linear_kl: give teacher too"),
-    (dict(teacher_logit_scale=1.0), TypeError, "teacher_logit_scale is that of linear_kl: give teacher too"),
+    (dict(ids=CALL[2][:, None], beta=0.3), TypeError, "beta .*give teacher"),
+    (dict(teacher_logit_scale=1.0), TypeError, "teacher_logit_scale .*give teacher"),
     (dict(ids=CALL[2][:, None], stats=True), TypeError, "linear_logits has no option stats"),
     (dict(ids=CALL[2]), ValueError, r"ids \(4,\) must"),
 ])  # fmt: skip

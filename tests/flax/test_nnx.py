@@ -81,7 +81,7 @@ def test_kl_is_that_of_the_logits_of_both_heads():
     padded.weight[...] = jnp.pad(teacher.weight[...], ((0, 4), (0, 0)))
     got = over_mesh.kl(hidden, padded, teacher_hidden, direction="reverse")
     assert_trees_close(got, kl_of_logits(teacher(teacher_hidden), head(hidden)))
-    with pytest.raises(ValueError, match="vocab_size=51, but the teacher's is 50: a divergence needs one vocabulary"):
+    with pytest.raises(ValueError, match=r"vocab_size=51, .* teacher's is 50"):
         head.kl(hidden, LMHead(HIDDEN, VOCAB - 1, rngs=nnx.Rngs(1)), hidden)
 
 
@@ -98,9 +98,7 @@ def test_an_adapter_on_the_head_is_refused():
         lambda: head.kl(hidden, plain, hidden),
         lambda: plain.kl(hidden, head, hidden),
     ):
-        with pytest.raises(
-            NotImplementedError, match="the head holds weight_lora_a and weight_lora_b, which are a part"
-        ):
+        with pytest.raises(NotImplementedError, match="weight_lora_a and weight_lora_b"):
             call()
     logits = head(hidden) + 0.5 * hidden @ a @ b
     plain.weight[...] += 0.5 * (a @ b).T
@@ -217,7 +215,7 @@ def mistakes():
         "a parameter",
         parameter,
         TypeError,
-        r"weight must be an array, got Param, which holds one: pass weight\[\.\.\.\]",
+        r"got Param, .*: pass weight\[\.\.\.\]",
     )
     yield "tied, padded", lambda: tied(pad_to_multiple=8), ValueError, r"tied embedding \(51, 16\)"
     yield "tied, other H", lambda: tied(hidden_size=8), ValueError, r"hidden_size=8 .* \(51, 16\)"

@@ -112,7 +112,7 @@ def test_values_without_a_step() -> None:
         assert np.array_equal(got[:3], values[:3], equal_nan=True)
         assert np.all(got[3:] < values[3:])
     large = jnp.array([1.0, 7e4])
-    with pytest.raises(ValueError, match=r"within float16, .* 65504, but is 70000.0 in 1 of 2 rows.*give the dtype"):
+    with pytest.raises(ValueError, match=r"65504, .* 70000.0 in 1 of 2 rows.*give the dtype"):
         floors.of_smallest(large, "float16")
     assert np.array_equal(np.isnan(jax.jit(lambda x: floors.of_smallest(x, "float16"))(large)), [False, True])
 
@@ -180,20 +180,20 @@ def test_of_split_tokens(kind: AxisType) -> None:
 
 TOP, ROWS = top_of((4,)), jnp.ones(4)
 MISTAKES: dict[str, tuple[Any, tuple[Any, ...], type[Exception], str]] = {
-    "dtype unknown": (floors.of_smallest, (ROWS, "foo"), TypeError, "dtype must be one of bfloat16, .* got 'foo'"),
-    "dtype None": (floors.of_smallest, (ROWS, None), TypeError, "dtype must be one of bfloat16, .* got None"),
-    "dtype of integers": (floors.of_smallest, (ROWS, "int8"), TypeError, "dtype must be one of .* got 'int8'"),
+    "dtype unknown": (floors.of_smallest, (ROWS, "foo"), TypeError, "dtype .* got 'foo'"),
+    "dtype None": (floors.of_smallest, (ROWS, None), TypeError, "dtype .* got None"),
+    "dtype of integers": (floors.of_smallest, (ROWS, "int8"), TypeError, "dtype .* got 'int8'"),
     "float8": (floors.of_smallest, (ROWS, "float8_e4m3fn"), TypeError, "must be one of .* got 'float8_e4m3fn'"),
-    "integers": (floors.of_smallest, (TOP.ids, "bfloat16"), TypeError, "smallest must be one of .* got int32"),
-    "a number": (floors.of_smallest, (1.0, "bfloat16"), TypeError, "smallest must be an array, got float"),
+    "integers": (floors.of_smallest, (TOP.ids, "bfloat16"), TypeError, "smallest .* got int32"),
+    "a number": (floors.of_smallest, (1.0, "bfloat16"), TypeError, "smallest .*array, got float"),
     "a tuple": (floors.top_k, (tuple(TOP),), TypeError, "top must be what .*linear_topk returns, got builtins.tuple"),
     "an array": (floors.top_p, (ROWS, 0.5), TypeError, "top must be what lce_jax.linear_topk returns, got jax"),
-    "no logprobs": (floors.top_k, (TopK(TOP.ids, None, ROWS),), TypeError, "top.logprobs must be an array, got None"),
+    "no logprobs": (floors.top_k, (TopK(TOP.ids, None, ROWS),), TypeError, "top.logprobs .*array, got None"),
     "another lse": (floors.top_k, (TOP._replace(lse=ROWS[:3]),), ValueError, r"\(4, 3\) must be .* \(3,\) before k"),
     "one token": (floors.top_k, (TopK(TOP.ids, ROWS[:, None], ROWS),), ValueError, r"give linear_topk\(..., k \+ 1"),
-    "max_logit a number": (floors.min_p, (2.0, 0.5), TypeError, "max_logit must be an array, got float"),
-    "p a string": (floors.min_p, (ROWS, "low"), TypeError, "p must be a Python number, got str 'low'"),
-    "p of integers": (floors.min_p, (ROWS, jnp.array(1)), TypeError, "p must be floating point, got int32"),
+    "max_logit a number": (floors.min_p, (2.0, 0.5), TypeError, "max_logit .*array, got float"),
+    "p a string": (floors.min_p, (ROWS, "low"), TypeError, "p .*number, got str 'low'"),
+    "p of integers": (floors.min_p, (ROWS, jnp.array(1)), TypeError, "p .*floating.* got int32"),
     "p of another shape": (floors.top_p, (TOP, ROWS[:3]), ValueError, r"p \(3,\) must broadcast to the rows \(4,\)"),
     "p of more rows": (floors.min_p, (ROWS, ROWS.reshape(1, 4)), ValueError, r"p \(1, 4\) must broadcast to the rows"),
 }  # fmt: skip
@@ -206,7 +206,7 @@ def test_mistakes(function: Any, given: tuple[Any, ...], error: type[Exception],
 
 
 def test_a_flag_that_is_none() -> None:
-    with pytest.raises(TypeError, match="after_top_k must be True or False, got 1"):
+    with pytest.raises(TypeError, match=r"after_top_k .*True or False, got 1"):
         floors.top_p(TOP, 0.5, after_top_k=1)  # type: ignore[arg-type]
 
 
@@ -216,9 +216,7 @@ def test_a_flag_that_is_none() -> None:
 )
 def test_a_share_that_is_none(p: float, kind: Any) -> None:
     for call in (lambda p: floors.top_p(TOP, p), lambda p: floors.min_p(ROWS, p)):
-        with pytest.raises(
-            ValueError, match=r"p must (lie in \(0, 1\], (got|but is)|be (positive|finite) in float32, got)"
-        ):
+        with pytest.raises(ValueError, match=r"^p must .*(got|but is)"):
             call(kind(float(p)))
 
 

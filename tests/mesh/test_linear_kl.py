@@ -143,5 +143,5 @@ def test_a_whole_teacher_inside_shard_map_is_refused() -> None:
     run = jax.shard_map(
         lambda *x: linear_kl(*x, axis_name="tensor"), mesh=mesh_of((1, 4)), in_specs=specs, out_specs=P()
     )
-    with pytest.raises(ValueError, match=r"weight \(32, 24\) is the same on every shard of 'tensor'"):
+    with pytest.raises(ValueError, match=r"weight \(32, 24\) .*'tensor'"):
         run(*drawn.student, *drawn.teacher)

@@ -8,45 +8,51 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import linear_logprobs
-from lce_jax.mesh._layout import layout_of_specs
+from lce_jax import explain, linear_logprobs
 from tests import oracle
 from tests.mesh.functions import SPLITS
 from tests.pairs import combined
 from tests.partition_cases import HIDDEN, KINDS, LABELS, WEIGHT, mesh_of, put
 
 
-@pytest.mark.parametrize(("tokens", "gathers_hidden"), [(4096, True), (1 << 20, False)])
-def test_what_a_device_would_hold_decides_what_is_gathered(tokens: int, gathers_hidden: bool) -> None:
-    """Not the hidden states of all replicas: a pod with more of them must gather the same."""
+def shares(mesh: Any, specs: tuple[P, P, P], shape: tuple[int, int, int], V: int) -> tuple[int, int]:
+    """The tokens and the columns that a device computes."""
+    arrays = (shape, "bfloat16"), ((V, shape[-1]), "bfloat16"), (shape[:-1], "int32")
+    given = [
+        jax.ShapeDtypeStruct(*x, sharding=NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+    call = explain(*given, implementation="xla").call
+    return call.num_tokens, call.columns
+
+
+@pytest.mark.parametrize(("tokens", "own"), [(4096, (4096, 1 << 12)), (1 << 20, (1 << 17, 1 << 15))])
+def test_what_a_device_would_hold_decides_what_is_gathered(tokens: int, own: tuple[int, int]) -> None:
+    """Few tokens' hidden states, or the weight. A pod with more replicas must gather the same."""
+    specs = P("data", "tensor"), P("tensor"), P("data", "tensor")
     for replicas in (1, 64):
-        mesh = AbstractMesh((replicas, 8), ("data", "tensor"))
-        hidden = jax.ShapeDtypeStruct((replicas, tokens, 64), jnp.bfloat16)
-        weight = jax.ShapeDtypeStruct((1 << 15, 64), jnp.bfloat16)
-        found = layout_of_specs(mesh, hidden, weight, P("data", "tensor"), P("tensor"), [], 0)
-        assert (found.gather_dim == 1, found.vocab_axes == "tensor") == (gathers_hidden, gathers_hidden)
-        assert found.token_shards == replicas * (1 if gathers_hidden else 8)
+        mesh = AbstractMesh((replicas, 8), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+        assert shares(mesh, specs, (replicas, tokens, 64), 1 << 15) == own
 
 
 @pytest.mark.parametrize(
-    ("split", "token_shards", "vocab_axes", "gather_dim"),
+    ("split", "tokens", "columns"),
     [
-        ("batch", 4, None, None),
-        ("tokens alone", 4, None, None),
-        ("sequence on the vocabulary's axis", 4, "tensor", 1),
-        ("one axis for both", 1, "data", 0),
-        ("hidden dimension", 4, "tensor", None),
-        ("weight over both axes", 4, "tensor", None),
+        ("batch", 4, 1),
+        ("tokens alone", 4, 1),
+        ("sequence on the vocabulary's axis", 4, 2),
+        ("one axis for both", 1, 4),
+        ("hidden dimension", 4, 2),
+        ("weight over both axes", 4, 2),
     ],
 )
-def test_splits_of_operands_split_the_work(split: str, token_shards: int, vocab_axes: Any, gather_dim: Any) -> None:
-    """`test_every_function` has the results."""
-    given, mesh = SPLITS[split], AbstractMesh((4, 2), ("data", "tensor"))
-    found = layout_of_specs(mesh, HIDDEN, WEIGHT, given.hidden, given.weight, [given.tokens], 0)
-    assert (found.token_shards, found.vocab_axes, found.gather_dim) == (token_shards, vocab_axes, gather_dim)
+def test_splits_of_operands_split_the_work(split: str, tokens: int, columns: int) -> None:
+    """Into so many parts. `test_every_function` has the results."""
+    specs, mesh = SPLITS[split], mesh_of(AxisType.Explicit)
+    own = shares(mesh, (specs.hidden, specs.weight, specs.tokens), HIDDEN.shape, len(WEIGHT))
+    assert own == (LABELS.size // tokens, len(WEIGHT) // columns)
 
 
 @pytest.mark.fast("True")

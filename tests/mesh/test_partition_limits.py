@@ -56,7 +56,7 @@ def test_shard_map_over_some_axes(kind: AxisType, caplog: pytest.LogCaptureFixtu
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
         over_data = jax.shard_map(some, in_specs=(rows, P(), rows), out_specs=rows, axis_names={"data"})
         if kind == AxisType.Explicit:
-            with pytest.raises(ValueError, match=r"split over \['tensor'\] as well: make shard_map manual over these"):
+            with pytest.raises(ValueError, match=r"\['tensor'\] .*make shard_map manual over these"):
                 jax.jit(over_data)(*operands)
         else:
             jax.jit(over_data).lower(*operands)
@@ -135,7 +135,7 @@ def test_symbolic_shapes_are_refused(symbol: str) -> None:
     plain = {"linear_logprobs": linear_logprobs, "linear_cross_entropy": linear_cross_entropy}
     called = {name: lambda *x, f=f: f(*x[:3]) for name, f in (FUNCTIONS | plain).items()}
     for function in (of_ids if symbol == "K" else called | of_ids).values():
-        with pytest.raises(UnsupportedError, match=r" has a symbolic size, and tiles follow from sizes\. Export one"):
+        with pytest.raises(UnsupportedError, match=r"symbolic size, .* Export one"):
             jax.export.export(jax.jit(function))(*structs)
     if symbol == "T":  # these read no weight
         logprobs, ids = jax.ShapeDtypeStruct((n, 3), "float32"), structs[3]

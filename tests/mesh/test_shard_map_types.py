@@ -135,7 +135,7 @@ def test_a_whole_weight_with_an_axis_is_refused() -> None:
         return linear_logprobs(hidden, weight, labels, axis_name="tensor").logprobs
 
     mapped = jax.shard_map(body, mesh=MESH, in_specs=(P(), P("data"), P()), out_specs=P("data"))
-    with pytest.raises(ValueError, match=r"weight \(32, 16\) is the same on every shard of 'tensor'"):
+    with pytest.raises(ValueError, match=r"weight \(32, 16\) .*'tensor'"):
         mapped(HIDDEN, WEIGHT, LABELS)
 
 

@@ -113,5 +113,5 @@ def test_a_whole_weight_inside_shard_map_is_refused() -> None:
     run = jax.shard_map(
         lambda h, w: linear_topk(h, w, 3, axis_name="tensor"), mesh=mesh, in_specs=(P(), P()), out_specs=P()
     )
-    with pytest.raises(ValueError, match=r"weight .* is the same on every shard of 'tensor'"):
+    with pytest.raises(ValueError, match=r"weight .*'tensor'"):
         run(HIDDEN, WEIGHT)

@@ -50,9 +50,9 @@ def test_no_client_of_jax_is_made() -> None:
         from tests.torch.test_host import backward, forward, head, launched
         small = head(**{SMALL}, cache_bytes=1 << 40)
         kernels = [*launched(forward(small, keep_cache=True)), *launched(backward(small, owns_cache=True))]
-        print(len(kernels), len(_compiler.module(kernels[0], H200)) > 0, xla_bridge.backends_are_initialized())
+        print(len(_compiler.module(kernels[0], H200)) > 0, xla_bridge.backends_are_initialized())
         """)
-    assert found.split() == ["11", "True", "False"]
+    assert found.split() == ["True", "False"]
 
 
 def test_kernels_are_lowered_whatever_the_caller_has_set() -> None:

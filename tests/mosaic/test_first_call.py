@@ -167,8 +167,9 @@ def test_whatever_is_around_the_call(name: str, by_xla: list[Any]) -> None:
     """The check compiles and runs its own programs. What the call is traced for is not run here."""
     jax.clear_caches()
     jax.eval_shape(AROUND[name], *CALL)
+    compared = len(by_xla)
     jax.eval_shape(AROUND[name], *CALL)
-    assert len(by_xla) == 2
+    assert len(by_xla) == compared > 0
     assert list(_generations.FOUND.values()) == [None]
 
 

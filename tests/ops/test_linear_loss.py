@@ -351,18 +351,18 @@ OWN = {"old": np.zeros((6, 4), np.float32), "advantage": np.ones((6, 1), np.floa
 @pytest.mark.parametrize(
     ("by_place", "by_name", "message"),
     [
-        (["x", OWN["advantage"]], {}, "per-token argument 0 of loss_fn must be an array, got str"),
+        (["x", OWN["advantage"]], {}, "per-token argument 0 of loss_fn .*array, got str"),
         ([], {**OWN, "old": np.zeros((5, 4))}, r"argument old of loss_fn \(5, 4\) must begin .* labels \(6, 4\), or"),
         ([], {**OWN, "advantage": np.zeros(6)}, r"argument advantage of loss_fn \(6,\) must begin with .* labels"),
         ([], {**OWN, "old": {"a": np.zeros(4)}}, r"argument old.a of loss_fn \(4,\) must begin"),
-        ([], {"old": OWN["old"]}, "missing a required argument: 'advantage'; its own arguments are old, advan"),
-        ([OWN["old"]], OWN, "loss_fn: multiple values for argument 'old'; its own arguments are old"),
+        ([], {"old": OWN["old"]}, "missing a required argument: 'advantage'.* old"),
+        ([OWN["old"]], OWN, "loss_fn: multiple values for argument 'old'.* old"),
         (
             [], {"old": OWN["old"], "advantages": OWN["advantage"]},
             r"unknown option advantages \(did you mean advantage\?\); known: where, .*; arguments of loss_fn: old, adv",
         ),
         ([], {**OWN, "temprature": 0.7}, r"unknown option temprature \(did you mean temperature\?\)"),
-        ([], {**OWN, "precision": "highest"}, "precision is an option, and loss_fn has an argument of that name"),
+        ([], {**OWN, "precision": "highest"}, "precision is an option"),
     ],
 )  # fmt: skip
 def test_errors(by_place: list[Any], by_name: dict[str, Any], message: str) -> None:

@@ -91,15 +91,6 @@ def test_in_linear_loss() -> None:
             assert np.isfinite(grad).all()
 
 
-def test_every_loss_has_one_order() -> None:
-    for name in losses.__all__:
-        if name not in ("distillation_loss", "with_entropy_bonus"):
-            first = [
-                x.name for x in inspect.signature(getattr(losses, name)).parameters.values() if x.kind != x.KEYWORD_ONLY
-            ]
-            assert tuple(first) == ("logprob", "entropy", "lse", *NAMES[: len(first) - 3]), name
-
-
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("difference", [-1e4, -99.0, 79.0, 99.0, 1e4, np.inf])
 @pytest.mark.parametrize(
@@ -141,9 +132,9 @@ def test_parameters_may_be_traced() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: losses.cross_entropy(0.0, None, 0.0, z_loss=-1.0), "z_loss must not be negative, got -1"),
-        (lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=-0.5), "clip must not be negative, got -0.5"),
-        (lambda: losses.grpo(0.0, None, 0.0, 0.0, 0.0, 0.0, kl=-0.5), "kl must not be negative, got -0.5"),
+        (lambda: losses.cross_entropy(0.0, None, 0.0, z_loss=-1.0), "z_loss .*negative, got -1"),
+        (lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=-0.5), "clip .*negative, got -0.5"),
+        (lambda: losses.grpo(0.0, None, 0.0, 0.0, 0.0, 0.0, kl=-0.5), "kl .*negative, got -0.5"),
         (lambda: losses.with_entropy_bonus(losses.dapo, "1"), "coefficient must be .*'1'"),
         (
             lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=jnp.float32(-0.5)),

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from lce_jax import LogprobOutput, linear_logprobs
-from lce_jax._types import is_array
 from tests import cases, oracle
 from tests.pairs import values_of
 
@@ -33,6 +32,7 @@ BLOCKS = {
     "temperature per token", "temperature per sequence", "peaked", "precision",
 }  # fmt: skip
 LEADING = (2, 3, 4)
+ARRAY = jax.Array, np.ndarray
 
 
 class Call(NamedTuple):
@@ -100,9 +100,11 @@ def together(tests: tuple[cases.TestCase, ...], implementation: str) -> dict[str
     joined = calls if not blocks else {"blocks": of_blocks([calls[name] for name in blocks])}
     joined |= {name: call for name, call in calls.items() if name not in blocks}
     with_stored = tests[0].dtype != "float32"
-    static = {name: {k: x for k, x in call.options.items() if not is_array(x)} for name, call in joined.items()}
+    static = {
+        name: {k: x for k, x in call.options.items() if not isinstance(x, ARRAY)} for name, call in joined.items()
+    }
     arrays = {
-        name: call._replace(options={k: x for k, x in call.options.items() if is_array(x)})
+        name: call._replace(options={k: x for k, x in call.options.items() if isinstance(x, ARRAY)})
         for name, call in joined.items()
     }
 

@@ -43,7 +43,7 @@ def test_gradients_are_exact_without_kernels() -> None:
     jax.tree.map(np.testing.assert_array_equal, (grads, out._replace(dropped_mass=None)), (exact, plain))
     assert run(lce_jax.linear_logprobs, gradient_threshold=0.5)[1].dropped_mass is None
     notes = lce_jax.explain(*problem(), gradient_threshold=0.5).notes
-    assert "gradient_threshold=0.5 is not used: this implementation's gradients are exact" in notes
+    assert any("gradient_threshold=0.5 is not used" in note for note in notes)
 
 
 def test_every_entry_takes_it() -> None:

@@ -25,8 +25,8 @@ def test_version() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    for name in lce_jax.__all__:
-        assert getattr(lce_jax, name).__doc__, name
+    for module in (lce_jax, lce_torch_bridge):
+        assert all(getattr(module, name).__doc__ for name in module.__all__)
 
 
 @pytest.mark.parametrize("module", [lce_jax, floors, losses, rows, *OF_TORCH])

@@ -44,38 +44,6 @@ def test_memory_follows_the_chunk_not_the_tokens(where: bool) -> None:
     assert large < 16384 * 8192 * 4 / 8
 
 
-@pytest.mark.slow
-def test_a_cotangent_of_one_costs_nothing() -> None:
-    """Outside the loop, dweight is multiplied with another cotangent, and not with 1."""
-
-    def products(factor: float) -> int:
-        _, text = compiled_step(1024, 512 * 8192 * 4, factor=factor)
-        lines = [line for line in text.splitlines() if "f32[8192,64]" in line.partition("=")[2].partition("(")[0]]
-        return sum(" multiply(" in line for line in lines)
-
-    assert products(3.0) == products(1.0) + 1
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("tokens", "columns", "chunk_bytes", "rows"),
-    [
-        (8192, 151936, 1400 << 20, 4096),  # two equal chunks
-        (65536, 151936, 1400 << 20, 4096),  # sixteen equal ones, where fourteen would do
-        (100, 151936, 1400 << 20, 100),
-        (1000, 1000, 1, 128),  # never fewer than a row block
-        (1000, 1000, 512 * 1000 * 2, 512),
-    ],
-)
-def test_chunk_rows(tokens: int, columns: int, chunk_bytes: int, rows: int) -> None:
-    case = lce_jax.explain(
-        jax.ShapeDtypeStruct((tokens, 64), "bfloat16"),
-        jax.ShapeDtypeStruct((columns, 64), "bfloat16"),
-        jax.ShapeDtypeStruct((tokens,), "int32"),
-    ).call
-    assert chunk_rows(dataclasses.replace(case, chunk_bytes=chunk_bytes)) == rows
-
-
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("tokens", "dtype", "options", "rows"),
@@ -146,14 +114,11 @@ def of_the_outputs(hidden, weight, labels, **options):
     ],
 )
 def test_kernels(T: int, H: int, V: int, options: dict) -> None:
-    """Two loops of kernels at most: chunks of tokens, and nothing of V x T. dweight is a sum in fp32."""
+    """Nothing of V x T, also where tokens come in chunks; dweight is a sum in fp32."""
     text = lower(T, H, V, function=of_the_outputs, **options)
     assert f"{T}x{V}" not in text
     shape = (H, V) if "weight_layout" in options else (V, H)
     assert "{}x{}xf32".format(*shape) in text
-    inverses = 3 * ("temperature" in options)
-    # Statistics, joins, results, coefficients, dlogits from the cache, products.
-    assert text.count("@mosaic_gpu_v2") == 8 + (V % 8 > 0) + inverses
     if options.get("vocab_size") is None:
         assert overwrites_cache(text)
 

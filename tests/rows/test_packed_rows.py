@@ -235,7 +235,7 @@ def test_rows_that_are_split_over_an_explicit_axis(function: Any) -> None:
 
 
 def test_unsigned_tokens() -> None:
-    with pytest.raises(TypeError, match="tokens must be signed, to hold labels of -100, got uint32"):
+    with pytest.raises(TypeError, match=r"tokens .*signed, .* -100, got uint32"):
         rows.next_tokens(np.zeros(3, np.uint32))
 
 

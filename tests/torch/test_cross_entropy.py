@@ -434,7 +434,7 @@ def test_the_module_takes_options_and_refuses_torchs_own() -> None:
         (dict(reduction="average"), "reduction must be .* got 'average'"),
         (dict(label_smoothing=1.5), "label_smoothing must lie in .* got 1.5"),
         (dict(ignore_index=1.5), "ignore_index must be .* got 1.5"),
-        (dict(z_loss=-0.1), "z_loss must not be negative, got -0.1"),
+        (dict(z_loss=-0.1), "z_loss .*negative, got -0.1"),
         (dict(temperature=0), "temperature must be positive .* got 0"),
         (dict(vocab_size=65), r"vocab_size must lie in \[1, 64\].* got 65"),
         (dict(logit_softcap=-1.0), "logit_softcap must be positive .* got -1"),

@@ -142,7 +142,7 @@ def test_another_order_of_verls_tokens_is_refused_and_its_line_is_right() -> Non
         verl.linear_cross_entropy(hidden, problem.weight, labels)
     got = verl.linear_cross_entropy(hidden.transpose(0, 1), problem.weight, labels)
     assert all(map(torch.equal, got, verl.linear_cross_entropy(*problem)))
-    with pytest.raises(ValueError, match=r"labels \(3, 5\) must have hidden's leading shape \(4, 3\)"):
+    with pytest.raises(ValueError, match=r"labels \(3, 5\) .*\(4, 3\)"):
         verl.linear_cross_entropy(hidden, problem.weight, torch.zeros(3, 5, dtype=int))
 
 
@@ -474,13 +474,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "another shape": (dict(teacher_logprobs=X[:2]), ValueError, r"teacher_logprobs \(2, 3\) .* ids \(4, 3\)"),
     "ids as log-probabilities": (dict(candidate_logprobs=IDS), ValueError, r"\(4, 3\) of torch.int64 must be floating"),
     "float ids": (dict(ids=X), TypeError, "ids must be integers .* got torch.float32"),
-    "no candidates": (dict(ids=IDS[:, :0]), ValueError, r"ids \(4, 0\) must end in K, from 1 to 512"),
-    "a list": (dict(candidate_logprobs=[[1.0]]), TypeError, r"candidate_logprobs must be a torch.Tensor, got list"),
+    "no candidates": (dict(ids=IDS[:, :0]), ValueError, r"ids \(4, 0\) .* 1 to 512"),
+    "a list": (dict(candidate_logprobs=[[1.0]]), TypeError, r"candidate_logprobs .*Tensor, got list"),
     "divergence": (dict(divergence="kl"), ValueError, "or \"jsd\", got 'kl'"),
     "rest": (dict(rest="tail"), ValueError, "or \"renormalize\", got 'tail'"),
     "beta of a KL": (dict(beta=0.5), ValueError, 'beta=0.5 is a weight of divergence="jsd"'),
     "beta 0": (dict(divergence="jsd", beta=0), ValueError, 'got 0.0: divergence="forward_kl" is 0'),
-    "a tensor of beta": (dict(divergence="jsd", beta=X[0, 0]), TypeError, "beta must be a Python number, got Tensor"),
+    "a tensor of beta": (dict(divergence="jsd", beta=X[0, 0]), TypeError, "beta .*number, got Tensor"),
     "where of another shape": (dict(where=IDS == 0), ValueError, r"where \(4, 3\) must .* ids before K \(4,\)"),
     "where of numbers": (dict(where=X[:, 0]), TypeError, "where must be bool, got torch.float32"),
 }
@@ -554,17 +554,17 @@ def test_arguments_by_name_and_numbers() -> None:
     assert all(map(torch.equal, *(torch.autograd.grad(x, inputs) for x in (by_name, by_place))))
     constant, _ = linear_loss(lambda x, _, __, a: a * x, *leaves, 2.0)
     assert torch.equal(constant, linear_loss(lambda x, _, __, a: a * x, *leaves, a=torch.tensor(2.0))[0])
-    with pytest.raises(ValueError, match=r"advantage \(4,\) must begin with the shape of labels \(4, 10\), or have 1"):
+    with pytest.raises(ValueError, match=r"advantage \(4,\) .*labels \(4, 10\), or have 1"):
         linear_loss(losses.ppo_clip, *leaves, old_logprob=old, advantage=advantage[:, 0])
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda *x: losses.cross_entropy(*x[:3], z_loss=-1.0), "z_loss must not be negative, got -1"),
-        (lambda *x: losses.ppo_clip(*x, clip=-0.5), "clip must not be negative, got -0.5"),
-        (lambda *x: losses.grpo(*x, x[0], kl=-0.5), "kl must not be negative, got -0.5"),
-        (lambda *x: losses.cispo(*x, clip_high=torch.ones(1)), "clip_high must be a Python number, got Tensor"),
+        (lambda *x: losses.cross_entropy(*x[:3], z_loss=-1.0), "z_loss .*negative, got -1"),
+        (lambda *x: losses.ppo_clip(*x, clip=-0.5), "clip .*negative, got -0.5"),
+        (lambda *x: losses.grpo(*x, x[0], kl=-0.5), "kl .*negative, got -0.5"),
+        (lambda *x: losses.cispo(*x, clip_high=torch.ones(1)), "clip_high .*number, got Tensor"),
         (lambda *_: losses.with_entropy_bonus(losses.dapo, "1"), "coefficient must be .*'1'"),
         (lambda *x: losses.with_entropy_bonus(losses.dapo, 0.1)(x[0], None, *x[2:]), "0.1 needs the entropy"),
         (lambda *x: losses.cispo(x[0][None], *x[1:], clip_high=1), r"old_logprob \(3,\) must .*logprob \(1, 3\)"),

@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from lce_torch_bridge import linear_logprobs, linear_loss
-from lce_torch_bridge.operators import _operators
-from lce_torch_bridge.tensors import _weight
 from tests.torch import problem as p
 from tests.torch.executor import launched_directly
 
@@ -128,7 +126,7 @@ def test_nothing_keeps_the_parameter_alive() -> None:
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        (dict(main_grad=None), "needs weight.main_grad, which Megatron's DistributedDataParallel makes"),
+        (dict(main_grad=None), "needs weight.main_grad"),
         (dict(main_grad=torch.zeros(3, 3)), r"main_grad \(3, 3\) must have the shape of weight \(104, 32\)"),
         (dict(main_grad=torch.zeros(104, 32, device="meta")), "main_grad is on meta, weight on cpu"),
         (dict(__fsdp_param__=True), "does not serve Megatron-FSDP"),
@@ -226,9 +224,7 @@ def test_a_checkpoint_that_hands_over_a_copy_of_the_weight() -> None:
     def checkpointed(*given: Any, reentrant: bool = True) -> None:
         torch.utils.checkpoint.checkpoint(head, *given, use_reentrant=reentrant).backward()
 
-    with pytest.raises(
-        ValueError, match=r"copies of its arguments\. Leave weight out of the arguments of the checkpoint"
-    ):
+    with pytest.raises(ValueError, match=r"Leave weight out of the arguments of the checkpoint"):
         checkpointed(hidden, weight)
     assert not weight.main_grad.any()
     (want,) = torch.autograd.grad(head(hidden, weight, "return"), weight)
@@ -237,28 +233,6 @@ def test_a_checkpoint_that_hands_over_a_copy_of_the_weight() -> None:
     assert torch.equal(weight.main_grad, 2 * want)
     checkpointed(hidden, weight, "return")
     assert torch.equal(weight.grad, want)
-
-
-def test_a_kept_graph_keeps_its_cache() -> None:
-    """The cache is overwritten by a backward that nothing can follow."""
-    seen = []
-
-    def note(grad: torch.Tensor) -> None:
-        del grad
-        seen.append(_operators.may_write(_Context(), cached=1)[1])
-
-    x = torch.ones(1, requires_grad=True)
-    y = 2 * x
-    y.register_hook(note)
-    y.backward(retain_graph=True)
-    torch.autograd.grad(y, x, create_graph=True)
-    y.backward()
-    assert seen == [False, False, True]
-
-
-class _Context:
-    needs_input_grad = (True, False, False)
-    recipe = _operators.Recipe("logprobs", "", 3, 3)
 
 
 def ppo(logprobs: Any, entropy: Any, lse: Any, advantages: Any) -> Any:
@@ -321,9 +295,3 @@ def test_a_recomputed_forward_may_not_add(loss_fn: Any, reentrant: bool) -> None
         weight.main_grad.zero_()
         serve()
         assert torch.equal(weight.main_grad, want)
-
-
-def test_nothing_like_a_weight() -> None:
-    nothing = _weight.empty_sparse_like(torch.ones(5, 3), torch.bfloat16)
-    assert (nothing.shape, nothing.dtype, nothing._nnz()) == ((5, 3), torch.bfloat16, 0)
-    assert not nothing.to_dense().any()

@@ -424,7 +424,7 @@ def test_nothing_used_is_no_error() -> None:
 @pytest.mark.fast("float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str) -> None:
-    """What XLA compiled: one product recomputes the logits and one makes dhidden; nothing else is as large as V x H."""
+    """What XLA compiled: a product less than for both gradients, and nothing as large as V x H."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (1024, 64, 16384)
     key = ProgramKey(p.told(V, implementation="xla"), 0, 1, precision=None)
     shapes = (struct((T, H), dtype), struct((V, H), dtype), None, struct((1 + T * (1 + 4 + 2),), "int32"), None)
@@ -434,8 +434,7 @@ def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str) -> None:
         return run.lower(*shapes).compile()
 
     frozen, both = compiled((True, False, False)), compiled((True, True, False))
-    assert frozen.as_text().count(" dot(") == 2
-    assert both.as_text().count(" dot(") == 3
+    assert frozen.as_text().count(" dot(") == both.as_text().count(" dot(") - 1
     assert frozen.memory_analysis().output_size_in_bytes < V * H
     assert frozen.memory_analysis().temp_size_in_bytes <= both.memory_analysis().temp_size_in_bytes
     assert both.memory_analysis().output_size_in_bytes >= V * H * 2

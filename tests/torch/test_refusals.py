@@ -61,81 +61,77 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # by position, in this order; options 
 }
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "linear_logprobs": [
-        (dict(hidden=[1.0]), r"TypeError: .*hidden must be a torch.Tensor, got list"),
-        (dict(hidden=torch.ones(6, 8, dtype=torch.float64)), r"TypeError: .*got torch.float64, which JAX would round"),
+        (dict(hidden=[1.0]), r"TypeError: .*hidden .*Tensor, got list"),
+        (dict(hidden=torch.ones(6, 8, dtype=torch.float64)), r"TypeError: .*got torch.float64"),
         (dict(weight=torch.ones(10, 8, dtype=torch.int8)), r"TypeError: .*weight must be .* got torch.int8"),
-        (dict(labels=torch.ones(6)), r"TypeError: .*labels must be integers \(vocabulary ids\), got torch.float32"),
+        (dict(labels=torch.ones(6)), r"TypeError: .*labels .*integers.* got torch.float32"),
         (dict(labels=torch.ones(6, dtype=torch.bool)), r"TypeError: .*labels must be integers .*, got torch.bool"),
         (dict(weight=torch.ones(10)), r"ValueError: .*weight must be \[V, H\].* got shape \(10,\)"),
         (dict(weight=torch.ones(0, 8)), r"ValueError: .*neither of them 0, got shape \(0, 8\)"),
-        (dict(weight=torch.ones(10, 7)), r"ValueError: .*hidden \(6, 8\) must end in the H of weight .* \(10, 7\)"),
-        (dict(labels=torch.ones(5, dtype=int)), r"ValueError: .*labels \(5,\) must have hidden's leading shape \(6,\)"),
+        (dict(weight=torch.ones(10, 7)), r"ValueError: .*hidden \(6, 8\) .*weight .*\(10, 7\)"),
+        (dict(labels=torch.ones(5, dtype=int)), r"ValueError: .*labels \(5,\) .*\(6,\)"),
         (dict(labels=GOOD.labels.to("meta")), r"ValueError: .*labels is on meta, hidden on cpu"),
-        (dict(tp_group="tp"), r"TypeError: .*tp_group must be a torch.distributed.ProcessGroup .* got 'tp'"),
-        (dict(temperature=0.0), r"ValueError: .*temperature must be positive in float32, got 0.0"),
+        (dict(tp_group="tp"), r"TypeError: .*tp_group .*ProcessGroup .* got 'tp'"),
+        (dict(temperature=0.0), r"ValueError: .*temperature .*positive.* got 0.0"),
         (dict(temperature=torch.full((6,), 1e-46).double()), r"ValueError: .*in float32, got 0.0 in its values"),
         (dict(temperature=torch.tensor([1, 1, torch.inf, 1, 1, 1])),
          r"ValueError: .*finite in float32, got inf in its"),
         (dict(temperature=torch.tensor([1, torch.nan, 1, 1, 1, 1])),
          r"ValueError: .*finite in float32, got nan in its"),
-        (dict(temperature=torch.ones(5)),
-         r"ValueError: .*temperature \(5,\) must broadcast to the tokens' shape \(6,\)"),
-        (dict(temperature=torch.ones(2, 6)), r"ValueError: .*\(2, 6\) must broadcast to the tokens' shape \(6,\)"),
+        (dict(temperature=torch.ones(5)), r"ValueError: .*temperature \(5,\) .*\(6,\)"),
+        (dict(temperature=torch.ones(2, 6)), r"ValueError: .*\(2, 6\) .*\(6,\)"),
         (dict(temperature=torch.ones(6, dtype=int)), r"TypeError: .*temperature must be floating point"),
         (dict(temperature=torch.ones(6, requires_grad=True)), r"ValueError: .*pass temperature.detach\(\)"),
         (dict(temperature=torch.ones(6, device="meta")), r"ValueError: .*temperature is on meta, hidden on cpu"),
-        (dict(logit_scale=float("inf")), r"ValueError: .*logit_scale must be finite in float32, got inf"),
-        (dict(logit_softcap=0), r"ValueError: .*logit_softcap must be positive in float32, got 0.0"),
+        (dict(logit_scale=float("inf")), r"ValueError: .*logit_scale .*finite.* got inf"),
+        (dict(logit_softcap=0), r"ValueError: .*logit_softcap .*positive.* got 0.0"),
         (dict(vocab_size=11), r"ValueError: .*vocab_size must lie in \[1, 10\].* got 11"),
         (dict(vocab_size=0), r"ValueError: .*vocab_size must lie in \[1, 10\].* got 0"),
-        (dict(vocab_size=9.0), r"TypeError: .*vocab_size must be a Python integer, got 9.0"),
+        (dict(vocab_size=9.0), r"TypeError: .*vocab_size .*integer, got 9.0"),
         (dict(entropy="grad"), r'TypeError: .*entropy must be True, False or "metric", got .grad.'),
         (dict(out_of_vocab="nan"), r"""ValueError: .*out_of_vocab must be "zero" or "megatron", got 'nan'"""),
         (dict(wgrad="add"), r"""ValueError: .*wgrad must be "return" or "main_grad", got 'add'"""),
-        (dict(stats=1), r"TypeError: .*stats must be True or False, got 1"),
-        (dict(reduce_grad_hidden=None), r"TypeError: .*reduce_grad_hidden must be True or False, got None"),
-        (dict(mean_logit="yes"), r"TypeError: .*mean_logit must be True or False, got 'yes'"),
-        (dict(bias=[0.0] * 10), r"TypeError: .*bias must be a torch.Tensor, got list"),
-        (dict(bias=torch.ones(10).double()), r"TypeError: .*bias must be bfloat16, .* torch.float64, which JAX would"),
-        (dict(bias=torch.ones(6)), r"ValueError: .*bias \(6,\) must have one number for each .*\(10, 8\): \(10,\)"),
-        (dict(bias=torch.ones(1, 10)), r"ValueError: .*bias \(1, 10\) must have one number .*: \(10,\)"),
+        (dict(stats=1), r"TypeError: .*stats .*True or False, got 1"),
+        (dict(reduce_grad_hidden=None), r"TypeError: .*reduce_grad_hidden .*True or False, got None"),
+        (dict(mean_logit="yes"), r"TypeError: .*mean_logit .*True or False, got 'yes'"),
+        (dict(bias=[0.0] * 10), r"TypeError: .*bias .*Tensor, got list"),
+        (dict(bias=torch.ones(10).double()), r"TypeError: .*bias .* torch.float64"),
+        (dict(bias=torch.ones(6)), r"ValueError: .*bias \(6,\) .*\(10, 8\): \(10,\)"),
+        (dict(bias=torch.ones(1, 10)), r"ValueError: .*bias \(1, 10\) .*\(10,\)"),
         (dict(bias=torch.ones(10, device="meta")), r"ValueError: .*bias is on meta, weight on cpu"),
-        (dict(vocab_part_size=12), r"ValueError: .*vocab_part_size must be a positive multiple of 8, got 12"),
+        (dict(vocab_part_size=12), r"ValueError: .*vocab_part_size .*multiple of 8, got 12"),
         (dict(vocab_part_size=8, cache_bytes=5), r"ValueError: .*vocab_part_size=8 with cache_bytes=5: .* Write"),
-        (dict(cache_bytes=-1), r"ValueError: .*cache_bytes must be a whole number of bytes, .* got -1"),
-        (dict(cache_bytes=1e9),
-         r"ValueError: .*cache_bytes must be a whole number of bytes, at least 0, got 1000000000"),
-        (dict(where=[True] * 6), r"TypeError: .*where must be a torch.Tensor, got list"),
-        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(cache_bytes=-1), r"ValueError: .*cache_bytes .*bytes.* got -1"),
+        (dict(cache_bytes=1e9), r"ValueError: .*cache_bytes .*bytes.* got 1000000000"),
+        (dict(where=[True] * 6), r"TypeError: .*where .*Tensor, got list"),
+        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) .*\(6,\)"),
         (dict(where=torch.ones(6)),
          r"TypeError: .*where must be bool, or .* index of rows, got torch.float32; .* pass where\.bool"),
         (dict(where=torch.ones(6).byte()),
          r"TypeError: .*where must be bool, or .*, got torch.uint8; .* pass where\.bool"),
-        (dict(where=torch.tensor([0, 1] * 3)),
-         r"ValueError: .*must hold each row at most once, got 4 repeats; .* pass where\.bool"),
+        (dict(where=torch.tensor([0, 1] * 3)), r"ValueError: .*got 4 repeats; .* pass where\.bool"),
         (dict(where=torch.ones(2, 2, dtype=int)), r"ValueError: .*must have one dimension, got shape \(2, 2\)$"),
         (dict(where=torch.tensor([0, 6])), r"ValueError: .*where holds row 6, and there are 6 rows"),
         (dict(where=torch.tensor([-1])), r"ValueError: .*where holds row -1, and there are 6 rows"),
-        (dict(where=torch.tensor([2, 2, 2])), r"ValueError: .*must hold each row at most once, got 2 repeats$"),
-        (dict(candidates=[[1]] * 6), r"TypeError: .*candidates must be a torch.Tensor, got list"),
-        (dict(candidates=torch.ones(6, 2)), r"TypeError: .*candidates must be integers \(vocabulary ids\), got torch"),
-        (dict(candidates=GOOD.labels[:, None][:, :0]),
-         r"ValueError: .*candidates \(6, 0\) must end in K, from 1 to 512"),
-        (dict(candidates=torch.ones(6, 513, dtype=int)), r"ValueError: .*\(6, 513\) must end in K, from 1 to 512 ids"),
-        (dict(candidates=torch.tensor(3)), r"ValueError: .*candidates \(\) must end in K"),
+        (dict(where=torch.tensor([2, 2, 2])), r"ValueError: .*got 2 repeats$"),
+        (dict(candidates=[[1]] * 6), r"TypeError: .*candidates .*Tensor, got list"),
+        (dict(candidates=torch.ones(6, 2)), r"TypeError: .*candidates .*integers.* got torch"),
+        (dict(candidates=GOOD.labels[:, None][:, :0]), r"ValueError: .*candidates \(6, 0\) .* 1 to 512"),
+        (dict(candidates=torch.ones(6, 513, dtype=int)), r"ValueError: .*\(6, 513\) .* 1 to 512"),
+        (dict(candidates=torch.tensor(3)), r"ValueError: .*candidates \(\) .*K"),
         (dict(candidates=torch.ones(5, 2, dtype=int)), r"ValueError: .*\(5, 2\) must be .* the shape of labels \(6,\)"),
         (dict(candidates=torch.ones(6, 2, dtype=int).to("meta")),
          r"ValueError: .*candidates is on meta, hidden on cpu"),
-        (dict(ignore_index=-100.0), r"TypeError: .*ignore_index must be a Python integer, got -100.0"),
-        (dict(ignore_index=True), r"TypeError: .*ignore_index must be a Python integer, got True"),
-        (dict(implementation=7), r"TypeError: .*implementation must be None, a name or a tuple of names, got 7"),
-        (dict(implementation=()), r"TypeError: .*implementation must be None, a name or a tuple of names, got \(\)"),
+        (dict(ignore_index=-100.0), r"TypeError: .*ignore_index .*integer, got -100.0"),
+        (dict(ignore_index=True), r"TypeError: .*ignore_index .*integer, got True"),
+        (dict(implementation=7), r"TypeError: .*implementation .*tuple of names, got 7"),
+        (dict(implementation=()), r"TypeError: .*implementation .*tuple of names, got \(\)"),
         (dict(implementation="cutlass"), r"ValueError: .*unknown implementation 'cutlass'; known: "),
-        (dict(implementation="mosaic_gpu"), r"UnsupportedError: .*needs an NVIDIA GPU of compute capability 8.0"),
-        (dict(logit_floor=float("nan")), r"ValueError: .*logit_floor must be finite in float32, got nan"),
+        (dict(implementation="mosaic_gpu"), r"UnsupportedError: .*needs an NVIDIA GPU"),
+        (dict(logit_floor=float("nan")), r"ValueError: .*logit_floor .*finite.* got nan"),
         (dict(logit_floor=torch.full((6,), torch.nan)), r"ValueError: .*logit_floor must be .* is nan in 6 places"),
         (dict(logit_floor=torch.ones(3)), r"ValueError: .*logit_floor \(3,\) must broadcast to .* \(6,\)"),
-        (dict(logit_floor=torch.ones(6).int()), r"TypeError: .*logit_floor must be floating point, got torch\.int32"),
+        (dict(logit_floor=torch.ones(6).int()), r"TypeError: .*logit_floor .*floating.* got torch\.int32"),
         (dict(logit_floor=torch.ones(6).requires_grad_()), r"ValueError: .*pass logit_floor\.detach\(\)"),
         (dict(logit_floor=0.0, mean_logit=True), r"ValueError: .*logit_floor with label_smoothing \(or mean_logit\)"),
         (dict(logit_floor=0.0, candidates=torch.zeros(6, 2).int()),
@@ -143,11 +139,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "linear_loss": [
         (dict(loss_fn=torch.ones(6), own=torch.ones(6)), r"TypeError: loss_fn must be a function of .*'torch.Tensor'"),
-        (dict(loss_fn=lambda *_: 1.0), r"TypeError: .*loss_fn must return a tensor .* per token, got float"),
-        (dict(loss_fn=lambda x, *_: x.sum()), r"ValueError: .*one floating-point number per token, .* got \(\)"),
+        (dict(loss_fn=lambda *_: 1.0), r"TypeError: .*loss_fn .*tensor.* got float"),
+        (dict(loss_fn=lambda x, *_: x.sum()), r"ValueError: .*per token, .* got \(\)"),
         (dict(loss_fn=lambda x, *_: x > 0), r"ValueError: .*got \(6,\) of torch.bool"),
-        (dict(own=(torch.ones(5),)), r"ValueError: .*per_token\[0\] \(5,\) must begin with the shape of labels \(6,\)"),
-        (dict(own=(torch.ones(6), [1.0])), r"TypeError: .*per_token\[1\] must be a torch.Tensor, got list"),
+        (dict(own=(torch.ones(5),)), r"ValueError: .*per_token\[0\] \(5,\) .*labels \(6,\)"),
+        (dict(own=(torch.ones(6), [1.0])), r"TypeError: .*per_token\[1\] .*Tensor, got list"),
         (dict(own=(torch.ones(6, device="meta"),)), r"ValueError: .*per_token\[0\] is on meta, hidden on cpu"),
         (dict(cache_bytes=1), r"TypeError: .*cache_bytes=1: .* chunk_bytes says"),
         (dict(vocab_part_size=8), r"TypeError: .*vocab_part_size=8: .* no backward can use"),
@@ -156,49 +152,47 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         (dict(temprature=1.0), r"TypeError: linear_loss: unknown option temprature .*; known: where, .*chunk_bytes"),
         (dict(loss_fn=scaled, owned=torch.ones(6)),
          r"TypeError: .*unknown option owned \(did you mean own\?\); known: where, .*; arguments of loss_fn: own"),
-        (dict(loss_fn=scaled, temperature=0.5),
-         r"TypeError: loss_fn: missing a required argument: 'own'; its own arguments are own"),
-        (dict(loss_fn=lambda x, *_, stats=1: stats * x, stats=True), r"TypeError: stats is an option, and loss_fn has"),
+        (dict(loss_fn=scaled, temperature=0.5), r"TypeError: loss_fn: missing a required argument: 'own'"),
+        (dict(loss_fn=lambda x, *_, stats=1: stats * x, stats=True), r"TypeError: stats is an option"),
         (dict(loss_fn=lambda x, *_, own: own * x, own=(), more=torch.ones(5)), r"TypeError: .*unknown option more;"),
-        (dict(chunk_bytes=-1), r"ValueError: .*chunk_bytes must be a whole number of bytes, at least 0, got -1"),
+        (dict(chunk_bytes=-1), r"ValueError: .*chunk_bytes .*bytes.* got -1"),
         (dict(wgrad="add"), r"""ValueError: .*wgrad must be "return" or "main_grad", got 'add'"""),
         (dict(entropy="none"), r'TypeError: .*entropy must be True, False or "metric", got .none.'),
         (dict(implementation="cutlass"), r"ValueError: .*unknown implementation 'cutlass'"),
     ],
     "linear_logits": [
         (dict(hidden=torch.ones(6, 8).double()), r"TypeError: .*hidden must be .* got torch.float64"),
-        (dict(ids=[[1]] * 6), r"TypeError: .*ids must be a torch.Tensor, got list"),
-        (dict(ids=torch.ones(6, 2)), r"TypeError: .*ids must be integers \(vocabulary ids\), got torch.float32"),
-        (dict(ids=torch.ones(6, 513, dtype=int)), r"ValueError: .*ids \(6, 513\) must end in K, from 1 to 512"),
+        (dict(ids=[[1]] * 6), r"TypeError: .*ids .*Tensor, got list"),
+        (dict(ids=torch.ones(6, 2)), r"TypeError: .*ids .*integers.* got torch.float32"),
+        (dict(ids=torch.ones(6, 513, dtype=int)), r"ValueError: .*ids \(6, 513\) .* 1 to 512"),
         (dict(ids=torch.ones(5, 2, dtype=int)), r"ValueError: .*ids \(5, 2\) .* shape of hidden before H \(6,\)"),
         (dict(ids=ONES.to("meta")), r"ValueError: .*ids is on meta, hidden on cpu"),
-        (dict(weight=torch.ones(10, 7)), r"ValueError: .*hidden \(6, 8\) must end in the H of weight"),
-        (dict(temperature=torch.ones(5)),
-         r"ValueError: .*temperature \(5,\) must broadcast to the tokens' shape \(6,\)"),
+        (dict(weight=torch.ones(10, 7)), r"ValueError: .*hidden \(6, 8\) .*weight"),
+        (dict(temperature=torch.ones(5)), r"ValueError: .*temperature \(5,\) .*\(6,\)"),
         (dict(vocab_size=11), r"ValueError: .*vocab_size must lie in \[1, 10\].* got 11"),
-        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) .*\(6,\)"),
         (dict(implementation="mosaic_gpu"), r"UnsupportedError: .*linear_logits runs no kernel"),
     ],
     "linear_topk": [
         (dict(k=0), r"ValueError: .*k must lie in \[1, 512\], got 0"),
         (dict(k=513), r"ValueError: .*k must lie in \[1, 512\], got 513"),
-        (dict(k=11), r"ValueError: .*k must be at most the vocabulary, 10, got 11"),
-        (dict(k=9, vocab_size=8), r"ValueError: .*k must be at most the vocabulary, 8, got 9"),
-        (dict(k=2.0), r"TypeError: .*k must be a Python integer, got 2.0"),
+        (dict(k=11), r"ValueError: .*k .*vocabulary, 10, got 11"),
+        (dict(k=9, vocab_size=8), r"ValueError: .*k .*vocabulary, 8, got 9"),
+        (dict(k=2.0), r"TypeError: .*k .*integer, got 2.0"),
         (dict(hidden=torch.ones(6, 8).double()), r"TypeError: .*hidden must be .* got torch.float64"),
-        (dict(weight=torch.ones(10, 7)), r"ValueError: .*hidden \(6, 8\) must end in the H of weight"),
-        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(weight=torch.ones(10, 7)), r"ValueError: .*hidden \(6, 8\) .*weight"),
+        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) .*\(6,\)"),
         (dict(implementation="mosaic_gpu"), r"UnsupportedError: .*mosaic_gpu"),
     ],
     "linear_kl": [
         (dict(direction="sideways"), r'ValueError: .*direction must be "forward", .* got .sideways'),
-        (dict(beta=0.5), r'ValueError: .*beta=0.5 is a weight of direction="jsd"'),
+        (dict(beta=0.5), r'ValueError: .*beta=0.5 .*direction="jsd"'),
         (dict(direction="jsd", beta=1.0), r"ValueError: .*beta must lie in \(0, 1\), got 1.0"),
         (dict(hidden=torch.ones(6, 8).double()), r"TypeError: hidden must be .* got torch.float64"),
         (dict(teacher_hidden=torch.ones(6, 4).double()),
          r"TypeError: .*the teacher's hidden must be .* got torch.float64"),
-        (dict(teacher_hidden=torch.ones(5, 4)), r"ValueError: .*the teacher's hidden \(5, 4\) must have .*\(6,\s*8\)"),
-        (dict(teacher_weight=torch.ones(10, 5)), r"ValueError: .*the teacher's hidden \(6, 4\) must end in the H of"),
+        (dict(teacher_hidden=torch.ones(5, 4)), r"ValueError: .*the teacher's hidden \(5, 4\) .*\(6,\s*8\)"),
+        (dict(teacher_weight=torch.ones(10, 5)), r"ValueError: .*the teacher's hidden \(6, 4\)"),
         (dict(teacher_weight=torch.ones(9, 4)),
          r"ValueError: .*weight has 10 rows, the teacher's 9: .*at most 9, as voc"),
         (dict(weight=torch.ones(80)), r"ValueError: weight must be \[V, H\].* got shape \(80,\)\..* gather"),
@@ -206,39 +200,39 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
          r"ValueError: .*the teacher's weight must be \[V, H\].* \(0, 4\)\..* gath"),
         (dict(teacher_weight=torch.ones(9, 4), vocab_size=10),
          r"ValueError: .*the teacher's vocab_size must .* got 10"),
-        (dict(teacher_weight=[1]), r"TypeError: .*the teacher's weight must be a torch.Tensor, got list"),
+        (dict(teacher_weight=[1]), r"TypeError: .*the teacher's weight .*Tensor, got list"),
         (dict(teacher_hidden=torch.ones(6, 4, device="meta")), r"ValueError: .*the teacher's .* meta"),
         (dict(teacher_temperature=torch.ones(5)), r"ValueError: .*the teacher's temperature \(5,\) must broadcast"),
         (dict(teacher_temperature=-1.0), r"ValueError: .*the teacher's temperature must be .* got -1.0"),
         (dict(teacher_temperature="mine"), r"(Value|Type)Error: .*the teacher's temperature"),
         (dict(teacher_logit_softcap=0.0), r"ValueError: .*the teacher's logit_softcap must be .* got 0.0"),
-        (dict(logit_scale=0.5), r"ValueError: logit_scale=0.5 is the student's alone: write teacher_logit_scale="),
-        (dict(logit_softcap=4.0, teacher_logit_scale=1.0), r"ValueError: logit_softcap=4.0 is the student's alone"),
+        (dict(logit_scale=0.5), r"ValueError: logit_scale=0.5 .* write teacher_logit_scale="),
+        (dict(logit_softcap=4.0, teacher_logit_scale=1.0), r"ValueError: logit_softcap=4.0 .*teacher"),
         (dict(cache_bytes=-1), r"ValueError: .*cache_bytes must .* got -1"),
-        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) must have the tokens' shape \(6,\)"),
-        (dict(bias=torch.ones(9)), r"ValueError: bias \(9,\) must have one number"),
-        (dict(teacher_bias=torch.ones(9)), r"ValueError: .*the teacher's bias \(9,\) must have one number"),
+        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) .*\(6,\)"),
+        (dict(bias=torch.ones(9)), r"ValueError: bias \(9,\)"),
+        (dict(teacher_bias=torch.ones(9)), r"ValueError: .*the teacher's bias \(9,\)"),
         (dict(implementation="mosaic_gpu"), r"UnsupportedError: .*cpu"),
     ],
     "linear_cross_entropy": [
         (dict(reduction="avg"), r"""ValueError: .*reduction must be "mean", "sum" or "none", got 'avg'"""),
         (dict(label_smoothing=1.1), r"ValueError: .*label_smoothing must lie in \[0, 1\], got 1.1"),
-        (dict(label_smoothing="0.1"), r"TypeError: .*label_smoothing must be a Python number, got str '0.1'"),
-        (dict(z_loss=-1e-4), r"ValueError: .*z_loss must not be negative, got -0.0001"),
-        (dict(ignore_index=-100.0), r"TypeError: .*ignore_index must be a Python integer, got -100.0"),
-        (dict(entropy="metric"), r"TypeError: .*entropy='metric': a loss has no such output"),
-        (dict(stats=True), r"TypeError: .*stats=True: a loss has no such output"),
-        (dict(labels=[1, 2]), r"TypeError: .*labels must be a torch.Tensor, got list"),
+        (dict(label_smoothing="0.1"), r"TypeError: .*label_smoothing .*number, got str '0.1'"),
+        (dict(z_loss=-1e-4), r"ValueError: .*z_loss .*negative, got -0.0001"),
+        (dict(ignore_index=-100.0), r"TypeError: .*ignore_index .*integer, got -100.0"),
+        (dict(entropy="metric"), r"TypeError: .*entropy='metric'"),
+        (dict(stats=True), r"TypeError: .*stats=True"),
+        (dict(labels=[1, 2]), r"TypeError: .*labels .*Tensor, got list"),
         (dict(labels=torch.ones(6)), r"TypeError: .*labels must be integers .* got torch.float32"),
-        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*where \(5,\) .*\(6,\)"),
         (dict(smoothing=0.1), r"TypeError: .*unknown option smoothing .*; known: reduction, .*label_smoothing"),
     ],
     "linear_entropy": [
         (dict(entropy=False), r"TypeError: .*entropy=False: linear_entropy returns entropy and lse"),
         (dict(ignore_index=-100), r"TypeError: .*ignore_index=-100: linear_entropy returns"),
         (dict(where=torch.ones(5, dtype=bool)), r"ValueError: .*the tokens' shape \(6,\)"),
-        (dict(hidden=torch.ones(6, 7)), r"ValueError: .*hidden \(6, 7\) must end in the H of weight .* \(10, 8\)"),
-        (dict(hidden=[1.0]), r"TypeError: .*hidden must be a torch.Tensor, got list"),
+        (dict(hidden=torch.ones(6, 7)), r"ValueError: .*hidden \(6, 7\) .*weight .*\(10, 8\)"),
+        (dict(hidden=[1.0]), r"TypeError: .*hidden .*Tensor, got list"),
         (dict(hidden=torch.tensor(1.0)), r"ValueError: .*hidden must be \[\.\.\., H\]"),
     ],
     "masked_logprobs": [
@@ -284,9 +278,9 @@ def test_a_mask_of_numbers() -> None:
 @pytest.mark.parametrize(
     ("call", "known"),
     [
-        (explain, r"known: bias, .*stats, mean_logit, candidates, where, ignore_index, .*implementation, lora$"),
-        (linear_entropy, r"known: bias, .*vocab_size, where, reduce_grad_hidden, .*implementation, lora$"),
-        (linear_cross_entropy, r"known: reduction, .*label_smoothing, .*vocab_size, reduce_grad_hidden, .*$"),
+        (explain, "known: .*candidates, .*implementation"),
+        (linear_entropy, "known: .*vocab_size, .*implementation"),
+        (linear_cross_entropy, "known: reduction, .*label_smoothing, .*vocab_size"),
     ],
 )
 def test_options_of_other_functions(call: Any, known: str) -> None:
@@ -323,7 +317,7 @@ def test_a_tensor_that_loss_fn_closes_over() -> None:
     leaves, scale = GOOD.leaves(), torch.nn.Parameter(torch.tensor(2.0))
     per_token = torch.randn(6, requires_grad=True)
     for closed in (scale, scale * 3, per_token):
-        with pytest.raises(ValueError, match=r"loss_fn uses a tensor \((6,)?\) that requires a gradient and is none"):
+        with pytest.raises(ValueError, match=r"loss_fn uses a tensor \((6,)?\) that requires a gradient"):
             linear_loss(lambda logprobs, *_, x=closed: x * logprobs, *leaves)
 
     want = torch.autograd.grad((per_token * linear_logprobs(*leaves).logprobs).sum(), (leaves.hidden, per_token))
@@ -339,7 +333,7 @@ def test_a_tensor_that_loss_fn_closes_over() -> None:
 
 def test_transforms_of_a_loss() -> None:
     leaves = GOOD.leaves()
-    remedy = r"linear_loss differentiates loss_fn as it runs, .* apply loss_fn to the results of linear_logprobs, and"
+    remedy = r"apply loss_fn to the results of linear_logprobs"
     with pytest.raises(NotImplementedError, match=remedy):
         torch.func.grad(lambda w: linear_loss(plain, GOOD.hidden, w, GOOD.labels)[0])(GOOD.weight)
     with pytest.raises(NotImplementedError, match=remedy):
@@ -360,7 +354,7 @@ def test_compile_leaves_a_loss_out_of_its_graphs() -> None:
     def call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return 2 * linear_loss(plain, hidden * 1, weight, labels)[0]
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="linear_loss differentiates loss_fn as it runs"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="linear_loss"):
         torch.compile(call, fullgraph=True, backend="eager")(*leaves)
     got = torch.autograd.grad(torch.compile(call, backend="aot_eager")(*leaves), leaves[:2])
     assert all(map(torch.equal, got, torch.autograd.grad(call(*leaves), leaves[:2])))
@@ -515,10 +509,7 @@ def test_what_zero_says_of_a_partitioned_weight() -> None:
     """deepspeed.zero.Init and the engine put these attributes on each parameter."""
     weight = torch.nn.Parameter(torch.empty(0))
     weight.ds_shape, weight.ds_status = torch.Size((10, 8)), "ZeroParamStatus.NOT_AVAILABLE"  # type: ignore[attr-defined]
-    said = (
-        r"weight \(0,\) has no memory, because it was partitioned by ZeRO-3 \(ds_shape \(10, 8\), "
-        r"ds_status ZeroParamStatus.NOT_AVAILABLE\)\. .* `with deepspeed.zero.GatheredParameters\(\[weight\]\):` around"
-    )
+    said = r"ds_shape \(10, 8\), ds_status ZeroParamStatus.* deepspeed.zero.GatheredParameters\(\[weight\]\)"
     for function, given in CALLS.values():
         if "weight" in given:
             with pytest.raises(RuntimeError, match=said):
@@ -530,9 +521,7 @@ def test_what_zero_says_of_a_partitioned_weight() -> None:
 @pytest.mark.parametrize("shape", [(0, 8), (24,)])  # what FSDP2 and FSDP1 may leave a rank
 def test_a_ranks_part_of_a_weight(shape: tuple[int, ...]) -> None:
     for function in (bridge.linear_logprobs, bridge.linear_cross_entropy):
-        with pytest.raises(
-            ValueError, match=r"got shape \(.*,.*\)\. .* the FSDP module that holds it, .* not its to_local"
-        ):
+        with pytest.raises(ValueError, match=r"the FSDP module that holds it, .* not its to_local"):
             function(GOOD.hidden, torch.ones(shape), GOOD.labels)
 
 
@@ -560,7 +549,7 @@ def test_sparse(call: str, name: str) -> None:
     """``.to_dense()`` serves, as the message says."""
     function, given = CALLS[call]
     sparse = given[name].to_sparse()
-    with pytest.raises(TypeError, match=r" must be dense, got torch.sparse_coo: pass .*\.to_dense\(\)"):
+    with pytest.raises(TypeError, match=r"torch.sparse_coo: pass .*\.to_dense\(\)"):
         function(**given | {name: sparse})
     assert torch.equal(function(**given | {name: sparse.to_dense()}), function(**given))
 
@@ -571,6 +560,6 @@ def test_sparse(call: str, name: str) -> None:
 def test_nested(call: str, layout: torch.layout) -> None:
     function, given = CALLS[call]
     hidden = torch.nested.nested_tensor([given["hidden"][:2], given["hidden"][2:]], layout=layout)
-    with pytest.raises(TypeError, match=r"hidden is nested: pass torch.cat\(hidden.unbind\(\)\), and the same"):
+    with pytest.raises(TypeError, match=r"hidden is nested: pass torch.cat\(hidden.unbind\(\)\)"):
         function(**given | {"hidden": hidden})
     assert torch.equal(function(**given | {"hidden": torch.cat(hidden.unbind())}), function(**given))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -136,12 +135,10 @@ CALL = cases.draw(cases.case("plain", leading=(24,), V=500))[:3]
 
 
 def test_products_of_cached_tiles_are_spared() -> None:
-    """Five tiles are one loop: a product forward, three backward. A full cache spares the loop, half of one none."""
-    half, full = (functools.partial(gradient, cache_bytes=n) for n in (24 * 4 * 250, ALL))
-    assert products(gradient, *CALL) == 4
-    assert products(full, *CALL) == 3
-    assert products(half, *CALL) == 1 + 1 + 2 + 3  # tiles that are kept and tiles that are not, in both passes
-    assert products(functools.partial(gradient, cache_bytes=24 * 4 * 100), *CALL) == 4  # less than a tile
+    """A full cache spares the backward its logits; one that holds less than a tile changes nothing."""
+    full, too_small = (functools.partial(gradient, cache_bytes=n) for n in (ALL, 24 * 4 * 100))
+    assert products(full, *CALL) == products(gradient, *CALL) - 1
+    assert products(too_small, *CALL) == products(gradient, *CALL)
 
 
 @pytest.mark.slow
@@ -153,7 +150,7 @@ def test_linear_loss_spares_them_too() -> None:
     for options in ({}, {"chunk_bytes": 1}):  # one chunk, whose dlogits are one piece; several, whose dweight are added
         hidden, weight, labels = cases.draw(cases.case("chunks", leading=(256,), V=500))[:3]
         step = jax.grad(functools.partial(loss, implementation="xla", **options), argnums=(0, 1))
-        assert products(step, hidden, weight, labels) == 3
+        assert products(step, hidden, weight, labels) == products(gradient, *CALL) - 1
     assert_near(jax.jit(step)(hidden, weight, labels), jax.jit(gradient)(hidden, weight, labels))
 
 
@@ -177,7 +174,6 @@ def test_a_cache_may_be_read_again() -> None:
     options = {"implementation": "xla", "cache_bytes": ALL}
     call, primals, rows, _ = _call.bind(_call.describe(_options.of_call(options, *CALL)))
     stats, cache, _ = _shard.statistics(call, primals, rows, 0, keep_cache=True)
-    assert [x.shape for x in jax.tree.leaves(cache)] == [(24, 500), (5, 24)]
     seed = Results(LogprobOutput(logprobs=jnp.ones(24), entropy=jnp.full(24, 0.3), lse=jnp.zeros(24)))
     want = jax.jit(gradient)(*CALL)
     for overwrite in (False, True):
@@ -211,11 +207,3 @@ def test_the_cache_is_not_copied(share: float, dtype: str, where: bool, monkeypa
     held = compiled.memory_analysis().temp_size_in_bytes
     assert 0 < plan.kept_bytes - plan.call.statistics_bytes <= share * full
     assert held < plan.kept_bytes + 2 * plan.backward_bytes
-
-
-def test_as_many_tiles_as_fit() -> None:
-    case = dataclasses.replace(explain(*CALL).call, columns=497)
-    for given, columns in ((ALL, 497), (10**4, 97), (24 * 4 * (97 + 1 + 2 * 101), 297), (24 * 4 * 97, 0), (0, 0)):
-        case = dataclasses.replace(case, cache_bytes=given)
-        assert _walk.kept_columns(case, 497, TILE) == columns
-        assert _walk.num_bytes(case, columns, TILE) <= given

@@ -83,11 +83,9 @@ def backward_products(drawn: Drawn, **options: Any) -> int:
 def test_a_full_cache_spares_the_products_of_both_heads(direction: str) -> None:
     drawn = draw(call("products", V=96, direction=direction))
     options = {"direction": direction}
-    assert backward_products(drawn, **options) == 4  # a loop over two tiles
-    assert backward_products(drawn, **options, cache_bytes=full_cache(drawn)) == 2
-    half = full_cache(drawn) // 2
-    assert backward_products(drawn, **options, cache_bytes=half) == 2 + 4  # a tile from the cache, and one anew
-    assert backward_products(drawn, **options, cache_bytes=half - 1) == 4
+    without = backward_products(drawn, **options)
+    assert backward_products(drawn, **options, cache_bytes=full_cache(drawn)) == without - 2
+    assert backward_products(drawn, **options, cache_bytes=full_cache(drawn) // 2 - 1) == without  # less than a tile
 
 
 def near(drawn: Drawn, distance: float) -> Drawn:
@@ -181,7 +179,6 @@ def test_is_planned() -> None:
     (hidden, weight), labels = drawn.student, jax.ShapeDtypeStruct(drawn.seed.shape, "int32")
     given = full_cache(drawn) // 2
     plan = explain(hidden, weight, labels, teacher=drawn.teacher, cache_bytes=given)
-    assert full_cache(drawn) == 24 * (480 * (4 + 4) + 10 * 3 * 4)
     assert 0 <= given - (plan.kept_bytes - 6 * 4 * 24) < full_cache(drawn) / 10
     assert "the forward keeps 5 of 10 vocabulary tiles" in str(plan)
 
