@@ -34,8 +34,7 @@ def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call:
             f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
             f'weight_layout="{call.weight_layout}" has H = {size}{hint}'
         )
-    if tuple(labels.shape) != tuple(hidden.shape[:-1]):
-        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
+    scalars.labels_shape(labels.shape, hidden.shape[:-1])
     if vocab == 0 or size == 0:
         raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
     if where is not None:
@@ -119,7 +118,7 @@ def label_array(x: Any, name: str = "labels") -> None:
     """Labels (or other ids) must be an array of integers."""
     array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers (vocabulary ids), got {x.dtype}")
+        raise TypeError(f"{name} must be integers, got {x.dtype}: write {name}.astype(int)")
 
 
 NO_LABELS = "for entropy and lse alone any ids serve, as jnp.zeros(hidden.shape[:-1], int)"
@@ -128,16 +127,17 @@ NO_LABELS = "for entropy and lse alone any ids serve, as jnp.zeros(hidden.shape[
 def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call) -> None:
     """`scalars.warn_outside`, of the labels that this process can read without waiting for a device.
 
-    The first label nearly always lies in the vocabulary, which decides it.
+    Where one inside is enough, the first label nearly always decides.
     """
     ids, live = _at_hand(labels), None if where is None else _at_hand(where)
     if ids is None or not ids.size or call.axis_name is not None or (where is not None and live is None):
         return
     vocab_size = vocabulary(call.given_vocab_size, call.columns)
-    if live is None and 0 <= ids.flat[0] < vocab_size:
+    is_mean = call.function == "linear_cross_entropy"
+    if live is None and not is_mean and 0 <= ids.flat[0] < vocab_size:
         return
     ids = ids.reshape(-1) if live is None else ids[live]
-    scalars.warn_outside(ids if ignore_index is None else ids[ids != ignore_index], vocab_size)
+    scalars.warn_outside(ids if ignore_index is None else ids[ids != ignore_index], vocab_size, is_mean=is_mean)
 
 
 def _at_hand(x: Any) -> np.ndarray | None:

@@ -47,6 +47,7 @@ __all__ = [
     "is_integer",
     "is_number",
     "is_temperature",
+    "labels_shape",
     "mixed_tokens",
     "not_hidden",
     "not_negative",
@@ -413,22 +414,41 @@ def given_labels(labels: Any, without: str) -> None:
         )
 
 
-def warn_outside(numbers: Any, vocab_size: int, *packages: str) -> None:
-    """Warns if a call has labels that count, ``numbers``, and none of them lies in the vocabulary.
+def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_mean: bool) -> None:
+    """Warns if labels that count, ``numbers``, lie outside the vocabulary: all of them, or some in a mean of losses.
 
     `IGNORED` marks a token that has no label: a micro-batch may be padding alone. ``packages``: folders, beside this
     one, of what calls this: the warning is about the line that calls them.
     """
-    outside = numbers[numbers != IGNORED]
-    if not len(outside) or ((outside >= 0) & (outside < vocab_size)).any():
+    counted = numbers[numbers != IGNORED]
+    outside = counted[(counted < 0) | (counted >= vocab_size)]
+    if not len(outside) or (len(outside) < len(counted) and not is_mean):
         return
+    first = int(outside[0])
     warnings.warn(
-        f"none of the {len(outside)} labels that count lies in the vocabulary, [0, {vocab_size}): they go from "
-        f"{int(outside.min())} to {int(outside.max())}, and each has logprob 0. Pass token ids, and leave out tokens "
-        "that have no label by where= or ignore_index=",
+        f"{len(outside)} of the {len(counted)} labels that count lie outside the vocabulary, [0, {vocab_size}), from "
+        f"{int(outside.min())} to {int(outside.max())}: each has logprob 0, whose gradient is not 0. Pass token ids. "
+        f"If {first} is padding, write ignore_index={first}; where= leaves out other tokens without a label",
         RuntimeWarning,
         skip_file_prefixes=(os.path.dirname(__file__), *packages),
     )
+
+
+def labels_shape(labels: Sequence[int], leading: Sequence[int]) -> None:
+    """Refuses labels of another shape than hidden states have before H, with the line to write where it is plain."""
+    labels, leading = tuple(labels), tuple(leading)
+    if labels == leading:
+        return
+    hint = ""
+    if len(leading) == 2 and labels == leading[::-1]:
+        hint = ": one of them is [s, b] and the other [b, s]. Write labels.T"
+    elif len(labels) == 1 and math.prod(leading) == labels[0]:
+        hint = f": write labels.reshape{leading}"
+    elif len(labels) == len(leading) and labels[:-1] == leading[:-1] and labels[-1] == leading[-1] - 1:
+        hint = ": labels = rows.next_tokens(tokens) has a label for each token, -100 for the last one"
+    elif len(labels) == len(leading) + 1 and labels[:-1] == leading:
+        hint = ": give ids in place of one-hot rows, labels.argmax(-1)"
+    raise ValueError(f"labels {labels} must have hidden's leading shape {leading}{hint}")
 
 
 def given_value(name: str, value: Any) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["loss_function", "patch"]
 
 
-def patch(model: PreTrainedModel, *, strict: bool = False) -> Deferral:
+def patch(model: PreTrainedModel, *, strict: bool = False, always: bool = False) -> Deferral:
     """`defer_logits` of a model of Transformers, which computes its loss as before, without logits.
 
     The model's own forward runs: what it does to its logits, its router's loss and its other terms are all there. The
@@ -29,6 +29,9 @@ def patch(model: PreTrainedModel, *, strict: bool = False) -> Deferral:
         model: a model of Transformers 5 whose head is a linear layer, before the Trainer, DDP, FSDP or
             ``torch.compile`` wraps it. PEFT may come before or after.
         strict: raises where logits would be computed, in place of computing them.
+        always: defers in calls without labels and gradients too. A Trainer with a loss function of its own or with
+            ``label_smoothing_factor`` keeps the labels from the model: in evaluation the head computes its logits
+            without this, and ``stored`` does not count them.
 
     Returns:
         What counts results and logits, and undoes it; a second call for the same model returns the same.
@@ -42,7 +45,7 @@ def patch(model: PreTrainedModel, *, strict: bool = False) -> Deferral:
         >>> Trainer(model, arguments, train_dataset=rows).train()  # doctest: +SKIP
     """
     _framework.check_version("transformers", "5")
-    return defer_logits(model, strict=strict)
+    return defer_logits(model, strict=strict, always=always)
 
 
 def loss_function(

@@ -32,8 +32,7 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} must end in the H of weight [V, H] = {tuple(weight.shape)}{hint}"
         )
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
+    scalars.labels_shape(labels.shape, hidden.shape[:-1])
     same_device(hidden, weight=weight, labels=labels)
     if hidden.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"hidden must be on a CUDA GPU or the CPU, got {hidden.device}")
@@ -61,7 +60,7 @@ def integers(name: str, x: Any) -> None:
     """A tensor of vocabulary ids."""
     tensor(name, x)
     if x.dtype != torch.int64 and (x.dtype == torch.bool or x.is_floating_point() or x.is_complex()):
-        raise TypeError(f"{name} must be integers (vocabulary ids), got {x.dtype}")
+        raise TypeError(f"{name} must be integers, got {x.dtype}: write {name}.long()")
 
 
 def candidates(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> int:
@@ -300,18 +299,18 @@ def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor)
     return value.expand(labels.shape + value.shape[labels.ndim :])
 
 
-def warn_of_labels(labels: torch.Tensor, where: torch.Tensor | None, vocab_size: int) -> None:
+def warn_of_labels(labels: torch.Tensor, where: torch.Tensor | None, vocab_size: int, is_mean: bool = False) -> None:
     """`scalars.warn_outside`, of labels on the CPU; ``where``: the tokens that count, without ignored labels.
 
-    The first label nearly always lies in the vocabulary, which decides it.
+    Where one inside is enough, the first label nearly always decides.
     """
     if labels.device.type != "cpu" or is_traced() or not has_values(labels) or not labels.numel():
         return
     ids = labels.reshape(-1)
-    if where is None and 0 <= ids[0].item() < vocab_size:
+    if where is None and not is_mean and 0 <= ids[0].item() < vocab_size:
         return
     ids = ids.long() if where is None else ids.long()[where.reshape(-1)]
-    scalars.warn_outside(ids, vocab_size, *PACKAGES)
+    scalars.warn_outside(ids, vocab_size, *PACKAGES, is_mean=is_mean)
 
 
 def may_look_at(x: torch.Tensor) -> bool:

@@ -85,7 +85,8 @@ def _refuse_gradient_of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _refuse_gradient() -> None:
     raise RuntimeError(
         "this asks for the gradient of deferred logits themselves: what was made of them without their values has "
-        "none, because it is computed from hidden states. Write logits = logits.compute() before that"
+        "none, because it is computed from hidden states. Write logits = logits.compute() and make the loss from "
+        "these: a model that computes it itself is called without labels"
     )
 
 

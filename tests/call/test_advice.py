@@ -173,16 +173,48 @@ def test_labels_that_are_all_outside(name: str) -> None:
         OUTSIDE - V - 7,
         jax.block_until_ready(jnp.asarray(OUTSIDE).at[0].set(-100)),
     ):
-        with pytest.warns(RuntimeWarning, match=r"none of the \d labels that count .* \[0, 64\)") as found:
+        with pytest.warns(RuntimeWarning, match=r"(\d) of the \1 labels that count .* \[0, 64\)") as found:
             function(labels)
         assert [x.filename for x in found] == [__file__]
-    with pytest.warns(RuntimeWarning, match=r"\[0, 60\).* from 60 to 63"):
+    with pytest.warns(RuntimeWarning, match=r"\[0, 60\), from 60 to 63"):
         function(np.array([[60, 61, 62], [63, 61, 60]]), vocab_size=60)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(function)(OUTSIDE)  # not known
-        function(np.where(np.arange(6).reshape(2, 3) == 5, 3, OUTSIDE))  # one of them is inside
+        if name in ("linear_logprobs", "linear_loss", "sharded"):  # no mean of this package counts it
+            function(np.where(np.arange(6).reshape(2, 3) == 5, 3, OUTSIDE))  # one of them is inside
         function(np.full((2, 3), -100))  # padding
         function(OUTSIDE, ignore_index=V)
         function(OUTSIDE, where=np.zeros((2, 3), bool))
         function(np.where([[True], [False]], LABELS, V), where=np.array([[True] * 3, [False] * 3]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_padding_that_counts(reduction: str) -> None:
+    """It would lower the mean in silence; what the message says to write leaves it out."""
+    labels = np.where(np.arange(3) < 2, LABELS, -1)
+
+    def loss(**told: Any) -> Any:
+        return linear_cross_entropy(HIDDEN, WEIGHT, labels, reduction=reduction, **told)
+
+    with pytest.warns(RuntimeWarning, match=r"2 of the 6 labels that count .* from -1 to -1") as found:
+        loss()
+    (told,) = re.findall(r"is padding, write ignore_index=(-?\d+);", str(found[0].message))
+    want = linear_cross_entropy(HIDDEN, WEIGHT, LABELS, reduction=reduction, where=labels >= 0)
+    assert np.array_equal(loss(ignore_index=int(told)), want)
+
+
+@pytest.mark.parametrize(
+    ("labels", "line"),
+    [
+        (lambda labels: labels.reshape(-1), r"write (labels\.reshape\(2, 3\))"),
+        (lambda labels: labels.T, r"Write (labels\.T)"),
+        (lambda labels: jax.nn.one_hot(labels, V, dtype=int), r"in place of one-hot rows, (labels\.argmax\(-1\))"),
+        (lambda labels: labels.astype(float), r"write (labels\.astype\(int\))"),
+    ],
+)
+def test_labels_of_another_shape(labels: Any, line: str) -> None:
+    given = labels(jnp.asarray(LABELS))
+    message = said((TypeError, ValueError), lambda: linear_cross_entropy(HIDDEN, WEIGHT, given))
+    again = written(line, message, labels=given, int=int)
+    assert np.array_equal(linear_cross_entropy(HIDDEN, WEIGHT, again), linear_cross_entropy(HIDDEN, WEIGHT, LABELS))

@@ -74,14 +74,14 @@ OF_ARRAYS: dict[str, list[tuple[Any, type[Exception], str]]] = {
         (ONES((0, 8)), ValueError, r"weight \(0, 8\) must have at least one"),
     ],
     "labels": [
-        (jnp.zeros((4,)), TypeError, "labels must be integers .* got float32"),
-        (jnp.zeros((4,), bool), TypeError, "labels must be integers .* got bool"),
+        (jnp.zeros((4,)), TypeError, "labels must be integers, got float32"),
+        (jnp.zeros((4,), bool), TypeError, "labels must be integers, got bool"),
         (jnp.zeros((5,), int), ValueError, r"labels \(5,\) .*\(4,\)"),
         (jnp.zeros((4, 32), int), ValueError, r"labels \(4, 32\) .*\(4,\)"),
     ],
     "ids": [
         (jnp.zeros((4, 0), int), ValueError, r"ids \(4, 0\) .* 1 to 512"),
-        (jnp.zeros((4, 3)), TypeError, "ids must be integers .* got float32"),
+        (jnp.zeros((4, 3)), TypeError, "ids must be integers, got float32"),
         (jnp.zeros((5, 3), int), ValueError, r"ids \(5, 3\) must be .* \(4,\)"),
     ],
     "where": [
@@ -155,7 +155,7 @@ OF_OPTIONS: dict[str, list[tuple[Any, type[Exception], str]]] = {
     "candidates": [
         (jnp.zeros((4, 0), int), ValueError, r"candidates \(4, 0\) .* 1 to 512"),
         (jnp.zeros((4, 513), int), ValueError, r"candidates \(4, 513\) .* 1 to 512"),
-        (jnp.zeros((4, 3)), TypeError, "candidates must be integers .* got float32"),
+        (jnp.zeros((4, 3)), TypeError, "candidates must be integers, got float32"),
         ([[1, 2]] * 4, TypeError, "candidates .*array, got list"),
         (jnp.zeros((4,), int), ValueError, r"candidates \(4,\) must be \[..., K\] .* labels \(4,\)"),
         (jnp.zeros((), int), ValueError, r"candidates \(\) .*K"),

@@ -572,6 +572,7 @@ def _rights(x: Given, group: dist.ProcessGroup) -> Iterator[Right]:
 
 def main() -> None:
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", ".*labels that count lie outside the vocabulary", RuntimeWarning)  # on purpose
     rank = int(os.environ["LOCAL_RANK"])
     if DEVICE == "cuda":  # every rank sees every GPU
         torch.cuda.set_device(rank)

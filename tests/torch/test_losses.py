@@ -473,7 +473,7 @@ X, IDS = torch.full((4, 3), -2.0), torch.zeros((4, 3), dtype=torch.int64)
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "another shape": (dict(teacher_logprobs=X[:2]), ValueError, r"teacher_logprobs \(2, 3\) .* ids \(4, 3\)"),
     "ids as log-probabilities": (dict(candidate_logprobs=IDS), ValueError, r"\(4, 3\) of torch.int64 must be floating"),
-    "float ids": (dict(ids=X), TypeError, "ids must be integers .* got torch.float32"),
+    "float ids": (dict(ids=X), TypeError, "ids must be integers, got torch.float32"),
     "no candidates": (dict(ids=IDS[:, :0]), ValueError, r"ids \(4, 0\) .* 1 to 512"),
     "a list": (dict(candidate_logprobs=[[1.0]]), TypeError, r"candidate_logprobs .*Tensor, got list"),
     "divergence": (dict(divergence="kl"), ValueError, "or \"jsd\", got 'kl'"),
