@@ -25,13 +25,15 @@ def patch(model: PreTrainedModel, *, strict: bool = False, always: bool = False)
     The model's own forward runs: what it does to its logits, its router's loss and its other terms are all there. The
     Trainer does not change. With labels, the output's ``logits`` are deferred: to read their values computes them.
 
+    A Trainer with a loss function of its own, or with ``label_smoothing_factor``, keeps the labels from the model: in
+    evaluation the head then computes its logits, uncounted, unless ``always=True``.
+
     Args:
         model: a model of Transformers 5 whose head is a linear layer, before the Trainer, DDP, FSDP or
             ``torch.compile`` wraps it. PEFT may come before or after.
         strict: raises where logits would be computed, in place of computing them.
-        always: defers in calls without labels and gradients too. A Trainer with a loss function of its own or with
-            ``label_smoothing_factor`` keeps the labels from the model: in evaluation the head computes its logits
-            without this, and ``stored`` does not count them.
+        always: defers without gradients and labels too, as for log-probabilities of an old policy or of a reference.
+            ``generate`` then computes the logits that it reads.
 
     Returns:
         What counts results and logits, and undoes it; a second call for the same model returns the same.
