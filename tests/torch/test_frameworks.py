@@ -402,6 +402,13 @@ def test_a_patched_model() -> None:
     assert vars(model) == before
     with patch(model, strict=True), pytest.raises(RuntimeError, match="strict=True"):
         model(TOKENS, labels=TOKENS).logits.exp()
+    with patch(model, always=True) as handle, torch.no_grad():  # a Trainer that keeps the labels, in evaluation
+        logits = model(TOKENS).logits
+        got = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
+        assert (handle.served, handle.stored) == (1, 0)
+    with torch.no_grad():
+        want = torch.nn.functional.cross_entropy(model(TOKENS).logits.flatten(0, 1), TOKENS.flatten())
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
 def test_the_loss_function() -> None:
