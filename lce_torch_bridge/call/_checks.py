@@ -302,13 +302,15 @@ def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor)
 def warn_of_labels(labels: torch.Tensor, where: torch.Tensor | None, vocab_size: int, is_mean: bool = False) -> None:
     """`scalars.warn_outside`, of labels on the CPU; ``where``: the tokens that count, without ignored labels.
 
-    Where one inside is enough, the first label nearly always decides.
+    Where one inside is enough, the first label nearly always decides; in a mean the least and the largest do.
     """
     if labels.device.type != "cpu" or is_traced() or not has_values(labels) or not labels.numel():
         return
     ids = labels.reshape(-1)
-    if where is None and not is_mean and 0 <= ids[0].item() < vocab_size:
-        return
+    if where is None:
+        least, most = ids.aminmax() if is_mean else (ids[0], ids[0])
+        if least.item() >= 0 and most.item() < vocab_size:
+            return
     ids = ids.long() if where is None else ids.long()[where.reshape(-1)]
     scalars.warn_outside(ids, vocab_size, *PACKAGES, is_mean=is_mean)
 
