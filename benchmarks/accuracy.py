@@ -160,12 +160,9 @@ def errors(way: Any, dtype: str) -> list[float]:
     (_, out), gradients = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(hidden, weight)
     exact = oracle.logprobs(hidden, weight, labels)
     exact_gradients = oracle.gradients(hidden, weight, labels, (*seeds, jnp.zeros(T)))
-    largest = [np.max(np.abs(np.asarray(x, np.float64) - y)) for x, y in zip(out, exact[:2], strict=True)]
-    relative = [
-        np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y)
-        for x, y in zip(gradients, exact_gradients[:2], strict=True)
-    ]
-    return [float(f"{error:.1e}") for error in (*largest, *relative)]
+    names = "logprobs", "entropy", *GRADIENTS
+    pairs = zip(names, (*out, *gradients), (*exact[:2], *exact_gradients[:2]), strict=True)
+    return [float(f"{distance(name, result, right, T):.1e}") for name, result, right in pairs]
 
 
 def main() -> None:
