@@ -125,19 +125,14 @@ NO_LABELS = "for entropy and lse alone any ids serve, as jnp.zeros(hidden.shape[
 
 
 def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call) -> None:
-    """`scalars.warn_outside`, of the labels that this process can read without waiting for a device.
-
-    Where one inside is enough, the first label nearly always decides.
-    """
+    """`scalars.warn_outside`, of the labels that this process can read without waiting for a device."""
     ids, live = _at_hand(labels), None if where is None else _at_hand(where)
     if ids is None or not ids.size or call.axis_name is not None or (where is not None and live is None):
         return
-    vocab_size = vocabulary(call.given_vocab_size, call.columns)
-    is_mean = call.function == "linear_cross_entropy"
-    if live is None and not is_mean and 0 <= ids.flat[0] < vocab_size:
-        return
     ids = ids.reshape(-1) if live is None else ids[live]
-    scalars.warn_outside(ids if ignore_index is None else ids[ids != ignore_index], vocab_size, is_mean=is_mean)
+    ids = ids if ignore_index is None else ids[ids != ignore_index]
+    vocab_size = vocabulary(call.given_vocab_size, call.columns)
+    scalars.warn_outside(ids, vocab_size, is_cross_entropy=call.function == "linear_cross_entropy")
 
 
 def _at_hand(x: Any) -> np.ndarray | None:

@@ -414,15 +414,17 @@ def given_labels(labels: Any, without: str) -> None:
         )
 
 
-def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_mean: bool) -> None:
-    """Warns if labels that count, ``numbers``, lie outside the vocabulary: all of them, or some in a mean of losses.
+def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy: bool) -> None:
+    """Warns if labels that count, ``numbers``, lie outside the vocabulary: all of them, or some of a cross entropy's.
 
     `IGNORED` marks a token that has no label: a micro-batch may be padding alone. ``packages``: folders, beside this
     one, of what calls this: the warning is about the line that calls them.
     """
+    if not len(numbers) or (numbers.min() >= 0 and numbers.max() < vocab_size):
+        return
     counted = numbers[numbers != IGNORED]
     outside = counted[(counted < 0) | (counted >= vocab_size)]
-    if not len(outside) or (len(outside) < len(counted) and not is_mean):
+    if not len(outside) or (len(outside) < len(counted) and not is_cross_entropy):
         return
     first = int(outside[0])
     warnings.warn(

@@ -299,20 +299,15 @@ def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor)
     return value.expand(labels.shape + value.shape[labels.ndim :])
 
 
-def warn_of_labels(labels: torch.Tensor, where: torch.Tensor | None, vocab_size: int, is_mean: bool = False) -> None:
-    """`scalars.warn_outside`, of labels on the CPU; ``where``: the tokens that count, without ignored labels.
-
-    Where one inside is enough, the first label nearly always decides; in a mean the least and the largest do.
-    """
+def warn_of_labels(
+    labels: torch.Tensor, where: torch.Tensor | None, vocab_size: int, is_cross_entropy: bool = False
+) -> None:
+    """`scalars.warn_outside`, of labels on the CPU; ``where``: the tokens that count, without ignored labels."""
     if labels.device.type != "cpu" or is_traced() or not has_values(labels) or not labels.numel():
         return
-    ids = labels.reshape(-1)
-    if where is None:
-        least, most = ids.aminmax() if is_mean else (ids[0], ids[0])
-        if least.item() >= 0 and most.item() < vocab_size:
-            return
-    ids = ids.long() if where is None else ids.long()[where.reshape(-1)]
-    scalars.warn_outside(ids, vocab_size, *PACKAGES, is_mean=is_mean)
+    ids = labels.reshape(-1).long()
+    ids = ids if where is None else ids[where.reshape(-1)]
+    scalars.warn_outside(ids, vocab_size, *PACKAGES, is_cross_entropy=is_cross_entropy)
 
 
 def may_look_at(x: torch.Tensor) -> bool:

@@ -109,7 +109,7 @@ def linear_cross_entropy(
     smoothing, z_loss, chunk_bytes, left = _checked(reduction, label_smoothing, z_loss, chunk_bytes, options)
     told = Options(where=where, ignore_index=ignore_index, entropy=False, mean_logit=smoothing > 0, **options)
     given = _arguments.of_call(hidden, weight, labels, told)
-    _checks.warn_of_labels(given.labels, given.where, given.call.vocab_size, is_mean=True)
+    _checks.warn_of_labels(given.labels, given.where, given.call.vocab_size, is_cross_entropy=True)
     x, rows = _arguments.operands(given, _arguments.weight_of(given, told.wgrad))
     loss_fn = functools.partial(_loss_of_token, smoothing, z_loss)
     if reduction == "mean":

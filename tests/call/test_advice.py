@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import lce_jax
-from lce_jax import explain, linear_cross_entropy, linear_kl, linear_logprobs, linear_loss, losses
+from lce_jax import explain, linear_cross_entropy, linear_kl, linear_logprobs, linear_loss, losses, rows
 from lce_jax import sharded_linear_logprobs as sharded
 from tests.draws import Draws
 from tests.small_call import MESH
@@ -211,10 +211,14 @@ def test_padding_that_counts(reduction: str) -> None:
         (lambda labels: labels.T, r"Write (labels\.T)"),
         (lambda labels: jax.nn.one_hot(labels, V, dtype=int), r"in place of one-hot rows, (labels\.argmax\(-1\))"),
         (lambda labels: labels.astype(float), r"write (labels\.astype\(int\))"),
+        (lambda labels: labels[:, 1:], r"labels = (rows\.next_tokens\(tokens\)) has a label for each token"),
     ],
 )
 def test_labels_of_another_shape(labels: Any, line: str) -> None:
     given = labels(jnp.asarray(LABELS))
     message = said((TypeError, ValueError), lambda: linear_cross_entropy(HIDDEN, WEIGHT, given))
-    again = written(line, message, labels=given, int=int)
-    assert np.array_equal(linear_cross_entropy(HIDDEN, WEIGHT, again), linear_cross_entropy(HIDDEN, WEIGHT, LABELS))
+    again = written(line, message, labels=given, int=int, rows=rows, tokens=jnp.asarray(LABELS))
+    want = linear_cross_entropy(HIDDEN, WEIGHT, LABELS)
+    if "tokens" in line:
+        want = linear_cross_entropy(HIDDEN[:, :-1], WEIGHT, given)
+    assert np.allclose(linear_cross_entropy(HIDDEN, WEIGHT, again), want, rtol=1e-6)
