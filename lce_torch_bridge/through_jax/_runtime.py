@@ -12,10 +12,12 @@ Three rules, each with its reason:
   program; without it a write in place right after the call overwrites what the program still reads.
 * Do not donate an imported buffer: it is torch's.
 
-Memory of JAX that torch drops goes back to JAX at once, even if a GPU has yet to read it. So every program that JAX
-runs for torch, be it one that makes zeros, takes an import that waits for all streams on which JAX's memory was
-exported. A gradient that still another stream reads must be copied there first, because ``record_stream`` does not
-reach JAX's allocator.
+JAX reuses its memory as soon as nothing holds it, even if torch's streams have yet to read it. So what JAX lends to
+torch on a GPU is held here until torch has dropped it, and given back only in `beside`, before the imports of the next
+program. Every program that JAX runs for torch, be it one that makes zeros, takes an import that waits for all streams
+on which JAX's memory was exported, and one thread at a time goes from there to the program's launch: what another
+thread drops meanwhile is still held. A gradient that still another stream reads must be copied there first, because
+``record_stream`` does not reach JAX's allocator.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ import jax
 import jax.extend
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lce_jax import kernels
 from lce_torch_bridge.tensors import _device
@@ -108,6 +111,8 @@ class _Events(threading.local):
 _events = _Events()
 _external = functools.cache(torch.cuda.ExternalStream)
 _readers: defaultdict[torch.device, dict[int, torch.cuda.Stream]] = defaultdict(dict)  # streams exported on, by handle
+_lent: list[tuple[StorageWeakRef, jax.Array]] = []  # torch's storage of each array of a GPU that torch has
+_turn = threading.RLock()  # from `_take_back` to the launch of the program that may reuse the memory
 
 
 def _let_wait(stream: int, device: torch.device) -> None:
@@ -144,7 +149,17 @@ def to_torch_all(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
         current = torch.cuda.current_stream(device)
         _readers[current.device][current.cuda_stream] = current
         stream = current.cuda_stream or LEGACY_STREAM
-    return [torch.utils.dlpack.from_dlpack(x.__dlpack__(stream=stream)) for x in arrays]  # type: ignore[call-arg]
+    tensors = [torch.utils.dlpack.from_dlpack(x.__dlpack__(stream=stream)) for x in arrays]  # type: ignore[call-arg]
+    if stream is not None:
+        with _turn:
+            _lent.extend((StorageWeakRef(x.untyped_storage()), array) for x, array in zip(tensors, arrays, strict=True))
+    return tensors
+
+
+def _take_back() -> None:
+    """Drops the arrays that torch has dropped."""
+    with _turn:
+        _lent[:] = [(storage, array) for storage, array in _lent if not storage.expired()]
 
 
 def forget() -> None:
@@ -152,6 +167,7 @@ def forget() -> None:
     for device in _readers:
         torch.cuda.synchronize(device)
     _readers.clear()
+    _take_back()
     _external.cache_clear()
     _quick_import.cache_clear()
 
@@ -240,6 +256,7 @@ def _finish() -> None:
         for device in jax.local_devices():
             if device.platform == "gpu":
                 torch.cuda.synchronize(device.local_hardware_id)
+    _lent.clear()
     gc.collect()
 
 
@@ -288,6 +305,7 @@ def warn_of_preallocation(devices: list[jax.Device]) -> None:
 def beside(x: torch.Tensor) -> Iterator[None]:
     """Makes the device of ``x`` current in both libraries: torch exports to JAX from its current device only.
 
+    On a GPU one thread at a time, after memory that torch has dropped went back to JAX (see the module's docstring).
     What the caller has set for arrays of JAX does not reach torch's tensors: a mesh, ``jax.disable_jit``.
 
     Raises:
@@ -300,11 +318,14 @@ def beside(x: torch.Tensor) -> Iterator[None]:
             "language-model head out of the captured region"
         )
     with (
+        _turn if x.is_cuda else contextlib.nullcontext(),
         torch.cuda.device(x.get_device()),  # -1, the CPU's, changes nothing
         jax.default_device(jax_device(x.device)),
         jax.disable_jit(False),
         contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(NO_MESH),
     ):
+        if _lent:
+            _take_back()
         yield
 
 
@@ -409,6 +430,7 @@ def _what_stays(clients: dict[str, Any]) -> list[jax.Array]:
     """
     deadline = time.monotonic() + PATIENCE
     while True:
+        _take_back()
         gc.collect()
         left = [array for client in clients.values() for array in client.live_arrays()]
         if not left or time.monotonic() > deadline:
