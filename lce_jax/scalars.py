@@ -40,6 +40,7 @@ __all__ = [
     "candidate_shape",
     "dimensions_of_tokens",
     "flag",
+    "format_bytes",
     "fraction",
     "given_labels",
     "given_value",
@@ -191,6 +192,17 @@ def num_bytes(name: str, value: Any) -> int:
     return int(value)
 
 
+def format_bytes(count: float) -> str:
+    """``count`` in the largest binary unit that keeps it at least 1: ``format_bytes(3 << 20)`` is ``'3.0 MiB'``."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024 or unit == "GiB":
+            break
+    return f"{count:,.1f} {unit}"
+
+
 OF_MODELS = "hidden|weight|bias|temperature|logit_scale|logit_softcap|weight_layout"  # arguments of each of two models
 IN_CODE = re.compile(rf"(?<=\()\b({OF_MODELS})(?=[,)])|\b({OF_MODELS})(?=[=\[]|\.\w)")
 
@@ -207,13 +219,17 @@ def of_the_teacher(error: Exception) -> str:
 
 
 def not_hidden(hidden: Sequence[int], weight: Sequence[int], vocab_size: int, other: str) -> str:
-    """What may be wrong with hidden states that end in the vocabulary; ``other``: what to write for a weight [H, V]."""
+    """What may be wrong with hidden states that end in the vocabulary; ``other``: what to write for a weight [H, V].
+
+    First what is likelier: a vocabulary is larger than a hidden state.
+    """
     if hidden[-1:] != (vocab_size,):
         return ""
-    return (
-        f": hidden has V = {vocab_size} columns: did you pass logits? Pass the hidden states that the head multiplies. "
-        f"If hidden is right, the vocabulary is the other dimension of weight {tuple(weight)}: write {other}"
-    )
+    turned = f"the vocabulary is the other dimension of weight {tuple(weight)}: write {other}"
+    pass_hidden = "Pass the hidden states that the head multiplies"
+    if vocab_size < max(weight):
+        return f": if hidden is right, {turned}. Or did you pass logits? {pass_hidden}"
+    return f": hidden has V = {vocab_size} columns: did you pass logits? {pass_hidden}. If hidden is right, {turned}"
 
 
 def part_size(value: Any, cache_bytes: int | None, gradient_threshold: float) -> int | None:
@@ -241,6 +257,11 @@ OTHER_NAMES = {
     "scale": "logit_scale",
     "lse_square_scale": "z_loss",
     "mask": "where",
+    "loss_mask": "where",
+    "attention_mask": "where",
+    "padding_mask": "where",
+    "response_mask": "where",
+    "completion_mask": "where",
     "shift": "labels shifted by rows.next_tokens",
     "temp": "temperature",
     "tau": "temperature",
