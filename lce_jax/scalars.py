@@ -50,6 +50,7 @@ __all__ = [
     "is_temperature",
     "labels_shape",
     "mixed_tokens",
+    "names_of_loss",
     "not_hidden",
     "not_negative",
     "num_bytes",
@@ -292,7 +293,7 @@ def unknown_options(
 
     With the one that the first may mean, or what to write in its place.
     """
-    of_loss = _own_names(loss_fn)
+    of_loss = names_of_loss(loss_fn)
     similar = iter(difflib.get_close_matches(unknown[0], [*of_loss, *known], 1))
     shards = (words for name, words in SHARDS.items() if unknown[0] in OF_SHARDS and name in known)
     meant = OTHER_NAMES.get(unknown[0]) or next(shards, None) or next(similar, None)
@@ -316,7 +317,7 @@ def arguments_of_loss(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {type(loss_fn)}")
     taken = [name for name, x in parameters.items() if x is not None]
-    own = _own_names(loss_fn) if given or taken else []
+    own = names_of_loss(loss_fn) if given or taken else []
     named = {name: x for name, x in given.items() if name in own}
     rest = {name: x for name, x in given.items() if name not in own}
     if both := [name for name in own if name in taken or (name in named and name in options)]:
@@ -340,7 +341,7 @@ def _check_arguments(loss_fn: Callable[..., Any], per_token: Sequence[Any], name
     try:
         signature.bind(None, None, None, *per_token, **named)
     except TypeError as error:
-        own = ", ".join(_own_names(loss_fn)) or "none by name"
+        own = ", ".join(names_of_loss(loss_fn)) or "none by name"
         write = ", ".join(f"{name}=..." for name in _missing(signature, per_token, named))
         hint = f": give {write}" if write else ""
         raise TypeError(f"loss_fn: {error}; its own arguments are {own}{hint}") from None
@@ -369,7 +370,7 @@ def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature | None:
     return said
 
 
-def _own_names(loss_fn: Any) -> list[str]:
+def names_of_loss(loss_fn: Any) -> list[str]:
     """The arguments that a per-token loss takes by name, after log-probability, entropy and lse."""
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
