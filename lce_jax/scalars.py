@@ -34,6 +34,7 @@ __all__ = [
     "OTHER_NAMES",
     "RESTS",
     "alone_with_floor",
+    "are_inside",
     "arguments_of_loss",
     "bound",
     "broadcasting",
@@ -436,14 +437,20 @@ def given_labels(labels: Any, without: str) -> None:
         )
 
 
+def are_inside(labels: Any, vocab_size: int) -> bool:
+    """Whether all labels lie in the vocabulary or are `IGNORED`, those that a mask leaves out too."""
+    if labels.max() >= vocab_size:
+        return False
+    least = labels.min()
+    return bool(least >= 0 or (least == IGNORED and not ((labels < 0) & (labels != IGNORED)).any()))
+
+
 def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy: bool) -> None:
     """Warns if labels that count, ``numbers``, lie outside the vocabulary: all of them, or some of a cross entropy's.
 
     `IGNORED` marks a token that has no label: a micro-batch may be padding alone. ``packages``: folders, beside this
     one, of what calls this: the warning is about the line that calls them.
     """
-    if not len(numbers) or (numbers.min() >= 0 and numbers.max() < vocab_size):
-        return
     counted = numbers[numbers != IGNORED]
     outside = counted[(counted < 0) | (counted >= vocab_size)]
     if not len(outside) or (len(outside) < len(counted) and not is_cross_entropy):
