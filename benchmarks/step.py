@@ -22,8 +22,8 @@ from jax import lax
 
 from benchmarks.records import Job, Measured
 from lce_jax import linear_cross_entropy, linear_loss, losses
-from lce_jax._types import format_bytes
 from lce_jax.explain import _arguments
+from lce_jax.scalars import format_bytes
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int

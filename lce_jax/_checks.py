@@ -126,12 +126,15 @@ NO_LABELS = "for entropy and lse alone any ids serve, as jnp.zeros(hidden.shape[
 
 def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call) -> None:
     """`scalars.warn_outside`, of the labels that this process can read without waiting for a device."""
-    ids, live = _at_hand(labels), None if where is None else _at_hand(where)
-    if ids is None or not ids.size or call.axis_name is not None or (where is not None and live is None):
+    ids = _at_hand(labels)
+    if ids is None or not ids.size or call.axis_name is not None:
+        return
+    vocab_size = vocabulary(call.given_vocab_size, call.columns)
+    live = None if where is None else _at_hand(where)
+    if scalars.are_inside(ids, vocab_size) or (where is not None and live is None):
         return
     ids = ids.reshape(-1) if live is None else ids[live]
     ids = ids if ignore_index is None else ids[ids != ignore_index]
-    vocab_size = vocabulary(call.given_vocab_size, call.columns)
     scalars.warn_outside(ids, vocab_size, is_cross_entropy=call.function == "linear_cross_entropy")
 
 

@@ -205,10 +205,17 @@ def check_names(
     if given.keys() <= set(known):
         return
     if unknown := [name for name in given if name not in OPTIONS]:
-        parameters = inspect.signature(function).parameters.items()
-        own = (name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known)
-        raise scalars.unknown_options(function.__name__, unknown, (*own, *known), loss_fn)
+        raise scalars.unknown_options(function.__name__, unknown, keywords_of(function), loss_fn)
     refuse(function.__name__, given)
+
+
+@functools.cache
+def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """What a function takes by keyword alone: parameters of its own, then its options."""
+    known = names_of(function.__name__)
+    parameters = inspect.signature(function).parameters.items()
+    own = (name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known)
+    return (*own, *known)
 
 
 # What these functions do not have, and refuse in words of their own, as all over a mesh do with ``axis_name``.

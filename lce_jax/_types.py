@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import scalars
+from lce_jax.scalars import format_bytes
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -478,14 +479,3 @@ def candidate_notes(call: Call) -> tuple[str, ...]:
         return ()
     held, kept = format_bytes(call.candidate_bytes), format_bytes(call.candidate_bytes // 3)
     return (f"{call.num_candidates} candidates per token add {held} to each pass and {kept} to what is kept",)
-
-
-def format_bytes(count: float) -> str:
-    """``count`` in the largest binary unit that keeps it at least 1: ``format_bytes(3 << 20)`` is ``'3.0 MiB'``."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024 or unit == "GiB":
-            break
-    return f"{count:,.1f} {unit}"

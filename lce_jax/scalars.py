@@ -34,12 +34,14 @@ __all__ = [
     "OTHER_NAMES",
     "RESTS",
     "alone_with_floor",
+    "are_inside",
     "arguments_of_loss",
     "bound",
     "broadcasting",
     "candidate_shape",
     "dimensions_of_tokens",
     "flag",
+    "format_bytes",
     "fraction",
     "given_labels",
     "given_value",
@@ -49,6 +51,7 @@ __all__ = [
     "is_temperature",
     "labels_shape",
     "mixed_tokens",
+    "names_of_loss",
     "not_hidden",
     "not_negative",
     "num_bytes",
@@ -191,6 +194,17 @@ def num_bytes(name: str, value: Any) -> int:
     return int(value)
 
 
+def format_bytes(count: float) -> str:
+    """``count`` in the largest binary unit that keeps it at least 1: ``format_bytes(3 << 20)`` is ``'3.0 MiB'``."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024 or unit == "GiB":
+            break
+    return f"{count:,.1f} {unit}"
+
+
 OF_MODELS = "hidden|weight|bias|temperature|logit_scale|logit_softcap|weight_layout"  # arguments of each of two models
 IN_CODE = re.compile(rf"(?<=\()\b({OF_MODELS})(?=[,)])|\b({OF_MODELS})(?=[=\[]|\.\w)")
 
@@ -207,13 +221,17 @@ def of_the_teacher(error: Exception) -> str:
 
 
 def not_hidden(hidden: Sequence[int], weight: Sequence[int], vocab_size: int, other: str) -> str:
-    """What may be wrong with hidden states that end in the vocabulary; ``other``: what to write for a weight [H, V]."""
+    """What may be wrong with hidden states that end in the vocabulary; ``other``: what to write for a weight [H, V].
+
+    First what is likelier: a vocabulary is larger than a hidden state.
+    """
     if hidden[-1:] != (vocab_size,):
         return ""
-    return (
-        f": hidden has V = {vocab_size} columns: did you pass logits? Pass the hidden states that the head multiplies. "
-        f"If hidden is right, the vocabulary is the other dimension of weight {tuple(weight)}: write {other}"
-    )
+    turned = f"the vocabulary is the other dimension of weight {tuple(weight)}: write {other}"
+    pass_hidden = "Pass the hidden states that the head multiplies"
+    if vocab_size < max(weight):
+        return f": if hidden is right, {turned}. Or did you pass logits? {pass_hidden}"
+    return f": hidden has V = {vocab_size} columns: did you pass logits? {pass_hidden}. If hidden is right, {turned}"
 
 
 def part_size(value: Any, cache_bytes: int | None, gradient_threshold: float) -> int | None:
@@ -241,6 +259,11 @@ OTHER_NAMES = {
     "scale": "logit_scale",
     "lse_square_scale": "z_loss",
     "mask": "where",
+    "loss_mask": "where",
+    "attention_mask": "where",
+    "padding_mask": "where",
+    "response_mask": "where",
+    "completion_mask": "where",
     "shift": "labels shifted by rows.next_tokens",
     "temp": "temperature",
     "tau": "temperature",
@@ -271,7 +294,7 @@ def unknown_options(
 
     With the one that the first may mean, or what to write in its place.
     """
-    of_loss = _own_names(loss_fn)
+    of_loss = names_of_loss(loss_fn)
     similar = iter(difflib.get_close_matches(unknown[0], [*of_loss, *known], 1))
     shards = (words for name, words in SHARDS.items() if unknown[0] in OF_SHARDS and name in known)
     meant = OTHER_NAMES.get(unknown[0]) or next(shards, None) or next(similar, None)
@@ -295,7 +318,7 @@ def arguments_of_loss(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {type(loss_fn)}")
     taken = [name for name, x in parameters.items() if x is not None]
-    own = _own_names(loss_fn) if given or taken else []
+    own = names_of_loss(loss_fn) if given or taken else []
     named = {name: x for name, x in given.items() if name in own}
     rest = {name: x for name, x in given.items() if name not in own}
     if both := [name for name in own if name in taken or (name in named and name in options)]:
@@ -319,7 +342,7 @@ def _check_arguments(loss_fn: Callable[..., Any], per_token: Sequence[Any], name
     try:
         signature.bind(None, None, None, *per_token, **named)
     except TypeError as error:
-        own = ", ".join(_own_names(loss_fn)) or "none by name"
+        own = ", ".join(names_of_loss(loss_fn)) or "none by name"
         write = ", ".join(f"{name}=..." for name in _missing(signature, per_token, named))
         hint = f": give {write}" if write else ""
         raise TypeError(f"loss_fn: {error}; its own arguments are {own}{hint}") from None
@@ -348,7 +371,7 @@ def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature | None:
     return said
 
 
-def _own_names(loss_fn: Any) -> list[str]:
+def names_of_loss(loss_fn: Any) -> list[str]:
     """The arguments that a per-token loss takes by name, after log-probability, entropy and lse."""
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
@@ -414,14 +437,20 @@ def given_labels(labels: Any, without: str) -> None:
         )
 
 
+def are_inside(labels: Any, vocab_size: int) -> bool:
+    """Whether all labels lie in the vocabulary or are `IGNORED`, those that a mask leaves out too."""
+    if labels.max() >= vocab_size:
+        return False
+    least = labels.min()
+    return bool(least >= 0 or (least == IGNORED and not ((labels < 0) & (labels != IGNORED)).any()))
+
+
 def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy: bool) -> None:
     """Warns if labels that count, ``numbers``, lie outside the vocabulary: all of them, or some of a cross entropy's.
 
     `IGNORED` marks a token that has no label: a micro-batch may be padding alone. ``packages``: folders, beside this
     one, of what calls this: the warning is about the line that calls them.
     """
-    if not len(numbers) or (numbers.min() >= 0 and numbers.max() < vocab_size):
-        return
     counted = numbers[numbers != IGNORED]
     outside = counted[(counted < 0) | (counted >= vocab_size)]
     if not len(outside) or (len(outside) < len(counted) and not is_cross_entropy):

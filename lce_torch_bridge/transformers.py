@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lce_torch_bridge import _framework
-from lce_torch_bridge.deferred._defer import defer_logits
+from lce_torch_bridge.deferred._defer import defer
 from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def patch(model: PreTrainedModel, *, strict: bool = False, always: bool = False)
         >>> Trainer(model, arguments, train_dataset=rows).train()  # doctest: +SKIP
     """
     _framework.check_version("transformers", "5")
-    return defer_logits(model, strict=strict, always=always)
+    return defer("patch", model, strict, always)
 
 
 def loss_function(

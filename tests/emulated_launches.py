@@ -14,8 +14,6 @@ import numpy as np
 from lce_jax.kernels import Kernel
 from lce_jax.mosaic._pallas import interpreting, plgpu
 
-FILL = 0xFF  # every byte of memory that nothing has written: NaN as a float of any size
-
 
 def compiled(kernels: Sequence[Kernel], *_: Any) -> list[Callable[..., Any]]:
     """What `lce_jax.kernels.compiled` returns, for memory of the CPU."""

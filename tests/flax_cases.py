@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import AxisType
 
 from lce_jax import losses
@@ -148,3 +149,25 @@ def assert_trees_close(got, expected):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         # Where terms cancel, what is left of their rounding is that of the largest: a few ulp.
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=max(2e-6, 4e-7 * np.max(np.abs(b), initial=0.0)))
+
+
+def refuse_wrong_names(head):
+    """Each call names its method, and the option that is meant."""
+    hidden, labels = batch()
+    arguments = {
+        "loss": (hidden, labels), "logprobs": (hidden, labels), "topk": (hidden, 3), "kl": (hidden, head, hidden),
+        "linear_loss": (losses.cross_entropy, hidden, labels),
+    }  # fmt: skip
+    wrong = {"temprature": "temperature", "wher": "where", "loss_mask": "where"}
+    for name, given in arguments.items():
+        method = getattr(head, name)
+        for option, meant in wrong.items():
+            start = rf"LMHead\.{name}: unknown option {option} \(did you mean {meant}\?\); known: "
+            with pytest.raises(TypeError, match=start) as error:
+                method(*given, **{option: 1})
+            assert not {"bias", "logit_scale", "weight_layout"} & set(str(error.value).split("known: ")[1].split(", "))
+        for option in ("bias", "vocab_size", "weight_layout", "precision"):
+            with pytest.raises(TypeError, match=rf"LMHead\.{name}: {option} is set where the head is made"):
+                method(*given, **{option: None})
+        with pytest.raises(TypeError, match=rf"LMHead\.{name}\(\) missing 1 required positional argument"):
+            method(*given[:-1])

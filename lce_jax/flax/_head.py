@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, overload
 
 import jax
@@ -32,11 +32,14 @@ if TYPE_CHECKING:
     from lce_jax.mesh._layout import Axes
     from lce_jax.ops._cross_entropy import Reduction
 
-FUNCTIONS: dict[str, Any] = {
-    function.__name__: function
-    for function in (linear_logprobs, linear_topk, linear_kl, linear_cross_entropy, linear_loss)
+METHODS: dict[str, Callable[..., Any]] = {  # of a head: the functions that they call
+    "logprobs": linear_logprobs,
+    "topk": linear_topk,
+    "kl": linear_kl,
+    "loss": linear_cross_entropy,
+    "linear_loss": linear_loss,
 }
-SHARDED: dict[str, Any] = {f"sharded_{name}": getattr(_sharded, f"sharded_{name}") for name in FUNCTIONS}
+ON_MESH = {name: getattr(_sharded, f"sharded_{function.__name__}") for name, function in METHODS.items()}
 
 # Logits of unit variance for hidden states of unit variance.
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
@@ -167,19 +170,31 @@ class HeadSettings:
         logits, _ = _logprobs.transform_logits(raw, call, None)
         return logits[..., : self.vocab_size]
 
-    def call(self, function: str, before: tuple[Any, ...], own: tuple[Any, Any], /, *after: Any, **options: Any) -> Any:
-        """That function of `lce_jax`, or the one over a mesh if the head names an axis.
+    def call(
+        self,
+        method: str,
+        before: tuple[Any, ...],
+        parts: tuple[Any, Any],
+        after: tuple[Any, ...],
+        options: Mapping[str, Any],
+        of_teacher: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The function of `lce_jax` behind a method, or the one over a mesh if the head names an axis.
 
-        Its arguments ``before`` the weight and ``after`` it; ``own``: weight and bias.
+        Its arguments ``before`` the weight and ``after`` it; ``parts``: weight and bias. ``options``: what the caller
+        gives by name. ``of_teacher``: options that belong to another head.
         """
-        weight, bias = own
+        weight, bias = parts
         self.check_hidden(before[-1], weight)
-        called = SHARDED[f"sharded_{function}"] if self.on_mesh else FUNCTIONS[function]
-        return called(*before, self.cast(weight), *after, bias=bias, **self._own_options(), **options)
+        function = (ON_MESH if self.on_mesh else METHODS)[method]
+        own = {"bias": bias, **self._own_options(), **(of_teacher or {})}
+        _check_names(method, function, own, options, before[0] if method == "linear_loss" else None)
+        return function(*before, self.cast(weight), *after, **own, **options)
 
     def _own_options(self) -> dict[str, Any]:
-        """The options that belong to the head; Python refuses one that a call gives again."""
+        """The options that belong to the head, which a call cannot give again."""
         own: dict[str, Any] = {
+            "weight_layout": "vh",
             "logit_scale": self.logit_scale,
             "logit_softcap": self.logit_softcap,
             "vocab_size": self.vocab_size,
@@ -211,8 +226,25 @@ class HeadSettings:
         return weight if self.dtype is None else weight.astype(self.dtype)
 
 
-class HeadCalls:
-    """The calls of a head that store no logits, the same in both Flax APIs."""
+def _check_names(
+    method: str,
+    function: Callable[..., Any],
+    own: Mapping[str, Any],
+    given: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None,
+) -> None:
+    """Refuses what belongs to a head, and names that nobody knows. ``function`` refuses options of other functions."""
+    known = [name for name in _options.keywords_of(function) if name not in own]
+    if again := [name for name in given if name in own]:
+        may = ", ".join(known)
+        raise TypeError(f"LMHead.{method}: {again[0]} is set where the head is made; a call may set {may}")
+    others = [name for name in given if name not in (*known, *_options.OPTIONS)]
+    if others and (unknown := [name for name in others if name not in scalars.names_of_loss(loss_fn)]):
+        raise scalars.unknown_options(f"LMHead.{method}", unknown, known, loss_fn)
+
+
+class LMHead:
+    """The calls of a head that store no logits, the same in both Flax APIs, whose classes have this name too."""
 
     options: HeadSettings
 
@@ -248,8 +280,8 @@ class HeadCalls:
                 ``vocab_part_size``, ``logit_floor``, ``ignore_index``, ``implementation`` and (inside
                 ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
         """
-        arguments = (hidden,), self.parts(), labels
-        found: LogprobOutput = self.options.call("linear_logprobs", *arguments, entropy=entropy, **options)
+        told = {"entropy": entropy, **options}
+        found: LogprobOutput = self.options.call("logprobs", (hidden,), self.parts(), (labels,), told)
         return found
 
     def topk(self, hidden: Float[ArrayLike, "*b H"], k: int, **options: Unpack[OptionsOfTopK]) -> TopK:
@@ -261,13 +293,13 @@ class HeadCalls:
             **options: ``where``, ``temperature``, ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as
                 in `lce_jax.linear_topk`.
         """
-        found: TopK = self.options.call("linear_topk", (hidden,), self.parts(), k, **options)
+        found: TopK = self.options.call("topk", (hidden,), self.parts(), (k,), options)
         return found
 
     def kl(
         self,
         hidden: Float[ArrayLike, "*b H"],
-        teacher: HeadCalls,
+        teacher: LMHead,
         teacher_hidden: Float[ArrayLike, "*b G"],
         **options: Unpack[OptionsOfKL],
     ) -> Float[Array, "*b"]:
@@ -294,8 +326,9 @@ class HeadCalls:
         names = "bias", "logit_scale", "logit_softcap"
         values = bias, of_teacher.logit_scale, of_teacher.logit_softcap
         both: dict[str, Any] = {f"teacher_{name}": value for name, value in zip(names, values, strict=True)}
+        both["teacher_weight_layout"] = "vh"
         arguments = teacher_hidden, of_teacher.cast(weight)
-        found: Array = own.call("linear_kl", (hidden,), self.parts(), *arguments, **both, **options)
+        found: Array = own.call("kl", (hidden,), self.parts(), arguments, options, both)
         return found
 
     def loss(
@@ -309,9 +342,19 @@ class HeadCalls:
             **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer``, ``chunk_bytes``
                 and the options of `logprobs`, as in `lce_jax.linear_cross_entropy`.
         """
-        found: Array = self.options.call("linear_cross_entropy", (hidden,), self.parts(), labels, **options)
+        found: Array = self.options.call("loss", (hidden,), self.parts(), (labels,), options)
         return found
 
+    @overload
+    def linear_loss(  # type: ignore[overload-overlap]  # bool has True in it
+        self, loss_fn: Callable[..., Array], hidden: Float[ArrayLike, "*b H"], labels: Int[ArrayLike, "*b"],
+        *per_token: object, entropy: Literal[True] = True, **options: object,
+    ) -> tuple[Float[Array, ""], LogprobOutput]: ...  # fmt: skip
+    @overload
+    def linear_loss(
+        self, loss_fn: Callable[..., Array], hidden: Float[ArrayLike, "*b H"], labels: Int[ArrayLike, "*b"],
+        *per_token: object, entropy: bool, **options: object,
+    ) -> tuple[Float[Array, ""], PerhapsWithoutEntropy]: ...  # fmt: skip
     def linear_loss(
         self,
         loss_fn: Callable[..., Array],
@@ -334,10 +377,8 @@ class HeadCalls:
         Returns:
             The sum, and a `LogprobOutput` for metrics.
         """
-        given = loss_fn, hidden
-        found: tuple[Array, LogprobOutput] = self.options.call(
-            "linear_loss", given, self.parts(), labels, *per_token, **options
-        )
+        before, after = (loss_fn, hidden), (labels, *per_token)
+        found: tuple[Array, LogprobOutput] = self.options.call("linear_loss", before, self.parts(), after, options)
         return found
 
 

@@ -27,7 +27,7 @@ class LinenTiedOptions(_head.TiedOptions, total=False):
     name: str | None
 
 
-class LMHead(_head.HeadCalls, nn.Module):
+class LMHead(_head.LMHead, nn.Module):
     """A language-model head that need not store its logits: ``head.logprobs``, ``loss``, ``linear_loss``, ``topk``.
 
     Holds a parameter ``weight [rows, H]``, or (`tied`) uses an embedding's, and with ``use_bias`` a ``bias [rows]``.
@@ -148,8 +148,8 @@ class LMHead(_head.HeadCalls, nn.Module):
         return self.weight, self.bias
 
     # Linen makes a module's methods of what stands in its class.
-    logprobs, topk, kl = _head.HeadCalls.logprobs, _head.HeadCalls.topk, _head.HeadCalls.kl
-    loss, linear_loss = _head.HeadCalls.loss, _head.HeadCalls.linear_loss
+    logprobs, topk, kl = _head.LMHead.logprobs, _head.LMHead.topk, _head.LMHead.kl
+    loss, linear_loss = _head.LMHead.loss, _head.LMHead.linear_loss
 
 
 def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any, dims: int = 2) -> Any:

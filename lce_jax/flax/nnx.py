@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lce_jax.mesh._layout import Axes
 
 
-class LMHead(_head.HeadCalls, nnx.Module):
+class LMHead(_head.LMHead, nnx.Module):
     """A language-model head that need not store its logits: ``head.logprobs``, ``loss``, ``linear_loss``, ``topk``.
 
     Holds a parameter ``weight [rows, H]``, its own or (`tied`) an embedding's, and with ``use_bias`` a ``bias [rows]``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,21 @@ from lce_jax.programs._mixed_tokens import refuse_mixed_tokens
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
+    from lce_jax._types import PerhapsWithoutEntropy
 
 
+@overload
+def linear_loss(  # type: ignore[overload-overlap]  # bool has True in it
+    loss_fn: Callable[..., Array], hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"],
+    labels: Int[ArrayLike, "*b"], *per_token: object, where: Bool[ArrayLike, "*b"] | None = None,
+    ignore_index: int | None = None, chunk_bytes: int | None = None, entropy: Literal[True] = True, **options: object,
+) -> tuple[Float[Array, ""], LogprobOutput]: ...  # fmt: skip
+@overload
+def linear_loss(
+    loss_fn: Callable[..., Array], hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"],
+    labels: Int[ArrayLike, "*b"], *per_token: object, where: Bool[ArrayLike, "*b"] | None = None,
+    ignore_index: int | None = None, chunk_bytes: int | None = None, entropy: bool, **options: object,
+) -> tuple[Float[Array, ""], PerhapsWithoutEntropy]: ...  # fmt: skip
 def linear_loss(
     loss_fn: Callable[..., Array],
     hidden: Float[ArrayLike, "*b H"],

@@ -139,6 +139,22 @@ def sharded_linear_cross_entropy(
     )  # fmt: skip
 
 
+@overload
+def sharded_linear_loss(  # type: ignore[overload-overlap]  # bool has True in it
+    loss_fn: Callable[..., Array], hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"],
+    labels: Int[ArrayLike, "*b"], *per_token: object, mesh: Mesh | AbstractMesh | None = None,
+    vocab_axis: Axes = "tensor", batch_axes: Axes = None, sequence_axis: Axes = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
+    ignore_index: int | None = None, chunk_bytes: int | None = None, entropy: Literal[True] = True, **options: object,
+) -> tuple[Float[Array, ""], LogprobOutput]: ...  # fmt: skip
+@overload
+def sharded_linear_loss(
+    loss_fn: Callable[..., Array], hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"],
+    labels: Int[ArrayLike, "*b"], *per_token: object, mesh: Mesh | AbstractMesh | None = None,
+    vocab_axis: Axes = "tensor", batch_axes: Axes = None, sequence_axis: Axes = None,
+    where: Bool[ArrayLike, "*b"] | None = None,
+    ignore_index: int | None = None, chunk_bytes: int | None = None, entropy: bool, **options: object,
+) -> tuple[Float[Array, ""], PerhapsWithoutEntropy]: ...  # fmt: skip
 def sharded_linear_loss(
     loss_fn: Callable[..., Array],
     hidden: Float[ArrayLike, "*b H"],

@@ -11,8 +11,9 @@ from jax import lax
 
 from lce_jax import _dispatch, scalars
 from lce_jax._call import Compaction
-from lce_jax._types import Call, Plan, format_bytes
+from lce_jax._types import Call, Plan
 from lce_jax.mathematics import _logprobs
+from lce_jax.scalars import format_bytes
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Int

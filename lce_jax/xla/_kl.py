@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import OVERWRITES, Call, Plan, Primals, cache_notes, format_bytes
+from lce_jax._types import OVERWRITES, Call, Plan, Primals, cache_notes
 from lce_jax.mathematics import _kl, _logprobs, _statistics
 from lce_jax.mathematics._kl import (
     Direction,
@@ -31,6 +31,7 @@ from lce_jax.mathematics._kl import (
     Pair,
     Ratios,
 )
+from lce_jax.scalars import format_bytes
 from lce_jax.xla import _walk
 from lce_jax.xla._walk import HeadTokens, PerTile, Shard, TileCache, Walk, XTile
 

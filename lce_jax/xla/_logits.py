@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
-from lce_jax._types import Call, Plan, format_bytes
+from lce_jax._types import Call, Plan
 from lce_jax.mathematics._statistics import along
+from lce_jax.scalars import format_bytes
 from lce_jax.xla import _walk
 
 if TYPE_CHECKING:

@@ -306,6 +306,8 @@ def warn_of_labels(
     if labels.device.type != "cpu" or is_traced() or not has_values(labels) or not labels.numel():
         return
     ids = labels.reshape(-1).long()
+    if scalars.are_inside(ids, vocab_size):
+        return
     ids = ids if where is None else ids[where.reshape(-1)]
     scalars.warn_outside(ids, vocab_size, *PACKAGES, is_cross_entropy=is_cross_entropy)
 

@@ -76,6 +76,11 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool 
         >>> handle.served, handle.stored, head.weight.grad.shape
         (1, 0, torch.Size([1000, 8]))
     """
+    return defer("defer_logits", module, strict, always)
+
+
+def defer(called: str, module: torch.nn.Module, strict: bool, always: bool) -> Deferral:
+    """`defer_logits`; ``called``: the public function, which messages name."""
     if isinstance(module, torch.nn.Module) and _is_deferred(module):
         return getattr(module, DEFERRAL)
     count_steps()
@@ -83,8 +88,8 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool 
     if isinstance(module, torch.nn.Linear):
         _attach(deferral, module)
         return deferral
-    _refuse_wrapper(module)
-    head = _head_of(module)
+    _refuse_wrapper(called, module)
+    head = _head_of(called, module)
     _attach(deferral, head)
     deferral.put(module, _forward_of_model(type(module)))  # type: ignore[arg-type]
     deferral.of_model = True
@@ -121,33 +126,32 @@ def _attach_new(deferral: Deferral, head: Any) -> None:
         deferral.say(str(reason))
 
 
-def _head_of(model: Any) -> Any:
+def _head_of(called: str, model: Any) -> Any:
     """A model's head, as Transformers says it."""
     head = getattr(model, "get_output_embeddings", lambda: None)() if isinstance(model, torch.nn.Module) else None
     if head is None:
         got = type(model).__name__ if isinstance(model, torch.nn.Module) else repr(model)
         raise TypeError(
-            f"pass a head, defer_logits(model.lm_head), or a model that has get_output_embeddings, as Transformers' "
+            f"pass a head, {called}(model.lm_head), or a model that has get_output_embeddings, as Transformers' "
             f"…ForCausalLM has: got {got}"
         )
     return head
 
 
-def _refuse_wrapper(module: Any) -> None:
+def _refuse_wrapper(called: str, module: Any) -> None:
     """Refuses what only calls the model, with the model in it."""
     inside = {"_orig_mod": "torch.compile", "module": "DDP or FSDP"}
     for name, what in inside.items():
         there = vars(module).get("_modules", {}) if isinstance(module, torch.nn.Module) else {}
         if name in there or (name == "module" and "_fsdp_wrapped_module" in there):
             raise TypeError(
-                f"{type(module).__name__} calls the model, as {what} makes it: write defer_logits(model) before that, "
-                f"or defer_logits(model.{name})"
+                f"{type(module).__name__} calls the model, as {what} makes it: write {called}(model) before that, or "
+                f"{called}(model.{name})"
             )
     model = getattr(module, "model", None)
     if not isinstance(module, torch.nn.Module) and isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"{type(module).__name__} is no model: write defer_logits({type(module).__name__.lower()}.model)"
-        )
+        name = type(module).__name__
+        raise TypeError(f"{name} is no model: write {called}({name.lower()}.model)")
 
 
 def _refuse_other_head(head: Any) -> None:
@@ -159,7 +163,7 @@ def _refuse_other_head(head: Any) -> None:
         )
     if "forward" in vars(head):
         raise NotImplementedError(
-            f"the head's forward is {vars(head)['forward']!r}, which somebody put there: call defer_logits before that"
+            f"the head's forward is {vars(head)['forward']!r}, which somebody put there: defer its logits before that"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from lce_jax import scalars
 from lce_torch_bridge.tensors import _device
 
 _logger = logging.getLogger("lce_torch_bridge")
@@ -111,10 +112,10 @@ class Deferral:
             RuntimeError: the deferral is strict.
         """
         place = f"{needed_for or 'their values'} at {_place()}"
-        text = f"logits of {list(shape)} ({shape.numel() * dtype.itemsize / 2**30:.1f} GiB)"
+        text = f"logits of {list(shape)} ({scalars.format_bytes(shape.numel() * dtype.itemsize)})"
         if self.strict:
             raise RuntimeError(
-                f"{text} would be computed for {place}, and defer_logits was given strict=True. Without logits there "
+                f"{text} would be computed for {place}, and these are deferred with strict=True. Without logits there "
                 "are cross entropy, log_softmax with gather, logsumexp, entropy, argmax and topk: write the loss with "
                 "these, or leave strict out"
             )

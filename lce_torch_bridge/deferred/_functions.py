@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -112,7 +111,7 @@ def _then(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: Any, layout: to
 def _cast(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another dtype on the same device."""
     recipe, device = x.recipe, x.recipe.source.hidden.device
-    if _are_dtypes(args) and not kwargs and not _device.is_traced():
+    if _are_dtypes(args) and not kwargs:
         out = _probe_cast_once(func, args, recipe.dtype, device)
     else:
         out = _probe_cast(
@@ -143,7 +142,7 @@ def _probe_cast(func: Any, args: tuple[Any, ...], dtype: torch.dtype, device: to
     return out.dtype if fits else None
 
 
-_probe_cast_once = functools.lru_cache(maxsize=256)(_probe_cast)
+_probe_cast_once = _device.once(_probe_cast)
 
 
 def _same(recipe: Recipe) -> dict[str, Any]:
@@ -153,11 +152,11 @@ def _same(recipe: Recipe) -> dict[str, Any]:
 
 def _contiguous(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     layout = x.recipe.layout
-    found = func(layout, *args, **kwargs) if args or kwargs or _device.is_traced() else _apply_once(func, layout)
+    found = func(layout, *args, **kwargs) if args or kwargs else _apply_once(func, layout)
     return x if found is layout else _then(x, func, args, kwargs, found, **_same(x.recipe))
 
 
-@functools.lru_cache(maxsize=256)
+@_device.once
 def _apply_once(func: Any, layout: torch.Tensor) -> Any:
     return func(layout)
 

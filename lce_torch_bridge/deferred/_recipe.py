@@ -335,23 +335,13 @@ def _has_gradient(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad
 
 
+@_device.once
 def laid_out(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A dense tensor without memory. Made once, because that takes the host's time."""
-    return (_laid_out if _device.is_traced() else _laid_out_once)(tuple(shape), dtype)
-
-
-def laid_out_alike(layout: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The layout of what torch computes elementwise."""
-    return (_laid_out_alike if _device.is_traced() else _laid_out_alike_once)(layout, dtype or layout.dtype)
-
-
-def _laid_out(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A dense tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _laid_out_alike(layout: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+@_device.once
+def laid_out_alike(layout: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The layout of what torch computes elementwise; kept by the layout itself, a tensor's hash."""
     return torch.empty_like(layout, dtype=dtype)
-
-
-_laid_out_once = functools.lru_cache(maxsize=1024)(_laid_out)
-_laid_out_alike_once = functools.lru_cache(maxsize=1024)(_laid_out_alike)  # by the layout itself: a tensor's hash

@@ -67,7 +67,7 @@ class _Shape(NamedTuple):
 def _shape(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Shape, ...] | None:
     """What ``func`` makes of a layout, once or in parts; None where torch refuses it, and says why of the values."""
     layout, items = x.recipe.layout, tuple(kwargs.items())
-    if _is_static(args) and _is_static(kwargs.values()) and not _device.is_traced():
+    if _is_static(args) and _is_static(kwargs.values()):
         return _shaped_once(func, args, items, layout)
     if any(isinstance(each, (torch.dtype, *DEFERRED)) for each in (*args, *kwargs.values())):
         return None
@@ -101,7 +101,7 @@ def _shaped(
     return tuple([_shape_of(before, one, parts[i], select)._replace(part=i) for i, one in enumerate(after)])
 
 
-_shaped_once = functools.lru_cache(maxsize=1024)(_shaped)
+_shaped_once = _device.once(_shaped)
 
 
 def _shape_of(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None, select: Any) -> _Shape:
@@ -208,8 +208,7 @@ def getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return _choose_rows(x, func, args[0], tuple(rows))
     whole = all(isinstance(each, slice) and each == slice(None) for each in rows)
     if whole and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1):
-        once = _is_static((last,)) and not _device.is_traced()
-        layout = (_columns_once if once else _columns)(recipe.layout, last)
+        layout = (_columns_once if _is_static((last,)) else _columns)(recipe.layout, last)
         if recipe.kind == "logits" and layout.shape[-1] > 1:
             return x.then(Step(func, args), layout, True, vocab_size=layout.shape[-1])
     return NotImplemented
@@ -219,7 +218,7 @@ def _columns(layout: torch.Tensor, columns: slice) -> torch.Tensor:
     return layout[..., columns]
 
 
-_columns_once = functools.lru_cache(maxsize=256)(_columns)
+_columns_once = _device.once(_columns)
 
 
 def _choose_rows(x: Deferred, func: Any, index: Any, rows: tuple[Any, ...]) -> Any:

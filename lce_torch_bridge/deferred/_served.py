@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +40,9 @@ def _count(x: Deferred) -> None:
         x.recipe.source.deferral.served += 1
 
 
+@_device.once
 def _probed(function: Callable[..., torch.Tensor], dtype: torch.dtype, device: str, _autocast: Any) -> torch.dtype:
     return function(torch.zeros(1, 2, dtype=dtype, device=device)).dtype
-
-
-_probed_once = functools.lru_cache(maxsize=256)(_probed)
 
 
 def _dtype(x: Deferred, function: Callable[..., torch.Tensor]) -> torch.dtype:
@@ -53,8 +50,7 @@ def _dtype(x: Deferred, function: Callable[..., torch.Tensor]) -> torch.dtype:
     device = x.recipe.source.device
     if (autocast := _device.autocast_dtype(device)) is None:
         return x.recipe.dtype
-    probe = _probed if torch.compiler.is_compiling() else _probed_once
-    return probe(function, x.recipe.dtype, device, autocast)
+    return _probed(function, x.recipe.dtype, device, autocast)
 
 
 def _probe_cross_entropy(z: torch.Tensor) -> torch.Tensor:

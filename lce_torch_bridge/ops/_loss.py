@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from lce_jax import scalars
-from lce_torch_bridge._types import LogprobOutput, Tensors, TorchCall, Wgrad, names_of
+from lce_torch_bridge._types import Entropy, LogprobOutput, Tensors, TorchCall, Wgrad, names_of
 from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.launched_directly._way import way_of
@@ -20,6 +20,9 @@ from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.tensors._device import is_differentiated
 from lce_torch_bridge.tensors._weight import main_grad_of
 
+if TYPE_CHECKING:
+    from lce_torch_bridge._types import PerhapsWithoutEntropy
+
 CHUNK_BYTES = 1400 << 20  # chunks of 4096 tokens at V 151936
 NO_CANDIDATES = "loss_fn gets log-probability, entropy and lse"
 NO_CACHE = "linear_loss keeps nothing for a backward pass, and chunk_bytes says how many bytes one chunk may take"
@@ -29,6 +32,20 @@ REFUSED = {
 }  # fmt: skip
 
 
+@overload
+def linear_loss(  # type: ignore[overload-overlap]  # bool has True in it
+    loss_fn: Callable[..., torch.Tensor], hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor,
+    *per_token: torch.Tensor | float, where: torch.Tensor | None = None, ignore_index: int | None = None,
+    wgrad: Wgrad = "return", cotangent: float | None = None, chunk_bytes: int | None = None,
+    entropy: Literal[True, "metric"] = True, **options: object,
+) -> tuple[torch.Tensor, LogprobOutput]: ...  # fmt: skip
+@overload
+def linear_loss(
+    loss_fn: Callable[..., torch.Tensor], hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor,
+    *per_token: torch.Tensor | float, where: torch.Tensor | None = None, ignore_index: int | None = None,
+    wgrad: Wgrad = "return", cotangent: float | None = None, chunk_bytes: int | None = None,
+    entropy: Entropy, **options: object,
+) -> tuple[torch.Tensor, PerhapsWithoutEntropy]: ...  # fmt: skip
 @_device.not_compiled("lce_torch_bridge.linear_loss differentiates loss_fn as it runs")
 def linear_loss(
     loss_fn: Callable[..., torch.Tensor],

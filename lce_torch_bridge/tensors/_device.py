@@ -145,8 +145,19 @@ def is_traced() -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state():
         return True
-    modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
-    return bool([mode for mode in modes if type(mode).__module__ in RECORDING])
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and any(type(torch._C._get_dispatch_stack_at(i)).__module__ in RECORDING for i in range(depth))
+
+
+def once[R](function: Callable[..., R]) -> Callable[..., R]:
+    """A decorator: the result for the same arguments is kept, because it takes the host's time. Not while traced."""
+    kept = functools.lru_cache(maxsize=1024)(function)
+
+    @functools.wraps(function)
+    def of(*args: Any) -> R:
+        return (function if is_traced() else kept)(*args)
+
+    return of
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

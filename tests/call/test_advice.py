@@ -45,7 +45,7 @@ def test_logits_in_place_of_hidden() -> None:
     message = said(ValueError, lambda: linear_logprobs(LOGITS, WEIGHT, LABELS))
     assert "hidden has V = 64 columns: did you pass logits? Pass the hidden states" in message
     message = said(ValueError, lambda: linear_logprobs(HIDDEN, WEIGHT.T, LABELS))
-    (layout,) = re.findall(r'If hidden is right, .*: write weight_layout="(\w+)"$', message)
+    (layout,) = re.findall(r'H = 64: if hidden is right, .*: write weight_layout="(\w+)"\. Or did you pass', message)
     out = linear_logprobs(HIDDEN, WEIGHT.T, LABELS, weight_layout=layout, **EXACT)
     assert np.allclose(out.logprobs, logprobs(LOGITS), atol=1e-5)
 
@@ -53,7 +53,7 @@ def test_logits_in_place_of_hidden() -> None:
 def test_a_teachers_weight_the_other_way_round() -> None:
     """What is told to write is the teacher's option: the student's would turn its own weight."""
     message = said(ValueError, lambda: linear_kl(HIDDEN, WEIGHT, HIDDEN, WEIGHT.T + 1))
-    (option, layout) = re.findall(r'write (\w+)="(\w+)"$', message)[0]
+    (option, layout) = re.findall(r'write (\w+)="(\w+)"', message)[0]
     assert message.startswith("the teacher's hidden (2, 3, 8)")
     found = linear_kl(HIDDEN, WEIGHT, HIDDEN, WEIGHT.T + 1, **{option: layout})
     assert np.allclose(found, 0, atol=1e-5)  # a common offset of all logits changes no distribution

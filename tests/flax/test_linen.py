@@ -28,6 +28,7 @@ from tests.flax_cases import (
     batch,
     kl_of_logits,
     loss_from_logits,
+    refuse_wrong_names,
     results,
     spoiled_padding,
     teacher_batch,
@@ -208,3 +209,8 @@ def mistakes():
 def test_mistakes_name_the_values(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+def test_a_wrong_name_in_a_call_names_the_method_and_the_option():
+    head = make_head()
+    refuse_wrong_names(head.bind(initialise(head)))

@@ -30,6 +30,7 @@ from tests.flax_cases import (
     data_by_tensor,
     kl_of_logits,
     loss_from_logits,
+    refuse_wrong_names,
     results,
     teacher_batch,
     token_batch,
@@ -248,3 +249,7 @@ def test_mistakes_name_the_values(call, error, match):
 def test_the_package_itself_needs_no_flax():
     program = "import sys, lce_jax; sys.exit('flax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_wrong_name_in_a_call_names_the_method_and_the_option():
+    refuse_wrong_names(LMHead(HIDDEN, VOCAB, rngs=nnx.Rngs(0)))

@@ -79,6 +79,9 @@ def mistakes(hidden: jax.Array, weight: jax.Array, labels: jax.Array, flag: bool
     print(linear_logprobs(hidden, weight, labels, entropy=flag).entropy + 1)  # wrong
     print(lce_jax.sharded_linear_logprobs(hidden, weight, labels, entropy=False).entropy + 1)  # wrong
     print(linear_logprobs(hidden, weight, labels, stats=True).max_logit.softmax())  # wrong
+    print(linear_loss(losses.cross_entropy, hidden, weight, labels, entropy=False)[1].entropy + 1)  # wrong
+    loss, seen = lce_jax.sharded_linear_loss(losses.cross_entropy, hidden, weight, labels, entropy=flag)
+    print(loss, seen.entropy + 1)  # wrong
     linear_logprobs([1.0, 2.0], weight, labels)  # wrong
     linear_cross_entropy(hidden, weight, labels, reduction="average")  # wrong
 """
@@ -103,6 +106,7 @@ def mistakes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -
     linear_logprobs(hidden, weight, labels="labels")  # wrong
     linear_logprobs(hidden, weight, labels, entropy="gradient")  # wrong
     print(linear_logprobs(hidden, weight, labels, entropy=False).entropy + 1)  # wrong
+    print(linear_loss(losses.cross_entropy, hidden, weight, labels, entropy=False)[1].entropy + 1)  # wrong
     linear_cross_entropy(hidden, weight, labels, candidates=labels)  # wrong
 """
 FLAX_SCRIPT = """
@@ -130,6 +134,7 @@ def mistakes(hidden: jax.Array, labels: jax.Array) -> None:
     head.logprobs(hidden, "labels")  # wrong
     print(head.logprobs(hidden, labels, entropy=False).entropy + 1)  # wrong
     print(other.logprobs(hidden, labels, entropy=False).entropy + 1)  # wrong
+    print(head.linear_loss(losses.cross_entropy, hidden, labels, entropy=False)[1].entropy + 1)  # wrong
     linen.LMHead.tied(nn.Embed(1000, 16), logit_softcap="30")  # wrong
 """
 SCRIPTS = {"jax": JAX_SCRIPT, "torch": TORCH_SCRIPT, "flax": FLAX_SCRIPT}

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import lce_torch_bridge
 from tests.site.test_figures import script
@@ -56,3 +57,23 @@ def test_every_program_has_a_recorded_run_with_versions() -> None:
 def test_every_page_is_in_the_table() -> None:
     index = (ROOT / "docs" / "recipes" / "index.md").read_text()
     assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == {page.name for page in programs.PAGES} - {"index.md"}
+
+
+def test_accuracy_and_perplexity_are_those_of_stored_logits() -> None:
+    """By the lines for PyTorch: both over the tokens that have a label."""
+    text = (
+        (ROOT / "docs" / "recipes" / "accuracy.md").read_text().partition("## In PyTorch")[2].partition("## In JAX")[0]
+    )
+    setting, accuracy, perplexity = re.findall(r"`(correct = .*?|correct.sum.*?|linear_cross.*?)`", text)
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(3, 5, 8, generator=draw), torch.randn(20, 8, generator=draw)
+    logits = hidden @ weight.T
+    labels = logits.argmax(-1).where(torch.arange(5) < 3, 7)
+    labels[:, 0] = -100
+    names = {name: getattr(lce_torch_bridge, name) for name in lce_torch_bridge.__all__}
+    names |= {"hidden": hidden, "weight": weight, "labels": labels}
+    exec(setting, names)
+    counts = labels != -100
+    assert eval(accuracy, names) == (logits.argmax(-1) == labels)[counts].float().mean()
+    want = torch.nn.functional.cross_entropy(logits[counts], labels[counts]).exp()
+    torch.testing.assert_close(eval(perplexity, names), want)

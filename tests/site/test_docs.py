@@ -5,6 +5,7 @@ from __future__ import annotations
 import codeop
 import dataclasses
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -46,9 +47,13 @@ COMMANDS += sorted(
 
 
 def pasted(*arguments, code=None):
-    """What a fresh interpreter prints: of the pages' blocks, or of the code that is pasted into it."""
+    """What a fresh interpreter prints: of the pages' blocks, or of the code that is pasted into it.
+
+    As a reader's, it has no cache of programs: JAX would warn of one that another worker is writing just then.
+    """
+    environment = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     command = [sys.executable, *(["-m", "tests.doc_blocks", *arguments] if code is None else ["-c", code])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr or "megatron" in done.stderr  # which warns when it is imported
     return done.stdout

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from lce_jax._types import format_bytes
 from lce_jax.explain import __main__ as command
+from lce_jax.scalars import format_bytes
 from tests.doc_blocks import ROOT
 from tests.site.test_figures import script
 

@@ -60,10 +60,10 @@ def test_logits_in_place_of_hidden_and_a_weight_the_other_way_round() -> None:
     assert "hidden has V = 64 columns: did you pass logits? Pass the hidden states" in message
     turned = WEIGHT.T.contiguous()
     message = said(ValueError, lambda: linear_logprobs(HIDDEN, turned, LABELS))
-    found = written(r"If hidden is right, .*: write (weight\.T)$", message, weight=turned)
+    found = written(r": if hidden is right, .*: write (weight\.T)\. Or did you pass", message, weight=turned)
     torch.testing.assert_close(linear_logprobs(HIDDEN, found, LABELS).logprobs, logprobs(LOGITS))
     message = said(ValueError, lambda: linear_kl(HIDDEN, WEIGHT, HIDDEN, turned))
-    found = written(r": write (teacher_weight\.T)$", message, teacher_weight=turned)
+    found = written(r": write (teacher_weight\.T)\. Or did you pass", message, teacher_weight=turned)
     assert linear_kl(HIDDEN, WEIGHT, HIDDEN, found).abs().max() < 1e-6
     message = said(TypeError, lambda: linear_logprobs(HIDDEN, turned, LABELS, weight_layout="hv"))
     found = written(r"pass (weight\.T) if yours", message, weight=turned)
@@ -82,6 +82,9 @@ def test_names_of_other_packages() -> None:
     for name, call in calls.items():
         message = said(TypeError, lambda call=call: call(softcap=3.0))
         assert message.startswith(f"{name}: unknown option softcap (did you mean logit_softcap?); known: ")
+        for mask in ("mask", "loss_mask", "attention_mask"):
+            message = said(TypeError, lambda call=call, mask=mask: call(**{mask: LABELS > 5}))
+            assert message.startswith(f"{name}: unknown option {mask} (did you mean where?); known: ")
         message = said(TypeError, lambda call=call: call(precision="highest"))
         assert f'{name}: unknown option precision: call torch.set_float32_matmul_precision("highest")' in message
     assert said(TypeError, lambda: linear_topk(*CALL[:2], 3, stats=True)).startswith(

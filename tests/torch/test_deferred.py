@@ -443,7 +443,8 @@ def test_the_log_says_for_what_and_where_once(caplog: pytest.LogCaptureFixture) 
         for _ in range(2):
             torch.softmax(head(make_hidden(B, S)), -1).square()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(f"logits of [{B}, {S}, {V}] (0.0 GiB) are computed for torch.Tensor.square at {__file__}:")
+    text = f"logits of [{B}, {S}, {V}] ({B * S * V * 4 / 1024:.1f} KiB)"
+    assert said.startswith(f"{text} are computed for torch.Tensor.square at {__file__}:")
     assert handle.stored == 2
     assert len(handle.places) == 1
     assert repr(handle).startswith("Deferral(served=0, stored=2, places=['torch.Tensor.square at ")

@@ -366,19 +366,21 @@ def test_what_a_model_does_to_its_logits_is_done() -> None:
 def test_what_is_no_model_is_refused() -> None:
     """And what only calls the model: the message says the line to write."""
     for model, got in (("a/b", "'a/b'"), (CausalLM, "<class .*CausalLM'>"), (torch.nn.Embedding(2, 2), "Embedding")):
-        with pytest.raises(TypeError, match=rf"defer_logits\(model.lm_head\).*: got {got}"):
+        with pytest.raises(TypeError, match=rf"patch\(model.lm_head\).*: got {got}"):
             patch(model)
     model = CausalLM()
     trainer = type("Trainer", (), {"model": model})()
-    with pytest.raises(TypeError, match=r"Trainer is no model: write defer_logits\(trainer.model\)"):
+    with pytest.raises(TypeError, match=r"Trainer is no model: write patch\(trainer.model\)$"):
         patch(trainer)
+    with pytest.raises(TypeError, match=r"Trainer is no model: write defer_logits\(trainer.model\)$"):
+        lce_torch_bridge.defer_logits(trainer)
     parallel = torch.nn.Module()
     parallel.module = model
     wrappers = {"module": type("DistributedDataParallel", (torch.nn.Module,), {})(), "_orig_mod": torch.compile(model)}
     wrappers["module"].module = model
     for name, wrapper in wrappers.items():
-        line = rf"{type(wrapper).__name__} calls the model, .*: write defer_logits\(model\) before that, or "
-        with pytest.raises(TypeError, match=line + rf"defer_logits\(model.{name}\)"):
+        line = rf"{type(wrapper).__name__} calls the model, .*: write patch\(model\) before that, or "
+        with pytest.raises(TypeError, match=line + rf"patch\(model.{name}\)"):
             patch(wrapper)
         handle = patch(getattr(wrapper, name))  # as the message says
         right(model(TOKENS, labels=TOKENS).loss, model)
