@@ -14,17 +14,11 @@ from jax import lax
 from benchmarks import problem as right
 from benchmarks.measure import Fields, Run, compile_jax
 from benchmarks.problem import MOST_LIKELY, TOPK_NAME, Objective, Problem, Results
-from lce_jax import (
-    LogprobOutput,
-    _dispatch,
-    explain,
-    linear_logprobs,
-    linear_loss,
-    linear_topk,
-)
+from lce_jax import LogprobOutput, explain, linear_logprobs, linear_loss, linear_topk
+from lce_jax.call import _dispatch
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array
+    from lce_jax.types._shapes import Array
 
 GEMM, FORWARD, TOPK, BOTH = "gemm", "forward", "top-k", "forward+backward"  # the directions a row can time
 DIRECTIONS = (GEMM, FORWARD, TOPK, BOTH)

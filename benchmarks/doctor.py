@@ -31,12 +31,12 @@ from benchmarks.problem import GRADIENTS, Problem, random_problem, reference, ve
 from benchmarks.programs import with_kernels_of
 from benchmarks.records import Job, Measured
 from lce_jax import UnsupportedError
-from lce_jax._dispatch import current_device
-from lce_jax._types import Device
+from lce_jax.call._dispatch import current_device
 from lce_jax.mosaic import _generations
+from lce_jax.types._types import Device
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array
+    from lce_jax.types._shapes import Array
 
 SECONDS = 600  # that a check may take
 REPEATS = 20  # runs whose bits are compared

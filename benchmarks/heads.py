@@ -15,7 +15,7 @@ from benchmarks.measure import rows, show
 from benchmarks.peers import peer_candidates, release
 from benchmarks.problem import CPU_SHAPES, GPU_SHAPES, Shape, default_dtype, random_problem, said, sizes
 from benchmarks.records import Job, Measured
-from lce_jax import _dispatch
+from lce_jax.call import _dispatch
 from lce_jax.explain import _arguments
 
 

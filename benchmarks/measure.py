@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lce_jax.scalars import format_bytes
+from lce_jax.types.scalars import format_bytes
 
 SAMPLE_SECONDS = 0.25  # the least timed work per program over all rounds, except on a GPU
 GPU_SECONDS = 0.3  # of work in one timing on a GPU

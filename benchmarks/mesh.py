@@ -27,7 +27,7 @@ from benchmarks.records import Job, Measured
 from lce_jax import sharded_linear_cross_entropy, sharded_linear_logprobs
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array
+    from lce_jax.types._shapes import Array
 
 ONE = "one device"
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 type Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary
 type Objective = Literal["logprob+entropy", "logprob", "sum of logprobs"]

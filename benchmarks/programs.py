@@ -28,13 +28,14 @@ from benchmarks.heads import add_shapes, shapes_here, words
 from benchmarks.measure import Fields, Run, compile_jax
 from benchmarks.problem import Shape, default_dtype, draw_model, random_problem, said, sizes
 from benchmarks.records import Job, Measured
-from lce_jax import linear_cross_entropy, linear_kl, linear_logits, linear_logprobs, scalars
-from lce_jax._dispatch import current_device
+from lce_jax import linear_cross_entropy, linear_kl, linear_logits, linear_logprobs
+from lce_jax.call._dispatch import current_device
 from lce_jax.mosaic import NAME, _generations, _pallas, mma, sm90
 from lce_jax.mosaic._call import Generation
+from lce_jax.types import scalars
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array
+    from lce_jax.types._shapes import Array
 
 PRODUCT = "one product"
 BACKWARD = ", + backward"  # ends the names of programs with gradients

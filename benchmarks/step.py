@@ -23,10 +23,10 @@ from jax import lax
 from benchmarks.records import Job, Measured
 from lce_jax import linear_cross_entropy, linear_loss, losses
 from lce_jax.explain import _arguments
-from lce_jax.scalars import format_bytes
+from lce_jax.types.scalars import format_bytes
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 STEPS = 3  # timed together, in each round
 

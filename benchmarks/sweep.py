@@ -21,9 +21,9 @@ from benchmarks.measure import Run, rows, show
 from benchmarks.problem import Problem, Shape, default_dtype, random_problem, sizes
 from benchmarks.records import Job, Measured
 from lce_jax import UnsupportedError, explain
-from lce_jax._types import Call
 from lce_jax.mosaic import NAME, _generations, sm90
 from lce_jax.mosaic.sm90._tuning import Tuning, stages_output
+from lce_jax.types._types import Call
 
 # The Hopper kernels, and the direction whose time decides the tiles of each.
 KERNELS = {"forward": FORWARD, "dlogits": BOTH, "dhidden": BOTH, "dweight": BOTH}

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.problem import Problem, Shape
-from lce_jax import _dispatch, explain, linear_logprobs, mosaic
+from lce_jax import explain, linear_logprobs, mosaic
+from lce_jax.call import _dispatch
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array
+    from lce_jax.types._shapes import Array
 
 CANDIDATES = 32  # plausible ids of a token
 GAIN = 15.0  # of the likeliest one's logit above the prior

@@ -24,7 +24,7 @@ from benchmarks.candidates import materialised  # noqa: E402
 from lce_jax import linear_logprobs, linear_loss, linear_topk  # noqa: E402
 from lce_jax.explain._models import model_head  # noqa: E402
 from lce_jax.explain._pod import TPUS  # noqa: E402
-from lce_jax.scalars import format_bytes  # noqa: E402
+from lce_jax.types.scalars import format_bytes  # noqa: E402
 
 TOKENS, HEAD, ENTROPY_BONUS = 8192, model_head("qwen3-8b"), 0.01
 NUM_LARGEST = 64  # the k of linear_topk

@@ -1,7 +1,6 @@
 """Log-probability and entropy of a language-model head, straight from hidden states, without storing the logits."""
 
 from lce_jax import floors, losses, rows
-from lce_jax._types import LogprobOutput, Plan, TopK, UnsupportedError
 from lce_jax.explain import explain  # a function in place of the module, which is a command
 from lce_jax.ops._cross_entropy import linear_cross_entropy
 from lce_jax.ops._kl import linear_kl
@@ -17,6 +16,7 @@ from lce_jax.ops._sharded import (
     sharded_linear_topk,
 )
 from lce_jax.ops._topk import linear_topk
+from lce_jax.types._types import LogprobOutput, Plan, TopK, UnsupportedError
 
 __all__ = [
     "LogprobOutput",

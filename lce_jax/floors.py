@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lce_jax import _call, _checks, scalars
-from lce_jax._types import TopK, is_array
+from lce_jax.call import _checks, _describe
+from lce_jax.types import scalars
+from lce_jax.types._types import TopK, is_array
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, ArrayLike, Float
+    from lce_jax.types._shapes import Array, ArrayLike, Float
 
 __all__ = ["min_p", "of_smallest", "top_k", "top_p"]
 
@@ -83,7 +84,7 @@ def of_smallest(smallest: Float[ArrayLike, "..."], dtype: Any) -> Float[Array, "
         smallest.shape,
         advice="give the dtype that the sampler's logits were rounded to",
     )
-    return _of_smallest(_call.on_device(smallest), jax.dtypes.canonicalize_dtype(name))
+    return _of_smallest(_describe.on_device(smallest), jax.dtypes.canonicalize_dtype(name))
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -204,7 +205,7 @@ def min_p(max_logit: Float[ArrayLike, "..."], p: float | Float[ArrayLike, "..."]
         -0.303
     """
     _floats("max_logit", max_logit)
-    return _min_p(_call.on_device(max_logit), _share(p, max_logit.shape))
+    return _min_p(_describe.on_device(max_logit), _share(p, max_logit.shape))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -236,7 +237,7 @@ def _at_least_float32(x: Array) -> Array:
 
 def _per_row(p: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """The shares, NaN where they are none."""
-    share = _call.per_token(p, shape, dtype)
+    share = _describe.per_token(p, shape, dtype)
     return jnp.where(_is_share(share), share, jnp.nan)
 
 
@@ -259,7 +260,7 @@ def _checked(top: Any) -> TopK:
         )
     if top.logprobs.shape[-1] < 2:
         raise ValueError(f"top has {top.logprobs.shape[-1]} token: give linear_topk(..., k + 1) for a floor of k")
-    return TopK(*map(_call.on_device, top))
+    return TopK(*map(_describe.on_device, top))
 
 
 def _share(p: Any, shape: tuple[int, ...]) -> Any:
@@ -269,7 +270,7 @@ def _share(p: Any, shape: tuple[int, ...]) -> Any:
         _checks.known_values("p must lie in (0, 1]", p, _is_share, shape, advice="1 keeps all of a row")
     elif scalars.positive("p", p) > 1:
         raise ValueError(f"p must lie in (0, 1], got {p}")
-    return _call.on_device(p)
+    return _describe.on_device(p)
 
 
 def _floats(name: str, x: Any) -> None:

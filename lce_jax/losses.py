@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _options, scalars
+from lce_jax.call import _options
 from lce_jax.mathematics import _kl
 from lce_jax.ops._distillation import distillation_loss
+from lce_jax.types import scalars
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Float
 
 __all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
 

@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax import _checks, _jax, scalars, sequences
-from lce_jax._call import on_device
+from lce_jax.call import _checks
+from lce_jax.call._describe import on_device
+from lce_jax.types import _jax, scalars, sequences
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, ArrayLike, Int
+    from lce_jax.types._shapes import Array, ArrayLike, Int
 
 type Layout = Literal["zigzag", "contiguous"]
 

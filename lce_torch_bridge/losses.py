@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lce_jax import losses as of_arrays
-from lce_jax import scalars
+from lce_jax.types import scalars
 from lce_torch_bridge.call import _checks
 
 __all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]

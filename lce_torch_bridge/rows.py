@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from lce_jax import scalars, sequences
+from lce_jax.types import scalars, sequences
 from lce_torch_bridge.call import _checks
 
 type Layout = Literal["zigzag", "contiguous"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lce_jax import scalars
+from lce_jax.types import scalars
 from lce_torch_bridge import _framework
 from lce_torch_bridge._types import Reduction
 from lce_torch_bridge.call import _checks

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from benchmarks import measure
-from lce_jax import _dispatch
+from lce_jax.call import _dispatch
 from lce_jax.mosaic._generations import JAX_OF_THE_KERNELS
 from tests.devices import H200
 

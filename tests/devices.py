@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lce_jax._types import Device
+from lce_jax.types._types import Device
 
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108)

@@ -1,4 +1,4 @@
-"""Kernels of `lce_jax.kernels` on the CPU: each interpreted by Pallas, on the memory at its addresses."""
+"""Kernels of `lce_jax.run.kernels` on the CPU: each interpreted by Pallas, on the memory at its addresses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax.kernels import Kernel
 from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.run.kernels import Kernel
 
 
 def compiled(kernels: Sequence[Kernel], *_: Any) -> list[Callable[..., Any]]:
-    """What `lce_jax.kernels.compiled` returns, for memory of the CPU."""
+    """What `lce_jax.run.kernels.compiled` returns, for memory of the CPU."""
     return [lambda _, at, kernel=kernel: functools.partial(_launch, kernel, at) for kernel in kernels]
 
 

@@ -20,7 +20,8 @@ import torch
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import _dispatch, explain, linear_cross_entropy, linear_kl, linear_logprobs, linear_loss, linear_topk
+from lce_jax import explain, linear_cross_entropy, linear_kl, linear_logprobs, linear_loss, linear_topk
+from lce_jax.call import _dispatch
 from lce_torch_bridge.launched_directly import _host
 from tests.devices import H200
 from tests.torch import problem as p

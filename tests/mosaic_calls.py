@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _types, mosaic
-from lce_jax._types import Device, LogprobOutput, Operands, Results, RowCoefficients, ShardStatistics
+from lce_jax import mosaic
 from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic._chunks import Budget, Cache
 from lce_jax.mosaic._operands import Tiling
+from lce_jax.types import _types
+from lce_jax.types._types import Device, LogprobOutput, Operands, Results, RowCoefficients, ShardStatistics
 from tests.devices import H200
 from tests.mosaic_interpreter import afresh, races_found
 

@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from lce_jax.scalars import format_bytes  # noqa: E402
+from lce_jax.types.scalars import format_bytes  # noqa: E402
 from benchmarks import records  # noqa: E402
 from benchmarks.records import row_of, timed  # noqa: E402
 

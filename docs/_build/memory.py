@@ -16,7 +16,7 @@ import jax.numpy as jnp
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from lce_jax.scalars import format_bytes  # noqa: E402
+from lce_jax.types.scalars import format_bytes  # noqa: E402
 from lce_jax.explain.__main__ import ExplainedCall  # noqa: E402
 from lce_jax.explain._models import MODELS  # noqa: E402
 

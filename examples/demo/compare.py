@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 _ROUNDS = 5
 _ENTROPY_WEIGHT = 0.01  # so that the gradient runs through both outputs

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from examples.demo.rl import RlConfig
     from examples.demo.text import Corpus
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 class Evaluation(NamedTuple):

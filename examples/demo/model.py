@@ -23,7 +23,7 @@ from lce_jax.flax.nnx import LMHead
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 _ROPE_BASE = 10_000.0
 

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from lce_jax.scalars import format_bytes
+from lce_jax.types.scalars import format_bytes
 
 if TYPE_CHECKING:
     import pathlib

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from examples.demo.text import Corpus
-    from lce_jax._shapes import Bool, Float, Int
+    from lce_jax.types._shapes import Bool, Float, Int
 
 # A line of a program may need others around it. The first of these frames that parses decides.
 _FRAMES = ("{}", "{} pass", "if 1: pass\n{} pass", "try: pass\n{} pass", "{}\ndef f(): pass")

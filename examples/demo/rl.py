@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from examples.demo.text import Corpus
     from lce_jax import LogprobOutput
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)

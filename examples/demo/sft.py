@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from examples.demo.text import Corpus
     from lce_jax import Plan
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 THRESHOLD = 2.0**-12

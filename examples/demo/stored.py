@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
     from lce_jax.flax.nnx import LMHead
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 def loss(head: LMHead, hidden: Float[Array, "B S H"], labels: Int[Array, "B S"], *, z_loss: float) -> Float[Array, ""]:

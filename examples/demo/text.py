@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Int
+    from lce_jax.types._shapes import Int
 
 VOCAB_SIZE = 16_000
 END_OF_TEXT = "<|endoftext|>"

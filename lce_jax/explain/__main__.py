@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lce_jax import Plan, explain, scalars
-from lce_jax._jax import abstract_device
+from lce_jax import Plan, explain
 from lce_jax.explain import _pod
 from lce_jax.explain._arguments import gibibytes, positive
 from lce_jax.explain._models import MODELS, ModelHead, model_head, model_named
 from lce_jax.explain._pod import TARGETS
-from lce_jax.scalars import format_bytes
+from lce_jax.types import scalars
+from lce_jax.types._jax import abstract_device
+from lce_jax.types.scalars import format_bytes
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU = {"cpu": ("cpu", "cpu", None)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from lce_jax import scalars
+from lce_jax.types import scalars
 
 
 def integer(text: str, least: int) -> int:

@@ -12,23 +12,25 @@ import numpy as np
 from jax.sharding import Mesh
 
 import lce_jax
-from lce_jax import _call, _dispatch, _options, mosaic, scalars
-from lce_jax._call import Place, layout_of, share
-from lce_jax._types import PassBytes, Plan, Wanted, is_array
+from lce_jax import mosaic
+from lce_jax.call import _describe, _dispatch, _options
+from lce_jax.call._describe import Place, layout_of, share
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.ops._cross_entropy import Reduction, left_to_the_backward
-from lce_jax.programs import _token_chunks
-from lce_jax.programs._kl import KLArguments, check_columns
+from lce_jax.run import _token_chunks
+from lce_jax.run._kl import KLArguments, check_columns
+from lce_jax.types import scalars
+from lce_jax.types._types import PassBytes, Plan, Wanted, is_array
 from lce_jax.xla import _kl, _logits
 from lce_jax.xla._kl import KLPlan
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
 
-    from lce_jax._options import Given, KLOptions
-    from lce_jax._shapes import Bool, Float, Int, Shaped
-    from lce_jax._types import Call
+    from lce_jax.call._options import Given, KLOptions
     from lce_jax.mesh._layout import Axes
+    from lce_jax.types._shapes import Bool, Float, Int, Shaped
+    from lce_jax.types._types import Call
 
 
 def of_token(logprob: Any, entropy: Any, _: Any) -> Any:
@@ -128,7 +130,7 @@ def check_function(asked: dict[str, Any], options: KLOptions, *others: Any) -> N
 
 def of_logits(given: Given, place: Place) -> Plan:
     """That of `lce_jax.linear_logits`."""
-    given = _call.describe(given)
+    given = _describe.describe(given)
     call = dataclasses.replace(given.call, partial_rows=False)  # it moves no rows
     return _logits.plan(share(call, layout_of(given, [given.candidates], place)[0]))
 
@@ -137,7 +139,7 @@ def of_kl(given: KLArguments, labels: Any, place: Place) -> Plan:
     """That of `lce_jax.linear_kl`."""
     heads = given.describe()
     student = heads.student
-    _call.describe(student._replace(labels=labels))
+    _describe.describe(student._replace(labels=labels))
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
     layout, _ = layout_of(student, [tokens if student.where is None else student.where], place)
     names_axis = student.call.axis_name is not None
@@ -330,8 +332,8 @@ def _of_one_head(
     """That of `lce_jax.linear_logprobs`, of a loss, or with ``k`` that of `lce_jax.linear_topk`."""
     told = options if loss is None else _options.loss_call(options)
     smooths = loss is not None and loss.smoothing > 0
-    given = _call.describe(_options.of_call(told, hidden, weight, labels, where, mean_logit=smooths, top_k=k))
-    _call.check_values(given)
+    given = _describe.describe(_options.of_call(told, hidden, weight, labels, where, mean_logit=smooths, top_k=k))
+    _describe.check_values(given)
     described = given.call.but(wanted=wanted)
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)

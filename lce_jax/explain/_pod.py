@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import lce_jax
 from lce_jax.explain import _call
 from lce_jax.explain._models import ModelHead
-from lce_jax.scalars import format_bytes
+from lce_jax.types.scalars import format_bytes
 
 COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-nvrtc", "nvidia-nvjitlink")
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _checks, _jax, _options, scalars
-from lce_jax._types import Call
+from lce_jax.call import _checks, _options
 from lce_jax.mathematics import _logprobs
 from lce_jax.ops import _sharded
 from lce_jax.ops._cross_entropy import linear_cross_entropy
@@ -21,16 +20,18 @@ from lce_jax.ops._kl import linear_kl
 from lce_jax.ops._logprobs import linear_logprobs
 from lce_jax.ops._loss import linear_loss
 from lce_jax.ops._topk import linear_topk
+from lce_jax.types import _jax, scalars
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
-    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
-    from lce_jax._types import LogprobOutput, PerhapsWithoutEntropy, TopK
     from lce_jax.mesh._layout import Axes
     from lce_jax.ops._cross_entropy import Reduction
+    from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
+    from lce_jax.types._types import LogprobOutput, PerhapsWithoutEntropy, TopK
 
 METHODS: dict[str, Callable[..., Any]] = {  # of a head: the functions that they call
     "logprobs": linear_logprobs,

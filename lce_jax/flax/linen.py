@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
-    from lce_jax._shapes import Array, ArrayLike, Float
     from lce_jax.mesh._layout import Axes
+    from lce_jax.types._shapes import Array, ArrayLike, Float
 
 
 class LinenTiedOptions(_head.TiedOptions, total=False):

@@ -23,7 +23,7 @@ from lce_jax.mathematics._logprobs import along_rows
 from lce_jax.mathematics._statistics import MASKED, distance
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float
+    from lce_jax.types._shapes import Array, Bool, Float
 
 
 type Direction = Literal["forward", "reverse", "jsd"]  # as `lce_jax.linear_kl` has it

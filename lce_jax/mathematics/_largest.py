@@ -17,7 +17,7 @@ from jax import lax
 from lce_jax.mathematics._statistics import floored
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 WIDTHS = (2, 4, 8, 16, 32, 64, 128)  # that a group may have
 SELECTION = 256  # what one more selection costs, as so many more numbers in another

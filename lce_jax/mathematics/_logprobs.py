@@ -85,12 +85,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import scalars
-from lce_jax._types import Call, LogprobOutput, Operands, Results, RowCoefficients, ShardStatistics
 from lce_jax.mathematics._statistics import MASKED, SUMS, along, distance, empty
+from lce_jax.types import scalars
+from lce_jax.types._types import Call, LogprobOutput, Operands, Results, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
 SATURATED = 20.0  # where 1 - tanh is less than half a unit in the last place, also of float64

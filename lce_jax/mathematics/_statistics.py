@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Call, ShardStatistics
+from lce_jax.types._types import Call, ShardStatistics
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Float
 
 MASKED = -1e30  # stands for -inf in a maximum; in float32 it is finite, and so is its difference to any logit
 

@@ -24,11 +24,11 @@ import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from lce_jax import _jax
 from lce_jax.mathematics import _statistics
+from lce_jax.types import _jax
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 type AxisName = Any  # a hashable axis name, or a tuple of them
 

@@ -19,8 +19,8 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _jax
-from lce_jax._types import Call, UnsupportedError
+from lce_jax.types import _jax
+from lce_jax.types._types import Call, UnsupportedError
 
 _logger = logging.getLogger("lce_jax")
 

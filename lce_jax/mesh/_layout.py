@@ -16,12 +16,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _jax
-from lce_jax._jax import as_axes
 from lce_jax.mesh._custom_partitioning import warn_once
+from lce_jax.types import _jax
+from lce_jax.types._jax import as_axes
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array
+    from lce_jax.types._shapes import Array
 
 
 type Axes = str | tuple[str, ...] | None

@@ -19,12 +19,21 @@ from typing import Any
 
 import jax
 
-from lce_jax._types import Call, Device, Operands, Plan, Primals, RowCoefficients, ShardStatistics, UnsupportedError
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Mixture, MixtureCoefficients, MixtureSums
 from lce_jax.mathematics._statistics import Normalizer, Parts
 from lce_jax.mosaic import _backward, _forward, _generations, _kl, _pallas, _plan, _threshold
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic.common import _refusal, _tokens
+from lce_jax.types._types import (
+    Call,
+    Device,
+    Operands,
+    Plan,
+    Primals,
+    RowCoefficients,
+    ShardStatistics,
+    UnsupportedError,
+)
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
 

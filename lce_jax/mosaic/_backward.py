@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Call, Operands, RowCoefficients
 from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
@@ -23,9 +22,10 @@ from lce_jax.mosaic._host import greatest, least
 from lce_jax.mosaic.common._cached_dlogits import cached_dlogits
 from lce_jax.mosaic.common._dlogits import dlogits
 from lce_jax.mosaic.common._products import update_dhidden, write_dweight
+from lce_jax.types._types import Call, Operands, RowCoefficients
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Float
 
 # Parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if not `Call.wanted`. Of an adapter those of u and B too.
 type Carry = tuple[Any, ...]

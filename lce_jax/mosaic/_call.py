@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lce_jax._types import Call, Operands, Wanted
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import TRACED, Host
 from lce_jax.mosaic._operands import Geometry, Prepared, Span, Tiling, geometry
+from lce_jax.types._types import Call, Operands, Wanted
 
 
 class Machine(NamedTuple):

@@ -7,7 +7,7 @@ after its kernel and before the two products that read it, rounded once.
 It is all that stands there, not what is to be added: where a candidate is nearly certain, its terms nearly cancel the
 rest, which a chunk holds rounded.
 
-In the passes of `lce_jax.kernels`, small kernels compute the same (`common._candidates`).
+In the passes of `lce_jax.run.kernels`, small kernels compute the same (`common._candidates`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Call, RowCoefficients
 from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._live_tiles import Sizes, Worklist
 from lce_jax.mosaic._operands import RowFactors
+from lce_jax.types._types import Call, RowCoefficients
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 @jax.named_scope("candidates")

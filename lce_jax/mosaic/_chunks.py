@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
-from lce_jax._types import Call
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._host import Host, greatest, least
 from lce_jax.mosaic._operands import Geometry
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Float
 
 
 MAX_SPLITS = 4  # of the contraction over the vocabulary

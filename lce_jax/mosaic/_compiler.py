@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 
-from lce_jax import _jax
-from lce_jax._types import Device
 from lce_jax.mosaic import _pallas
+from lce_jax.types import _jax
+from lce_jax.types._types import Device
 
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 COMPILERS = 8  # threads

@@ -25,7 +25,7 @@ from lce_jax.mosaic.common._tiles import ATOM_ROWS
 from lce_jax.mosaic.common._tokens import copy
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 def whole_tiles(call: KernelCall) -> int:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Call, Operands, ShardStatistics
 from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._statistics import Parts
 from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands, _threshold
@@ -24,9 +23,10 @@ from lce_jax.mosaic._threshold import TileStatistics
 from lce_jax.mosaic.common import _statistics as kernels
 from lce_jax.mosaic.common._join import join, join_keeping
 from lce_jax.mosaic.common._tiles import Parted
+from lce_jax.types._types import Call, Operands, ShardStatistics
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Float
 
 
 def statistics(

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import jax
 
-from lce_jax._types import Call, Device
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic.common import _refusal
 from lce_jax.mosaic.mma import SM80, SM89, SM120
 from lce_jax.mosaic.sm90 import HOPPER
+from lce_jax.types._types import Call, Device
 
 JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest whose kernel language has been tested on a GPU
 GENERATIONS: tuple[Generation, ...] = (HOPPER, SM120, SM80, SM89)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _jax
-from lce_jax._types import Call
 from lce_jax.mosaic._live_tiles import Batch, place
+from lce_jax.types import _jax
+from lce_jax.types._types import Call
 from lce_jax.xla import _logits
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Int
+    from lce_jax.types._shapes import Array, Int
 
 
 class Host(Protocol):

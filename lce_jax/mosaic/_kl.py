@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _jax
-from lce_jax._types import Call, Operands, Primals
 from lce_jax.mathematics import _kl, _logprobs
 from lce_jax.mathematics._kl import (
     Direction,
@@ -51,11 +49,13 @@ from lce_jax.mosaic.common._kl import (
     mixture_factors,
 )
 from lce_jax.mosaic.common._products import update_dhidden
+from lce_jax.types import _jax
+from lce_jax.types._types import Call, Operands, Primals
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float
+    from lce_jax.types._shapes import Array, Bool, Float
 
 
 FIELDS = len(KLStatistics._fields)

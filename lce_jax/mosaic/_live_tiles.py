@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Int
+    from lce_jax.types._shapes import Array, Int
 
 
 class Sizes(NamedTuple):

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from lce_jax._types import Call, Operands
 from lce_jax.mathematics import _logprobs
+from lce_jax.types._types import Call, Operands
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float
+    from lce_jax.types._shapes import Array, Bool, Float
 
 
 def total(operands: Operands, case: Call) -> Float[Array, "T"]:

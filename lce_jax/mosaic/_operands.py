@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import RESULTS, Call, Operands, RowCoefficients, ShardStatistics
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mathematics._statistics import MASKED
+from lce_jax.types._types import RESULTS, Call, Operands, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 class Tiling(NamedTuple):
@@ -231,12 +231,12 @@ def statistic_names(case: Call) -> list[str]:
 
 
 def kept_statistics(case: Call) -> list[str]:
-    """Those of them that gradients have, which `lce_jax.kernels` saves of each token."""
+    """Those of them that gradients have, which `lce_jax.run.kernels` saves of each token."""
     return [name for name in statistic_names(case) if name not in _statistics.WITHOUT_GRADIENT]
 
 
 class KeptFields(NamedTuple):
-    """Where `lce_jax.kernels` keeps what of each token: fields. 0 is the label, 1 the temperature, if there is one."""
+    """Where `lce_jax.run.kernels` keeps what of each token: fields. 0 is the label, 1 the temperature, if there is one."""
 
     floor: int
     ids: int  # that of the first candidate

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from lce_jax import _jax
+from lce_jax.types import _jax
 
 
 class Language:

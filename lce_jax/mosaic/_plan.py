@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lce_jax._types import OVERWRITES, Call, Plan, cache_notes, candidate_notes
 from lce_jax.mosaic import _chunks, _kl, _operands
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._operands import Geometry, geometry
 from lce_jax.mosaic.common._tiles import live_shape
-from lce_jax.scalars import format_bytes
+from lce_jax.types._types import OVERWRITES, Call, Plan, cache_notes, candidate_notes
+from lce_jax.types.scalars import format_bytes
 from lce_jax.xla._kl import KLPlan
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Call, Operands, RowCoefficients
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _candidates, _chunks, _edge, _live_tiles, _mean, _operands
 from lce_jax.mosaic._call import Generation, KernelCall
@@ -33,9 +32,10 @@ from lce_jax.mosaic.common._dlogits import live_dlogits
 from lce_jax.mosaic.common._products import update_live_dhidden, write_live_dweight
 from lce_jax.mosaic.common._tiles import live_shape
 from lce_jax.mosaic.common._tokens import zeros
+from lce_jax.types._types import Call, Operands, RowCoefficients
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 class TileStatistics(NamedTuple):

@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax import _call, _checks, _options
-from lce_jax._call import Place
-from lce_jax._options import LogprobOptions
-from lce_jax._types import Call, Results, is_array
+from lce_jax.call import _checks, _describe, _options
+from lce_jax.call._describe import Place
+from lce_jax.call._options import LogprobOptions
 from lce_jax.mesh import _collectives
 from lce_jax.ops._logprobs import results
 from lce_jax.ops._loss import sum_of_losses
-from lce_jax.programs import _token_chunks
+from lce_jax.run import _token_chunks
+from lce_jax.types._types import Call, Results, is_array
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
+    from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
 
 type Reduction = Literal["mean", "sum", "none"]
 
@@ -135,22 +135,22 @@ def of_call(
     )  # fmt: skip
     if place is not None:
         _options.no_axis_name(given.call)
-    given = _call.describe(given)
+    given = _describe.describe(given)
     left = left_to_the_backward(reduction, options, given.call)
     given = given.with_chunks(_token_chunks.chunk_bytes_of_loss(chunk_bytes, left))
-    divisor = None if normalizer is None else _call.on_device(normalizer, labels)
-    traced = None if isinstance(z_loss, float) else _call.on_device(z_loss, labels)
+    divisor = None if normalizer is None else _describe.on_device(normalizer, labels)
+    traced = None if isinstance(z_loss, float) else _describe.on_device(z_loss, labels)
     (labels, where), (traced, divisor), agree = _agreed(labels, given.where, (traced, divisor), given.call.axis_name)
     given = given._replace(labels=labels, where=where)
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
     if left is not None:
         out = results(given, place, tuple(x for x in (traced, divisor) if x is not None))
         return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
-    _call.check_values(given)  # before jit, which traces them
+    _describe.check_values(given)  # before jit, which traces them
     arrays = {name: x for name, x in told.items() if is_array(x) and not isinstance(x, np.generic)}
     arrays |= {} if told.get("lora") is None else {"lora": told["lora"]}
     fixed = (*((name, x) for name, x in told.items() if name not in arrays),)
-    operands = hidden, weight, _call.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
+    operands = hidden, weight, _describe.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
     of_call = given.call.chunk_bytes, operands, where, traced, divisor, arrays
     return _nan_where_different(agree, _in_forward(place, fixed, loss, *of_call))
 

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _call, _checks, _options, scalars
+from lce_jax.call import _checks, _describe, _options
 from lce_jax.mathematics._kl import Pair, log_ratio, log_ratios
+from lce_jax.types import scalars
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
+    from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
 
 
 def distillation_loss(
@@ -103,8 +104,8 @@ def distillation_loss(
     scalars.one_of("rest", rest, scalars.RESTS)
     beta = _options.teachers_weight(beta, "divergence", divergence, scalars.DIVERGENCES[:2])
     dtype = jnp.promote_types(jnp.promote_types(candidate_logprobs.dtype, teacher_logprobs.dtype), jnp.float32)
-    weights = None if beta is None else _call.weights(beta, (), dtype)
-    arrays = jnp.asarray(candidate_logprobs), jnp.asarray(teacher_logprobs), _call.int32_labels(ids, "ids")
+    weights = None if beta is None else _describe.weights(beta, (), dtype)
+    arrays = jnp.asarray(candidate_logprobs), jnp.asarray(teacher_logprobs), _describe.int32_labels(ids, "ids")
     return _divergence(divergence, rest, *arrays, None if where is None else jnp.asarray(where), weights)
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from lce_jax import _options, _runner
-from lce_jax._call import Bound
-from lce_jax._options import LogprobOptions, Same, Unset
+from lce_jax.call import _options
+from lce_jax.call._describe import Bound
+from lce_jax.call._options import LogprobOptions, Same, Unset
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives
-from lce_jax.programs import _kl
-from lce_jax.programs._kl import KL, KLArguments
+from lce_jax.run import _kl, _runner
+from lce_jax.run._kl import KL, KLArguments
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, ArrayLike, Bool, Float
+    from lce_jax.types._shapes import Array, ArrayLike, Bool, Float
 
 
 def linear_kl(

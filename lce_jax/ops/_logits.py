@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _call, _checks, _options, _runner, scalars
-from lce_jax._call import Place
-from lce_jax._options import Given, LogprobOptions
-from lce_jax._types import LogprobOutput
+from lce_jax.call import _checks, _describe, _options
+from lce_jax.call._describe import Place
+from lce_jax.call._options import Given, LogprobOptions
 from lce_jax.mesh import _collectives
-from lce_jax.programs._logits import LOGITS
+from lce_jax.run import _runner
+from lce_jax.run._logits import LOGITS
+from lce_jax.types import scalars
+from lce_jax.types._types import LogprobOutput
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
+    from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
 
 
 def masked_logprobs(
@@ -63,7 +65,7 @@ def masked_logprobs(
             f"logits {tuple(logits.shape)} of {logits.dtype} must be floating point in the shape of ids "
             f"{tuple(ids.shape)}"
         )
-    return _masked(_call.on_device(logits), _call.int32_labels(ids, "ids"), _call.int32_labels(labels))
+    return _masked(_describe.on_device(logits), _describe.int32_labels(ids, "ids"), _describe.int32_labels(labels))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -147,6 +149,6 @@ def linear_logits(
 
 def at_ids(given: Given, place: Place | None = None) -> Array:
     """`linear_logits`, over the mesh at ``place`` if there is one."""
-    call, primals, rows, agree = _call.bind(_call.describe(given), place)
+    call, primals, rows, agree = _describe.bind(_describe.describe(given), place)
     found = _runner.run(LOGITS, call, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Literal, Never, Unpack, overload
 
 import jax.numpy as jnp
 
-from lce_jax import _call, _options, _runner
-from lce_jax._call import Place
-from lce_jax._options import Given, LogprobOptions
-from lce_jax._shard import LOGPROBS
-from lce_jax._types import LogprobOutput, Results
+from lce_jax.call import _describe, _options
+from lce_jax.call._describe import Place
+from lce_jax.call._options import Given, LogprobOptions
 from lce_jax.mesh import _collectives
+from lce_jax.run import _runner
+from lce_jax.run._shard import LOGPROBS
+from lce_jax.types._types import LogprobOutput, Results
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
 
-    from lce_jax._options import OptionsBesideEntropy
-    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
-    from lce_jax._types import PerhapsWithoutEntropy
+    from lce_jax.call._options import OptionsBesideEntropy
     from lce_jax.mesh._layout import Axes
+    from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
+    from lce_jax.types._types import PerhapsWithoutEntropy
 
 
 @overload
@@ -207,7 +208,7 @@ def linear_logprobs(
         "logit_floor": logit_floor,
         "lora": lora,
     }
-    return results(_call.describe(_options.of_call(options, hidden, weight, labels, where, ignore_index))).public
+    return results(_describe.describe(_options.of_call(options, hidden, weight, labels, where, ignore_index))).public
 
 
 def results(given: Given, place: Place | None = None, numbers: tuple[Array, ...] = ()) -> Results:
@@ -215,7 +216,7 @@ def results(given: Given, place: Place | None = None, numbers: tuple[Array, ...]
 
     The results are NaN if shards were given different ``numbers``, arrays of shape ().
     """
-    call, primals, rows, agree = _call.bind(given, place)
-    rows = _call.tag_also(call, rows, tuple(jnp.broadcast_to(x, rows.labels.shape) for x in numbers))
+    call, primals, rows, agree = _describe.bind(given, place)
+    rows = _describe.tag_also(call, rows, tuple(jnp.broadcast_to(x, rows.labels.shape) for x in numbers))
     found = _runner.run(LOGPROBS, call, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

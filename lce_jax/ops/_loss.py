@@ -11,18 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _call, _jax, _options, _runner, scalars
-from lce_jax._call import Place
-from lce_jax._options import Given
-from lce_jax._types import LogprobOutput, Results
+from lce_jax.call import _describe, _options
+from lce_jax.call._describe import Place
+from lce_jax.call._options import Given
 from lce_jax.mesh import _collectives
-from lce_jax.programs import _loss, _token_chunks
-from lce_jax.programs._loss import Inputs, axes_of_tokens
-from lce_jax.programs._mixed_tokens import refuse_mixed_tokens
+from lce_jax.run import _loss, _runner, _token_chunks
+from lce_jax.run._loss import Inputs, axes_of_tokens
+from lce_jax.run._mixed_tokens import refuse_mixed_tokens
+from lce_jax.types import _jax, scalars
+from lce_jax.types._types import LogprobOutput, Results
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
-    from lce_jax._types import PerhapsWithoutEntropy
+    from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
+    from lce_jax.types._types import PerhapsWithoutEntropy
 
 
 @overload
@@ -176,12 +177,12 @@ def sum_of_losses(
     A call that has a mean logit gives it to ``loss_fn`` after the other results. ``refusal``: what to raise if
     ``loss_fn`` mixes tokens; None for one of our own.
     """
-    call, primals, rows, agree = _call.bind(_call.describe(given), place, arguments)
+    call, primals, rows, agree = _describe.bind(_describe.describe(given), place, arguments)
     flat, own = _loss.leaves_of_arguments(arguments, rows.labels)
     if call.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)
         agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
-    inputs = Inputs(primals, _call.tag_also(call, rows, flat), flat, ())
+    inputs = Inputs(primals, _describe.tag_also(call, rows, flat), flat, ())
     axes = axes_of_tokens(call, inputs)
     run, held = (_loss.run, loss_fn) if _jax.is_traced() else _loss.outside_jit(loss_fn)
     loss, constants = _loss.trace(held, own, call, inputs, axes)

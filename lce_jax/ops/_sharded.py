@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
-from lce_jax import _call, _options
-from lce_jax._call import Place
-from lce_jax._types import LogprobOutput, TopK
+from lce_jax.call import _describe, _options
+from lce_jax.call._describe import Place
 from lce_jax.mathematics._kl import Pair
 from lce_jax.ops import _cross_entropy, _kl, _logits, _logprobs, _loss, _topk
 from lce_jax.ops._cross_entropy import Reduction
-from lce_jax.programs import _kl as programs
-from lce_jax.programs._kl import KLArguments
+from lce_jax.run import _kl as programs
+from lce_jax.run._kl import KLArguments
+from lce_jax.types._types import LogprobOutput, TopK
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
-    from lce_jax._options import KLOptions, LogprobOptions, OptionsBesideEntropy
-    from lce_jax._shapes import Array, ArrayLike, Bool, Float, Int
-    from lce_jax._types import PerhapsWithoutEntropy
+    from lce_jax.call._options import KLOptions, LogprobOptions, OptionsBesideEntropy
     from lce_jax.mesh._layout import Axes
+    from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
+    from lce_jax.types._types import PerhapsWithoutEntropy
 
 
 @overload
@@ -90,7 +90,7 @@ def sharded_linear_logprobs(
     """
     _options.check_names(sharded_linear_logprobs, options)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    given = _call.describe(_options.of_call(options, hidden, weight, labels, where, ignore_index))
+    given = _describe.describe(_options.of_call(options, hidden, weight, labels, where, ignore_index))
     return _logprobs.results(given, place).public
 
 

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _call, _jax, _options, _runner
-from lce_jax._call import Place, Rows
-from lce_jax._options import Given, LogprobOptions
-from lce_jax._runner import Kind, Program, spread
-from lce_jax._types import Call, Primals, TopK
+from lce_jax.call import _describe, _options
+from lce_jax.call._describe import Place, Rows
+from lce_jax.call._options import Given, LogprobOptions
 from lce_jax.mathematics._statistics import along
 from lce_jax.mesh import _collectives
-from lce_jax.programs import _topk
+from lce_jax.run import _runner, _topk
+from lce_jax.run._runner import Kind, Program, spread
+from lce_jax.types import _jax
+from lce_jax.types._types import Call, Primals, TopK
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import ArrayLike, Bool, Float
+    from lce_jax.types._shapes import ArrayLike, Bool, Float
 
 _NO_DERIVATIVE = (
     "linear_topk is not differentiable. Call it with jax.lax.stop_gradient(hidden) and jax.lax.stop_gradient(weight), "
@@ -93,7 +94,7 @@ def linear_topk(
 
 def most_likely(given: Given, place: Place | None = None) -> TopK:
     """The results of a call, over the mesh at ``place`` if there is one."""
-    call, primals, rows, agree = _call.bind(_call.describe(given), place)
+    call, primals, rows, agree = _describe.bind(_describe.describe(given), place)
     out = _program(call, primals, rows)
     if agree is None:
         return out

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import OVERWRITES, Call, Plan, Primals, cache_notes
 from lce_jax.mathematics import _kl, _logprobs, _statistics
 from lce_jax.mathematics._kl import (
     Direction,
@@ -31,12 +30,13 @@ from lce_jax.mathematics._kl import (
     Pair,
     Ratios,
 )
-from lce_jax.scalars import format_bytes
+from lce_jax.types._types import OVERWRITES, Call, Plan, Primals, cache_notes
+from lce_jax.types.scalars import format_bytes
 from lce_jax.xla import _walk
 from lce_jax.xla._walk import HeadTokens, PerTile, Shard, TileCache, Walk, XTile
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _jax
-from lce_jax._types import Call, Plan
 from lce_jax.mathematics._statistics import along
-from lce_jax.scalars import format_bytes
+from lce_jax.types import _jax
+from lce_jax.types._types import Call, Plan
+from lce_jax.types.scalars import format_bytes
 from lce_jax.xla import _walk
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 GATHERED_BYTES = 32 << 20  # of the rows of the weight that one chunk gathers
 BLOCK_PAIRS = 128  # whose sums are one product

@@ -12,14 +12,14 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lce_jax._types import Call, Operands, Plan, Primals, RowCoefficients, ShardStatistics
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mathematics._statistics import Running
+from lce_jax.types._types import Call, Operands, Plan, Primals, RowCoefficients, ShardStatistics
 from lce_jax.xla import _topk, _walk
 from lce_jax.xla._walk import Head, HeadTokens, Shard, TileCache, Walk, XTile
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 NAME = "xla"
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax._types import Call, Operands, Plan
 from lce_jax.mathematics import _largest, _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import floored
+from lce_jax.types._types import Call, Operands, Plan
 from lce_jax.xla import _walk
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Float
 
 CHUNK_BYTES, CHUNK_BYTES_ON_CPU = 160 << 20, 32 << 20  # of logits in the statistics' dtype
 # A chunk has a multiple of as many tokens: at (4096, 4096, 151936) on an H200 chunks of 128 tokens take 15.4 ms in

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _jax
-from lce_jax._types import OVERWRITES, Call, Plan, Primals, cache_notes, candidate_notes, unused_notes
 from lce_jax.mathematics import _logprobs
+from lce_jax.types import _jax
+from lce_jax.types._types import OVERWRITES, Call, Plan, Primals, cache_notes, candidate_notes, unused_notes
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
 class Chunk(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from lce_jax import scalars
+from lce_jax.types import scalars
 from lce_torch_bridge._types import Entropy, Lora, OutOfVocab, Tensors, TorchCall, Wgrad
 from lce_torch_bridge.call import _checks, _dtensor
 from lce_torch_bridge.launched_directly import _passes, _way

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from lce_jax import scalars
+from lce_jax.types import scalars
 from lce_torch_bridge._types import Lora
 from lce_torch_bridge.call import _dtensor
 from lce_torch_bridge.tensors._device import GATHER, is_traced, readable

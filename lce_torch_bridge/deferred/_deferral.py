@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from lce_jax import scalars
+from lce_jax.types import scalars
 from lce_torch_bridge.tensors import _device
 
 _logger = logging.getLogger("lce_torch_bridge")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lce_jax import scalars
+from lce_jax.types import scalars
 from lce_torch_bridge.deferred._recipe import NOTHING, Recipe, Step, laid_out_alike
 from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy
 from lce_torch_bridge.ops._logits import linear_logits

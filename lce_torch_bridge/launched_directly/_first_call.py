@@ -1,6 +1,6 @@
 """A card that has not run its kernels: its first direct launch is compared with stored logits in float64.
 
-Once per process, and without a client of JAX's on the GPU. `lce_jax.kernels.checked` keeps what is found, which is true
+Once per process, and without a client of JAX's on the GPU. `lce_jax.run.kernels.checked` keeps what is found, which is true
 of calls that JAX runs too.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from lce_jax import kernels
+from lce_jax.run import kernels
 from lce_torch_bridge._types import Tensors, TorchCall
 
 T, H, V, COLUMNS, BLOCKS = 200, 256, 1100, 1152, 2  # the last tile ends in padding, and half of it is there

@@ -1,6 +1,6 @@
 """torch as the host of a pass: its memory, its current stream, and Python's own loop.
 
-The host code of `lce_jax.kernels` runs once for calls of the same shapes and options. A `Tape` writes down what it asks
+The host code of `lce_jax.run.kernels` runs once for calls of the same shapes and options. A `Tape` writes down what it asks
 for: kernels, and functions of torch between them. `Launches` run that for each call.
 """
 
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from lce_jax import kernels
+from lce_jax.run import kernels
 from lce_torch_bridge.tensors import _device
 from lce_torch_bridge.tensors._device import Allocated, allocated
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from lce_jax import kernels
+from lce_jax.run import kernels
 from lce_torch_bridge._types import PER_CANDIDATE, Sums, Tensors, TorchCall, names_of
 from lce_torch_bridge.launched_directly import _first_call
 from lce_torch_bridge.launched_directly._host import Buffer, Launches, Tape, plan_of
@@ -73,7 +73,7 @@ def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> lis
 
 
 def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall, has_temperature: bool) -> kernels.CallKind:
-    """The call as `lce_jax.kernels` knows it."""
+    """The call as `lce_jax.run.kernels` knows it."""
     device = _device.device_of(hidden.device)
     assert device is not None
     _, rank = _tensor_parallel.size_and_rank(call.group)

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, NoReturn
 import torch
 
 import lce_jax
-from lce_jax import scalars
+from lce_jax.types import scalars
 
 _logger = logging.getLogger("lce_torch_bridge")
 _asked: Literal["direct", "jax"] | None = None

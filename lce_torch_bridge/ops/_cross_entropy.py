@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from lce_jax import scalars
+from lce_jax.types import scalars
 from lce_torch_bridge._types import Reduction, Tensors, Wgrad
 from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Arguments, Options

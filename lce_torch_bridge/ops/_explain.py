@@ -9,7 +9,7 @@ import jax
 import torch
 
 import lce_jax
-from lce_jax import kernels
+from lce_jax.run import kernels
 from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.call import _arguments
 from lce_torch_bridge.launched_directly import _way

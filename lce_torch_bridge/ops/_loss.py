@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from lce_jax import scalars
+from lce_jax.types import scalars
 from lce_torch_bridge._types import Entropy, LogprobOutput, Tensors, TorchCall, Wgrad, names_of
 from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.call._arguments import Arguments, Options

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Never
 
 import torch
 
-from lce_jax import scalars
+from lce_jax.types import scalars
 from lce_torch_bridge._types import TopK
 from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Options

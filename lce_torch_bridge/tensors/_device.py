@@ -23,7 +23,7 @@ import jax
 import torch
 from torch._C import _autograd, _functorch
 
-from lce_jax import kernels
+from lce_jax.run import kernels
 from lce_torch_bridge._types import PLAIN
 
 ALIGNMENT = 16  # bytes, of what TMA reads

@@ -253,7 +253,7 @@ def total_dhidden(dhidden: torch.Tensor, dtype: torch.dtype, name: str) -> torch
 def add_parts(x: torch.Tensor, columns: int, name: str) -> torch.Tensor:
     """The sum of ``x [T, columns]`` over the group, of which one rank holds each element and the others 0: exact.
 
-    Further columns are the ranks' `lce_jax._local.differences`: where their sum is not 0, the row is NaN.
+    Further columns are the ranks' `lce_jax.run._local.differences`: where their sum is not 0, the row is NaN.
     """
     found = all_reduce(x.contiguous(), name)
     return found[:, :columns].where((found[:, columns:] == 0).all(1, keepdim=True), torch.nan)

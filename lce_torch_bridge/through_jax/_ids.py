@@ -20,7 +20,7 @@ import torch
 from jax import lax
 
 import lce_jax
-from lce_jax import _local
+from lce_jax.run import _local
 from lce_torch_bridge._types import Tensors, TorchCall
 from lce_torch_bridge.tensors import _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _programs
@@ -129,7 +129,7 @@ def _run_padded(run: Any, x: Tensors, per_token: torch.Tensor) -> list[torch.Ten
 
 
 def at_ids(key: ProgramKey, hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
-    """``[P, K]``. Over a group, two more columns are this shard's `lce_jax._local.differences`."""
+    """``[P, K]``. Over a group, two more columns are this shard's `lce_jax.run._local.differences`."""
     num_rows, given = counted(per_token, hidden.shape[0])
     columns, _, options = _given(key, given, num_rows, weight, further=0)
     found = lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from lce_jax import _local
+from lce_jax.run import _local
 from lce_torch_bridge._types import Tensors, TorchCall
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _programs

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from lce_jax import _local
+from lce_jax.run import _local
 from lce_torch_bridge.tensors import _device, _tensor_parallel
 from lce_torch_bridge.through_jax import _runtime as runtime
 from lce_torch_bridge.through_jax._runtime import to_jax, to_torch_all
@@ -78,7 +78,7 @@ def as_rows(*columns: Any) -> Any:
 
 
 def tags_of(columns: Any, num_rows: Any, *of_call: object) -> Any:
-    """`lce_jax._local.tags` of what tokens come with, None left out, of how many count, and of the rest of the call."""
+    """`lce_jax.run._local.tags` of what tokens come with, None left out, of how many count, and of the rest of the call."""
     columns = [x for x in columns if x is not None]
     numbers = num_rows, jnp.int32(_tensor_parallel.number_of(*of_call))
     return _local.tags([*(jnp.broadcast_to(x, columns[0].shape[:1]) for x in numbers), *columns])

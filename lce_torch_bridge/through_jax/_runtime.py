@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lce_jax import kernels
+from lce_jax.run import kernels
 from lce_torch_bridge.tensors import _device
 
 CPU_ALIGNMENT = 64  # bytes; XLA copies a less aligned CPU buffer silently

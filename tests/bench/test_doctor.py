@@ -14,8 +14,8 @@ import pytest
 import lce_jax
 from benchmarks import __main__ as bench
 from benchmarks import doctor, programs, records
-from lce_jax._types import Device
 from lce_jax.mosaic import _pallas, mma
+from lce_jax.types._types import Device
 from tests.devices import A100, H200
 
 

@@ -1,6 +1,6 @@
 """Every mistake in a call raises before anything is computed, with a message that names the values.
 
-`OF_OPTIONS` has each option's wrong values. Each function that has the option, by `lce_jax._options`, refuses them.
+`OF_OPTIONS` has each option's wrong values. Each function that has the option, by `lce_jax.call._options`, refuses them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,10 @@ import pytest
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import (
-    UnsupportedError,
-    _options,
-    explain,
-    linear_cross_entropy,
-    linear_logprobs,
-    scalars,
-    sharded_linear_logprobs,
-)
-from lce_jax._options import LogprobOptions
+from lce_jax import UnsupportedError, explain, linear_cross_entropy, linear_logprobs, sharded_linear_logprobs
+from lce_jax.call import _options
+from lce_jax.call._options import LogprobOptions
+from lce_jax.types import scalars
 from tests.small_call import HIDDEN, LABELS, MESH, WEIGHT
 
 ONES, IDS = jnp.ones, jnp.zeros((4, 3), int)

@@ -24,14 +24,14 @@ import jax.numpy as jnp
 import torch
 
 from lce_jax import linear_kl
-from lce_jax._types import Device
 from lce_jax.explain._models import MODELS
 from lce_jax.explain._pod import TARGETS
-from lce_jax.kernels import CallKind, for_device
 from lce_jax.mosaic import _compiler, _generations, mma, sm90
 from lce_jax.mosaic._compiler import Kernel
 from lce_jax.mosaic._host import Traced
 from lce_jax.mosaic._pallas import lowering_for
+from lce_jax.run.kernels import CallKind, for_device
+from lce_jax.types._types import Device
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._host import Tape, needed
 from lce_torch_bridge.tensors import _tensor_parallel

@@ -11,8 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lce_jax
-from lce_jax import explain, kernels, sharded_linear_logprobs
+from lce_jax import explain, sharded_linear_logprobs
 from lce_jax.explain import __main__ as command
+from lce_jax.run import kernels
 
 struct = jax.ShapeDtypeStruct
 T, H, V = 512, 64, 16384
@@ -36,7 +37,7 @@ def test_it_is_what_xla_holds() -> None:
     program = lambda *x: lce_jax.linear_logprobs(*x[:3], where=x[3])  # noqa: E731
     assert plan.compiled.forward == held(program, *CALL, where)
     assert plan.compiled.backward == held(jax.value_and_grad(total, (0, 1)), *CALL, where)
-    forward, both = map(lce_jax.scalars.format_bytes, plan.compiled)
+    forward, both = map(lce_jax.types.scalars.format_bytes, plan.compiled)
     assert f"compiled   {forward} temporary in a forward's program, {both} in that of both passes" in str(plan)
 
 
@@ -94,7 +95,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = explain(*(struct(x.shape, "bfloat16") for x in CALL[:2]), CALL[2], compile=True).compiled
     assert sizes is not None
     (line,) = [line for line in lines if line.startswith("linear_logprobs  ")]
-    assert " ".join(map(lce_jax.scalars.format_bytes, sizes)) in " ".join(line.split())
+    assert " ".join(map(lce_jax.types.scalars.format_bytes, sizes)) in " ".join(line.split())
     with pytest.raises(SystemExit):
         command.main([*head, "--tensor-parallel", "16"])
     assert "--compile: 16 devices of cpu are asked for, here are 8" in capsys.readouterr().err

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import UnsupportedError, _dispatch, explain, linear_kl, linear_logprobs, linear_topk
+from lce_jax import UnsupportedError, explain, linear_kl, linear_logprobs, linear_topk
+from lce_jax.call import _dispatch
 from tests import cases
 from tests.devices import B200, H200
 

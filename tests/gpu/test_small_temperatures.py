@@ -7,7 +7,8 @@ import functools
 
 import pytest
 
-from lce_jax import _dispatch, linear_logprobs, mosaic
+from lce_jax import linear_logprobs, mosaic
+from lce_jax.call import _dispatch
 from lce_jax.mosaic import _generations
 from tests.mathematics import test_small_temperatures as of_xla
 from tests.mosaic import test_small_temperatures as of_kernels

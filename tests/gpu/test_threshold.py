@@ -10,8 +10,10 @@ import pytest
 
 import lce_jax
 from benchmarks.programs import KERNELS, with_kernels_of
-from lce_jax import _dispatch, _types, mosaic
+from lce_jax import mosaic
+from lce_jax.call import _dispatch
 from lce_jax.mosaic import _generations
+from lce_jax.types import _types
 from tests.mosaic.test_mma import LIVE
 from tests.mosaic.test_threshold import CALLS, check_live_tiles, kernels_of, with_threshold
 from tests.mosaic_calls import Call, budget_of, call, case_of

@@ -24,8 +24,8 @@ from lce_jax import (
     masked_logprobs,
     sharded_linear_logprobs,
 )
-from lce_jax._jax import abstract_device
 from lce_jax.mesh import _custom_partitioning
+from lce_jax.types._jax import abstract_device
 from tests import oracle
 from tests.partition_cases import HIDDEN, KINDS, LABELS, WEIGHT, H, V, mesh_of, put
 

@@ -12,12 +12,13 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import UnsupportedError, _dispatch, _first_call, explain, linear_kl, linear_logprobs
-from lce_jax.kernels import for_device
+from lce_jax import UnsupportedError, explain, linear_kl, linear_logprobs
+from lce_jax.call import _dispatch, _first_call
 from lce_jax.mosaic import _generations, mma
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.common import _kl as common_kl
 from lce_jax.mosaic.mma import _pipeline
+from lce_jax.run.kernels import for_device
 from tests.devices import A100
 from tests.mosaic_interpreter import afresh
 from tests.pairs import values_of

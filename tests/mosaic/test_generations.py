@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lce_jax import _dispatch, mosaic
-from lce_jax._types import Call, Device, UnsupportedError
+from lce_jax import mosaic
+from lce_jax.call import _dispatch
 from lce_jax.mosaic import _generations, mma, sm90
 from lce_jax.mosaic._call import Generation
+from lce_jax.types._types import Call, Device, UnsupportedError
 from tests.devices import A100, B200, H200
 
 DESCRIBED = {

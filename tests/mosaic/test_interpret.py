@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _types, mosaic
-from lce_jax._types import LogprobOutput, Operands
+from lce_jax import mosaic
 from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
+from lce_jax.types import _types
+from lce_jax.types._types import LogprobOutput, Operands
 from tests.devices import H200
 from tests.mosaic_calls import CALLS, MULTIPROCESSORS, Call, Oracle, budget_of, check
 

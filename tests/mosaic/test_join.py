@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from lce_jax import mosaic
-from lce_jax._types import Operands
 from lce_jax.mathematics import _statistics
 from lce_jax.mosaic import _generations, _operands
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.common._join import join
+from lce_jax.types._types import Operands
 from tests.mosaic.test_interpret import kernels_of
 from tests.mosaic_calls import Call, call, case_of
 from tests.mosaic_interpreter import races_found

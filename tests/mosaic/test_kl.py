@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lce_jax import UnsupportedError, _dispatch, explain, linear_kl
+from lce_jax import UnsupportedError, explain, linear_kl
+from lce_jax.call import _dispatch
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, mma, sm90
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, lowering_for, plgpu
 from lce_jax.mosaic.sm90._kl import HeldTile
-from lce_jax.programs import _kl
-from lce_jax.programs._kl import KLArguments, bind
+from lce_jax.run import _kl
+from lce_jax.run._kl import KLArguments, bind
 from tests import oracle
 from tests.devices import B200, H200
 from tests.kl_cases import Call, Drawn, call, draw, expected

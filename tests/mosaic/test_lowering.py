@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
-from lce_jax import _local
+from lce_jax.run import _local
 
 HIDDEN = (1024, 2048, 4096, 5120, 8192)
 VOCABULARIES = (32000, 50257, 128256, 151936, 152064, 248320, 262144)

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import pytest
 
 from lce_jax import linear_kl, mosaic
-from lce_jax._types import Device
-from lce_jax.kernels import for_device
 from lce_jax.mosaic import _generations, mma
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, lowering_for, plgpu
 from lce_jax.mosaic.common import _cached_dlogits
+from lce_jax.run.kernels import for_device
+from lce_jax.types._types import Device
 from tests.devices import H200
 from tests.mosaic.test_lowering import EVERYTHING, lower, lower_adapter
 from tests.mosaic.test_threshold import check_live_tiles, with_threshold

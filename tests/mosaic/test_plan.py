@@ -8,9 +8,9 @@ import pytest
 
 import lce_jax
 from lce_jax import mosaic
-from lce_jax._types import Call, Device
 from lce_jax.mosaic import sm90
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, NARROW, SHORT
+from lce_jax.types._types import Call, Device
 from tests.devices import B200, H200
 
 

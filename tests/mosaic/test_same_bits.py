@@ -15,14 +15,16 @@ from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import _call, _options, _shard, mosaic
-from lce_jax._types import Operands
-from lce_jax.kernels import for_device
+from lce_jax import mosaic
+from lce_jax.call import _describe, _options
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import HOPPER
+from lce_jax.run import _shard
+from lce_jax.run.kernels import for_device
+from lce_jax.types._types import Operands
 from lce_torch_bridge.tensors import _padding
 from tests.devices import H200
 from tests.mosaic_calls import MULTIPROCESSORS, call, case_of
@@ -52,7 +54,7 @@ def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: 
     def run(*given: Any) -> Any:
         hidden, weight, labels, where, temperature = given
         told = options if temperature is None else {**options, "temperature": temperature}
-        bound = _call.bind(_call.describe(_options.of_call(told, hidden, weight, labels, where)))
+        bound = _describe.bind(_describe.describe(_options.of_call(told, hidden, weight, labels, where)))
         return _shard.device_forward(*bound[:3], False)[0].outputs
 
     with for_device(SMALL), interpreting(plgpu.InterpretGPUParams()):

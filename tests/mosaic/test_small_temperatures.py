@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _types, mosaic
-from lce_jax._types import LogprobOutput, Operands, Results
+from lce_jax import mosaic
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.types import _types
+from lce_jax.types._types import LogprobOutput, Operands, Results
 from tests import cases, oracle
 from tests.mathematics.test_numerics import plain
 from tests.mathematics.test_small_temperatures import PADDING, TEMPERATURES

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _call, mosaic
-from lce_jax._types import Operands
+from lce_jax import mosaic
+from lce_jax.call import _describe
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
+from lce_jax.types._types import Operands
 from tests.mosaic_calls import Call, Oracle, budget_of, call, case_of, coefficients, draw, draw_floor, traced
 from tests.mosaic_interpreter import afresh, races_found
 from tests.pairs import values_of
@@ -201,7 +202,7 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
 
     def of_shard(i: int) -> Operands:
         targets, candidates = jax.tree.map(
-            lambda ids, i=i: _call.owned(ids, i * size, size), (operands.targets, operands.candidates)
+            lambda ids, i=i: _describe.owned(ids, i * size, size), (operands.targets, operands.candidates)
         )
         return operands._replace(
             weight=operands.weight[i * size :][:size], targets=targets, candidates=candidates,

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import lce_jax
-from lce_jax import _local
+from lce_jax.run import _local
 from tests.mosaic.test_lowering import lower
 
 EVERYTHING = {"stats": True, "logit_softcap": 30.0, "where": True, "temperature": True, "vocab_size": 31990}

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import AxisType
 
 import lce_jax
-from lce_jax.kernels import for_device
 from lce_jax.mosaic import _chunks
 from lce_jax.mosaic._operands import geometry
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import HOPPER
+from lce_jax.run.kernels import for_device
 from tests import one_device_shards, oracle
 from tests.devices import H200
 from tests.mosaic.test_lowering import lower

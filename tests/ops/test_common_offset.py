@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 
 import lce_torch_bridge
 from lce_jax import explain, linear_cross_entropy, linear_logprobs, linear_topk, sharded_linear_topk
-from lce_jax._types import Operands
 from lce_jax.mosaic import _mean
+from lce_jax.types._types import Operands
 from tests.sharding_cases import mesh_of
 
 T, H, V, K = 64, 32, 4096, 40

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lce_jax import _local, linear_logprobs
-from lce_jax._types import Call
+from lce_jax import linear_logprobs
 from lce_jax.mathematics import _statistics
+from lce_jax.run import _local
+from lce_jax.types._types import Call
 from tests import cases, oracle
 
 

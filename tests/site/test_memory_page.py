@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lce_jax.explain import __main__ as command
-from lce_jax.scalars import format_bytes
+from lce_jax.types.scalars import format_bytes
 from tests.doc_blocks import ROOT
 from tests.site.test_figures import script
 

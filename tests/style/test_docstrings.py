@@ -12,7 +12,7 @@ import torch
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax._options import LogprobOptions
+from lce_jax.call._options import LogprobOptions
 from lce_torch_bridge import areal, megatron, nemo_rl, skyrl, torchtitan, transformers, trl, verl
 from lce_torch_bridge.megatron import _hooks, _output_layer
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lce_jax import kernels
-from lce_jax.kernels import Device, Kernel
+from lce_jax.run import kernels
+from lce_jax.run.kernels import Device, Kernel
 from lce_torch_bridge import launch_with
 from lce_torch_bridge.launched_directly import _host, _passes, _way
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import lce_jax
-from lce_jax import kernels
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.mma import _pipeline
+from lce_jax.run import kernels
 from lce_torch_bridge import explain, launch_with, linear_logprobs
 from lce_torch_bridge.launched_directly import _first_call, _passes
 from lce_torch_bridge.launched_directly._way import Way

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import kernels
-from lce_jax.kernels import CallKind, Kernel
+from lce_jax.run import kernels
+from lce_jax.run.kernels import CallKind, Kernel
 from lce_torch_bridge import explain, launch_with, linear_logprobs
 from lce_torch_bridge._types import PER_CANDIDATE
 from lce_torch_bridge.launched_directly import _host, _passes, _way

@@ -11,17 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import (
-    LogprobOutput,
-    _call,
-    _options,
-    _shard,
-    explain,
-    linear_logprobs,
-    linear_loss,
-    sharded_linear_logprobs,
-)
-from lce_jax._types import Results
+from lce_jax import LogprobOutput, explain, linear_logprobs, linear_loss, sharded_linear_logprobs
+from lce_jax.call import _describe, _options
+from lce_jax.run import _shard
+from lce_jax.types._types import Results
 from lce_jax.xla import _walk
 from tests import cases, oracle
 from tests.ops.test_parity import GRADIENT_BOUND
@@ -172,7 +165,7 @@ def test_shards_keep_their_own() -> None:
 @pytest.mark.slow
 def test_a_cache_may_be_read_again() -> None:
     options = {"implementation": "xla", "cache_bytes": ALL}
-    call, primals, rows, _ = _call.bind(_call.describe(_options.of_call(options, *CALL)))
+    call, primals, rows, _ = _describe.bind(_describe.describe(_options.of_call(options, *CALL)))
     stats, cache, _ = _shard.statistics(call, primals, rows, 0, keep_cache=True)
     seed = Results(LogprobOutput(logprobs=jnp.ones(24), entropy=jnp.full(24, 0.3), lse=jnp.zeros(24)))
     want = jax.jit(gradient)(*CALL)

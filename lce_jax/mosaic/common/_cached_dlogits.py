@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Call
 from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._call import Generation
@@ -27,9 +26,10 @@ from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _logits
 from lce_jax.mosaic.common._logits import Held
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, ceil_div, swizzled
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 ROWS = 64  # of a block

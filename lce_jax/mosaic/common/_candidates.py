@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Call
 from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist, place
 from lce_jax.mosaic._operands import KeptFields, RowFactors, kept_fields, kept_statistics
@@ -33,9 +32,10 @@ from lce_jax.mosaic.common._tokens import (
     numbered,
     on_all_threads,
 )
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 VECTOR = 8  # 16-bit numbers of the widest load of a thread
 LOADED = 4  # rows of the weight whose loads overlap; their sums take 8 registers of a thread each

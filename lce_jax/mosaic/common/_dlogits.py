@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from lce_jax._types import Call
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist
 from lce_jax.mosaic._operands import Prepared, Span
 from lce_jax.mosaic.common import _logits
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, Matmul, Tile
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 def dlogits(

@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Call, ShardStatistics
 from lce_jax.mathematics import _statistics
 from lce_jax.mosaic import _operands, _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _tiles
 from lce_jax.mosaic.common._tiles import Parted
 from lce_jax.mosaic.common._tokens import THREADS, block_rows, on_all_threads
+from lce_jax.types._types import Call, ShardStatistics
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 AT_A_TIME = 8  # parts whose loads overlap
 

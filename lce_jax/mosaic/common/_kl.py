@@ -23,16 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Call
 from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics, Mixture, MixtureCoefficients
 from lce_jax.mosaic._call import Generation, KLMachine
 from lce_jax.mosaic._operands import LOG2E, Span
 from lce_jax.mosaic.common import _cached_dlogits, _logits
 from lce_jax.mosaic.common._cached_dlogits import HELD, Block, BlockWalk, along, cap_derivative, of_cache
 from lce_jax.mosaic.common._tiles import TILE_N, Matmul, Offset, Product, Tile
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 class KLHead(NamedTuple):

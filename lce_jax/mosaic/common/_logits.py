@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Call, ShardStatistics
 from lce_jax.mathematics._statistics import SUMS
 from lce_jax.mosaic._call import Machine
 from lce_jax.mosaic._live_tiles import Batch, Sizes, row_block_of
@@ -31,9 +30,10 @@ from lce_jax.mosaic.common._tiles import (
     row_groups,
     snake_index,
 )
+from lce_jax.types._types import Call, ShardStatistics
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
 FOLDED = 8  # columns of which each of four threads holds two

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Call
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist, row_block_of, sum_before
 from lce_jax.mosaic._operands import Span
@@ -42,9 +41,10 @@ from lce_jax.mosaic.common._tiles import (
     snake_index,
     turning_snake_index,
 )
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 def update_dhidden(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lce_jax._types import Call
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic.common._tiles import COLUMN_GRAIN, TILE_N, widest_swizzle
-from lce_jax.scalars import format_bytes
+from lce_jax.types._types import Call
+from lce_jax.types.scalars import format_bytes
 
 
 def refusal(case: Call, generation: Generation) -> str | None:

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Call
 from lce_jax.mosaic._operands import FLOOR, LOG2E, geometry
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING, live_shape
 from lce_jax.mosaic.common._tokens import THREADS, as_int, block_rows, kernel, numbered, on_all_threads
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 TILES = 16  # of a block, whose loads overlap
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Call, ShardStatistics
 from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mathematics._statistics import SUMS, of_fields
 from lce_jax.mosaic._call import Generation, Machine
@@ -22,9 +21,10 @@ from lce_jax.mosaic._chunks import Cache
 from lce_jax.mosaic._operands import Prepared, Span, geometry
 from lce_jax.mosaic.common import _logits, _tiles
 from lce_jax.mosaic.common._tiles import TILE_N, TILING, Matmul, Tile
+from lce_jax.types._types import Call, ShardStatistics
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 def statistics(

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Call
 from lce_jax.mosaic._operands import Geometry, Tiling, geometry
 from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Int
+    from lce_jax.types._shapes import Array, Int
 
 
 ROW_BLOCK = 128  # rows of a tile, of one block: two wgmma of 64 rows each on Hopper

@@ -1,4 +1,4 @@
-"""The steps of a pass that are no product of tiles, as kernels. For `lce_jax.kernels`: elsewhere XLA compiles them.
+"""The steps of a pass that are no product of tiles, as kernels. For `lce_jax.run.kernels`: elsewhere XLA compiles them.
 
 prepare        labels, temperatures           ->  what the other kernels need of each token
 finish         statistics                     ->  results (eq. 3), and what the backward needs
@@ -23,17 +23,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import scalars
-from lce_jax._types import Call, LogprobOutput, Results, RowCoefficients
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mosaic import _operands, _pallas
 from lce_jax.mosaic._chunks import num_groups
 from lce_jax.mosaic._operands import LOG2E, Geometry, Marked, geometry, kept_fields
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tiles import SCALED, TILE_N, TILING
+from lce_jax.types import scalars
+from lce_jax.types._types import Call, LogprobOutput, Results, RowCoefficients
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.types._shapes import Array, Float, Int
 
 
 THREADS = 128  # of a block, a token each

@@ -36,7 +36,7 @@ from lce_jax.mosaic.sm90._pipeline import Ring, stage_of, steps_before
 from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Float
 
 HELD = Held(WARPGROUP_ROWS)
 DEPTH = 16  # of one mma.sync: what it multiplies is loaded just before, where the swizzle lets a step be cut

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from lce_jax._types import Call
 from lce_jax.mosaic.common._tiles import ROW_BLOCK
 from lce_jax.mosaic.sm90._tuning import Tuning, stages_output
+from lce_jax.types._types import Call
 
 EXCHANGED = 8  # columns that the warpgroups exchange at a time
 EXCHANGE_BYTES = 2 * ROW_BLOCK * EXCHANGED * 4

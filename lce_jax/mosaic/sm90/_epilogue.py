@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Call
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._operands import FLOOR
 from lce_jax.mosaic._pallas import pl, plgpu
@@ -34,9 +33,10 @@ from lce_jax.mosaic.common._tiles import (
     swizzled,
 )
 from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Float
 
 
 def without_padding(

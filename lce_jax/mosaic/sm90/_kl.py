@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Call
 from lce_jax.mathematics._kl import MOST_DISTANCE, Direction, KLCoefficients, KLStatistics
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _pallas
@@ -39,9 +38,10 @@ from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N, Matmul, Tile, 
 from lce_jax.mosaic.sm90 import _epilogue, _pipeline
 from lce_jax.mosaic.sm90._epilogue import HELD, without_padding
 from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
+from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Float
 
 
 BLOCKS = TILE_N // STAGING_COLUMNS

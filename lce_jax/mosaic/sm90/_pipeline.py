@@ -46,7 +46,7 @@ from lce_jax.mosaic.common._tiles import (
 from lce_jax.mosaic.sm90._tuning import COMPUTE_REGISTERS, COMPUTE_WARPGROUPS, MEMORY_REGISTERS, WARPGROUP_ROWS, Tuning
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Float
 
 
 def walk_tiles(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from lce_jax._types import Call
 from lce_jax.mosaic._operands import geometry
 from lce_jax.mosaic.common._tiles import (
     BARRIER_BYTES,
@@ -19,6 +18,7 @@ from lce_jax.mosaic.common._tiles import (
     TILE_N,
     TILING,
 )
+from lce_jax.types._types import Call
 
 WARPGROUP_ROWS = 64  # the M of one wgmma
 # A third leaves 128 registers a thread, fewer than the accumulator and its epilogue need.

@@ -21,14 +21,16 @@ from jax.extend.core import Primitive
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _dispatch, _jax, mosaic, scalars
-from lce_jax._types import Call, Device, Primals, UnsupportedError, Wanted
+from lce_jax import mosaic
+from lce_jax.call import _dispatch
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
 from lce_jax.mesh._layout import Layout, auto_axes, layout_of_specs, mesh_of_types
+from lce_jax.types import _jax, scalars
+from lce_jax.types._types import Call, Device, Primals, UnsupportedError, Wanted
 from lce_jax.xla import _logprobs as xla
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array
+    from lce_jax.types._shapes import Array
 
 
 def has_own_columns(in_batched: Any) -> bool:

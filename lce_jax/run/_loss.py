@@ -18,16 +18,18 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # type: ignore[attr-defined]
 
-from lce_jax import _call, _checks, _dispatch, _jax, _runner, _shard, scalars
-from lce_jax._call import Rows
-from lce_jax._runner import Kind, Program, spread
-from lce_jax._types import Call, LogprobOutput, Primals, Results
+from lce_jax.call import _checks, _describe, _dispatch
+from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
-from lce_jax.programs._token_chunks import TokenChunk, chunk_rows, of_chunk
+from lce_jax.run import _runner, _shard
+from lce_jax.run._runner import Kind, Program, spread
+from lce_jax.run._token_chunks import TokenChunk, chunk_rows, of_chunk
+from lce_jax.types import _jax, scalars
+from lce_jax.types._types import Call, LogprobOutput, Primals, Results
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float
+    from lce_jax.types._shapes import Array, Bool, Float
 
 
 GIVE_IT_AS_AN_ARGUMENT = "give it as a per-token argument, jnp.broadcast_to(x, (*labels.shape, *x.shape))"
@@ -69,7 +71,7 @@ class TokenLoss:
     def with_arguments(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
         """The loss with all that it closes over among the inputs: a function that XLA splits closes over nothing."""
         traced = iter(inputs.constants)
-        known = (None if x is None else _call.on_device(x, inputs.primals.hidden) for x in self.known)
+        known = (None if x is None else _describe.on_device(x, inputs.primals.hidden) for x in self.known)
         constants = tuple(next(traced) if x is None else untyped(x) for x in known)
         return dataclasses.replace(self, known=(None,) * len(constants)), inputs._replace(constants=constants)
 
@@ -239,7 +241,7 @@ def sum_of_losses(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, L
     """The sum over this device's tokens and the results, without gradients."""
     primals, rows, per_token, constants = inputs
     results, _ = _shard.device_forward(call, primals, rows, keep_cache=False)
-    live, flat, per_token = _call.flattened((rows.where, results, per_token), rows.labels.ndim)
+    live, flat, per_token = _describe.flattened((rows.where, results, per_token), rows.labels.ndim)
     flat, per_token = _jax.vary_over((flat, per_token), axes_of_tokens(call, inputs))
     return _total(call, jnp.sum(loss(live, flat, per_token, constants))), results.outputs
 
@@ -295,7 +297,7 @@ class _Chunks:
     rows: Rows  # flat
     per_token: tuple[Any, ...]  # [T, ...]
     constants: tuple[Any, ...]
-    order: _call.Compaction | None
+    order: _describe.Compaction | None
     size: int  # rows per chunk
     tokens: int
     adds: bool  # whether there are several chunks, whose dweight are added
@@ -322,7 +324,7 @@ class _Chunks:
         hidden = primals.hidden.reshape(-1, primals.hidden.shape[-1])
         if call.gather_dim is not None:
             hidden = _shard.flat_operands(call, primals).hidden
-        flat_rows, per_token = _call.flattened((rows, inputs.per_token), rows.labels.ndim)
+        flat_rows, per_token = _describe.flattened((rows, inputs.per_token), rows.labels.ndim)
         chunk = of_chunk(call, size, rows.where is not None or tokens % size != 0)
         implementation = _dispatch.choose(chunk)[0].NAME
         chunk = dataclasses.replace(chunk, implementation=implementation, gather_dim=None)  # it is gathered
@@ -333,7 +335,7 @@ class _Chunks:
             rows=flat_rows._replace(where=None),
             per_token=per_token,
             constants=inputs.constants,
-            order=None if flat_rows.where is None else _call.compaction(flat_rows.where),
+            order=None if flat_rows.where is None else _describe.compaction(flat_rows.where),
             size=size,
             tokens=tokens,
             adds=size < tokens,

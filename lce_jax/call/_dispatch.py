@@ -21,8 +21,19 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from lce_jax import _first_call, _jax, mosaic
-from lce_jax._types import Call, Device, Operands, Plan, Primals, RowCoefficients, ShardStatistics, UnsupportedError
+from lce_jax import mosaic
+from lce_jax.call import _first_call
+from lce_jax.types import _jax
+from lce_jax.types._types import (
+    Call,
+    Device,
+    Operands,
+    Plan,
+    Primals,
+    RowCoefficients,
+    ShardStatistics,
+    UnsupportedError,
+)
 from lce_jax.xla import _logprobs as xla
 
 _described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("described", default=None)

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax._dispatch import for_device
-from lce_jax._first_call import checked, errors
-from lce_jax._types import Call, Device, Operands
+from lce_jax.call._dispatch import for_device
+from lce_jax.call._first_call import checked, errors
 from lce_jax.mosaic import _backward, _candidates, _chunks, _forward, _generations, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
@@ -36,6 +35,7 @@ from lce_jax.mosaic.common import _tiles, _tokens
 from lce_jax.mosaic.common._candidates import cotangents, keep, place_values, products, put
 from lce_jax.mosaic.common._select import select
 from lce_jax.mosaic.common._tokens import coefficients, finish, prepare, scale
+from lce_jax.types._types import Call, Device, Operands
 
 __all__ = [
     "THREADS",

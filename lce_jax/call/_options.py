@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lce_jax import _checks, _dispatch, scalars
-from lce_jax._types import Call, is_array
+from lce_jax.call import _checks, _dispatch
+from lce_jax.types import scalars
+from lce_jax.types._types import Call, is_array
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
 
-    from lce_jax._shapes import ArrayLike, Float, Int
+    from lce_jax.types._shapes import ArrayLike, Float, Int
 
 
 type Lora = tuple[Float[ArrayLike, "r H"], Float[ArrayLike, "V r"], float | Float[ArrayLike, ""]]
@@ -247,7 +248,7 @@ class Given(NamedTuple):
     candidates: Any
     logit_floor: Any
     lora: Any
-    ignore_index: Any  # until `lce_jax._call.describe` leaves its rows out
+    ignore_index: Any  # until `lce_jax.call._describe.describe` leaves its rows out
 
     def with_chunks(self, chunk_bytes: int | None) -> Given:
         """With `Call.chunk_bytes`."""

@@ -14,21 +14,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _call, _checks, _dispatch, _options, _runner, _shard, mosaic, scalars
-from lce_jax._call import Bound, Place, Rows, Scales
-from lce_jax._options import Given
-from lce_jax._runner import Capability, Kind, Program, spread
-from lce_jax._types import Call, Primals
+from lce_jax import mosaic
+from lce_jax.call import _checks, _describe, _dispatch, _options
+from lce_jax.call._describe import Bound, Place, Rows, Scales
+from lce_jax.call._options import Given
 from lce_jax.mathematics import _kl, _logprobs
 from lce_jax.mathematics._kl import Direction, KLStatistics, Mixture, MixtureSums, Pair
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
+from lce_jax.run import _runner, _shard
+from lce_jax.run._runner import Capability, Kind, Program, spread
+from lce_jax.types import scalars
+from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _kl as _kl_tiles
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Head, HeadTokens, Shard
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
 NEUTRAL: dict[str, float | None] = {"logit_scale": 1.0, "logit_softcap": None}  # what changes no logit
@@ -71,7 +74,7 @@ class KLArguments(NamedTuple):
 
     def describe(self) -> Pair[Given]:
         """Each model's call with its shapes."""
-        student, teacher = _call.describe(self.heads.student), self.heads.teacher
+        student, teacher = _describe.describe(self.heads.student), self.heads.teacher
         with _of_the_teacher():
             _checks.array("hidden", teacher.hidden)
             if tuple(teacher.hidden.shape[:-1]) != tuple(student.hidden.shape[:-1]):
@@ -79,7 +82,7 @@ class KLArguments(NamedTuple):
                     f"hidden {tuple(teacher.hidden.shape)} must have the leading shape of the student's "
                     f"{tuple(student.hidden.shape)}"
                 )
-            return Pair(student, _call.describe(teacher))
+            return Pair(student, _describe.describe(teacher))
 
     def of_both(self, student: Call, teacher: Call) -> Call:
         """One call of both, and the implementation that serves it."""
@@ -107,20 +110,20 @@ def bind(given: KLArguments, place: Place | None = None) -> Bound:
     heads = given.describe()
     axis_name = heads.student.call.axis_name
     check_columns(heads, axis_name is not None)
-    student = _call.bind(heads.student, place, heads.teacher[1:3])
+    student = _describe.bind(heads.student, place, heads.teacher[1:3])
     if place is not None:
         check_columns(heads, student.call.mesh.vocab_axes is not None)
     with _of_the_teacher():
-        teacher = _call.bind(heads.teacher, place, heads.student[1:3])
+        teacher = _describe.bind(heads.teacher, place, heads.student[1:3])
     call = given.of_both(student.call, teacher.call)
     rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
     if given.beta is not None:
-        weights = _call.weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels)
+        weights = _describe.weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels)
         if axis_name is not None:
             weights, also = _collectives.same_on_all_shards(weights, rows.labels.ndim, axis_name)
             agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
         rows = rows._replace(weights=weights)
-        rows = rows if axis_name is None else _call.tagged(rows)
+        rows = rows if axis_name is None else _describe.tagged(rows)
     primals = Pair(student.primals, jax.tree.map(lax.stop_gradient, teacher.primals))
     return Bound(call, primals, Pair(rows, teacher.rows), agree)
 
@@ -193,7 +196,7 @@ def device_forward(
 ) -> tuple[Array, Kept]:
     """One device's result, the whole vocabulary's statistics and sums of each row, and the device's cache."""
     shape, axis_name = rows.student.labels.shape, call.axis_name
-    part, agree = KLPart.of(call, primals, _call.flattened(rows, len(shape))), None
+    part, agree = KLPart.of(call, primals, _describe.flattened(rows, len(shape))), None
     stats, cache = part.statistics(keep_cache)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
@@ -227,7 +230,7 @@ def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collecti
 def device_backward(call: Call, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
     """The student's gradients, in the shapes, dtypes and types of its operands."""
     found, cache = kept
-    rows, found, cotangent = _call.flattened((rows, found, cotangent), rows.student.labels.ndim)
+    rows, found, cotangent = _describe.flattened((rows, found, cotangent), rows.student.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
     gradients = KLPart.of(call, primals, rows).gradients(*found, cache, cotangent)
@@ -242,12 +245,12 @@ class KLPart(NamedTuple):
     scales: Pair[Scales]
     plan: KLPlan
     shard: Shard  # the rows that count first
-    order: _call.Compaction | None  # of these; None: all count
+    order: _describe.Compaction | None  # of these; None: all count
 
     @classmethod
     def of(cls, call: Call, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> KLPart:
         """From the arrays of this device; ``first_column`` is its global id, None that of its place in the mesh."""
-        scales = Pair(*(_call.scales(own, call.result_dtype, signs_hidden=False) for own in rows))
+        scales = Pair(*(_describe.scales(own, call.result_dtype, signs_hidden=False) for own in rows))
         if first_column is None:
             first_column = _shard.first_column(call, primals.student.weight)
         return cls(call, rows, scales, *_shard_of(call, primals, rows, scales, first_column))
@@ -325,7 +328,7 @@ class KLPart(NamedTuple):
 
     def _by_token(self, found: Any) -> Any:
         """The same, in the order of the tokens."""
-        return found if self.order is None else _call.expand(self.order, found)
+        return found if self.order is None else _describe.expand(self.order, found)
 
     @property
     def _has_kernels(self) -> bool:
@@ -335,19 +338,19 @@ class KLPart(NamedTuple):
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
     """Rows of which one temperature is wrong: they return NaN and have no gradient."""
-    student, teacher = map(_call.wrong_rows, rows)
+    student, teacher = map(_describe.wrong_rows, rows)
     return teacher if student is None else student if teacher is None else student | teacher
 
 
 def _shard_of(
     call: Call, primals: Pair[Primals], rows: Pair[Rows], scales: Pair[Scales], first_column: Any
-) -> tuple[KLPlan, Shard, _call.Compaction | None]:
+) -> tuple[KLPlan, Shard, _describe.Compaction | None]:
     """The arrays of this device, with the rows that count first."""
     operands = Pair(*map(_shard.flat_operands, call.heads, primals))
     tokens = Pair(*(HeadTokens(x.hidden, own.logits, own.raw) for x, own in zip(operands, scales, strict=True)))
-    order = None if rows.student.where is None else _call.compaction(rows.student.where)
+    order = None if rows.student.where is None else _describe.compaction(rows.student.where)
     num_rows = None if order is None else order.num_rows
-    tokens = tokens if order is None else _call.compact(order, tokens)
+    tokens = tokens if order is None else _describe.compact(order, tokens)
     heads = Pair(
         *(
             # What both models rule out with -inf is a difference of two infinities otherwise.

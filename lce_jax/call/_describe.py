@@ -19,20 +19,21 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from lce_jax import _checks, _dispatch, _jax, _options, scalars
-from lce_jax._options import Given
-from lce_jax._types import Call, Primals, is_array
+from lce_jax.call import _checks, _dispatch, _options
+from lce_jax.call._options import Given
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives, _layout
 from lce_jax.mesh._custom_partitioning import check_rules_are_read
 from lce_jax.mesh._layout import Layout, layout_of_arrays, layout_of_names
+from lce_jax.types import _jax, scalars
+from lce_jax.types._types import Call, Primals, is_array
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from lce_jax._shapes import Array, Bool, Float, Int
     from lce_jax.mesh._layout import Axes
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
 # Operands per token

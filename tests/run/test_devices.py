@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import lce_jax
 from lce_jax import UnsupportedError, explain, linear_cross_entropy, linear_logprobs, linear_loss
-from lce_jax._jax import abstract_device
+from lce_jax.types._jax import abstract_device
 from tests.pairs import values_of
 
 T, H, V = 256, 64, 1024

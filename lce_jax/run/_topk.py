@@ -11,29 +11,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _call, _shard
-from lce_jax._call import Rows
-from lce_jax._types import Call, Primals, TopK
+from lce_jax.call import _describe
+from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
+from lce_jax.run import _shard
+from lce_jax.types._types import Call, Primals, TopK
 from lce_jax.xla import _topk as _products
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float
+    from lce_jax.types._shapes import Array, Bool, Float
 
 
 def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
     """The results, in the shape of labels with k more, the same on every shard of the vocabulary."""
     shape = rows.labels.shape
-    rows = _call.flattened(rows, len(shape))
+    rows = _describe.flattened(rows, len(shape))
     with jax.named_scope("lce_topk"):
         flat, start = _shard.flat_operands(call, primals), _shard.first_column(call, primals.weight)
         operands, order = _shard.operands_of(call, flat, rows, start, _shard.scales_of(call, rows))
         found = _products.largest(operands, call)
         found = found._replace(ids=found.ids + start)
-        found = found if order is None else _call.expand(order, found)
+        found = found if order is None else _describe.expand(order, found)
     agree = None
     if call.axis_name is not None:
         with jax.named_scope("lce_merge"):
@@ -50,7 +51,7 @@ def _finish(call: Call, rows: Rows, found: Largest, agree: Bool[Array, "T"] | No
     logprobs = (found.x - found.max[:, None]) * scale - log_sumexp[:, None]
     out = TopK(found.ids, logprobs, found.max * scale[:, 0] + log_sumexp)
     left_out, differ = (None if kept is None else ~kept for kept in (rows.where, agree))
-    for no_result, value in ((_call.wrong_rows(rows), jnp.nan), (left_out, 0.0), (differ, jnp.nan)):
+    for no_result, value in ((_describe.wrong_rows(rows), jnp.nan), (left_out, 0.0), (differ, jnp.nan)):
         if no_result is not None:
             out = TopK(
                 jnp.where(no_result[:, None], -1, out.ids),

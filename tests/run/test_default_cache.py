@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from lce_jax import explain, linear_kl, linear_logprobs
-from lce_jax._types import Call
+from lce_jax.types._types import Call
 from tests import cases, oracle
 from tests.pairs import values_of
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lce_jax import scalars
+from lce_jax.types import scalars
 
 __all__ = ["Library", "num_rows", "places", "positions", "shift", "shifted"]
 

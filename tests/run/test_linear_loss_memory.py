@@ -11,9 +11,9 @@ import pytest
 
 import lce_jax
 from lce_jax import linear_loss
-from lce_jax._types import CPU, Call, Device
 from lce_jax.explain._pod import GPUS
-from lce_jax.programs._token_chunks import chunk_rows
+from lce_jax.run._token_chunks import chunk_rows
+from lce_jax.types._types import CPU, Call, Device
 from tests.mosaic.test_lowering import lower, overwrites_cache
 
 

@@ -16,16 +16,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _call, _dispatch, _jax, _runner, mosaic
-from lce_jax._call import Rows, Scales
-from lce_jax._runner import Capability, Kind, Program, spread
-from lce_jax._types import Call, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
+from lce_jax import mosaic
+from lce_jax.call import _describe, _dispatch
+from lce_jax.call._describe import Rows, Scales
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, Parts, along, as_parts, merge_parts
 from lce_jax.mesh import _collectives
+from lce_jax.run import _runner
+from lce_jax.run._runner import Capability, Kind, Program, spread
+from lce_jax.types import _jax
+from lce_jax.types._types import (
+    Call,
+    LogprobOutput,
+    Operands,
+    Primals,
+    Results,
+    RowCoefficients,
+    ShardStatistics,
+    is_array,
+)
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
 # With no collective but the one that the caller gives
@@ -55,8 +67,8 @@ def statistics(
         with jax.named_scope("lce_merge"):
             stats, every = stacked((stats, given_to(call, primals, rows, start)))
             stats, same = _merged(call, stats, operands), agree(call, every, rows, primals.weight)
-    stats = stats if order is None else _call.expand(order, stats)
-    wrong = _call.wrong_rows(rows)
+    stats = stats if order is None else _describe.expand(order, stats)
+    wrong = _describe.wrong_rows(rows)
     if wrong is not None:
         stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
     return stats if same is None else _collectives.nan_where_different(same, stats), cache, same
@@ -148,14 +160,14 @@ def selected(call: Call, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
     """
     if call.implementation != mosaic.NAME:
         return cache, None
-    order = None if rows.where is None else _call.compaction(rows.where)
+    order = None if rows.where is None else _describe.compaction(rows.where)
     num_rows = rows.num_rows if order is None else order.num_rows
     of_rows = Normalizer(stats.max, stats.sumexp)
     if order is not None:
         of_rows = jax.tree.map(lambda x: x[order.source], of_rows)
 
     cache, dropped = mosaic.selected(call, cache, of_rows, num_rows)
-    return cache, dropped if order is None or dropped is None else _call.expand(order, dropped)
+    return cache, dropped if order is None or dropped is None else _describe.expand(order, dropped)
 
 
 def gradients(
@@ -184,7 +196,7 @@ def gradients(
     operands, order = operands_of(call, primals, rows, start, scales)
     coefficients = _coefficients(call, rows, stats, cotangent, scales)
     if order is not None:
-        coefficients = _call.compact(order, coefficients)
+        coefficients = _describe.compact(order, coefficients)
 
     found = _dispatch.IMPLEMENTATIONS[call.implementation].gradients(
         operands, call, coefficients, cache,
@@ -193,7 +205,7 @@ def gradients(
     )  # fmt: skip
     if found.hidden is None:
         return found
-    dhidden = found.hidden if order is None else _call.expand(order, found.hidden)
+    dhidden = found.hidden if order is None else _describe.expand(order, found.hidden)
     dhidden = _signed(dhidden, scales)
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
 
@@ -214,13 +226,13 @@ def _coefficients(
         read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
         found = _in_arithmetic_of(call, functools.partial(of_rows, where=None), read, of_results, *factors)
         found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
-    wrong = _call.wrong_rows(rows)
+    wrong = _describe.wrong_rows(rows)
     return found if wrong is None else _logprobs.without_gradient(found, wrong)
 
 
 def operands_of(
     call: Call, primals: Primals, rows: Rows, start: Any, scales: Scales
-) -> tuple[Operands, _call.Compaction | None]:
+) -> tuple[Operands, _describe.Compaction | None]:
     """What an implementation is given, the live rows first, and how to undo their order."""
     hidden, weight, bias = primals
     columns = weight.shape[call.vocab_dim]
@@ -231,15 +243,17 @@ def operands_of(
         if call.implementation == mosaic.NAME:
             num_columns = jnp.asarray(num_columns, jnp.int32)  # one set of kernels for every vocab_size
 
-    targets = _call.owned(rows.labels, start, columns)
-    candidates = None if rows.candidates is None else _call.owned(rows.candidates, start, columns)
+    targets = _describe.owned(rows.labels, start, columns)
+    candidates = None if rows.candidates is None else _describe.owned(rows.candidates, start, columns)
     hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, rows.floor
     if floor is not None:
         scale = _logprobs.row_scale(call, scales.logits)
         floor = _in_arithmetic_of(call, _logprobs.unscaled_floor, floor, scale)
     if rows.where is not None:
-        order = _call.compaction(rows.where)
-        hidden, targets, candidates, scales, floor = _call.compact(order, (hidden, targets, candidates, scales, floor))
+        order = _describe.compaction(rows.where)
+        hidden, targets, candidates, scales, floor = _describe.compact(
+            order, (hidden, targets, candidates, scales, floor)
+        )
         num_rows = order.num_rows
     elif rows.live is not None:  # NaN or inf in the other rows cannot spread
         hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
@@ -251,7 +265,7 @@ def operands_of(
 def scales_of(call: Call, rows: Rows) -> Scales:
     """The factors of eq. 0, in the implementation's arithmetic."""
     invert = functools.partial(_in_arithmetic_of, call, _logprobs.inverse_of)
-    return _call.scales(rows, call.stat_dtype, call.signs_hidden, invert)
+    return _describe.scales(rows, call.stat_dtype, call.signs_hidden, invert)
 
 
 def _signed(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:
@@ -267,7 +281,7 @@ type Kept = tuple[ShardStatistics, Any]  # for the backward: also the implementa
 def device_forward(call: Call, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, Kept]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape = rows.labels.shape
-    rows = _call.flattened(rows, len(shape))
+    rows = _describe.flattened(rows, len(shape))
     with jax.named_scope("lce_statistics"):
         stats, cache, agree = statistics_of_all(call, flat_operands(call, primals), rows, keep_cache)
     cache, dropped = selected_of_all(call, rows, stats, cache)
@@ -302,7 +316,7 @@ def device_backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotang
     """The gradients, in the shapes, dtypes and types of their operands."""
     (hidden, weight, _), (stats, cache) = primals, kept
     varying = _jax.varying_axes((primals, rows, stats, cache))
-    rows, stats, cotangent = _call.flattened((rows, stats, cotangent), rows.labels.ndim)
+    rows, stats, cotangent = _describe.flattened((rows, stats, cotangent), rows.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
     summed = call.axis_name is not None or varying != _jax.varying_axes(hidden)

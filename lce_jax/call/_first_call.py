@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lce_jax import mosaic
-from lce_jax._types import Call, Device, LogprobOutput, Operands, Results, Wanted
 from lce_jax.mathematics import _kl, _logprobs
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations
+from lce_jax.types._types import Call, Device, LogprobOutput, Operands, Results, Wanted
 from lce_jax.xla import _kl as xla_kl
 from lce_jax.xla import _logprobs as xla
 from lce_jax.xla._walk import Head, HeadTokens, Shard

@@ -213,7 +213,7 @@ def of_the_teacher(error: Exception) -> str:
     r"""An error's words about the teacher's arguments; what they tell to write names the teacher's.
 
     Example:
-        >>> from lce_jax.scalars import of_the_teacher
+        >>> from lce_jax.types.scalars import of_the_teacher
         >>> of_the_teacher(ValueError('hidden (4, 9) does not fit: write weight_layout="hv"'))
         'the teacher\'s hidden (4, 9) does not fit: write teacher_weight_layout="hv"'
     """
@@ -411,7 +411,7 @@ def broadcasting(name: str, shape: Sequence[int], tokens: Sequence[int]) -> list
     """What to write for an array of this shape so that it broadcasts to that of the tokens.
 
     Example:
-        >>> from lce_jax.scalars import broadcasting
+        >>> from lce_jax.types.scalars import broadcasting
         >>> broadcasting("temperature", (2,), (2, 3))
         ['temperature[..., None]']
     """

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax import scalars
-from lce_jax.scalars import format_bytes
+from lce_jax.types import scalars
+from lce_jax.types.scalars import format_bytes
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
 class UnsupportedError(ValueError):
@@ -217,7 +217,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
 class Call:
     """All that is static about a call of any function: shapes, dtypes, device, options, and how it runs. Hashable.
 
-    `lce_jax._options` writes the options, which are validated, and `lce_jax._call` the rest. ``columns`` are those of
+    `lce_jax.call._options` writes the options, which are validated, and `lce_jax.call._describe` the rest. ``columns`` are those of
     the weight that is here, a shard's or with padding; ``vocab_size`` is the true size of the whole vocabulary.
     """
 

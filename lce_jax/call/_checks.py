@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from lce_jax import _jax, scalars
-from lce_jax._types import Call, Primals, UnsupportedError, is_array
+from lce_jax.types import _jax, scalars
+from lce_jax.types._types import Call, Primals, UnsupportedError, is_array
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 

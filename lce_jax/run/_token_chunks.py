@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _dispatch, scalars
-from lce_jax._call import Compaction
-from lce_jax._types import Call, Plan
+from lce_jax.call import _dispatch
+from lce_jax.call._describe import Compaction
 from lce_jax.mathematics import _logprobs
-from lce_jax.scalars import format_bytes
+from lce_jax.types import scalars
+from lce_jax.types._types import Call, Plan
+from lce_jax.types.scalars import format_bytes
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Int
+    from lce_jax.types._shapes import Array, Int
 
 ON_CPU = 256 << 20  # bytes of a chunk's exponentials by default
 ELSEWHERE = 1400 << 20  # on an H200, chunks of 4832 tokens at V 151936
