@@ -236,7 +236,7 @@ def kept_statistics(case: Call) -> list[str]:
 
 
 class KeptFields(NamedTuple):
-    """Where `lce_jax.run.kernels` keeps what of each token: fields. 0 is the label, 1 the temperature, if there is one."""
+    """Where `lce_jax.run.kernels` keeps what of each token: 0 is the label, 1 the temperature, if there is one."""
 
     floor: int
     ids: int  # that of the first candidate

@@ -217,8 +217,9 @@ FLOAT32 = jnp.dtype(jnp.float32)
 class Call:
     """All that is static about a call of any function: shapes, dtypes, device, options, and how it runs. Hashable.
 
-    `lce_jax.call._options` writes the options, which are validated, and `lce_jax.call._describe` the rest. ``columns`` are those of
-    the weight that is here, a shard's or with padding; ``vocab_size`` is the true size of the whole vocabulary.
+    `lce_jax.call._options` writes the options, which are validated, and `lce_jax.call._describe` the rest. ``columns``
+    are those of the weight that is here, a shard's or with padding; ``vocab_size`` is the true size of the whole
+    vocabulary.
     """
 
     num_tokens: int = 0

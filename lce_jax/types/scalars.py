@@ -448,8 +448,8 @@ def are_inside(labels: Any, vocab_size: int) -> bool:
 def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy: bool) -> None:
     """Warns if labels that count, ``numbers``, lie outside the vocabulary: all of them, or some of a cross entropy's.
 
-    `IGNORED` marks a token that has no label: a micro-batch may be padding alone. ``packages``: folders, beside this
-    one, of what calls this: the warning is about the line that calls them.
+    `IGNORED` marks a token that has no label: a micro-batch may be padding alone. ``packages``: folders of other
+    packages that call this. The warning names the line that calls them and this package.
     """
     counted = numbers[numbers != IGNORED]
     outside = counted[(counted < 0) | (counted >= vocab_size)]
@@ -461,7 +461,7 @@ def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy
         f"{int(outside.min())} to {int(outside.max())}: each has logprob 0, whose gradient is not 0. Pass token ids. "
         f"If {first} is padding, write ignore_index={first}; where= leaves out other tokens without a label",
         RuntimeWarning,
-        skip_file_prefixes=(os.path.dirname(__file__), *packages),
+        skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)), *packages),
     )
 
 

@@ -1,7 +1,7 @@
 """A card that has not run its kernels: its first direct launch is compared with stored logits in float64.
 
-Once per process, and without a client of JAX's on the GPU. `lce_jax.run.kernels.checked` keeps what is found, which is true
-of calls that JAX runs too.
+Once per process, and without a client of JAX's on the GPU. `lce_jax.run.kernels.checked` keeps what is found, which is
+true of calls that JAX runs too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torch as the host of a pass: its memory, its current stream, and Python's own loop.
 
-The host code of `lce_jax.run.kernels` runs once for calls of the same shapes and options. A `Tape` writes down what it asks
-for: kernels, and functions of torch between them. `Launches` run that for each call.
+The host code of `lce_jax.run.kernels` runs once for calls of the same shapes and options. A `Tape` writes down what it
+asks for: kernels, and functions of torch between them. `Launches` run that for each call.
 """
 
 from __future__ import annotations

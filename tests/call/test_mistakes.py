@@ -1,6 +1,6 @@
 """Every mistake in a call raises before anything is computed, with a message that names the values.
 
-`OF_OPTIONS` has each option's wrong values. Each function that has the option, by `lce_jax.call._options`, refuses them.
+`OF_OPTIONS` has each option's wrong values. Each function that has the option refuses them.
 """
 
 from __future__ import annotations
