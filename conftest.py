@@ -61,7 +61,7 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     text = collection_path.read_text()
     if expression.startswith("site and"):
         return None if re.search(r"pytest\.mark\.site|^ *>>> ", text, re.MULTILINE) else True
-    whole = re.search(r"^pytestmark = \[?pytest\.mark\.(site|gpu|multi_gpu)\b", text, re.MULTILINE)
+    whole = re.search(r"^pytestmark = \[?pytest\.mark\.(site|slow|gpu|multi_gpu)\b", text, re.MULTILINE)
     return True if whole and f"not {whole[1]}" in expression else None
 
 

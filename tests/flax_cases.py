@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType
 
 from lce_jax import losses
+from tests.draws import Draws
 
 BATCH, SEQUENCE, HIDDEN, VOCAB = 8, 6, 16, 51
 ROWS = 56
@@ -37,14 +38,14 @@ def data_by_tensor(axis_type=AxisType.Auto):
 
 def batch():
     """Hidden states and labels."""
-    hidden, labels = jax.random.split(jax.random.key(0))
-    shape = (BATCH, SEQUENCE)
-    return jax.random.normal(hidden, (*shape, HIDDEN)), jax.random.randint(labels, shape, 0, VOCAB)
+    draws = Draws()
+    return draws.normal(BATCH, SEQUENCE, HIDDEN), draws.integers(0, VOCAB, BATCH, SEQUENCE)
 
 
-OLD = -3.0 - jax.random.uniform(jax.random.key(5), (BATCH, SEQUENCE))
+DRAWS = Draws(seed=4)
+OLD = DRAWS.uniform(-4.0, -3.0, BATCH, SEQUENCE)
 ADVANTAGE = jnp.linspace(-1.0, 1.0, BATCH)[:, None]  # of a sequence
-IDS = jax.random.randint(jax.random.key(4), (BATCH, SEQUENCE, 3), 0, VOCAB).at[..., 1].set(-1)
+IDS = DRAWS.integers(0, VOCAB, BATCH, SEQUENCE, 3).at[..., 1].set(-1)
 
 
 class Head(NamedTuple):

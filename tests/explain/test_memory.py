@@ -15,6 +15,7 @@ import lce_jax
 from lce_jax import explain, linear_cross_entropy, linear_kl, linear_logprobs, linear_topk
 from lce_jax.explain import __main__ as command
 from lce_jax.explain._models import MODELS, model_head, model_named
+from tests.pairs import values_of
 from tests.torch.test_host import backward, forward, head, held_bytes
 
 struct = jax.ShapeDtypeStruct
@@ -99,9 +100,11 @@ def test_a_frozen_weight_has_the_chunks_that_run(adapter: bool) -> None:
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        ("float32", {"reduction": "mean", "frozen_weight": True}),
+        pytest.param("float32", {"reduction": "mean", "frozen_weight": True}, marks=pytest.mark.slow),
         ("bfloat16", {"reduction": "mean", "cache_bytes": 0}),
-        ("bfloat16", {"reduction": "mean", "cache_bytes": 0, "frozen_weight": True}),
+        pytest.param(
+            "bfloat16", {"reduction": "mean", "cache_bytes": 0, "frozen_weight": True}, marks=pytest.mark.slow
+        ),
         ("float32", {"reduction": "mean", "lora": (struct((8, 64), "float32"), struct((16384, 8), "float32"), 0.5)}),
     ],
     ids=["frozen", "backward", "frozen, backward", "lora"],
@@ -114,7 +117,7 @@ def test_what_a_cpu_holds_is_a_tenth_from_the_plan(dtype: str, options: dict[str
     assert abs(plan.compiled.backward / plan.most_bytes - 1) < 0.1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@values_of("dtype", ["float32", "bfloat16"], slow=["float32"])
 def test_the_copy_of_the_rows_that_count_is_in_the_plan(dtype: str) -> None:
     call = struct((1024, 1024), dtype), struct((4096, 1024), dtype), struct((1024,), "int32")
     plan = explain(*call, where=struct((1024,), "bool"), compile=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -244,11 +242,6 @@ def swapped_sizes():
 def test_mistakes_name_the_values(call, error, match):
     with pytest.raises(error, match=match):
         call()
-
-
-def test_the_package_itself_needs_no_flax():
-    program = "import sys, lce_jax; sys.exit('flax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_wrong_name_in_a_call_names_the_method_and_the_option():

@@ -30,6 +30,7 @@ def of_masked(hidden: Any, weight: Any, ids: Any, **options: Any) -> list[Any]:
 
 
 FUNCTIONS = {"top-k": of_topk, "candidates": of_candidates, "masked": of_masked}
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 BIAS, WHERE = 1e-3 * jnp.arange(V), jnp.arange(T) % 5 > 0
 MORE: dict[str, dict[str, Any]] = {
     "vh": {},
@@ -37,8 +38,6 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("optimized")
 @combined(
     function=list(FUNCTIONS),
     scale_and_softcap=[(1.0, None), (0.7, 30.0), (-1.3, jnp.float32(3.0)), (jnp.float32(0.7), None)],

@@ -15,7 +15,7 @@ from tests.pairs import combined
 from tests.sharding_cases import LAYOUTS, B, H, S, V, mesh_of
 
 
-@pytest.mark.fast("4-none", "tensor-sum")
+@pytest.mark.fast("tensor-sum")  # test_every_function has the other layout, and no reduction
 @combined(layout=["data 2, tensor 4", "data 4, tensor 2, sequence over tensor"], reduction=["mean", "sum", "none"])
 def test_cross_entropy_over_a_mesh(layout: str, reduction: str) -> None:
     test = cases.case("loss", leading=(B, S), H=H, V=V, labels="foreign", temperature="token", where="some")

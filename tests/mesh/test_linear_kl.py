@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import linear_kl, sharded_linear_kl
 from tests import kl_cases, oracle
 from tests.kl_cases import call, draw, evaluate, expected
-from tests.pairs import combined
+from tests.pairs import combined, values_of
 
 PLAIN = call("plain", leading=(4, 8), H=16, G=24, V=128)
 PADDED = call(
@@ -45,9 +45,9 @@ def assert_right(got: Any, want: kl_cases.Expected) -> None:
         (PADDED, (2, 2), {"batch_axes": "data", "sequence_axis": "tensor"}),
         (keeping(PLAIN, 1 << 30), (1, 4), {}),
         (keeping(MIXED, 1 << 30), (2, 4), {"batch_axes": "data", "sequence_axis": "tensor"}),
-    ],
-    kind=[AxisType.Auto, AxisType.Explicit],
+    ]
 )
+@values_of("kind", [AxisType.Auto, AxisType.Explicit], slow=[AxisType.Auto])  # test_every_function has it
 def test_from_outside(layout: tuple[kl_cases.Call, tuple[int, int], dict[str, Any]], kind: AxisType) -> None:
     test, shape, axes = layout
     drawn = draw(test)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.mosaic.test_lowering import EVERYTHING, lower
 
-pytestmark = pytest.mark.usefixtures("hopper")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("hopper")]
 
 
 CALLS = {
@@ -16,12 +16,10 @@ CALLS = {
     "no whole piece of H": (2880, 201088, 1, {"vocab_size": 200019}),
     "transposed": (4096, 151936, 64, {"weight_layout": "hv"}),
 }
-SOME = {"everything"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cache_bytes", [0, pytest.param(1 << 28, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in SOME else pytest.mark.slow) for x in CALLS])
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 28])
+@pytest.mark.parametrize("name", CALLS)
 def test_candidates(name: str, cache_bytes: int) -> None:
     """Rows of the weight are gathered for some tokens at a time: those of all are in no array."""
     H, V, K, options = CALLS[name]

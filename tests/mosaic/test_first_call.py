@@ -23,6 +23,7 @@ from tests.devices import A100
 from tests.mosaic_interpreter import afresh
 from tests.pairs import values_of
 
+COMPARED = f"{mma.RAN_ON}, not on {A100.kind}: this process compares a small call with xla"
 DEVICE = A100  # the check takes few of its multiprocessors
 CALL = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16), jnp.arange(8)
 
@@ -51,15 +52,23 @@ def by_xla(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
+@pytest.mark.slow  # as the test of two heads, with more tokens
 @pytest.mark.usefixtures("interpreted")
 def test_right_kernels_are_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lce_jax")
     plan = explain(*CALL)
     assert plan.implementation == "mosaic_gpu"
-    told = f"{mma.RAN_ON}, not on {A100.kind}: this process compares a small call with xla"
-    assert plan.notes[-1].endswith(told)
+    assert plan.notes[-1].endswith(COMPARED)
     assert list(_generations.FOUND.values()) == [None]
     assert not caplog.records
+
+
+def small_check(
+    monkeypatch: pytest.MonkeyPatch, module: Any = _first_call, tokens: int = 40, hidden_size: int = 64
+) -> None:
+    """Of fewer tokens and a smaller hidden size; a block still walks over several tiles of the vocabulary."""
+    monkeypatch.setattr(module, "T", tokens)
+    monkeypatch.setattr(module, "H", hidden_size)
 
 
 def swapped(own: Any, given: Any, exchange: Any, exchanged: Callable[..., Any] = _pipeline._exchanged) -> Any:
@@ -90,6 +99,7 @@ def test_wrong_kernels_are_refused(
     name: str, fault: Any, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "lce_jax")
+    small_check(monkeypatch)
     monkeypatch.setattr(_pipeline, name, fault)
     for _ in range(2):
         plan = explain(*CALL)
@@ -125,15 +135,19 @@ def doubled(*given: Any, gradient: Callable[..., Any] = common_kl._block_gradien
     ],
 )
 def test_two_heads_are_compared_when_a_call_has_them(
-    owner: Any, name: str, fault: Any, told: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, fault: Any, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is wrong with their kernels alone refuses no other call."""
-    monkeypatch.setattr(_first_call, "T", 40)
+    """Right kernels are used. What is wrong with those of two heads alone refuses no other call."""
+    caplog.set_level(logging.WARNING, "lce_jax")
+    small_check(monkeypatch)
     monkeypatch.setattr(_first_call, "OF_TWO_HEADS", 640)
     monkeypatch.setattr(_first_call, "CACHE_BYTES", (300_000, 500_000))  # one of three tiles
     divergence()
     assert [(heads, reason) for (_, _, heads), reason in _generations.FOUND.items()] == [(1, None), (2, None)]
-    _generations.FOUND.clear()
+    assert explain(*CALL).notes[-1].endswith(COMPARED)
+    assert not caplog.records
+    for key in [key for key in _generations.FOUND if key[2] == 2]:
+        del _generations.FOUND[key]
     jax.clear_caches()
     monkeypatch.setattr(owner, name, fault)
     for _ in range(2):

@@ -46,7 +46,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
 
 # What others have alone; each takes ten seconds.
 @pytest.mark.fast(
-    "no row left",
+    "a sum, no row left",
     "dhidden written once",
     "chunks, columns",
     "candidates, cache",
@@ -59,7 +59,9 @@ def test_matches_float64(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("temperature", "options"), [(1.0, {"cache_bytes": 1 << 30}), (0.1, {"logit_scale": 1.7})])
+@pytest.mark.parametrize(("temperature", "options"), [
+    pytest.param(1.0, {"cache_bytes": 1 << 30}, marks=pytest.mark.slow), (0.1, {"logit_scale": 1.7}),
+])  # fmt: skip
 def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]) -> None:
     """The likeliest labels of peaked logits, in tiles and in columns that are no whole atom."""
     T, H, V = 128, 64, 515

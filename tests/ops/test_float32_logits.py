@@ -12,7 +12,7 @@ from jax import lax
 from lce_jax import linear_logprobs
 from tests import oracle
 
-pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]  # rounding as users get it
 T, H, V = 32, 64, 520
 
 
@@ -35,7 +35,6 @@ def rounded(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.reduce_precision(preferred(hidden, weight), exponent_bits=8, mantissa_bits=7)
 
 
-@pytest.mark.slow
 def test_bfloat16_products_are_never_rounded() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (T, H), jnp.bfloat16)

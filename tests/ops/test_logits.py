@@ -125,7 +125,7 @@ def test_ids_that_all_data_shards_share(axis_name: str | None) -> None:
     assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(gradients, wanted, strict=True))
 
 
-@pytest.mark.fast("8-True", "2-False")
+@pytest.mark.fast("2-False")  # tests/mesh/test_every_function has it with types
 @combined(shards=[8, 2, 1], check_vma=[True, False])
 def test_inside_shard_map(shards: int, check_vma: bool) -> None:
     test = cases.case("shards", leading=(8, 3), V=104, K=6, temperature="token", logit_softcap=3.0, bias="float32")

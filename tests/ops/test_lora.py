@@ -123,7 +123,7 @@ def test_losses_are_those_of_the_merged_weight(way: str) -> None:
         assert oracle.relative_norm(x, y) < 2e-5
 
 
-@pytest.mark.fast("Explicit")
+@pytest.mark.slow  # as where hidden and labels are split otherwise
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, "split", "shard_map"], ids=str)
 def test_on_a_mesh(kind: Any) -> None:
     hidden, weight, labels, _, _ = cases.draw(PLAIN)

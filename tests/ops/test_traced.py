@@ -75,7 +75,7 @@ def assert_same(got: Any, want: Any, dtype: str = "float32") -> None:
         assert oracle.relative_norm(gradient, other) < GRADIENT[dtype]
 
 
-@pytest.mark.fast("scale 0", "softcap beside", "both")
+@pytest.mark.fast("scale 0", "both")
 @pytest.mark.parametrize("name", CALLS)
 def test_equals_the_number(name: str) -> None:
     call, arrays, numbers = draw(name)

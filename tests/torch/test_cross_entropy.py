@@ -245,7 +245,7 @@ def test_losses_that_are_added_and_weights_that_are_tied() -> None:
     assert p.relative_norm(got, want) < GRADIENT
 
 
-@pytest.mark.parametrize("T", [300, MANY])
+@pytest.mark.parametrize("T", [pytest.param(300, marks=pytest.mark.slow), MANY])
 def test_a_gradient_scaler_keeps_float16s_range(T: int) -> None:
     """Gradients of a mean of 1e-5, which float16 does not hold before a loss scale of 2^24 comes."""
     problem = drawn(T, torch.float16)
@@ -447,7 +447,7 @@ def test_the_module_checks_values_when_it_is_made(told: dict[str, Any], message:
         LinearCrossEntropyLoss(16, 64, **told)
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_module_is_compiled_in_one_graph(bias: bool) -> None:
     loss_fn = LinearCrossEntropyLoss(16, 64, bias=bias)
     hidden, labels = torch.randn(9, 16), torch.randint(64, (9,))

@@ -19,7 +19,7 @@ from lce_torch_bridge.launched_directly import _first_call, _passes
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.tensors import _device
 from tests.devices import A100
-from tests.mosaic.test_first_call import doubled_later
+from tests.mosaic.test_first_call import doubled_later, small_check
 from tests.torch import problem as p
 from tests.torch.as_gpu import Program, emulated
 
@@ -30,6 +30,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     monkeypatch.setattr(_generations, "FOUND", {})
     jax.clear_caches()  # kernels without a fault
     kernels.traced.cache_clear()
+    small_check(monkeypatch, _first_call, 128, 128)
     yield from emulated(monkeypatch, A100._replace(core_count=2))
 
 

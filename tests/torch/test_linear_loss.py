@@ -79,7 +79,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.fast("vocab_size-8", "vocab_size-None")
+@pytest.mark.fast("vocab_size-8")
 @combined(options=OPTIONS, chunk_bytes=[0, p.THREE_CHUNKS, None])
 def test_values_and_all_gradients(options: dict[str, Any], chunk_bytes: int | None) -> None:
     problem = p.draw(T=MANY)
@@ -153,6 +153,7 @@ def test_losses_that_are_scaled_inside_are_rounded_once() -> None:
         assert p.relative_norm(got, want) < 1.05 * ROUNDING < p.relative_norm(worse, want)
 
 
+@pytest.mark.slow  # as bfloat16 above, and a gradient scaler with linear_cross_entropy
 def test_float16_is_rounded_after_the_loss_scale() -> None:
     """Losses of 1e-7 have gradients that float16 does not hold; a loss scale of 2^20 comes with the cotangent."""
     problem = p.draw(T=300, dtype=torch.float16)

@@ -30,7 +30,7 @@ TILINGS = [
 ]
 
 
-@pytest.mark.fast("everything-(1, 1)", "everything-(7, 104)")
+@pytest.mark.fast("everything-(7, 104)")
 @pytest.mark.parametrize(("test", "tile"), TILINGS, ids=str)
 def test_any_tiling(test: cases.TestCase, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_walk, "tile_sizes", lambda case: (min(tile[0], case.num_tokens), min(tile[1], case.columns)))
