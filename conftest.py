@@ -4,8 +4,9 @@ Most of the suite's time is XLA's, to compile small programs. On CPUs, two setti
 
 * JAX asks LLVM for no optimization: a quarter less CPU time. What XLA itself does with a program stays: fusion,
   layouts, partitioning, scheduling. Modules that judge the rounding of results ask for the fixture `optimized` instead.
-* A program that another test has compiled is read from a directory of this run, which the workers share: one program
-  in seven. Name a directory in ``JAX_COMPILATION_CACHE_DIR`` to keep it from run to run.
+* A program that has been compiled is read from ``.pytest_cache/programs``: one in seven that another test of a first
+  run has compiled, and in a later run all that did not change. XLA's version and options are part of each name there.
+  ``make clean`` removes them; what no run has read for a month goes by itself.
 
 The workers fill the cores: libraries start no threads of their own. What a worker has imported and collected is not
 searched for garbage again, and the rest seldom: tracing makes millions of objects, of which few are garbage.
@@ -17,38 +18,33 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("MPLBACKEND", "agg")
 
-import atexit
 import contextlib
-import fcntl
 import gc
 import pathlib
 import re
-import shutil
-import tempfile
+import time
 from collections.abc import Iterator
 
 import pytest
 
+PROGRAMS = pathlib.Path(__file__).parent / ".pytest_cache" / "programs"
+MONTH = 30 * 24 * 3600  # seconds
 
-def new_directory() -> tuple[str, int]:
-    """For the programs of this run, and its lock, held while the run lives. Removes those of runs that were killed."""
-    for lock in pathlib.Path(tempfile.gettempdir()).glob("lce-jax-programs-*/lock"):
-        with contextlib.suppress(OSError), lock.open() as held:  # by a run that lives, or another user's
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent)
-    programs = pathlib.Path(tempfile.mkdtemp(prefix="lce-jax-programs-"))
-    atexit.register(shutil.rmtree, programs, ignore_errors=True)
-    lock = os.open(programs / "not yet", os.O_CREAT | os.O_WRONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    (programs / "not yet").rename(programs / "lock")
-    return str(programs), lock
+
+def forget_old_programs() -> None:
+    """Removes the programs that no run has read for a month."""
+    for program in PROGRAMS.glob("*"):
+        with contextlib.suppress(OSError):  # another run has removed it
+            if time.time() - program.stat().st_atime > MONTH:
+                program.unlink()
 
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # xdist's workers find it there
-        os.environ["JAX_COMPILATION_CACHE_DIR"], lock = new_directory()
+        forget_old_programs()
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
