@@ -19,7 +19,7 @@ from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, mma, sm90
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, lowering_for, plgpu
-from lce_jax.mosaic.sm90._kl import HeldTile
+from lce_jax.mosaic.common._kl_epilogue import HeldTile
 from lce_jax.run import _kl
 from lce_jax.run._kl import KLArguments, bind
 from tests import oracle

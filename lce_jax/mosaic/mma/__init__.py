@@ -4,8 +4,8 @@ _pipeline.py  tiles of a product by two warpgroups, and the exchange of their ha
 _copies.py    how operands come into shared memory: by TMA, or by cp.async
 _tuning.py    the free choices of each kernel
 
-The epilogues are Hopper's: the accumulators lie in registers as wgmma's do. Hopper GPUs, which have these instructions
-too, have run the kernels by TMA and, forced, by cp.async (`benchmarks.programs.KERNELS`).
+The accumulators lie in registers as wgmma's do, so the epilogues are Hopper's too (`common`). Hopper GPUs, which have
+these instructions as well, have run the kernels by TMA and, forced, by cp.async (`benchmarks.programs.KERNELS`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 
 from lce_jax.mosaic._call import Generation, KLMachine, Machine
 from lce_jax.mosaic._chunks import Budget
-from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
+from lce_jax.mosaic.common import _epilogue, _kl_epilogue
+from lce_jax.mosaic.common._tiles import DHIDDEN_WAVES, KL_HELD_BYTES, ROW_BLOCK, TILING, Tuning
 from lce_jax.mosaic.mma import _pipeline
 from lce_jax.mosaic.mma._copies import BY_CP_ASYNC, BY_TMA, Copies
 from lce_jax.mosaic.mma._tuning import OneTuning
-from lce_jax.mosaic.sm90 import _epilogue, _kl
-from lce_jax.mosaic.sm90._tuning import DHIDDEN_WAVES, KL_HELD_BYTES, Tuning
 
 
 def _machine(copies: Copies, staging: Any) -> Machine:
@@ -35,9 +34,9 @@ def _machine(copies: Copies, staging: Any) -> Machine:
             kernel=_pipeline.kernel_of_heads,
             walk_products=functools.partial(_pipeline.walk_heads, copies),
             hold=functools.partial(_pipeline.hold, copies),
-            statistics=_kl.statistics,
-            mixture_sums=_kl.mixture_sums,
-            dlogits=_kl.dlogits,
+            statistics=_kl_epilogue.statistics,
+            mixture_sums=_kl_epilogue.mixture_sums,
+            dlogits=_kl_epilogue.dlogits,
             held_bytes=KL_HELD_BYTES,
         ),
     )

@@ -24,15 +24,16 @@ from lce_jax.mosaic.common._logits import FOLDED, PADDING, Held, LabelBelow, ext
 from lce_jax.mosaic.common._statistics import StatisticsRefs, StatisticsWhere, as_cached, of_sums, store, sums
 from lce_jax.mosaic.common._tiles import (
     ATOM_ROWS,
+    COMPUTE_WARPGROUPS,
     STAGING_BYTES,
     STAGING_COLUMNS,
     TILE_N,
+    WARPGROUP_ROWS,
     Matmul,
     Tile,
     multiple_of,
     swizzled,
 )
-from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 from lce_jax.types._types import Call
 
 if TYPE_CHECKING:

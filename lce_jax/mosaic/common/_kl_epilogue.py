@@ -1,8 +1,8 @@
 """The epilogues of two heads' tiles: statistics (eq. 6), sums (eq. 9), the gradient in raw products (eqs. 8, 10).
 
-Two heads' [64, 256] tiles in one warpgroup: the first waits in shared memory for the second.
-
-Two accumulators of 64 x 256 would take all 256 registers of a thread, and narrower tiles read the operands more often.
+Two heads' [64, 256] tiles in one warpgroup: the first waits outside the registers for the second, where the generation
+says. Two accumulators of 64 x 256 would take all 256 registers of a thread, and narrower tiles read the operands more
+often.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from lce_jax.mathematics._kl import MOST_DISTANCE, Direction, KLCoefficients, KL
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._operands import FLOOR, LOG2E
-from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic._pallas import pl
+from lce_jax.mosaic.common import _epilogue
+from lce_jax.mosaic.common._epilogue import HELD, without_padding
 from lce_jax.mosaic.common._kl import (
     KLCache,
     KLRefs,
@@ -34,10 +36,14 @@ from lce_jax.mosaic.common._kl import (
 )
 from lce_jax.mosaic.common._logits import softcap
 from lce_jax.mosaic.common._statistics import as_cached
-from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N, Matmul, Tile, multiple_of, swizzled
-from lce_jax.mosaic.sm90 import _epilogue, _pipeline
-from lce_jax.mosaic.sm90._epilogue import HELD, without_padding
-from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
+from lce_jax.mosaic.common._tiles import (
+    COMPUTE_WARPGROUPS,
+    STAGING_COLUMNS,
+    TILE_N,
+    WARPGROUP_ROWS,
+    Tile,
+    multiple_of,
+)
 from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
@@ -49,12 +55,6 @@ STRIP = 32  # columns
 
 
 HELD_SHAPE = (COMPUTE_WARPGROUPS, BLOCKS, WARPGROUP_ROWS, STAGING_COLUMNS)  # the tiles of a block that wait
-
-
-def kernel(matmul: Matmul, body: Callable[..., None], *given: Any, **more: Any) -> Callable[..., Any]:
-    """That of `_pipeline`, ``body`` given last the shared memory for a tile of each compute warpgroup."""
-    held = plgpu.SMEM(HELD_SHAPE, jnp.float32, transforms=swizzled(STAGING_COLUMNS, 4))
-    return _pipeline.kernel(matmul, lambda *refs: body(*refs, held), *given, **more)
 
 
 class HeldTile(NamedTuple):
@@ -78,19 +78,6 @@ class HeldTile(NamedTuple):
         """Half of a block, for what takes many registers for each column."""
         block, first = divmod(column, STAGING_COLUMNS)
         return self.load(self.blocks.at[block, :, pl.ds(first, STRIP)])
-
-
-def hold(held: Any, x: Float[Array, "64 256"]) -> HeldTile:
-    """In shared memory."""
-    blocks = held.at[lax.axis_index("wg")]
-    plgpu.commit_smem()  # all threads have read the tile before
-
-    def load(part: Any) -> Array:
-        # A barrier, beyond which the compiler moves no load: the whole tile at once would spill registers.
-        plgpu.commit_smem()
-        return plgpu.load(part, layout=HELD.layout)
-
-    return HeldTile.of(x, blocks, load)
 
 
 type Hold = Callable[[Array], HeldTile]
