@@ -19,7 +19,7 @@ from lce_jax.types._types import Call, Operands, Wanted
 
 
 class Machine(NamedTuple):
-    """How a generation multiplies tiles, and what it makes of them.
+    """How a generation multiplies tiles. What becomes of them is the same for all: the epilogues in `common`.
 
     Attributes:
         kernel: ``(matmul, body, outputs, name, updated=None)``: ``body`` on every multiprocessor. Axes: "sm" is the
@@ -27,44 +27,21 @@ class Machine(NamedTuple):
         walk_tiles: ``(matmul, lhs, rhs, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply,
             scratch)`` for every tile that ``visit_all`` visits, in every warpgroup with an epilogue. ``multiply()``
             waits for the products.
-        staging: ``(matmul, columns, dtype)``: the scratch through which an epilogue sends a [rows, columns] output.
-        send_product: ``(multiply, slots, row, output, column, add)`` sends a tile to ``output[row:, column:]``,
-            each number rounded to the output's dtype. ``add`` may be traced: whether it adds to what is there.
-        statistics: the epilogue of the forward's tiles: `lce_jax.mosaic.common._statistics`.
-        dlogits: the epilogue of the backward's: `lce_jax.mosaic.common._dlogits`.
-        kl: the same for tiles of two heads.
+        kernel_of_heads: ``kernel`` for tiles of two heads, whose ``body`` is given last where those of p wait.
+        walk_heads: ``(products, offset, visit_all, consume, held)``: as ``walk_tiles``, of two heads. ``multiply``
+            has a function for each `Product`, to be called in turn.
+        hold: ``(held, x)`` lets a warpgroup's part of a tile of p wait.
+        held_bytes: of global memory in which tiles of p wait, for each multiprocessor.
+        has_tma: whether copies to and from shared memory are TMA's, which leaves out what lies outside an array.
     """
 
     kernel: Callable[..., Callable[..., Any]]
     walk_tiles: Callable[..., None]
-    staging: Callable[..., Any]
-    send_product: Callable[..., None]
-    statistics: Callable[..., None]
-    dlogits: Callable[..., None]
-    kl: KLMachine
-
-
-class KLMachine(NamedTuple):
-    """What a generation makes of tiles of two heads: `lce_jax.mosaic.common._kl`.
-
-    Attributes:
-        kernel: that of `Machine`, whose ``body`` is given last where tiles of p wait.
-        walk_products: ``(products, offset, visit_all, consume, held)``: as ``walk_tiles``, of two heads. ``multiply``
-            has a function for each `Product`, to be called in turn.
-        hold: ``(held, x)`` lets a warpgroup's part of a tile of p wait; the epilogues know ``held`` already.
-        statistics: the epilogue of the forward's tiles.
-        mixture_sums: that of the second pass, for a mixture.
-        dlogits: the epilogue of the backward's.
-        held_bytes: of global memory in which tiles of p wait, for each multiprocessor.
-    """
-
-    kernel: Callable[..., Callable[..., Any]]
-    walk_products: Callable[..., None]
+    kernel_of_heads: Callable[..., Callable[..., Any]]
+    walk_heads: Callable[..., None]
     hold: Callable[..., Any]
-    statistics: Callable[..., None]
-    mixture_sums: Callable[..., None]
-    dlogits: Callable[..., None]
     held_bytes: int = 0
+    has_tma: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,9 +55,8 @@ class Generation:
         budget: what decides how much of the vocabulary one launch covers.
         tunings: the free choices of a kernel, ``tunings.of(case, kernel)``, and ``tunings.smem_bytes(case)``: what
             a block of each needs of shared memory.
-        machine: how tiles are multiplied, and what becomes of them.
+        machine: how tiles are multiplied.
         smem_limit: the bytes of shared memory that a block may use.
-        has_tma: whether copies to and from shared memory are TMA's, which leaves out what lies outside an array.
         ran_on: the card that ran the same source, where none of its own has: the first call on one checks itself.
     """
 
@@ -91,8 +67,12 @@ class Generation:
     tunings: Any
     machine: Machine
     smem_limit: int
-    has_tma: bool = True
     ran_on: str | None = None
+
+    @property
+    def has_tma(self) -> bool:
+        """That of the machine."""
+        return self.machine.has_tma
 
 
 class KernelCall(NamedTuple):

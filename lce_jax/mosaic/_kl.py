@@ -38,17 +38,11 @@ from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import least
 from lce_jax.mosaic._operands import LOG2E, Geometry
-from lce_jax.mosaic.common._kl import (
-    KLCache,
-    KLHead,
-    KLOperands,
-    cached_kl_dlogits,
-    kl_dlogits,
-    kl_mixture_sums,
-    kl_statistics,
-    mixture_factors,
-)
+from lce_jax.mosaic.common._cached_dlogits import cached_kl_dlogits
+from lce_jax.mosaic.common._dlogits import kl_dlogits
+from lce_jax.mosaic.common._heads import KLCache, KLHead, KLOperands, mixture_factors
 from lce_jax.mosaic.common._products import update_dhidden
+from lce_jax.mosaic.common._statistics import kl_mixture_sums, kl_statistics
 from lce_jax.types import _jax
 from lce_jax.types._types import Call, Operands, Primals
 from lce_jax.xla._kl import KLPlan

@@ -59,7 +59,7 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
     statistics = 4 * shape.padded_tokens * _kl.FIELDS * _kl.launch_tiles(shape, generation.budget, kl.columns)
     sums = 4 * math.prod(_chunks.dhidden_shape(student, shape))
     # Beside copies of hidden states where tiles of one head wait for the other's.
-    beside = sum(copied) + generation.machine.kl.held_bytes * student.device.core_count
+    beside = sum(copied) + generation.machine.held_bytes * student.device.core_count
     return Plan(
         implementation=name,
         refused={},

@@ -1,9 +1,10 @@
-"""The backward's other kernel: dlogits (eqs. 4, 5) from cached exponentials, one pass at the speed of memory.
+"""The backward's other kernels: dlogits from what the forward kept, of one head (eqs. 4, 5) or two (eqs. 8, 10).
 
 In base 2, u = log2 e + (tile maximum - maximum)·scale: everything but log2 e is one number per row and tile. So an
 element costs one logarithm and two multiplications: dz = e (a + b log2 e).
+Of two heads too, what makes a tile's numbers those of the whole vocabulary is one number per row and tile.
 
-How the backward's kernels read a cache: one pass at the speed of memory, block by block, in and out by TMA.
+A cache is read in one pass at the speed of memory, block by block, in and out by TMA.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax.mathematics._kl import Direction, KLCoefficients
 from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._call import Generation
@@ -24,6 +26,14 @@ from lce_jax.mosaic._chunks import Cache
 from lce_jax.mosaic._operands import Prepared, RowFactors, Span
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _logits
+from lce_jax.mosaic.common._heads import (
+    KLCache,
+    KLOperands,
+    MixtureFactors,
+    Reference,
+    load_fields,
+    relative_log_ratio,
+)
 from lce_jax.mosaic.common._logits import Held
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, ceil_div, swizzled
 from lce_jax.types._types import Call
@@ -264,3 +274,76 @@ def cap_derivative(u: Array, highest: Array, scale: Array) -> Array:
     """
     tanh = along(highest) + u * along(1.0 / jnp.maximum(scale, 1e-30))
     return 1.0 - tanh * tanh
+
+
+def cached_kl_dlogits(
+    generation: Generation,
+    cases: tuple[Call, Call],
+    operands: KLOperands,
+    factors: Float[Array, "fields Tp"],
+    cache: KLCache,
+    span: Int[Array, "fields"],
+    columns: int,
+    direction: Direction,
+) -> Float[Array, "Tp columns"]:
+    """As `kl_dlogits`, in the place of the cache's exponentials: a block is read before it is written."""
+    case = cases[direction == "forward"]  # the student's
+    output = jax.ShapeDtypeStruct((factors.shape[1], columns), case.dtype)
+    body = functools.partial(_kl_kernel, generation, case, direction)
+    scales = [head.scale for head in operands.heads]
+    run = kernel(generation, body, output, case, "lce_cached_kl_dlogits", cache[:2], {0: 0})
+    return run(*cache, *scales, factors, span)[0]
+
+
+def _kl_kernel(
+    generation: Generation,
+    case: Call,
+    direction: Direction,
+    e: Any,
+    ratio: Any,
+    references: Any,  # [tiles of the cache, 3, Tp]
+    scale_p: Any,  # [Tp]
+    scale_q: Any,
+    factors: Any,  # [fields, Tp]
+    scalars: Any,  # a `Span`
+    output: Any,
+) -> None:
+    gradient = functools.partial(_kl_block_gradient, case, direction, references, (scale_p, scale_q), factors)
+    walk_blocks(generation, BlockWalk.of(Span.unpack(scalars)), [e, ratio], output, gradient)
+
+
+def _kl_block_gradient(
+    case: Call,
+    direction: Direction,
+    references: Any,
+    scales: Sequence[Any],
+    factors: Any,
+    block: Block,
+    values: Sequence[Array],
+) -> Array:
+    """The gradient of one block: loads what its rows need, then eq. 8 or 10 and the cap's derivative."""
+    load = functools.partial(HELD.load_rows, rows=block.rows)
+    k_p, k_q = map(load, scales)
+    max_p, max_q, at_p = (load(references.at[block.tile, i]) for i in range(3))
+    rows: KLCoefficients | MixtureFactors
+    rows = (
+        load_fields(MixtureFactors, factors, load) if direction == "jsd" else load_fields(KLCoefficients, factors, load)
+    )
+    (e, log2_e), ratio = of_cache(values[0], case.dtype), values[1]
+    down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
+    of_p, u = along(rows.of_p * jnp.exp2(down_p)), log2_e
+    if isinstance(rows, MixtureFactors):
+        reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
+        d, to_distance = ratio + along(down_q - down_p + rows.log_sums), (max_q - rows.at_p) * k_q - down_p
+        log = relative_log_ratio(d, ratio + along(to_distance), reference)
+        gradient = e * of_p * (log - along(rows.mean))
+    elif direction == "reverse":
+        to_distance = (at_p - rows.at_p) * k_q - down_p
+        gradient = e * of_p * -(ratio + along(to_distance) + along(rows.mean))
+    else:
+        below_p, below_q = jnp.minimum(-ratio, 0.0), jnp.minimum(ratio, 0.0)
+        of_q, u = along(rows.of_q * jnp.exp2(down_q)), log2_e + below_q
+        gradient = e * (jnp.exp2(below_q) * of_q - jnp.exp2(below_p) * of_p)
+    if case.logit_softcap is not None:
+        gradient = gradient * cap_derivative(u, *((max_q, k_q) if direction == "forward" else (max_p, k_p)))
+    return jnp.where(e > 0.0, gradient, 0.0)  # on padding the ratio says nothing

@@ -28,7 +28,7 @@ from jax import lax
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._epilogue import HELD
-from lce_jax.mosaic.common._kl_epilogue import HELD_SHAPE, HeldTile
+from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
 from lce_jax.mosaic.common._ring import Ring, stage_of, steps_before
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,

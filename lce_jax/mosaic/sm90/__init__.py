@@ -6,35 +6,24 @@ _tuning.py    the free choices of each kernel
 
 from __future__ import annotations
 
-from lce_jax.mosaic._call import Generation, KLMachine, Machine
+from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._chunks import Budget
-from lce_jax.mosaic.common import _epilogue, _kl_epilogue
 from lce_jax.mosaic.common._tiles import DHIDDEN_WAVES, TILING
 from lce_jax.mosaic.sm90 import _pipeline
 from lce_jax.mosaic.sm90._tuning import Tunings
 
-MACHINE = Machine(
-    kernel=_pipeline.kernel,
-    walk_tiles=_pipeline.walk_tiles,
-    staging=_epilogue.staging,
-    send_product=_epilogue.send_product,
-    statistics=_epilogue.statistics,
-    dlogits=_epilogue.dlogits,
-    kl=KLMachine(
-        walk_products=_pipeline.walk_products,
-        kernel=_pipeline.kernel_of_heads,
-        hold=_pipeline.hold,
-        statistics=_kl_epilogue.statistics,
-        mixture_sums=_kl_epilogue.mixture_sums,
-        dlogits=_kl_epilogue.dlogits,
-    ),
-)
 HOPPER = Generation(
     compute_capabilities=("9.0",),
     devices=("H100", "H200", "GH200", "H800", "H20"),
     tiling=TILING,
     budget=Budget(dhidden_waves=DHIDDEN_WAVES),
     tunings=Tunings(),
-    machine=MACHINE,
+    machine=Machine(
+        kernel=_pipeline.kernel,
+        walk_tiles=_pipeline.walk_tiles,
+        kernel_of_heads=_pipeline.kernel_of_heads,
+        walk_heads=_pipeline.walk_products,
+        hold=_pipeline.hold,
+    ),
     smem_limit=232_448,  # CUDA programming guide, as those of other capabilities
 )

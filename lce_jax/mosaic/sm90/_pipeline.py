@@ -32,7 +32,7 @@ from jax import lax
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._epilogue import HELD
-from lce_jax.mosaic.common._kl_epilogue import HELD_SHAPE, HeldTile
+from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
 from lce_jax.mosaic.common._ring import Ring, fetch_step, product_steps, ring_of, stage_of, steps_before, wait_for_last
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,
