@@ -8,14 +8,20 @@ In `lce_jax.mosaic` a `Call` is named ``case``, and ``call`` is a `KernelCall`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
+from lce_jax.mathematics import _logprobs
+from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import TRACED, Host
-from lce_jax.mosaic._operands import Geometry, Prepared, Span, Tiling, geometry
+from lce_jax.mosaic._operands import Geometry, KLHead, KLOperands, Prepared, Span, Tiling, geometry
 from lce_jax.types._types import Call, Operands, Wanted
+from lce_jax.xla._kl import KLPlan
+from lce_jax.xla._walk import HeadTokens, Shard
 
 
 class Machine(NamedTuple):
@@ -85,11 +91,44 @@ class KernelCall(NamedTuple):
     generation: Generation
     host: Host = TRACED
     beside: KernelCall | None = None  # of an adapter: with u and B in place of hidden and the weight
+    teacher: KernelCall | None = None  # of two heads: the other one; the tiles' geometry is the student's
+    plan: KLPlan | None = None  # of two heads
 
     @property
     def products(self) -> tuple[KernelCall, ...]:
         """The calls whose products a chunk of dlogits enters."""
         return (self,) if self.beside is None else (self, self.beside)
+
+    @property
+    def heads(self) -> tuple[KernelCall, ...]:
+        """The student's, and the teacher's if there is one."""
+        return (self,) if self.teacher is None else (self, self.teacher)
+
+    @property
+    def sources(self) -> tuple[KernelCall, ...]:
+        """The calls whose weights a kernel reads for a tile of logits, those of `products` first."""
+        return self.products if self.teacher is None else self.heads
+
+    @property
+    def kl_cases(self) -> tuple[Call, Call]:
+        """Of both heads, that of p first."""
+        return self._ordered([one.case for one in self.heads])
+
+    def kl_operands(self, weights: Sequence[Any]) -> KLOperands:
+        """Both heads' as the kernels take them, with these ``weights``, the student's first."""
+        both = zip(self.heads, weights, strict=True)
+        heads = [KLHead(one.prepared.hidden, weight, one.prepared.scale) for one, weight in both]
+        return KLOperands(self._ordered(heads), self.prepared.mask)
+
+    @property
+    def row_scales(self) -> tuple[Any, Any]:
+        """The k of eq. 0, that of p first."""
+        return self._ordered([_logprobs.row_scale(one.case, one.operands.inverse_temperature) for one in self.heads])
+
+    def _ordered[A](self, of_heads: Sequence[A]) -> tuple[A, A]:
+        assert self.plan is not None
+        student, teacher = of_heads
+        return Pair(student, teacher).ordered(self.plan.student_first)
 
     def with_adapter(self, b: Any) -> KernelCall:
         """The call, whose hidden is [T, H + R], with its products beside; the weight has none of its own gradient."""
@@ -117,6 +156,23 @@ class KernelCall(NamedTuple):
         shape = geometry(case, generation.tiling)
         call = cls(operands, _operands.prepare(operands, case, shape), case, shape, generation)
         return call.with_adapter(operands.bias) if case.rank else call
+
+    @classmethod
+    def prepare_heads(cls, plan: KLPlan, shard: Shard, generation: Generation) -> KernelCall:
+        """The call of two heads. Both have the columns that both have."""
+        columns: Any = shard.num_columns
+        if columns is None and plan.columns < max(head.weight.shape[0] for head in shard.heads):
+            columns = plan.columns
+
+        def call(case: Call, tokens: HeadTokens, weight: Any) -> KernelCall:
+            case = dataclasses.replace(case, num_tokens=tokens.hidden.shape[0], columns=weight.shape[0])
+            targets = jnp.full((case.num_tokens,), -1, jnp.int32)
+            given = Operands(tokens.hidden, weight, targets, tokens.inverse_temperature, shard.num_rows, columns)
+            return cls.prepare(given, case, generation)
+
+        each = zip(plan.cases, shard.tokens, shard.heads, strict=True)
+        student, teacher = [call(case, tokens, head.weight) for case, tokens, head in each]
+        return student._replace(teacher=teacher, plan=plan)
 
 
 def _from_column(xp: Any, x: Any, first: int) -> Any:

@@ -129,6 +129,21 @@ class Prepared(NamedTuple):
     floor: Float[Array, "Tp"] | None = None  # in the units of x; None: every column counts
 
 
+class KLHead(NamedTuple):
+    """One head's operands, as the kernels take them."""
+
+    hidden: Float[Array, "T H"]  # as in `Prepared`
+    weight: Float[Array, "V H"]  # holds a span's part at its offset; zeros are read after its last row
+    scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
+
+
+class KLOperands(NamedTuple):
+    """Both heads, that of p first, and the columns that are padding."""
+
+    heads: tuple[KLHead, KLHead]
+    mask: Int[Array, "2*tile"]  # as in `Prepared`
+
+
 class Marked(NamedTuple):
     """What the other kernels are given of each token."""
 

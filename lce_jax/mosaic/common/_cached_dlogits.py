@@ -22,13 +22,11 @@ from lce_jax.mathematics._kl import Direction, KLCoefficients
 from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._call import Generation
-from lce_jax.mosaic._chunks import Cache
-from lce_jax.mosaic._operands import Prepared, RowFactors, Span
+from lce_jax.mosaic._chunks import Cache, KLCache
+from lce_jax.mosaic._operands import KLOperands, Prepared, RowFactors, Span
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _logits
 from lce_jax.mosaic.common._heads import (
-    KLCache,
-    KLOperands,
     MixtureFactors,
     Reference,
     load_fields,

@@ -19,7 +19,7 @@ from lce_jax.mathematics._kl import Direction, KLCoefficients
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist
-from lce_jax.mosaic._operands import Prepared, Span
+from lce_jax.mosaic._operands import KLOperands, Prepared, Span
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common import _heads, _logits
 from lce_jax.mosaic.common._epilogue import HELD, rows_of, send, staging, without_padding
@@ -28,7 +28,6 @@ from lce_jax.mosaic.common._heads import (
     STRIP,
     HeldTile,
     Hold,
-    KLOperands,
     KLRefs,
     KLWhere,
     MixtureRatios,

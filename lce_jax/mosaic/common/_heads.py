@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mathematics._kl import MOST_DISTANCE, KLCoefficients, KLStatistics, Mixture, MixtureCoefficients
+from lce_jax.mathematics._kl import MOST_DISTANCE, Direction, KLCoefficients, KLStatistics, Mixture, MixtureCoefficients
 from lce_jax.mosaic._call import Generation, Machine
-from lce_jax.mosaic._operands import LOG2E, Span
+from lce_jax.mosaic._chunks import KLCache
+from lce_jax.mosaic._operands import LOG2E, KLOperands, Span
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common import _logits
 from lce_jax.mosaic.common._epilogue import HELD, without_padding
@@ -48,29 +49,6 @@ HELD_SHAPE = (COMPUTE_WARPGROUPS, BLOCKS, WARPGROUP_ROWS, STAGING_COLUMNS)  # th
 MOST = MOST_DISTANCE * LOG2E  # as `MixtureFactors.most`, of a logarithm that is relative to that of 1
 
 along = functools.partial(HELD.along_rows, columns=STAGING_COLUMNS)
-
-
-class KLHead(NamedTuple):
-    """One head's operands, as the kernels take them."""
-
-    hidden: Float[Array, "T H"]  # as in `Prepared`
-    weight: Float[Array, "V H"]  # holds a span's part at its offset; zeros are read after its last row
-    scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
-
-
-class KLOperands(NamedTuple):
-    """Both heads, that of p first, and the columns that are padding."""
-
-    heads: tuple[KLHead, KLHead]
-    mask: Int[Array, "2*tile"]  # as in `Prepared`
-
-
-class KLCache(NamedTuple):
-    """What the backward needs of the first vocabulary tiles to spare both heads' products: `mathematics._kl.Kept`."""
-
-    e: Float[Array, "Tp columns"]  # whole tiles
-    ratio: Float[Array, "Tp columns"]  # in base 2
-    references: Float[Array, "tiles 3 Tp"]  # of each tile
 
 
 class MixtureFactors(NamedTuple):
@@ -119,6 +97,18 @@ def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[A
     )
     stacked = jnp.stack([jnp.broadcast_to(x, of_p.shape).astype(jnp.float32) for x in found])
     return jnp.pad(stacked, ((0, 0), (0, length - stacked.shape[1])))
+
+
+def kl_factors(
+    rows: KLCoefficients | MixtureCoefficients, length: int, direction: Direction
+) -> Float[Array, "fields Tp"]:
+    """A gradient's, in base 2, where u_p - v_q is log2 e times that of eq. 8; 0 from the last token to ``length``."""
+    if isinstance(rows, MixtureCoefficients):
+        return mixture_factors(rows, length)
+    if direction == "reverse":
+        rows = rows._replace(of_p=rows.of_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
+    factors = jnp.stack(rows)
+    return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
 
 
 NEAR_ONE = 0.25

@@ -21,8 +21,8 @@ from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mathematics._statistics import MASKED, SUMS, of_fields
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._call import Generation, Machine
-from lce_jax.mosaic._chunks import Cache
-from lce_jax.mosaic._operands import FLOOR, Prepared, Span, geometry
+from lce_jax.mosaic._chunks import Cache, KLCache
+from lce_jax.mosaic._operands import FLOOR, KLOperands, Prepared, Span, geometry
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _heads, _logits, _tiles
 from lce_jax.mosaic.common._epilogue import HELD, lowest_live, rows_of, send, staging, without_padding
@@ -30,8 +30,6 @@ from lce_jax.mosaic.common._heads import (
     BLOCKS,
     STRIP,
     Hold,
-    KLCache,
-    KLOperands,
     KLRefs,
     KLWhere,
     MixtureFactors,
