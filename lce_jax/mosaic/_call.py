@@ -117,7 +117,7 @@ class KernelCall(NamedTuple):
     def kl_operands(self, weights: Sequence[Any]) -> KLOperands:
         """Both heads' as the kernels take them, with these ``weights``, the student's first."""
         both = zip(self.heads, weights, strict=True)
-        heads = [KLHead(one.prepared.hidden, weight, one.prepared.scale) for one, weight in both]
+        heads = [KLHead(one.prepared.hidden, weight, one.prepared.row_scale) for one, weight in both]
         return KLOperands(self._ordered(heads), self.prepared.mask)
 
     @property

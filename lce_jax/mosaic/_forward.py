@@ -70,10 +70,10 @@ def merged(
     So where shards are whole groups, it has the same bits over any number of shards.
     """
     shape = geometry(case, generation.tiling)
-    scale = _operands.scale_in_base_2(inverse_temperature, case, shape)
+    row_scale = _operands.compute_row_scale(inverse_temperature, case, shape)
     num_rows = _operands.num_live_rows(num_rows, shape)
     groups = parts.groups.reshape(-1, *parts.groups.shape[2:])
-    found = join_all(TRACED, case, scale, num_rows, groups)[0]
+    found = join_all(TRACED, case, row_scale, num_rows, groups)[0]
     total, candidates = parts.beside.total, parts.beside.candidates
     return _operands.unstacked_statistics(case, found)._replace(
         total=None if total is None else jnp.sum(total, axis=0),
@@ -122,7 +122,7 @@ def joined(
         last = greatest(least(_chunks.first_tile(shape, group + per_launch), num_tiles), first)
         parts, cache = _window(call, first, last, host.vary_like(memory(most), call.prepared), cache, launch)
         with jax.named_scope("join_tiles"):
-            given = call.prepared.scale, parts, groups, case, GROUP
+            given = call.prepared.row_scale, parts, groups, case, GROUP
             numbers = host.numbers(call.prepared.num_rows, last - first, group)
             if maxima is None:
                 groups = host.launch(join, *given, numbers, False, parted)
@@ -146,16 +146,16 @@ def maxima_shape(call: KernelCall, kept_fields: int) -> tuple[int, int, int]:
 def join_all(
     host: Host,
     case: Call,
-    scale: Float[Array, "Tp"],
+    row_scale: Float[Array, "Tp"],
     num_rows: Any,
     groups: Float[Array, "groups fields Tp"],
 ) -> Float[Array, "1 fields Tp"]:
     """The union of all groups, in nats."""
     numbers = host.numbers(num_rows, len(groups), 0)
     joined = host.empty((1, len(_operands.statistic_names(case)), groups.shape[2]), groups.dtype)
-    joined = host.vary_like(joined, (groups, scale))
+    joined = host.vary_like(joined, (groups, row_scale))
     with jax.named_scope("join_tiles"):
-        return host.launch(join, scale, groups, joined, case, -(-len(groups) // GROUP) * GROUP, numbers, True)
+        return host.launch(join, row_scale, groups, joined, case, -(-len(groups) // GROUP) * GROUP, numbers, True)
 
 
 def _window(

@@ -197,7 +197,7 @@ def cached_dlogits(
         cache.exponentials,
         cache.max,
         factors,
-        prepared.scale,
+        prepared.row_scale,
         prepared.targets,
         prepared.holds_target,
         span,
@@ -210,7 +210,7 @@ class Refs(NamedTuple):
 
     tile_max: Any  # [tiles of the cache, Tp]
     factors: Any  # [3 or 4, Tp]
-    scale: Any  # [Tp]
+    row_scale: Any  # [Tp]
     targets: Any  # [Tp]
     holds_target: Any  # [row blocks, tiles of the shard]
     output: Any  # [T, columns]
@@ -222,13 +222,13 @@ def _kernel(
     exponentials: Any,  # [T, columns of the cache]
     tile_max: Any,
     factors: Any,
-    scale: Any,
+    row_scale: Any,
     targets: Any,
     holds_target: Any,
     scalars: Any,  # a `Span`
     output: Any,
 ) -> None:
-    refs, span = Refs(tile_max, factors, scale, targets, holds_target, output), Span.unpack(scalars)
+    refs, span = Refs(tile_max, factors, row_scale, targets, holds_target, output), Span.unpack(scalars)
     gradient = functools.partial(_block_gradient, case, refs, span)
     walk_blocks(generation, BlockWalk.of(span), [exponentials], output, gradient)
 
@@ -240,10 +240,10 @@ def _block_gradient(case: Call, refs: Refs, span: Span, block: Block, values: Se
     rows = HELD.load_factors(refs.factors, block.rows)
     label = load(refs.targets) - (span.column + block.column * COLUMNS)
     holds = refs.holds_target[row_block, block.tile] > 0
-    scale, highest = load(refs.scale), load(refs.tile_max.at[block.tile])
+    row_scale, highest = load(refs.row_scale), load(refs.tile_max.at[block.tile])
     e, log2_e = of_cache(values[0], refs.output.dtype)
-    d = _gradient(e, log2_e, rows, (highest - rows.max) * scale)
-    d = d if case.logit_softcap is None else d * cap_derivative(log2_e, highest, scale)
+    d = _gradient(e, log2_e, rows, (highest - rows.max) * row_scale)
+    d = d if case.logit_softcap is None else d * cap_derivative(log2_e, highest, row_scale)
     return HELD.with_target(d, rows, label, holds)
 
 
@@ -265,12 +265,12 @@ def _gradient(e: Array, log2_e: Array, rows: RowFactors, down: Array) -> Array:
     return e * (along(rows.constant * factor + rows.slope * (down * factor)) + along(rows.slope * factor) * log2_e)
 
 
-def cap_derivative(u: Array, highest: Array, scale: Array) -> Array:
+def cap_derivative(u: Array, highest: Array, row_scale: Array) -> Array:
     """The 1 - tanh² of eq. 5, where ``u`` is the logit's distance from the ``highest`` in base 2.
 
     The scale is 0 on rows left out, where e is 1 and all else 0.
     """
-    tanh = along(highest) + u * along(1.0 / jnp.maximum(scale, 1e-30))
+    tanh = along(highest) + u * along(1.0 / jnp.maximum(row_scale, 1e-30))
     return 1.0 - tanh * tanh
 
 
@@ -288,9 +288,9 @@ def cached_kl_dlogits(
     case = cases[direction == "forward"]  # the student's
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), case.dtype)
     body = functools.partial(_kl_kernel, generation, case, direction)
-    scales = [head.scale for head in operands.heads]
+    row_scales = [head.row_scale for head in operands.heads]
     run = kernel(generation, body, output, case, "lce_cached_kl_dlogits", cache[:2], {0: 0})
-    return run(*cache, *scales, factors, span)[0]
+    return run(*cache, *row_scales, factors, span)[0]
 
 
 def _kl_kernel(
@@ -314,14 +314,14 @@ def _kl_block_gradient(
     case: Call,
     direction: Direction,
     references: Any,
-    scales: Sequence[Any],
+    row_scales: Sequence[Any],
     factors: Any,
     block: Block,
     values: Sequence[Array],
 ) -> Array:
     """The gradient of one block: loads what its rows need, then eq. 8 or 10 and the cap's derivative."""
     load = functools.partial(HELD.load_rows, rows=block.rows)
-    k_p, k_q = map(load, scales)
+    k_p, k_q = map(load, row_scales)
     max_p, max_q, at_p = (load(references.at[block.tile, i]) for i in range(3))
     rows: KLCoefficients | MixtureFactors
     rows = (

@@ -72,7 +72,7 @@ def dlogits(
         prepared.hidden,
         weight,
         prepared.targets,
-        prepared.scale,
+        prepared.row_scale,
         prepared.holds_target,
         prepared.mask,
         factors,
@@ -88,7 +88,7 @@ def _kernel(
     hidden: Any,  # [T, H]
     weight: Any,  # [V, H] or [H, V]; the chunk's own part where V is no multiple of 8
     targets: Any,  # [Tp]
-    scale: Any,  # [Tp]
+    row_scale: Any,  # [Tp]
     holds_target: Any,  # [row blocks, tiles of the shard]
     mask: Any,  # [512]
     factors: Any,  # [3 or 4, Tp]
@@ -97,7 +97,7 @@ def _kernel(
 ) -> None:
     *given, output = refs_of_case
     floor, beside = given[: matmul.case.has_floor], given[matmul.case.has_floor :]
-    span, refs = Span.unpack(scalars), DlogitsRefs(targets, scale, holds_target, mask, factors, output, *floor)
+    span, refs = Span.unpack(scalars), DlogitsRefs(targets, row_scale, holds_target, mask, factors, output, *floor)
     first_tile = _logits.first_tile(span)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
@@ -126,7 +126,7 @@ def live_dlogits(
     machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "dlogits"))
     output = jax.ShapeDtypeStruct((sizes.slots * ROW_BLOCK, TILE_N), case.dtype)
     run = machine.kernel(matmul, functools.partial(_live_kernel, machine, matmul, sizes), [output], "lce_live_dlogits")
-    per_token = (prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, factors)
+    per_token = (prepared.targets, prepared.row_scale, prepared.holds_target, prepared.mask, factors)
     floor = [] if prepared.floor is None else [prepared.floor]
     (result,) = run(prepared.hidden, weight, *per_token, work.order, work.sums, work.cells, numbers, *floor)
     return result
@@ -139,7 +139,7 @@ def _live_kernel(
     hidden: Any,  # [T, H]
     weight: Any,  # [V, H] or [H, V]
     targets: Any,  # [Tp]
-    scale: Any,  # [Tp]
+    row_scale: Any,  # [Tp]
     holds_target: Any,  # [row blocks, tiles of the shard]
     mask: Any,  # [512]
     factors: Any,  # [3 or 4, Tp]
@@ -151,7 +151,7 @@ def _live_kernel(
 ) -> None:
     *floor, output = floor_and_output
     batch, num_columns = Batch.of(sizes, numbers[0], sums, cells), numbers[2]
-    refs = DlogitsRefs(targets, scale, holds_target, mask, factors, output, *floor)
+    refs = DlogitsRefs(targets, row_scale, holds_target, mask, factors, output, *floor)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         where = DlogitsWhere(tile.column, tile.vocabulary_tile, num_columns, tile.slot * ROW_BLOCK, 0)
@@ -165,7 +165,7 @@ class DlogitsRefs(NamedTuple):
     """What the epilogue reads and writes."""
 
     targets: Any
-    scale: Any
+    row_scale: Any
     holds_target: Any
     mask: Any
     factors: Any
@@ -186,7 +186,7 @@ class DlogitsWhere(NamedTuple):
 def write_dlogits(case: Call, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere, multiply: Any, slots: Any) -> None:
     """A warpgroup's part of a tile, from its products to the output."""
     output_rows, cap = rows_of(where.output_row), case.logit_softcap
-    row_scale = HELD.load_rows(refs.scale, rows_of(tile.row))
+    row_scale = HELD.load_rows(refs.row_scale, rows_of(tile.row))
     rows = HELD.load_factors(refs.factors, rows_of(tile.row))
     target = HELD.load_rows(refs.targets, rows_of(tile.row)) - where.column
     holds = refs.holds_target[tile.row_block, where.number] > 0
@@ -229,9 +229,9 @@ def kl_dlogits(
 
 
 def _kl_kernel(machine: Machine, matmuls: tuple[Matmul, Matmul], direction: Direction, *refs: Any) -> None:
-    *arrays, scales, mask, scalars, (factors, output, held) = _heads.unpack_refs(refs)
+    *arrays, row_scales, mask, scalars, (factors, output, held) = _heads.unpack_refs(refs)
     span = Span.unpack(scalars)
-    of_kernel = KLRefs(_heads.make_head_operands(matmuls, scales), mask, output, factors)
+    of_kernel = KLRefs(_heads.make_head_operands(matmuls, row_scales), mask, output, factors)
 
     def consume(tile: Tile, multiply: Multiply, held: Any) -> None:
         where = KLWhere(span.column + tile.column, None, span.num_columns)
@@ -266,11 +266,11 @@ def _kl_gradient(refs: KLRefs, rows: Callable[[], Any], reverse: bool) -> Gradie
     """`lce_jax.mathematics._kl.dlogits` in base 2, and the cap's derivative."""
     p, q = refs.heads
     factors = load_fields(KLCoefficients, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
-    scales = HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows())
+    row_scales = HELD.load_rows(p.row_scale, rows()), HELD.load_rows(q.row_scale, rows())
 
     def of_block(held: HeldTile, x: Array, i: int) -> Array:
         both = held.block(i), block_of(x, i)
-        d = _block_gradient(both, scales, factors, reverse)
+        d = _block_gradient(both, row_scales, factors, reverse)
         return _through_cap((p if reverse else q).case, d, both[0] if reverse else both[1])
 
     return of_block
@@ -281,8 +281,8 @@ def _mixture_gradient(refs: KLRefs, rows: Callable[[], Any], where: KLWhere) -> 
 
     def of_strip(held: HeldTile, column: int, x: Array) -> Array:
         x_p = held.strip(column)
-        factors, scales = load_mixture_factors(refs, rows)
-        own = MixtureRatios.of((x_p, x), scales, factors)
+        factors, row_scales = load_mixture_factors(refs, rows)
+        own = MixtureRatios.of((x_p, x), row_scales, factors)
         d = times_exp2(own.u_p, factors.of_p * (own.of_p - factors.mean))
         return _through_cap(refs.heads[0].case, d, x_p)
 
@@ -305,13 +305,13 @@ def _through_cap(case: Call, d: Float[Array, "64 n"], x: Float[Array, "64 n"]) -
 
 
 def _block_gradient(
-    x: tuple[Array, Array], scales: tuple[Array, Array], rows: KLCoefficients, reverse: bool
+    x: tuple[Array, Array], row_scales: tuple[Array, Array], rows: KLCoefficients, reverse: bool
 ) -> Float[Array, "64 n"]:
     """`lce_jax.mathematics._kl.dlogits` of a block, in base 2."""
-    u_p = jnp.minimum(relative(x[0], rows.max_p, scales[0]), 0.0)
+    u_p = jnp.minimum(relative(x[0], rows.max_p, row_scales[0]), 0.0)
     e_p = jnp.exp2(u_p)
     if reverse:
-        distance = u_p - relative(x[1], rows.at_p, scales[1]) - along(rows.mean)
+        distance = u_p - relative(x[1], rows.at_p, row_scales[1]) - along(rows.mean)
         return jnp.where(e_p > 0.0, e_p * along(rows.of_p) * distance, 0.0)
-    u_q = jnp.minimum(relative(x[1], rows.max_q, scales[1]), 0.0)
+    u_q = jnp.minimum(relative(x[1], rows.max_q, row_scales[1]), 0.0)
     return jnp.exp2(u_q) * along(rows.of_q) - e_p * along(rows.of_p)

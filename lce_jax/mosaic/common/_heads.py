@@ -156,7 +156,7 @@ class HeadOperands(NamedTuple):
     """What an epilogue knows of one head."""
 
     case: Call
-    scale: Any  # [Tp]
+    row_scale: Any  # [Tp]
 
 
 class KLRefs(NamedTuple):
@@ -249,12 +249,12 @@ def update_tiles(
 def _kernel_per_tile(
     machine: Machine, matmuls: tuple[Matmul, Matmul], epilogue: Callable[..., None], num_updated: int, *refs: Any
 ) -> None:
-    *arrays, scales, mask, scalars, (*rest, held) = unpack_refs(refs)
+    *arrays, row_scales, mask, scalars, (*rest, held) = unpack_refs(refs)
     # What is updated, as it was, lies in the same places.
     factors, (output, *kept) = rest[: -2 * num_updated] or [None], rest[-num_updated:]
     span = Span.unpack(scalars)
     cache = KLCache(*kept) if kept else None
-    of_kernel = KLRefs(make_head_operands(matmuls, scales), mask, output, factors[0], cache)
+    of_kernel = KLRefs(make_head_operands(matmuls, row_scales), mask, output, factors[0], cache)
 
     def consume(tile: Tile, multiply: Multiply, held: Any) -> None:
         where = KLWhere(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
@@ -290,7 +290,7 @@ def make_matmuls(cases: tuple[Call, Call], tuning: Any) -> tuple[Matmul, Matmul]
 def pack_operands(operands: KLOperands, span: Int[Array, "fields"]) -> list[Any]:
     """In the order in which a kernel gets them."""
     (p, q), mask = operands
-    return [p.hidden, p.weight, q.hidden, q.weight, p.scale, q.scale, mask, span]
+    return [p.hidden, p.weight, q.hidden, q.weight, p.row_scale, q.row_scale, mask, span]
 
 
 def unpack_refs(refs: Sequence[Any]) -> list[Any]:
@@ -298,9 +298,9 @@ def unpack_refs(refs: Sequence[Any]) -> list[Any]:
     return [*refs[:4], refs[4:6], *refs[6:8], refs[8:]]
 
 
-def make_head_operands(matmuls: tuple[Matmul, Matmul], scales: Sequence[Any]) -> tuple[HeadOperands, HeadOperands]:
+def make_head_operands(matmuls: tuple[Matmul, Matmul], row_scales: Sequence[Any]) -> tuple[HeadOperands, HeadOperands]:
     """Of both heads, from what a kernel is given."""
-    first, second = (HeadOperands(own.case, scale) for own, scale in zip(matmuls, scales, strict=True))
+    first, second = (HeadOperands(own.case, row_scale) for own, row_scale in zip(matmuls, row_scales, strict=True))
     return first, second
 
 
@@ -329,7 +329,7 @@ def load_mixture_factors(refs: KLRefs, rows: Callable[[], Any]) -> tuple[Mixture
     p, q = refs.heads
     factors = load_fields(MixtureFactors, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
     factors = MixtureFactors(*(along(of_row, columns=STRIP) for of_row in factors))
-    return factors, (HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows()))
+    return factors, (HELD.load_rows(p.row_scale, rows()), HELD.load_rows(q.row_scale, rows()))
 
 
 class MixtureRatios(NamedTuple):
@@ -342,9 +342,9 @@ class MixtureRatios(NamedTuple):
     of_q: Array  # d + t - t₀
 
     @classmethod
-    def of(cls, x: tuple[Array, Array], scales: tuple[Array, Array], rows: MixtureFactors) -> MixtureRatios:
+    def of(cls, x: tuple[Array, Array], row_scales: tuple[Array, Array], rows: MixtureFactors) -> MixtureRatios:
         """From both x."""
-        k_p, k_q = (along(scale, columns=STRIP) for scale in scales)
+        k_p, k_q = (along(row_scale, columns=STRIP) for row_scale in row_scales)
         u_p = jnp.minimum((x[0] - rows.max_p) * k_p, 0.0)
         u_q = jnp.minimum((x[1] - rows.max_q) * k_q, 0.0)
         d, distance = (u_q - u_p) + rows.log_sums, (x[1] - rows.at_p) * k_q - u_p
@@ -366,7 +366,7 @@ def times_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array,
     return jnp.where(e > 0.0, e * x, 0.0)
 
 
-def relative(x: Float[Array, "64 n"], reference: Float[Array, "64"], scale: Float[Array, "64"]) -> Any:
+def relative(x: Float[Array, "64 n"], reference: Float[Array, "64"], row_scale: Float[Array, "64"]) -> Any:
     """One instruction more than a fused multiply-add, which would not be 0 at the reference."""
     columns = x.shape[1]
-    return (x - HELD.along_rows(reference, columns)) * HELD.along_rows(scale, columns)
+    return (x - HELD.along_rows(reference, columns)) * HELD.along_rows(row_scale, columns)

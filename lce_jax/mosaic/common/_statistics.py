@@ -69,7 +69,7 @@ def statistics(
     machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "forward"))
     updated = [parts, *jax.tree.leaves(cache)]
     operands = [
-        prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, span,
+        prepared.hidden, weight, prepared.targets, prepared.row_scale, prepared.holds_target, prepared.mask, span,
     ]  # fmt: skip
     operands += [x for x in (prepared.floor, beside) if x is not None]
     run = machine.kernel(
@@ -87,7 +87,7 @@ class StatisticsRefs(NamedTuple):
     """What the epilogue reads and writes."""
 
     targets: Any  # [Tp]
-    scale: Any  # [Tp]
+    row_scale: Any  # [Tp]
     holds_target: Any  # [row blocks, tiles of the shard]
     mask: Any  # [512], or [1024] with parts
     partial: Any  # [tiles, fields, Tp]
@@ -111,7 +111,7 @@ def _kernel(
     hidden: Any,  # [T, H]
     weight: Any,  # [V, H] or [H, V]
     targets: Any,
-    scale: Any,
+    row_scale: Any,
     holds_target: Any,
     mask: Any,
     scalars: Any,  # a `Span`
@@ -122,7 +122,7 @@ def _kernel(
     # [tiles, fields, Tp] and the cache, if any, as they were; both as they will be, in the same places
     partial, *kept = results[len(results) // 2 :]
     cache: Any = Cache(*kept) if kept else None
-    refs, span = StatisticsRefs(targets, scale, holds_target, mask, partial, cache, floor), Span.unpack(scalars)
+    refs, span = StatisticsRefs(targets, row_scale, holds_target, mask, partial, cache, floor), Span.unpack(scalars)
     first_tile, shape = _logits.first_tile(span), geometry(matmul.case, TILING)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
@@ -165,7 +165,7 @@ def write_statistics(
 ) -> None:
     """A warpgroup's part of a tile, from its products to the partial statistics and the cache."""
     rows = functools.partial(rows_of, tile.row)  # computed where they are needed: no register holds them
-    row_scale = HELD.load_rows(refs.scale, rows())
+    row_scale = HELD.load_rows(refs.row_scale, rows())
     target = HELD.load_rows(refs.targets, rows()) - where.column
     holds = refs.holds_target[tile.row_block, where.first_tile + where.number] > 0
     floor = None if refs.floor is None else HELD.load_rows(refs.floor, rows())
@@ -292,10 +292,10 @@ def write_kl_statistics(
     max_q = jnp.maximum(jnp.max(x, axis=1), FLOOR)
     at_p = functools.reduce(jnp.maximum, [_at(held.block(i), max_p, block_of(x, i)) for i in range(BLOCKS)])
     references = max_p, max_q, at_p
-    scales = HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows())
+    row_scales = HELD.load_rows(p.row_scale, rows()), HELD.load_rows(q.row_scale, rows())
     sums: list[Array] = []
     for column in range(0, TILE_N, STRIP):  # what is kept takes registers too
-        *terms, ratio = _terms((held.strip(column), strip_of(x, column)), references, scales, direction)
+        *terms, ratio = _terms((held.strip(column), strip_of(x, column)), references, row_scales, direction)
         parts = [jnp.sum(term, axis=1) for term in terms]
         sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         if refs.cache is not None:
@@ -307,15 +307,18 @@ def write_kl_statistics(
 
 
 def _terms(
-    x: tuple[Array, Array], references: tuple[Array, Array, Array], scales: tuple[Array, Array], direction: Direction
+    x: tuple[Array, Array],
+    references: tuple[Array, Array, Array],
+    row_scales: tuple[Array, Array],
+    direction: Direction,
 ) -> tuple[Array, Array, Array, Array]:
     """Those of the three sums, and the ratio that a `mathematics._kl.Kept` has."""
-    u_p = relative(x[0], references[0], scales[0])
+    u_p = relative(x[0], references[0], row_scales[0])
     e_p = jnp.exp2(u_p)
     # Where e is 0, v may be infinite, and 0 · inf is NaN.
-    to_v = u_p - relative(x[1], references[2], scales[1])
+    to_v = u_p - relative(x[1], references[2], row_scales[1])
     cross = jnp.where(e_p > 0.0, e_p * to_v, 0.0)
-    u_q = relative(x[1], references[1], scales[1])
+    u_q = relative(x[1], references[1], row_scales[1])
     return e_p, jnp.exp2(u_q), cross, -to_v if direction == "reverse" else u_q - u_p
 
 
@@ -345,15 +348,15 @@ def write_mixture_sums(refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multi
 
     def add(column: int, apart: bool, sums: list[Array]) -> list[Array]:
         both = held.strip(column), strip_of(x, column)
-        factors, scales = load_mixture_factors(refs, rows)
-        terms = MixtureRatios.of(both, scales, factors).terms(factors, apart)
+        factors, row_scales = load_mixture_factors(refs, rows)
+        terms = MixtureRatios.of(both, row_scales, factors).terms(factors, apart)
         return [total + jnp.sum(term, axis=1) for total, term in zip(sums, terms, strict=True)]
 
     def add_strip(column: int, sums: list[Array]) -> list[Array]:
         apart, together = (functools.partial(add, column, each) for each in (True, False))
         return lax.cond(is_above_half, apart, together, sums)
 
-    zeros = jnp.zeros_like(HELD.load_rows(p.scale, rows()))
+    zeros = jnp.zeros_like(HELD.load_rows(p.row_scale, rows()))
     sums = [zeros, zeros]
     for column in range(0, TILE_N, STRIP):
         sums = unless_padding(where, column, functools.partial(add_strip, column), lambda sums: sums, sums)
