@@ -5,10 +5,12 @@ backward   the same tiles again, turned into dlogits one chunk of the vocabulary
 threshold  with ``gradient_threshold``, the backward visits the tiles alone that carry gradient
 cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials and the backward skips theirs
 
+`lce_jax.linear_kl` takes the same way with two heads: a `KernelCall` with a teacher.
+
 The modules here are host code, the same for every generation of GPUs. `common` has the kernels, which the host code
-calls by name. A generation is a folder with a pipeline, epilogues and a tuning, which the kernels with tensor cores
-take: `sm90` for Hopper (compute capability 9.0), `mma` for others. `_generations` picks one by device. `_pallas` is the
-one importer of the kernel language.
+calls by name. A generation is a folder with a pipeline and a tuning, which the kernels with tensor cores take: `sm90`
+for Hopper (compute capability 9.0), `mma` for others. `_generations` picks one by device. `_pallas` is the one importer
+of the kernel language.
 """
 
 from __future__ import annotations

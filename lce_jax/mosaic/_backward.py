@@ -2,7 +2,8 @@
 
 The chunks run in `lax.fori_loop`, one of them alive at a time. The first come from the cache, if there is one. Where
 the cache may be overwritten, they are one chunk, which takes the cache's memory. The others come from the recomputing
-kernel. The tile where padding begins is contracted after them (`_edge`).
+kernel. The tile where padding begins is contracted after them (`_edge`). With two heads the dlogits are those in the
+student's raw products (eqs. 8, 10), and all else is the same.
 """
 
 from __future__ import annotations

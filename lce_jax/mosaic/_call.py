@@ -1,5 +1,7 @@
 """One call on its way through the kernels: its operands, as given and prepared, and the generation that serves it.
 
+A call of two heads is the student's, which has the teacher's.
+
 What a generation of GPUs gives: its tiles, what a launch covers, its tunings, and how it multiplies.
 
 In `lce_jax.mosaic` a `Call` is named ``case``, and ``call`` is a `KernelCall`.

@@ -1,8 +1,11 @@
-"""The forward: statistics (eq. 1) of each vocabulary tile from the kernels, joined by eq. 2.
+"""The forward: statistics of each vocabulary tile from the kernels, joined: eqs. 1 and 2, of two heads 6 and 7.
 
 The tiles' numbers alone say which tiles are joined first and in what order. So a token's statistics have the same bits
 whatever else is in the call, and however many launches it takes. With many tokens there are several, so that the
-partial statistics stay small.
+partial statistics stay small. A kernel joins those of one head, XLA those of two.
+
+A mixture of two heads has a second pass over the same tiles, when the whole vocabulary's statistics are known: the sums
+of eq. 9. The functions of two heads are those of `lce_jax.xla._kl`, with the same arguments and results.
 """
 
 from __future__ import annotations
