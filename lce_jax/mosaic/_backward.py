@@ -89,7 +89,8 @@ def kl_gradients(
     """Eq. 8 or 10 of the whole shard: the student's part of dhidden in fp32, and its dweight in the weight's dtype."""
     call = KernelCall.prepare_heads(plan, shard, generation)
     factors = kl_factors(rows, call.shape.padded_tokens, plan.direction)
-    sums, dweight = walk(call, factors, None, cache, may_round_dhidden=False, may_overwrite_cache=True, dweight=None)
+    may_round, may_overwrite, adds_dweight = False, True, False
+    sums, dweight = walk(call, factors, None, cache, may_round, may_overwrite, None, adds_dweight)
     return Primals(_chunks.total_dhidden(sums, call.case), dweight)
 
 

@@ -10,7 +10,7 @@ of eq. 9. The functions of two heads are those of `lce_jax.xla._kl`, with the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -123,7 +123,11 @@ def joined(
         cache, groups, maxima = carry
         first = _chunks.first_tile(shape, group)
         last = greatest(least(_chunks.first_tile(shape, group + per_launch), num_tiles), first)
-        parts, cache = _window(call, first, last, host.vary_like(memory(most), call.prepared), cache, launch)
+        parts = host.vary_like(memory(most), call.prepared)
+        # Copies into shared memory count whole atoms.
+        in_atoms = case.columns // shape.atom * shape.atom
+        weights = [host.prefix(one.prepared.weight, in_atoms, case.vocab_dim) for one in call.sources]
+        parts, cache = _window(call, first, last, parts, cache, weights, launch)
         with jax.named_scope("join_tiles"):
             given = call.prepared.row_scale, parts, groups, case, GROUP
             numbers = host.numbers(call.prepared.num_rows, last - first, group)
@@ -167,6 +171,7 @@ def _window(
     last: Any,
     parts: Float[Array, "tiles fields Tp"],
     cache: Any,
+    weights: Sequence[Float[Array, "V H"]],
     launch: Callable[..., tuple[Array, Any]],
 ) -> tuple[Float[Array, "tiles fields Tp"], Any]:
     """``parts`` with the numbers of the tiles from ``first`` to ``last``, and the cache with what it keeps of them.
@@ -175,11 +180,6 @@ def _window(
     tile that is copied: each may be empty.
     """
     shape, whole = call.shape, _edge.whole_tiles(call)
-    # Copies into shared memory count whole atoms.
-    weights = [
-        call.host.prefix(one.prepared.weight, one.case.columns // shape.atom * shape.atom, one.case.vocab_dim)
-        for one in call.sources
-    ]
     cached = 0 if cache is None else cache.num_tiles
     for begin, count, (start, stop, copied) in _chunks.launches(first, last, _pieces(cached, whole, shape.num_tiles)):
         keeps = stop <= cached
@@ -262,7 +262,8 @@ def _fold_tiles[S](
         running, cache = carry
         count = least(num_tiles - first, most)
         parts = host.vary_like(host.empty((most, fields, shape.padded_tokens), jnp.float32), given)
-        parts, cache = _window(call, first, first + count, parts, cache, launch)
+        weights = [one.prepared.weight for one in call.sources]  # V is whole atoms
+        parts, cache = _window(call, first, first + count, parts, cache, weights, launch)
         with jax.named_scope("join_tiles"):
             parts = parts[..., : call.case.num_tokens]
             return merge(None, parts, None) if num_tiles <= most else merge(running, parts, count), cache
