@@ -22,7 +22,7 @@ from benchmarks.problem import Problem, Shape, default_dtype, random_problem, si
 from benchmarks.records import Job, Measured
 from lce_jax import UnsupportedError, explain
 from lce_jax.mosaic import NAME, _generations, sm90
-from lce_jax.mosaic.sm90._tuning import Tuning, stages_output
+from lce_jax.mosaic.common._tiles import Tuning, stages_output
 from lce_jax.types._types import Call
 
 # The Hopper kernels, and the direction whose time decides the tiles of each.

@@ -9,8 +9,7 @@ from bench_tables import ROOT, markdown
 
 from lce_jax.mosaic import mma
 from lce_jax.mosaic._call import Generation
-from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
-from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS
+from lce_jax.mosaic.common._tiles import COMPUTE_WARPGROUPS, ROW_BLOCK, TILE_N
 
 HIDDEN_SIZE, ITEMSIZE = 4096, 2
 WARPS = 4 * COMPUTE_WARPGROUPS

@@ -5,10 +5,12 @@ backward   the same tiles again, turned into dlogits one chunk of the vocabulary
 threshold  with ``gradient_threshold``, the backward visits the tiles alone that carry gradient
 cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials and the backward skips theirs
 
+`lce_jax.linear_kl` takes the same way with two heads: a `KernelCall` with a teacher.
+
 The modules here are host code, the same for every generation of GPUs. `common` has the kernels, which the host code
-calls by name. A generation is a folder with a pipeline, epilogues and a tuning, which the kernels with tensor cores
-take: `sm90` for Hopper (compute capability 9.0), `mma` for others. `_generations` picks one by device. `_pallas` is the
-one importer of the kernel language.
+calls by name. A generation is a folder with a pipeline and a tuning, which the kernels with tensor cores take: `sm90`
+for Hopper (compute capability 9.0), `mma` for others. `_generations` picks one by device. `_pallas` is the one importer
+of the kernel language.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import jax
 
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Mixture, MixtureCoefficients, MixtureSums
 from lce_jax.mathematics._statistics import Normalizer, Parts
-from lce_jax.mosaic import _backward, _forward, _generations, _kl, _pallas, _plan, _threshold
+from lce_jax.mosaic import _backward, _forward, _generations, _pallas, _plan, _threshold
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic.common import _refusal, _tokens
 from lce_jax.types._types import (
@@ -152,19 +154,19 @@ def kl_plan(plan: KLPlan) -> Plan:
 @_launches
 def kl_statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Any]:
     """`lce_jax.xla._kl.statistics`, with kernels."""
-    return _kl.statistics(plan, shard, _generation_of(plan.cases.student), keep_cache)
+    return _forward.kl_statistics(plan, shard, _generation_of(plan.cases.student), keep_cache)
 
 
 @_launches
 def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
     """`lce_jax.xla._kl.mixture_sums`, with kernels."""
-    return _kl.mixture_sums(plan, shard, rows, _generation_of(plan.cases.student))
+    return _forward.kl_mixture_sums(plan, shard, rows, _generation_of(plan.cases.student))
 
 
 @_launches
 def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: Any = None) -> Primals:
     """`lce_jax.xla._kl.gradients`, with kernels."""
-    return _kl.gradients(plan, shard, rows, cache, _generation_of(plan.cases.student))
+    return _backward.kl_gradients(plan, shard, rows, cache, _generation_of(plan.cases.student))
 
 
 def _generation_of(case: Call) -> Generation:

@@ -2,11 +2,13 @@
 
 The chunks run in `lax.fori_loop`, one of them alive at a time. The first come from the cache, if there is one. Where
 the cache may be overwritten, they are one chunk, which takes the cache's memory. The others come from the recomputing
-kernel. The tile where padding begins is contracted after them (`_edge`).
+kernel. The tile where padding begins is contracted after them (`_edge`). With two heads the dlogits are those in the
+student's raw products (eqs. 8, 10), and all else is the same.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,15 +16,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lce_jax.mathematics._kl import KLCoefficients, MixtureCoefficients
 from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
-from lce_jax.mosaic._chunks import Cache
+from lce_jax.mosaic._chunks import Cache, KLCache
 from lce_jax.mosaic._host import greatest, least
-from lce_jax.mosaic.common._cached_dlogits import cached_dlogits
-from lce_jax.mosaic.common._dlogits import dlogits
+from lce_jax.mosaic.common._cached_dlogits import cached_dlogits, cached_kl_dlogits
+from lce_jax.mosaic.common._heads import kl_factors
 from lce_jax.mosaic.common._products import update_dhidden, write_dweight
-from lce_jax.types._types import Call, Operands, RowCoefficients
+from lce_jax.types._types import Call, Operands, Primals, RowCoefficients
+from lce_jax.xla._kl import KLPlan
+from lce_jax.xla._walk import Shard
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
 type Carry = tuple[Any, ...]
 
 
-type Dlogits = Callable[..., Array]  # (packed span, columns, the span's weight, B of an adapter) -> dlogits
+type Dlogits = Callable[..., Array]  # (packed span, columns, the weights of `KernelCall.sources`) -> dlogits
 
 
 class Part(NamedTuple):
@@ -74,17 +79,32 @@ def gradients(
     return dhidden, total, None
 
 
+def kl_gradients(
+    plan: KLPlan,
+    shard: Shard,
+    rows: KLCoefficients | MixtureCoefficients,
+    cache: KLCache | None,
+    generation: Generation,
+) -> Primals:
+    """Eq. 8 or 10 of the whole shard: the student's part of dhidden in fp32, and its dweight in the weight's dtype."""
+    call = KernelCall.prepare_heads(plan, shard, generation)
+    factors = kl_factors(rows, call.shape.padded_tokens, plan.direction)
+    may_round, may_overwrite, adds_dweight = False, True, False
+    sums, dweight = walk(call, factors, None, cache, may_round, may_overwrite, None, adds_dweight)
+    return Primals(_chunks.total_dhidden(sums, call.case), dweight)
+
+
 def walk(
     call: KernelCall,
     factors: Float[Array, "factors Tp"],
     candidates: PlacedCandidates | None,
-    cache: Cache | None,
+    cache: Cache | KLCache | None,
     may_round_dhidden: bool,
     may_overwrite_cache: bool,
     dweight: Float[Array, "V H"] | None,
     adds_dweight: Any = True,
 ) -> Carry:
-    """The parts of dhidden, and dweight, from the coefficients as the kernels take them."""
+    """The parts of dhidden, and dweight, from the coefficients as the kernels take them, of one head or two."""
     host, start = call.host, []
     parts = _parts(call, factors, cache, may_overwrite_cache)
     has_edge = _edge.is_left(call)
@@ -94,9 +114,10 @@ def walk(
         total = host.empty(one.prepared.weight.shape, dtype) if dweight is None else dweight
         sums = _chunks.empty_dhidden(host, one.case, call.shape, rounds)
         start += [sums if one.case.wanted.hidden else None, total if one.case.wanted.weight else None]
-    carry: Carry = host.vary_like(tuple(start), (call.prepared, factors, candidates, cache))
+    read = [one.prepared for one in call.heads], factors, candidates, cache
+    carry: Carry = host.vary_like(tuple(start), read)
     for i, part in enumerate(parts):
-        carry = walk_chunks(call, part, candidates, carry, i > 0, dweight is not None, adds_dweight)
+        carry = _walk_chunks(call, part, candidates, carry, i > 0, dweight is not None, adds_dweight)
     if not (has_edge and call.case.wanted.hidden):
         return carry
     added = _edge.update_dhidden(call, factors, candidates, *carry[::2])
@@ -104,38 +125,44 @@ def walk(
 
 
 def _parts(
-    call: KernelCall, factors: Float[Array, "factors Tp"], cache: Cache | None, may_overwrite_cache: bool
+    call: KernelCall, factors: Float[Array, "factors Tp"], cache: Cache | KLCache | None, may_overwrite_cache: bool
 ) -> list[Part]:
-    """The tiles in the cache, if any, and the tiles to recompute, if any."""
-    arrays, case, launch = call.arrays, call.case, call.host.launch
+    """The tiles in the cache, if any, one chunk if their dlogits overwrite it; and the tiles to recompute, if any."""
     overwrites = may_overwrite_cache and _chunks.can_overwrite_cache(call.shape)
-
-    def recomputed(span: Array, columns: int, weight: Array, *beside: Array) -> Array:
-        return launch(dlogits, call.generation, arrays, weight, case, factors, span, columns, *beside)
-
-    def from_cache(span: Array, columns: int, *weights: Array) -> Array:
-        del weights
-        assert cache is not None
-        return launch(cached_dlogits, call.generation, arrays, case, factors, cache, span, columns, overwrites)
-
-    return parts_of(call, 0 if cache is None else cache.max.shape[0], from_cache, recomputed, overwrites)
-
-
-def parts_of(call: KernelCall, cached: int, from_cache: Dlogits, recomputed: Dlogits, overwrites: bool) -> list[Part]:
-    """The first ``cached`` tiles, one chunk if their dlogits overwrite the cache, and the others."""
+    cached, num_tiles = 0 if cache is None else cache.num_tiles, call.shape.num_tiles
 
     def chunks(start: int, stop: int) -> range:
         return range(start, stop, _chunks.chunk_tiles(call.case, call.shape, call.generation.budget, stop - start))
 
     parts = []
-    if cached:
+    if cache is not None and cached:
+        from_cache = functools.partial(_cached_dlogits, call, factors, cache, overwrites)
         parts.append(Part(range(0, cached, cached) if overwrites else chunks(0, cached), from_cache))
-    if cached < call.shape.num_tiles:
-        parts.append(Part(chunks(cached, call.shape.num_tiles), recomputed))
+    if cached < num_tiles:
+        recomputed = functools.partial(_edge.compute_dlogits, call, factors)
+        parts.append(Part(chunks(cached, num_tiles), recomputed))
     return parts
 
 
-def walk_chunks(
+def _cached_dlogits(
+    call: KernelCall,
+    factors: Float[Array, "factors Tp"],
+    cache: Cache | KLCache,
+    overwrites: bool,
+    span: Array,
+    columns: int,
+    *weights: Array,
+) -> Array:
+    """Of the span's tiles, from what the forward kept of one head or two."""
+    launch, generation = call.host.launch, call.generation
+    if isinstance(cache, Cache):
+        return launch(cached_dlogits, generation, call.arrays, call.case, factors, cache, span, columns, overwrites)
+    assert call.plan is not None
+    given = call.kl_cases, call.kl_operands(weights), factors, cache, span, columns
+    return launch(cached_kl_dlogits, generation, *given, call.plan.direction)
+
+
+def _walk_chunks(
     call: KernelCall,
     part: Part,
     candidates: PlacedCandidates | None,
@@ -164,12 +191,13 @@ def walk_chunks(
         )
         weights = [
             one.prepared.weight if in_place else _edge.columns_from(one, column, most * shape.tile)
-            for one in call.products
+            for one in call.sources
         ]
         d = part.dlogits(span, most * shape.tile, *weights)
         d = d if candidates is None else candidates.put(call, d, column, column + num_tiles * shape.tile)
         found: list[Any] = []
-        for one, weight, sums, dweight in zip(call.products, weights, carry[::2], carry[1::2], strict=True):
+        products = zip(call.products, weights[: len(call.products)], carry[::2], carry[1::2], strict=True)
+        for one, weight, sums, dweight in products:
             case, hidden = one.case, one.prepared.hidden
             if case.wanted.hidden:
                 sums = launch(update_dhidden, generation, sums, d, weight, case, span)

@@ -1,5 +1,7 @@
 """One call on its way through the kernels: its operands, as given and prepared, and the generation that serves it.
 
+A call of two heads is the student's, which has the teacher's.
+
 What a generation of GPUs gives: its tiles, what a launch covers, its tunings, and how it multiplies.
 
 In `lce_jax.mosaic` a `Call` is named ``case``, and ``call`` is a `KernelCall`.
@@ -8,18 +10,24 @@ In `lce_jax.mosaic` a `Call` is named ``case``, and ``call`` is a `KernelCall`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
+from lce_jax.mathematics import _logprobs
+from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import TRACED, Host
-from lce_jax.mosaic._operands import Geometry, Prepared, Span, Tiling, geometry
+from lce_jax.mosaic._operands import Geometry, KLHead, KLOperands, Prepared, Span, Tiling, geometry
 from lce_jax.types._types import Call, Operands, Wanted
+from lce_jax.xla._kl import KLPlan
+from lce_jax.xla._walk import HeadTokens, Shard
 
 
 class Machine(NamedTuple):
-    """How a generation multiplies tiles, and what it makes of them.
+    """How a generation multiplies tiles. What becomes of them is the same for all: the epilogues in `common`.
 
     Attributes:
         kernel: ``(matmul, body, outputs, name, updated=None)``: ``body`` on every multiprocessor. Axes: "sm" is the
@@ -27,44 +35,21 @@ class Machine(NamedTuple):
         walk_tiles: ``(matmul, lhs, rhs, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply,
             scratch)`` for every tile that ``visit_all`` visits, in every warpgroup with an epilogue. ``multiply()``
             waits for the products.
-        staging: ``(matmul, columns, dtype)``: the scratch through which an epilogue sends a [rows, columns] output.
-        send_product: ``(multiply, slots, row, output, column, add)`` sends a tile to ``output[row:, column:]``,
-            each number rounded to the output's dtype. ``add`` may be traced: whether it adds to what is there.
-        statistics: the epilogue of the forward's tiles: `lce_jax.mosaic.common._statistics`.
-        dlogits: the epilogue of the backward's: `lce_jax.mosaic.common._dlogits`.
-        kl: the same for tiles of two heads.
+        kernel_of_heads: ``kernel`` for tiles of two heads, whose ``body`` is given last where those of p wait.
+        walk_heads: ``(products, offset, visit_all, consume, held)``: as ``walk_tiles``, of two heads. ``multiply``
+            has a function for each `Product`, to be called in turn.
+        hold: ``(held, x)`` lets a warpgroup's part of a tile of p wait.
+        held_bytes: of global memory in which tiles of p wait, for each multiprocessor.
+        has_tma: whether copies to and from shared memory are TMA's, which leaves out what lies outside an array.
     """
 
     kernel: Callable[..., Callable[..., Any]]
     walk_tiles: Callable[..., None]
-    staging: Callable[..., Any]
-    send_product: Callable[..., None]
-    statistics: Callable[..., None]
-    dlogits: Callable[..., None]
-    kl: KLMachine
-
-
-class KLMachine(NamedTuple):
-    """What a generation makes of tiles of two heads: `lce_jax.mosaic.common._kl`.
-
-    Attributes:
-        kernel: that of `Machine`, whose ``body`` is given last where tiles of p wait.
-        walk_products: ``(products, offset, visit_all, consume, held)``: as ``walk_tiles``, of two heads. ``multiply``
-            has a function for each `Product`, to be called in turn.
-        hold: ``(held, x)`` lets a warpgroup's part of a tile of p wait; the epilogues know ``held`` already.
-        statistics: the epilogue of the forward's tiles.
-        mixture_sums: that of the second pass, for a mixture.
-        dlogits: the epilogue of the backward's.
-        held_bytes: of global memory in which tiles of p wait, for each multiprocessor.
-    """
-
-    kernel: Callable[..., Callable[..., Any]]
-    walk_products: Callable[..., None]
+    kernel_of_heads: Callable[..., Callable[..., Any]]
+    walk_heads: Callable[..., None]
     hold: Callable[..., Any]
-    statistics: Callable[..., None]
-    mixture_sums: Callable[..., None]
-    dlogits: Callable[..., None]
     held_bytes: int = 0
+    has_tma: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,9 +63,8 @@ class Generation:
         budget: what decides how much of the vocabulary one launch covers.
         tunings: the free choices of a kernel, ``tunings.of(case, kernel)``, and ``tunings.smem_bytes(case)``: what
             a block of each needs of shared memory.
-        machine: how tiles are multiplied, and what becomes of them.
+        machine: how tiles are multiplied.
         smem_limit: the bytes of shared memory that a block may use.
-        has_tma: whether copies to and from shared memory are TMA's, which leaves out what lies outside an array.
         ran_on: the card that ran the same source, where none of its own has: the first call on one checks itself.
     """
 
@@ -91,8 +75,12 @@ class Generation:
     tunings: Any
     machine: Machine
     smem_limit: int
-    has_tma: bool = True
     ran_on: str | None = None
+
+    @property
+    def has_tma(self) -> bool:
+        """That of the machine."""
+        return self.machine.has_tma
 
 
 class KernelCall(NamedTuple):
@@ -105,11 +93,44 @@ class KernelCall(NamedTuple):
     generation: Generation
     host: Host = TRACED
     beside: KernelCall | None = None  # of an adapter: with u and B in place of hidden and the weight
+    teacher: KernelCall | None = None  # of two heads: the other one; the tiles' geometry is the student's
+    plan: KLPlan | None = None  # of two heads
 
     @property
     def products(self) -> tuple[KernelCall, ...]:
         """The calls whose products a chunk of dlogits enters."""
         return (self,) if self.beside is None else (self, self.beside)
+
+    @property
+    def heads(self) -> tuple[KernelCall, ...]:
+        """The student's, and the teacher's if there is one."""
+        return (self,) if self.teacher is None else (self, self.teacher)
+
+    @property
+    def sources(self) -> tuple[KernelCall, ...]:
+        """The calls whose weights a kernel reads for a tile of logits, those of `products` first."""
+        return self.products if self.teacher is None else self.heads
+
+    @property
+    def kl_cases(self) -> tuple[Call, Call]:
+        """Of both heads, that of p first."""
+        return self._ordered([one.case for one in self.heads])
+
+    def kl_operands(self, weights: Sequence[Any]) -> KLOperands:
+        """Both heads' as the kernels take them, with these ``weights``, the student's first."""
+        both = zip(self.heads, weights, strict=True)
+        heads = [KLHead(one.prepared.hidden, weight, one.prepared.row_scale) for one, weight in both]
+        return KLOperands(self._ordered(heads), self.prepared.mask)
+
+    @property
+    def row_scales(self) -> tuple[Any, Any]:
+        """The k of eq. 0, that of p first."""
+        return self._ordered([_logprobs.row_scale(one.case, one.operands.inverse_temperature) for one in self.heads])
+
+    def _ordered[A](self, of_heads: Sequence[A]) -> tuple[A, A]:
+        assert self.plan is not None
+        student, teacher = of_heads
+        return Pair(student, teacher).ordered(self.plan.student_first)
 
     def with_adapter(self, b: Any) -> KernelCall:
         """The call, whose hidden is [T, H + R], with its products beside; the weight has none of its own gradient."""
@@ -137,6 +158,23 @@ class KernelCall(NamedTuple):
         shape = geometry(case, generation.tiling)
         call = cls(operands, _operands.prepare(operands, case, shape), case, shape, generation)
         return call.with_adapter(operands.bias) if case.rank else call
+
+    @classmethod
+    def prepare_heads(cls, plan: KLPlan, shard: Shard, generation: Generation) -> KernelCall:
+        """The call of two heads. Both have the columns that both have."""
+        columns: Any = shard.num_columns
+        if columns is None and plan.columns < max(head.weight.shape[0] for head in shard.heads):
+            columns = plan.columns
+
+        def call(case: Call, tokens: HeadTokens, weight: Any) -> KernelCall:
+            case = dataclasses.replace(case, num_tokens=tokens.hidden.shape[0], columns=weight.shape[0])
+            targets = jnp.full((case.num_tokens,), -1, jnp.int32)
+            given = Operands(tokens.hidden, weight, targets, tokens.inverse_temperature, shard.num_rows, columns)
+            return cls.prepare(given, case, generation)
+
+        each = zip(plan.cases, shard.tokens, shard.heads, strict=True)
+        student, teacher = [call(case, tokens, head.weight) for case, tokens, head in each]
+        return student._replace(teacher=teacher, plan=plan)
 
 
 def _from_column(xp: Any, x: Any, first: int) -> Any:

@@ -66,19 +66,19 @@ def of_rows(call: KernelCall, factors: Float[Array, "factors Tp"], rows: RowCoef
     """The call's own, if there are any with a gradient."""
     if call.operands.candidates is None or rows.candidates is None:
         return None
-    of_rows = call.prepared.targets, call.prepared.scale, factors, call.prepared.num_rows
+    of_rows = call.prepared.targets, call.prepared.row_scale, factors, call.prepared.num_rows
     given = call.operands.candidates, rows.candidates, rows.at_candidates
     return _placed(*given, *of_rows, call.case.logit_softcap is not None)
 
 
 def _placed(
-    columns: Any, terms: Any, x: Any, targets: Any, scale: Any, factors: Any, num_rows: Any, is_capped: bool
+    columns: Any, terms: Any, x: Any, targets: Any, row_scale: Any, factors: Any, num_rows: Any, is_capped: bool
 ) -> PlacedCandidates:
     """What stands at their places, from what each adds there, and from its x all else: eqs. 4 and 5, in base 2."""
     T = len(columns)
     columns, terms, x = _logprobs.add_repeats(columns, terms, x)
     rows = RowFactors.of([factor[:T, None] for factor in factors])
-    values = rows.at(x, scale[:T, None], columns == targets[:T, None], is_capped) + terms
+    values = rows.at(x, row_scale[:T, None], columns == targets[:T, None], is_capped) + terms
     counts = jnp.arange(T, dtype=jnp.int32)[:, None] < num_rows
     return PlacedCandidates(jnp.where(counts, columns, -1), values)
 

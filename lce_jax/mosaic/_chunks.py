@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
+from lce_jax.mathematics import _kl
+from lce_jax.mathematics._kl import KLStatistics
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._host import Host, greatest, least
 from lce_jax.mosaic._operands import Geometry
 from lce_jax.types._types import Call
+from lce_jax.xla._kl import KLPlan
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
@@ -66,6 +69,24 @@ class Cache(NamedTuple):
     exponentials: Float[Array, "T columns"]  # e^((x - max) k), in the weight's dtype; whole tiles
     max: Float[Array, "tiles Tp"]  # each tile's largest x
 
+    @property
+    def num_tiles(self) -> int:
+        """How many are kept."""
+        return self.max.shape[0]
+
+
+class KLCache(NamedTuple):
+    """What the backward needs of the first vocabulary tiles to spare both heads' products: `mathematics._kl.Kept`."""
+
+    e: Float[Array, "Tp columns"]  # whole tiles
+    ratio: Float[Array, "Tp columns"]  # in base 2
+    references: Float[Array, "tiles 3 Tp"]  # of each tile
+
+    @property
+    def num_tiles(self) -> int:
+        """How many are kept."""
+        return self.references.shape[0]
+
 
 def empty_cache(host: Host, case: Call, shape: Geometry, num_tiles: int) -> Cache:
     """Memory for the forward to fill."""
@@ -73,6 +94,13 @@ def empty_cache(host: Host, case: Call, shape: Geometry, num_tiles: int) -> Cach
         host.empty((shape.tokens, num_tiles * shape.tile), case.dtype),
         host.empty((num_tiles, shape.padded_tokens), jnp.float32),
     )
+
+
+def empty_kl_cache(host: Host, plan: KLPlan, shape: Geometry, num_tiles: int) -> KLCache:
+    """The same of two heads."""
+    columns = shape.padded_tokens, num_tiles * shape.tile
+    e, ratio = (host.empty(columns, dtype) for dtype in plan.kept_dtypes)
+    return KLCache(e, ratio, host.empty((num_tiles, _kl.REFERENCES, shape.padded_tokens), jnp.float32))
 
 
 def num_cached_tiles(case: Call, shape: Geometry) -> int:
@@ -87,6 +115,16 @@ def cached_tile_bytes(case: Call, shape: Geometry) -> int:
     return shape.tokens * shape.tile * case.dtype.itemsize + shape.padded_tokens * 4
 
 
+def num_cached_kl_tiles(plan: KLPlan, shape: Geometry) -> int:
+    """`num_cached_tiles` of two heads."""
+    return min(shape.tiles_of(plan.columns), plan.cases.student.cache_budget // cached_kl_tile_bytes(plan, shape))
+
+
+def cached_kl_tile_bytes(plan: KLPlan, shape: Geometry) -> int:
+    """`cached_tile_bytes` of two heads."""
+    return shape.padded_tokens * (plan.kept_item_bytes * shape.tile + 4 * _kl.REFERENCES)
+
+
 def can_overwrite_cache(shape: Geometry) -> bool:
     """Whether dlogits can take the place of the exponentials, all cached tiles as one chunk.
 
@@ -97,6 +135,8 @@ def can_overwrite_cache(shape: Geometry) -> bool:
 
 type Piece = tuple[int, int, bool]  # tiles [start, stop), and which of two kinds of launch they take
 
+KL_FIELDS = len(KLStatistics._fields)
+KL_MERGED = KL_FIELDS + 3  # numbers of each token and tile: XLA stores three more as it merges them
 GROUP = 16  # vocabulary tiles whose statistics are joined first, one thread per token and group; then the groups are
 
 
@@ -141,6 +181,13 @@ def launch_groups(case: Call, shape: Geometry, budget: Budget) -> int:
 def launch_tiles(case: Call, shape: Geometry, budget: Budget) -> int:
     """Vocabulary tiles that a launch of the forward has at most."""
     return min(launch_groups(case, shape, budget) * GROUP, shape.num_tiles)
+
+
+def launch_kl_tiles(shape: Geometry, budget: Budget, columns: int) -> int:
+    """The same of two heads: partial statistics within the budget, even launches."""
+    num_tiles = shape.tiles_of(columns)
+    most = max(budget.statistics_bytes // (4 * KL_MERGED * shape.padded_tokens), 1)
+    return -(-num_tiles // -(-num_tiles // most))
 
 
 def launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[Any, Any, Piece]]:

@@ -19,7 +19,7 @@ from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._host import least
-from lce_jax.mosaic.common._dlogits import dlogits
+from lce_jax.mosaic.common._dlogits import dlogits, kl_dlogits
 from lce_jax.mosaic.common._products import update_dhidden as add_product
 from lce_jax.mosaic.common._tiles import ATOM_ROWS
 from lce_jax.mosaic.common._tokens import copy
@@ -97,11 +97,22 @@ def update_dhidden(
 ) -> list[Float[Array, "splits Tp Hp"]]:
     """The ``sums`` of each product with the tile's true columns added, if it has any."""
     tile = contracted_tiles(call)
-    column, (copied, *beside) = tile * call.shape.tile, [weight(one, tile) for one in call.products]
+    column, copied = tile * call.shape.tile, [weight(one, tile) for one in call.sources]
     depth = call.prepared.num_columns - column
     span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
-    given = call.generation, call.arrays, copied, call.case, factors, span, call.shape.tile
-    d = call.host.launch(dlogits, *given, *beside)
+    d = compute_dlogits(call, factors, span, call.shape.tile, *copied)
     d = d if candidates is None else candidates.put(call, d, column, column + depth)
-    each = zip(call.products, sums, (copied, *beside), strict=True)
+    each = zip(call.products, sums, copied[: len(sums)], strict=True)
     return [call.host.launch(add_product, call.generation, x, d, own, one.case, span) for one, x, own in each]
+
+
+def compute_dlogits(
+    call: KernelCall, factors: Float[Array, "factors Tp"], span: Int[Array, "fields"], columns: int, *weights: Any
+) -> Float[Array, "T columns"]:
+    """Of the span's tiles, from the products of one head or two, whose ``weights`` may lie elsewhere."""
+    launch, generation = call.host.launch, call.generation
+    if call.plan is not None:
+        given = call.kl_cases, call.kl_operands(weights), factors, span, columns
+        return launch(kl_dlogits, generation, *given, call.plan.direction)
+    weight, *beside = weights
+    return launch(dlogits, generation, call.arrays, weight, call.case, factors, span, columns, *beside)

@@ -1,32 +1,40 @@
-"""The forward: statistics (eq. 1) of each vocabulary tile from the kernels, joined by eq. 2.
+"""The forward: statistics of each vocabulary tile from the kernels, joined: eqs. 1 and 2, of two heads 6 and 7.
 
 The tiles' numbers alone say which tiles are joined first and in what order. So a token's statistics have the same bits
 whatever else is in the call, and however many launches it takes. With many tokens there are several, so that the
-partial statistics stay small.
+partial statistics stay small. A kernel joins those of one head, XLA those of two.
+
+A mixture of two heads has a second pass over the same tiles, when the whole vocabulary's statistics are known: the sums
+of eq. 9. The functions of two heads are those of `lce_jax.xla._kl`, with the same arguments and results.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax.mathematics import _statistics
-from lce_jax.mathematics._statistics import Parts
+from lce_jax.mathematics import _kl, _statistics
+from lce_jax.mathematics._kl import KLStatistics, Mixture, MixtureSums
+from lce_jax.mathematics._statistics import MASKED, Parts
 from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
-from lce_jax.mosaic._chunks import GROUP, Cache, Piece
+from lce_jax.mosaic._chunks import GROUP, Cache, KLCache, Piece
 from lce_jax.mosaic._host import TRACED, Host, greatest, least
-from lce_jax.mosaic._operands import geometry
+from lce_jax.mosaic._operands import LOG2E, geometry
 from lce_jax.mosaic._threshold import TileStatistics
 from lce_jax.mosaic.common import _statistics as kernels
+from lce_jax.mosaic.common._heads import mixture_factors
 from lce_jax.mosaic.common._join import join, join_keeping
 from lce_jax.mosaic.common._tiles import Parted
 from lce_jax.types._types import Call, Operands, ShardStatistics
+from lce_jax.xla._kl import KLPlan
+from lce_jax.xla._walk import Shard
 
 if TYPE_CHECKING:
-    from lce_jax.types._shapes import Array, Float
+    from lce_jax.types._shapes import Array, Bool, Float
 
 
 def statistics(
@@ -65,10 +73,10 @@ def merged(
     So where shards are whole groups, it has the same bits over any number of shards.
     """
     shape = geometry(case, generation.tiling)
-    scale = _operands.scale_in_base_2(inverse_temperature, case, shape)
+    row_scale = _operands.compute_row_scale(inverse_temperature, case, shape)
     num_rows = _operands.num_live_rows(num_rows, shape)
     groups = parts.groups.reshape(-1, *parts.groups.shape[2:])
-    found = join_all(TRACED, case, scale, num_rows, groups)[0]
+    found = join_all(TRACED, case, row_scale, num_rows, groups)[0]
     total, candidates = parts.beside.total, parts.beside.candidates
     return _operands.unstacked_statistics(case, found)._replace(
         total=None if total is None else jnp.sum(total, axis=0),
@@ -107,13 +115,21 @@ def joined(
     def memory(count: int, more_fields: int = 0) -> Any:
         return host.empty(_operands.statistics_shape(case, shape, count, more_fields), jnp.float32)
 
+    def launch(span: Array, parts: Array, cache: Cache | None, weight: Array, *beside: Array) -> Any:
+        given = call.generation, call.arrays, weight, case, span, parts, cache
+        return host.launch(kernels.statistics, *given, *beside)
+
     def window(group: Any, carry: Any) -> Any:
         cache, groups, maxima = carry
         first = _chunks.first_tile(shape, group)
         last = greatest(least(_chunks.first_tile(shape, group + per_launch), num_tiles), first)
-        parts, cache = _window(call, first, last, memory(most), cache)
+        parts = host.vary_like(memory(most), call.prepared)
+        # Copies into shared memory count whole atoms.
+        in_atoms = case.columns // shape.atom * shape.atom
+        weights = [host.prefix(one.prepared.weight, in_atoms, case.vocab_dim) for one in call.sources]
+        parts, cache = _window(call, first, last, parts, cache, weights, launch)
         with jax.named_scope("join_tiles"):
-            given = call.prepared.scale, parts, groups, case, GROUP
+            given = call.prepared.row_scale, parts, groups, case, GROUP
             numbers = host.numbers(call.prepared.num_rows, last - first, group)
             if maxima is None:
                 groups = host.launch(join, *given, numbers, False, parted)
@@ -137,38 +153,40 @@ def maxima_shape(call: KernelCall, kept_fields: int) -> tuple[int, int, int]:
 def join_all(
     host: Host,
     case: Call,
-    scale: Float[Array, "Tp"],
+    row_scale: Float[Array, "Tp"],
     num_rows: Any,
     groups: Float[Array, "groups fields Tp"],
 ) -> Float[Array, "1 fields Tp"]:
     """The union of all groups, in nats."""
     numbers = host.numbers(num_rows, len(groups), 0)
     joined = host.empty((1, len(_operands.statistic_names(case)), groups.shape[2]), groups.dtype)
-    joined = host.vary_like(joined, (groups, scale))
+    joined = host.vary_like(joined, (groups, row_scale))
     with jax.named_scope("join_tiles"):
-        return host.launch(join, scale, groups, joined, case, -(-len(groups) // GROUP) * GROUP, numbers, True)
+        return host.launch(join, row_scale, groups, joined, case, -(-len(groups) // GROUP) * GROUP, numbers, True)
 
 
 def _window(
-    call: KernelCall, first: Any, last: Any, parts: Float[Array, "tiles fields Tp"], cache: Cache | None
-) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
-    """Partial statistics of the tiles from ``first`` to ``last``, and the cache with theirs.
+    call: KernelCall,
+    first: Any,
+    last: Any,
+    parts: Float[Array, "tiles fields Tp"],
+    cache: Any,
+    weights: Sequence[Float[Array, "V H"]],
+    launch: Callable[..., tuple[Array, Any]],
+) -> tuple[Float[Array, "tiles fields Tp"], Any]:
+    """``parts`` with the numbers of the tiles from ``first`` to ``last``, and the cache with what it keeps of them.
 
-    A launch for the tiles that the cache keeps, one for the others, one for the tile that is copied: each may be empty.
+    ``launch(span, parts, cache, *weights)`` is called for the tiles that the cache keeps, for the others, and for the
+    tile that is copied: each may be empty.
     """
-    case, shape, whole = call.case, call.shape, _edge.whole_tiles(call)
-    # Copies into shared memory count whole atoms.
-    in_atoms = case.columns // shape.atom * shape.atom
-    weights = [call.host.prefix(one.prepared.weight, in_atoms, case.vocab_dim) for one in call.products]
-    cached = 0 if cache is None else cache.max.shape[0]
-    parts = call.host.vary_like(parts, call.prepared)
+    shape, whole = call.shape, _edge.whole_tiles(call)
+    cached = 0 if cache is None else cache.num_tiles
     for begin, count, (start, stop, copied) in _chunks.launches(first, last, _pieces(cached, whole, shape.num_tiles)):
         keeps = stop <= cached
         offset = 0 if copied else shape.column(begin)
         span = call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
-        source, *beside = [_edge.weight(one, start) for one in call.products] if copied else weights
-        given = call.generation, call.arrays, source, case, span, parts, cache if keeps else None
-        parts, kept = call.host.launch(kernels.statistics, *given, *beside)
+        sources = [_edge.weight(one, start) for one in call.sources] if copied else weights
+        parts, kept = launch(span, parts, cache if keeps else None, *sources)
         cache = kept if keeps else cache
     return parts, cache
 
@@ -178,3 +196,91 @@ def _pieces(cached: int, whole: int, num_tiles: int) -> list[Piece]:
     middle = min(cached, whole)
     pieces = [(0, middle, False), (middle, whole, False), (whole, num_tiles, True)]
     return [piece for piece in pieces if piece[0] < piece[1]]
+
+
+def kl_statistics(
+    plan: KLPlan, shard: Shard, generation: Generation, keep_cache: bool
+) -> tuple[KLStatistics, KLCache | None]:
+    """Eqs. 1 and 6 of the whole shard of two heads, and what ``cache_bytes`` hold of the first tiles."""
+    call = KernelCall.prepare_heads(plan, shard, generation)
+    cached = _chunks.num_cached_kl_tiles(plan, call.shape) if keep_cache else 0
+
+    def launch(span: Array, parts: Array, cache: KLCache | None, *weights: Array) -> tuple[Array, KLCache | None]:
+        given = generation, call.kl_cases, call.kl_operands(weights), span, parts, cache, plan.direction
+        return call.host.launch(kernels.kl_statistics, *given)
+
+    def merge(running: KLStatistics | None, parts: Array, count: Any) -> KLStatistics:
+        own = _kl.merge(_kl_tiles(parts, count), call.row_scales)
+        if running is None:
+            return own
+        return _kl.merge(jax.tree.map(lambda *x: jnp.stack(x), running, own), call.row_scales)
+
+    start = _kl.no_columns(call.case.num_tokens, jnp.float32)
+    kept = _chunks.empty_kl_cache(call.host, plan, call.shape, cached) if cached else None
+    found, cache = _fold_tiles(call, plan.columns, shard, _chunks.KL_FIELDS, launch, merge, start, kept)
+    max_p, max_q, at_p = (jnp.where(found.sum_p == 0.0, MASKED, x) for x in found.references)
+    return found._replace(max_p=max_p, max_q=max_q, at_p=at_p), cache
+
+
+def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, generation: Generation) -> MixtureSums:
+    """Eq. 9 of the whole shard, [T] each."""
+    call = KernelCall.prepare_heads(plan, shard, generation)
+    factors = mixture_factors(rows, call.shape.padded_tokens)
+
+    def launch(span: Array, parts: Array, cache: None, *weights: Array) -> tuple[Array, None]:
+        given = generation, call.kl_cases, call.kl_operands(weights), factors, span, parts
+        return call.host.launch(kernels.kl_mixture_sums, *given), cache
+
+    def add(running: Array | None, parts: Array, count: Any) -> Array:
+        parts = parts if count is None else jnp.where(_computed(parts, count)[..., None], parts, 0.0)
+        own = jnp.sum(parts, axis=0)
+        return own if running is None else running + own
+
+    zeros = jnp.zeros((len(MixtureSums._fields), call.case.num_tokens), jnp.float32)
+    found, _ = _fold_tiles(call, plan.columns, (shard, rows), len(zeros), launch, add, zeros, None)
+    return MixtureSums(*(found * (1.0 / LOG2E)))
+
+
+def _fold_tiles[S](
+    call: KernelCall,
+    columns: int,
+    given: Any,
+    fields: int,
+    launch: Callable[..., tuple[Array, Any]],
+    merge: Callable[[S | None, Array, Any], S],
+    start: S,
+    cache: KLCache | None,
+) -> tuple[S, KLCache | None]:
+    """What ``merge`` makes of the numbers of each tile of two heads, so many tiles at a time as the budget holds.
+
+    ``merge`` gets None where there is one window of tiles, and as ``count`` how many of them there are, if not all.
+    """
+    host, shape = call.host, call.shape
+    num_tiles, most = shape.tiles_of(columns), _chunks.launch_kl_tiles(shape, call.generation.budget, columns)
+
+    def window(first: Any, carry: tuple[S, KLCache | None]) -> tuple[S, KLCache | None]:
+        running, cache = carry
+        count = least(num_tiles - first, most)
+        parts = host.vary_like(host.empty((most, fields, shape.padded_tokens), jnp.float32), given)
+        weights = [one.prepared.weight for one in call.sources]  # V is whole atoms
+        parts, cache = _window(call, first, first + count, parts, cache, weights, launch)
+        with jax.named_scope("join_tiles"):
+            parts = parts[..., : call.case.num_tokens]
+            return merge(None, parts, None) if num_tiles <= most else merge(running, parts, count), cache
+
+    return host.loop(range(0, num_tiles, most), window, host.vary_like((start, cache), given))
+
+
+def _kl_tiles(parts: Float[Array, "tiles 6 T"], count: Any) -> KLStatistics:
+    """The statistics of each tile, with ``cross`` in nats. Those after the first ``count`` have no columns."""
+    stats = KLStatistics(*(parts[:, i] for i in range(_chunks.KL_FIELDS)))
+    stats = stats._replace(cross=stats.cross * (1.0 / LOG2E))
+    if count is None:
+        return stats
+    computed, none = _computed(parts, count), _kl.no_columns(1, parts.dtype)
+    return jax.tree.map(lambda x, other: jnp.where(computed, x, other), stats, none)
+
+
+def _computed(parts: Float[Array, "tiles fields T"], count: Any) -> Bool[Array, "tiles 1"]:
+    """The first ``count`` tiles."""
+    return jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] < count

@@ -119,7 +119,7 @@ class Prepared(NamedTuple):
     hidden: Float[Array, "T H"]  # T in whole atoms, at least one row block
     weight: Float[Array, "V H"]
     targets: Int[Array, "Tp"]  # the place of the label among the shard's tiles, -1 where the shard does not hold it
-    scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
+    row_scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
     holds_target: Int[Array, "blocks tiles"]
     # 1 on padding: of the tile with the first padding column, and of the tile after it. With parts first of a whole
     # part, then of the part with the first padding column.
@@ -129,11 +129,26 @@ class Prepared(NamedTuple):
     floor: Float[Array, "Tp"] | None = None  # in the units of x; None: every column counts
 
 
+class KLHead(NamedTuple):
+    """One head's operands, as the kernels take them."""
+
+    hidden: Float[Array, "T H"]  # as in `Prepared`
+    weight: Float[Array, "V H"]  # holds a span's part at its offset; zeros are read after its last row
+    row_scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
+
+
+class KLOperands(NamedTuple):
+    """Both heads, that of p first, and the columns that are padding."""
+
+    heads: tuple[KLHead, KLHead]
+    mask: Int[Array, "2*tile"]  # as in `Prepared`
+
+
 class Marked(NamedTuple):
     """What the other kernels are given of each token."""
 
     targets: Int[Array, "Tp"]
-    scale: Float[Array, "Tp"]
+    row_scale: Float[Array, "Tp"]
     holds_target: Int[Array, "blocks tiles"]  # and columns that are padding
     floor: Float[Array, "Tp"] | None = None  # as in `Prepared`
 
@@ -143,7 +158,7 @@ def prepare(operands: Operands, case: Call, shape: Geometry) -> Prepared:
     hidden = pad(operands.hidden, shape.tokens)
     targets = pad(operands.targets, shape.padded_tokens, -1)
     targets = jnp.where(targets < 0, -1, shape.place(targets)) if shape.has_parts else targets
-    scale = scale_in_base_2(operands.inverse_temperature, case, shape)
+    row_scale = compute_row_scale(operands.inverse_temperature, case, shape)
     tile = jnp.where(targets < 0, -1, targets // shape.tile).reshape(-1, shape.row_block, 1)
     flags = jnp.max((tile == jnp.arange(shape.num_tiles, dtype=jnp.int32)).astype(jnp.int32), axis=1)
     columns = jnp.asarray(case.columns if operands.num_columns is None else operands.num_columns, jnp.int32)
@@ -151,7 +166,7 @@ def prepare(operands: Operands, case: Call, shape: Geometry) -> Prepared:
     mask = jnp.concatenate([(places >= first).astype(jnp.int32) for first in first_padding(columns, shape)])
     num_rows = num_live_rows(operands.num_rows, shape)
     floor = None if operands.floor is None else pad(operands.floor, shape.padded_tokens)
-    return Prepared(hidden, operands.weight, targets, scale, flags, mask, columns, num_rows, floor)
+    return Prepared(hidden, operands.weight, targets, row_scale, flags, mask, columns, num_rows, floor)
 
 
 def first_padding(columns: Any, shape: Geometry) -> list[Any]:
@@ -161,11 +176,11 @@ def first_padding(columns: Any, shape: Geometry) -> list[Any]:
     return [shape.part_columns % shape.tile, columns % shape.part_columns % shape.tile]
 
 
-def scale_in_base_2(inverse_temperature: Float[Array, "T"] | None, case: Call, shape: Geometry) -> Float[Array, "Tp"]:
+def compute_row_scale(inverse_temperature: Float[Array, "T"] | None, case: Call, shape: Geometry) -> Float[Array, "Tp"]:
     """The k of eq. 0 times log2 e, so that e^((x - m) k) is a power of 2."""
     k = case.logit_softcap or case.logit_scale
-    scale = jnp.full((shape.padded_tokens,), LOG2E * k, jnp.float32)
-    return scale if inverse_temperature is None else scale * pad(inverse_temperature, shape.padded_tokens)
+    row_scale = jnp.full((shape.padded_tokens,), LOG2E * k, jnp.float32)
+    return row_scale if inverse_temperature is None else row_scale * pad(inverse_temperature, shape.padded_tokens)
 
 
 def num_live_rows(num_rows: Int[Array, ""] | None, shape: Geometry) -> Int[Array, ""]:
@@ -197,9 +212,9 @@ class RowFactors(NamedTuple):
         """From what kernels are given, field by field."""
         return cls(*factors, *[None] * (4 - len(factors)))
 
-    def at(self, x: Any, scale: Any, is_label: Any, is_capped: bool) -> Any:
+    def at(self, x: Any, row_scale: Any, is_label: Any, is_capped: bool) -> Any:
         """The dz of each row at one of its columns, given its x."""
-        u = jnp.clip((x - self.max) * scale, MASKED, 0.0)
+        u = jnp.clip((x - self.max) * row_scale, MASKED, 0.0)
         e = jnp.exp2(u)
         d = self.constant * e
         d = d if self.slope is None else d + self.slope * (u * e)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lce_jax.mosaic import _chunks, _kl, _operands
+from lce_jax.mosaic import _chunks, _operands
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._operands import Geometry, geometry
 from lce_jax.mosaic.common._tiles import live_shape
@@ -53,13 +53,15 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
     student, teacher = kl.cases
     shape = geometry(student, generation.tiling)
     copied = [_copied_bytes(case, geometry(case, generation.tiling)) for case in kl.cases]
-    cached, tiles = _kl.num_cached_tiles(kl, shape), shape.tiles_of(kl.columns)
+    cached, tiles = _chunks.num_cached_kl_tiles(kl, shape), shape.tiles_of(kl.columns)
     left = shape.num_tiles - cached
     chunk = _chunks.chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
-    statistics = 4 * shape.padded_tokens * _kl.FIELDS * _kl.launch_tiles(shape, generation.budget, kl.columns)
+    statistics = (
+        4 * shape.padded_tokens * _chunks.KL_FIELDS * _chunks.launch_kl_tiles(shape, generation.budget, kl.columns)
+    )
     sums = 4 * math.prod(_chunks.dhidden_shape(student, shape))
     # Beside copies of hidden states where tiles of one head wait for the other's.
-    beside = sum(copied) + generation.machine.kl.held_bytes * student.device.core_count
+    beside = sum(copied) + generation.machine.held_bytes * student.device.core_count
     return Plan(
         implementation=name,
         refused={},
@@ -72,15 +74,15 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
         },
         forward_bytes=statistics + beside,
         backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize + sums + beside,
-        kept_bytes=kl.numbers_kept * 4 * student.num_tokens + cached * _kl.tile_bytes(kl, shape),
+        kept_bytes=kl.numbers_kept * 4 * student.num_tokens + cached * _chunks.cached_kl_tile_bytes(kl, shape),
         logits_bytes=student.num_tokens * min(student.columns, teacher.columns) * 4,
         notes=(
             f"linear_kl: the teacher (hidden size {teacher.hidden_size:,}, {teacher.dtype.name}) adds a product to "
             f"each pass, and {format_bytes(copied[1])} for copies of its hidden states",
-            *cache_notes(student, cached, tiles, _kl.tile_bytes(kl, shape)),
+            *cache_notes(student, cached, tiles, _chunks.cached_kl_tile_bytes(kl, shape)),
             *([OVERWRITES] if cached else []),
         ),
-        full_cache_bytes=tiles * _kl.tile_bytes(kl, shape),
+        full_cache_bytes=tiles * _chunks.cached_kl_tile_bytes(kl, shape),
     )
 
 

@@ -43,7 +43,7 @@ class TileStatistics(NamedTuple):
 
     maxima: Float[Array, "tiles kept Tp"]  # of each vocabulary tile the largest x, and Σ e^u if probabilities are asked
     targets: Int[Array, "Tp"]
-    scale: Float[Array, "Tp"]
+    row_scale: Float[Array, "Tp"]
     always: Any  # a vocabulary tile that is live whatever it holds, or -1
     held: Int[Array, "tiles blocks"] | None = None  # 1 where a tile holds a candidate
 
@@ -51,7 +51,7 @@ class TileStatistics(NamedTuple):
 def tile_statistics(call: KernelCall, maxima: Float[Array, "tiles kept Tp"]) -> TileStatistics:
     """Of a shard."""
     always = jnp.asarray(always_live(call), jnp.int32)
-    of_tokens = call.prepared.targets, call.prepared.scale
+    of_tokens = call.prepared.targets, call.prepared.row_scale
     return TileStatistics(maxima, *of_tokens, always, held(call, call.operands.candidates))
 
 
@@ -78,7 +78,7 @@ def select(
     padded, count = tiles.targets.shape[0], case.num_tokens if num_rows is None else num_rows
     merged = jnp.concatenate([_operands.pad(x, padded) for x in (of_rows.max, of_rows.sumexp)])
     numbers = TRACED.numbers(count, padded, tiles.always)
-    live, masses = kernels.select(case, tiles.maxima, tiles.targets, tiles.scale, merged, 0, numbers, tiles.held)
+    live, masses = kernels.select(case, tiles.maxima, tiles.targets, tiles.row_scale, merged, 0, numbers, tiles.held)
     if masses is None:
         return live, None
     dropped = functools.reduce(jnp.add, masses)[: case.num_tokens]  # in their order

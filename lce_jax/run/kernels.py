@@ -214,7 +214,7 @@ class HostPass(NamedTuple):
         firsts = _operands.first_padding(columns, shape)
         mask = self.host.numbers(*(int(i >= first) for first in firsts for i in range(2 * shape.tile)))
         rows: Any = kind.num_tokens
-        per_token = marked.targets, marked.scale, marked.holds_target
+        per_token = marked.targets, marked.row_scale, marked.holds_target
         prepared = Prepared(hidden, weight, *per_token, mask, columns, rows, marked.floor)
         operands = Operands(hidden, weight, marked.targets, None, rows, kind.live_columns)
         call = KernelCall(operands, prepared, kind.case, shape, kind.generation, self.host)
@@ -252,7 +252,7 @@ def forward(
     if exchange is not None:
         groups, x = exchange(groups, x, saved)
         tags = groups.view(groups.shape, jnp.int32)
-    joined = _forward.join_all(host, case, call.prepared.scale, kind.num_tokens, groups)
+    joined = _forward.join_all(host, case, call.prepared.row_scale, kind.num_tokens, groups)
     more = run.of_rows, saved, kind.vocab_size, kind.megatron, tags, floor
     results, saved = host.launch(finish, case, joined, run.ids(saved), temperature, *more)
     named = dict(zip(_operands.result_statistics(case), results, strict=True))
@@ -261,7 +261,7 @@ def forward(
     kept: list[Buffer] = jax.tree.leaves(cache)
     if maxima is not None:
         numbers = host.numbers(kind.num_tokens, kind.stride, _threshold.always_live(call))
-        given = maxima, call.prepared.targets, call.prepared.scale, saved, kind.kept.statistics, numbers
+        given = maxima, call.prepared.targets, call.prepared.row_scale, saved, kind.kept.statistics, numbers
         kept = [host.launch(select, case, *given, _threshold.held(call, columns))[0]]
     return Forward(named, saved, kept)
 
@@ -317,7 +317,7 @@ def backward(
     how = given, run.of_rows, kind.vocab_size, of_candidates
     factors = host.launch(coefficients, case, saved, kind.has_temperature, *how)
     if each is not None:
-        of_tokens = each, call.prepared.targets, call.prepared.scale, factors, run.of_labels
+        of_tokens = each, call.prepared.targets, call.prepared.row_scale, factors, run.of_labels
         candidates = PlacedCandidates(*host.launch(place_values, *of_kept, *of_tokens))
     if kind.gradient_threshold:
         sums, dweight, *beside = _threshold.walk(call, factors, candidates, kept[0], total)

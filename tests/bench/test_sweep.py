@@ -13,7 +13,7 @@ from benchmarks import __main__ as command
 from benchmarks import problem, records, sweep
 from lce_jax import UnsupportedError
 from lce_jax.mosaic import _generations
-from lce_jax.mosaic.sm90._tuning import Tuning
+from lce_jax.mosaic.common._tiles import Tuning
 from lce_jax.types._types import Call
 from tests import devices
 

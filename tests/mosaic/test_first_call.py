@@ -16,7 +16,7 @@ from lce_jax import UnsupportedError, explain, linear_kl, linear_logprobs
 from lce_jax.call import _dispatch, _first_call
 from lce_jax.mosaic import _generations, mma
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_jax.mosaic.common import _kl as common_kl
+from lce_jax.mosaic.common import _cached_dlogits
 from lce_jax.mosaic.mma import _pipeline
 from lce_jax.run.kernels import for_device
 from tests.devices import A100
@@ -122,7 +122,7 @@ def louder(x: Any, *where: Any, held: Callable[..., Any] = _pipeline.HeldTile.of
     return held(1.25 * x, *where)
 
 
-def doubled(*given: Any, gradient: Callable[..., Any] = common_kl._block_gradient) -> Any:
+def doubled(*given: Any, gradient: Callable[..., Any] = _cached_dlogits._kl_block_gradient) -> Any:
     return 2.0 * gradient(*given)
 
 
@@ -131,7 +131,7 @@ def doubled(*given: Any, gradient: Callable[..., Any] = common_kl._block_gradien
     ("owner", "name", "fault", "told"),
     [
         pytest.param(_pipeline.HeldTile, "of", louder, ".*kl", id="the tile that waits", marks=pytest.mark.slow),
-        pytest.param(common_kl, "_block_gradient", doubled, "dhidden", id="what is kept"),
+        pytest.param(_cached_dlogits, "_kl_block_gradient", doubled, "dhidden", id="what is kept"),
     ],
 )
 def test_two_heads_are_compared_when_a_call_has_them(

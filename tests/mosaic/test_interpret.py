@@ -19,7 +19,8 @@ from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
+from lce_jax.mosaic.common._tiles import Tuning
+from lce_jax.mosaic.sm90._tuning import Tunings
 from lce_jax.types import _types
 from lce_jax.types._types import LogprobOutput, Operands
 from tests.devices import H200

@@ -19,7 +19,7 @@ from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, mma, sm90
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, lowering_for, plgpu
-from lce_jax.mosaic.sm90._kl import HeldTile
+from lce_jax.mosaic.common._heads import HeldTile
 from lce_jax.run import _kl
 from lce_jax.run._kl import KLArguments, bind
 from tests import oracle
@@ -159,18 +159,20 @@ def check(test: Call, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (np.asarray(gradients[0], np.float64)[left_out] == 0).all()
 
 
-KL = mma.SM120.machine.kl
+MACHINE = mma.SM120.machine
 
 
 def hold_in_one_place(held: Any, x: Any) -> Any:
     """Whatever the block."""
-    return HeldTile.of(x, held.at[0, lax.axis_index("wg")], KL.hold(held, x).load)
+    return HeldTile.of(x, held.at[0, lax.axis_index("wg")], MACHINE.hold(held, x).load)
 
 
 FAULTS = {
-    "a tile in another's place": (KL._replace(hold=hold_in_one_place), jax.errors.JaxRuntimeError, "RACE DETECTED"),
+    "a tile in another's place": (
+        MACHINE._replace(hold=hold_in_one_place), jax.errors.JaxRuntimeError, "RACE DETECTED",
+    ),
     "one head twice": (
-        KL._replace(walk_products=lambda products, *rest: KL.walk_products(products[:1] * 2, *rest)),
+        MACHINE._replace(walk_heads=lambda products, *rest: MACHINE.walk_heads(products[:1] * 2, *rest)),
         AssertionError, None,
     ),
 }  # fmt: skip
@@ -178,7 +180,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("machine", "error", "found"), FAULTS.values(), ids=FAULTS)
 def test_faults_are_found(machine: Any, error: Any, found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    generation = dataclasses.replace(mma.SM120, machine=mma.SM120.machine._replace(kl=machine))
+    generation = dataclasses.replace(mma.SM120, machine=machine)
     with interpreted(generation), pytest.raises(error, match=found):
         check(SHARP, monkeypatch)
     afresh()

@@ -9,7 +9,7 @@ import pytest
 from lce_jax.mathematics import _kl
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic._operands import LOG2E
-from lce_jax.mosaic.common._kl import Reference, relative_log_ratios
+from lce_jax.mosaic.common._heads import Reference, relative_log_ratios
 
 EPS = float(np.finfo(np.float32).eps)
 

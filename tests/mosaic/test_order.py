@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax.mosaic.common._tiles import longest_first_index, snake_index, turning_snake_index
-from lce_jax.mosaic.sm90._tuning import BY_KERNEL, Tuning
+from lce_jax.mosaic.common._tiles import Tuning, longest_first_index, snake_index, turning_snake_index
+from lce_jax.mosaic.sm90._tuning import BY_KERNEL
 
 
 def taken(order: Any, lists: int, tiles: int) -> np.ndarray:

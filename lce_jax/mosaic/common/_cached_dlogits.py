@@ -1,9 +1,10 @@
-"""The backward's other kernel: dlogits (eqs. 4, 5) from cached exponentials, one pass at the speed of memory.
+"""The backward's other kernels: dlogits from what the forward kept, of one head (eqs. 4, 5) or two (eqs. 8, 10).
 
 In base 2, u = log2 e + (tile maximum - maximum)·scale: everything but log2 e is one number per row and tile. So an
 element costs one logarithm and two multiplications: dz = e (a + b log2 e).
+Of two heads too, what makes a tile's numbers those of the whole vocabulary is one number per row and tile.
 
-How the backward's kernels read a cache: one pass at the speed of memory, block by block, in and out by TMA.
+A cache is read in one pass at the speed of memory, block by block, in and out by TMA.
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax.mathematics._kl import Direction, KLCoefficients
 from lce_jax.mathematics._logprobs import FP16_SHIFT
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._call import Generation
-from lce_jax.mosaic._chunks import Cache
-from lce_jax.mosaic._operands import Prepared, RowFactors, Span
+from lce_jax.mosaic._chunks import Cache, KLCache
+from lce_jax.mosaic._operands import KLOperands, Prepared, RowFactors, Span
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _logits
+from lce_jax.mosaic.common._heads import (
+    MixtureFactors,
+    Reference,
+    load_fields,
+    relative_log_ratio,
+)
 from lce_jax.mosaic.common._logits import Held
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, ceil_div, swizzled
 from lce_jax.types._types import Call
@@ -189,7 +197,7 @@ def cached_dlogits(
         cache.exponentials,
         cache.max,
         factors,
-        prepared.scale,
+        prepared.row_scale,
         prepared.targets,
         prepared.holds_target,
         span,
@@ -202,7 +210,7 @@ class Refs(NamedTuple):
 
     tile_max: Any  # [tiles of the cache, Tp]
     factors: Any  # [3 or 4, Tp]
-    scale: Any  # [Tp]
+    row_scale: Any  # [Tp]
     targets: Any  # [Tp]
     holds_target: Any  # [row blocks, tiles of the shard]
     output: Any  # [T, columns]
@@ -214,13 +222,13 @@ def _kernel(
     exponentials: Any,  # [T, columns of the cache]
     tile_max: Any,
     factors: Any,
-    scale: Any,
+    row_scale: Any,
     targets: Any,
     holds_target: Any,
     scalars: Any,  # a `Span`
     output: Any,
 ) -> None:
-    refs, span = Refs(tile_max, factors, scale, targets, holds_target, output), Span.unpack(scalars)
+    refs, span = Refs(tile_max, factors, row_scale, targets, holds_target, output), Span.unpack(scalars)
     gradient = functools.partial(_block_gradient, case, refs, span)
     walk_blocks(generation, BlockWalk.of(span), [exponentials], output, gradient)
 
@@ -232,10 +240,10 @@ def _block_gradient(case: Call, refs: Refs, span: Span, block: Block, values: Se
     rows = HELD.load_factors(refs.factors, block.rows)
     label = load(refs.targets) - (span.column + block.column * COLUMNS)
     holds = refs.holds_target[row_block, block.tile] > 0
-    scale, highest = load(refs.scale), load(refs.tile_max.at[block.tile])
+    row_scale, highest = load(refs.row_scale), load(refs.tile_max.at[block.tile])
     e, log2_e = of_cache(values[0], refs.output.dtype)
-    d = _gradient(e, log2_e, rows, (highest - rows.max) * scale)
-    d = d if case.logit_softcap is None else d * cap_derivative(log2_e, highest, scale)
+    d = _gradient(e, log2_e, rows, (highest - rows.max) * row_scale)
+    d = d if case.logit_softcap is None else d * cap_derivative(log2_e, highest, row_scale)
     return HELD.with_target(d, rows, label, holds)
 
 
@@ -257,10 +265,83 @@ def _gradient(e: Array, log2_e: Array, rows: RowFactors, down: Array) -> Array:
     return e * (along(rows.constant * factor + rows.slope * (down * factor)) + along(rows.slope * factor) * log2_e)
 
 
-def cap_derivative(u: Array, highest: Array, scale: Array) -> Array:
+def cap_derivative(u: Array, highest: Array, row_scale: Array) -> Array:
     """The 1 - tanh² of eq. 5, where ``u`` is the logit's distance from the ``highest`` in base 2.
 
     The scale is 0 on rows left out, where e is 1 and all else 0.
     """
-    tanh = along(highest) + u * along(1.0 / jnp.maximum(scale, 1e-30))
+    tanh = along(highest) + u * along(1.0 / jnp.maximum(row_scale, 1e-30))
     return 1.0 - tanh * tanh
+
+
+def cached_kl_dlogits(
+    generation: Generation,
+    cases: tuple[Call, Call],
+    operands: KLOperands,
+    factors: Float[Array, "fields Tp"],
+    cache: KLCache,
+    span: Int[Array, "fields"],
+    columns: int,
+    direction: Direction,
+) -> Float[Array, "Tp columns"]:
+    """As `kl_dlogits`, in the place of the cache's exponentials: a block is read before it is written."""
+    case = cases[direction == "forward"]  # the student's
+    output = jax.ShapeDtypeStruct((factors.shape[1], columns), case.dtype)
+    body = functools.partial(_kl_kernel, generation, case, direction)
+    row_scales = [head.row_scale for head in operands.heads]
+    run = kernel(generation, body, output, case, "lce_cached_kl_dlogits", cache[:2], {0: 0})
+    return run(*cache, *row_scales, factors, span)[0]
+
+
+def _kl_kernel(
+    generation: Generation,
+    case: Call,
+    direction: Direction,
+    e: Any,
+    ratio: Any,
+    references: Any,  # [tiles of the cache, 3, Tp]
+    scale_p: Any,  # [Tp]
+    scale_q: Any,
+    factors: Any,  # [fields, Tp]
+    scalars: Any,  # a `Span`
+    output: Any,
+) -> None:
+    gradient = functools.partial(_kl_block_gradient, case, direction, references, (scale_p, scale_q), factors)
+    walk_blocks(generation, BlockWalk.of(Span.unpack(scalars)), [e, ratio], output, gradient)
+
+
+def _kl_block_gradient(
+    case: Call,
+    direction: Direction,
+    references: Any,
+    row_scales: Sequence[Any],
+    factors: Any,
+    block: Block,
+    values: Sequence[Array],
+) -> Array:
+    """The gradient of one block: loads what its rows need, then eq. 8 or 10 and the cap's derivative."""
+    load = functools.partial(HELD.load_rows, rows=block.rows)
+    k_p, k_q = map(load, row_scales)
+    max_p, max_q, at_p = (load(references.at[block.tile, i]) for i in range(3))
+    rows: KLCoefficients | MixtureFactors
+    rows = (
+        load_fields(MixtureFactors, factors, load) if direction == "jsd" else load_fields(KLCoefficients, factors, load)
+    )
+    (e, log2_e), ratio = of_cache(values[0], case.dtype), values[1]
+    down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
+    of_p, u = along(rows.of_p * jnp.exp2(down_p)), log2_e
+    if isinstance(rows, MixtureFactors):
+        reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
+        d, to_distance = ratio + along(down_q - down_p + rows.log_sums), (max_q - rows.at_p) * k_q - down_p
+        log = relative_log_ratio(d, ratio + along(to_distance), reference)
+        gradient = e * of_p * (log - along(rows.mean))
+    elif direction == "reverse":
+        to_distance = (at_p - rows.at_p) * k_q - down_p
+        gradient = e * of_p * -(ratio + along(to_distance) + along(rows.mean))
+    else:
+        below_p, below_q = jnp.minimum(-ratio, 0.0), jnp.minimum(ratio, 0.0)
+        of_q, u = along(rows.of_q * jnp.exp2(down_q)), log2_e + below_q
+        gradient = e * (jnp.exp2(below_q) * of_q - jnp.exp2(below_p) * of_p)
+    if case.logit_softcap is not None:
+        gradient = gradient * cap_derivative(u, *((max_q, k_q) if direction == "forward" else (max_p, k_p)))
+    return jnp.where(e > 0.0, gradient, 0.0)  # on padding the ratio says nothing

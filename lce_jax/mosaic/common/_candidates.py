@@ -154,8 +154,8 @@ def keep(
 
         def write() -> None:
             own, highest = x[rows.here, k], of.statistic("max")
-            scale = _logprobs.row_scale(case, of.inverse_temperature)
-            logprob = _logprobs.candidate_logprobs(own, highest, scale, jnp.log(of.statistic("sumexp")))
+            row_scale = _logprobs.row_scale(case, of.inverse_temperature)
+            logprob = _logprobs.candidate_logprobs(own, highest, row_scale, jnp.log(of.statistic("sumexp")))
             nan = on_all_threads(jnp.nan, jnp.float32)
             found.at[rows.here, k][...] = jnp.where(highest == highest, logprob, nan)
             kept.at[of.at(of.layout.ids + k)][...] = lax.bitcast_convert_type(ids[rows.here, k], jnp.float32)
@@ -203,7 +203,7 @@ def place_values(
     kept: Float[Array, "n"],
     each: Float[Array, "K R"],
     targets: Int[Array, "Tp"],
-    scale: Float[Array, "Tp"],
+    row_scale: Float[Array, "Tp"],
     factors: Float[Array, "factors Tp"],
     numbers: Int[Array, "5"],
 ) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
@@ -216,7 +216,7 @@ def place_values(
     most, rows = each.shape
 
     def body(*refs: Any) -> None:
-        kept, each, targets, scale, factors, numbers, columns, values = refs
+        kept, each, targets, row_scale, factors, numbers, columns, values = refs
         k, block = lax.axis_index("candidate"), lax.axis_index("rows")
         rows, padded = BlockRows.of(block, numbers[0]), block_rows(block)
         of = _Kept(case, has_temperature, kept, rows, numbers[1])
@@ -245,13 +245,15 @@ def place_values(
             if has_temperature:
                 term = jnp.where(is_wrong(of.temperature), 0.0, term)
             is_label = column == targets[rows.here]
-            values.at[rows.here, k][...] = row.at(x, scale[rows.here], is_label, case.logit_softcap is not None) + term
+            values.at[rows.here, k][...] = (
+                row.at(x, row_scale[rows.here], is_label, case.logit_softcap is not None) + term
+            )
 
         pl.when(jnp.logical_not(rows.whole))(before_others(pad))
         pl.when(rows.live)(write)
 
     outputs = [jax.ShapeDtypeStruct((rows, most), dtype) for dtype in (jnp.int32, jnp.float32)]
-    given = kept, each, targets, scale, factors, numbers
+    given = kept, each, targets, row_scale, factors, numbers
     columns, values = kernel(body, outputs, "lce_place_values", _grid(outputs[0]))(*given)
     return columns, values
 

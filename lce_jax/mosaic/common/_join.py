@@ -32,7 +32,7 @@ AT_A_TIME = 8  # parts whose loads overlap
 
 
 def join(
-    scale: Float[Array, "Tp"],
+    row_scale: Float[Array, "Tp"],
     parts: Float[Array, "parts fields Tp"],
     joined: Float[Array, "groups fields Tp"],
     case: Call,
@@ -43,17 +43,17 @@ def join(
 ) -> Float[Array, "groups fields Tp"]:
     """``joined`` with the unions (eq. 2) of each ``group`` neighbours among ``parts``, added in their order.
 
-    ``scale`` is the k of eq. 0 in base 2. ``numbers`` are the live rows, the parts that count, and where in
+    ``row_scale`` is the k of eq. 0 in base 2. ``numbers`` are the live rows, the parts that count, and where in
     ``joined`` the first group goes. Groups after the last part are those of no columns; those after the last of
     ``joined`` are not written, nor are row blocks without a live row. ``parts`` and ``joined`` may have more fields
     than statistics do. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are. With
     ``parted`` the first of ``parts`` is the first tile of a group of the shard, and groups end where its parts do.
     """
-    return _join(scale, parts, [joined], case, group, numbers, in_nats, parted)[0]
+    return _join(row_scale, parts, [joined], case, group, numbers, in_nats, parted)[0]
 
 
 def join_keeping(
-    scale: Float[Array, "Tp"],
+    row_scale: Float[Array, "Tp"],
     parts: Float[Array, "parts fields Tp"],
     joined: Float[Array, "groups fields Tp"],
     case: Call,
@@ -65,12 +65,12 @@ def join_keeping(
 
     A group's parts go where the group's number says, in whole groups.
     """
-    joined, maxima = _join(scale, parts, [joined, maxima], case, group, numbers)
+    joined, maxima = _join(row_scale, parts, [joined, maxima], case, group, numbers)
     return joined, maxima
 
 
 def _join(
-    scale: Array,
+    row_scale: Array,
     parts: Array,
     updated: list[Array],
     case: Call,
@@ -89,7 +89,7 @@ def _join(
         kernel_name="lce_join",
         updated={3 + i: i for i in range(len(updated))},
     )
-    return list(run(parts, scale, numbers, *updated))
+    return list(run(parts, row_scale, numbers, *updated))
 
 
 def _kernel(
@@ -98,7 +98,7 @@ def _kernel(
     in_nats: bool,
     parted: Parted | None,
     parts: Any,  # [parts, fields, Tp]
-    scale: Any,  # [Tp]
+    row_scale: Any,  # [Tp]
     numbers: Any,  # live rows, parts, the first group
     *results: Any,  # [groups, fields, Tp] and the maxima, if any, as they were; both as they will be, in their places
 ) -> None:
@@ -119,7 +119,7 @@ def _kernel(
         return _statistics.of_fields(found)
 
     def of_live_rows() -> None:
-        row_scale = scale[rows]
+        k = row_scale[rows]
 
         def step(i: Any, union: ShardStatistics) -> ShardStatistics:
             first = (number * group if begin is None else begin) + i * AT_A_TIME
@@ -127,7 +127,7 @@ def _kernel(
             for ref in maxima:
                 for (j, part), f in itertools.product(enumerate(of_step), range(ref.shape[1])):
                     ref.at[numbers[2] * group + first + j, f, rows][...] = getattr(part, names[f])
-            return _statistics.union([union, *of_step], row_scale, jnp.exp2)
+            return _statistics.union([union, *of_step], k, jnp.exp2)
 
         union = lax.fori_loop(0, -(-group // AT_A_TIME), step, none)
         union = _operands.to_nats(union) if in_nats else union

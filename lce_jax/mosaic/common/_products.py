@@ -27,6 +27,7 @@ from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist, row_block_of, sum_before
 from lce_jax.mosaic._operands import Span
 from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic.common._epilogue import send_product, staging
 from lce_jax.mosaic.common._tiles import (
     ROW_BLOCK,
     TILE_N,
@@ -80,9 +81,9 @@ def _dhidden_kernel(
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
-        machine.send_product(multiply, slots, tile.row, output.at[tile.split], tile.column, span.adds)
+        send_product(multiply, slots, tile.row, output.at[tile.split], tile.column, span.adds)
 
-    slots = machine.staging(matmul, output.shape[2], output.dtype)
+    slots = staging(machine, matmul, output.shape[2], output.dtype)
     groups, num_steps = row_groups(matmul, span.num_rows), ceil_div(span.depth, matmul.tuning.tile_k)
     visit_all = functools.partial(_visit_all, matmul, groups, columns, splits, num_steps)
     machine.walk_tiles(matmul, dlogits, weight, Offset(k=span.offset), visit_all, consume, slots)
@@ -126,9 +127,9 @@ def _dweight_kernel(
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         row, column = first_row + tile.row, first_column + tile.column
-        machine.send_product(multiply, slots, row, output, column, may_add and span.adds_dweight)
+        send_product(multiply, slots, row, output, column, may_add and span.adds_dweight)
 
-    slots = machine.staging(matmul, output.shape[1], output.dtype)
+    slots = staging(machine, matmul, output.shape[1], output.dtype)
     num_steps = ceil_div(span.num_rows, matmul.tuning.tile_k)
     visit_all = functools.partial(_visit_all, matmul, groups, columns, 1, num_steps)
     machine.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)
@@ -226,9 +227,9 @@ def _live_dhidden_kernel(
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
-        machine.send_product(multiply, slots, tile.row, output.at[tile.split], tile.column, True)
+        send_product(multiply, slots, tile.row, output.at[tile.split], tile.column, True)
 
-    slots = machine.staging(matmul, hidden_size, output.dtype)
+    slots = staging(machine, matmul, hidden_size, output.dtype)
     machine.walk_tiles(matmul, dlogits, weight, Offset(), visit_all, consume, slots)
 
 
@@ -303,7 +304,7 @@ def _live_dweight_kernel(
         return plgpu.nd_loop((groups * columns,), collective_axes="sm", init_carry=carry)(tile)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
-        machine.send_product(multiply, slots, tile.row, output, tile.written, add)
+        send_product(multiply, slots, tile.row, output, tile.written, add)
 
-    slots = machine.staging(matmul, output.shape[1], output.dtype)
+    slots = staging(machine, matmul, output.shape[1], output.dtype)
     machine.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)

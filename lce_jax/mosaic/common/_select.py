@@ -30,7 +30,7 @@ def select(
     case: Call,
     maxima: Float[Array, "tiles kept Tp"],
     targets: Int[Array, "Tp"],
-    scale: Float[Array, "Tp"],
+    row_scale: Float[Array, "Tp"],
     merged: Float[Array, "n"],
     field: int,
     numbers: Int[Array, "3"],
@@ -42,7 +42,7 @@ def select(
         case: of the shard.
         maxima: each tile's largest x, and its sum if the probabilities are asked for.
         targets: the shard's columns of the labels, -1 where it does not hold them.
-        scale: the k of eq. 0 in base 2.
+        row_scale: the k of eq. 0 in base 2.
         merged: flat; its fields ``field`` and ``field + 1`` are the maximum and the sum of the whole vocabulary.
             Another field follows, or both are padded to whole row blocks.
         field: of the maximum.
@@ -55,7 +55,7 @@ def select(
         outputs.append(jax.ShapeDtypeStruct((parts, shape.padded_tokens), jnp.float32))
     body = functools.partial(_select, case, field, held is not None)
     run = kernel(body, outputs, "lce_select", {"part": parts, "rows": shape.row_blocks})
-    live, *masses = run(maxima, targets, scale, merged, numbers, *([] if held is None else [held]))
+    live, *masses = run(maxima, targets, row_scale, merged, numbers, *([] if held is None else [held]))
     return live, masses[0] if masses else None
 
 
@@ -65,7 +65,7 @@ def _select(
     has_held: bool,
     maxima: Any,
     targets: Any,
-    scale: Any,
+    row_scale: Any,
     merged: Any,
     numbers: Any,
     *refs: Any,
@@ -90,13 +90,13 @@ def _select(
         # After the last row come numbers that belong to others, of which nothing is made.
         there = on_all_threads(block * ROW_BLOCK) + numbered() < count
         highest, sumexp = (merged[pl.ds((field + i) * stride + block * ROW_BLOCK, THREADS)] for i in range(2))
-        of_rows, row_scale = jnp.log(sumexp) * LOG2E, scale[rows]
+        of_rows, k = jnp.log(sumexp) * LOG2E, row_scale[rows]
         holds = _holds(_tile_of(targets[rows]), given, tiles, block)
         mass = zero
         for tile, held, (largest, of_tile) in [
             (tiles[i], holds[i], _load(maxima, tiles[i], rows)) for i in range(TILES)
         ]:
-            u = (largest - highest) * row_scale - of_rows  # the logarithm of the tile's largest probability
+            u = (largest - highest) * k - of_rows  # the logarithm of the tile's largest probability
             # NaN is not below: a row without probabilities makes all tiles live, so that its gradient is NaN as well.
             is_live = jnp.where(u < math.log2(case.gradient_threshold), on_all_threads(0), on_all_threads(1))
             if case.has_floor:  # a row without a column that counts has no gradient, and its u is infinite

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -42,6 +42,14 @@ SCALED = 4096  # numbers that a block multiplies, where a kernel multiplies many
 COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: a minor dimension must be a multiple of it
 SMEM_ALIGNMENT = 1024  # of every allocation in a kernel
 BARRIER_BYTES = 8
+WARPGROUP_ROWS = 64  # of a tile, in the registers of a warpgroup: the M of one wgmma
+# A third leaves 128 registers a thread, fewer than the accumulator and its epilogue need.
+COMPUTE_WARPGROUPS = ROW_BLOCK // WARPGROUP_ROWS
+KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4  # of the tiles of one head that wait for the other's
+
+# Waves of tiles that reading and writing one token's dhidden takes: 8 H bytes at 4.3 TB/s against 2 · 128 · 256 · H
+# operations of one multiprocessor at 5.5 TFLOP/s (H200).
+DHIDDEN_WAVES = (8 / 4.3e12) / (2 * ROW_BLOCK * TILE_N / 5.5e12)
 
 TILING = Tiling(row_block=ROW_BLOCK, tile=TILE_N, atom=ATOM_ROWS, most_clustered=2)
 
@@ -58,28 +66,48 @@ def widest_swizzle(extent: int, itemsize: int) -> tuple[int, int]:
     return swizzle, swizzle // itemsize
 
 
-class Tiles(Protocol):
-    """What a walk reads of a tuning, whatever else a generation has in it."""
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The free choices of one kernel. Everything else follows from the shapes."""
 
-    @property
-    def tile_k(self) -> int:
-        """The depth of a step."""
+    tile_k: int
+    stages: int  # buffers of one [ROW_BLOCK / turns, tile_k] and one [tile_n, tile_k] operand tile each
+    cluster: int = 1  # 1 or 2: kernel blocks, one below the other, that load each tile of rhs once between them
+    snake: int = 16  # row blocks (``minor`` 0) or tiles of columns (1) at a time, for L2 to reuse: 16 x 8 is square
+    minor: int = 0  # 0: row blocks, 1: vocabulary tiles
+    in_flight: int = 0  # steps, 0 or 1, that are still multiplied while a warpgroup waits for the next operands
+    turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
+    slots: int = 2  # staging slots of each warpgroup, where tiles are stored
+    tile_n: int = TILE_N  # columns of a tile; the kernels of logits know TILE_N only
 
-    @property
-    def tile_n(self) -> int:
-        """The columns of a tile."""
+    def __post_init__(self) -> None:
+        """Refuses what the kernels are not written for."""
+        if self.cluster not in (1, 2) or self.in_flight not in (0, 1) or self.turns not in (1, 2):
+            raise ValueError(f"cluster and turns must be 1 or 2, in_flight 0 or 1, got {self}")
+        if self.stages <= self.in_flight:
+            raise ValueError(f"more stages are needed than steps in flight, got {self}")
+        if self.slots < 1 or self.tile_n // STAGING_COLUMNS % self.slots or self.snake % self.cluster:
+            raise ValueError(f"slots must divide a tile's blocks of columns, and snake by cluster, got {self}")
 
-    @property
-    def cluster(self) -> int:
-        """The blocks of a cluster, 1 or 2."""
+    def smem_bytes(self, itemsize: int, staged: bool, held: int = 0) -> int:
+        """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots.
 
-    @property
-    def snake(self) -> int:
-        """Row blocks (``minor`` 0) or tiles of columns (1) at a time."""
+        ``held``: the bytes of a tile that waits.
+        """
+        sizes = [
+            self.stages * ROW_BLOCK // self.turns * self.tile_k * itemsize,
+            self.stages * self.tile_n * self.tile_k * itemsize,
+            held,
+        ]
+        if staged:
+            sizes.append(COMPUTE_WARPGROUPS * self.slots * WARPGROUP_ROWS * STAGING_BYTES)
+        barriers = (1 + self.turns) * self.stages * BARRIER_BYTES  # consumed and produced
+        return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
 
-    @property
-    def minor(self) -> int:
-        """0: row blocks, 1: vocabulary tiles."""
+
+def stages_output(case: Call, kernel: str) -> bool:
+    """Whether a kernel stores tiles of its result through slots: the forward for a cache only, those of a KL never."""
+    return not kernel.startswith("kl") and (kernel != "forward" or case.cache_budget > 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +115,7 @@ class Matmul:
     """The static part of a kernel: its tuning, and which dimension of lhs and of rhs is contracted."""
 
     case: Call
-    tuning: Any  # a generation's own, `Tiles` at least
+    tuning: Tuning
     lhs_k: int
     rhs_k: int
     shares_lhs: bool = False  # the operand that the blocks of a cluster share: their tiles lie side by side, not below
@@ -189,7 +217,7 @@ def swizzled(extent: int, itemsize: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((ATOM_ROWS, minor)), plgpu.SwizzleTransform(swizzle)
 
 
-def snake_index(tuning: Tiles, index: Any, row_groups: Any, columns: Any) -> tuple[Any, Any]:
+def snake_index(tuning: Tuning, index: Any, row_groups: Any, columns: Any) -> tuple[Any, Any]:
     """The (row group, tile of columns) of a linear index, in the order that reuses the most of L2."""
     along = tuning.snake // tuning.cluster if tuning.minor == 0 else tuning.snake
     # The number itself, but not to LLVM, which would divide few of them as numbers of 16 bits. For that ptxas calls a
@@ -198,7 +226,7 @@ def snake_index(tuning: Tiles, index: Any, row_groups: Any, columns: Any) -> tup
     return plgpu.planar_snake(index, (row_groups, columns), tuning.minor, along)
 
 
-def turning_snake_index(tuning: Tiles, clusters: int, index: Any, lists: Any, tiles: Any) -> tuple[Any, Any]:
+def turning_snake_index(tuning: Tuning, clusters: int, index: Any, lists: Any, tiles: Any) -> tuple[Any, Any]:
     """The (list, tile of columns) of a linear index, where lists are contracted for all tiles, the longest first.
 
     As `snake_index`, a band of lists for one tile of columns, then for the next. But every other wave takes them

@@ -160,7 +160,7 @@ def _prepare(case: Call, fields: tuple[int | None, int | None], in_halves: bool,
     (field, floor_field), given = fields, list(refs)
     temperatures: Any = None if field is None else given.pop(0)
     floors: Any = None if floor_field is None else given.pop(0)
-    numbers, targets, scale, holds_target, *rest = given[:1] + given[1 + in_halves :]
+    numbers, targets, row_scale, holds_target, *rest = given[:1] + given[1 + in_halves :]
     floor: Any = None if floor_field is None else rest.pop(0)
     part, block, shape = lax.axis_index("part"), lax.axis_index("rows"), geometry(case, TILING)
     count, stride, start, vocab_size = (numbers[i] for i in range(4))
@@ -181,7 +181,7 @@ def _prepare(case: Call, fields: tuple[int | None, int | None], in_halves: bool,
         inverse = None if field is None else _logprobs.inverse_of(temperatures[rows.of_field(field, stride)])
         k = LOG2E * float(_logprobs.row_scale(case, None))
         targets.at[rows.here][...] = target()
-        scale.at[rows.here][...] = on_all_threads(k, jnp.float32) if inverse is None else k * inverse
+        row_scale.at[rows.here][...] = on_all_threads(k, jnp.float32) if inverse is None else k * inverse
         if floor is not None:
             in_logits = floors[rows.of_field(floor_field, stride)]
             floor.at[rows.here][...] = _logprobs.unscaled_floor(in_logits, _logprobs.row_scale(case, inverse))
@@ -190,7 +190,7 @@ def _prepare(case: Call, fields: tuple[int | None, int | None], in_halves: bool,
 
     def pad() -> None:
         targets.at[padded][...] = on_all_threads(-1)
-        scale.at[padded][...] = on_all_threads(LOG2E, jnp.float32)
+        row_scale.at[padded][...] = on_all_threads(LOG2E, jnp.float32)
         if floor is not None:
             floor.at[padded][...] = on_all_threads(0.0, jnp.float32)
 

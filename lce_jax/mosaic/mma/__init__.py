@@ -4,47 +4,32 @@ _pipeline.py  tiles of a product by two warpgroups, and the exchange of their ha
 _copies.py    how operands come into shared memory: by TMA, or by cp.async
 _tuning.py    the free choices of each kernel
 
-The epilogues are Hopper's: the accumulators lie in registers as wgmma's do. Hopper GPUs, which have these instructions
-too, have run the kernels by TMA and, forced, by cp.async (`benchmarks.programs.KERNELS`).
+The accumulators lie in registers as wgmma's do, so the epilogues are Hopper's too (`common`). Hopper GPUs, which have
+these instructions as well, have run the kernels by TMA and, forced, by cp.async (`benchmarks.programs.KERNELS`).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-from lce_jax.mosaic._call import Generation, KLMachine, Machine
+from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._chunks import Budget
-from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
+from lce_jax.mosaic.common._tiles import DHIDDEN_WAVES, KL_HELD_BYTES, ROW_BLOCK, TILING, Tuning
 from lce_jax.mosaic.mma import _pipeline
 from lce_jax.mosaic.mma._copies import BY_CP_ASYNC, BY_TMA, Copies
 from lce_jax.mosaic.mma._tuning import OneTuning
-from lce_jax.mosaic.sm90 import _epilogue, _kl
-from lce_jax.mosaic.sm90._tuning import DHIDDEN_WAVES, KL_HELD_BYTES, Tuning
 
 
-def _machine(copies: Copies, staging: Any) -> Machine:
+def _machine(copies: Copies, has_tma: bool) -> Machine:
     return Machine(
         kernel=_pipeline.kernel,
         walk_tiles=functools.partial(_pipeline.walk_tiles, copies),
-        staging=staging,
-        send_product=_epilogue.send_product,
-        statistics=_epilogue.statistics,
-        dlogits=_epilogue.dlogits,
-        kl=KLMachine(
-            kernel=_pipeline.kernel_of_heads,
-            walk_products=functools.partial(_pipeline.walk_heads, copies),
-            hold=functools.partial(_pipeline.hold, copies),
-            statistics=_kl.statistics,
-            mixture_sums=_kl.mixture_sums,
-            dlogits=_kl.dlogits,
-            held_bytes=KL_HELD_BYTES,
-        ),
+        kernel_of_heads=_pipeline.kernel_of_heads,
+        walk_heads=functools.partial(_pipeline.walk_heads, copies),
+        hold=functools.partial(_pipeline.hold, copies),
+        held_bytes=KL_HELD_BYTES,
+        has_tma=has_tma,
     )
-
-
-def _no_staging(*_: Any) -> None:
-    """Without TMA the epilogues store what registers hold."""
 
 
 RAN_ON = "an H100 and an H200 with JAX 0.11.2 and 0.12.0.1"
@@ -56,7 +41,7 @@ SM120 = Generation(
     tiling=TILING,
     budget=BUDGET,
     tunings=OneTuning(tuning=Tuning(tile_k=32, stages=3, slots=1)),
-    machine=_machine(BY_TMA, _epilogue.staging),
+    machine=_machine(BY_TMA, has_tma=True),
     smem_limit=101_376,
     ran_on=RAN_ON,
 )
@@ -66,10 +51,9 @@ SM80 = Generation(
     tiling=TILING._replace(atom=ROW_BLOCK),
     budget=BUDGET,
     tunings=OneTuning(tuning=Tuning(tile_k=64, stages=3), has_tma=False),
-    machine=_machine(BY_CP_ASYNC, _no_staging),
+    machine=_machine(BY_CP_ASYNC, has_tma=False),
     smem_limit=166_912,
     ran_on=RAN_ON,
-    has_tma=False,
 )
 SM89 = Generation(
     compute_capabilities=("8.9", "8.6"),
@@ -80,5 +64,4 @@ SM89 = Generation(
     machine=SM80.machine,
     smem_limit=101_376,
     ran_on=RAN_ON,
-    has_tma=False,
 )

@@ -15,9 +15,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, Matmul, Offset, Product, StepPlace, Tile, next_place
-from lce_jax.mosaic.sm90._pipeline import Ring, fetch_step, ring_of, stage_of, wait_for_last
-from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
+from lce_jax.mosaic.common._ring import Ring, fetch_step, ring_of, stage_of, wait_for_last
+from lce_jax.mosaic.common._tiles import (
+    COMPUTE_WARPGROUPS,
+    STAGING_COLUMNS,
+    WARPGROUP_ROWS,
+    Matmul,
+    Offset,
+    Product,
+    StepPlace,
+    Tile,
+    next_place,
+)
 
 
 class Copies(NamedTuple):

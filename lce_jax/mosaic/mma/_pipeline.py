@@ -27,18 +27,25 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._logits import Held
-from lce_jax.mosaic.common._tiles import Matmul, Offset, Product, Tile, VisitAll, swizzled
+from lce_jax.mosaic.common._epilogue import HELD
+from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
+from lce_jax.mosaic.common._ring import Ring, stage_of, steps_before
+from lce_jax.mosaic.common._tiles import (
+    COMPUTE_WARPGROUPS,
+    WARPGROUP_ROWS,
+    Matmul,
+    Offset,
+    Product,
+    Tile,
+    VisitAll,
+    swizzled,
+)
 from lce_jax.mosaic.mma._copies import Copies
 from lce_jax.mosaic.mma._tuning import EXCHANGED
-from lce_jax.mosaic.sm90._kl import HELD_SHAPE, HeldTile
-from lce_jax.mosaic.sm90._pipeline import Ring, stage_of, steps_before
-from lce_jax.mosaic.sm90._tuning import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
-HELD = Held(WARPGROUP_ROWS)
 DEPTH = 16  # of one mma.sync: what it multiplies is loaded just before, where the swizzle lets a step be cut
 
 

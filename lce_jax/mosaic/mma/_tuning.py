@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from lce_jax.mosaic.common._tiles import ROW_BLOCK
-from lce_jax.mosaic.sm90._tuning import Tuning, stages_output
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, Tuning, stages_output
 from lce_jax.types._types import Call
 
 EXCHANGED = 8  # columns that the warpgroups exchange at a time

@@ -1,4 +1,4 @@
-"""What the kernels with tensor cores share: the persistent blocks, their walk over tiles, the pipeline of operands.
+"""Tiles of a product by wgmma: the persistent blocks, their walk over tiles, the pipeline of operands.
 
 A block is one memory warpgroup, which copies tiles of both operands into a ring of stages by TMA, and two compute
 warpgroups, each with a [64, n] accumulator: 64 of a tile's 128 rows. n is 256, or 192 in products that fill such tiles.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +31,21 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.common._epilogue import HELD
+from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
+from lce_jax.mosaic.common._ring import Ring, fetch_step, product_steps, ring_of, stage_of, steps_before, wait_for_last
 from lce_jax.mosaic.common._tiles import (
-    ROW_BLOCK,
+    COMPUTE_WARPGROUPS,
+    STAGING_COLUMNS,
+    WARPGROUP_ROWS,
     Matmul,
     Offset,
     Product,
     Tile,
     VisitAll,
-    multiple_of,
-    next_place,
     swizzled,
-    widest_swizzle,
 )
-from lce_jax.mosaic.sm90._tuning import COMPUTE_REGISTERS, COMPUTE_WARPGROUPS, MEMORY_REGISTERS, WARPGROUP_ROWS, Tuning
+from lce_jax.mosaic.sm90._tuning import COMPUTE_REGISTERS, MEMORY_REGISTERS
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
@@ -89,8 +91,8 @@ def walk_products(
             def visit(tile: Tile, before: Any) -> Any:
                 for product in products:
                     step = functools.partial(fetch_step, product, ring, offset, product.part(tile), before)
-                    lax.fori_loop(0, _steps(product, tile), step, None)
-                    before = before + _steps(product, tile)
+                    lax.fori_loop(0, product_steps(product, tile), step, None)
+                    before = before + product_steps(product, tile)
                 return before
 
             # A block must not exit before its neighbour's copies into it have landed.
@@ -107,87 +109,6 @@ def walk_products(
             visit_all(visit, jnp.int32(0))
 
         lax.cond(lax.axis_index("wg") == COMPUTE_WARPGROUPS, fetch, compute)
-
-
-def _steps(product: Product, tile: Tile) -> Any:
-    """Those of a block in a product of a tile."""
-    return product.matmul.tuning.turns * product.part(tile).num_steps
-
-
-def steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
-    """Those before a product of a tile, ``before`` being those before the tile."""
-    return functools.reduce(lambda total, product: total + _steps(product, tile), products[:number], before)
-
-
-class Ring(NamedTuple):
-    """The stages of a block in shared memory, and their barriers."""
-
-    lhs: Any  # [stages, rows, tile_k], or [stages, tile_k, rows]: 128 rows, 64 where the warpgroups take turns
-    rhs: Any  # [stages, tile_k, n], or [stages, n, tile_k]
-    produced: Any  # one set of barriers per turn, because a warpgroup waits for its own turns only
-    consumed: Any
-
-
-def ring_of(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
-    """The stages of a product."""
-    tuning, itemsize = matmul.tuning, matmul.case.dtype.itemsize
-    swizzles = [widest_swizzle(operand.shape[1], itemsize)[0] for operand in (lhs, rhs)]
-    if matmul.lhs_k == 1 or matmul.rhs_k == 1:
-        swizzles.append(tuning.tile_k * itemsize)
-    swizzle = min(swizzles)  # wgmma takes one
-    transforms = swizzled(swizzle // itemsize, itemsize)
-    rows = ROW_BLOCK // tuning.turns
-    lhs_tile = (rows, tuning.tile_k) if matmul.lhs_k == 1 else (tuning.tile_k, rows)
-    rhs_tile = (tuning.tile_n, tuning.tile_k) if matmul.rhs_k == 1 else (tuning.tile_k, tuning.tile_n)
-    counts = {"num_arrivals": COMPUTE_WARPGROUPS // tuning.turns, "num_barriers": tuning.stages}
-    shared = tuning.cluster > 1
-    return Ring(
-        plgpu.SMEM((tuning.stages, *lhs_tile), lhs.dtype, transforms=transforms),
-        plgpu.SMEM((tuning.stages, *rhs_tile), rhs.dtype, transforms=transforms),
-        plgpu.Barrier(num_arrivals=2, num_barriers=tuning.turns * tuning.stages),
-        plgpu.ClusterBarrier(collective_axes=("cluster",), **counts) if shared else plgpu.Barrier(**counts),
-    )
-
-
-def stage_of(matmul: Matmul, step: Any) -> Any:
-    """That of a step, counted through all tiles. None is negative, which the compiler does not know of itself."""
-    return lax.rem(jnp.asarray(step, jnp.int32).astype(jnp.uint32), jnp.uint32(matmul.tuning.stages)).astype(jnp.int32)
-
-
-def wait_for_last(matmul: Matmul, ring: Ring, total: Any) -> None:
-    """Until the last of so many steps are done, whose stages nothing has taken since."""
-    first = jnp.maximum(total - matmul.tuning.stages, 0)
-    lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[stage_of(matmul, i)]), None)
-
-
-def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any, _: None) -> None:
-    """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
-    matmul, lhs = product[:2]
-    tuning, stage = matmul.tuning, stage_of(matmul, before + step)
-    found = None if tile.locate is None else tile.locate(_of_turn(tuning, tile, step)[1])  # while the stage is in use
-    pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
-    turn, number = _of_turn(tuning, tile, step)
-    produced = ring.produced.at[turn * tuning.stages + stage]
-    place = next_place(matmul, offset, tile, number) if found is None else found
-    rows, depth = pl.ds(place.row + turn * WARPGROUP_ROWS, ROW_BLOCK // tuning.turns), pl.ds(place.lhs_k, tuning.tile_k)
-    source = lhs.at[rows, depth] if matmul.lhs_k == 1 else lhs.at[depth, rows]
-    shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches one part for all of them
-    plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], produced, collective_axes=shared if matmul.shares_lhs else None)
-    columns = pl.ds(multiple_of(offset.column + tile.column, matmul.column_grain), tuning.tile_n)
-    shared = None if matmul.shares_lhs else shared
-
-    def copy(rhs: Any, k: Any) -> None:
-        depth = pl.ds(pl.multiple_of(k, tuning.tile_k), tuning.tile_k)
-        source = rhs.at[columns, depth] if matmul.rhs_k == 1 else rhs.at[depth, columns]
-        plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], produced, collective_axes=shared)
-
-    product.copy_rhs(place.rhs_k, copy)
-
-
-def _of_turn(tuning: Tuning, tile: Tile, step: Any) -> tuple[Any, Any]:
-    """Which warpgroup's turn a step is in, and its number in the contraction."""
-    turn = lax.div(step, jnp.int32(tile.num_steps)) if tuning.turns > 1 else 0
-    return turn, tile.first_step + step - turn * tile.num_steps
 
 
 def _multiply(products: Sequence[Product], number: int, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 n"]:
@@ -246,3 +167,22 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
         kernel_name=name,
         **more,
     )
+
+
+def kernel_of_heads(matmul: Matmul, body: Callable[..., None], *given: Any, **more: Any) -> Callable[..., Any]:
+    """`kernel`, ``body`` given last the shared memory in which a tile of each compute warpgroup waits."""
+    held = plgpu.SMEM(HELD_SHAPE, jnp.float32, transforms=swizzled(STAGING_COLUMNS, 4))
+    return kernel(matmul, lambda *refs: body(*refs, held), *given, **more)
+
+
+def hold(held: Any, x: Float[Array, "64 256"]) -> HeldTile:
+    """In shared memory."""
+    blocks = held.at[lax.axis_index("wg")]
+    plgpu.commit_smem()  # all threads have read the tile before
+
+    def load(part: Any) -> Array:
+        # A barrier, beyond which the compiler moves no load: the whole tile at once would spill registers.
+        plgpu.commit_smem()
+        return plgpu.load(part, layout=HELD.layout)
+
+    return HeldTile.of(x, blocks, load)

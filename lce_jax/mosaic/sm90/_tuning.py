@@ -9,67 +9,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from lce_jax.mosaic._operands import geometry
-from lce_jax.mosaic.common._tiles import (
-    BARRIER_BYTES,
-    ROW_BLOCK,
-    SMEM_ALIGNMENT,
-    STAGING_BYTES,
-    STAGING_COLUMNS,
-    TILE_N,
-    TILING,
-)
+from lce_jax.mosaic.common._tiles import COMPUTE_WARPGROUPS, KL_HELD_BYTES, TILE_N, TILING, Tuning, stages_output
 from lce_jax.types._types import Call
 
-WARPGROUP_ROWS = 64  # the M of one wgmma
-# A third leaves 128 registers a thread, fewer than the accumulator and its epilogue need.
-COMPUTE_WARPGROUPS = ROW_BLOCK // WARPGROUP_ROWS
 NARROW_TILE_N = 192  # of the products, where it divides H and TILE_N does not: no tile is part empty
 MEMORY_REGISTERS = 40  # a thread of the memory warpgroup; the compute warpgroups share the others
 COMPUTE_REGISTERS = (512 - MEMORY_REGISTERS) // COMPUTE_WARPGROUPS // 8 * 8
-
-# Waves of tiles that reading and writing one token's dhidden takes: 8 H bytes at 4.3 TB/s against 2 · 128 · 256 · H
-# operations of one multiprocessor at 5.5 TFLOP/s (H200).
-DHIDDEN_WAVES = (8 / 4.3e12) / (2 * ROW_BLOCK * TILE_N / 5.5e12)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """The free choices of one kernel. Everything else follows from the shapes."""
-
-    tile_k: int
-    stages: int  # buffers of one [ROW_BLOCK / turns, tile_k] and one [tile_n, tile_k] operand tile each
-    cluster: int = 1  # 1 or 2: kernel blocks, one below the other, that load each tile of rhs once between them
-    snake: int = 16  # row blocks (``minor`` 0) or tiles of columns (1) at a time, for L2 to reuse: 16 x 8 is square
-    minor: int = 0  # 0: row blocks, 1: vocabulary tiles
-    in_flight: int = 0  # steps, 0 or 1, that are still multiplied while a warpgroup waits for the next operands
-    turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
-    slots: int = 2  # staging slots of each warpgroup, where tiles are stored
-    tile_n: int = TILE_N  # columns of a tile; the kernels of logits know TILE_N only
-
-    def __post_init__(self) -> None:
-        """Refuses what the kernels are not written for."""
-        if self.cluster not in (1, 2) or self.in_flight not in (0, 1) or self.turns not in (1, 2):
-            raise ValueError(f"cluster and turns must be 1 or 2, in_flight 0 or 1, got {self}")
-        if self.stages <= self.in_flight:
-            raise ValueError(f"more stages are needed than steps in flight, got {self}")
-        if self.slots < 1 or self.tile_n // STAGING_COLUMNS % self.slots or self.snake % self.cluster:
-            raise ValueError(f"slots must divide a tile's blocks of columns, and snake by cluster, got {self}")
-
-    def smem_bytes(self, itemsize: int, staged: bool, held: int = 0) -> int:
-        """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots.
-
-        ``held``: the bytes of a tile that waits.
-        """
-        sizes = [
-            self.stages * ROW_BLOCK // self.turns * self.tile_k * itemsize,
-            self.stages * self.tile_n * self.tile_k * itemsize,
-            held,
-        ]
-        if staged:
-            sizes.append(COMPUTE_WARPGROUPS * self.slots * WARPGROUP_ROWS * STAGING_BYTES)
-        barriers = (1 + self.turns) * self.stages * BARRIER_BYTES  # consumed and produced
-        return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
-
 
 # "forward" and "dlogits" contract H, "dhidden" the vocabulary, "dweight" the tokens. Each is the best of half a dozen
 # at hidden sizes from 1024 to 4096 and 512 to 32768 tokens on an H200, timed in turn with the bare product.
@@ -89,7 +34,6 @@ BY_KERNEL: Mapping[str, Tuning] = {
     "kl_mixture_sums": Tuning(tile_k=32, stages=4, cluster=2),
     "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2),
 }
-KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4
 
 # For a short contraction, where the epilogue counts. Turns hide the epilogue, but read each tile of rhs twice, in steps
 # of half the time. Where few row blocks share a tile of the weight, such a step is too short for the latency of HBM.
@@ -158,8 +102,3 @@ def _fills_narrow_tiles(case: Call, kernel: str) -> bool:
     """Whether the columns of the kernel's result are H, and narrow tiles leave none of theirs empty."""
     along_hidden = kernel == "dhidden" or (kernel == "dweight" and case.vocab_dim == 0)
     return along_hidden and case.hidden_size % TILE_N != 0 and case.hidden_size % NARROW_TILE_N == 0
-
-
-def stages_output(case: Call, kernel: str) -> bool:
-    """Whether a kernel stores tiles of its result through slots: the forward for a cache only, those of a KL never."""
-    return not kernel.startswith("kl") and (kernel != "forward" or case.cache_budget > 0)
