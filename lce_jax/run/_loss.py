@@ -513,7 +513,7 @@ _programs: dict[int, Any] = {}  # `_runner.compute` of each loss_fn that is aliv
 
 
 def keep_program(loss_fn: Any) -> tuple[Any, Any]:
-    """`_runner.compute` with one program of each kind of call as long as ``loss_fn`` lives, and ``loss_fn`` held weakly."""
+    """`_runner.compute` with one program per kind of call while ``loss_fn`` lives; and ``loss_fn`` held weakly."""
     owner = getattr(loss_fn, "__func__", loss_fn)  # a bound method is a new object each time
     found = _programs.get(id(owner))
     if found is not None:
