@@ -16,7 +16,7 @@ from lce_jax.call._describe import Place
 from lce_jax.call._options import Given
 from lce_jax.mesh import _collectives
 from lce_jax.run import _loss, _runner, _token_chunks
-from lce_jax.run._loss import Inputs, axes_of_tokens
+from lce_jax.run._loss import LOSS, Inputs
 from lce_jax.run._mixed_tokens import refuse_mixed_tokens
 from lce_jax.types import _jax, scalars
 from lce_jax.types._types import LogprobOutput, Results
@@ -178,23 +178,23 @@ def sum_of_losses(
     ``loss_fn`` mixes tokens; None for one of our own.
     """
     call, primals, rows, agree = _describe.bind(_describe.describe(given), place, arguments)
-    flat, own = _loss.leaves_of_arguments(arguments, rows.labels)
+    flat, own = _loss.flatten_arguments(arguments, rows.labels)
     if call.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)
         agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
-    inputs = Inputs(primals, _describe.tag_also(call, rows, flat), flat, ())
-    axes = axes_of_tokens(call, inputs)
-    run, held = (_loss.run, loss_fn) if _jax.is_traced() else _loss.outside_jit(loss_fn)
-    loss, constants = _loss.trace(held, own, call, inputs, axes)
+    inputs, rows = Inputs(primals, flat, ()), _describe.tag_also(call, rows, flat)
+    axes = _runner.result_axes(call, (inputs, rows))
+    run, held = (_runner.compute, loss_fn) if _jax.is_traced() else _loss.keep_program(loss_fn)
+    loss, constants = _loss.trace(held, own, call, flat, rows.labels.ndim, axes)
     if refusal is not None:
         refuse_mixed_tokens(loss.jaxpr.jaxpr, refusal)
     _loss.check_closure(constants, axes)
     inputs = inputs._replace(constants=constants)
-    traced_there = call.mesh is not None and not _runner.is_left_to_xla(call, inputs)
+    traced_there = call.mesh is not None and not _runner.is_left_to_xla(call, (inputs, rows))
     loss = loss if traced_there else dataclasses.replace(loss, retrace=None)  # which keeps nothing alive
-    if run is not _loss.run:
-        loss, inputs = _loss.outliving(loss, inputs)
-    total, out = run(call, loss, inputs)
+    if run is not _runner.compute:
+        loss, inputs = _loss.identify(loss, inputs)
+    total, out = run(LOSS._replace(static=(loss,)), call, inputs, rows)
     if agree is not None:
         total = _collectives.nan_where_different(jnp.all(agree), total)
         out = _collectives.nan_where_different(agree, out)

@@ -1,7 +1,7 @@
-"""`lce_jax.linear_loss` as JAX takes it: the loss, its gradients in the forward, and the ``custom_vjp``.
+"""`lce_jax.linear_loss` as the runner takes it: the traced loss of one token, and gradients in the forward.
 
-The loss of a token is traced once, with what it closes over as arguments. The residuals of the ``custom_vjp`` are the
-gradients themselves, for a cotangent of 1.
+The loss of a token is traced once, with what it closes over as arguments. The forward keeps the gradients themselves,
+for a cotangent of 1, and the backward multiplies them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import Kind, Program, spread
+from lce_jax.run._runner import Capability, Kind, OperandType, Program, result_axes, spread
 from lce_jax.run._token_chunks import TokenChunk, chunk_rows, of_chunk
 from lce_jax.types import _jax, scalars
 from lce_jax.types._types import Call, LogprobOutput, Primals, Results
@@ -36,10 +36,9 @@ GIVE_IT_AS_AN_ARGUMENT = "give it as a per-token argument, jnp.broadcast_to(x, (
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call, or the gradients of those that are differentiable, with None in place of the others."""
+    """The operands with gradients, or these gradients, with None in place of what has none."""
 
     primals: Primals
-    rows: Any  # `Rows`
     per_token: tuple[Any, ...]  # [*b, ...], the leaves of the loss's own arguments
     constants: tuple[Any, ...]  # the traced arrays that the loss closes over
 
@@ -49,9 +48,9 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TokenLoss:
-    """A traced loss of one token, equal to itself alone; that of `outliving` to all that compute the same."""
+    """A traced loss of one token, equal to itself alone; that of `identify` to all that compute the same."""
 
-    # Of examples of a token's results and of its arguments. None for one device: it keeps nothing alive.
+    # Of the types that the jaxpr takes. None for one device: it keeps nothing alive.
     retrace: Callable[..., ClosedJaxpr] | None = dataclasses.field(compare=False)
     jaxpr: ClosedJaxpr = dataclasses.field(compare=False)  # with None for each array that it closes over
     # The arrays that it closes over; None in place of the traced ones.
@@ -60,27 +59,26 @@ class TokenLoss:
     identity: Any = dataclasses.field(default_factory=object)
 
     @classmethod
-    def of(cls, retrace: Callable[..., ClosedJaxpr], *examples: Any) -> tuple[TokenLoss, tuple[Any, ...]]:
+    def of(cls, retrace: Callable[..., ClosedJaxpr], types: list[Any]) -> tuple[TokenLoss, tuple[Any, ...]]:
         """The loss, and the traced arrays that it closes over, `untyped`."""
-        closed = retrace(*examples)
+        closed = retrace(types)
         known = tuple(None if _is_traced(x) else x for x in closed.consts)
         empty = closed.replace(consts=[None] * len(known))
         impls = tuple(map(_impl, closed.consts))
         return cls(retrace, empty, known, impls), tuple(untyped(x) for x in closed.consts if _is_traced(x))
 
-    def with_arguments(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
+    def take_arrays(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
         """The loss with all that it closes over among the inputs: a function that XLA splits closes over nothing."""
         traced = iter(inputs.constants)
         known = (None if x is None else _describe.on_device(x, inputs.primals.hidden) for x in self.known)
         constants = tuple(next(traced) if x is None else untyped(x) for x in known)
         return dataclasses.replace(self, known=(None,) * len(constants)), inputs._replace(constants=constants)
 
-    def here(self, inputs: Inputs) -> TokenLoss:
+    def retrace_here(self) -> TokenLoss:
         """The same loss traced over the mesh where it is computed, which a traced program knows."""
         assert self.retrace is not None
-        dtype = jnp.promote_types(inputs.primals.weight.dtype, jnp.float32)
         try:
-            loss, _ = TokenLoss.of(self.retrace, *_examples(dtype, inputs))
+            loss, _ = TokenLoss.of(self.retrace, self.types)
             return dataclasses.replace(loss, known=self.known)
         except (NotImplementedError, ValueError) as error:  # JAX: what is typed over the axes of the mesh outside
             if not self.known:
@@ -90,62 +88,65 @@ class TokenLoss:
                 f"{GIVE_IT_AS_AN_ARGUMENT}"
             ) from error
 
+    @property
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """What the jaxpr takes: the results of one token, and its slice of each argument."""
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
+
     def __call__(
         self, live: Bool[Array, "T"] | None, results: Results, per_token: Any, constants: Any
     ) -> Float[Array, "T"]:
         """The losses of flat tokens, 0 where they do not count."""
-        given, traced = jax.tree.leaves(_given_to_loss(results)), iter(constants)
-        known = zip(self.known, self.impls, strict=True)
+        traced, known = iter(constants), zip(self.known, self.impls, strict=True)
         closed = self.jaxpr.replace(consts=[_typed(next(traced), impl) if x is None else x for x, impl in known])
-        (losses,) = jax.vmap(jaxpr_as_fun(closed))(*given, *per_token)
+        # The mean logit is for `lce_jax.linear_cross_entropy` alone.
+        of_results = jax.tree.leaves((results.outputs[:3], results.mean_logit))
+        (losses,) = jax.vmap(jaxpr_as_fun(closed))(*of_results, *per_token)
         losses = losses.astype(results.outputs.lse.dtype)
         return losses if live is None else jnp.where(live, losses, 0.0)
 
 
-def outliving(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
+def identify(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
     """The loss for a program that outlives the call: with all arrays among the inputs, told by what it computes.
 
     That is its value and its derivatives, in which custom rules have become operations. All that the function reads may
     have changed when it is called again.
     """
-    loss, inputs = loss.with_arguments(inputs)
+    loss, inputs = loss.take_arrays(inputs)
     jaxpr, impls = loss.jaxpr, loss.impls
     both = jax.value_and_grad(
         lambda constants, given: jaxpr_as_fun(jaxpr.replace(consts=[*map(_typed, constants, impls)]))(*given)[0],
         argnums=(0, 1),
         allow_int=True,
     )
-    structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals)
-    made = jax.make_jaxpr(both)(inputs.constants, structs)
+    made = jax.make_jaxpr(both)(inputs.constants, loss.types)
     return dataclasses.replace(loss, identity=(str(made), *_constants_of(made))), inputs
 
 
-def leaves_of_arguments(arguments: Any, labels: Any) -> tuple[tuple[Any, ...], Callable[..., Any]]:
+def flatten_arguments(arguments: Any, labels: Any) -> tuple[tuple[Any, ...], Callable[..., Any]]:
     """The arrays of the loss's own arguments, one for each token and `untyped`, and what makes arguments of such.
 
     Numbers are no arrays: the loss gets them as they are.
     """
     given, tree = jax.tree_util.tree_flatten_with_path(arguments)
-    shape, flat = tuple(labels.shape), []
+    shape, flat, impls = tuple(labels.shape), [], []
     numbers = [x if scalars.is_number(x) else None for _, x in given]
     for path, x in given:
         if not scalars.is_number(x):
             name = f"per-token argument {jax.tree_util.keystr(path[1:], simple=True, separator='.')} of loss_fn"
             _checks.array(name, x)
             scalars.per_token_shape(name, x.shape, shape)
-            flat.append(jnp.asarray(x))
-    impls = tuple(map(_impl, flat))
+            array = jnp.asarray(x)
+            data = untyped(array)
+            whole = (*shape, *data.shape[min(array.ndim, len(shape)) :])
+            flat.append(data if data.shape == whole else jnp.broadcast_to(data, whole))
+            impls.append(_impl(array))
 
-    def of_token(own: Any) -> Any:
+    def arguments_of_token(own: Any) -> Any:
         arrays = map(_typed, own, impls)
         return jax.tree.unflatten(tree, [next(arrays) if x is None else x for x in numbers])
 
-    def for_each(x: Array) -> Array:
-        data = untyped(x)
-        whole = (*shape, *data.shape[min(x.ndim, len(shape)) :])
-        return data if data.shape == whole else jnp.broadcast_to(data, whole)
-
-    return tuple(map(for_each, flat)), of_token
+    return tuple(flat), arguments_of_token
 
 
 def untyped(x: Any) -> Any:
@@ -162,24 +163,32 @@ def _impl(x: Any) -> Any:
 
 
 def trace(
-    loss_fn: Callable[..., Any], own: Callable[..., Any], call: Call, inputs: Inputs, axes: frozenset[Any]
+    loss_fn: Callable[..., Any],
+    arguments_of_token: Callable[..., Any],
+    call: Call,
+    per_token: tuple[Any, ...],
+    num_dims: int,
+    axes: frozenset[Any],
 ) -> tuple[TokenLoss, tuple[Any, ...]]:
-    """The loss of one token, and the traced arrays that it closes over; everything per token varies over ``axes``."""
-    entropy, mean_logit = call.entropy, call.mean_logit
+    """The loss of one token, and the traced arrays that it closes over; everything per token varies over ``axes``.
 
-    def retrace(scalar: Any, *flat: Any) -> ClosedJaxpr:
-        results = scalar, scalar if entropy else None, scalar, *([scalar] if mean_logit else [])
+    ``num_dims``: the leading dimensions of ``per_token`` that are the call's.
+    """
+    scalar: Any = jax.ShapeDtypeStruct((), call.stat_dtype)
+    results = [scalar, scalar if call.entropy else None, scalar, *([scalar] if call.mean_logit else [])]
+    arguments = [jax.ShapeDtypeStruct(x.shape[num_dims:], x.dtype) for x in per_token]
 
-        def of_token(results: Any, *flat: Any) -> Any:
-            by_place, by_name = own(flat)
-            return loss_fn(*results, *by_place, **by_name)
+    def loss_of_token(results: Any, arguments: Any) -> Any:
+        by_place, by_name = arguments_of_token(arguments)
+        return loss_fn(*results, *by_place, **by_name)
 
-        return jax.make_jaxpr(of_token)(results, *flat)
+    def retrace(types: list[Any]) -> ClosedJaxpr:
+        return jax.make_jaxpr(loss_of_token)(*jax.tree.unflatten(jax.tree.structure((results, arguments)), types))
 
-    examples = _examples(call.stat_dtype, inputs)
+    types = jax.tree.leaves((results, arguments))
     if axes:
-        examples = _jax.vary_over([jnp.zeros(x.shape, x.dtype) for x in examples], axes)
-    loss, constants = TokenLoss.of(retrace, *examples)
+        types = _jax.vary_over([jnp.zeros(x.shape, x.dtype) for x in types], axes)
+    loss, constants = TokenLoss.of(retrace, types)
     shapes = [(tuple(x.shape), x.dtype) for x in loss.jaxpr.out_avals]
     if len(shapes) != 1 or shapes[0][0] != () or not jnp.issubdtype(shapes[0][1], jnp.floating):
         said = ", ".join(f"{dtype.name}{list(shape)}" for shape, dtype in shapes) or "nothing"
@@ -190,12 +199,6 @@ def trace(
     return loss, constants
 
 
-def _examples(dtype: Any, inputs: Inputs) -> list[Any]:
-    """A result of one token, and its slice of each argument."""
-    dims, struct = inputs.rows.labels.ndim, jax.ShapeDtypeStruct
-    return [struct((), dtype), *(struct(x.shape[dims:], x.dtype) for x in inputs.per_token)]
-
-
 def _constants_of(jaxpr: Any) -> Iterator[bytes | int]:
     """What tells the arrays that a program and the functions in it close over, which its text does not show."""
     yield from (x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in getattr(jaxpr, "consts", ()))
@@ -203,11 +206,6 @@ def _constants_of(jaxpr: Any) -> Iterator[bytes | int]:
         for inner in jax.tree.leaves(list(equation.params.values())):
             if hasattr(inner, "eqns"):
                 yield from _constants_of(inner)
-
-
-def _given_to_loss(results: Results) -> tuple[Any, ...]:
-    """What a loss is given of a token; the mean logit is for `lce_jax.linear_cross_entropy` alone."""
-    return *results.outputs[:3], results.mean_logit
 
 
 def check_closure(constants: tuple[Any, ...], axes: frozenset[Any]) -> None:
@@ -232,46 +230,6 @@ def has_gradient(x: Any) -> bool:
 
 def _is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
-
-
-# What one device computes
-
-
-def sum_of_losses(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
-    """The sum over this device's tokens and the results, without gradients."""
-    primals, rows, per_token, constants = inputs
-    results, _ = _shard.device_forward(call, primals, rows, keep_cache=False)
-    live, flat, per_token = _describe.flattened((rows.where, results, per_token), rows.labels.ndim)
-    flat, per_token = _jax.vary_over((flat, per_token), axes_of_tokens(call, inputs))
-    return _total(call, jnp.sum(loss(live, flat, per_token, constants))), results.outputs
-
-
-def forward_and_gradients(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput, Inputs]:
-    """The same, and the gradients for a cotangent of 1; `_bwd` multiplies and sums them."""
-    whole = _Chunks.of(call, loss, inputs).run()
-    shape = inputs.rows.labels.shape
-    losses, outputs = whole.losses, jax.tree.map(lambda x: x.reshape(shape), whole.outputs)
-    per_token = tuple(
-        None if dx is None else dx.reshape(x.shape) for dx, x in zip(whole.per_token, inputs.per_token, strict=True)
-    )
-    constants = tuple(None if dx is None else _total(call, dx) for dx in whole.constants)
-    (dhidden, dweight, dbias), (hidden, weight, _) = whole.gradients, inputs.primals
-    dweight = None if dweight is None else _total(call, dweight.astype(weight.dtype))
-    dbias = None if dbias is None else _total(call, dbias)
-    if dhidden is not None and call.gather_dim is not None:
-        dhidden = _shard.scattered(call, dhidden, hidden).astype(hidden.dtype)
-    primals = Primals(None if dhidden is None else dhidden.reshape(hidden.shape), dweight, dbias)
-    return _total(call, jnp.sum(losses)), outputs, Inputs(primals, None, per_token, constants)
-
-
-def _total(call: Call, x: Array) -> Array:
-    """The sum over the devices that hold other tokens of the same call, where no types say so."""
-    return lax.psum(x, call.token_axes) if call.token_axes else x
-
-
-def axes_of_tokens(call: Call, inputs: Inputs) -> frozenset[Any]:
-    """The axes over which results, and so losses, may differ by their types."""
-    return _jax.varying_axes(inputs) - frozenset(_jax.as_axes(call.axis_name))
 
 
 # In chunks of tokens
@@ -310,11 +268,10 @@ class _Chunks:
     hidden_dtype: jnp.dtype
 
     @classmethod
-    def of(cls, call: Call, loss: TokenLoss, inputs: Inputs) -> _Chunks:
-        primals, rows = inputs.primals, inputs.rows
-        size, tokens = chunk_rows(call), rows.labels.size
+    def of(cls, call: Call, loss: TokenLoss, inputs: Inputs, rows: Rows) -> _Chunks:
+        primals, size, tokens = inputs.primals, chunk_rows(call), rows.labels.size
         tracked = call.axis_name is not None and _jax.tracks_varying(call.axis_name)
-        given, all_axes = _jax.varying_axes(primals.hidden), _jax.varying_axes(inputs)
+        given, all_axes = _jax.varying_axes(primals.hidden), _jax.varying_axes((inputs, rows))
         names = frozenset(_jax.as_axes(call.axis_name))
         psum = names - given if tracked else frozenset()
         if call.token_axes is not None and call.gather_dim is None:
@@ -340,7 +297,7 @@ class _Chunks:
             tokens=tokens,
             adds=size < tokens,
             writes=size < tokens and _dispatch.writes_dweight(chunk),
-            token_axes=axes_of_tokens(call, inputs),
+            token_axes=result_axes(call, (inputs, rows)),
             psum_axes=tuple(sorted(psum, key=str)),
             hidden_axes=hidden_axes,
             weight_axes=weight_axes,
@@ -458,112 +415,113 @@ def _filled(floats: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]
     return tuple(x if own is None else own for own, x in zip(floats, arrays, strict=True))
 
 
-# As JAX differentiates it
+# What one device computes
 
 
-def run(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
-    """The sum of the losses, differentiable in all inputs, and the results, which carry no gradient."""
-    if not call.num_tokens:
-        out = _shard.of_no_tokens(call, inputs.rows).outputs
-        return _jax.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(call, inputs))
-    marked = functools.partial(_jax.only_in_reverse.bind, function=call.function)
-    primals, per_token, constants = jax.tree.map(marked, (inputs.primals, inputs.per_token, inputs.constants))
-    return _run(call, loss, Inputs(primals, inputs.rows, per_token, constants))
+def device_forward(
+    call: Call, loss: TokenLoss, inputs: Inputs, rows: Rows, differentiated: bool
+) -> tuple[tuple[Array, LogprobOutput], Inputs | None]:
+    """The sum over this device's tokens and the results; and the gradients for a cotangent of 1, if asked for."""
+    if not differentiated:
+        results, _ = _shard.device_forward(call, inputs.primals, rows, keep_cache=False)
+        live, flat, per_token = _describe.flattened((rows.where, results, inputs.per_token), rows.labels.ndim)
+        flat, per_token = _jax.vary_over((flat, per_token), result_axes(call, (inputs, rows)))
+        return (_total(call, jnp.sum(loss(live, flat, per_token, inputs.constants))), results.outputs), None
+    whole = _Chunks.of(call, loss, inputs, rows).run()
+    (dhidden, dweight, dbias), (hidden, weight, _) = whole.gradients, inputs.primals
+    outputs = jax.tree.map(lambda x: x.reshape(rows.labels.shape), whole.outputs)
+    per_token = tuple(
+        None if dx is None else dx.reshape(x.shape) for dx, x in zip(whole.per_token, inputs.per_token, strict=True)
+    )
+    constants = jax.tree.map(functools.partial(_total, call), whole.constants)
+    dweight = None if dweight is None else _total(call, dweight.astype(weight.dtype))
+    dbias = None if dbias is None else _total(call, dbias)
+    if dhidden is not None and call.gather_dim is not None:
+        dhidden = _shard.scattered(call, dhidden, hidden).astype(hidden.dtype)
+    primals = Primals(None if dhidden is None else dhidden.reshape(hidden.shape), dweight, dbias)
+    return (_total(call, jnp.sum(whole.losses)), outputs), Inputs(primals, per_token, constants)
 
 
-_programs: dict[int, Any] = {}  # `run` of each loss_fn that is alive, by its id
+def _total(call: Call, x: Array) -> Array:
+    """The sum over the devices that hold other tokens of the same call, where no types say so."""
+    return lax.psum(x, call.token_axes) if call.token_axes else x
 
 
-def outside_jit(loss_fn: Any) -> tuple[Any, Any]:
-    """`run`, which keeps one program of each kind of call as long as ``loss_fn`` lives, and ``loss_fn`` held weakly."""
+# `lce_jax.linear_loss` as the runner takes it
+
+
+def forward(
+    call: Call, inputs: Inputs, rows: Rows, differentiated: bool, loss: TokenLoss
+) -> tuple[tuple[Array, LogprobOutput], Inputs | None]:
+    """The sum of the losses, and the results, which carry no gradient; and the gradients, if asked for."""
+    left = _runner.is_left_to_xla(call, (inputs, rows))
+    of_device, all_inputs = loss.take_arrays(inputs) if left else (loss, inputs)
+
+    def run(share: Call, inputs: Inputs, rows: Rows) -> Any:
+        own = of_device if left or call.mesh is None else of_device.retrace_here()
+        return device_forward(share, own, inputs, rows, differentiated)
+
+    kinds: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    results = (Kind.WHOLE, Kind.RESULTS), kinds if differentiated else None
+    out, found = spread(call, Program(run, (kinds, Kind.TOKENS), results), all_inputs, rows)
+    if found is None:
+        return out, None
+    if left:  # XLA takes the arrays that are known too
+        pairs = zip(found.constants, loss.known, strict=True)
+        found = found._replace(constants=tuple(dx for dx, known in pairs if known is None))
+    found = found if call.mesh is None else _runner.split_as(found, inputs)
+    # An array without numbers stands for a gradient that is not asked for: what is kept has the same tree whichever
+    # are, because JAX takes it from any trace, also one where other operands are differentiated.
+    there = (
+        jnp.zeros((0,), x.dtype) if dx is None and x is not None else dx
+        for dx, x in zip(found.primals, inputs.primals, strict=True)
+    )
+    return out, found._replace(primals=Primals(*there))
+
+
+def backward(call: Call, types: Inputs, _: Any, gradients: Inputs, cotangent: Any) -> Inputs:
+    """The gradients multiplied by the cotangent of the sum."""
+    own = jnp.asarray(cotangent[0])  # a number, where the caller of ``jax.vjp`` gives one
+    shared = own if call.axis_name is None else _collectives.total_cotangent(own, call.axis_name)
+
+    def scale(by: Array, gradient: Array | None, operand: OperandType) -> Array | None:
+        if gradient is None:
+            return None
+        # Under value_and_grad the cotangent is the literal 1, and XLA drops the product.
+        wide = jnp.promote_types(gradient.dtype, by.dtype)
+        product = (gradient.astype(wide) * by).astype(gradient.dtype)
+        return _jax.psum_to_axes(product, operand.varying).astype(operand.dtype)
+
+    primals = gradients.primals.only(call.wanted)
+    return Inputs(
+        Primals(*map(functools.partial(scale, shared), primals, types.primals)),
+        tuple(map(functools.partial(scale, own), gradients.per_token, types.per_token)),
+        tuple(map(functools.partial(scale, own), gradients.constants, types.constants)),
+    )
+
+
+def _of_no_tokens(call: Call, rows: Rows) -> tuple[Array, LogprobOutput]:
+    out = _shard.of_no_tokens(call, rows).outputs
+    return jnp.zeros((), out.lse.dtype), out
+
+
+# Of ``static=(loss,)``, a `TokenLoss`.
+LOSS = Capability(forward, backward, _of_no_tokens, keeps_gradients=True)
+
+
+_programs: dict[int, Any] = {}  # `_runner.compute` of each loss_fn that is alive, by its id
+
+
+def keep_program(loss_fn: Any) -> tuple[Any, Any]:
+    """`_runner.compute` with one program per kind of call while ``loss_fn`` lives; and ``loss_fn`` held weakly."""
     owner = getattr(loss_fn, "__func__", loss_fn)  # a bound method is a new object each time
     found = _programs.get(id(owner))
     if found is not None:
         return found, weakref.proxy(loss_fn)
-    found = jax.jit(functools.partial(run), static_argnums=(0, 1))
+    found = jax.jit(functools.partial(_runner.compute), static_argnums=(0, 1))
     try:
         weakref.finalize(owner, _programs.pop, id(owner)).atexit = False
     except TypeError:  # what cannot be held weakly is compiled for each call
         return found, loss_fn
     _programs[id(owner)] = found
     return found, weakref.proxy(loss_fn)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
-    return _spread_over(call, loss, inputs, sum_of_losses, OF_A_FORWARD)
-
-
-OF_A_FORWARD = (Kind.WHOLE, Kind.RESULTS)  # the sum, and the results
-
-
-def _spread_over(call: Call, loss: TokenLoss, inputs: Inputs, run: Callable[..., Any], results: tuple[Any, ...]) -> Any:
-    """``run(call, loss, inputs)`` on every device that holds the inputs."""
-    left = _runner.is_left_to_xla(call, inputs)
-    loss, inputs = loss.with_arguments(inputs) if left else (loss, inputs)
-
-    def device(share: Call, inputs: Inputs) -> Any:
-        return run(share, loss if left or call.mesh is None else loss.here(inputs), inputs)
-
-    operands: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
-    return spread(call, Program(device, (operands,), results), inputs)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _GradientType:
-    """What a gradient must look like: the dtype and the manual axes of its operand."""
-
-    dtype: jnp.dtype
-    varying: frozenset[Any]
-
-
-def _fwd(call: Call, loss: TokenLoss, inputs: Inputs) -> tuple[Any, Any]:
-    call, inputs = call.but(wanted=_runner.wanted(call, inputs.primals)), _jax.values(inputs)
-    own: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
-    results = (*OF_A_FORWARD, own)
-    of_inputs = _jax.not_differentiable(lambda inputs: _spread_over(call, loss, inputs, forward_and_gradients, results))
-    total, outputs, gradients = of_inputs(inputs)
-    if len(gradients.constants) == len(loss.known):  # as XLA takes them, of arrays that are known too
-        pairs = zip(gradients.constants, loss.known, strict=True)
-        gradients = gradients._replace(constants=tuple(dx for dx, known in pairs if known is None))
-    given = inputs._replace(rows=None)
-    gradients = gradients if call.mesh is None else _runner.split_as(gradients, given)
-    each = zip(gradients.primals, inputs.primals, strict=True)
-    gradients = gradients._replace(primals=Primals(*(_there(dx, x) for dx, x in each)))
-    types = jax.tree.map(lambda x: _GradientType(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
-    return (total, outputs), (gradients, types)
-
-
-NO_GRADIENT = (0,)  # the shape of what stands in its place
-
-
-def _there(gradient: Array | None, operand: Array | None) -> Array | None:
-    """``gradient``, or an array without numbers: the residuals' tree is to be the same whichever are computed.
-
-    JAX takes it from any trace of the forward rule, also one where other operands are differentiated.
-    """
-    return jnp.zeros(NO_GRADIENT, operand.dtype) if gradient is None and operand is not None else gradient
-
-
-def _bwd(call: Call, loss: TokenLoss, residuals: Any, cotangent: Any) -> tuple[Inputs]:
-    del loss
-    (gradients, types), (own, _) = residuals, cotangent
-    own = jnp.asarray(_jax.cotangents(own))  # a number, where the caller of ``jax.vjp`` gives one
-    shared = own if call.axis_name is None else _collectives.total_cotangent(own, call.axis_name)
-
-    def scaled(by: Array, gradient: Array | None, of: _GradientType) -> Array | None:
-        if gradient is None or gradient.shape == NO_GRADIENT:
-            return None
-        # Under value_and_grad the cotangent is the literal 1, and XLA drops the product.
-        wide = jnp.promote_types(gradient.dtype, by.dtype)
-        product = (gradient.astype(wide) * by).astype(gradient.dtype)
-        return _jax.psum_to_axes(product, of.varying).astype(of.dtype)
-
-    primals = Primals(*map(functools.partial(scaled, shared), gradients.primals, types.primals))
-    per_token = tuple(map(functools.partial(scaled, own), gradients.per_token, types.per_token))
-    constants = tuple(map(functools.partial(scaled, own), gradients.constants, types.constants))
-    return (Inputs(primals, None, per_token, constants),)
-
-
-_run.defvjp(_fwd, _bwd, symbolic_zeros=True)

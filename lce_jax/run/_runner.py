@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -436,56 +436,74 @@ def _check(call: Call, there: Device | None, platform: str) -> None:
 
 
 class Capability(NamedTuple):
-    """A function of global arrays, differentiable in its first operands. Everything else is ``rest``."""
+    """A function of global arrays, differentiable in its operands. Everything else is ``rest``."""
 
-    forward: Callable[..., Any]  # (call, primals, rest, differentiated) -> results, what is kept for the backward
-    backward: Callable[..., Primals]  # (call, primals, rest, kept, cotangent) -> gradients, None if not `Call.wanted`
+    forward: Callable[..., Any]  # (call, operands, rest, differentiated, *static) -> results, kept for the backward
+    backward: Callable[..., Any]  # (call, operands, rest, kept, cotangent) -> gradients, None if not `Call.wanted`
     of_no_tokens: Callable[..., Any]  # (call, rest) -> results
+    static: tuple[Hashable, ...] = ()
+    # Whether the forward keeps the gradients, for a cotangent of 1. Then the backward multiplies them, it may be
+    # differentiated, and it is given `OperandType`s: nothing keeps the operands.
+    keeps_gradients: bool = False
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def run(capability: Capability, call: Call, primals: Primals, rest: Any) -> Any:
-    """The results, differentiable in ``primals``.
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class OperandType:
+    """What a gradient must look like."""
 
-    Jitted, so that calls outside ``jit`` compile once; within ``jit`` it is inlined.
-    """
+    dtype: jnp.dtype
+    varying: frozenset[Any]  # the manual mesh axes
+
+
+def compute(capability: Capability, call: Call, operands: Any, rest: Any) -> Any:
+    """The results, differentiable in ``operands``."""
     if not call.num_tokens:
-        return _jax.vary_like(capability.of_no_tokens(call, rest), (primals.hidden, rest))
+        return _jax.vary_over(capability.of_no_tokens(call, rest), result_axes(call, (operands, rest)))
     marked = functools.partial(_jax.only_in_reverse.bind, function=call.function)
-    return _run(capability, call, jax.tree.map(marked, primals), rest)
+    return _differentiable(capability, call, jax.tree.map(marked, operands), rest)
+
+
+# Jitted, so that calls outside ``jit`` compile once; within ``jit`` it is inlined.
+run = jax.jit(compute, static_argnums=(0, 1), inline=True)
+
+
+def result_axes(call: Call, operands: Any) -> frozenset[Any]:
+    """The axes over which results may differ by the types of ``operands``."""
+    return _jax.varying_axes(operands) - frozenset(_jax.as_axes(call.axis_name))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(capability: Capability, call: Call, primals: Primals, rest: Any) -> Any:
-    return capability.forward(call, primals, rest, False)[0]
+def _differentiable(capability: Capability, call: Call, operands: Any, rest: Any) -> Any:
+    return capability.forward(call, operands, rest, False, *capability.static)[0]
 
 
-def wanted(call: Call, primals: Primals) -> Wanted:
-    """The gradients that the forward rule of a ``custom_vjp`` with ``symbolic_zeros`` is asked for."""
-    asked = Wanted(*(x is not None and x.perturbed for x in primals))
+def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) -> tuple[Any, Any]:
+    (head, *_) = _primals(operands)
+    asked = Wanted(*(x is not None and x.perturbed for x in head))
     if call.rank and asked.weight:
         raise ValueError(
             f"{call.function} with lora has no gradient of the weight: give it jax.lax.stop_gradient(weight)"
         )
-    return asked
-
-
-def _fwd(capability: Capability, call: Call, primals: Primals, rest: Any) -> tuple[Any, Any]:
-    asked = wanted(call, primals)
-    call, primals, rest = call.but(wanted=asked), _jax.values(primals), _jax.values(rest)
-    forward = _jax.not_differentiable(lambda primals, rest: capability.forward(call, primals, rest, True))
-    out, kept = forward(primals, rest)
+    call, given = call.but(wanted=asked), _jax.values((operands, rest))
+    out, kept = _jax.not_differentiable(lambda *given: capability.forward(call, *given, True, *capability.static))(
+        *given
+    )
+    if capability.keeps_gradients:
+        given = jax.tree.map(lambda x: OperandType(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
     # The shape of an array without numbers tells the backward rule what is asked for. The residuals' tree cannot: JAX
     # takes it from any trace of this rule, also one where other operands are differentiated.
     told = jnp.zeros((0, asked.hidden, asked.weight, asked.bias), jnp.int8)
-    return out, ((primals, rest, kept), told)
+    return out, (given, kept, told)
 
 
-def _bwd(capability: Capability, call: Call, residuals: Any, cotangent: Any) -> tuple[Primals, None]:
-    given, told = residuals
+def _backward_rule(capability: Capability, call: Call, residuals: Any, cotangent: Any) -> tuple[Any, None]:
+    given, kept, told = residuals
     backward = functools.partial(capability.backward, call.but(wanted=Wanted(*map(bool, told.shape[1:]))))
-    gradients = _jax.not_differentiable(backward)(*given, _jax.cotangents(cotangent))
+    if capability.keeps_gradients:
+        return backward(*given, kept, _jax.cotangents(cotangent)), None
+    gradients = _jax.not_differentiable(backward)(*given, kept, _jax.cotangents(cotangent))
     return (gradients if call.mesh is None else typed_as(gradients, given[0])), None
 
 
-_run.defvjp(_fwd, _bwd, symbolic_zeros=True)
+_differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
