@@ -96,7 +96,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         module._installed.undo()
         module._installed.calls = 0
     assert torch_modules._global_module_registration_hooks == before
-    for made in (torchtitan._override, skyrl._deferring, areal._engine, _framework._init_with):
+    for made in (torchtitan._register_override, skyrl._wrap_init, areal._make_engine, _framework._wrap_ray_init):
         made.cache_clear()
 
 
@@ -496,7 +496,7 @@ def test_areal() -> None:
             del ulysses_pad_size
             return values
 
-    engine: Any = type("Engine", (areal._Deferring, Stock), {})
+    engine: Any = type("Engine", (areal._DeferLogits, Stock), {})
     extremes = []
     for is_critic in (False, True):
         made = engine(is_critic)
