@@ -1,7 +1,7 @@
 """AReaL under FSDP without logits: its engines compute log-probabilities of deferred logits.
 
-AReaL's workers import an engine by the name of its class. So the engines here are AReaL's own with `defer_logits` of
-their model, and each node has to have this package.
+AReaL's workers import an engine by the name of its class. So this module defines subclasses of AReaL's engines that
+call `defer_logits` on their model, and every node needs this package.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _installed = _framework.Installed("areal", "1.0", "log-probabilities of the head
 
 
 def install() -> _framework.Installed:
-    """AReaL's trainers, and the workers that they start, then take these engines for the backend "fsdp".
+    """Makes AReaL's trainers, and the workers that they start, use these engines for the backend "fsdp".
 
-    To be called in the script that starts the run, before the trainer is built. What `defer_logits` does not serve, as
-    tensor parallelism, is as without it.
+    Call it in the script that starts the run, before the trainer is built. Whatever `defer_logits` does not support,
+    such as tensor parallelism, works as before.
 
     Returns:
-        What counts results in this process, and undoes it; a second call returns the same.
+        The handle, which counts results in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
         NotImplementedError: AReaL's engines have other names.
@@ -37,25 +37,25 @@ def install() -> _framework.Installed:
         >>> import lce_torch_bridge.areal
         >>> lce_torch_bridge.areal.install()  # doctest: +SKIP
     """
-    engine = _installed.module("areal.engine")
-    return _installed.put(*((engine, theirs, _engine(ours)) for ours, theirs in ENGINES.items()))
+    engine = _installed.import_module("areal.engine")
+    return _installed.replace_attributes(*((engine, theirs, _make_engine(ours)) for ours, theirs in ENGINES.items()))
 
 
 def __getattr__(name: str) -> Any:
-    """The engines, which are classes of AReaL."""
+    """Returns an engine, a subclass of AReaL's."""
     if name not in ENGINES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _engine(name)
+    return _make_engine(name)
 
 
 @functools.cache
-def _engine(name: str) -> type:
+def _make_engine(name: str) -> type:
     base = getattr(importlib.import_module("areal.engine.fsdp_engine"), ENGINES[name])
-    return type(name, (_Deferring, base), {"__module__": __name__})
+    return type(name, (_DeferLogits, base), {"__module__": __name__})
 
 
-class _Deferring:
-    """Before an engine in the bases of a class."""
+class _DeferLogits:
+    """A base class that precedes AReaL's engine in the bases of each engine here."""
 
     _compute_values: Any
     config: Any
@@ -67,7 +67,7 @@ class _Deferring:
             _installed.defer(self.model)
 
     def _get_vocab_min_max_logits(self, logits: torch.Tensor, ulysses_pad_size: int = 0) -> Any:
-        """The smallest and the largest logit in one pass, where AReaL asks for one after the other."""
+        """Returns the smallest and the largest logit from one pass. AReaL computes them one after the other."""
         if not isinstance(logits, DeferredLogits):
             return super()._get_vocab_min_max_logits(logits, ulysses_pad_size)  # type: ignore[misc]
         extremes = torch.aminmax(logits.detach(), dim=-1)

@@ -1,4 +1,4 @@
-"""Losses of what the functions of `lce_torch_bridge` return, in plain PyTorch: `lce_jax.losses` for tensors.
+"""Losses computed from the results of `lce_torch_bridge`'s functions, in plain PyTorch: `lce_jax.losses` for tensors.
 
     total, out = linear_loss(
         losses.grpo, hidden, weight, labels, old_logprob=old, advantage=advantages, reference_logprob=reference
@@ -7,13 +7,14 @@
     out = linear_logprobs(hidden, weight, labels, candidates=top.ids)
     loss = losses.distillation_loss(out.candidate_logprobs, top.logprobs, top.ids).mean()
 
-All but `distillation_loss` give each token's loss. They take ``(logprob, entropy, lse)``, tensors of one shape, and
-what comes with the tokens, in one order: ``old_logprob``, ``advantage``, ``reference_logprob``. Then parameters by
-name, numbers. They serve the results of a model too: ``losses.dapo(*out[:3], old_logprob=old, advantage=advantages)``.
-Divide the sum by the number of tokens, or of sequences, as your objective says.
+All functions except `distillation_loss` return the loss of each token. Their arguments are ``(logprob, entropy, lse)``,
+tensors of one shape; then per-token tensors in a fixed order: ``old_logprob``, ``advantage``, ``reference_logprob``;
+then numbers as keyword arguments. They also take a model's results directly:
+``losses.dapo(*out[:3], old_logprob=old, advantage=advantages)``. Divide the sum by the number of tokens or of
+sequences, as your objective requires.
 
-A difference of log-probabilities counts as at most 80, so that ratios are finite in float32, and has no gradient
-beyond that: a token so far off-policy is to be left out by ``where``.
+Differences of log-probabilities are clamped to at most 80, so that ratios are finite in float32. Beyond that they have
+no gradient: leave tokens that are so far off-policy out with ``where``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from lce_jax import losses as of_arrays
+from lce_jax import losses as jax_losses
 from lce_jax.types import scalars
 from lce_torch_bridge.call import _checks
 
@@ -34,13 +35,13 @@ def __dir__() -> list[str]:
     return [*__all__, "__doc__"]
 
 
-MOST_DISTANCE = 80.0  # of two log-probabilities whose exponential is taken: e^80 lies within float32
+MOST_DISTANCE = 80.0  # between log-probabilities, before the exponential: e^80 is finite in float32
 
 
 def cross_entropy(
     logprob: torch.Tensor, entropy: torch.Tensor | None, lse: torch.Tensor, *, z_loss: float = 0.0
 ) -> torch.Tensor:
-    """``-logprob + z_loss·lse²``.
+    """Returns ``-logprob + z_loss·lse²``.
 
     Args:
         logprob: ln p(label), nats.
@@ -67,7 +68,7 @@ def ppo_clip(
     *,
     clip: float = 0.2,
 ) -> torch.Tensor:
-    """``-min(r·A, clip(r, 1 - ε, 1 + ε)·A)`` with the ratio ``r = exp(logprob - old_logprob)``.
+    """Returns ``-min(r·A, clip(r, 1 - ε, 1 + ε)·A)`` with the ratio ``r = exp(logprob - old_logprob)``.
 
     Args:
         logprob: ln p(label), nats.
@@ -97,7 +98,7 @@ def dapo(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
 ) -> torch.Tensor:
-    """`ppo_clip` with a range that is wider above 1, so that unlikely tokens can become likely.
+    """Returns `ppo_clip` with a clipping range that is wider above 1, so that unlikely tokens can become likely.
 
     Divide the sum by the number of tokens of all sequences.
 
@@ -118,8 +119,8 @@ def dapo(
     """
     del entropy, lse
     _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
-    ratio = _ratio(logprob, old_logprob)
-    return -torch.minimum(ratio * advantage, _clipped(ratio, clip_low, clip_high) * advantage)
+    ratio = _compute_ratio(logprob, old_logprob)
+    return -torch.minimum(ratio * advantage, _clip_ratio(ratio, clip_low, clip_high) * advantage)
 
 
 def grpo(
@@ -133,7 +134,7 @@ def grpo(
     clip: float = 0.2,
     kl: float = 0.04,
 ) -> torch.Tensor:
-    """`ppo_clip` plus ``kl·(e^d - d - 1)`` with ``d = reference_logprob - logprob``.
+    """Returns `ppo_clip` plus ``kl·(e^d - d - 1)`` with ``d = reference_logprob - logprob``.
 
     The second term estimates KL(policy ‖ reference) without bias, and is never negative (k3).
 
@@ -169,9 +170,9 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float,
 ) -> torch.Tensor:
-    """``-w·A·logprob``, where the weight ``w = clip(r, 1 - ε_low, 1 + ε_high)`` of the ratio has no gradient.
+    """Returns ``-w·A·logprob``, where the weight ``w = clip(r, 1 - ε_low, 1 + ε_high)`` of the ratio has no gradient.
 
-    So a token whose ratio is clipped still has a gradient.
+    Because of that, a token whose ratio is clipped still has a gradient.
 
     Args:
         logprob: ln p(label), nats.
@@ -190,11 +191,11 @@ def cispo(
     """
     del entropy, lse
     _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
-    return -_clipped(_ratio(logprob, old_logprob), clip_low, clip_high).detach() * advantage * logprob
+    return -_clip_ratio(_compute_ratio(logprob, old_logprob), clip_low, clip_high).detach() * advantage * logprob
 
 
 def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float) -> Callable[..., torch.Tensor]:
-    """``loss_fn`` minus ``coefficient·entropy``: a policy that stays undecided is rewarded.
+    """Returns a loss that is ``loss_fn`` minus ``coefficient·entropy``, which rewards an undecided policy.
 
     Args:
         loss_fn: a per-token loss.
@@ -206,24 +207,24 @@ def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float)
         >>> losses.with_entropy_bonus(losses.cross_entropy, 0.5)(*torch.tensor([-2.0, 3.0, 0.0])).item()
         0.5
     """
-    subtracting: Any = of_arrays.with_entropy_bonus  # of tensors as of JAX's arrays
-    found: Callable[..., torch.Tensor] = subtracting(loss_fn, scalars.not_negative("coefficient", coefficient))
-    return found
+    add_bonus: Any = jax_losses.with_entropy_bonus  # works on tensors too
+    loss: Callable[..., torch.Tensor] = add_bonus(loss_fn, scalars.not_negative("coefficient", coefficient))
+    return loss
 
 
-def _check_dimensions(logprob: torch.Tensor, **own: Any) -> None:
-    for name, x in own.items():
+def _check_dimensions(logprob: torch.Tensor, **arguments: Any) -> None:
+    for name, x in arguments.items():
         scalars.given_value(name, x)
         if isinstance(x, torch.Tensor):
             scalars.dimensions_of_tokens(name, x.shape, logprob.shape)
 
 
-def _ratio(logprob: torch.Tensor, old_logprob: torch.Tensor) -> torch.Tensor:
-    """Of the probabilities: finite, so that 0 times it is 0, and without a gradient where it is bounded."""
+def _compute_ratio(logprob: torch.Tensor, old_logprob: torch.Tensor) -> torch.Tensor:
+    """Returns the ratio of probabilities: always finite, so that 0 times it is 0. Clamping stops its gradient."""
     return (logprob - old_logprob).clamp(max=MOST_DISTANCE).exp()
 
 
-def _clipped(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
+def _clip_ratio(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
     low, high = scalars.not_negative("clip_low", low), scalars.not_negative("clip_high", high)
     return ratio.clamp(1.0 - low, 1.0 + high)
 
@@ -238,7 +239,7 @@ def distillation_loss(
     rest: Literal["bin", "drop", "renormalize"] = "bin",
     where: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Divergence of the student from its teacher at each token, over the teacher's candidates.
+    """Returns the divergence of the student from its teacher at each token, over the teacher's candidates.
 
     With the teacher's probabilities p and the student's q, over the candidates and what ``rest`` adds to them:
 
@@ -300,20 +301,20 @@ def distillation_loss(
                 f"{name} {tuple(x.shape)} of {x.dtype} must be floating point in the shape of ids {tuple(ids.shape)}"
             )
         _checks.same_device(ids, **{name: x})
-    live = ids.long() >= 0  # torch compares only some of the unsigned types
+    is_candidate = ids.long() >= 0  # torch compares only some of the unsigned types
     if where is not None:
-        live = live & _rows_that_count(where, ids)[..., None]
+        is_candidate = is_candidate & _check_where(where, ids)[..., None]
     scalars.one_of("divergence", divergence, scalars.DIVERGENCES)
     scalars.one_of("rest", rest, scalars.RESTS)
     beta = scalars.weight_of_jsd(beta, "divergence", divergence, scalars.DIVERGENCES[:2])
     dtype = torch.promote_types(torch.promote_types(candidate_logprobs.dtype, teacher_logprobs.dtype), torch.float32)
-    q, p = (_bins(x.to(dtype), live, rest) for x in (candidate_logprobs, teacher_logprobs.detach()))
+    q, p = (_make_bins(x.to(dtype), is_candidate, rest) for x in (candidate_logprobs, teacher_logprobs.detach()))
     if beta is not None:
         return _JSD.apply(*q, *p, beta)
-    return _kl(p, q.log) if divergence == "forward_kl" else _kl(q, p.log)
+    return _compute_kl(p, q.log) if divergence == "forward_kl" else _compute_kl(q, p.log)
 
 
-def _rows_that_count(where: Any, ids: torch.Tensor) -> torch.Tensor:
+def _check_where(where: Any, ids: torch.Tensor) -> torch.Tensor:
     _checks.tensor("where", where)
     if where.dtype != torch.bool:
         raise TypeError(f"where must be bool, got {where.dtype}")
@@ -326,18 +327,19 @@ def _rows_that_count(where: Any, ids: torch.Tensor) -> torch.Tensor:
 class _TorchBins(NamedTuple):
     """A distribution over the candidates, and over the rest if it is a bin."""
 
-    mass: torch.Tensor  # [..., k], 0 where there is no candidate
-    log: torch.Tensor  # [..., k], of the mass; 0 where there is no candidate
+    mass: torch.Tensor  # [..., k]; 0 where there is no candidate
+    log: torch.Tensor  # [..., k], the logarithm of the mass; 0 where there is no candidate
 
 
-def _bins(logprobs: torch.Tensor, live: torch.Tensor, rest: str) -> _TorchBins:
-    log = logprobs.where(live, 0.0)
+def _make_bins(logprobs: torch.Tensor, is_candidate: torch.Tensor, rest: str) -> _TorchBins:
+    log = logprobs.where(is_candidate, 0.0)
     if rest == "renormalize":
-        total = log.masked_fill(~live, -torch.inf).where(live.any(-1, keepdim=True), 0.0).logsumexp(-1, keepdim=True)
-        log = (log - total.masked_fill(total == -torch.inf, 0.0)).where(live, 0.0)
-        return _TorchBins(log.exp().where(live, 0.0), log)
-    mass = log.exp().where(live, 0.0)
-    outside = _rest(log, mass, live)
+        masked = log.masked_fill(~is_candidate, -torch.inf).where(is_candidate.any(-1, keepdim=True), 0.0)
+        total = masked.logsumexp(-1, keepdim=True)
+        log = (log - total.masked_fill(total == -torch.inf, 0.0)).where(is_candidate, 0.0)
+        return _TorchBins(log.exp().where(is_candidate, 0.0), log)
+    mass = log.exp().where(is_candidate, 0.0)
+    outside = _compute_rest(log, mass, is_candidate)
     log = log.masked_fill(outside < 1.0 - scalars.MOST_MASS, torch.nan)
     if rest == "drop":
         return _TorchBins(mass, log)
@@ -346,28 +348,28 @@ def _bins(logprobs: torch.Tensor, live: torch.Tensor, rest: str) -> _TorchBins:
     return _TorchBins(torch.cat([mass, bins[0]], -1), torch.cat([log, bins[1]], -1))
 
 
-def _rest(log: torch.Tensor, mass: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """1 - Σ mass: the largest mass is taken off 1 by ``expm1``, which is exact where 1 - exp(x) would round to 0."""
-    largest = torch.zeros_like(live).scatter(-1, mass.argmax(-1, keepdim=True), value=True)
-    terms = log.expm1().where(live & largest, mass)
-    return (-terms.sum(-1, keepdim=True)).where(live.any(-1, keepdim=True), 1.0)
+def _compute_rest(log: torch.Tensor, mass: torch.Tensor, is_candidate: torch.Tensor) -> torch.Tensor:
+    """Returns 1 - Σ mass. ``expm1`` subtracts the largest mass from 1, because 1 - exp(x) could round to 0."""
+    largest = torch.zeros_like(is_candidate).scatter(-1, mass.argmax(-1, keepdim=True), value=True)
+    terms = log.expm1().where(is_candidate & largest, mass)
+    return (-terms.sum(-1, keepdim=True)).where(is_candidate.any(-1, keepdim=True), 1.0)
 
 
-def _kl(p: _TorchBins, log_q: torch.Tensor) -> torch.Tensor:
-    """Σ p (ln p - ln q)."""
-    some = p.mass > 0.0
-    return _expected(p.mass, p.log.where(some, 0.0) - log_q.where(some, 0.0)).sum(-1)
+def _compute_kl(p: _TorchBins, log_q: torch.Tensor) -> torch.Tensor:
+    """Returns Σ p (ln p - ln q)."""
+    is_positive = p.mass > 0.0
+    return _weight_by_mass(p.mass, p.log.where(is_positive, 0.0) - log_q.where(is_positive, 0.0)).sum(-1)
 
 
-def _expected(mass: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """P x, where 0 ln 0 is 0."""
+def _weight_by_mass(mass: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Returns mass · x, and 0 wherever the mass is 0, so that 0 ln 0 is 0."""
     return mass * x.where(mass > 0.0, 0.0)
 
 
 class _JSD(torch.autograd.Function):
     """Σ β p ln(p / m) + (1 - β) q ln(q / m).
 
-    In the gradient the derivatives of the logarithms cancel: what is left is exact however near to 0 or 1 β is.
+    In the gradient the derivatives of the logarithms cancel. What remains is exact for β close to 0 or 1 too.
     """
 
     @staticmethod
@@ -375,8 +377,9 @@ class _JSD(torch.autograd.Function):
         q_mass: torch.Tensor, q_log: torch.Tensor, p_mass: torch.Tensor, p_log: torch.Tensor, beta: float
     ) -> torch.Tensor:
         d = p_log - q_log
-        of_q, of_p = _log_ratio(d, 1.0 - beta, beta), _log_ratio(-d, beta, 1.0 - beta)
-        return (beta * _expected(p_mass, of_p) + (1.0 - beta) * _expected(q_mass, of_q)).sum(-1)
+        q_log_ratio, p_log_ratio = _compute_log_ratio(d, 1.0 - beta, beta), _compute_log_ratio(-d, beta, 1.0 - beta)
+        kl_p, kl_q = _weight_by_mass(p_mass, p_log_ratio), _weight_by_mass(q_mass, q_log_ratio)
+        return (beta * kl_p + (1.0 - beta) * kl_q).sum(-1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004 torch names it
@@ -386,17 +389,17 @@ class _JSD(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_mass, q_log, _, p_log = ctx.saved_tensors
-        slope = (1.0 - ctx.beta) * _log_ratio(p_log - q_log, 1.0 - ctx.beta, ctx.beta)
+        slope = (1.0 - ctx.beta) * _compute_log_ratio(p_log - q_log, 1.0 - ctx.beta, ctx.beta)
         return cotangents[0][..., None] * slope.where(q_mass > 0.0, 0.0), None, None, None, None
 
 
-def _log_ratio(d: torch.Tensor, own: float, other: float) -> torch.Tensor:
-    """-ln(own + other e^d), where own and other are 1 together.
+def _compute_log_ratio(d: torch.Tensor, weight: float, other: float) -> torch.Tensor:
+    """Returns -ln(weight + other e^d), where weight + other = 1.
 
-    Near d = 0 it is the logarithm of 1 + x, x = other (e^d - 1). Where 1 + x is far below 1 it is that of the sum.
+    Near d = 0 it is computed as -ln(1 + x) with x = other (e^d - 1), and for x < -1/2 directly from the sum.
     """
     e = d.clamp(max=MOST_DISTANCE).exp()
     x = other * d.sign() * -(-d.abs()).expm1() * e.clamp(min=1.0)
     small = x < -0.5
-    log = (1.0 / (own + other * e) - 1.0).where(small, x).log1p()
+    log = (1.0 / (weight + other * e) - 1.0).where(small, x).log1p()
     return log.where(small, -log) - (d - MOST_DISTANCE).clamp(min=0.0)

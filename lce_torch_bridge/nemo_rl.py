@@ -1,6 +1,6 @@
-r"""NeMo RL with Megatron: its fused head is this package's, in each worker that has Megatron, after `install`.
+r"""NeMo RL with Megatron: after `install`, its fused head is this package's in each worker that has Megatron.
 
-From the command line, in front of a script, with this package in the environments of all workers::
+On the command line, put this module in front of a script. All workers' environments need this package::
 
     python -m lce_torch_bridge.nemo_rl examples/run_grpo.py \
         --config ... policy.megatron_cfg.enabled=true policy.megatron_cfg.use_fused_linear_logprobs=true
@@ -30,34 +30,34 @@ _installed = _framework.Installed("nemo-rl", "0.6", "log-probabilities of the he
 
 
 def install() -> _framework.Installed:
-    """Puts this package's function into NeMo RL, here and in each worker process that Ray starts from then on.
+    """Puts this package's function into NeMo RL, here and in each worker process that Ray starts afterwards.
 
-    To be called before ``ray.init``, with NeMo RL's switch ``policy.megatron_cfg.use_fused_linear_logprobs=true``.
+    Call it before ``ray.init``, with NeMo RL's switch ``policy.megatron_cfg.use_fused_linear_logprobs=true``.
 
     Returns:
-        What counts the calls in this process, and undoes it; a second call returns the same.
+        The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: NeMo RL's function has another name or other parameters; later, something is put
-            around the output layer, as an adapter (LoRA) is.
-        RuntimeError: Ray runs already.
+        NotImplementedError: NeMo RL's function has another name or other parameters; later, if something such as an
+            adapter (LoRA) is put around the output layer.
+        RuntimeError: Ray is running already.
 
     Example:
         >>> import lce_torch_bridge.nemo_rl
         >>> lce_torch_bridge.nemo_rl.install()  # doctest: +SKIP
     """
-    return _framework.with_workers_of_ray(_installed, install_in_worker)
+    return _framework.install_in_ray_workers(_installed, install_in_worker)
 
 
 def install_in_worker() -> _framework.Installed:
-    """`install` of this process alone: for ``runtime_env={"worker_process_setup_hook": ...}`` of ``ray.init``.
+    """Installs in this process only: for ``ray.init(runtime_env={"worker_process_setup_hook": ...})``.
 
-    Workers without Megatron, as vLLM's are, compute no training head: there it does nothing.
+    It does nothing in workers without Megatron, such as vLLM's, because they compute no training head.
     """
-    if not _framework.is_there("megatron.core"):
+    if not _framework.is_importable("megatron.core"):
         return _installed
-    model_utils = _installed.module("nemo_rl.distributed.model_utils")
-    return _installed.put(
+    model_utils = _installed.import_module("nemo_rl.distributed.model_utils")
+    return _installed.replace_attributes(
         (model_utils, "from_parallel_hidden_states_to_logprobs", _logprobs),
         (model_utils, "from_parallel_logits_to_logprobs", _refuse_logits),
         hooks=(functools.partial(_framework.refuse_wrapped_head, ("output_layer",)),),
@@ -69,16 +69,19 @@ def _logprobs(
     target: torch.Tensor, vocab_start_index: int, vocab_end_index: int, tp_group: dist.ProcessGroup,
     inference_only: bool = False, cp_group: dist.ProcessGroup | None = None, chunk_size: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """In place of ``from_parallel_hidden_states_to_logprobs``. Hidden states [s / CP / TP, b, h], all tokens [b, s].
+    """Replaces ``from_parallel_hidden_states_to_logprobs``. Hidden states [s / CP / TP, b, h], all tokens [b, s].
 
-    Returns [b, s - 1], as its function without context parallelism, and ``from_parallel_logits_to_logprobs`` with it.
+    Returns [b, s - 1], as NeMo RL's function does without context parallelism, and as
+    ``from_parallel_logits_to_logprobs`` does with it.
     """
     del runtime_gather_output, chunk_size
     _framework.check_shard(output_weight_layer, vocab_start_index, vocab_end_index)
     with torch.no_grad() if inference_only else contextlib.nullcontext():
         labels = rows.next_tokens(target)
-        found = _over_ranks(tensor_parallel_hidden_states, output_weight_layer, labels, tp_group, cp_group, None)
-    return found[:, :-1]
+        logprobs = _compute_for_ranks(
+            tensor_parallel_hidden_states, output_weight_layer, labels, tp_group, cp_group, None
+        )
+    return logprobs[:, :-1]
 
 
 def packed_logprobs(
@@ -86,42 +89,47 @@ def packed_logprobs(
     cu_seqlens_padded: torch.Tensor, unpacked_seqlen: int, vocab_start_index: int, vocab_end_index: int,
     group: dist.ProcessGroup, inference_only: bool = False, cp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``from_parallel_logits_to_logprobs_packed_sequences`` from hidden states [T / CP / TP, 1, h]; tokens [1, T].
+    """Computes ``from_parallel_logits_to_logprobs_packed_sequences`` from hidden states, without logits.
 
-    Returns [n, unpacked_seqlen - 1]: each sequence in a row of its own. NeMo RL has no call of it yet.
+    Hidden states are [T / CP / TP, 1, h], tokens [1, T]. Returns [n, unpacked_seqlen - 1], with one row for each
+    sequence. NeMo RL does not call it yet.
     """
     _framework.check_shard(output_weight_layer, vocab_start_index, vocab_end_index)
     with torch.no_grad() if inference_only else contextlib.nullcontext():
         labels = rows.next_tokens(target, cu_seqlens=cu_seqlens_padded)
         states = tensor_parallel_hidden_states, output_weight_layer
-        (found,) = _over_ranks(*states, labels, group, cp_group, cu_seqlens_padded)
+        (logprobs,) = _compute_for_ranks(*states, labels, group, cp_group, cu_seqlens_padded)
     length = unpacked_seqlen - 1
     ends = itertools.pairwise(cu_seqlens_padded.tolist())
-    each = [found[begin : max(end - 1, begin)][:length] for begin, end in ends]  # the last token has no next one
-    return torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in each])
+    # The last token of a sequence has no next one.
+    sequences = [logprobs[begin : max(end - 1, begin)][:length] for begin, end in ends]
+    return torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in sequences])
 
 
-def _over_ranks(
+def _compute_for_ranks(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup,
     cp_group: dist.ProcessGroup | None, cu_seqlens: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """[b, s], from the labels [b, s] of all rows. As in NeMo RL, cotangents of context-parallel ranks are summed."""
+    """Returns log-probabilities [b, s] of labels [b, s], gathered over context-parallel ranks.
+
+    As in NeMo RL, the gather's backward sums the gradients of these ranks.
+    """
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-    _installed.count()
+    _installed.count_call()
     cp_size = 1 if cp_group is None else cp_group.size()
     cp_rank = 0 if cp_group is None else cp_group.rank()
-    mine = rows.of_rank(labels, cp_rank, cp_size, cu_seqlens=cu_seqlens)
-    hidden = gather_from_sequence_parallel_region(hidden, True, tp_group)  # and its reverse
-    out = linear_logprobs(hidden, weight, mine.t(), tp_group=tp_group, entropy=False, ignore_index=-100)
-    found = out.logprobs.t().contiguous()  # as the hidden states lie, [s / CP, b], and back
+    local_labels = rows.of_rank(labels, cp_rank, cp_size, cu_seqlens=cu_seqlens)
+    hidden = gather_from_sequence_parallel_region(hidden, True, tp_group)  # its backward reduce-scatters
+    out = linear_logprobs(hidden, weight, local_labels.t(), tp_group=tp_group, entropy=False, ignore_index=-100)
+    logprobs = out.logprobs.t().contiguous()  # [s / CP, b] to [b, s / CP]
     if cp_size > 1:
-        found = torch.cat(torch.distributed.nn.functional.all_gather(found, cp_group), -1)
-    return rows.in_sequence_order(found, cp_size, cu_seqlens=cu_seqlens)
+        logprobs = torch.cat(torch.distributed.nn.functional.all_gather(logprobs, cp_group), -1)
+    return rows.in_sequence_order(logprobs, cp_size, cu_seqlens=cu_seqlens)
 
 
 def _refuse_logits(*_: Any, **__: Any) -> Any:
-    """In place of the function that NeMo RL's Megatron workers call where its switch is off."""
+    """Replaces the function that NeMo RL's Megatron workers call if its switch is off, and raises."""
     raise RuntimeError(
         "NeMo RL passes logits: set policy.megatron_cfg.use_fused_linear_logprobs=true, or undo "
         "lce_torch_bridge.nemo_rl"
@@ -129,7 +137,7 @@ def _refuse_logits(*_: Any, **__: Any) -> Any:
 
 
 def _main() -> None:
-    """Runs a script of NeMo RL with its own arguments."""
+    """Runs a script of NeMo RL with its arguments, after `install`."""
     from lce_torch_bridge import nemo_rl
 
     sys.argv = sys.argv[1:]

@@ -1,9 +1,9 @@
 """Rows of packed sequences and of context-parallel ranks: labels, masks and results that belong to them.
 
-The functions of `lce_jax.rows` for tensors, where it is said what they, and all their arguments, mean. This is plain
-PyTorch, which waits for no GPU. So offsets on a GPU are not looked at. If they do not fit, all that a shift returns is
-NaN, the least integer (of unsigned ones the largest) or False; `positions` are L, which is no row; and the rows of
-ranks fail a device assertion.
+The functions of `lce_jax.rows` for tensors; that module documents them and all their arguments. This is plain PyTorch,
+which never waits for a GPU, so offsets on a GPU are not checked. If such offsets do not fit, all values that a shift
+returns are NaN, the least integer (for unsigned dtypes the largest) or False; `positions` are L, which is no row; and
+the rows of ranks fail a device assertion.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def next_tokens(
     cu_seqlens_padded: torch.Tensor | None = None,
     padding_segment: int | None = None,
 ) -> torch.Tensor:
-    """The label of each row: the next token of its sequence, or one further ahead; -100 where there is none.
+    """Returns the label of each row: the next token of its sequence, or one further ahead; -100 if there is none.
 
-    `lce_torch_bridge.linear_cross_entropy` leaves labels of -100 out; elsewhere give ``ignore_index=-100``.
+    `lce_torch_bridge.linear_cross_entropy` ignores labels of -100. Give ``ignore_index=-100`` elsewhere.
 
     Example:
         >>> import torch
@@ -62,7 +62,7 @@ def next_values(
     cu_seqlens_padded: torch.Tensor | None = None,
     padding_segment: int | None = None,
 ) -> torch.Tensor:
-    """What tokens come with (a mask, an advantage, an old log-probability), at the rows that predict them.
+    """Moves values of tokens (a mask, an advantage, an old log-probability) to the rows that predict these tokens.
 
     Example:
         >>> import torch
@@ -84,7 +84,7 @@ def at_tokens(
     cu_seqlens_padded: torch.Tensor | None = None,
     padding_segment: int | None = None,
 ) -> torch.Tensor:
-    """The inverse of `next_values`: what rows have (log-probabilities), at the tokens that they predict.
+    """Moves results of rows (log-probabilities) to the tokens that the rows predict: the inverse of `next_values`.
 
     Example:
         >>> import torch
@@ -105,9 +105,9 @@ def positions(
     cu_seqlens: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Where the rows of a context-parallel rank stand among all L: ``[L / cp_size]`` int64.
+    """Returns the positions, among all L tokens, of the rows of a context-parallel rank: ``[L / cp_size]`` int64.
 
-    They are on ``device``, which is by default that of ``cu_seqlens``, or torch's.
+    They are on ``device``; by default on the device of ``cu_seqlens``, or torch's default device.
 
     Example:
         >>> from lce_torch_bridge import rows
@@ -127,7 +127,9 @@ def of_rank(
     cu_seqlens: torch.Tensor | None = None,
     axis: int = -1,
 ) -> torch.Tensor:
-    """The rows of a context-parallel rank. Shift first: the label of a chunk's last row stands in another chunk.
+    """Returns the rows of a context-parallel rank.
+
+    Shift labels before this, because the label of a chunk's last row stands in another chunk.
 
     Example:
         >>> import torch
@@ -142,7 +144,7 @@ def of_rank(
 def in_rank_order(
     x: torch.Tensor, cp_size: int, *, layout: Layout = "zigzag", cu_seqlens: torch.Tensor | None = None, axis: int = -1
 ) -> torch.Tensor:
-    """The rows of all context-parallel ranks, one rank after another.
+    """Returns the rows of all context-parallel ranks, one rank after another.
 
     Example:
         >>> import torch
@@ -156,7 +158,9 @@ def in_rank_order(
 def in_sequence_order(
     x: torch.Tensor, cp_size: int, *, layout: Layout = "zigzag", cu_seqlens: torch.Tensor | None = None, axis: int = -1
 ) -> torch.Tensor:
-    """The inverse of `in_rank_order`: what ``torch.distributed`` has gathered from all ranks, as it was before.
+    """Returns rows gathered from all ranks by ``torch.distributed`` in the sequence's order again.
+
+    It is the inverse of `in_rank_order`.
 
     Example:
         >>> import torch

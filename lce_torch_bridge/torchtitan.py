@@ -1,6 +1,6 @@
-r"""torchtitan without logits: its loss in chunks, which is given the head, is this package's loss in one.
+r"""torchtitan without logits: this package's loss replaces torchtitan's loss in chunks, which receives the head.
 
-From the command line::
+On the command line::
 
     torchrun --nproc-per-node=8 -m torchtitan.train --module llama3 --config llama3_8b \
         --override.imports lce_torch_bridge.torchtitan.without_logits --training.disable_cuda_graphs
@@ -24,27 +24,27 @@ _installed = _framework.Installed("torchtitan", "0.3", "the loss comes")
 
 
 def install() -> _framework.Installed:
-    """Every `ChunkedLossWrapper` of a cross entropy then has this package's loss.
+    """Makes every `ChunkedLossWrapper` of a cross entropy compute this package's loss.
 
     Returns:
-        What counts the calls in this process, and undoes it; a second call returns the same.
+        The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: torchtitan's loss has another name. And then, when a trainer is built: its loss in chunks
-            is not the cross entropy, or its head is more than a linear layer, as with an adapter (LoRA).
+        NotImplementedError: torchtitan's loss has another name; later, when a trainer is built, its loss in chunks is
+            not the cross entropy, or its head is more than a linear layer, such as one with an adapter (LoRA).
 
     Example:
         >>> import lce_torch_bridge.torchtitan
         >>> lce_torch_bridge.torchtitan.install()  # doctest: +SKIP
         >>> torchtitan.train.main()  # doctest: +SKIP
     """
-    wrapper = _installed.module("torchtitan.components.loss").ChunkedLossWrapper
-    _override()
-    return _installed.put((wrapper, "set_lm_head", _set_lm_head), (wrapper, "__call__", _call))
+    wrapper = _installed.import_module("torchtitan.components.loss").ChunkedLossWrapper
+    _register_override()
+    return _installed.replace_attributes((wrapper, "set_lm_head", _set_lm_head), (wrapper, "__call__", _call))
 
 
 def without_logits(config: Any) -> Any:
-    """`install` for the run whose ``--override.imports`` names this; its cross entropy is given the head."""
+    """Calls `install` for a run whose ``--override.imports`` has this name. Its cross entropy then gets the head."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     install()
@@ -61,42 +61,42 @@ def _refuse_other_loss(config: type) -> None:
 
 
 def _set_lm_head(self: Any, lm_head: torch.nn.Linear) -> None:
-    """In place of `ChunkedLossWrapper.set_lm_head`."""
+    """Replaces `ChunkedLossWrapper.set_lm_head`."""
     _refuse_other_loss(type(self.loss_fn).Config)
     if type(lm_head).forward is not torch.nn.Linear.forward:
         raise NotImplementedError(
-            f"lm_head is {type(lm_head)}, and its weight and bias alone are read: leave it out of LoRA "
+            f"lm_head is {type(lm_head)}, but only its weight and bias are used: leave it out of LoRA "
             "(target_modules=) and of a quantization (filter_fqns=)"
         )
-    lm_head.forward = functools.partial(_loss_of, lm_head)  # type: ignore[method-assign]
+    lm_head.forward = functools.partial(_compute_loss, lm_head)  # type: ignore[method-assign]
     self.lm_head = lm_head
 
 
 def _call(self: Any, pred: Any, labels: Any, global_valid_tokens: Any = None, **loss_inputs: Any) -> Any:
-    """In place of `ChunkedLossWrapper.__call__`: the loss, and metrics of it."""
+    """Replaces `ChunkedLossWrapper.__call__`. Returns the loss, and no metrics."""
     del loss_inputs
     loss = self.lm_head(pred, labels)
     return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
 
 
-def _loss_of(lm_head: torch.nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum of this rank's losses. Called as the head's forward, within which FSDP2 has gathered the weight."""
+def _compute_loss(lm_head: torch.nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of this rank's losses. It runs as the head's forward, in which FSDP2 has gathered the weight."""
     from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 
-    _installed.count()
+    _installed.count_call()
     if isinstance(hidden, DTensor) or isinstance(lm_head.weight, DTensor):
         raise NotImplementedError("the head's tensors are DTensors: set --parallelism.spmd_backend spmd_types")
     mesh = current_spmd_mesh()
-    split = {"tp_group": mesh.get_group("tp")} if mesh is not None and spmd_mesh_size("tp") > 1 else {}
+    tp_options = {"tp_group": mesh.get_group("tp")} if mesh is not None and spmd_mesh_size("tp") > 1 else {}
     return linear_cross_entropy(
         hidden, lm_head.weight, labels, bias=lm_head.bias, reduction="sum",
-        reduce_grad_hidden=False, **split,  # the norm before the head sums the gradients of the ranks
+        reduce_grad_hidden=False, **tp_options,  # the norm before the head sums the gradients of the ranks
     )  # fmt: skip
 
 
 @functools.cache
-def _override() -> Any:
-    """Registers the override, for which torchtitan looks under this module's name."""
+def _register_override() -> Any:
+    """Registers the override, which torchtitan finds by this module's name."""
     from torchtitan.components.loss import BaseLoss
     from torchtitan.config.override import override
 
@@ -105,4 +105,4 @@ def _override() -> Any:
 
 
 if "torchtitan.config.override" in sys.modules:  # torchtitan imports this module to find the override
-    _override()
+    _register_override()

@@ -1,4 +1,4 @@
-"""Models of Hugging Face Transformers whose loss needs no logits: `patch` one, before it is trained."""
+"""Models of Hugging Face Transformers with a loss that needs no logits: call `patch` on a model before training."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ __all__ = ["loss_function", "patch"]
 
 
 def patch(model: PreTrainedModel, *, strict: bool = False, always: bool = False) -> Deferral:
-    """`defer_logits` of a model of Transformers, which computes its loss as before, without logits.
+    """Applies `defer_logits` to a model of Transformers, which then computes the same loss without logits.
 
-    The model's own forward runs: what it does to its logits, its router's loss and its other terms are all there. The
-    Trainer does not change. With labels, the output's ``logits`` are deferred: to read their values computes them.
+    The model's own forward runs, so its operations on logits, its router's loss and its other terms stay as they are.
+    The Trainer does not change. With labels, the output's ``logits`` are deferred: reading their values computes them.
 
-    A Trainer with a loss function of its own, or with ``label_smoothing_factor``, keeps the labels from the model: in
+    A Trainer with its own loss function, or with ``label_smoothing_factor``, does not pass labels to the model. In
     evaluation the head then computes its logits, uncounted, unless ``always=True``.
 
     Args:
         model: a model of Transformers 5 whose head is a linear layer, before the Trainer, DDP, FSDP or
             ``torch.compile`` wraps it. PEFT may come before or after.
-        strict: raises where logits would be computed, in place of computing them.
-        always: defers without gradients and labels too, as for log-probabilities of an old policy or of a reference.
+        strict: raises an error where logits would be computed.
+        always: defers without gradients and labels too, such as for log-probabilities of an old policy or a reference.
             ``generate`` then computes the logits that it reads.
 
     Returns:
-        What counts results and logits, and undoes it; a second call for the same model returns the same.
+        The handle, which counts results and logits and has ``undo()``. A second call with the same model returns the
+        same handle.
 
     Raises:
         TypeError, NotImplementedError: as in `defer_logits`.
@@ -64,16 +65,16 @@ def loss_function(
     logit_softcap: float | None = None,
     lora: Lora | None = None,
 ) -> torch.Tensor:
-    """Transformers' loss of a causal language model, of hidden states and the head's weight in place of logits.
+    """Computes Transformers' loss of a causal language model from hidden states and the head's weight, without logits.
 
     The other arguments are those of `linear_cross_entropy` and `linear_logprobs`.
 
     Args:
-        hidden_states: ``[b, s, H]``, what the head is applied to.
+        hidden_states: ``[b, s, H]``, the head's input.
         labels: ``[b, s]`` token ids, not shifted: the hidden state of a token predicts the next one.
-        num_items_in_batch: what the sum of the losses is divided by, as the Trainer counts labels over micro-batches.
-            None: the number of labels that count here.
-        shift_labels: ``[b, s]``, labels that are shifted already, in place of ``labels``.
+        num_items_in_batch: the divisor of the summed losses: the Trainer's number of labels over all micro-batches.
+            None: the number of labels in this call that are not ignored.
+        shift_labels: ``[b, s]``, labels that are shifted already, instead of ``labels``.
 
     Returns:
         The loss in nats, a float32 scalar.

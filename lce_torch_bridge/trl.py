@@ -1,7 +1,7 @@
-"""TRL's GRPO, RLOO, SFT, KTO, DPO and distillation trainers, with this package's head: `install` before they train.
+"""TRL's GRPO, RLOO, SFT, KTO, DPO and distillation trainers with this package's head. Call `install` before training.
 
-TRL has no switch: the first five give their models a fused head, which calls one function, and the distillation trainer
-calls another.
+TRL has no switch. The first five trainers give their models a fused head, which calls one function; the distillation
+trainer calls another. `install` replaces both functions.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ _installed = _framework.Installed("trl", "1.16", "log-probabilities and divergen
 
 
 def install() -> _framework.Installed:
-    """Puts this package's functions into TRL, which looks them up at each call. To be called in each process.
+    """Puts this package's functions into TRL, which looks them up in each call. Call it in each process.
 
     Returns:
-        What counts the calls in this process, and undoes it; a second call returns the same.
+        The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: TRL's functions have other names or parameters; later, something is put around a head, as
-            an adapter (LoRA) is.
+        NotImplementedError: TRL's functions have other names or parameters; later, if something such as an adapter
+            (LoRA) is put around a head.
 
     Example:
         >>> import lce_torch_bridge.trl
         >>> lce_torch_bridge.trl.install()  # doctest: +SKIP
     """
-    utils, distillation_trainer = map(_installed.module, ("trl.trainer.utils", "trl.trainer.distillation_trainer"))
-    return _installed.put(
+    utils, distillation_trainer = map(
+        _installed.import_module, ("trl.trainer.utils", "trl.trainer.distillation_trainer")
+    )
+    return _installed.replace_attributes(
         (utils, "_ChunkedLogProbFunction", _Logprobs),
         (distillation_trainer, "ChunkedDivergenceFunction", _Divergence),
         hooks=(functools.partial(_framework.refuse_wrapped_head, ()),),
@@ -44,7 +46,7 @@ def install() -> _framework.Installed:
 
 
 class _Logprobs:
-    """In place of ``trl.trainer.utils._ChunkedLogProbFunction``."""
+    """Replaces ``trl.trainer.utils._ChunkedLogProbFunction``."""
 
     @staticmethod
     def apply(
@@ -52,9 +54,9 @@ class _Logprobs:
         temperature: float, chunk_size: int, final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("entropy", "mean_logits", "is_top1"),
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-        """[N] each: log-probabilities, entropy, log Σ p², mean logit, whether the target's logit is the largest."""
+        """Returns [N] each: log-probability, entropy, log Σ p², mean logit, whether the target is the most likely."""
         del chunk_size
-        _installed.count()
+        _installed.count_call()
         out = linear_logprobs(
             hidden, weight.to(hidden.dtype), targets, bias=bias, temperature=temperature,
             logit_softcap=final_logit_softcapping, logit_scale=logit_scale,
@@ -70,13 +72,13 @@ class _Logprobs:
 
 
 def _is_largest(out: Any) -> torch.Tensor:
-    """Whether the label's logit is the largest. Logits closer than float32 sees beside lse count as equal."""
+    """Whether the label's logit is the largest. Logits that differ by less than float32's rounding count as equal."""
     rounding = 4 * torch.finfo(torch.float32).eps * torch.maximum(out.lse.abs(), out.max_logit.abs())
     return out.logprobs >= out.max_logit - out.lse - rounding
 
 
 class _Divergence:
-    """In place of ``trl.kernels.chunked_divergence.ChunkedDivergenceFunction``."""
+    """Replaces ``trl.kernels.chunked_divergence.ChunkedDivergenceFunction``."""
 
     @staticmethod
     def apply(
@@ -86,19 +88,19 @@ class _Divergence:
         student_logit_scale: float = 1.0, student_final_logit_softcapping: float | None = None,
         teacher_logit_scale: float = 1.0, teacher_final_logit_softcapping: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """[N] each: the divergence, and the student's entropy without a gradient."""
-        _installed.count()
+        """Returns [N] each: the divergence, and the student's entropy without a gradient."""
+        _installed.count_call()
         weight, teacher_weight = student_weight.to(student_hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
-        own: dict[str, Any] = {
+        student_options: dict[str, Any] = {
             "bias": student_bias, "temperature": temperature, "logit_scale": student_logit_scale,
             "logit_softcap": student_final_logit_softcapping,
         }  # fmt: skip
         kl = linear_kl(
-            student_hidden, weight, teacher_hidden, teacher_weight, teacher_bias=teacher_bias, **own,
+            student_hidden, weight, teacher_hidden, teacher_weight, teacher_bias=teacher_bias, **student_options,
             direction="forward" if beta == 0.0 else "reverse" if beta == 1.0 else "jsd",
             beta=beta if 0.0 < beta < 1.0 else None,
             teacher_logit_scale=teacher_logit_scale, teacher_logit_softcap=teacher_final_logit_softcapping,
         )  # fmt: skip
         with torch.no_grad():
-            entropy, _ = linear_entropy(student_hidden, weight, **own)
+            entropy, _ = linear_entropy(student_hidden, weight, **student_options)
         return kl, entropy

@@ -1,7 +1,7 @@
-r"""verl's ``linear_cross_entropy``: its name, its positional signature, its results; `install` puts it into verl.
+r"""verl's ``linear_cross_entropy``, with the same name, positional signature and results. `install` puts it into verl.
 
-verl itself imports the modules that VERL_USE_EXTERNAL_MODULES names, on the driver and in Ray's workers. This one then
-installs itself::
+verl imports the modules in VERL_USE_EXTERNAL_MODULES, on the driver and in Ray's workers. This module then installs
+itself::
 
     export VERL_USE_EXTERNAL_MODULES=lce_torch_bridge.verl
     python -m verl.trainer.main_ppo \
@@ -35,46 +35,46 @@ _installed = _framework.Installed("verl", "0.9", "log-probabilities of the head 
 
 
 def install() -> _framework.Installed:
-    """Puts `linear_cross_entropy` into verl, here and in each worker process that Ray starts from then on.
+    """Puts `linear_cross_entropy` into verl, here and in each worker process that Ray starts afterwards.
 
-    To be called before ``ray.init``, with verl's switches ``use_fused_kernels=True`` and ``impl_backend=triton``.
+    Call it before ``ray.init``, with verl's switches ``use_fused_kernels=True`` and ``impl_backend=triton``.
 
     Returns:
-        What counts the calls in this process, and undoes it; a second call returns the same.
+        The handle, which counts the calls in this process and has ``undo()``. A second call returns the same handle.
 
     Raises:
-        NotImplementedError: verl's function has another name; later, something is put around a head, as an adapter
-            (LoRA) is, or a head has a bias.
-        RuntimeError: Ray runs already.
+        NotImplementedError: verl's function has another name; later, if something such as an adapter (LoRA) is put
+            around a head, or a head has a bias.
+        RuntimeError: Ray is running already.
 
     Example:
         >>> import lce_torch_bridge.verl
         >>> lce_torch_bridge.verl.install()  # doctest: +SKIP
     """
-    return _framework.with_workers_of_ray(_installed, install_in_worker)
+    return _framework.install_in_ray_workers(_installed, install_in_worker)
 
 
 def install_in_worker() -> _framework.Installed:
-    """`install` of this process alone: what verl's VERL_USE_EXTERNAL_MODULES=lce_torch_bridge.verl does in each.
+    """Installs in this process only, as VERL_USE_EXTERNAL_MODULES=lce_torch_bridge.verl does.
 
-    Five modules of verl import the function at each call; the two of Megatron may have it already.
+    Five modules of verl import the function in each call. The two for Megatron may have imported it already.
     """
-    kernel = _installed.module(FUNCTION)
+    kernel = _installed.import_module(FUNCTION)
     modules = [kernel, *(sys.modules[name] for name in CALLERS_AT_IMPORT if name in sys.modules)]
-    return _installed.put(
-        *((module, "linear_cross_entropy", _counted) for module in modules),
+    return _installed.replace_attributes(
+        *((module, "linear_cross_entropy", _counting_cross_entropy) for module in modules),
         hooks=(_refuse_bias, functools.partial(_framework.refuse_wrapped_head, ("lm_head", "output_layer"))),
     )
 
 
-def _counted(*arguments: Any, **named: Any) -> Any:
-    """In place of verl's function."""
-    _installed.count()
-    return linear_cross_entropy(*arguments, **named)
+def _counting_cross_entropy(*args: Any, **kwargs: Any) -> Any:
+    """Counts the call, and computes `linear_cross_entropy`: this replaces verl's function."""
+    _installed.count_call()
+    return linear_cross_entropy(*args, **kwargs)
 
 
 def _refuse_bias(_model: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """A hook that torch calls before a module becomes part of another. verl hands over the head's weight alone."""
+    """Refuses a head with a bias: verl passes only the weight. torch calls this hook when a module gets a child."""
     if name == "lm_head" and isinstance(module, torch.nn.Linear) and module.bias is not None:
         raise NotImplementedError(
             "lm_head has a bias, which verl drops here: set use_fused_kernels=False, without lce_torch_bridge.verl"
@@ -89,9 +89,9 @@ def linear_cross_entropy(
     reduction: Reduction | None = "none",
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(logprobs, entropy)`` under the positional signature of verl's ``linear_cross_entropy``.
+    """Returns ``(logprobs, entropy)``, with the positional signature of verl's ``linear_cross_entropy``.
 
-    As with verl, the first result is a log-probability, ``z[label] - lse ≤ 0``: the loss is its negative.
+    As in verl, the first result is a log-probability, ``z[label] - lse ≤ 0``: the loss is its negative.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
@@ -105,15 +105,15 @@ def linear_cross_entropy(
         temperature: divides the float32 logits: a positive number. None: 1.
         reduction: of the log-probabilities: "none" for one per token, "sum", or "mean" over all tokens, also those
             out of vocabulary; in upper or lower case. The entropy is never reduced. None: "none".
-        dist_process_group: the group over which the vocabulary is split. Each rank's dhidden is its own part, which
-            the caller sums, as with verl's kernel.
+        dist_process_group: the group over which the vocabulary is split. Each rank gets a partial dhidden, and the
+            caller sums them, as with verl's kernel.
 
     Returns:
         Log-probabilities, ``[tokens]`` flat or a scalar, and entropies, ``[tokens]`` flat; float32, both
         differentiable.
 
     Raises:
-        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        lce_jax.UnsupportedError: the chosen implementation does not support the call; the message says why.
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values.
         NotImplementedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
@@ -131,7 +131,9 @@ def linear_cross_entropy(
     reduction = reduction.lower() if isinstance(reduction, str) else reduction  # type: ignore[assignment]
     scalars.one_of("reduction", reduction, ("none", "sum", "mean"))
     temperature = 1.0 if temperature is None else temperature
-    out = linear_logprobs(_like(labels, hidden), weight, labels, tp_group=dist_process_group, temperature=temperature)
+    out = linear_logprobs(
+        _reshape_like(labels, hidden), weight, labels, tp_group=dist_process_group, temperature=temperature
+    )
     logprobs = out.logprobs.reshape(-1)
     if reduction == "sum":
         logprobs = logprobs.sum()
@@ -140,17 +142,17 @@ def linear_cross_entropy(
     return logprobs, out.entropy.reshape(-1)
 
 
-def _like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """``hidden`` with the leading shape of labels, if both certainly hold the same tokens in the same order."""
+def _reshape_like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns ``hidden`` with the leading shape of labels, if both certainly have their tokens in the same order."""
     _checks.hidden(hidden)
     _checks.integers("labels", labels)
     if hidden.shape[:-1] == labels.shape:
         return hidden
-    ours, theirs = ([size for size in shape if size != 1] for shape in (hidden.shape[:-1], labels.shape))
-    flat = min(len(ours), len(theirs)) < 2 and hidden.shape[:-1].numel() == labels.numel()
-    if ours == theirs or flat:
+    hidden_sizes, label_sizes = ([size for size in shape if size != 1] for shape in (hidden.shape[:-1], labels.shape))
+    flat = min(len(hidden_sizes), len(label_sizes)) < 2 and hidden.shape[:-1].numel() == labels.numel()
+    if hidden_sizes == label_sizes or flat:
         return hidden.reshape(*labels.shape, hidden.shape[-1])
-    if ours == theirs[::-1]:
+    if hidden_sizes == label_sizes[::-1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} hold their tokens in another order: pass "
             "hidden.transpose(0, 1)"

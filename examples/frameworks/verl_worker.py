@@ -40,7 +40,7 @@ def main() -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
     with verl.install_in_worker() as installed:
         results: dict[str, Any] = {
-            "replaced": [x.linear_cross_entropy is verl._counted for x in (kernel, overlap, fused)]
+            "replaced": [x.linear_cross_entropy is verl._counting_cross_entropy for x in (kernel, overlap, fused)]
         }
         got, want = scored("triton", model), scored("torch", model)
     norms = [((x - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]

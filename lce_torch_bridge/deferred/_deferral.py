@@ -1,4 +1,4 @@
-"""The handle of `defer_logits`: what was served, what was computed after all, and where in the code."""
+"""`Deferral`, the handle of `defer_logits`: it replaces forwards, counts results and logits, and logs why and where."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lce_torch_bridge.tensors import _device
 
 _logger = logging.getLogger("lce_torch_bridge")
 _INSIDE = ("torch", "lce_torch_bridge")
-DEFERRAL, BEFORE = "_lce_deferral", "_lce_forward_before"  # attributes of a module
-REPLICATE = "_replicate_for_data_parallel"  # torch's own
+DEFERRAL, PREVIOUS_FORWARD = "_lce_deferral", "_lce_forward_before"  # attributes of a module
+REPLICATE = "_replicate_for_data_parallel"  # the name of torch's method
 
 
 class Deferral:
-    """What `defer_logits` returns: heads that defer their logits, until `undo` or the end of a ``with``.
+    """The handle that `defer_logits` returns. Its heads defer their logits until `undo` or the end of a ``with`` block.
 
-    A deep copy of a model has the same one. In a graph of ``torch.compile`` nothing is counted.
+    A deep copy of a model shares the handle. Nothing is counted in a graph of ``torch.compile``.
 
     Attributes:
         served: how many results were computed without logits, in this process.
-        stored: how many times logits were computed after all.
-        places: for what, and where in the code; and why a head computes its logits by itself.
-        strict: whether that raises.
+        stored: how many times logits were computed because something needed their values.
+        places: what needed them, and where in the code; and why a head computed its logits without deferring them.
+        strict: whether logits that would be computed raise an error instead.
 
     Example:
         >>> import torch
@@ -43,26 +43,26 @@ class Deferral:
         self.served = self.stored = 0
         self.places: list[str] = []
         self.strict, self.always = strict, always
-        self.of_model = False  # whether it knows which calls have labels
-        self.with_labels = 0  # calls of the model that have labels, and are not over
+        self.has_model = False  # whether a model's forward tells which calls have labels
+        self.labelled_calls = 0  # running calls of the model that have labels
         self._modules: list[Any] = []
-        self._forwards: dict[int, Any] = {}  # ours, by the module's id
+        self._forwards: dict[int, Any] = {}  # those that were put in place, by the module's id
 
     def undo(self) -> None:
-        """The heads compute their logits again. Nothing where they do already.
+        """Restores the forwards, so that heads compute their logits again. Does nothing if that is done already.
 
         Raises:
-            RuntimeError: another forward has been put in the place of ours.
+            RuntimeError: other code has replaced a forward since.
         """
         for module in self._modules:
             if vars(module).get("forward") != self._forwards[id(module)]:
                 raise RuntimeError(f"forward of {type(module).__name__} has been replaced since: undo that first")
         while self._modules:
             attributes = vars(self._modules.pop())
-            before = attributes.pop(BEFORE, None)
+            previous = attributes.pop(PREVIOUS_FORWARD, None)
             del attributes["forward"], attributes[DEFERRAL], attributes[REPLICATE]
-            if before is not None:
-                attributes["forward"] = before
+            if previous is not None:
+                attributes["forward"] = previous
 
     def __enter__(self) -> Self:
         return self
@@ -76,48 +76,48 @@ class Deferral:
     def __repr__(self) -> str:
         return f"Deferral(served={self.served}, stored={self.stored}, places={self.places})"
 
-    def put(self, module: torch.nn.Module, forward: Any) -> None:
-        """Puts ``forward`` in the place of a module's."""
+    def replace_forward(self, module: torch.nn.Module, forward: Any) -> None:
+        """Replaces a module's forward by ``forward``, until `undo`."""
         attributes = vars(module)
         if "forward" in attributes:
-            attributes[BEFORE] = attributes["forward"]
+            attributes[PREVIOUS_FORWARD] = attributes["forward"]
         attributes[DEFERRAL], attributes["forward"] = self, types.MethodType(forward, module)
         attributes[REPLICATE] = types.MethodType(_replicate_for_data_parallel, module)
         self._modules.append(module)
         self._forwards[id(module)] = attributes["forward"]
 
-    def wants(self, *operands: Any) -> bool:
-        """Whether logits are deferred: where a gradient is wanted, or the model was given labels, or always."""
+    def should_defer(self, *operands: Any) -> bool:
+        """Whether logits are deferred: if a gradient is needed, if the model was called with labels, or always."""
         hidden, weight, bias, lora = operands
         is_recorded = torch.is_grad_enabled()
         if lora is not None and is_recorded and weight.requires_grad:
-            return False  # an adapter here is one of a frozen weight
-        if self.with_labels or self.always:
+            return False  # because adapters are supported on frozen weights alone
+        if self.labelled_calls or self.always:
             return True
         if not is_recorded:
             return False
-        others = (bias, *(lora or ())[:2])
-        return hidden.requires_grad or weight.requires_grad or _device.is_differentiated(*others)
+        optional = (bias, *(lora or ())[:2])
+        return hidden.requires_grad or weight.requires_grad or _device.is_differentiated(*optional)
 
-    def say(self, reason: str) -> None:
-        """Logs once why a head computes its logits."""
+    def log_reason(self, reason: str) -> None:
+        """Logs each reason for which a head computes its logits, once."""
         if reason not in self.places:
             self.places.append(reason)
             _logger.warning("the head computes its logits: %s", reason)
 
-    def note(self, shape: torch.Size, dtype: torch.dtype, needed_for: str) -> None:
-        """Counts logits that are about to be computed, and logs the first of each place.
+    def record_logits(self, shape: torch.Size, dtype: torch.dtype, needed_for: str) -> None:
+        """Counts logits that are about to be computed, and logs each place in the code once.
 
         Raises:
             RuntimeError: the deferral is strict.
         """
-        place = f"{needed_for or 'their values'} at {_place()}"
+        place = f"{needed_for or 'their values'} at {_find_caller()}"
         text = f"logits of {list(shape)} ({scalars.format_bytes(shape.numel() * dtype.itemsize)})"
         if self.strict:
             raise RuntimeError(
-                f"{text} would be computed for {place}, and these are deferred with strict=True. Without logits there "
-                "are cross entropy, log_softmax with gather, logsumexp, entropy, argmax and topk: write the loss with "
-                "these, or leave strict out"
+                f"{text} would be computed for {place}, but they are deferred with strict=True. Available without "
+                "logits are cross entropy, log_softmax with gather, logsumexp, entropy, argmax and topk: write the "
+                "loss with these, or leave strict out"
             )
         self.stored += 1
         if place not in self.places:
@@ -126,7 +126,7 @@ class Deferral:
 
 
 def _replicate_for_data_parallel(module: Any) -> Any:
-    """A shallow copy as DataParallel makes it, whose forward is not that of the module itself."""
+    """Makes DataParallel's shallow copy of a module, and binds replaced methods to the copy."""
     replica = getattr(type(module), REPLICATE)(module)
     attributes = vars(replica)
     for name, method in attributes.items():
@@ -135,8 +135,8 @@ def _replicate_for_data_parallel(module: Any) -> Any:
     return replica
 
 
-def _place() -> str:
-    """File and line of the innermost frame that is neither torch's nor this package's."""
+def _find_caller() -> str:
+    """Returns file and line of the innermost frame outside of torch and this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
         frame = frame.f_back

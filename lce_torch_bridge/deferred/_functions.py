@@ -1,6 +1,7 @@
-"""torch's functions of deferred logits: what is written down, and what needs the values.
+"""torch's functions of deferred logits.
 
-`_served` has what is computed without logits.
+`call` looks a function up in `TABLE`. Functions of this module add a step to the recipe, and compute nothing. Those of
+`_rows` select rows, and those of `_served` compute results without logits. Every other function gets the values.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 
 from lce_torch_bridge.deferred import _rows, _served
-from lce_torch_bridge.deferred._recipe import Recipe, Step, laid_out_alike
-from lce_torch_bridge.deferred._tensor import DeferredLogits, _plain
+from lce_torch_bridge.deferred._recipe import Recipe, Step, make_layout_like
+from lce_torch_bridge.deferred._tensor import DeferredLogits, DisableOverride
 from lce_torch_bridge.deferred._traced import DEFERRED, Deferred, TracedLogits
 from lce_torch_bridge.tensors import _device
 
@@ -23,53 +24,55 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``, of which at least one is deferred."""
+    """Calls a function of torch with arguments of which at least one is deferred."""
     x = args[0] if args else kwargs.get("input")
     if func in GETTERS and isinstance(x, DeferredLogits):
-        with _plain():
+        with DisableOverride():
             return func(*args, **kwargs) if x._value is None else func(x._value, *args[1:], **kwargs)
     rest, others = args[1:], kwargs
-    if func in COMMUTES and len(args) == 2 and not kwargs and not isinstance(x, DEFERRED):
+    if func in COMMUTATIVE and len(args) == 2 and not kwargs and not isinstance(x, DEFERRED):
         x, rest = args[1], args[:1]
     if not args:
         others = {name: each for name, each in kwargs.items() if name != "input"}
-    if isinstance(x, DEFERRED) and kwargs.get("out") is None and (known := TABLE.get(func)) and x.is_deferred():
-        found = known(x, func, rest, others)
-        if found is not NotImplemented:
-            return found
-    return _of_values(func, args, kwargs)
+    if isinstance(x, DEFERRED) and kwargs.get("out") is None and (function := TABLE.get(func)) and x.is_deferred():
+        result = function(x, func, rest, others)
+        if result is not NotImplemented:
+            return result
+    return _call_on_values(func, args, kwargs)
 
 
-def _of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of the values. What is written in place stays written."""
-    name, first = _name(func), args[0] if args else None
-    if func is torch.broadcast_tensors and (found := _rows.broadcast_tensors(args)) is not NotImplemented:
-        return found
+def _call_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function on the values of the logits. What it writes in place stays written."""
+    name, first = _name_function(func), args[0] if args else None
+    if func is torch.broadcast_tensors and (result := _rows.broadcast_tensors(args)) is not NotImplemented:
+        return result
     if func in (torch.autograd.grad, torch.autograd.backward):
         _refuse_gradient_of_logits(args, kwargs)
     if isinstance(first, DeferredLogits) and func in EXPOSES:
         first.expose()
     if isinstance(first, DeferredLogits) and func in HOOKS:
-        _hook_values(first, args)
+        _check_hook(first, args)
     if isinstance(first, DEFERRED) and func in RESHAPES_IN_PLACE:
-        raise NotImplementedError(f"{name} of deferred logits: write it without the _, or call it on logits.compute()")
-    writes = isinstance(first, DEFERRED) and (_is_written_by(func) or kwargs.get("inplace") is True)
+        raise NotImplementedError(
+            f"{name} cannot reshape deferred logits in place: write it without the _, or call it on logits.compute()"
+        )
+    writes = isinstance(first, DEFERRED) and (_writes_first_argument(func) or kwargs.get("inplace") is True)
     if writes:
         first.write(name)  # type: ignore[union-attr]
     if isinstance(out := kwargs.get("out"), DEFERRED):
         out.write(name)
-    found = func(*_values(args, name), **_values(kwargs, name))
-    return first if writes and isinstance(found, torch.Tensor) else found
+    result = func(*_substitute_values(args, name), **_substitute_values(kwargs, name))
+    return first if writes and isinstance(result, torch.Tensor) else result
 
 
-def _name(func: Any) -> str:
+def _name_function(func: Any) -> str:
     if torch.compiler.is_compiling():
         return str(getattr(func, "__name__", ""))
     return torch.overrides.resolve_name(func) or getattr(func, "__name__", repr(func))
 
 
-def _is_written_by(func: Any) -> bool:
-    """Whether it writes into its first argument. torch's compiler has no hash of functions outside of its classes."""
+def _writes_first_argument(func: Any) -> bool:
+    """Whether a function writes into its first argument. torch's compiler can hash functions of torch.Tensor alone."""
     return func in WRITES or (not torch.compiler.is_compiling() and func in WRITES_ELSEWHERE)
 
 
@@ -83,77 +86,75 @@ def _refuse_gradient_of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _refuse_gradient() -> None:
     raise RuntimeError(
-        "this asks for the gradient of deferred logits themselves: what was made of them without their values has "
-        "none, because it is computed from hidden states. Write logits = logits.compute() and make the loss from "
-        "these: a model that computes it itself is called without labels"
+        "this asks for the gradient of deferred logits themselves. Results that were computed without the logits have "
+        "no such gradient, because they depend on hidden states alone. Write logits = logits.compute() and compute the "
+        "loss from these; call a model that computes its own loss without labels"
     )
 
 
-def _values(x: Any, needed_for: str) -> Any:
-    """``x`` with values in place of deferred logits, in nested lists, tuples and dictionaries too."""
+def _substitute_values(x: Any, needed_for: str) -> Any:
+    """Returns ``x`` with values in place of deferred logits, also inside lists, tuples and dictionaries."""
     if isinstance(x, DEFERRED):
         return x.value(needed_for)
     if isinstance(x, dict):
-        return {name: _values(each, needed_for) for name, each in x.items()}
+        return {name: _substitute_values(each, needed_for) for name, each in x.items()}
     if isinstance(x, tuple | list):
-        found = [_values(each, needed_for) for each in x]
-        return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
+        values = [_substitute_values(each, needed_for) for each in x]
+        return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
     return x
 
 
-# What is written down
+# Functions that add a step to the recipe
 
 
-def _then(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: Any, layout: torch.Tensor, **changes: Any) -> Any:
-    return x.then(Step(func, args, kwargs), layout, **changes)
+def _add_step(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: Any, layout: torch.Tensor, **changes: Any) -> Any:
+    return x.add_step(Step(func, args, kwargs), layout, **changes)
 
 
 def _cast(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another dtype on the same device."""
+    """Adds a cast to another dtype on the same device."""
     recipe, device = x.recipe, x.recipe.source.hidden.device
     if _are_dtypes(args) and not kwargs:
         out = _probe_cast_once(func, args, recipe.dtype, device)
     else:
-        out = _probe_cast(
-            func, tuple([_Itself if each is x else each for each in args]), recipe.dtype, device, **kwargs
-        )
-    if out is _Itself or isinstance(out, str):
-        return x if out is _Itself else out
+        out = _probe_cast(func, tuple([_Input if each is x else each for each in args]), recipe.dtype, device, **kwargs)
+    if out is _Input or isinstance(out, str):
+        return x if out is _Input else out
     if out is None:
         return NotImplemented
-    return _then(x, func, args, kwargs, laid_out_alike(recipe.layout, out), **_same(recipe))
+    return _add_step(x, func, args, kwargs, make_layout_like(recipe.layout, out), **_keep_statistics(recipe))
 
 
-class _Itself:
-    """Stands for the tensor that a function takes, or returns as it is."""
+class _Input:
+    """Stands for the tensor that a function gets, or returns unchanged."""
 
 
-def _are_dtypes(given: tuple[Any, ...]) -> bool:
-    return all(type(each) is torch.dtype for each in given)
+def _are_dtypes(arguments: tuple[Any, ...]) -> bool:
+    return all(type(each) is torch.dtype for each in arguments)
 
 
 def _probe_cast(func: Any, args: tuple[Any, ...], dtype: torch.dtype, device: torch.device, **kwargs: Any) -> Any:
-    """The dtype that it makes, or the name of one, or `_Itself`; None where it is not a cast that is written down."""
+    """Returns the dtype of a cast's result, the name that ``type()`` returns, or `_Input`; None otherwise."""
     probe = torch.empty(0, dtype=dtype, device=device)
-    out = func(probe, *(probe if each is _Itself else each for each in args), **kwargs)
+    out = func(probe, *(probe if each is _Input else each for each in args), **kwargs)
     if out is probe or isinstance(out, str):
-        return _Itself if out is probe else out
-    fits = isinstance(out, torch.Tensor) and out.device == device and out.dtype in (*_FLOATS, torch.float64)
-    return out.dtype if fits else None
+        return _Input if out is probe else out
+    is_cast = isinstance(out, torch.Tensor) and out.device == device and out.dtype in (*_FLOATS, torch.float64)
+    return out.dtype if is_cast else None
 
 
 _probe_cast_once = _device.once(_probe_cast)
 
 
-def _same(recipe: Recipe) -> dict[str, Any]:
-    """What a step leaves that changes no value: rows and results of another tensor with the same rows."""
-    return {"rows_of": recipe.rows_of, "results": recipe.results}
+def _keep_statistics(recipe: Recipe) -> dict[str, Any]:
+    """Returns the fields that stay valid after a step that changes no value: the selection of rows, and statistics."""
+    return {"selection": recipe.selection, "results": recipe.results}
 
 
 def _contiguous(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     layout = x.recipe.layout
-    found = func(layout, *args, **kwargs) if args or kwargs else _apply_once(func, layout)
-    return x if found is layout else _then(x, func, args, kwargs, found, **_same(x.recipe))
+    after = func(layout, *args, **kwargs) if args or kwargs else _apply_once(func, layout)
+    return x if after is layout else _add_step(x, func, args, kwargs, after, **_keep_statistics(x.recipe))
 
 
 @_device.once
@@ -162,173 +163,184 @@ def _apply_once(func: Any, layout: torch.Tensor) -> Any:
 
 
 def _detach(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return x.then(Step(func, args, kwargs), x.recipe.layout, True, **_same(x.recipe), grad=False)
+    return x.add_step(Step(func, args, kwargs), x.recipe.layout, True, **_keep_statistics(x.recipe), grad=False)
 
 
 def _scale(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Times or over a number, or a tensor of one number or one for each row; a softmax times what it is of."""
+    """Multiplies or divides by one number, or one for each row; or multiplies a softmax by its own logits."""
     if len(args) != 1 or kwargs:
         return NotImplemented
-    (by,), recipe, over = args, x.recipe, func in OVER
+    (by,), recipe, is_division = args, x.recipe, func in DIVISIONS
     if isinstance(by, DEFERRED):
-        return NotImplemented if over else _product(x, func, by)
+        return NotImplemented if is_division else _multiply_deferred(x, func, by)
     if isinstance(by, torch.Tensor):
-        number = _number(by)
+        number = _read_number(by)
         if number is None:
             return _scale_rows(x, func, by)
     elif isinstance(by, int | float) and not isinstance(by, bool):
         number = float(by)
     else:
         return NotImplemented
-    if not math.isfinite(number) or (over and number == 0):
+    if not math.isfinite(number) or (is_division and number == 0):
         return NotImplemented
-    layout = laid_out_alike(recipe.layout)
+    layout = make_layout_like(recipe.layout)
     if recipe.kind != "logits":
-        coefficient = recipe.coefficient / number if over else recipe.coefficient * number
-        return _then(x, func, args, {}, layout, coefficient=coefficient, **_same(recipe))
-    return _then(x, func, args, {}, layout, factors=(*recipe.factors, ("div" if over else "mul", number)))
+        coefficient = recipe.coefficient / number if is_division else recipe.coefficient * number
+        return _add_step(x, func, args, {}, layout, coefficient=coefficient, **_keep_statistics(recipe))
+    return _add_step(x, func, args, {}, layout, factors=(*recipe.factors, ("div" if is_division else "mul", number)))
 
 
 def _scale_in_place(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Times or over a number, in the memory of logits that no other tensor reads."""
-    if isinstance(x, TracedLogits) or not x.is_alone() or (x.recipe.grad and not torch.is_grad_enabled()):
+    """Multiplies or divides by a number in place, if no other tensor shares the memory of these logits."""
+    if isinstance(x, TracedLogits) or not x.is_unshared() or (x.recipe.grad and not torch.is_grad_enabled()):
         return NotImplemented
     if len(args) != 1 or isinstance(args[0], torch.Tensor):
         return NotImplemented
-    found = _scale(x, IN_PLACE[func], args, kwargs)
-    return found if found is NotImplemented else x.become(found)
+    result = _scale(x, IN_PLACE[func], args, kwargs)
+    return result if result is NotImplemented else x.become(result)
 
 
-def _number(by: torch.Tensor) -> float | None:
-    """The value of a tensor of one number that has no gradient, where reading it waits for nothing."""
-    plain = by.ndim == 0 and by.device.type == "cpu" and not by.requires_grad and not by.is_complex()
-    return float(by.item()) if plain else None
+def _read_number(by: torch.Tensor) -> float | None:
+    """Returns the value of a scalar tensor on the CPU without a gradient; else None."""
+    is_constant = by.ndim == 0 and by.device.type == "cpu" and not by.requires_grad and not by.is_complex()
+    return float(by.item()) if is_constant else None
 
 
-def _may_take(recipe: Recipe, by: torch.Tensor) -> bool:
-    """Whether a step may take a tensor: it is there, and has no gradient where the logits have none."""
+def _accepts_tensor(recipe: Recipe, by: torch.Tensor) -> bool:
+    """Whether a step may use a tensor: it is on the logits' device, and has no gradient if the logits have none."""
     device = recipe.source.hidden.device
     return by.device == device and (recipe.grad or not (by.requires_grad and torch.is_grad_enabled()))
 
 
 def _scale_rows(x: Deferred, func: Any, by: torch.Tensor) -> Any:
-    """Hidden states are scaled in place of their logits."""
+    """Multiplies or divides each row by its own number. The hidden states are scaled instead of the logits."""
     recipe = x.recipe
-    linear = recipe.kind == "logits" and not any(name == "tanh" for name, _ in recipe.factors)
+    is_linear = recipe.kind == "logits" and not any(name == "tanh" for name, _ in recipe.factors)
     rows = (*recipe.layout.shape[:-1], 1)
     fits = by.ndim <= len(rows) and all(n in (1, m) for n, m in zip(by.shape[::-1], rows[::-1], strict=False))
-    if recipe.classes_first or not (linear and fits) or not by.is_floating_point() or not _may_take(recipe, by):
+    if (
+        recipe.classes_first
+        or not (is_linear and fits)
+        or not by.is_floating_point()
+        or not _accepts_tensor(recipe, by)
+    ):
         return NotImplemented
     if recipe.hidden.dtype == torch.float16:
-        return NotImplemented  # it overflows where its logits would not
+        return NotImplemented  # hidden states in float16 may overflow where the logits would not
     if recipe.bias is not None and by.numel() != 1:
         return NotImplemented
     dtype = torch.promote_types(recipe.dtype, by.dtype) if by.ndim else recipe.dtype
     hidden = func(recipe.hidden, by).to(recipe.hidden.dtype)
     bias = None if recipe.bias is None else func(recipe.bias, by.reshape(())).to(recipe.bias.dtype)
-    layout = laid_out_alike(recipe.layout, dtype)
-    return _then(x, func, (by,), {}, layout, hidden=hidden, bias=bias)
+    layout = make_layout_like(recipe.layout, dtype)
+    return _add_step(x, func, (by,), {}, layout, hidden=hidden, bias=bias)
 
 
-def _product(x: Deferred, func: Any, by: Deferred) -> Any:
-    """P · log p and p · z, whose sums are entropies."""
+def _multiply_deferred(x: Deferred, func: Any, by: Deferred) -> Any:
+    """Multiplies a softmax by its log_softmax or its logits. The sums of these products give entropies."""
     if not by.is_deferred():
         return NotImplemented
     one, other = sorted((x.recipe, by.recipe), key=lambda recipe: recipe.kind != "softmax")
     if one.kind != "softmax" or one.layout.shape != other.layout.shape:
         return NotImplemented
     assert one.logits is not None
-    of = other if other.logits is None else other.logits
+    logits = other if other.logits is None else other.logits
     kind = {"log_softmax": "p_log_p", "logits": "p_logits"}.get(other.kind)
-    is_recorded_alike = one.grad == other.grad or not torch.is_grad_enabled()
-    if kind is None or of.results is not one.logits.results or not is_recorded_alike:
+    is_recorded_like = one.grad == other.grad or not torch.is_grad_enabled()
+    if kind is None or logits.results is not one.logits.results or not is_recorded_like:
         return NotImplemented
     dtype = one.dtype if one.dtype == other.dtype else torch.promote_types(one.dtype, other.dtype)
-    layout = laid_out_alike(x.recipe.layout, dtype)
+    layout = make_layout_like(x.recipe.layout, dtype)
     if isinstance(by, DeferredLogits):
         by._used = True
     coefficient = one.coefficient * other.coefficient
-    return _then(x, func, (by,), {}, layout, kind=kind, coefficient=coefficient, logits=one.logits)
+    return _add_step(x, func, (by,), {}, layout, kind=kind, coefficient=coefficient, logits=one.logits)
 
 
 def _negate(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    recipe, layout = x.recipe, laid_out_alike(x.recipe.layout)
+    recipe, layout = x.recipe, make_layout_like(x.recipe.layout)
     if args or kwargs:
         return NotImplemented
     if recipe.kind != "logits":
-        return _then(x, func, (), {}, layout, coefficient=-recipe.coefficient, **_same(recipe))
-    return _then(x, func, (), {}, layout, factors=(*recipe.factors, ("mul", -1.0)))
+        return _add_step(x, func, (), {}, layout, coefficient=-recipe.coefficient, **_keep_statistics(recipe))
+    return _add_step(x, func, (), {}, layout, factors=(*recipe.factors, ("mul", -1.0)))
 
 
 def _tanh(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recipe = x.recipe
     if args or kwargs or recipe.kind != "logits":
         return NotImplemented
-    return _then(x, func, (), {}, laid_out_alike(recipe.layout), factors=(*recipe.factors, ("tanh", 0.0)))
+    return _add_step(x, func, (), {}, make_layout_like(recipe.layout), factors=(*recipe.factors, ("tanh", 0.0)))
 
 
-def _shift(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Plus or minus one number for each column, a bias; minus their own lse."""
+def _add_or_subtract(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Adds or subtracts a bias, one number for each column; or subtracts the logits' own lse."""
     recipe, by = x.recipe, args[0] if len(args) == 1 and not kwargs else None
     if recipe.kind != "logits" or not isinstance(by, torch.Tensor) or isinstance(by, DEFERRED):
         return NotImplemented
     results, version = getattr(by, "_lse_of", (None, 0))
-    is_own_lse = results is recipe.results and by._version == version and by.requires_grad == x.requires_grad
-    if func in LESS and is_own_lse and by.shape[:-1] == recipe.layout.shape[:-1]:
-        layout = laid_out_alike(recipe.layout, torch.promote_types(recipe.dtype, by.dtype))
-        return _then(x, func, (by,), {}, layout, kind="log_softmax", logits=recipe)
+    is_lse = results is recipe.results and by._version == version and by.requires_grad == x.requires_grad
+    if func in SUBTRACTIONS and is_lse and by.shape[:-1] == recipe.layout.shape[:-1]:
+        layout = make_layout_like(recipe.layout, torch.promote_types(recipe.dtype, by.dtype))
+        return _add_step(x, func, (by,), {}, layout, kind="log_softmax", logits=recipe)
     columns = recipe.source.weight.shape[0]
     fits = by.shape[-1:] == (columns,) and by.numel() == columns and by.ndim <= x.dim() and by.dtype in _FLOATS
-    linear = not any(name == "tanh" for name, _ in recipe.factors) and recipe.vocab_size == columns
-    if not (fits and linear) or recipe.classes_first or recipe.source.lora is not None or not _may_take(recipe, by):
+    is_linear = not any(name == "tanh" for name, _ in recipe.factors) and recipe.vocab_size == columns
+    if (
+        not (fits and is_linear)
+        or recipe.classes_first
+        or recipe.source.lora is not None
+        or not _accepts_tensor(recipe, by)
+    ):
         return NotImplemented
     options = recipe.options()
     if options is None or not (scale := options.get("logit_scale", 1.0) / options.get("temperature", 1.0)):
         return NotImplemented
-    bias = by.reshape(columns) / (-scale if func in LESS else scale)
+    bias = by.reshape(columns) / (-scale if func in SUBTRACTIONS else scale)
     bias = bias if recipe.bias is None else recipe.bias + bias
-    layout = laid_out_alike(recipe.layout, torch.promote_types(recipe.dtype, by.dtype))
-    return _then(x, func, (by,), {}, layout, bias=bias)
+    layout = make_layout_like(recipe.layout, torch.promote_types(recipe.dtype, by.dtype))
+    return _add_step(x, func, (by,), {}, layout, bias=bias)
 
 
 def _clamp(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """From below, by the least number of the dtype, which changes log-probabilities of zero alone."""
+    """Adds a clamp to the least number of the dtype, which changes only log-probabilities of -inf."""
     least = kwargs.get("min", args[0] if args else None)
     is_alone = len(args) + len(kwargs) == 1 and x.recipe.kind == "log_softmax" and x.recipe.coefficient == 1
     if not is_alone or least != torch.finfo(x.dtype).min:
         return NotImplemented
-    return _then(x, func, args, kwargs, laid_out_alike(x.recipe.layout), **_same(x.recipe))
+    return _add_step(x, func, args, kwargs, make_layout_like(x.recipe.layout), **_keep_statistics(x.recipe))
 
 
-def _hook(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.distributed asks when a backward begins, and does not look at the gradient."""
+def _register_hook(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Registers a hook that does not read the gradient: torch.distributed's, or the FLOP counter's."""
     if kwargs or not (_only_listens(args[0]) or _follows_modules(args[0])):
         return NotImplemented
     if _only_listens(args[0]):
-        x._hooks.append(args[0])  # type: ignore[union-attr] # a tensor's
-    with _plain():
+        x._hooks.append(args[0])  # type: ignore[union-attr] # a tensor's hooks
+    with DisableOverride():
         return func(x, *args)
 
 
 def _follows_modules(hook: Any) -> bool:
-    """Whether it tells torch's counter of FLOPs which module's backward runs, and is nothing to the gradient."""
+    """Whether a hook only tells torch's FLOP counter which module's backward runs."""
     cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
     return any(getattr(each, "__module__", "") == "torch.utils.module_tracker" for each in cells)
 
 
 def _only_listens(hook: Any) -> bool:
+    """Whether a hook belongs to torch.distributed, which only needs to know when a backward begins."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.")
 
 
-def _hook_values(x: DeferredLogits, args: tuple[Any, ...]) -> None:
-    """Refuses a hook for the gradient of logits where results of them have been computed without it."""
+def _check_hook(x: DeferredLogits, args: tuple[Any, ...]) -> None:
+    """Refuses a hook on the gradient of logits if results have been computed without them already."""
     if len(args) > 1 and _only_listens(args[1]):
         x._hooks.append(args[1])
     elif x._used and x.requires_grad:
         _refuse_gradient()
 
 
-def _show(x: Deferred, *_: Any) -> str:
+def _format(x: Deferred, *_: Any) -> str:
     return (
         f"DeferredLogits(shape={tuple(x.shape)}, dtype={x.dtype}, device='{x.device}', {x.recipe.kind}, not computed)"
     )
@@ -342,8 +354,8 @@ def _writes(name: str) -> bool:
     return name.endswith("_") and not name.startswith("_")
 
 
-def _functions(*names: str) -> list[Any]:
-    """Those of torch.Tensor, torch and torch.nn.functional that have these names."""
+def _find_functions(*names: str) -> list[Any]:
+    """Returns the functions of torch.Tensor, torch and torch.nn.functional that have these names."""
     return [getattr(owner, name) for name in names for owner in (T, torch, F) if hasattr(owner, name)]
 
 
@@ -357,37 +369,37 @@ METHODS = (
     "is_contiguous", "element_size", "storage_offset", "ndimension", "is_signed", "is_inference", "__hash__",
     "has_names",
 )  # fmt: skip
-GETTERS = {getattr(T, name).__get__ for name in ATTRIBUTES if hasattr(T, name)} | {*_functions(*METHODS)}
+GETTERS = {getattr(T, name).__get__ for name in ATTRIBUTES if hasattr(T, name)} | {*_find_functions(*METHODS)}
 IN_PLACE = {T.mul_: T.mul, T.__imul__: T.mul, T.div_: T.div, T.__itruediv__: T.div}
-OVER = {*_functions("div", "divide", "true_divide", "__truediv__")}
-LESS = {*_functions("sub", "subtract", "__sub__")}
-COMMUTES = {*_functions("mul", "multiply", "__mul__", "__rmul__", "add", "__add__", "__radd__")}
+DIVISIONS = {*_find_functions("div", "divide", "true_divide", "__truediv__")}
+SUBTRACTIONS = {*_find_functions("sub", "subtract", "__sub__")}
+COMMUTATIVE = {*_find_functions("mul", "multiply", "__mul__", "__rmul__", "add", "__add__", "__radd__")}
 _OPERATORS = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
-WRITES = {*_functions("__setitem__", *(f"__i{name}__" for name in _OPERATORS))}
+WRITES = {*_find_functions("__setitem__", *(f"__i{name}__" for name in _OPERATORS))}
 WRITES |= {getattr(T, name) for name in dir(T) if _writes(name)}
 WRITES_ELSEWHERE = {getattr(owner, name) for owner in (torch, F) for name in dir(owner) if _writes(name)}
 _RESHAPES = "resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "set", "as_strided"
 RESHAPES_IN_PLACE = {getattr(T, f"{name}_") for name in _RESHAPES} | {T.data.__set__}
 EXPOSES = {
-    *_functions(
+    *_find_functions(
         "data_ptr", "numpy", "__array__", "__dlpack__", "storage", "_typed_storage", "untyped_storage", "share_memory_"
     ),
     T.data.__get__,
     *([T.__cuda_array_interface__.__get__] if hasattr(T, "__cuda_array_interface__") else []),
 }
-HOOKS = {*_functions("register_hook", "retain_grad", "register_post_accumulate_grad_hook")}
+HOOKS = {*_find_functions("register_hook", "retain_grad", "register_post_accumulate_grad_hook")}
 TABLE: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_functions("to", "float", "half", "bfloat16", "double", "type", "type_as"), _cast),
-    **dict.fromkeys(_functions("contiguous", "clone"), _contiguous),
-    **dict.fromkeys(_functions("detach"), _detach),
-    **dict.fromkeys((*_functions("mul", "multiply", "__mul__", "__rmul__"), *OVER), _scale),
+    **dict.fromkeys(_find_functions("to", "float", "half", "bfloat16", "double", "type", "type_as"), _cast),
+    **dict.fromkeys(_find_functions("contiguous", "clone"), _contiguous),
+    **dict.fromkeys(_find_functions("detach"), _detach),
+    **dict.fromkeys((*_find_functions("mul", "multiply", "__mul__", "__rmul__"), *DIVISIONS), _scale),
     **dict.fromkeys(IN_PLACE, _scale_in_place),
-    **dict.fromkeys(_functions("neg", "negative", "__neg__"), _negate),
-    **dict.fromkeys(_functions("tanh"), _tanh),
-    **dict.fromkeys(_functions("clamp", "clamp_min"), _clamp),
-    **dict.fromkeys((*_functions("add", "__add__", "__radd__"), *LESS), _shift),
+    **dict.fromkeys(_find_functions("neg", "negative", "__neg__"), _negate),
+    **dict.fromkeys(_find_functions("tanh"), _tanh),
+    **dict.fromkeys(_find_functions("clamp", "clamp_min"), _clamp),
+    **dict.fromkeys((*_find_functions("add", "__add__", "__radd__"), *SUBTRACTIONS), _add_or_subtract),
     **dict.fromkeys(
-        _functions(
+        _find_functions(
             "view", "reshape", "expand", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "swapaxes",
             "permute", "movedim", "narrow", "select", "index_select", "split", "chunk", "tensor_split", "unbind",
         ),
@@ -396,8 +408,8 @@ TABLE: dict[Any, Callable[..., Any]] = {
     T.mT.__get__: _rows.transpose,
     T.__getitem__: _rows.getitem,
     T.__iter__: _rows.iterate,
-    T.register_hook: _hook,
+    T.register_hook: _register_hook,
     T.record_stream: _record_stream,
-    T.__repr__: _show,
-    **_served.table(_functions),
+    T.__repr__: _format,
+    **_served.make_table(_find_functions),
 }  # fmt: skip

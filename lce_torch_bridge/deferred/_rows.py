@@ -1,4 +1,8 @@
-"""Rows of deferred logits: what leaves each of them whole, by torch's own functions on tensors without memory."""
+"""Selections and reshapes of deferred logits that keep each row of the vocabulary whole.
+
+Each function of torch is called on a layout, a tensor without memory. The result shows what the function does to the
+rows, and the same is then done to the hidden states.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lce_torch_bridge.deferred import _served
-from lce_torch_bridge.deferred._recipe import Rows, Step, Taken, laid_out
+from lce_torch_bridge.deferred._recipe import PartStatistics, RowSelection, Step, make_layout
 from lce_torch_bridge.deferred._traced import DEFERRED, Deferred
 from lce_torch_bridge.tensors import _device
 
@@ -20,7 +24,7 @@ SIZED = {T.expand, T.view, T.reshape, torch.reshape}
 
 
 def broadcast_tensors(args: tuple[Any, ...]) -> Any:
-    """torch.broadcast_tensors with what is no larger."""
+    """Calls torch.broadcast_tensors if that leaves the deferred logits' shape unchanged."""
     shape = torch.broadcast_shapes(*(each.shape for each in args))
     if any(isinstance(each, DEFERRED) and each.shape != shape for each in args):
         return NotImplemented
@@ -28,63 +32,66 @@ def broadcast_tensors(args: tuple[Any, ...]) -> Any:
 
 
 def take_rows(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What leaves each row whole: views, splits, transposes of the leading dimensions, chosen rows."""
-    shaped = _shape(x, func, args, kwargs)
-    return NotImplemented if shaped is None else _row_steps(x, func, args, kwargs, shaped)
+    """Adds a view, split, transpose or selection that keeps each row whole."""
+    steps = _describe_step(x, func, args, kwargs)
+    return NotImplemented if steps is None else _add_row_steps(x, func, args, kwargs, steps)
 
 
-def _row_steps(x: Deferred, func: Any, args: Any, kwargs: Any, shaped: tuple[_Shape, ...]) -> Any:
-    """One tensor, or the parts that a function returns: hidden states are parted once for all of them."""
-    if not shaped:
+def _add_row_steps(x: Deferred, func: Any, args: Any, kwargs: Any, steps: tuple[_RowStep, ...]) -> Any:
+    """Returns one tensor, or the parts that a function returns. Hidden states are split once, for all parts."""
+    if not steps:
         return ()
-    if shaped[0].part is None:
-        return _row_step(x, Step(func, args, kwargs), shaped[0])
-    recipe, select = x.recipe, shaped[0].select
-    if recipe.classes_first or not all(one.is_of_rows for one in shaped):
+    if steps[0].part is None:
+        return _add_row_step(x, Step(func, args, kwargs), steps[0])
+    recipe, select = x.recipe, steps[0].select
+    if recipe.classes_first or not all(row_step.keeps_rows for row_step in steps):
         return NotImplemented
     hidden, parts = select(recipe.hidden), []
-    taken: Taken = {}
-    of_logits: Taken = {}
-    for i, one in enumerate(shaped):
-        changes: dict[str, Any] = {"hidden": hidden[i], "rows_of": Rows(recipe, select, i, taken)}
-        step = Step(_Nth(i, func), args, kwargs)
-        if (of := recipe.logits) is not None:
-            changes["logits"] = of.then(step, one.layout, hidden=hidden[i], rows_of=Rows(of, select, i, of_logits))
-        parts.append(x.then(step, one.layout, one.is_view, **changes))
+    statistics: PartStatistics = {}
+    logits_statistics: PartStatistics = {}
+    for i, row_step in enumerate(steps):
+        changes: dict[str, Any] = {"hidden": hidden[i], "selection": RowSelection(recipe, select, i, statistics)}
+        step = Step(_TakePart(i, func), args, kwargs)
+        if (logits := recipe.logits) is not None:
+            selection = RowSelection(logits, select, i, logits_statistics)
+            changes["logits"] = logits.add_step(step, row_step.layout, hidden=hidden[i], selection=selection)
+        parts.append(x.add_step(step, row_step.layout, row_step.is_view, **changes))
     return tuple(parts)
 
 
-class _Shape(NamedTuple):
-    """What one step makes of a layout."""
+class _RowStep(NamedTuple):
+    """The effect of one step on rows."""
 
-    layout: torch.Tensor
-    select: Callable[[torch.Tensor], Any]  # the same rows of a tensor with other columns, or all parts of it
+    layout: torch.Tensor  # of the result
+    select: Callable[[torch.Tensor], Any]  # takes the same rows, or all parts, from a tensor with other columns
     is_view: bool
-    is_of_rows: bool  # whether it leaves each row whole
-    part: int | None = None  # which of several it is
+    keeps_rows: bool  # whether the result's rows are whole rows
+    part: int | None = None  # the index among several results
 
 
-def _shape(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Shape, ...] | None:
-    """What ``func`` makes of a layout, once or in parts; None where torch refuses it, and says why of the values."""
+def _describe_step(
+    x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_RowStep, ...] | None:
+    """Returns the effect of ``func``, one for each part of its result; None if torch raises an error."""
     layout, items = x.recipe.layout, tuple(kwargs.items())
     if _is_static(args) and _is_static(kwargs.values()):
-        return _shaped_once(func, args, items, layout)
+        return _trace_step_once(func, args, items, layout)
     if any(isinstance(each, (torch.dtype, *DEFERRED)) for each in (*args, *kwargs.values())):
         return None
-    return _shaped(func, args, items, layout)
+    return _trace_step(func, args, items, layout)
 
 
-def _shaped(
+def _trace_step(
     func: Any, args: tuple[Any, ...], items: tuple[Any, ...], before: torch.Tensor
-) -> tuple[_Shape, ...] | None:
+) -> tuple[_RowStep, ...] | None:
     kwargs = dict(items)
     select: Callable[[torch.Tensor], Any] = functools.partial(_select, func, args, kwargs)
     if func is T.__getitem__:
-        index = _whole_index(args[0], before.ndim)
+        index = _expand_index(args[0], before.ndim)
         if index is None or index[-1] != slice(None):
             return None
-        select = functools.partial(_at, index)
-    meta = tuple(map(_on_meta, args)), {name: _on_meta(each) for name, each in kwargs.items()}
+        select = functools.partial(_index, index)
+    meta = tuple(map(_to_meta, args)), {name: _to_meta(each) for name, each in kwargs.items()}
     errors = RuntimeError, IndexError, TypeError, ValueError, NotImplementedError
     try:
         after = func(before, *meta[0], **meta[1])
@@ -96,27 +103,27 @@ def _shaped(
     except errors:
         rows = None
     if isinstance(after, torch.Tensor):
-        return (_shape_of(before, after, rows, select),)
+        return (_make_row_step(before, after, rows, select),)
     parts = rows if rows is not None and len(rows) == len(after) else [None] * len(after)
-    return tuple([_shape_of(before, one, parts[i], select)._replace(part=i) for i, one in enumerate(after)])
+    return tuple([_make_row_step(before, x, parts[i], select)._replace(part=i) for i, x in enumerate(after)])
 
 
-_shaped_once = _device.once(_shaped)
+_trace_step_once = _device.once(_trace_step)
 
 
-def _shape_of(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None, select: Any) -> _Shape:
-    """``rows`` is what the step makes of the first column."""
+def _make_row_step(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None, select: Any) -> _RowStep:
+    """Compares the layouts before and after a step. ``rows`` is the result of the step on the first column."""
     columns = before.shape[-1]
     is_whole = columns > 1 and after.shape[-1:] == (columns,) and (after.stride(-1) == 1 or not after.numel())
-    is_of_rows = is_whole and rows is not None and rows.shape == (*after.shape[:-1], 1)
-    in_graph = torch.compiler.is_compiling()  # where it may be a view
+    keeps_rows = is_whole and rows is not None and rows.shape == (*after.shape[:-1], 1)
+    in_graph = torch.compiler.is_compiling()  # storages cannot be compared there, so assume a view
     is_view = in_graph or after.untyped_storage()._cdata == before.untyped_storage()._cdata
-    return _Shape(after, select, is_view, is_of_rows)
+    return _RowStep(after, select, is_view, keeps_rows)
 
 
-def _is_static(given: Iterable[Any]) -> bool:
-    """Whether arguments are equal to others only where they do the same."""
-    for x in given:
+def _is_static(arguments: Iterable[Any]) -> bool:
+    """Whether the arguments consist of ints, slices and tuples, so that results can be cached by them."""
+    for x in arguments:
         kind = type(x)
         if kind is slice:
             if not _is_static((x.start, x.stop, x.step)):
@@ -129,8 +136,8 @@ def _is_static(given: Iterable[Any]) -> bool:
     return True
 
 
-def _on_meta(x: Any) -> Any:
-    """An argument for a tensor without memory."""
+def _to_meta(x: Any) -> Any:
+    """Returns an argument that can be used with a tensor without memory."""
     return x.to("meta") if isinstance(x, torch.Tensor) else x
 
 
@@ -138,8 +145,8 @@ def transpose(x: Deferred, *_: Any) -> Any:
     return take_rows(x, T.transpose, (-1, -2), {})
 
 
-class _Nth:
-    """The i-th of what a function returns."""
+class _TakePart:
+    """A function that returns the i-th result of another."""
 
     def __init__(self, i: int, function: Callable[..., Any]) -> None:
         self.i, self.function = i, function
@@ -149,12 +156,12 @@ class _Nth:
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor) -> Any:
-    """The same rows of a tensor with other columns."""
+    """Selects the same rows of a tensor with other columns."""
     return func(x, *args, **kwargs)
 
 
 def _select_sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], columns: int) -> Any:
-    """`_select` of a function that is given the new sizes."""
+    """Returns `_select` for a function whose arguments are the new sizes, which must fit other columns too."""
     sizes = kwargs.get("shape", kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args))
     keeps_last = sizes[-1] == columns or (sizes[-1] == -1 and func not in EXPANDS)
     return functools.partial(_resize, T.expand if func in EXPANDS else T.reshape, tuple(sizes), keeps_last)
@@ -164,21 +171,21 @@ def _resize(func: Any, sizes: tuple[int, ...], keeps_last: bool, x: torch.Tensor
     return func(x, (*sizes[:-1], x.shape[-1]) if keeps_last else sizes)
 
 
-def _row_step(x: Deferred, step: Step, shape: _Shape) -> Any:
-    recipe, layout, select = x.recipe, shape.layout, shape.select
+def _add_row_step(x: Deferred, step: Step, row_step: _RowStep) -> Any:
+    recipe, layout, select = x.recipe, row_step.layout, row_step.select
     if recipe.classes_first:
         return NotImplemented
-    if not shape.is_of_rows:
-        return _classes_first(x, step, layout)
+    if not row_step.keeps_rows:
+        return _move_classes_first(x, step, layout)
     hidden = select(recipe.hidden)
-    changes: dict[str, Any] = {"hidden": hidden, "rows_of": Rows(recipe, select)}
-    if (of := recipe.logits) is not None:
-        changes["logits"] = of.then(step, layout, hidden=hidden, rows_of=Rows(of, select))
-    return x.then(step, layout, shape.is_view, **changes)
+    changes: dict[str, Any] = {"hidden": hidden, "selection": RowSelection(recipe, select)}
+    if (logits := recipe.logits) is not None:
+        changes["logits"] = logits.add_step(step, layout, hidden=hidden, selection=RowSelection(logits, select))
+    return x.add_step(step, layout, row_step.is_view, **changes)
 
 
-def _classes_first(x: Deferred, step: Step, layout: torch.Tensor) -> Any:
-    """[b, s, V] as [b, V, s], for cross entropy."""
+def _move_classes_first(x: Deferred, step: Step, layout: torch.Tensor) -> Any:
+    """Adds the transpose of [b, s, V] to [b, V, s], which cross entropy expects."""
     recipe, before = x.recipe, x.recipe.layout
     if (
         before.ndim != 3
@@ -189,72 +196,73 @@ def _classes_first(x: Deferred, step: Step, layout: torch.Tensor) -> Any:
     first, second, third = before.stride()
     if layout.stride() != (first, third, second):
         return NotImplemented
-    return x.then(step, layout, True, classes_first=True)
+    return x.add_step(step, layout, True, classes_first=True)
 
 
 def getitem(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows by slices, numbers, masks and tensors; the first columns; one number of each row."""
+    """Adds an index: rows by slices, ints, masks and tensors; the first columns; or one element of each row."""
     del kwargs
     recipe = x.recipe
-    if _is_static(args) and (shaped := _shape(x, T.__getitem__, args, {})) is not None:
-        return _row_step(x, Step(func, args), shaped[0])
-    index = _whole_index(args[0], recipe.layout.ndim)
+    if _is_static(args) and (steps := _describe_step(x, T.__getitem__, args, {})) is not None:
+        return _add_row_step(x, Step(func, args), steps[0])
+    index = _expand_index(args[0], recipe.layout.ndim)
     if index is None or recipe.classes_first:
         return NotImplemented
     if all(isinstance(each, torch.Tensor) and each.dtype not in (torch.bool, torch.uint8) for each in index):
-        return _served.chosen(x, index, getitem)
+        return _served.index_logits(x, index, getitem)
     *rows, last = index
     if isinstance(last, slice) and last == slice(None):
         return _choose_rows(x, func, args[0], tuple(rows))
-    whole = all(isinstance(each, slice) and each == slice(None) for each in rows)
-    if whole and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1):
-        layout = (_columns_once if _is_static((last,)) else _columns)(recipe.layout, last)
+    all_rows = all(isinstance(each, slice) and each == slice(None) for each in rows)
+    if all_rows and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1):
+        layout = (_take_columns_once if _is_static((last,)) else _take_columns)(recipe.layout, last)
         if recipe.kind == "logits" and layout.shape[-1] > 1:
-            return x.then(Step(func, args), layout, True, vocab_size=layout.shape[-1])
+            return x.add_step(Step(func, args), layout, True, vocab_size=layout.shape[-1])
     return NotImplemented
 
 
-def _columns(layout: torch.Tensor, columns: slice) -> torch.Tensor:
+def _take_columns(layout: torch.Tensor, columns: slice) -> torch.Tensor:
     return layout[..., columns]
 
 
-_columns_once = _device.once(_columns)
+_take_columns_once = _device.once(_take_columns)
 
 
 def _choose_rows(x: Deferred, func: Any, index: Any, rows: tuple[Any, ...]) -> Any:
-    """Rows by masks, tensors or lists, which are copies; by tensors of one number alone they would be views."""
+    """Adds an index by masks, tensors or lists, whose result is a copy. Scalar tensors alone would make a view."""
     if not any(isinstance(each, list | range) or (isinstance(each, torch.Tensor) and each.ndim) for each in rows):
-        shaped = _shape(x, T.__getitem__, (index,), {})
-        return NotImplemented if shaped is None else _row_step(x, Step(func, (index,)), shaped[0])
-    recipe, select = x.recipe, functools.partial(_at, (*rows, slice(None)))
+        steps = _describe_step(x, T.__getitem__, (index,), {})
+        return NotImplemented if steps is None else _add_row_step(x, Step(func, (index,)), steps[0])
+    recipe, select = x.recipe, functools.partial(_index, (*rows, slice(None)))
     hidden = select(recipe.hidden[..., :1])
-    layout = laid_out((*hidden.shape[:-1], recipe.layout.shape[-1]), recipe.dtype)
-    return _row_step(x, Step(func, (index,)), _Shape(layout, select, False, True))
+    layout = make_layout((*hidden.shape[:-1], recipe.layout.shape[-1]), recipe.dtype)
+    return _add_row_step(x, Step(func, (index,)), _RowStep(layout, select, False, True))
 
 
-def _at(index: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
+def _index(index: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
     return x[index]
 
 
-def _whole_index(index: Any, ndim: int) -> tuple[Any, ...] | None:
-    """An index with one entry for each dimension, and for None; None where that is not known."""
+def _expand_index(index: Any, ndim: int) -> tuple[Any, ...] | None:
+    """Returns an index with one entry for each dimension and each None; None if an entry's type is not supported."""
     entries = index if isinstance(index, tuple) else (index,)
-    known = (int, slice, list, range, types.EllipsisType, types.NoneType, torch.Tensor)
-    if any(isinstance(each, (bool, *DEFERRED)) or not isinstance(each, known) for each in entries):
+    supported = (int, slice, list, range, types.EllipsisType, types.NoneType, torch.Tensor)
+    if any(isinstance(each, (bool, *DEFERRED)) or not isinstance(each, supported) for each in entries):
         return None
-    taken = 0
+    num_indexed = 0
     for each in entries:
         is_mask = isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
-        taken += each.ndim if is_mask else 0 if each is None or each is Ellipsis else 1
-    rest = (slice(None),) * (ndim - taken)
-    at = [i for i, each in enumerate(entries) if each is Ellipsis]
-    if len(at) > 1 or taken > ndim:
+        num_indexed += each.ndim if is_mask else 0 if each is None or each is Ellipsis else 1
+    rest = (slice(None),) * (ndim - num_indexed)
+    ellipses = [i for i, each in enumerate(entries) if each is Ellipsis]
+    if len(ellipses) > 1 or num_indexed > ndim:
         return None
-    found = (*entries[: at[0]], *rest, *entries[at[0] + 1 :]) if at else (*entries, *rest)
-    return found or None
+    if not ellipses:
+        return (*entries, *rest) or None
+    return (*entries[: ellipses[0]], *rest, *entries[ellipses[0] + 1 :]) or None
 
 
 def iterate(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del func
-    found = take_rows(x, T.unbind, args, kwargs) if x.dim() > 1 else NotImplemented
-    return NotImplemented if found is NotImplemented else iter(found)
+    rows = take_rows(x, T.unbind, args, kwargs) if x.dim() > 1 else NotImplemented
+    return NotImplemented if rows is NotImplemented else iter(rows)

@@ -10,32 +10,32 @@ from torch.utils._pytree import tree_map
 
 from lce_torch_bridge.deferred._recipe import Recipe, Source, Step
 
-_plain = torch._C.DisableTorchFunctionSubclass  # inside, torch takes a subclass for the tensor that it is
+DisableOverride = torch._C.DisableTorchFunctionSubclass  # inside, torch treats a subclass as a plain tensor
 _grad_fn: Any = torch.Tensor.__dict__.get("grad_fn") or torch._C.TensorBase.grad_fn
 _grad_fn = _grad_fn.__get__
 
 
 class Memory:
-    """What stock has in one piece of memory: logits and the views of them.
+    """Memory that logits and their views would share if they were stored.
 
-    Once one of them is computed, the others are views of it, because something may have been written there.
+    Once one of these tensors is computed, the others become views of it, because values may have been written into it.
     """
 
     __slots__ = "is_exposed", "value", "version"
 
     def __init__(self) -> None:
-        self.value: torch.Tensor | None = None  # the first that was computed
-        self.version = 0  # of it then
-        self.is_exposed = False  # whether somebody may write there who does not change the version
+        self.value: torch.Tensor | None = None  # of the first tensor that was computed
+        self.version = 0  # of ``value`` when it was saved
+        self.is_exposed = False  # whether code may write here without changing the version
 
-    def keep(self, value: torch.Tensor) -> None:
-        """Notes that values are there."""
+    def save(self, value: torch.Tensor) -> None:
+        """Saves the values of the first tensor that is computed."""
         if self.value is None:
-            self.value = value.detach()  # it shares the version, and holds no graph
+            self.value = value.detach()  # shares the version, and holds no graph
             self.version = -1 if value.is_inference() else value._version
 
     def is_written(self) -> bool:
-        """Whether something was written in place since."""
+        """Whether values were written in place since then."""
         return self.value is not None and (self.version < 0 or self.value._version != self.version)
 
 
@@ -44,27 +44,27 @@ class DeferredLogits(torch.Tensor):
 
     Shape, dtype and device are those of the logits.
 
-    Written down, without computing anything: rows by slices, masks, indices, views, splits and iteration; casts;
-    factors, as numbers or one for each row; tanh; a bias; the first columns; softmax and log_softmax.
+    Recorded without computing anything: rows by slices, masks, indices, views, splits and iteration; casts; factors, as
+    numbers or one for each row; tanh; a bias; the first columns; softmax and log_softmax.
 
-    Served without logits, where V is the last dimension: ``cross_entropy`` with ids, ignore_index, reduction and
+    Served without logits, if V is the last dimension: ``cross_entropy`` with ids, ignore_index, reduction and
     smoothing; ``nll_loss``, ``gather``, ``take_along_dim`` or an index of a log_softmax; ``gather`` or an index of the
     logits; ``logsumexp``; entropy, as a sum of p · log p; ``mean`` and ``sum`` of logits that have no cap; ``argmax``
     and ``topk``. Log-probability, lse and entropy of one tensor share one pass.
 
-    Every other function takes the values. They are computed once, by the model's own operations in its own order, and
-    `Deferral` counts them. `compute` returns them.
+    Every other function gets the values. They are computed once, by the model's own operations in order, and `Deferral`
+    counts them. `compute` returns them.
 
     Attributes:
         recipe: what the values are computed from.
 
     Raises:
-        RuntimeError: the gradient of the tensor itself is asked for, after a loss of it was computed without logits; or
-            logits would be computed, and `defer_logits` was given ``strict=True``.
-        NotImplementedError: a reshape in place; an operator that goes around torch's functions, and writes.
+        RuntimeError: the gradient of the tensor itself is asked for, after a loss was computed without logits; or
+            logits would be computed although `defer_logits` has ``strict=True``.
+        NotImplementedError: a reshape in place; an operator that writes without being called by a function of torch.
 
     Memory:
-        O(1); it keeps hidden states and the head's parameters, which the graph keeps anyway.
+        O(1). The tensor keeps hidden states and the head's parameters alive, as the graph does anyway.
 
     Example:
         >>> import torch
@@ -80,11 +80,11 @@ class DeferredLogits(torch.Tensor):
 
     recipe: Recipe
     _value: torch.Tensor | None = None  # once it is computed
-    _parent: DeferredLogits | None = None  # whose values the last step takes; None of a head's own
+    _parent: DeferredLogits | None = None  # the tensor before the last step; None for a head's output
     _memory: Memory
-    _used: bool = False  # whether results or other deferred tensors were made of it without its values
+    _used: bool = False  # whether results or other tensors were computed from it without its values
     _node: Any = None  # the node of the graph where the gradient of its values ends
-    _hooks: list[Any]  # of torch.distributed, which only ask when a backward begins
+    _hooks: list[Any]  # of torch.distributed, which only need to know when a backward begins
     call: ClassVar[Callable[..., Any]]  # a function of torch: `lce_torch_bridge.deferred._functions`
 
     @staticmethod
@@ -93,84 +93,84 @@ class DeferredLogits(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, layout.shape, strides=layout.stride(), dtype=layout.dtype, device=recipe.source.hidden.device
         )
-        torch._C._set_throw_on_mutable_data_ptr(self)  # there is no memory
+        torch._C._set_throw_on_mutable_data_ptr(self)  # because there is no memory
         self.recipe, self._memory, self._hooks = recipe, Memory() if memory is None else memory, []
         return self
 
     @classmethod
-    def of_head(cls, source: Source) -> DeferredLogits:
-        """What a head returns."""
-        return _make(Recipe.of_head(source))
+    def from_source(cls, source: Source) -> DeferredLogits:
+        """Returns a head's output."""
+        return _make_logits(Recipe.from_source(source))
 
-    def then(self, step: Step, layout: torch.Tensor, is_view: bool = False, **changes: Any) -> DeferredLogits:
-        """What the model has after one more step, in the same memory where that is a view."""
-        child = _make(self.recipe.then(step, layout, **changes), self._memory if is_view else None)
+    def add_step(self, step: Step, layout: torch.Tensor, is_view: bool = False, **changes: Any) -> DeferredLogits:
+        """Returns the logits after one more step, which share the memory if the step makes a view."""
+        child = _make_logits(self.recipe.add_step(step, layout, **changes), self._memory if is_view else None)
         child._parent, child._hooks, self._used = self, self._hooks, True
         return child
 
     def become(self, child: DeferredLogits) -> Self:
-        """Changes this tensor to ``child``, which a step in place made from it."""
+        """Changes this tensor to ``child``, the result of a step in place."""
         self.recipe, self._parent, self._used = child.recipe, None, False
         if self._node is not None:
             self._node.recipe = child.recipe
         return self
 
-    def is_alone(self) -> bool:
-        """Whether no other tensor was made from it, or has the same memory in stock."""
+    def is_unshared(self) -> bool:
+        """Whether no other tensor was computed from this one, and it is no view of another."""
         return not self._used and (self._parent is None or self._parent._memory is not self._memory)
 
     def is_deferred(self) -> bool:
-        """Whether the recipe says what the values are: none are there, and no other node stands before it."""
-        return self._value is None and self._memory.value is None and self._is_own()
+        """Whether the recipe still defines the values: none are computed, and the gradient takes no detour."""
+        return self._value is None and self._memory.value is None and self._has_direct_gradient()
 
-    def _is_own(self) -> bool:
-        """Whether gradients of this tensor go to its own node alone, and not through a function of someone else's."""
-        with _plain():
+    def _has_direct_gradient(self) -> bool:
+        """Whether gradients of this tensor go to its own node, and not through an autograd function of other code."""
+        with DisableOverride():
             return _grad_fn(self) is self._node
 
     def value(self, needed_for: str = "") -> torch.Tensor:
-        """The values, computed once, as a plain tensor with a graph of its own."""
-        is_own = self._is_own()
-        if self._value is None or not is_own:
+        """Returns the values, computed once, as a plain tensor. ``needed_for`` names the function that needs them."""
+        is_direct = self._has_direct_gradient()
+        if self._value is None or not is_direct:
             recipe = self.recipe
-            is_recorded = recipe.grad and is_own
+            is_recorded = recipe.grad and is_direct
             inference = torch.inference_mode(recipe.source.hidden.is_inference())
-            with inference, torch.set_grad_enabled(is_recorded), recipe.source.kept():
-                value = self._computed(needed_for) if self._value is None else self._value.detach()
-            if not is_own:  # its gradient goes through someone else's function
-                with torch.enable_grad(), _plain():
-                    value, self._node = _Through.apply(self, value), _grad_fn(self)
+            with inference, torch.set_grad_enabled(is_recorded), recipe.source.suspend_checkpoint():
+                value = self._compute_value(needed_for) if self._value is None else self._value.detach()
+            if not is_direct:  # its gradient passes through a function of other code
+                with torch.enable_grad(), DisableOverride():
+                    value, self._node = _PassGradient.apply(self, value), _grad_fn(self)
             elif self._parent is None and value.requires_grad:
                 for hook in self._hooks:
                     value.register_hook(hook)
             self._value, self._parent = value, None
-            self._memory.keep(value)
+            self._memory.save(value)
         return self._value
 
-    def _computed(self, needed_for: str) -> torch.Tensor:
+    def _compute_value(self, needed_for: str) -> torch.Tensor:
         parent = self._parent
         is_copy = parent is not None and parent._memory is not self._memory
         if parent is None or (is_copy and (parent._memory.is_exposed or parent._memory.is_written())):
-            self.recipe.source.note(needed_for)  # a copy is of what was there before something was written
+            self.recipe.source.record_logits(needed_for)  # because a copy holds the values from before the write
             return self.recipe.compute(self.recipe.tensors)
         return self.recipe.steps[-1](parent.value(needed_for))
 
     def compute(self) -> torch.Tensor:
-        """The logits as a plain tensor of the same graph, computed once, for a function that must have one."""
+        """Returns the logits as a plain tensor of the same graph, computed once, for functions that need one."""
         return self.value("compute()")
 
     def expose(self) -> None:
-        """Notes that somebody gets the memory, and may write there unseen."""
+        """Notes that other code gets the memory, and may write into it unnoticed."""
         self._memory.is_exposed = True
 
     def write(self, needed_for: str) -> torch.Tensor:
-        """The values, into which something is about to be written."""
+        """Returns the values, because a function is about to write into them."""
         return self.value(needed_for)
 
     @classmethod
-    @torch.compiler.disable(reason="deferred logits of another graph are no part of this one")  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason="deferred logits of another graph are not part of this one")  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch's functions of this tensor, which a compiled function calls between its graphs."""
+        """Calls a function of torch. A compiled function does so between its graphs."""
         del types
         return cls.call(func, args, kwargs or {})
 
@@ -178,31 +178,31 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What goes around torch's functions: another tensor of the same recipe, or operators of the values."""
+        """Runs an operator that no function of torch called: on the values, or as an alias of this tensor."""
         del types
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (self,) = args
-            return _alike(self)
+            return _copy_logits(self)
         if any(argument.alias_info is not None for argument in (*func._schema.arguments, *func._schema.returns)):
             raise NotImplementedError(
-                f"{func} of deferred logits would write into them, or return a part of their memory, where no torch "
-                "function sees it: pass logits.compute()"
+                f"{func} would write into deferred logits, or return a view of their memory, where no torch function "
+                "sees it: pass logits.compute()"
             )
         name = str(func)
         return func(*tree_map(lambda x: x.value(name) if isinstance(x, cls) else x, args), **kwargs)
 
 
-def _alike(of: DeferredLogits) -> DeferredLogits:
-    """Another tensor of the same recipe and memory, as autograd makes them."""
-    same = DeferredLogits(of.recipe)
-    same._value, same._parent, same._memory, same._used = of._value, of._parent, of._memory, of._used
-    same._node, same._hooks = of._node, of._hooks
+def _copy_logits(logits: DeferredLogits) -> DeferredLogits:
+    """Returns another tensor with the same recipe and memory, as autograd needs."""
+    same = DeferredLogits(logits.recipe)
+    same._value, same._parent, same._memory = logits._value, logits._parent, logits._memory
+    same._used, same._node, same._hooks = logits._used, logits._node, logits._hooks
     return same
 
 
-def _make(recipe: Recipe, memory: Memory | None = None) -> DeferredLogits:
-    """With a node of the graph, where autograd records it."""
+def _make_logits(recipe: Recipe, memory: Memory | None = None) -> DeferredLogits:
+    """Returns deferred logits, with a node of the graph if autograd records them."""
     if recipe.grad and torch.is_grad_enabled():
         for x in recipe.tensors:
             if x is not None and x.requires_grad:
@@ -212,10 +212,10 @@ def _make(recipe: Recipe, memory: Memory | None = None) -> DeferredLogits:
 
 
 class _Node(torch.autograd.Function):
-    """The node of logits that are not computed.
+    """The graph's node of logits that are not computed.
 
-    What torch's functions do not see, such as the autograd function of someone else, takes the values, and returns a
-    gradient of the logits. It comes here, and goes on to hidden and the head's parameters.
+    Code that calls no function of torch, such as an autograd function of a library, gets the values and returns a
+    gradient of the logits. This node receives that gradient, and passes it on to hidden and the head's parameters.
     """
 
     @staticmethod
@@ -233,19 +233,19 @@ class _Node(torch.autograd.Function):
             return None, None, *(None for _ in ctx.saved_tensors)
         if ctx.memory.is_written():
             raise RuntimeError(
-                "deferred logits were written into in place, and a function that is none of torch's took them: its "
-                "gradient would miss what was written. Give it logits.compute()"
+                "deferred logits were written into in place, and a function outside torch used them: its gradient "
+                "would not include what was written. Give it logits.compute()"
             )
         tensors = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
-        wanted = [x for x in tensors if x is not None and x.requires_grad]
+        inputs = [x for x in tensors if x is not None and x.requires_grad]
         with torch.enable_grad():
             value = ctx.recipe.compute(tensors)
-        found = iter(torch.autograd.grad(value, wanted, gradient, allow_unused=True))
-        return None, None, *(next(found) if x is not None and x.requires_grad else None for x in tensors)
+        gradients = iter(torch.autograd.grad(value, inputs, gradient, allow_unused=True))
+        return None, None, *(next(gradients) if x is not None and x.requires_grad else None for x in tensors)
 
 
-class _Through(torch.autograd.Function):
-    """The values of deferred logits, whose gradient goes where that of the deferred logits goes."""
+class _PassGradient(torch.autograd.Function):
+    """The identity on values, whose gradient goes to the deferred logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`TracedLogits`: deferred logits in a graph of ``torch.compile``, which can make no tensor of a class of its own."""
+"""`TracedLogits`: deferred logits in a graph of ``torch.compile``, which cannot make a `DeferredLogits`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lce_torch_bridge.tensors import _device
 
 
 class TracedLogits:
-    """What `DeferredLogits` is, as a plain object that takes part in torch's functions.
+    """The counterpart of `DeferredLogits` in a compiled graph: a plain object that overrides torch's functions.
 
     Attributes:
         recipe: what the values are computed from.
@@ -28,57 +28,57 @@ class TracedLogits:
         self.recipe = recipe
         self._value: torch.Tensor | None = None
         self._parent: TracedLogits | None = None
-        self._relatives = [1]  # how many may have the same memory in stock
-        self._is_there = [False]  # whether one of these is computed
+        self._num_sharing = [1]  # how many of these share memory, if they were stored; a list that views share
+        self._is_computed = [False]  # whether one of these is computed; shared likewise
 
     @classmethod
-    def of_head(cls, source: Source) -> TracedLogits:
-        """What a head returns."""
-        return cls(Recipe.of_head(source))
+    def from_source(cls, source: Source) -> TracedLogits:
+        """Returns a head's output."""
+        return cls(Recipe.from_source(source))
 
-    def then(self, step: Step, layout: torch.Tensor, is_view: bool = False, **changes: Any) -> TracedLogits:
-        """What the model has after one more step, which it may have in the same memory."""
-        child = TracedLogits(self.recipe.then(step, layout, **changes))
+    def add_step(self, step: Step, layout: torch.Tensor, is_view: bool = False, **changes: Any) -> TracedLogits:
+        """Returns the logits after one more step, which share the memory if the step may make a view."""
+        child = TracedLogits(self.recipe.add_step(step, layout, **changes))
         child._parent = self
         if is_view:
-            child._relatives, child._is_there = self._relatives, self._is_there
-            self._relatives[0] += 1
+            child._num_sharing, child._is_computed = self._num_sharing, self._is_computed
+            self._num_sharing[0] += 1
         return child
 
     def is_deferred(self) -> bool:
-        """Whether the recipe says what the values are."""
-        return self._value is None and not self._is_there[0]
+        """Whether the recipe still defines the values."""
+        return self._value is None and not self._is_computed[0]
 
     def value(self, needed_for: str = "") -> torch.Tensor:
-        """The values, computed once."""
+        """Returns the values, computed once. ``needed_for`` names the function that needs them."""
         if self._value is None:
             recipe, parent = self.recipe, self._parent
-            is_view = parent is not None and parent._is_there is self._is_there
+            is_view = parent is not None and parent._is_computed is self._is_computed
             with torch.enable_grad() if recipe.grad else torch.no_grad():
                 if parent is not None and is_view:
                     self._value = recipe.steps[-1](parent.value(needed_for))
-                else:  # a copy is of what was there before something was written; the compiler computes equals once
-                    recipe.source.note(needed_for)
+                else:  # a copy holds the values from before a write; the compiler merges equal computations
+                    recipe.source.record_logits(needed_for)
                     self._value = recipe.compute(recipe.tensors)
-            self._is_there[0] = True
+            self._is_computed[0] = True
         return self._value
 
     def compute(self) -> torch.Tensor:
-        """The logits as a plain tensor, for a function that must have one."""
+        """Returns the logits as a plain tensor, for functions that need one."""
         return self.value("compute()")
 
     def write(self, needed_for: str) -> torch.Tensor:
-        """The values, into which something is about to be written."""
-        if self._relatives[0] > 1:
+        """Returns the values, because a function is about to write into them."""
+        if self._num_sharing[0] > 1:
             raise NotImplementedError(
-                f"{needed_for} writes into deferred logits in a compiled graph, where others are views of them: write "
-                "logits = logits.compute() before the views"
+                f"{needed_for} writes into deferred logits that have views, in a compiled graph: write "
+                "logits = logits.compute() before the views are made"
             )
         return self.value(needed_for)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch's functions of this object."""
+        """Calls a function of torch with this object."""
         del types
         for x in args:
             if isinstance(x, TracedLogits) and x.recipe.grad and not torch.is_grad_enabled():
@@ -87,22 +87,22 @@ class TracedLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the logits."""
+        """The shape of the logits."""
         return self.recipe.layout.shape if self._value is None else self._value.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits."""
+        """The dtype of the logits."""
         return self.recipe.layout.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the logits."""
+        """The device of the logits."""
         return self.recipe.source.hidden.device
 
     @property
     def ndim(self) -> int:
-        """Of the logits."""
+        """The number of the logits' dimensions."""
         return len(self.shape)
 
     @property
@@ -111,18 +111,18 @@ class TracedLogits:
         return self.recipe.grad and any(x is not None and x.requires_grad for x in self.recipe.tensors)
 
     def dim(self) -> int:
-        """How many dimensions the logits have."""
+        """Returns the number of dimensions."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or one number of it."""
+        """Returns the shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getattr__(self, name: str) -> Any:
-        """A method or attribute of tensors."""
+        """Returns a method of torch.Tensor as a function of this object, or an attribute of the values."""
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"deferred logits have no attribute {name!r}")
         function = getattr(torch.Tensor, name)
@@ -138,33 +138,33 @@ class TracedLogits:
         return f"TracedLogits({self.recipe.kind} of {tuple(self.shape)}, {self.dtype}, {self.device}, not computed)"
 
 
-@_device.not_compiled("deferred logits without a gradient look whose function takes them")
+@_device.not_compiled("deferred logits without a gradient look for the function that uses them")
 def _refuse_other_functions(x: TracedLogits) -> None:
-    """Refuses the autograd function of someone else, to which this object is no tensor that has a gradient."""
+    """Raises if an autograd function uses this object: it would not treat it as a tensor with a gradient."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        at = frame.f_code.co_filename, frame.f_code.co_firstlineno  # torch's compiler makes code of its own there
-        if at in _forwards() and any(each is x for each in frame.f_locals.values()):
+        line = frame.f_code.co_filename, frame.f_code.co_firstlineno  # the compiler replaces code, and keeps its place
+        if line in _list_forwards() and any(each is x for each in frame.f_locals.values()):
             raise RuntimeError(
-                "an autograd function takes deferred logits of a compiled graph, and would lose their gradient: "
+                "an autograd function uses deferred logits of a compiled graph, and would lose their gradient: "
                 "give it logits.compute()"
             )
         frame = frame.f_back
 
 
-def _forwards() -> set[Any]:
-    """Where the forwards of all autograd functions stand."""
-    found, classes = set(), [torch.autograd.Function]
+def _list_forwards() -> set[Any]:
+    """Returns file and first line of the forwards of all autograd functions."""
+    lines, classes = set(), [torch.autograd.Function]
     while classes:
         each: Any = classes.pop()
         classes += each.__subclasses__()
         code = getattr(inspect.unwrap(each.forward), "__code__", None)
         if code is not None:
-            found.add((code.co_filename, code.co_firstlineno))
-    return found
+            lines.add((code.co_filename, code.co_firstlineno))
+    return lines
 
 
-def _operator(name: str) -> Any:
+def _make_operator(name: str) -> Any:
     def operator(self: TracedLogits, *args: Any) -> Any:
         return TracedLogits.__torch_function__(getattr(torch.Tensor, name), (), (self, *args))
 
@@ -176,7 +176,7 @@ for _name in (
     "matmul", "getitem", "setitem", "iter", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "iadd", "isub",
     "imul", "itruediv",
 ):  # fmt: skip
-    setattr(TracedLogits, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(TracedLogits, f"__{_name}__", _make_operator(f"__{_name}__"))
 TracedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 DEFERRED = (DeferredLogits, TracedLogits)

@@ -1,4 +1,4 @@
-"""A model whose output layer is replaced: GPTModel's own way in newer versions, a context manager for the others."""
+"""The public functions, which replace the output layer of a model: `output_processor` and two context managers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from lce_torch_bridge._types import LogprobOutput
-from lce_torch_bridge.megatron._output_layer import FusedForward, multiplier, refusal
-from lce_torch_bridge.megatron._pending import PendingLogits, pending_logits, replaced_here, unscaled
+from lce_torch_bridge.megatron._output_layer import FusedForward, read_multiplier, refusal
+from lce_torch_bridge.megatron._pending import PendingLogits, pending_logits, replace_forward_in_thread, unscaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["fused_losses", "fused_output_layer", "output_processor"]
 
-OF_LOSSES = ("cache_bytes", "gradient_threshold", "vocab_part_size", "implementation")  # how, not what
+# Options of `fused_losses`: those that do not change the values of a loss.
+LOSS_OPTIONS = ("cache_bytes", "gradient_threshold", "vocab_part_size", "implementation")
 
 
 def output_processor(
@@ -36,24 +37,27 @@ def output_processor(
     inference_context: object = None,
     **_: object,
 ) -> LogprobOutput:
-    """Log-probability and entropy in place of logits: ``GPTModel`` calls this function instead of its output layer.
+    """Returns log-probability and entropy instead of logits.
 
-    Multi-token prediction runs before, and its own loss stores logits unless the call is inside `fused_losses`.
+    ``GPTModel`` calls this function instead of its output layer. Multi-token prediction runs earlier. Its own loss
+    stores logits unless the call is inside `fused_losses`.
 
     Args:
-        hidden_states: ``[s, b, h]``, or ``[s / TP, b, h]`` under sequence parallelism. The model passes
-            them, and everything else but ``context``.
+        hidden_states: ``[s, b, h]``, or ``[s / TP, b, h]`` under sequence parallelism. The model passes these, and all
+            other arguments except ``context``.
         output_layer: the model's ColumnParallelLinear.
         output_weight: the embedding's weight where it is tied, else None.
-        labels: ``[b, s]``, the model's own (for multi-token prediction), used if ``context`` has none.
+        labels: ``[b, s]``, the labels that the model was called with (for multi-token prediction), used if ``context``
+            has none.
         context: ``labels`` ``[b, s]``, global vocabulary ids, already shifted, and any option of
-            `lce_torch_bridge.linear_logprobs` but ``tp_group``, ``bias``, ``logit_scale`` and ``reduce_grad_hidden``,
-            which the model sets. ``where`` is ``[b, s]`` bool, or the rows of the flattened ``[b, s]``; a tensor
-            ``temperature`` or ``logit_floor`` broadcasts to ``[b, s]``; ``candidates`` are ``[b, s, K]``. The default
-            of ``wgrad`` is what the layer does: "main_grad" with ``gradient_accumulation_fusion``.
+            `lce_torch_bridge.linear_logprobs` except ``tp_group``, ``bias``, ``logit_scale`` and
+            ``reduce_grad_hidden``, which the model sets. ``where`` is ``[b, s]`` bool, or the rows of the flattened
+            ``[b, s]``; a tensor ``temperature`` or ``logit_floor`` broadcasts to ``[b, s]``; ``candidates`` are
+            ``[b, s, K]``. The default of ``wgrad`` is what the layer does: "main_grad" with
+            ``gradient_accumulation_fusion``.
         scale_logits: the model's multiplier of logits (MuP), which is applied in float32 here.
         config: the model's configuration.
-        runtime_gather_output: None or False. Results are whole on every rank anyway.
+        runtime_gather_output: None or False. Every rank has all results anyway.
         inference_context: None. Generation needs logits.
         **_: other arguments of megatron-core, of this or a later version, which are ignored.
 
@@ -63,13 +67,13 @@ def output_processor(
         order: unpack it.
 
     Raises:
-        NotImplementedError: the model cannot be served; the message says why and what to do.
+        NotImplementedError: the model is not supported; the message says why and what to do.
         ValueError, TypeError: options that do not fit, with the offending values.
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        That of `linear_logprobs`. Under sequence parallelism the gathered hidden states are kept for the backward pass;
-        Megatron's own layer gathers them twice.
+        That of `linear_logprobs`. Under sequence parallelism the gathered hidden states are saved for the backward
+        pass; Megatron's own layer gathers them twice instead.
 
     Example:
         >>> from lce_torch_bridge.megatron import output_processor
@@ -85,20 +89,20 @@ def output_processor(
     if labels is None:
         raise ValueError("no labels: pass output_processor_context=dict(labels=...) with token ids [b, s]")
     forward = FusedForward(
-        output_layer, labels, multiplier(scale_logits), options, mtp=bool(getattr(config, "mtp_num_layers", 0))
+        output_layer, labels, read_multiplier(scale_logits), options, mtp=bool(getattr(config, "mtp_num_layers", 0))
     )
-    with replaced_here(output_layer, forward):
+    with replace_forward_in_thread(output_layer, forward):
         out, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
-    return _batch_first(out)
+    return _to_batch_first(out)
 
 
 @contextlib.contextmanager
 def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: Unpack[ModelOptions]) -> Iterator[None]:
-    """Inside, ``model(tokens, positions, mask)`` returns what `output_processor` returns, not logits.
+    """Makes ``model(tokens, positions, mask)`` return the results of `output_processor` instead of logits.
 
-    This is for every model and version, HybridModel first. Call the model without ``labels``. The backward pass may run
-    outside, unless an activation checkpoint holds the whole model, which it then calls again. Multi-token prediction
-    keeps its own loss, without logits, as in `fused_losses`.
+    It supports every model and version, such as HybridModel. Call the model without ``labels``. The backward pass may
+    run outside of the block, unless an activation checkpoint around the whole model calls it again. Multi-token
+    prediction keeps its own loss, without logits, as in `fused_losses`.
 
     Args:
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
@@ -114,7 +118,7 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
         None. The model returns a `LogprobOutput` of ``[b, s]`` tensors inside, as from `output_processor`.
 
     Raises:
-        NotImplementedError: the model cannot be served; the message says why and what to do.
+        NotImplementedError: the model is not supported; the message says why and what to do.
         ValueError, TypeError: options that do not fit, with the offending values.
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
@@ -126,28 +130,32 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
         >>> with fused_output_layer(model, labels, temperature=0.7):  # doctest: +SKIP
         ...     logprobs, entropy, *_ = model(tokens, positions, mask)
     """
-    inner = _unwrapped(model)
-    given: dict[str, Any] = {**options}
+    inner = _unwrap(model)
+    all_options: dict[str, Any] = {**options}
     predictions = bool(getattr(inner.config, "mtp_num_layers", None))
     forward = FusedForward(
-        inner.output_layer, labels, multiplier(getattr(inner, "_scale_logits", unscaled)), given, mtp=predictions
+        inner.output_layer,
+        labels,
+        read_multiplier(getattr(inner, "_scale_logits", unscaled)),
+        all_options,
+        mtp=predictions,
     )
-    of_losses = {name: given[name] for name in OF_LOSSES if name in given}
+    loss_options = {name: all_options[name] for name in LOSS_OPTIONS if name in all_options}
 
-    def returned(pending: PendingLogits) -> LogprobOutput:
-        return _batch_first(forward(*pending.inputs)[0])
+    def finish(pending: PendingLogits) -> LogprobOutput:
+        return _to_batch_first(forward(*pending.inputs)[0])
 
-    with pending_logits(inner, returned, of_losses, processors=False), _without_own_loss(inner):
+    with pending_logits(inner, finish, loss_options, processors=False), _refuse_model_loss(inner):
         yield
 
 
 @contextlib.contextmanager
 def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> Iterator[None]:
-    """Inside, a model's own losses store no logits: the loss of ``labels=``, and those of multi-token prediction.
+    """Makes a model compute its losses without logits: the loss of ``labels=``, and those of multi-token prediction.
 
     Megatron still rolls labels and masks, weights each depth's loss, logs it with its acceptance rate, and starts its
-    backward pass. An `output_processor` may be used inside; `fused_output_layer` needs no `fused_losses`. The block may
-    be one step, or the whole training. Call the model for logits outside.
+    backward pass. `output_processor` may be used inside; `fused_output_layer` needs no `fused_losses`. The block may
+    contain one step or the whole training. If you need logits, call the model outside of the block.
 
     Args:
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
@@ -160,9 +168,9 @@ def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> It
         None.
 
     Raises:
-        NotImplementedError: the model cannot be served, or is called without labels and without a processor; the
+        NotImplementedError: the model is not supported, or is called without labels and without a processor; the
             message says why and what to do.
-        RuntimeError: methods have been replaced already, as inside of `fused_output_layer`.
+        RuntimeError: methods are replaced already, such as inside `fused_output_layer`.
         ValueError, TypeError: options that do not fit, with the offending values.
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
@@ -170,49 +178,49 @@ def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> It
         That of `linear_logprobs`, once for each loss.
 
     Numerics:
-        Each loss is Megatron's cross entropy, of float32 logits that are never rounded. A prediction counts as accepted
-        if its logit equals the largest within float32's rounding.
+        Each loss is Megatron's cross entropy, computed from float32 logits that are not rounded. A prediction counts as
+        accepted if its logit equals the largest logit up to float32's rounding.
 
     Example:
         >>> from lce_torch_bridge.megatron import fused_losses
         >>> with fused_losses(model):  # doctest: +SKIP
         ...     losses = model(tokens, positions, mask, labels=labels, loss_mask=loss_mask)  # [b, s]
     """
-    unknown = sorted(options.keys() - set(OF_LOSSES))
+    unknown = sorted(options.keys() - set(LOSS_OPTIONS))
     if unknown:
         raise TypeError(
-            f"fused_losses takes {', '.join(OF_LOSSES)}, got {', '.join(unknown)}: the losses are Megatron's"
+            f"fused_losses takes {', '.join(LOSS_OPTIONS)}, got {', '.join(unknown)}: Megatron sets the other options"
         )
-    inner = _unwrapped(model)
+    inner = _unwrap(model)
     reason = refusal(inner.output_layer)
     if reason is not None:
         raise NotImplementedError(reason)
-    with pending_logits(inner, _without_labels, dict(options), processors=True):
+    with pending_logits(inner, _refuse_missing_labels, dict(options), processors=True):
         yield
 
 
-def _without_labels(_pending: PendingLogits) -> LogprobOutput:
+def _refuse_missing_labels(_pending: PendingLogits) -> LogprobOutput:
     raise NotImplementedError(
-        "the model was called without labels inside fused_losses, where there are no logits to return: pass labels, "
-        "or an output_processor, or call it outside"
+        "the model was called without labels inside fused_losses, where there are no logits to return: pass labels or "
+        "an output_processor, or call the model outside of the block"
     )
 
 
-def _batch_first(out: LogprobOutput) -> LogprobOutput:
-    """Results of ``[s, b]`` as the model returns them."""
+def _to_batch_first(out: LogprobOutput) -> LogprobOutput:
+    """Returns results ``[s, b]`` as ``[b, s]``."""
     fields: list[Any] = [None if field is None else field.transpose(0, 1).contiguous() for field in out]
     return LogprobOutput(*fields)
 
 
 @contextlib.contextmanager
-def _without_own_loss(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the model raises where it would return its own loss, of labels."""
+def _refuse_model_loss(model: torch.nn.Module) -> Iterator[None]:
+    """Makes the model raise an error if it is called with labels, and so returns its own loss."""
 
     def check(_model: torch.nn.Module, _inputs: Any, out: Any) -> None:
         if not isinstance(out, LogprobOutput):
             raise ValueError(
-                f"the model was called with labels {tuple(out.shape)} inside fused_output_layer, and returned its loss "
-                "of them: give the labels to fused_output_layer alone; the loss is -logprob"
+                f"the model was called with labels {tuple(out.shape)} inside fused_output_layer, and returned its "
+                "loss: pass the labels to fused_output_layer only; the loss is -logprob"
             )
 
     hook = model.register_forward_hook(check)
@@ -222,17 +230,17 @@ def _without_own_loss(model: torch.nn.Module) -> Iterator[None]:
         hook.remove()
 
 
-def _unwrapped(model: Any) -> Any:
-    """The model that calls the output layer, inside of any wrappers."""
+def _unwrap(model: Any) -> Any:
+    """Returns the model that calls the output layer, without wrappers around it."""
     name = type(model).__name__
-    owners = dict(_owners(model, "")) if isinstance(model, torch.nn.Module) else {}
+    owners = dict(_find_owners(model, "")) if isinstance(model, torch.nn.Module) else {}
     if not owners:
         raise NotImplementedError(
             f"{name} has no output_layer: pass the language model, and on the last pipeline stage (post_process) only"
         )
     if len(owners) > 1:
         raise NotImplementedError(
-            f"{name} has several modules with an output_layer, {', '.join(owners)}: pass the one that is meant"
+            f"{name} has several modules with an output_layer, {', '.join(owners)}: pass the one to be served"
         )
     (model,) = owners.values()
     name = type(model).__name__
@@ -244,13 +252,14 @@ def _unwrapped(model: Any) -> Any:
     return model
 
 
-def _owners(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules that hold an output layer themselves. ``hasattr`` does not tell, because wrappers pass attributes on.
+def _find_owners(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yields the modules that have an output layer themselves, with their paths.
 
-    Modules inside an owner are not searched: most of the model is there, and no other head.
+    ``hasattr`` does not tell, because wrappers pass attributes on. Modules inside an owner are not searched: they are
+    most of the model, and have no other head.
     """
     if module._modules.get("output_layer") is not None:
         yield path, module
         return
     for name, child in module.named_children():
-        yield from _owners(child, f"{path}.{name}" if path else name)
+        yield from _find_owners(child, f"{path}.{name}" if path else name)

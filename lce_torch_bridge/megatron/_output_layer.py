@@ -1,4 +1,4 @@
-"""The replacement of ``ColumnParallelLinear.forward``: `linear_logprobs` with the options that the layer sets."""
+"""`FusedForward`, which replaces ``ColumnParallelLinear.forward`` by `linear_logprobs` with the layer's options."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from lce_torch_bridge._types import LogprobOutput
 
-# Options that are not the caller's to set.
-OF_THE_LAYER = ("tp_group", "bias", "logit_scale", "reduce_grad_hidden", "lora")
+# Options that come from the layer and the model, so that a caller cannot set them.
+LAYER_OPTIONS = ("tp_group", "bias", "logit_scale", "reduce_grad_hidden", "lora")
 
 
 @dataclasses.dataclass
@@ -25,50 +25,51 @@ class FusedForward:
     """A ``forward`` for an output layer, which returns a `LogprobOutput` of ``[s, b]`` instead of logits.
 
     Raises:
-        NotImplementedError: the op cannot serve the layer (when made) or the call (when called).
+        NotImplementedError: `linear_logprobs` does not support the layer (raised on creation) or the call (raised
+            when called).
         ValueError, TypeError: options do not fit, also at both times.
     """
 
     layer: Any
     labels: torch.Tensor  # [b, s]
     logit_scale: float
-    options: Mapping[str, Any]  # of linear_logprobs, as the caller gave them
+    options: Mapping[str, Any]  # of linear_logprobs, as passed by the caller
     mtp: bool = False  # whether multi-token prediction uses the weight as well
 
     def __post_init__(self) -> None:
-        """Refuses what can be seen before the call."""
+        """Checks the layer and the options that do not depend on hidden states."""
         reason = refusal(self.layer)
         if reason is not None:
             raise NotImplementedError(reason)
-        taken = [name for name in OF_THE_LAYER if name in self.options]
-        if taken:
-            raise ValueError(f"{', '.join(taken)}: the model's to say, not the caller's; leave out")
-        self.per_token = sequence_first(self.labels, self.options)
+        fixed = [name for name in LAYER_OPTIONS if name in self.options]
+        if fixed:
+            raise ValueError(f"{', '.join(fixed)}: set by the model, not by the caller; leave out")
+        self.per_token = transpose_options(self.labels, self.options)
 
     def __call__(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[LogprobOutput, torch.Tensor | None]:
-        """Like `ColumnParallelLinear.forward`: the output, and the bias if the caller is to add it."""
+        """Returns the output, and the bias if the caller must add it, as `ColumnParallelLinear.forward` does."""
         layer = self.layer
         if layer.gather_output if runtime_gather_output is None else runtime_gather_output:
             raise NotImplementedError(
                 "gathered logits were asked for (generation, runtime_gather_output=True or parallel_output=False), but "
-                "none are computed here, and log-probability and entropy are whole on every rank anyway: call the "
-                "model with runtime_gather_output=False, and generate without this op"
+                "no logits are computed here, and every rank has all log-probabilities and entropies anyway: call the "
+                "model with runtime_gather_output=False, and generate outside of this package's functions"
             )
         weight = layer.weight if weight is None else weight
-        told = {
+        layer_options = {
             "tp_group": layer.tp_group,
             "bias": None if layer.skip_bias_add else layer.bias,
             "logit_scale": self.logit_scale,
             "reduce_grad_hidden": layer.allreduce_dgrad,
             "wgrad": self._wgrad(weight),
         }
-        out: Any = linear_logprobs(self._hidden(input_), weight, **dict(self.options) | self.per_token | told)
+        out: Any = linear_logprobs(self._hidden(input_), weight, **dict(self.options) | self.per_token | layer_options)
         return out, layer.bias if layer.skip_bias_add else None
 
     def _hidden(self, input_: torch.Tensor) -> torch.Tensor:
-        """``[s, b, h]``, whole. The gather's backward sums dhidden over the ranks, so nothing else may sum it."""
+        """Returns hidden states ``[s, b, h]``, gathered. The gather's backward already sums dhidden over the ranks."""
         hidden = input_
         if self.layer.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, group=self.layer.tp_group)
@@ -80,26 +81,26 @@ class FusedForward:
         return hidden
 
     def _wgrad(self, weight: torch.Tensor) -> str:
-        """Where dweight goes: by default where the layer itself would put it."""
+        """Returns the option ``wgrad``: by default, dweight goes where the layer itself would put it."""
         if hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
                 "Megatron-FSDP gathers and frees this weight around the layer's own forward and backward, which do not "
                 "run here: use DistributedDataParallel, with use_distributed_optimizer to shard the optimizer's state"
             )
-        # As in Megatron: before DistributedDataParallel there is no main_grad.
+        # As in Megatron: without DistributedDataParallel there is no main_grad.
         fused = self.layer.gradient_accumulation_fusion and hasattr(weight, "main_grad")
-        own = "main_grad" if fused else "return"
-        wgrad = self.options.get("wgrad", own)
-        if self.mtp and wgrad != own:
+        layer_wgrad = "main_grad" if fused else "return"
+        wgrad = self.options.get("wgrad", layer_wgrad)
+        if self.mtp and wgrad != layer_wgrad:
             raise ValueError(
-                f"wgrad={wgrad!r}: multi-token prediction uses this weight too, with wgrad={own!r}, and Megatron would "
-                "drop one of the two gradients; leave wgrad out"
+                f"wgrad={wgrad!r}: multi-token prediction uses this weight too, with "
+                f"wgrad={layer_wgrad!r}, and Megatron would drop one of the two gradients; leave wgrad out"
             )
         return wgrad
 
 
 def refusal(layer: Any) -> str | None:
-    """Why the op cannot stand in for this output layer, and what to do about it; None if it can."""
+    """Returns why `linear_logprobs` cannot replace this output layer, and what to do about it; None if it can."""
     if getattr(type(layer), "forward", None) is not ColumnParallelLinear.forward:
         return (
             f"the output layer's class is {type(layer).__name__}, whose forward is not ColumnParallelLinear's and may "
@@ -108,7 +109,7 @@ def refusal(layer: Any) -> str | None:
         )
     if layer.config.defer_embedding_wgrad_compute:
         return (
-            "defer_embedding_wgrad_compute has Megatron compute dweight later, from dlogits that are not stored here: "
+            "defer_embedding_wgrad_compute makes Megatron compute dweight later, from dlogits, which are not stored: "
             "turn it off"
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
@@ -116,8 +117,8 @@ def refusal(layer: Any) -> str | None:
     return None
 
 
-def sequence_first(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The per-token options, checked as the caller gave them, then brought from ``[b, s]`` to ``[s, b]``."""
+def transpose_options(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks labels and per-token options ``[b, s]``, and returns them as ``[s, b]``."""
     _checks.tensor("labels", labels)
     if labels.ndim != 2:
         raise ValueError(f"labels {tuple(labels.shape)} must be [b, s]")
@@ -131,27 +132,27 @@ def sequence_first(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[str
     floor = options.get("logit_floor")
     if floor is not None:
         _checks.logit_floor(floor, labels, labels)
-    turned = {"labels": labels.t()}
+    transposed = {"labels": labels.t()}
     if candidates is not None:
-        turned["candidates"] = candidates.transpose(0, 1)
+        transposed["candidates"] = candidates.transpose(0, 1)
     if isinstance(temperature, torch.Tensor):
-        turned["temperature"] = temperature.expand(labels.shape).t()
+        transposed["temperature"] = temperature.expand(labels.shape).t()
     if isinstance(floor, torch.Tensor):
-        turned["logit_floor"] = floor.expand(labels.shape).t()
+        transposed["logit_floor"] = floor.expand(labels.shape).t()
     if where is not None and where.dtype == torch.bool:
-        turned["where"] = where.t()
+        transposed["where"] = where.t()
     elif where is not None:
-        place = torch.arange(labels.numel(), device=labels.device).view(labels.shape[::-1]).t().reshape(-1)
-        turned["where"] = place[where]
-    return turned
+        transposed_rows = torch.arange(labels.numel(), device=labels.device).view(labels.shape[::-1]).t().reshape(-1)
+        transposed["where"] = transposed_rows[where]
+    return transposed
 
 
-def multiplier(scale_logits: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """The number by which the model multiplies logits, found by scaling two numbers."""
+def read_multiplier(scale_logits: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    """Returns the number by which the model multiplies logits, from its result for two numbers."""
     one, many = scale_logits(torch.tensor([1.0, 1024.0], dtype=torch.float64, device="cpu")).tolist()
     if many != 1024 * one:
         raise NotImplementedError(
-            f"the model's _scale_logits does more than multiply: 1 becomes {one:g}, and 1024 becomes {many:g}; a soft "
-            "cap goes into logit_softcap, anything else needs the logits"
+            f"the model's _scale_logits does more than multiply: 1 becomes {one:g}, and 1024 becomes {many:g}; pass a "
+            "soft cap as logit_softcap; anything else needs the logits"
         )
     return one

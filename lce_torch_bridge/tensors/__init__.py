@@ -1,1 +1,1 @@
-"""Tensors, devices and groups of ranks as both ways of a pass see them."""
+"""Tensors, devices and groups of ranks, as used by passes through JAX and by passes that launch kernels directly."""

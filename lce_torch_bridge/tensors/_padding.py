@@ -1,12 +1,12 @@
-"""How many rows a program has, so that many counts of tokens share few programs.
+"""Padded numbers of rows, so that calls with different numbers of tokens share few compiled programs.
 
-The forward of JAX's way walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts.
-The backward takes all tokens at once, because dweight is a sum over them and is rounded once. Its sizes are 128, 512,
-powers of two from 2,048 on, and from 32,768 on the numbers half-way between them too: 6 programs up to 16,384 tokens
-and 11 up to 131,072. A forward that keeps a cache takes all tokens at once as well, with as many programs. So do
-kernels that are launched directly (`launched_directly`), which read no padding.
+The forward through JAX processes the tokens in pieces of `FORWARD_ROWS`, the last one padded, so it needs one program.
+The backward processes all tokens at once, because dweight is a sum over them that is rounded once. Its sizes are 128,
+512, powers of two from 2,048 on, and from 32,768 on also the numbers half-way between powers: 6 programs up to 16,384
+tokens and 11 up to 131,072. A forward that saves a cache also processes all tokens at once, with the same sizes. So do
+kernels that are launched directly (`launched_directly`), which do not read padding.
 
-The programs skip padding, block by block. It costs memory: at most twice that of the rows, 1.5 times from 32,768 on.
+Programs skip blocks of padding. Padding costs memory: at most as much as the rows, and half as much from 32,768 on.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 
 FORWARD_ROWS = 8192
 FEW = (128, 512)  # sizes for few tokens
-SMALLEST = 2048  # of the other sizes
+SMALLEST = 2048  # the smallest of the other sizes
 HALFWAY_FROM = 32768
 
 
 class Piece(NamedTuple):
-    """Tokens that a program takes."""
+    """Tokens that one run of a program processes."""
 
     tokens: slice
-    rows: int  # of the program
+    rows: int  # of the program, with padding
 
 
 def pieces(tokens: int, at_once: bool) -> list[Piece]:
-    """The forward's pieces of ``tokens`` tokens."""
+    """Returns the pieces in which the forward processes ``tokens`` tokens."""
     if at_once:
         return [Piece(slice(0, tokens), size(tokens))]
     starts = range(0, tokens, FORWARD_ROWS)
@@ -37,7 +37,7 @@ def pieces(tokens: int, at_once: bool) -> list[Piece]:
 
 
 def size(tokens: int) -> int:
-    """The rows of the program that takes ``tokens`` tokens at once.
+    """Returns the number of rows of the program that processes ``tokens`` tokens at once.
 
     Example:
         >>> from lce_torch_bridge.tensors._padding import size
@@ -53,7 +53,7 @@ def size(tokens: int) -> int:
 
 
 def at_most(rows: int) -> int:
-    """The largest `size` of at most ``rows`` rows, or the smallest one.
+    """Returns the largest `size` that is at most ``rows``; the smallest size if all are larger.
 
     Example:
         >>> from lce_torch_bridge.tensors._padding import at_most
@@ -68,7 +68,7 @@ def at_most(rows: int) -> int:
 
 
 def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """``x`` with uninitialised rows added up to ``rows``; ``x`` itself if it has that many."""
+    """Returns ``x`` with uninitialised rows appended, up to ``rows``; ``x`` itself if it has that many."""
     if len(x) == rows:
         return x
     padded = x.new_empty((rows, *x.shape[1:]))
@@ -77,7 +77,7 @@ def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def candidate_ids(candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Candidates as int32 numbers. Those outside of the vocabulary stay outside: 2³² + 3 does not become 3.
+    """Returns candidates as int32. Ids outside of the vocabulary stay outside: 2³² + 3 does not become 3.
 
     Example:
         >>> import torch
@@ -89,9 +89,9 @@ def candidate_ids(candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def with_count(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """n, then ``x [n, K]`` padded to ``rows`` rows, flat: ``[1 + rows K]``.
+    """Returns the number n and ``x [n, K]``, padded to ``rows`` rows, as one flat tensor ``[1 + rows K]``.
 
-    One tensor, because each one that crosses costs the host time. It lies in torch's memory, used in stream order.
+    One tensor, because each tensor that is passed to JAX costs the host time. torch owns it, in stream order.
 
     Example:
         >>> import torch

@@ -1,12 +1,12 @@
-"""The vocabulary split over a torch process group: who owns which columns, and the two collectives.
+"""The vocabulary split over a torch process group: which rank has which columns, and the collectives.
 
-Forward, one all-gather of each rank's packed statistics, a few numbers per token; every rank merges them in rank
-order, so that all hold the same bits. Backward, one all-reduce of dhidden, if the caller asks for it.
+The forward has one all-gather of each rank's statistics, a few numbers per token. Every rank merges them in rank order,
+so that all ranks get the same bits. The backward has one all-reduce of dhidden, if the caller asks for it.
 
-In a group's first call the ranks compare what they hold (`check`), and in the first call of each kind the options
-(`compare_options`), because ranks that exchange different numbers hang, abort, or read each other's as their own.
+In a group's first call the ranks compare their tensors (`check`). In the first call of each kind they compare the
+options (`compare_options`). Otherwise ranks that exchange different numbers would hang, abort, or mix them up.
 
-Operators know a group by its name, as torch's own functional collectives do.
+Operators refer to a group by its name, as torch's functional collectives do.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ import torch.distributed as dist
 from lce_torch_bridge._types import TorchCall
 from lce_torch_bridge.tensors import _device
 
-NO_GROUP = ""  # nothing to reduce over
+NO_GROUP = ""  # the name that stands for no group
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before 2.14
-SAMPLE = 16, 64  # rows of hidden or a weight, and elements of each, that a first call compares
-APART = 0.25  # of a row's length: rounding is a hundredth, other tokens are further off
+SAMPLE = 16, 64  # how many rows of hidden or a weight a first call compares, and how many elements of each
+APART = 0.25  # times a row's norm: rounding differs by a hundredth, other tokens by more than this
 WHICH_GROUP = (
     "tp_group must be the group that splits the vocabulary, whose ranks hold the same tokens, and not that of data or "
-    "context parallelism, nor all ranks; leave it out where weight is whole"
+    "context parallelism, nor all ranks; leave it out if each rank has the whole weight"
 )
-# How many heads of a call a group's ranks have compared. Not by the group's name, which may be used again.
-_asked: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+# How many heads of a call a group's ranks have compared. The key is the group, because a name may be used again.
+_compared_heads: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # The kinds of calls whose options a group's ranks have compared.
-_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-NAMES = {  # of the fields of `TorchCall` that are not called as the option
+_compared_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+NAMES = {  # of options, for fields of `TorchCall` that have another name
     "num_candidates": "candidates (their number, or k)",
     "has_floor": "logit_floor (whether there is one)",
     "mean_logit": "mean_logit (which label_smoothing needs)",
@@ -48,27 +48,27 @@ NAMES = {  # of the fields of `TorchCall` that are not called as the option
 
 
 def name_of(group: dist.ProcessGroup | None) -> str:
-    """The name of ``group``, or `NO_GROUP` if it has one rank."""
+    """Returns the name of ``group``; `NO_GROUP` for None and for a group of one rank."""
     return NO_GROUP if group is None or group.size() == 1 else group.group_name
 
 
 def size_and_rank(name: str) -> tuple[int, int]:
-    """How many shards the vocabulary has, and which one is this rank's."""
+    """Returns the number of the vocabulary's shards, and the index of this rank's shard."""
     if name == NO_GROUP:
         return 1, 0
-    group = _resolve(name)
+    group = _get_group(name)
     return group.size(), group.rank()
 
 
-def number_of(*given: object) -> int:
-    """An int32 number of what is the same for all rows of a call, the same on every rank for equal things."""
-    (number,) = struct.unpack("i", struct.pack("I", zlib.crc32(repr(given).encode())))
+def number_of(*values: object) -> int:
+    """Returns an int32 checksum of values, by which ranks compare the options of a call."""
+    (number,) = struct.unpack("i", struct.pack("I", zlib.crc32(repr(values).encode())))
     return int(number)
 
 
 def is_new(name: str, heads: int = 1) -> bool:
-    """Whether the group's ranks have not compared what they are given for calls of so many heads (`check`)."""
-    return name != NO_GROUP and _asked.get(_resolve(name), 0) < heads
+    """Whether the group's ranks have yet to `check` a call with this number of heads."""
+    return name != NO_GROUP and _compared_heads.get(_get_group(name), 0) < heads
 
 
 def check(
@@ -80,77 +80,77 @@ def check(
     *weights: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """In a group's first call the ranks compare what they were given, and all raise if it is not one call's.
+    """Compares the ranks' tensors in a group's first call. All ranks raise an error if they do not fit one call.
 
-    Only in the first call: every rank knows which call is the first, so all of them join the collective. Later calls
-    send tags with their statistics, and a row whose tags differ between the ranks is NaN. Where kernels are launched
-    directly, that needs parts with as many groups of tiles, 4096 columns each: otherwise the ranks send arrays of
-    different sizes, which NCCL does not notice.
+    Only the first call is checked, because every rank knows which call is the first, so all of them join the
+    collective. Later calls send tags with their statistics, and a row whose tags differ between the ranks is NaN. If
+    kernels are launched directly, tags need vocabulary parts with equal numbers of tile groups, of 4096 columns each:
+    otherwise the ranks send arrays of different sizes, which NCCL does not notice.
 
-    The head, or the student's and the teacher's, are ``weights``. ``rows`` is an index of the tokens that count, of
-    ``hidden [T, H]`` and of ``ids`` ``[T]`` or ``[T, K]``, if there are any. ``launches``: whether this rank
+    ``weights`` are the head, or the student's head and the teacher's. ``rows`` indexes the unmasked tokens of
+    ``hidden [T, H]`` and of ``ids`` ``[T]`` or ``[T, K]``, if there are any. ``launches`` tells whether this rank
     launches kernels on a device. Without a ``vocab_size`` every column counts.
 
     Raises:
-        ValueError: some ranks launch kernels directly and others do not, which send other numbers; or the ranks' parts
-            of the vocabulary are of different sizes, two are the same columns, or their tokens are not the same.
+        ValueError: some ranks launch kernels directly and others do not, so that they send different numbers; or the
+            ranks' parts of the vocabulary differ in size, two ranks have the same part, or their tokens differ.
     """
     if name == NO_GROUP or weights[0].device.type == "meta" or not is_new(name, len(weights)):
         return
-    group, heads = _resolve(name), len(weights)
+    group, heads = _get_group(name), len(weights)
     tokens = len(hidden) if rows is None else len(rows)
     sizes = [int(weight.shape[0]) for weight in weights]
-    samples = [_sample(hidden, rows, tokens)]
+    samples = [_take_sample(hidden, rows, tokens)]
     for weight, size in zip(weights, sizes, strict=True):
-        live = size if vocab_size is None else min(max(vocab_size - group.rank() * size, 0), size)
-        samples.append(_sample(weight, None, live))
-    held = 0 if ids is None else _parts_of(ids if rows is None else ids[rows], sizes[0], group.size())
-    counts = [int(launches(weights[0].device)), held, tokens, *sizes]
-    own = torch.tensor(counts, dtype=torch.int32, device=hidden.device)
-    sent = torch.cat([own, *(x.view(torch.int32).reshape(-1) for x in samples)])
-    every = gather(sent[None], name)[:, 0].cpu()
-    ways, parts, counted, *of_ranks = every[:, : len(counts)].T.tolist()
-    of_hidden, *of_weights = every[:, len(counts) :].view(group.size(), 1 + heads, *SAMPLE).unbind(1)
-    _refuse_sizes_and_ways(of_ranks, ways)
-    for sample in of_weights:
+        num_columns = size if vocab_size is None else min(max(vocab_size - group.rank() * size, 0), size)
+        samples.append(_take_sample(weight, None, num_columns))
+    id_parts = 0 if ids is None else _count_parts(ids if rows is None else ids[rows], sizes[0], group.size())
+    counts = [int(launches(weights[0].device)), id_parts, tokens, *sizes]
+    numbers = torch.tensor(counts, dtype=torch.int32, device=hidden.device)
+    local = torch.cat([numbers, *(x.view(torch.int32).reshape(-1) for x in samples)])
+    every = gather(local[None], name)[:, 0].cpu()
+    ways, parts, token_counts, *weight_sizes = every[:, : len(counts)].T.tolist()
+    hidden_samples, *weight_samples = every[:, len(counts) :].view(group.size(), 1 + heads, *SAMPLE).unbind(1)
+    _refuse_different_layouts(weight_sizes, ways)
+    for sample in weight_samples:
         _refuse_equal_parts(sample, sizes[0], max(parts))
-    _refuse_other_tokens(counted, of_hidden.view(torch.float32))
-    _asked[group] = heads
+    _refuse_different_tokens(token_counts, hidden_samples.view(torch.float32))
+    _compared_heads[group] = heads
 
 
 def compare_options(call: TorchCall, device: torch.device, **others: object) -> None:
-    """In the first call of a kind the group's ranks compare its options, and all raise if these differ.
+    """Compares the options of a call in the first call of its kind. All of the group's ranks raise if options differ.
 
-    A kind is what decides which numbers are exchanged: the function, most options, and ``others``. A rank compares
-    when the kind is new to it. In a group's first call that holds on all ranks, and so in the first call of each
-    function. Later the ranks compare if each of them has a new kind. If the kind is new to some ranks alone, these
-    compare while the others send results: a group cannot know that without a collective in each call.
+    A kind consists of everything that decides which numbers are exchanged: the function, most options, and ``others``.
+    A rank compares when the kind is new to it. In a group's first call, and in the first call of each function, the
+    kind is new to all ranks. Later the ranks compare if each of them has a new kind. If the kind is new to some ranks
+    only, these compare while the others send results. Only a collective in each call could tell.
 
     Raises:
         ValueError: the options differ. The message names them, with the values of all ranks.
     """
     if call.group == NO_GROUP or device.type == "meta":
         return
-    kind, options = _kind_and_options(call)
-    seen = _compared.setdefault(_resolve(call.group), set())
+    kind, options = _describe_call(call)
+    seen = _compared_calls.setdefault(_get_group(call.group), set())
     if (kind, *others.values()) in seen:
         return
     options = options | others
     numbers = gather(torch.tensor([number_of(options)], dtype=torch.int32, device=device), call.group)
     if len(set(numbers.flatten().tolist())) > 1:
-        _refuse_other_options(options, call.group, device)
+        _refuse_different_options(options, call.group, device)
     seen.add((kind, *others.values()))
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind_and_options(call: TorchCall) -> tuple[TorchCall, dict[str, object]]:
-    """Tags tell whether the vocabularies are the same, and a cache is each rank's own."""
+def _describe_call(call: TorchCall) -> tuple[TorchCall, dict[str, object]]:
+    """Returns a call's kind and its options. Tags compare vocab_size, and each rank chooses its own cache_bytes."""
     return call.of_exchange, call._replace(group="", vocab_size=0, cache_bytes=0)._asdict()
 
 
-def _refuse_other_options(options: dict[str, object], name: str, device: torch.device) -> None:
-    """Each rank sends all of its options, since all know that they differ."""
-    group = _resolve(name)
+def _refuse_different_options(options: dict[str, object], name: str, device: torch.device) -> None:
+    """Raises with the options that differ. All ranks call this, and send all of their options."""
+    group = _get_group(name)
     every: list[Any] = [None] * group.size()
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         dist.all_gather_object(every, options, group=group)
@@ -160,7 +160,7 @@ def _refuse_other_options(options: dict[str, object], name: str, device: torch.d
         for rank, each in enumerate(every):
             ranks.setdefault(repr(each[option]), []).append(rank)
         if len(ranks) > 1:
-            values = (f"{value} on ranks {of}" for value, of in ranks.items())
+            values = (f"{value} on ranks {with_value}" for value, with_value in ranks.items())
             differ.append(f"{NAMES.get(option, option)} is {' and '.join(values)}")
     raise ValueError(
         f"the ranks of tp_group make different calls: {', '.join(differ)}. They exchange what each call computes: make "
@@ -168,8 +168,8 @@ def _refuse_other_options(options: dict[str, object], name: str, device: torch.d
     )
 
 
-def _sample(x: torch.Tensor, rows: torch.Tensor | None, count: int) -> torch.Tensor:
-    """Some elements of some of the first ``count`` rows, or of those that an index names, in float32."""
+def _take_sample(x: torch.Tensor, rows: torch.Tensor | None, count: int) -> torch.Tensor:
+    """Returns some elements of some rows in float32: of the first ``count`` rows, or of the rows with these indices."""
     if count == 0:
         return torch.zeros(SAMPLE, device=x.device)
     row, column = (
@@ -178,18 +178,18 @@ def _sample(x: torch.Tensor, rows: torch.Tensor | None, count: int) -> torch.Ten
     return x.detach()[(row if rows is None else rows[row])[:, None], column].float()
 
 
-def _parts_of(ids: torch.Tensor, size: int, ranks: int) -> int:
-    """How many parts of a vocabulary a quarter of the ids lie beyond."""
+def _count_parts(ids: torch.Tensor, size: int, ranks: int) -> int:
+    """Returns the number of vocabulary parts below the ids' upper quartile."""
     ids = ids.long()  # torch compares only some of the unsigned types
     inside = ids[(ids >= 0) & (ids < ranks * size)].sort()[0]
     return int(inside[3 * len(inside) // 4]) // size if len(inside) else 0
 
 
-def _refuse_sizes_and_ways(sizes: list[list[int]], ways: list[int]) -> None:
+def _refuse_different_layouts(sizes: list[list[int]], ways: list[int]) -> None:
     if len({size for rows in sizes for size in rows}) > 1:
-        found = ", the teacher's ".join(", ".join(map(str, rows)) for rows in sizes)
+        counts = ", the teacher's ".join(", ".join(map(str, rows)) for rows in sizes)
         raise ValueError(
-            f"weight has {found} rows on the ranks of tp_group, and its parts must be of the same "
+            f"weight has {counts} rows on the ranks of tp_group, and its parts must be of the same "
             "size: pad the vocabulary and give vocab_size"
         )
     if len(set(ways)) > 1:
@@ -200,9 +200,10 @@ def _refuse_sizes_and_ways(sizes: list[list[int]], ways: list[int]) -> None:
 
 
 def _refuse_equal_parts(bits: torch.Tensor, size: int, beyond: int) -> None:
-    """``bits`` ``[N, *SAMPLE]``. Rows that are all equal, such as those of zeros, may be so on every rank.
+    """Raises if two of N ranks have the same rows of weight, by the samples ``bits`` ``[N, *SAMPLE]``.
 
-    And if a quarter of the ids lie ``beyond`` the parts that differ, it is a vocabulary of which some parts are equal.
+    Two cases are legitimate. Rows that all equal each other, such as zeros, may be the same on every rank. And if a
+    quarter of the ids lie beyond as many parts as differ (``beyond``), the vocabulary itself has equal parts.
     """
     vary = (bits != bits[:, :1]).flatten(1).any(1).tolist()
     pairs = itertools.combinations(range(len(bits)), 2)
@@ -217,12 +218,12 @@ def _refuse_equal_parts(bits: torch.Tensor, size: int, beyond: int) -> None:
     )
 
 
-def _refuse_other_tokens(tokens: list[int], hidden: torch.Tensor) -> None:
-    """``hidden`` ``[N, *SAMPLE]``: most rows must be alike but for rounding. Some may be padding that nobody wrote."""
+def _refuse_different_tokens(tokens: list[int], hidden: torch.Tensor) -> None:
+    """Raises if most rows of ``hidden`` ``[N, *SAMPLE]`` differ by more than rounding. Some may be padding."""
     if len(set(tokens)) > 1:
         raise ValueError(f"the ranks of tp_group pass {', '.join(map(str, tokens))} tokens. {WHICH_GROUP}")
-    length = hidden.norm(dim=2)
-    differ = (hidden - hidden[:1]).norm(dim=2) > APART * torch.maximum(length, length[:1])
+    norms = hidden.norm(dim=2)
+    differ = (hidden - hidden[:1]).norm(dim=2) > APART * torch.maximum(norms, norms[:1])
     for rank, count in enumerate(differ.sum(1).tolist()):
         if 2 * count > SAMPLE[0]:
             raise ValueError(
@@ -232,32 +233,32 @@ def _refuse_other_tokens(tokens: list[int], hidden: torch.Tensor) -> None:
 
 
 def gather(x: torch.Tensor, name: str) -> torch.Tensor:
-    """``[N, ...]`` of every rank's ``x``, in rank order."""
-    group = _resolve(name)
+    """Returns every rank's ``x`` in rank order, ``[N, ...]``."""
+    group = _get_group(name)
     gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     getattr(dist, ALL_GATHER)(gathered, x, group=group)
     return gathered.view(group.size(), *x.shape)
 
 
 def all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The sum of ``x`` over the group, in place."""
-    dist.all_reduce(x, group=_resolve(name))
+    """Sums ``x`` over the group in place, and returns it."""
+    dist.all_reduce(x, group=_get_group(name))
     return x
 
 
 def total_dhidden(dhidden: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """``dhidden`` summed over the group in float32, and rounded once."""
+    """Returns ``dhidden`` summed over the group in float32, and rounded once."""
     return all_reduce(dhidden.contiguous(), name).to(dtype)
 
 
 def add_parts(x: torch.Tensor, columns: int, name: str) -> torch.Tensor:
-    """The sum of ``x [T, columns]`` over the group, of which one rank holds each element and the others 0: exact.
+    """Returns the sum of ``x [T, columns]`` over the group: exact, because one rank has each element and the others 0.
 
-    Further columns are the ranks' `lce_jax.run._local.differences`: where their sum is not 0, the row is NaN.
+    Further columns are the ranks' `lce_jax.run._local.differences`. If their sum in a row is not 0, the row is NaN.
     """
-    found = all_reduce(x.contiguous(), name)
-    return found[:, :columns].where((found[:, columns:] == 0).all(1, keepdim=True), torch.nan)
+    total = all_reduce(x.contiguous(), name)
+    return total[:, :columns].where((total[:, columns:] == 0).all(1, keepdim=True), torch.nan)
 
 
-def _resolve(name: str) -> dist.ProcessGroup:
+def _get_group(name: str) -> dist.ProcessGroup:
     return _device.group_of(name)

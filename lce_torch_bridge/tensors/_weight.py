@@ -1,7 +1,8 @@
-"""What is done to the weight before its products, and to its gradient.
+"""The weight's copy under autocast, and its gradient in Megatron's ``main_grad``.
 
-Under ``torch.autocast``: one copy in autocast's dtype, which all calls of a context share. With Megatron's
-gradient-accumulation fusion: dweight is added to ``weight.main_grad`` as soon as it is computed.
+Under ``torch.autocast`` (`autocast`), all calls of a context share one copy of the weight in autocast's dtype. With
+Megatron's gradient-accumulation fusion (`accumulate_into_main_grad`), dweight is added to ``weight.main_grad`` as soon
+as it is computed.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from lce_torch_bridge.tensors._device import (
 
 @not_compiled('lce_torch_bridge with wgrad="main_grad" writes to weight.main_grad as it runs')
 def accumulate_into_main_grad(weight: torch.Tensor) -> torch.Tensor:
-    """``weight``, whose gradient will be added to ``weight.main_grad``, not returned.
+    """Returns ``weight`` with a backward that adds its gradient to ``weight.main_grad`` instead of returning it.
 
-    Follows Megatron's fused layers: ``grad_added_to_main_grad`` is set if it exists, and autograd gets a placeholder
-    for the gradient, which is zero with ``zero_out_wgrad`` and arbitrary without. Where a kernel has added the
-    gradient, the placeholder is sparse and empty: zeros without memory.
+    It follows Megatron's fused layers: it sets ``grad_added_to_main_grad`` if that exists, and gives autograd a
+    placeholder for the gradient, which is zero with ``zero_out_wgrad`` and arbitrary without. If a kernel has already
+    added the gradient, the placeholder is sparse and empty: zeros without memory.
     """
     main_grad = main_grad_of(weight)
     return weight if main_grad is None else _AccumulateIntoMainGrad.apply(weight, main_grad)
 
 
 def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
-    """Where the weight's gradient is to be added; None if it has none."""
+    """Returns ``weight.main_grad``, after checking it; None if the weight needs no gradient."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return None
     if hasattr(weight, "__fsdp_param__"):
@@ -63,57 +64,57 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def placeholder(weight: torch.Tensor, dweight: torch.Tensor) -> torch.Tensor | None:
-    """What autograd gets in place of ``dweight``, which has been added and may be overwritten."""
+    """Returns what autograd gets instead of ``dweight``, which has been added already and may be overwritten."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    # It must have the gradient's shape. dweight itself costs no further memory.
+    # A placeholder must have the gradient's shape. dweight itself needs no further memory.
     return dweight.zero_() if getattr(weight, "zero_out_wgrad", False) else dweight
 
 
 def empty_sparse_like(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A gradient of zeros without any memory: sparse, and empty."""
-    _settle_the_warning()
+    """Returns a gradient of zeros that uses no memory: a sparse tensor without elements."""
+    _silence_warning()
     return torch.zeros(weight.shape, dtype=dtype, device=weight.device, layout=torch.sparse_coo)
 
 
 @functools.cache
-def _settle_the_warning() -> None:
-    """Some versions of torch warn once that sparse tensors are not checked. An empty one cannot be wrong."""
+def _silence_warning() -> None:
+    """Triggers and hides the warning of some torch versions, once, that sparse tensors are not checked."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_coo_tensor(torch.zeros((1, 0), dtype=torch.int64), torch.zeros(0), (1,), check_invariants=False)
 
 
 def sum_at(node: Any, edge: int) -> torch.Tensor | None:
-    """The sum to which kernels may add the weight's gradient where it lies, as float32 numbers; None if there is none.
+    """Returns the ``main_grad`` to which kernels can add the weight's gradient in place; None if they cannot.
 
-    ``edge`` is the weight's place among the tensors of the Function whose ``ctx`` is ``node``. Its gradient goes to
-    `_AccumulateIntoMainGrad` then, to which `empty_sparse_like` is left to add.
+    ``edge`` is the weight's index among the tensors of the Function whose ``ctx`` is ``node``. A kernel that has added
+    the gradient returns `empty_sparse_like`, to which `_AccumulateIntoMainGrad` then has nothing to add.
     """
-    after, _ = node.next_functions[edge]
-    if getattr(after, "_forward_cls", None) is not _AccumulateIntoMainGrad:
+    next_node, _ = node.next_functions[edge]
+    if getattr(next_node, "_forward_cls", None) is not _AccumulateIntoMainGrad:
         return None
-    can_add = after.main_grad.dtype == torch.float32 and is_usable(after.main_grad)
-    return after.main_grad if can_add and is_asked_for(node, edge) else None
+    can_add = next_node.main_grad.dtype == torch.float32 and is_usable(next_node.main_grad)
+    return next_node.main_grad if can_add and is_asked_for(node, edge) else None
 
 
 def is_asked_for(node: Any, edge: int) -> bool:
-    """Whether this backward goes on to that edge of ``node``: not if no input that is asked for comes after it."""
-    after, _ = node.next_functions[edge]
-    return bool(will_be_run(after))
+    """Whether this backward computes the gradient of that edge of ``node``."""
+    next_node, _ = node.next_functions[edge]
+    return bool(will_be_run(next_node))
 
 
 def refuse_partitioned(node: Any, edge: int) -> None:
-    """Refuses the gradient of a weight of which ZeRO-3 has left nothing since the forward: torch cannot add to that.
+    """Refuses the gradient of a weight that ZeRO-3 has partitioned since the forward: torch cannot add to no memory.
 
-    ``edge`` is the weight's place among the tensors of the Function whose ``ctx`` is ``node``.
+    ``edge`` is the weight's index among the tensors of the Function whose ``ctx`` is ``node``.
 
     Raises:
-        RuntimeError: as `readable`.
+        RuntimeError: as in `readable`.
     """
-    after, _ = node.next_functions[edge]
-    parameter = getattr(after, "variable", None)
+    next_node, _ = node.next_functions[edge]
+    parameter = getattr(next_node, "variable", None)
     if parameter is not None and not parameter.numel():
         readable("weight", parameter)
 
@@ -123,47 +124,48 @@ class _AccumulateIntoMainGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
-        # Not through save_for_backward: other micro-batches may change both in place before this backward.
+        # Not by save_for_backward, because other micro-batches may change both in place before this backward.
         ctx.weight, ctx.main_grad = weight, main_grad
-        return weight.detach()  # the same memory; autograd still counts changes in place
+        return weight.detach()  # shares memory and version, so autograd still notices changes in place
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dweight: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        if not dweight.is_sparse:  # otherwise it has been added
+        if not dweight.is_sparse:  # a sparse one means that a kernel has added it
             ctx.main_grad.add_(dweight)
         return placeholder(ctx.weight, dweight), None
 
 
 def autocast(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``weight`` in the dtype of the autocast context, or itself outside of one.
+    """Returns ``weight`` in the dtype of the autocast context; ``weight`` itself outside of one.
 
-    If ``parameter`` (``weight`` before anything was done to its gradient) is a float32 leaf that requires a gradient,
-    the copy is the one that torch keeps for all matrix products of the context: until the context ends, or until
-    ``torch.clear_autocast_cache``. Each call's gradient is cast back separately, so that their sum is in float32.
+    ``parameter`` is ``weight`` before any function for its gradient was applied. If it is a float32 leaf that requires
+    a gradient, the copy is the one that torch caches for all matrix products of the context. That copy lives until the
+    context ends, or until ``torch.clear_autocast_cache``. Each call's gradient is cast back separately, so that the
+    gradients are summed in float32.
     """
     dtype = dtype_of(weight)
     if dtype is None:
         return weight
     if weight.dtype == dtype or torch.compiler.is_compiling():
         return weight.to(dtype)
-    return _Cast.apply(weight, _copy(parameter, dtype))
+    return _Cast.apply(weight, _find_torch_copy(parameter, dtype))
 
 
 def dtype_of(weight: torch.Tensor) -> torch.dtype | None:
-    """What ``weight`` is cast to; None outside of a context."""
+    """Returns the dtype to which autocast casts ``weight``; None outside of a context."""
     return None if weight.is_meta else autocast_dtype(weight.device.type)
 
 
-def _copy(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The copy that torch makes for its own products. No function returns it, so this watches a product of 0 rows."""
-    with _Watch() as watch:
+def _find_torch_copy(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns torch's cached copy. No public function does, so this records the operands of a product of 0 rows."""
+    with _OperandRecorder() as recorder:
         torch.mm(parameter.new_empty((0, parameter.shape[0]), dtype=dtype), parameter)
-    return parameter.to(dtype) if watch.second is None else watch.second.detach()
+    return parameter.to(dtype) if recorder.second is None else recorder.second.detach()
 
 
-class _Watch(TorchDispatchMode):
-    """Notes the second operand of the matrix product inside. Under ``torch.func.vmap`` that is another operator."""
+class _OperandRecorder(TorchDispatchMode):
+    """Records the second operand of the matrix product inside; under ``torch.func.vmap`` it sees none."""
 
     second: torch.Tensor | None = None
 
@@ -175,9 +177,9 @@ class _Watch(TorchDispatchMode):
 
 
 class _Cast(torch.autograd.Function):
-    """``weight.to(copy.dtype)`` where that copy exists already."""
+    """``weight.to(copy.dtype)``, with a copy that exists already."""
 
-    generate_vmap_rule = True  # so that vmap reaches our own refusal
+    generate_vmap_rule = True  # so that vmap reaches this package's own error
 
     @staticmethod
     def forward(_weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:

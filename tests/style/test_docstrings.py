@@ -96,9 +96,9 @@ def options_of_the_bridge(function: Callable[..., Any]) -> set[str]:
         if x.kind is x.KEYWORD_ONLY and name not in own
     }
     if function is lce_torch_bridge.megatron.fused_output_layer:  # without a model; test_megatron sees it refuse these
-        return set(options) - set(_output_layer.OF_THE_LAYER)
+        return set(options) - set(_output_layer.LAYER_OPTIONS)
     if function is lce_torch_bridge.megatron.fused_losses:
-        return set(_hooks.OF_LOSSES)
+        return set(_hooks.LOSS_OPTIONS)
     hidden, weight, labels = torch.ones(2, 4), torch.ones(8, 4), torch.zeros(2, dtype=torch.int64)
     first = [lambda logprobs, *_: logprobs] if "loss_fn" in own else []
     tensors = [hidden, weight] + [labels] * ("labels" in own)

@@ -163,7 +163,7 @@ REFUSALS = {
     "where of another shape": r"ValueError: where \(3,\) must have the tokens' shape \(3, 32\)",
     "where beyond the rows": r"ValueError: where holds row 96, and there are 96 rows",
     "temperature of another shape": r"ValueError: temperature \(5,\) must broadcast to the tokens' shape \(3, 32\)",
-    "an option of the model": r"ValueError: bias, logit_scale, reduce_grad_hidden: the model's to say",
+    "an option of the model": r"ValueError: bias, logit_scale, reduce_grad_hidden: set by the model",
     "an unknown option": r"TypeError: .*unknown option temprature \(did you mean temperature\?\)",
     "candidates of another shape": r"ValueError: candidates \(32, 3, 2\) must be .*labels \(3, 32\) before K",
     "wgrad and MTP": r"ValueError: wgrad='main_grad': multi-token prediction .*leave wgrad out",

@@ -96,7 +96,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         module._installed.undo()
         module._installed.calls = 0
     assert torch_modules._global_module_registration_hooks == before
-    for made in (torchtitan._override, skyrl._deferring, areal._engine, _framework._init_with):
+    for made in (torchtitan._register_override, skyrl._wrap_init, areal._make_engine, _framework._wrap_ray_init):
         made.cache_clear()
 
 
@@ -295,7 +295,7 @@ def test_a_head_of_another_kind(wrap: Any) -> None:
     """It is refused; put there later, it computes its logits, and the log says why."""
     model = CausalLM()
     model.lm_head = wrap(model.lm_head)
-    with pytest.raises(NotImplementedError, match=r"whose forward is no linear layer's|which somebody put there"):
+    with pytest.raises(NotImplementedError, match=r"forward is not a linear layer's|forward is already replaced"):
         patch(model)
     assert "forward" not in vars(model)
     model = CausalLM()
@@ -306,7 +306,7 @@ def test_a_head_of_another_kind(wrap: Any) -> None:
     right(model(TOKENS, labels=TOKENS).loss, model)
     assert handle.served == 1
     (reason,) = [place for place in handle.places if "of_logits" not in place and "compute()" not in place]
-    assert "whose forward is no linear layer's" in reason or "which somebody put there" in reason
+    assert "forward is not a linear layer's" in reason or "forward is already replaced" in reason
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
@@ -370,16 +370,16 @@ def test_what_is_no_model_is_refused() -> None:
             patch(model)
     model = CausalLM()
     trainer = type("Trainer", (), {"model": model})()
-    with pytest.raises(TypeError, match=r"Trainer is no model: write patch\(trainer.model\)$"):
+    with pytest.raises(TypeError, match=r"Trainer is not a model: write patch\(trainer.model\)$"):
         patch(trainer)
-    with pytest.raises(TypeError, match=r"Trainer is no model: write defer_logits\(trainer.model\)$"):
+    with pytest.raises(TypeError, match=r"Trainer is not a model: write defer_logits\(trainer.model\)$"):
         lce_torch_bridge.defer_logits(trainer)
     parallel = torch.nn.Module()
     parallel.module = model
     wrappers = {"module": type("DistributedDataParallel", (torch.nn.Module,), {})(), "_orig_mod": torch.compile(model)}
     wrappers["module"].module = model
     for name, wrapper in wrappers.items():
-        line = rf"{type(wrapper).__name__} calls the model, .*: write patch\(model\) before that, or "
+        line = rf"{type(wrapper).__name__} wraps the model, .*: write patch\(model\) before that, or "
         with pytest.raises(TypeError, match=line + rf"patch\(model.{name}\)"):
             patch(wrapper)
         handle = patch(getattr(wrapper, name))  # as the message says
@@ -496,7 +496,7 @@ def test_areal() -> None:
             del ulysses_pad_size
             return values
 
-    engine: Any = type("Engine", (areal._Deferring, Stock), {})
+    engine: Any = type("Engine", (areal._DeferLogits, Stock), {})
     extremes = []
     for is_critic in (False, True):
         made = engine(is_critic)

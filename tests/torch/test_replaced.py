@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lce_torch_bridge.megatron._pending import replaced, replaced_here
+from lce_torch_bridge.megatron._pending import replace_forward_in_thread, replace_methods
 
 ALREADY = r"Identity.forward .* let threads take turns"
 
@@ -25,7 +25,7 @@ def test_each_thread_has_its_own() -> None:
     inside = threading.Barrier(threads)
 
     def call(number: int) -> list[int]:
-        with replaced_here(module, lambda x: x + number) if number else contextlib.nullcontext():
+        with replace_forward_in_thread(module, lambda x: x + number) if number else contextlib.nullcontext():
             inside.wait(20)
             found = [module(10)]
             inside.wait(20)
@@ -36,8 +36,8 @@ def test_each_thread_has_its_own() -> None:
     assert "forward" not in vars(module)
 
 
-@pytest.mark.parametrize("inner", [replaced, replaced_here])
-@pytest.mark.parametrize("outer", [replaced, replaced_here])
+@pytest.mark.parametrize("inner", [replace_methods, replace_forward_in_thread])
+@pytest.mark.parametrize("outer", [replace_methods, replace_forward_in_thread])
 def test_once_only(outer: Callable[..., Any], inner: Callable[..., Any]) -> None:
     module = torch.nn.Identity()
     with outer(module, forward=lambda x: x + 1):
@@ -52,11 +52,11 @@ def test_threads_take_turns() -> None:
     module = torch.nn.Identity()
 
     def call() -> int:
-        with replaced(module, forward=lambda x: x + 2):
+        with replace_methods(module, forward=lambda x: x + 2):
             return module(10)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with replaced(module, forward=lambda x: x + 1):
+        with replace_methods(module, forward=lambda x: x + 1):
             assert pool.submit(module, 10).result(20) == 11  # in all threads
             with pytest.raises(RuntimeError, match=ALREADY):
                 pool.submit(call).result(20)
@@ -68,7 +68,7 @@ class Double(torch.nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("replace", [replaced, replaced_here])
+@pytest.mark.parametrize("replace", [replace_methods, replace_forward_in_thread])
 def test_a_copy_would_call_the_original(replace: Callable[..., Any]) -> None:
     """So there is none, of the module, of a model that holds it, or of the method. Each way of the message works."""
     module, x = Double(3, 2), torch.ones(1, 3)
