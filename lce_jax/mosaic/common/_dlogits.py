@@ -254,7 +254,7 @@ def write_kl_dlogits(
     for i in range(BLOCKS):
         d = gradient(held, x, i)
         column = tile.column + i * STAGING_COLUMNS
-        # Without a slot of shared memory, where a stage of the products does more (`_tuning`).
+        # Without a slot of shared memory, where a stage of the products does more (`sm90._tuning`).
         columns = pl.ds(multiple_of(column, STAGING_COLUMNS), STAGING_COLUMNS)
         _pallas.store(refs.output.at[rows(), columns], d.astype(refs.output.dtype))
 
