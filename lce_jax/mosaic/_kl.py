@@ -97,7 +97,7 @@ class Calls(NamedTuple):
     @property
     def scales(self) -> tuple[Any, Any]:
         """The k of eq. 0, that of p first."""
-        each = (_logprobs.row_scale(call.case, call.operands.inverse_temperature) for call in self.heads)
+        each = (_logprobs.compute_row_scale(call.case, call.operands.inverse_temperature) for call in self.heads)
         return Pair(*each).ordered(self.plan.student_first)
 
     def operands(self, weights: Pair[Array]) -> KLOperands:

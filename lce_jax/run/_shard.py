@@ -93,7 +93,7 @@ class Part(NamedTuple):
     @property
     def row_scale(self) -> Float[Array, "T"] | float:
         """The k of eq. 0."""
-        return _logprobs.row_scale(self.call, self.scales.logits)
+        return _logprobs.compute_row_scale(self.call, self.scales.inverse_temperature)
 
     def operands(self) -> tuple[Operands, _describe.Compaction | None]:
         """What an implementation is given, the live rows first, and how to undo their order."""
@@ -119,8 +119,9 @@ class Part(NamedTuple):
         elif rows.live is not None:  # NaN or inf in the other rows cannot spread
             hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
         bias = None if bias is None else bias.astype(call.dtype if call.rank else call.stat_dtype)
-        of_shard = Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias, candidates)
-        return of_shard._replace(floor=floor), order
+        inverse, raw_scale = scales.inverse_temperature, scales.raw_scale
+        local = Operands(hidden, weight, targets, inverse, num_rows, num_columns, raw_scale, bias, candidates, floor)
+        return local, order
 
     def statistics(
         self, keep_cache: bool, stacked: Stacked | None = None
@@ -132,18 +133,23 @@ class Part(NamedTuple):
         are NaN.
         """
         (call, primals, rows, start, _), (operands, order), same = self, self.operands(), None
-        if stacked is not None and call.implementation == mosaic.NAME:
-            stats, cache = mosaic.in_parts(operands, call, keep_cache)  # of each group of tiles
+        implementation, has_kernels = _dispatch.IMPLEMENTATIONS[call.implementation], call.implementation == mosaic.NAME
+        stats: Any
+        parts: Any
+        if stacked is None:
+            stats, cache = implementation.statistics(operands, call, keep_cache)
         else:
-            stats, cache = _dispatch.IMPLEMENTATIONS[call.implementation].statistics(operands, call, keep_cache)
-        if stacked is not None:
-            parts = stats if call.implementation == mosaic.NAME else as_parts(stats)
+            if has_kernels:  # they send the statistics of each group of tiles
+                parts, cache = mosaic.in_parts(operands, call, keep_cache)
+            else:
+                stats, cache = implementation.statistics(operands, call, keep_cache)
+                parts = as_parts(stats)
             with jax.named_scope("lce_merge"):
                 parts, every = stacked((parts, given_to(call, primals, rows, start)))
-                if call.implementation == mosaic.NAME:
+                if has_kernels:
                     stats = mosaic.merged(parts, call, operands.inverse_temperature, operands.num_rows)
                 else:
-                    row_scale = _logprobs.row_scale(call, operands.inverse_temperature)
+                    row_scale = _logprobs.compute_row_scale(call, operands.inverse_temperature)
                     stats = merge_parts(parts, call, call.num_tokens, row_scale)
                 same = agree(call, every, rows, primals.weight)
         stats = stats if order is None else _describe.expand(order, stats)
@@ -217,7 +223,7 @@ class Part(NamedTuple):
     def _coefficients(self, stats: ShardStatistics, cotangent: Results) -> RowCoefficients:
         """What eqs. 4 and 5 need of each token, in the call's row order."""
         call, rows = self.call, self.rows
-        factors = self.row_scale, _logprobs.row_factor(call, self.scales.derivative)
+        factors = self.row_scale, _logprobs.compute_row_factor(call, self.scales.derivative)
         of_rows = functools.partial(_logprobs.row_coefficients, call=call, vocab_size=call.vocab_size)
         live = _logprobs.without_empty(rows.live, stats.sumexp) if call.has_floor else rows.live
         if stats.candidates is not None:
