@@ -24,7 +24,7 @@ from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
 from lce_jax.run._runner import Capability, Kind, OperandType, Program, result_axes, spread
-from lce_jax.run._token_chunks import TokenChunk, chunk_rows, of_chunk
+from lce_jax.run._token_chunks import TokenChunk, chunk_rows, describe_chunk
 from lce_jax.types import _jax, scalars
 from lce_jax.types._types import Call, LogprobOutput, Primals, Results
 
@@ -277,7 +277,7 @@ class _Chunks:
         if call.gather_dim is not None:
             hidden = _shard.flat_operands(call, primals).hidden
         flat_rows, per_token = _describe.flattened((rows, inputs.per_token), rows.labels.ndim)
-        chunk = of_chunk(call, size, rows.where is not None or tokens % size != 0)
+        chunk = describe_chunk(call, size, rows.where is not None or tokens % size != 0)
         implementation = _dispatch.choose(chunk)[0].NAME
         chunk = dataclasses.replace(chunk, implementation=implementation, gather_dim=None)  # it is gathered
         return cls(
