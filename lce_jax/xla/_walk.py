@@ -132,11 +132,6 @@ class XTile(NamedTuple):
     live: Bool[Array, "v"] | None  # which columns are no padding; None: all
     index: Any  # its number among the tiles of `Walk.kept_columns`; None: it is none of them
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Tokens and columns."""
-        return self.tokens[0].hidden.shape[0], self.heads[0].weight.shape[self.calls[0].vocab_dim]
-
     def products(self) -> tuple[Float[Array, "t v"], ...]:
         """The raw products of each model, with the bias."""
         found = []
@@ -299,9 +294,9 @@ class TileCache(NamedTuple):
 
     def part(self, tile: XTile) -> tuple[list[Float[Array, "t v"]], list[Float[Array, "t"]]]:
         """Those of a tile."""
-        columns = [lax.dynamic_slice(x, _place(tile.first, tile.start), tile.shape) for x in self.columns]
-        shape, place = (1, tile.shape[0]), _place(tile.index, tile.first)
-        return columns, [lax.dynamic_slice(x, place, shape)[0] for x in self.rows]
+        t, v = tile.tokens[0].hidden.shape[0], tile.heads[0].weight.shape[tile.calls[0].vocab_dim]
+        columns = [lax.dynamic_slice(x, _place(tile.first, tile.start), (t, v)) for x in self.columns]
+        return columns, [lax.dynamic_slice(x, _place(tile.index, tile.first), (1, t))[0] for x in self.rows]
 
     def with_part(self, tile: XTile, columns: Sequence[Array], rows: Sequence[Array]) -> TileCache:
         """With those of a tile."""
