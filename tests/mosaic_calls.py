@@ -292,8 +292,10 @@ class Oracle:
 
 def coefficients(test: Call, stats: Any, cotangent: Results, operands: Operands, where: Any = None) -> RowCoefficients:
     """What `_shard` makes of the statistics of the whole vocabulary."""
+    inverse = operands.inverse_temperature
     scale, factor = (
-        of(test.options, operands.inverse_temperature) for of in (_logprobs.row_scale, _logprobs.row_factor)
+        _logprobs.compute_row_scale(test.options, inverse),
+        _logprobs.compute_row_factor(test.options, inverse),
     )
     return _logprobs.row_coefficients(stats, cotangent, scale, factor, where, test.options, test.V)
 

@@ -23,8 +23,8 @@ def linear_logprobs(
     spec = _describe.choose(given.call, scalars.INT32_MAX).but(padded=vocab_size < weight.shape[0])
     primals, rows = _describe.operands(spec, given)
 
-    def statistics(primals: Any, rows: Any, start: Any, stacked: Any) -> Any:
-        return _shard.statistics(spec, _shard.as_operand(primals), rows, start, False, stacked)[0]
+    def part_at(primals: Any, rows: Any, start: Any) -> _shard.Part:
+        return _shard.Part.of(spec, _shard.as_operand(primals), rows, start)
 
     @jax.jit
     def part(primals: Any, rows: Any, start: Any) -> Any:
@@ -34,13 +34,14 @@ def linear_logprobs(
             sent.append(parts)
             return jax.tree.map(lambda x: jnp.stack([x] * shards), parts)
 
-        statistics(primals, rows, start, keep)
+        part_at(primals, rows, start).statistics(False, keep)
         return sent[0]
 
     @jax.jit
     def finished(primals: Any, rows: Any, stacked: Any) -> LogprobOutput:
-        stats = statistics(primals, rows, jnp.int32(0), lambda _: stacked)
-        return _shard.finish(spec, rows, stats, rows.where, None).outputs
+        first = part_at(primals, rows, jnp.int32(0))
+        stats, _, _ = first.statistics(False, lambda _: stacked)
+        return first.finish(stats, rows.where, None).outputs
 
     def own(i: int) -> Any:
         return primals._replace(weight=weight[i * columns :][:columns])

@@ -74,11 +74,11 @@ def rows_of_call(
 ) -> Rows:
     """The per-token operands of a call, temperature and floor checked; ids outside [0, vocab_size) become -1."""
     floor = None if floor is None else _checks.logit_floor(floor, labels.shape, where)
-    factors = (_checks.temperature(temperature, labels.shape, where), scale, softcap, floor)
-    arrays = tuple(None if factor is None else on_device(factor, labels) for factor in factors)
+    temperature = _checks.temperature(temperature, labels.shape, where)
+    numbers = tuple(None if x is None else on_device(x, labels) for x in (temperature, scale, softcap, floor))
     where = None if where is None else jnp.asarray(where)
     candidates = None if candidates is None else int32_labels(candidates, "candidates")
-    return _of_arrays(int32_labels(labels), where, arrays, candidates, vocab_size, dtype)
+    return _of_arrays(int32_labels(labels), where, numbers, candidates, vocab_size, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True, keep_unused=True)
@@ -90,12 +90,12 @@ def no_labels(like: Array, shape: tuple[int, ...]) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(4, 5), inline=True)
 def _of_arrays(
-    labels: Array, where: Array | None, factors: Any, candidates: Array | None, vocab_size: int, dtype: Any
+    labels: Array, where: Array | None, numbers: Any, candidates: Array | None, vocab_size: int, dtype: Any
 ) -> Rows:
     """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
     ids = (labels, candidates)
     labels, candidates = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < vocab_size), x, -1), ids)
-    temperature, scale, softcap, floor = (None if x is None else per_token(x, labels.shape, dtype) for x in factors)
+    temperature, scale, softcap, floor = (None if x is None else per_token(x, labels.shape, dtype) for x in numbers)
     return Rows(labels, where, temperature, scale, softcap, candidates, floor=floor)
 
 
@@ -134,16 +134,17 @@ def _of_teachers_weight(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair
 
 
 class Scales(NamedTuple):
-    """Per-token factors of eq. 0 from temperature and a traced scale or softcap: z = logits · x(sign · r)."""
+    """Per-token factors of eq. 0 from temperature and a traced scale or softcap; x is one of sign · r."""
 
-    logits: Float[Array, "T"] | None  # None: 1
-    raw: Float[Array, "T"] | None = None  # x = tanh(raw · r), or raw · r
+    inverse_temperature: Float[Array, "T"] | None  # times a traced scale or cap; None: 1
+    raw_scale: Float[Array, "T"] | None = None  # x = tanh(raw_scale · r), or raw_scale · r
     sign: Float[Array, "T"] | None = None  # of a traced scale, where it multiplies hidden
 
     @property
     def derivative(self) -> Float[Array, "T"] | None:
         """The row factor of eq. 5, without the scale in the options."""
-        return self.logits if self.raw is None or self.logits is None else self.logits * self.raw
+        inverse, raw_scale = self.inverse_temperature, self.raw_scale
+        return inverse if raw_scale is None or inverse is None else inverse * raw_scale
 
 
 def scales(
@@ -157,16 +158,16 @@ def scales(
     inverse = None if rows.temperature is None else invert(rows.temperature.astype(dtype))
     if rows.logit_scale is None:
         return Scales(inverse)
-    sign = raw = None
+    sign = raw_scale = None
     if rows.logit_softcap is None:
-        sign, logits = jnp.sign(rows.logit_scale), jnp.abs(rows.logit_scale)
-        logits = jnp.where(sign == 0, 1.0, logits)
+        sign, scale = jnp.sign(rows.logit_scale), jnp.abs(rows.logit_scale)
+        scale = jnp.where(sign == 0, 1.0, scale)
         if not signs_hidden:
-            sign, raw = None, sign
+            sign, raw_scale = None, sign
     else:
-        logits = jnp.abs(rows.logit_softcap)  # c tanh(x / c) is even in c
-        raw = rows.logit_scale / logits
-    return Scales(logits if inverse is None else logits * inverse, raw, sign)
+        scale = jnp.abs(rows.logit_softcap)  # c tanh(x / c) is even in c
+        raw_scale = rows.logit_scale / scale
+    return Scales(scale if inverse is None else scale * inverse, raw_scale, sign)
 
 
 def wrong_rows(rows: Rows) -> Bool[Array, "T"] | None:

@@ -123,7 +123,7 @@ def _compare(device: Device, here: jax.Device, heads: int) -> dict[str, float]:
 def _answers(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inverse: Any, seeds: Any) -> dict[str, Any]:
     operands = Operands(hidden, weight, targets, inverse, None, None)
     stats, cache = one.statistics(operands, call, True)
-    scale, factor = _logprobs.row_scale(call, inverse), _logprobs.row_factor(call, inverse)
+    scale, factor = _logprobs.compute_row_scale(call, inverse), _logprobs.compute_row_factor(call, inverse)
     per_token = functools.partial(mosaic.per_token, call) if one is mosaic else lambda function, *x: function(*x)
     out = _logprobs.finish(stats, scale, targets, None, V, None, per_token).outputs
     rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
@@ -139,7 +139,7 @@ def _answers_of_heads(
 ) -> dict[str, Any]:
     """The divergence from the head of other tokens."""
     del targets
-    factor, scale_of_others = _logprobs.row_factor(call, inverse), _logprobs.row_scale(call, None)
+    factor, scale_of_others = _logprobs.compute_row_factor(call, inverse), _logprobs.compute_row_scale(call, None)
     plan = xla_kl.KLPlan(Pair(call, call), "reverse", call.columns)
     tokens = HeadTokens(hidden, inverse, None), HeadTokens(hidden[::-1], None, None)
     shard = Shard(tokens, (Head(weight, None),) * 2, None, None, None)

@@ -16,7 +16,7 @@ from lce_jax import mosaic
 from lce_jax.call import _describe, _dispatch, _options
 from lce_jax.call._describe import Place, layout_of, share
 from lce_jax.mathematics._kl import Direction, Pair
-from lce_jax.ops._cross_entropy import Reduction, left_to_the_backward
+from lce_jax.ops._cross_entropy import Reduction
 from lce_jax.run import _token_chunks
 from lce_jax.run._kl import KLArguments, check_columns
 from lce_jax.types import scalars
@@ -344,7 +344,7 @@ def _of_one_head(
         most = _token_chunks.chunk_bytes(chunk_bytes, options)
         return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most))
     if loss is not None:
-        because = left_to_the_backward(loss.reduction, options, call)
+        because = _token_chunks.refuse_forward_gradients(call, loss.reduction, options)
         most = _token_chunks.chunk_bytes_of_loss(chunk_bytes, because)
         if because is None:
             return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most))

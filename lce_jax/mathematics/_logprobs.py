@@ -108,13 +108,13 @@ def cap_derivative(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return (1.0 - x) * (1.0 + x)
 
 
-def row_scale(call: Call, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
+def compute_row_scale(call: Call, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
     """The k of eq. 0."""
     scale = abs(call.logit_scale) if call.logit_softcap is None else call.logit_softcap
     return scale if inverse_temperature is None else scale * inverse_temperature
 
 
-def row_factor(call: Call, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
+def compute_row_factor(call: Call, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
     """The row factor a / τ of eq. 5; with a traced scale ``inverse_temperature`` holds both."""
     return call.logit_scale if inverse_temperature is None else call.logit_scale * inverse_temperature
 
@@ -143,17 +143,17 @@ def transform_logits(
     """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
     x = unscaled_logits(raw, call, raw_scale)
     dcap = None if call.logit_softcap is None else cap_derivative(x)
-    return x * along_rows(row_scale(call, inverse_temperature)), dcap
+    return x * along_rows(compute_row_scale(call, inverse_temperature)), dcap
 
 
-def along_rows(scale: Float[Array, "T"] | float) -> Float[Array, "T 1"] | float:
+def along_rows(per_row: Float[Array, "T"] | float) -> Float[Array, "T 1"] | float:
     """Beside [T, n]."""
-    return scale if isinstance(scale, float | int) else scale[:, None]
+    return per_row if isinstance(per_row, float | int) else per_row[:, None]
 
 
 def tile_statistics(
     x: Float[Array, "T n"],
-    scale: Float[Array, "T"] | float,
+    row_scale: Float[Array, "T"] | float,
     targets: Int[Array, "T"],
     live: Bool[Array, "n"] | None,
     call: Call,
@@ -174,7 +174,7 @@ def tile_statistics(
     x, at_target, at_candidates = lax.optimization_barrier((x, at_target, at_candidates))
     counts = counting(x, targets, live, floor)
     m = jnp.maximum(jnp.max(x if counts is None else jnp.where(counts, x, MASKED), axis=1), MASKED)
-    u = distance(x, m[:, None], along_rows(scale))
+    u = distance(x, m[:, None], along_rows(row_scale))
     u = u if counts is None else jnp.where(counts, u, MASKED)
     e = jnp.exp(u)
     lowest = support = None
@@ -187,7 +187,7 @@ def tile_statistics(
     stats = ShardStatistics(
         max=m,
         **sums,
-        target=jnp.where(owned, distance(at_target, m, scale), -jnp.inf),
+        target=jnp.where(owned, distance(at_target, m, row_scale), -jnp.inf),
         min=lowest,
         total=jnp.sum(x if counts is None else jnp.where(counts, x, 0.0), axis=1) if call.mean_logit else None,
         candidates=at_candidates,
@@ -198,7 +198,7 @@ def tile_statistics(
 
 def finish(
     stats: ShardStatistics,
-    scale: Float[Array, "T"] | float,
+    row_scale: Float[Array, "T"] | float,
     labels: Int[Array, "T"],
     where: Bool[Array, "T"] | None,
     vocab_size: int,
@@ -207,37 +207,37 @@ def finish(
 ) -> Results:
     """Eq. 3, from statistics of the whole vocabulary; out-of-vocabulary logprobs (-1) and rows left out become 0.
 
-    ``scale`` is the k of eq. 0. ``per_token`` computes `results` in another arithmetic than XLA's.
+    ``row_scale`` is the k of eq. 0. ``per_token`` computes `results` in another arithmetic than XLA's.
     """
     # A row left out may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
     stats = stats if where is None else stats._replace(sumexp=jnp.where(where, stats.sumexp, 1.0))
     is_nan, one = jnp.isnan(stats.sumexp), jnp.ones_like(stats.sumexp)
     at_largest = (labels >= 0) & (stats.target == 0.0) & ~is_nan
     read = stats._replace(min=None, total=None, candidates=None, support=None)
-    outputs, of_candidates = per_token(results, read, scale, labels), None
+    outputs, of_candidates = per_token(results, read, row_scale, labels), None
     if stats.candidates is not None:
         highest, log_sumexp = stats.max[:, None], jnp.log(stats.sumexp)[:, None]
-        of_candidates = candidate_logprobs(stats.candidates, highest, along_rows(scale), log_sumexp)
+        of_candidates = candidate_logprobs(stats.candidates, highest, along_rows(row_scale), log_sumexp)
     outputs = outputs._replace(
         # XLA's largest and least numbers of a row may lose NaN; its sum does not.
-        max_logit=None if stats.min is None else jnp.where(is_nan, stats.sumexp, stats.max * scale),
-        min_logit=None if stats.min is None else jnp.where(is_nan, stats.sumexp, stats.min * scale),
+        max_logit=None if stats.min is None else jnp.where(is_nan, stats.sumexp, stats.max * row_scale),
+        min_logit=None if stats.min is None else jnp.where(is_nan, stats.sumexp, stats.min * row_scale),
         correct=None if stats.min is None else jnp.where(at_largest, one, 0.0),
         candidate_logprobs=of_candidates,
         dropped_mass=dropped_mass,
         support=stats.support,
     )
-    found = Results(outputs, mean_logit=None if stats.total is None else stats.total * scale / vocab_size)
+    found = Results(outputs, mean_logit=None if stats.total is None else stats.total * row_scale / vocab_size)
     return found if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), found)
 
 
-def results(stats: ShardStatistics, scale: Float[Array, "T"] | float, labels: Int[Array, "T"]) -> LogprobOutput:
+def results(stats: ShardStatistics, row_scale: Float[Array, "T"] | float, labels: Int[Array, "T"]) -> LogprobOutput:
     """Those of eq. 3 that are more than a product. The maximum is multiplied by the k of eq. 0 nowhere else."""
     log_sumexp = jnp.log(stats.sumexp)
     return LogprobOutput(
         logprobs=jnp.where(labels >= 0, stats.target - log_sumexp, 0.0),
         entropy=None if stats.weighted is None else log_sumexp - stats.weighted / stats.sumexp,  # type: ignore[arg-type]
-        lse=stats.max * scale + log_sumexp,
+        lse=stats.max * row_scale + log_sumexp,
         sum_p_squared=None if stats.squares is None else stats.squares / stats.sumexp / stats.sumexp,
     )
 
@@ -251,7 +251,7 @@ def results_of_none(num_tokens: int, dtype: jnp.dtype, call: Call) -> Results:
 def row_coefficients(
     stats: ShardStatistics,
     cotangent: Results,
-    scale: Float[Array, "T"] | float,
+    row_scale: Float[Array, "T"] | float,
     factor: Float[Array, "T"] | float,
     where: Bool[Array, "T"] | None,
     call: Call,
@@ -260,7 +260,7 @@ def row_coefficients(
 ) -> RowCoefficients:
     """Eq. 4 and the row factor of eq. 5, from the whole vocabulary's statistics and the cotangents of the results.
 
-    ``scale`` is the k of eq. 0. ``of_candidates`` is the Σ g_c of eq. 4, where the statistics are without candidates.
+    ``row_scale`` is the k of eq. 0. ``of_candidates`` is the Σ g_c of eq. 4, where the statistics have no candidates.
     """
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
     of = cotangent.outputs
@@ -281,7 +281,7 @@ def row_coefficients(
     target = of.logprobs * ((sumexp - at_label) / sumexp) + at_label * (rest / sumexp)
     target = target if slope is None else target + slope * (t * at_label)
     if call.logit_softcap is not None:
-        target = target * cap_derivative(stats.max + t / scale)
+        target = target * cap_derivative(stats.max + t / row_scale)
     constant = (rest - of.logprobs) / sumexp * factor
     slope = None if slope is None else slope * factor
     at_candidates = None if candidates is None else stats.candidates
@@ -289,9 +289,9 @@ def row_coefficients(
     return rows if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), rows)
 
 
-def unscaled_floor(floor: Float[Array, "T"], scale: Float[Array, "T"] | float) -> Float[Array, "T"]:
-    """The floor in the units of x; ``scale`` is the k of eq. 0. With k = 0 every logit is 0, and x reaches 0 / 0."""
-    return floor / scale
+def unscaled_floor(floor: Float[Array, "T"], row_scale: Float[Array, "T"] | float) -> Float[Array, "T"]:
+    """The floor in the units of x; ``row_scale`` is k of eq. 0. With k = 0 every logit is 0, and x reaches 0 / 0."""
+    return floor / row_scale
 
 
 def live_columns(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Bool[Array, "n"] | None:
@@ -349,10 +349,10 @@ def at_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Arra
 
 
 def candidate_logprobs(
-    x: Float[Array, "*b"], highest: Float[Array, "*b"], scale: Any, log_sumexp: Float[Array, "*b"]
+    x: Float[Array, "*b"], highest: Float[Array, "*b"], row_scale: Any, log_sumexp: Float[Array, "*b"]
 ) -> Float[Array, "*b"]:
     """Eq. 3, from the statistics beside each candidate; 0 where x is -inf."""
-    u = jnp.clip((x - highest) * scale, MASKED, 0.0)
+    u = jnp.clip((x - highest) * row_scale, MASKED, 0.0)
     return jnp.where(x == -jnp.inf, 0.0, u - log_sumexp)
 
 
@@ -431,7 +431,7 @@ def from_kept(kept: Float[Array, "T n"], dtype: jnp.dtype) -> tuple[Float[Array,
 
 def dlogits_from_logits(
     x: Float[Array, "T n"],
-    scale: Float[Array, "T"] | float,
+    row_scale: Float[Array, "T"] | float,
     rows: RowCoefficients,
     targets: Int[Array, "T"],
     live: Bool[Array, "n"] | None,
@@ -443,14 +443,14 @@ def dlogits_from_logits(
 
     ``candidates`` are columns of this tile, once each (`add_repeats`), or lie outside [0, n).
     """
-    u = jnp.minimum(distance(x, rows.max[:, None], along_rows(scale)), 0.0)
+    u = jnp.minimum(distance(x, rows.max[:, None], along_rows(row_scale)), 0.0)
     return _gradient(u, jnp.exp(u), x, rows, targets, live, call, candidates, floor)
 
 
 def dlogits_from_exponentials(
     kept: Float[Array, "T n"],
     highest: Float[Array, "T"],
-    scale: Float[Array, "T"] | float,
+    row_scale: Float[Array, "T"] | float,
     rows: RowCoefficients,
     targets: Int[Array, "T"],
     live: Bool[Array, "n"] | None,
@@ -459,17 +459,17 @@ def dlogits_from_exponentials(
 ) -> Float[Array, "T n"]:
     """Of what `to_keep` made, and the tile's largest x. A floor is in them already."""
     e, log_e = from_kept(kept, highest.dtype)
-    down = jnp.minimum(distance(highest, rows.max, scale), 0.0)
+    down = jnp.minimum(distance(highest, rows.max, row_scale), 0.0)
     x = None
     if call.logit_softcap is not None:
-        x = jnp.clip(highest[:, None] + log_e / along_rows(positive(scale)), -1.0, 1.0)
+        x = jnp.clip(highest[:, None] + log_e / along_rows(positive(row_scale)), -1.0, 1.0)
     e = e * jnp.exp(down)[:, None]
     return _gradient(log_e + down[:, None], e, x, rows, targets, live, call, candidates, None)
 
 
-def positive(scale: Float[Array, "T"] | float) -> Float[Array, "T"] | float:
+def positive(row_scale: Float[Array, "T"] | float) -> Float[Array, "T"] | float:
     """A row without gradient may have any scale."""
-    return scale if isinstance(scale, float | int) else jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)
+    return row_scale if isinstance(row_scale, float | int) else jnp.maximum(row_scale, jnp.finfo(row_scale.dtype).tiny)
 
 
 def _gradient(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -17,7 +17,7 @@ from lce_jax.mesh import _collectives
 from lce_jax.ops._logprobs import results
 from lce_jax.ops._loss import sum_of_losses
 from lce_jax.run import _token_chunks
-from lce_jax.types._types import Call, Results, is_array
+from lce_jax.types._types import Results, is_array
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
@@ -136,7 +136,7 @@ def of_call(
     if place is not None:
         _options.no_axis_name(given.call)
     given = _describe.describe(given)
-    left = left_to_the_backward(reduction, options, given.call)
+    left = _token_chunks.refuse_forward_gradients(given.call, reduction, options)
     given = given.with_chunks(_token_chunks.chunk_bytes_of_loss(chunk_bytes, left))
     divisor = None if normalizer is None else _describe.on_device(normalizer, labels)
     traced = None if isinstance(z_loss, float) else _describe.on_device(z_loss, labels)
@@ -172,15 +172,6 @@ def _nan_where_different(agree: Array | None, loss: Array) -> Array:
     if agree.ndim > loss.ndim:
         agree = jnp.all(agree)
     return _collectives.nan_where_different(agree, loss)
-
-
-def left_to_the_backward(reduction: Reduction | None, options: Mapping[str, Any], call: Call) -> str | None:
-    """Why the gradients are computed in the backward; None if they are in the forward."""
-    if reduction == "none":
-        return 'with reduction="none" the gradient of each token\'s loss needs its cotangent'
-    if options.get("cache_bytes") is not None:
-        return f"cache_bytes={options['cache_bytes']} asks for it"
-    return _token_chunks.left_to_the_backward(call)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)

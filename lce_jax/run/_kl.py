@@ -294,7 +294,7 @@ class KLPart(NamedTuple):
         """The student's part of dhidden and dbias, in the statistics' dtype, and its dweight in the weight's."""
         live, wrong = self.rows.student.where, _wrong_temperature(self.rows)
         counts = live if wrong is None else ~wrong if live is None else live & ~wrong
-        factor = _logprobs.row_factor(self.call, self.scales.student.derivative)
+        factor = _logprobs.compute_row_factor(self.call, self.scales.student.derivative)
         coefficients: Any
         if sums is None:
             coefficients = _kl.coefficients(stats, cotangent, factor, counts)
@@ -313,7 +313,7 @@ class KLPart(NamedTuple):
     def _row_scales(self) -> tuple[Any, Any]:
         """The k of eq. 0, that of p first."""
         pairs = zip(self.call.heads, self.scales, strict=True)
-        each = (_logprobs.row_scale(head, own.logits) for head, own in pairs)
+        each = (_logprobs.compute_row_scale(head, own.inverse_temperature) for head, own in pairs)
         return Pair(*each).ordered(self.plan.student_first)
 
     def _mixture(self, stats: KLStatistics, live: Bool[Array, "T"] | None) -> Mixture:
@@ -347,7 +347,9 @@ def _shard_of(
 ) -> tuple[KLPlan, Shard, _describe.Compaction | None]:
     """The arrays of this device, with the rows that count first."""
     operands = Pair(*map(_shard.flat_operands, call.heads, primals))
-    tokens = Pair(*(HeadTokens(x.hidden, own.logits, own.raw) for x, own in zip(operands, scales, strict=True)))
+    tokens = Pair(
+        *(HeadTokens(x.hidden, own.inverse_temperature, own.raw_scale) for x, own in zip(operands, scales, strict=True))
+    )
     order = None if rows.student.where is None else _describe.compaction(rows.student.where)
     num_rows = None if order is None else order.num_rows
     tokens = tokens if order is None else _describe.compact(order, tokens)

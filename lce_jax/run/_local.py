@@ -18,7 +18,7 @@ from lce_jax import mosaic
 from lce_jax.call import _describe, _dispatch, _options
 from lce_jax.call._describe import Rows
 from lce_jax.call._options import Given
-from lce_jax.mathematics import _logprobs, _statistics
+from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
 from lce_jax.mathematics._statistics import pack, unpack
 from lce_jax.mesh._collectives import differences, tags
@@ -57,13 +57,14 @@ class LogprobPart(NamedTuple):
 
     def statistics(self, keep_cache: bool) -> tuple[ShardStatistics, Any]:
         """Those of the shard, and the cache."""
-        return _shard.statistics(*self, keep_cache)[:2]
+        return _shard.Part.of(*self).statistics(keep_cache)[:2]
 
     def gradients(self, merged: ShardStatistics, cotangent: Results, cache: Any, **how: Any) -> Primals:
-        """`_shard.gradients`, from the whole vocabulary's statistics. Autograd may read the cache again."""
+        """`_shard.Part.gradients`, from the whole vocabulary's statistics. Autograd may read the cache again."""
+        part = _shard.Part.of(*self)
         if self.call.gradient_threshold:
-            cache, _ = _shard.selected(self.call, self.rows, merged, cache)
-        return _shard.gradients(*self, merged, cotangent, cache, may_overwrite_cache=False, **how)
+            cache, _ = part.select(merged, cache)
+        return part.gradients(merged, cotangent, cache, may_overwrite_cache=False, **how)
 
 
 def results(
@@ -81,9 +82,9 @@ def results(
     device = _dispatch.current_device(parts.max)
     implementation = mosaic.NAME if mosaic.serves(device) else "xla"
     call = Call(has_floor=True, device=device, implementation=implementation, **options)
-    rows = Rows(labels, where, temperature)
-    merged = _statistics.merge(parts, _logprobs.row_scale(call, _shard.scales_of(call, rows).logits))
-    return merged, _shard.finish(call, rows, merged, where, None)
+    part = _shard.Part.of(call, Primals(None, None), Rows(labels, where, temperature), 0)
+    merged = _statistics.merge(parts, part.row_scale)
+    return merged, part.finish(merged, where, None)
 
 
 def kl_part(

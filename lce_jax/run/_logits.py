@@ -58,8 +58,8 @@ def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(dtype)
     scales = _describe.scales(rows, dtype, signs_hidden=False)
-    z, slope = _logprobs.transform_logits(raw, call, scales.logits, scales.raw)
-    factor = _logprobs.row_factor(call, scales.derivative)
+    z, slope = _logprobs.transform_logits(raw, call, scales.inverse_temperature, scales.raw_scale)
+    factor = _logprobs.compute_row_factor(call, scales.derivative)
     factor = factor if isinstance(factor, float) else factor[:, None]
     slope = jnp.full_like(raw, factor) if slope is None else slope * factor
     found = jax.tree.map(lambda x: jnp.where(columns >= 0, x, 0.0), (z, slope))

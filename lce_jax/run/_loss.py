@@ -24,7 +24,7 @@ from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
 from lce_jax.run._runner import Capability, Kind, OperandType, Program, result_axes, spread
-from lce_jax.run._token_chunks import TokenChunk, chunk_rows, of_chunk
+from lce_jax.run._token_chunks import TokenChunk, chunk_rows, describe_chunk
 from lce_jax.types import _jax, scalars
 from lce_jax.types._types import Call, LogprobOutput, Primals, Results
 
@@ -216,16 +216,11 @@ def check_closure(constants: tuple[Any, ...], axes: frozenset[Any]) -> None:
     """
     for x in constants:
         own = _jax.varying_axes(x)
-        if own - axes or (has_gradient(x) and own != axes):
+        if own - axes or (jnp.issubdtype(x.dtype, jnp.inexact) and own != axes):
             raise ValueError(
                 f"loss_fn closes over a traced {jax.typeof(x).str_short()}, which varies over {sorted(own, key=str)}; "
                 f"the tokens vary over {sorted(axes, key=str)}: inside shard_map {GIVE_IT_AS_AN_ARGUMENT}"
             )
-
-
-def has_gradient(x: Any) -> bool:
-    """Whether ``x``, `untyped`, has a gradient: complex numbers have one too."""
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _is_traced(x: Any) -> bool:
@@ -282,7 +277,7 @@ class _Chunks:
         if call.gather_dim is not None:
             hidden = _shard.flat_operands(call, primals).hidden
         flat_rows, per_token = _describe.flattened((rows, inputs.per_token), rows.labels.ndim)
-        chunk = of_chunk(call, size, rows.where is not None or tokens % size != 0)
+        chunk = describe_chunk(call, size, rows.where is not None or tokens % size != 0)
         implementation = _dispatch.choose(chunk)[0].NAME
         chunk = dataclasses.replace(chunk, implementation=implementation, gather_dim=None)  # it is gathered
         return cls(
@@ -348,49 +343,44 @@ class _Chunks:
             lambda x: chunk.take(x, self.size), (self.primals.hidden, self.rows, self.per_token)
         )
         rows = rows._replace(num_rows=chunk.num_rows)
-        primals = _shard.as_operand(self.primals._replace(hidden=hidden))
-        start = _shard.first_column(call, primals.weight)
-        stats, cache, agree = _shard.statistics_of_all(call, primals, rows, keep_cache=call.wanted.any)
-        cache, dropped = _shard.selected_of_all(call, rows, stats, cache)
-        results = _shard.finish(call, rows, stats, None, dropped)
-        results = results if agree is None else _collectives.nan_where_different(agree, results)
+        part = _shard.Part.of(call, _shard.as_operand(self.primals._replace(hidden=hidden)), rows)
+        results, stats, cache = _shard.compute_results(part, keep_cache=call.wanted.any)
         live = rows.live
         if live is not None:
             results = jax.tree.map(lambda x: jnp.where(live, x, x[0]), results)
-        losses, cotangent, dper_token, dconstants = self._of_loss(live, results, per_token)
+        losses, cotangent, dper_token, dconstants = self._differentiate(live, results, per_token)
         found = whole.gradients
         if call.wanted.any:
-            found = _shard.gradients(
-                call, primals, rows, start, stats, cotangent, cache,
+            found = part.gradients(
+                stats, cotangent, cache,
                 may_round_dhidden=self.rounds and not self.psum_axes and self.hidden_dtype == call.dtype,
                 dweight=found.weight if self.adds else None, adds_dweight=first > 0 if self.writes else True,
             )  # fmt: skip
         return _Whole(
             chunk.put(whole.losses, losses),
             jax.tree.map(chunk.put, whole.outputs, results.outputs),
-            self._added(chunk, whole.gradients, found),
+            self._add(chunk, whole.gradients, found),
             jax.tree.map(chunk.put, whole.per_token, dper_token),
             jax.tree.map(jnp.add, whole.constants, dconstants),
         )
 
-    def _of_loss(
+    def _differentiate(
         self, live: Bool[Array, "t"] | None, results: Results, per_token: tuple[Any, ...]
     ) -> tuple[Array, Results, tuple[Any, ...], tuple[Any, ...]]:
         """A chunk's losses, and the derivatives of their sum in results, arguments and what the loss closes over."""
         results, per_token = _jax.vary_over((results, per_token), self.token_axes)
 
-        def total(results: Results, own: Any, closed: Any) -> tuple[Array, Array]:
-            arguments, constants = _filled(own, per_token), _filled(closed, self.constants)
-            losses = self.loss(live, results, arguments, constants)
+        def total(results: Results, per_token: Any, constants: Any) -> tuple[Array, Array]:
+            losses = self.loss(live, results, per_token, constants)
             return jnp.sum(losses), losses
 
         read = results._replace(outputs=LogprobOutput(*results.outputs[:3]))
-        value, pull, losses = jax.vjp(total, read, _floats(per_token), _floats(self.constants), has_aux=True)
-        one = _jax.vary_like(jnp.ones((), value.dtype), value)
-        dresults, dper_token, dconstants = pull(one)
+        value, pull, losses = jax.vjp(total, read, per_token, self.constants, has_aux=True)
+        dresults, *others = pull(_jax.vary_like(jnp.ones((), value.dtype), value))
+        dper_token, dconstants = map(_floats, others)
         return losses, dresults, dper_token, dconstants
 
-    def _added(self, chunk: TokenChunk, whole: Primals, found: Primals) -> Primals:
+    def _add(self, chunk: TokenChunk, whole: Primals, found: Primals) -> Primals:
         """``whole`` with a chunk's dhidden in its rows; dweight, which is the sum already; and dbias added."""
         dhidden = found.hidden
         if self.psum_axes:
@@ -407,12 +397,8 @@ class _Chunks:
 
 
 def _floats(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Those with a gradient; None in place of the others."""
-    return tuple(x if has_gradient(x) else None for x in arrays)
-
-
-def _filled(floats: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x if own is None else own for own, x in zip(floats, arrays, strict=True))
+    """Those that have a gradient, or are one; None in place of the others."""
+    return tuple(x if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in arrays)
 
 
 # What one device computes

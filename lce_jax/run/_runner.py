@@ -2,7 +2,8 @@
 
 A `Capability` says what is computed, a `Program` what one device computes of its share, and `spread` where: on this
 device, over the devices that names or types give, or where XLA partitions. All functions have one ``custom_vjp``, whose
-residuals are the call's own operands and what the forward keeps; one derivative alone; and calls without tokens.
+residuals are the call's own operands and what the forward keeps, or the gradients where the forward computes these; one
+derivative alone; and calls without tokens.
 """
 
 from __future__ import annotations
@@ -479,8 +480,8 @@ def _differentiable(capability: Capability, call: Call, operands: Any, rest: Any
 
 
 def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) -> tuple[Any, Any]:
-    (head, *_) = _primals(operands)
-    asked = Wanted(*(x is not None and x.perturbed for x in head))
+    primals, *_ = _primals(operands)
+    asked = Wanted(*(x is not None and x.perturbed for x in primals))
     if call.rank and asked.weight:
         raise ValueError(
             f"{call.function} with lora has no gradient of the weight: give it jax.lax.stop_gradient(weight)"

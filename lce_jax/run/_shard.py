@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from lce_jax import mosaic
 from lce_jax.call import _describe, _dispatch
 from lce_jax.call._describe import Rows, Scales
 from lce_jax.mathematics import _logprobs
-from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, Parts, along, as_parts, merge_parts
+from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, along, as_parts, merge_parts
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner
 from lce_jax.run._runner import Capability, Kind, Program, spread
@@ -51,34 +51,8 @@ def as_operand(primals: Primals) -> Primals:
     return primals._replace(hidden=hidden.astype(primals.weight.dtype))
 
 
-def statistics(
-    call: Call, primals: Primals, rows: Rows, start: Any, keep_cache: bool, stacked: Stacked | None = None
-) -> tuple[ShardStatistics, Any, Bool[Array, "T"] | None]:
-    """The statistics of the shard whose first column is ``start``, in the call's row order, and the cache.
-
-    Everything here is flat: hidden ``[T, H]``, as `as_operand` returns it, and rows ``[T]``. With ``stacked``, which
-    returns the arrays of all shards, the statistics are those of the whole vocabulary. The last result are the rows
-    that all shards were given alike, if these were compared; the statistics of the others are NaN.
-    """
-    operands, order = operands_of(call, primals, rows, start, scales_of(call, rows))
-    stats, cache = _statistics(call, operands, stacked is not None, keep_cache)
-    same = None
-    if stacked is not None:
-        with jax.named_scope("lce_merge"):
-            stats, every = stacked((stats, given_to(call, primals, rows, start)))
-            stats, same = _merged(call, stats, operands), agree(call, every, rows, primals.weight)
-    stats = stats if order is None else _describe.expand(order, stats)
-    wrong = _describe.wrong_rows(rows)
-    if wrong is not None:
-        stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
-    return stats if same is None else _collectives.nan_where_different(same, stats), cache, same
-
-
-type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
-
-
 def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectives.Said | None:
-    """What the shard says of its operands, flat as in `statistics`; None where it need not."""
+    """What the shard says of its operands, flat as in `Part`; None where it need not."""
     if rows.tags is None:
         return None
     dim = call.vocab_dim
@@ -97,37 +71,172 @@ def agree(call: Call, every: _collectives.Said | None, rows: Rows, weight: Array
     return _collectives.where_it_counts(found, rows.where)
 
 
-def _statistics(call: Call, operands: Operands, in_parts: bool, keep_cache: bool) -> tuple[Any, Any]:
-    """Of one shard, and its cache; as `Parts` where it is one among others.
-
-    The kernels send those of each group of tiles, XLA those of the shard.
-    """
-    if in_parts and call.implementation == mosaic.NAME:
-        return mosaic.in_parts(operands, call, keep_cache)
-    stats, cache = _dispatch.IMPLEMENTATIONS[call.implementation].statistics(operands, call, keep_cache)
-    return as_parts(stats) if in_parts else stats, cache
+type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
 
 
-def _merged(call: Call, parts: Parts, operands: Operands) -> ShardStatistics:
-    """Eq. 1 of the whole vocabulary, from the parts of all shards, stacked."""
-    if call.implementation == mosaic.NAME:
-        return mosaic.merged(parts, call, operands.inverse_temperature, operands.num_rows)
-    scale = _logprobs.row_scale(call, operands.inverse_temperature)
-    return merge_parts(parts, call, call.num_tokens, scale)
+class Part(NamedTuple):
+    """One device's part of a call: its columns, and all tokens, flat."""
 
+    call: Call
+    primals: Primals  # hidden [T, H], as `as_operand` returns it
+    rows: Rows  # [T]
+    start: Any  # the global id of the first column
+    scales: Scales
 
-def finish(
-    call: Call,
-    rows: Rows,
-    stats: ShardStatistics,
-    where: Bool[Array, "T"] | None,
-    dropped_mass: Float[Array, "T"] | None,
-) -> Results:
-    """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
-    per_token = functools.partial(_in_arithmetic_of, call)
-    where = _logprobs.without_empty(where, stats.sumexp) if call.has_floor else where
-    scale = _logprobs.row_scale(call, scales_of(call, rows).logits)
-    return _logprobs.finish(stats, scale, rows.labels, where, call.vocab_size, dropped_mass, per_token)
+    @classmethod
+    def of(cls, call: Call, primals: Primals, rows: Rows, start: Any = None) -> Part:
+        """With the factors of eq. 0 in the implementation's arithmetic. ``start``: None for that of the mesh."""
+        invert = functools.partial(_in_arithmetic_of, call, _logprobs.inverse_of)
+        scales = _describe.scales(rows, call.stat_dtype, call.signs_hidden, invert)
+        return cls(call, primals, rows, first_column(call, primals.weight) if start is None else start, scales)
+
+    @property
+    def row_scale(self) -> Float[Array, "T"] | float:
+        """The k of eq. 0."""
+        return _logprobs.compute_row_scale(self.call, self.scales.inverse_temperature)
+
+    def operands(self) -> tuple[Operands, _describe.Compaction | None]:
+        """What an implementation is given, the live rows first, and how to undo their order."""
+        (call, (hidden, weight, bias), rows, start, scales), num_columns = self, None
+        columns = weight.shape[call.vocab_dim]
+        if call.padded:
+            left = call.vocab_size - start
+            num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
+            if call.implementation == mosaic.NAME:
+                num_columns = jnp.asarray(num_columns, jnp.int32)  # one set of kernels for every vocab_size
+
+        targets = _describe.owned(rows.labels, start, columns)
+        candidates = None if rows.candidates is None else _describe.owned(rows.candidates, start, columns)
+        hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, rows.floor
+        if floor is not None:
+            floor = _in_arithmetic_of(call, _logprobs.unscaled_floor, floor, self.row_scale)
+        if rows.where is not None:
+            order = _describe.compaction(rows.where)
+            hidden, targets, candidates, scales, floor = _describe.compact(
+                order, (hidden, targets, candidates, scales, floor)
+            )
+            num_rows = order.num_rows
+        elif rows.live is not None:  # NaN or inf in the other rows cannot spread
+            hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
+        bias = None if bias is None else bias.astype(call.dtype if call.rank else call.stat_dtype)
+        inverse, raw_scale = scales.inverse_temperature, scales.raw_scale
+        local = Operands(hidden, weight, targets, inverse, num_rows, num_columns, raw_scale, bias, candidates, floor)
+        return local, order
+
+    def statistics(
+        self, keep_cache: bool, stacked: Stacked | None = None
+    ) -> tuple[ShardStatistics, Any, Bool[Array, "T"] | None]:
+        """The statistics of the part, in the call's row order, and the cache.
+
+        With ``stacked``, which returns the arrays of all shards, the statistics are those of the whole vocabulary. The
+        last result are the rows that all shards were given alike, if these were compared; the statistics of the others
+        are NaN.
+        """
+        (call, primals, rows, start, _), (operands, order), same = self, self.operands(), None
+        implementation, has_kernels = _dispatch.IMPLEMENTATIONS[call.implementation], call.implementation == mosaic.NAME
+        stats: Any
+        parts: Any
+        if stacked is None:
+            stats, cache = implementation.statistics(operands, call, keep_cache)
+        else:
+            if has_kernels:  # they send the statistics of each group of tiles
+                parts, cache = mosaic.in_parts(operands, call, keep_cache)
+            else:
+                stats, cache = implementation.statistics(operands, call, keep_cache)
+                parts = as_parts(stats)
+            with jax.named_scope("lce_merge"):
+                parts, every = stacked((parts, given_to(call, primals, rows, start)))
+                if has_kernels:
+                    stats = mosaic.merged(parts, call, operands.inverse_temperature, operands.num_rows)
+                else:
+                    row_scale = _logprobs.compute_row_scale(call, operands.inverse_temperature)
+                    stats = merge_parts(parts, call, call.num_tokens, row_scale)
+                same = agree(call, every, rows, primals.weight)
+        stats = stats if order is None else _describe.expand(order, stats)
+        wrong = _describe.wrong_rows(rows)
+        if wrong is not None:
+            stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
+        return stats if same is None else _collectives.nan_where_different(same, stats), cache, same
+
+    def finish(
+        self, stats: ShardStatistics, where: Bool[Array, "T"] | None, dropped_mass: Float[Array, "T"] | None
+    ) -> Results:
+        """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
+        call, per_token = self.call, functools.partial(_in_arithmetic_of, self.call)
+        where = _logprobs.without_empty(where, stats.sumexp) if call.has_floor else where
+        labels, vocab_size = self.rows.labels, call.vocab_size
+        return _logprobs.finish(stats, self.row_scale, labels, where, vocab_size, dropped_mass, per_token)
+
+    def select(self, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
+        """What `gradients` needs of the cache, known after the merge, and the shard's part of ``dropped_mass``.
+
+        The part is None if nothing is ever left out. ``stats`` are those of the whole vocabulary, in the call's row
+        order.
+        """
+        call, rows = self.call, self.rows
+        if call.implementation != mosaic.NAME:
+            return cache, None
+        order = None if rows.where is None else _describe.compaction(rows.where)
+        num_rows = rows.num_rows if order is None else order.num_rows
+        of_rows = Normalizer(stats.max, stats.sumexp)
+        if order is not None:
+            of_rows = jax.tree.map(lambda x: x[order.source], of_rows)
+
+        cache, dropped = mosaic.selected(call, cache, of_rows, num_rows)
+        return cache, dropped if order is None or dropped is None else _describe.expand(order, dropped)
+
+    def gradients(
+        self,
+        stats: ShardStatistics,
+        cotangent: Results,
+        cache: Any,
+        *,
+        may_round_dhidden: bool = False,
+        may_overwrite_cache: bool = True,
+        dweight: Array | None = None,
+        adds_dweight: Any = True,
+    ) -> Primals:
+        """The shard's part of dhidden and its dbias, in the statistics' dtype, and its dweight, in the weight's.
+
+        Those that are not `Call.wanted` are None.
+
+        ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may
+        come in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it
+        instead, or written there (`_dispatch.writes_dweight`).
+        """
+        call, rows, (operands, order) = self.call, self.rows, self.operands()
+        coefficients = self._coefficients(stats, cotangent)
+        if order is not None:
+            coefficients = _describe.compact(order, coefficients)
+
+        found = _dispatch.IMPLEMENTATIONS[call.implementation].gradients(
+            operands, call, coefficients, cache,
+            may_round_dhidden=may_round_dhidden, may_overwrite_cache=may_overwrite_cache,
+            dweight=dweight, adds_dweight=adds_dweight,
+        )  # fmt: skip
+        if found.hidden is None:
+            return found
+        dhidden = found.hidden if order is None else _describe.expand(order, found.hidden)
+        dhidden = _signed(dhidden, self.scales)
+        return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
+
+    def _coefficients(self, stats: ShardStatistics, cotangent: Results) -> RowCoefficients:
+        """What eqs. 4 and 5 need of each token, in the call's row order."""
+        call, rows = self.call, self.rows
+        factors = self.row_scale, _logprobs.compute_row_factor(call, self.scales.derivative)
+        of_rows = functools.partial(_logprobs.row_coefficients, call=call, vocab_size=call.vocab_size)
+        live = _logprobs.without_empty(rows.live, stats.sumexp) if call.has_floor else rows.live
+        if stats.candidates is not None:
+            found = of_rows(stats, cotangent, *factors, live)
+        else:
+            of_results = cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
+            unread: Any = dict.fromkeys((*WITHOUT_GRADIENT, "total"))
+            read = stats._replace(**unread)
+            read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
+            found = _in_arithmetic_of(call, functools.partial(of_rows, where=None), read, of_results, *factors)
+            found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
+        wrong = _describe.wrong_rows(rows)
+        return found if wrong is None else _logprobs.without_gradient(found, wrong)
 
 
 def _in_arithmetic_of(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
@@ -153,121 +262,6 @@ def of_arrays(function: Callable[..., Any], operands: Any) -> tuple[Callable[...
     return run, list(filter(is_array, leaves))
 
 
-def selected(call: Call, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
-    """What `gradients` needs of the cache, known after the merge, and the shard's part of ``dropped_mass``.
-
-    The part is None if nothing is ever left out. ``stats`` are those of the whole vocabulary, in the call's row order.
-    """
-    if call.implementation != mosaic.NAME:
-        return cache, None
-    order = None if rows.where is None else _describe.compaction(rows.where)
-    num_rows = rows.num_rows if order is None else order.num_rows
-    of_rows = Normalizer(stats.max, stats.sumexp)
-    if order is not None:
-        of_rows = jax.tree.map(lambda x: x[order.source], of_rows)
-
-    cache, dropped = mosaic.selected(call, cache, of_rows, num_rows)
-    return cache, dropped if order is None or dropped is None else _describe.expand(order, dropped)
-
-
-def gradients(
-    call: Call,
-    primals: Primals,
-    rows: Rows,
-    start: Any,
-    stats: ShardStatistics,
-    cotangent: Results,
-    cache: Any,
-    *,
-    may_round_dhidden: bool = False,
-    may_overwrite_cache: bool = True,
-    dweight: Array | None = None,
-    adds_dweight: Any = True,
-) -> Primals:
-    """The shard's part of dhidden and its dbias, in the statistics' dtype, and its dweight, in the weight's.
-
-    Those that are not `Call.wanted` are None.
-
-    ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
-    in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead,
-    or written there (`_dispatch.writes_dweight`).
-    """
-    scales = scales_of(call, rows)
-    operands, order = operands_of(call, primals, rows, start, scales)
-    coefficients = _coefficients(call, rows, stats, cotangent, scales)
-    if order is not None:
-        coefficients = _describe.compact(order, coefficients)
-
-    found = _dispatch.IMPLEMENTATIONS[call.implementation].gradients(
-        operands, call, coefficients, cache,
-        may_round_dhidden=may_round_dhidden, may_overwrite_cache=may_overwrite_cache,
-        dweight=dweight, adds_dweight=adds_dweight,
-    )  # fmt: skip
-    if found.hidden is None:
-        return found
-    dhidden = found.hidden if order is None else _describe.expand(order, found.hidden)
-    dhidden = _signed(dhidden, scales)
-    return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
-
-
-def _coefficients(
-    call: Call, rows: Rows, stats: ShardStatistics, cotangent: Results, scales: Scales
-) -> RowCoefficients:
-    """What eqs. 4 and 5 need of each token, in the call's row order."""
-    factors = _logprobs.row_scale(call, scales.logits), _logprobs.row_factor(call, scales.derivative)
-    of_rows = functools.partial(_logprobs.row_coefficients, call=call, vocab_size=call.vocab_size)
-    live = _logprobs.without_empty(rows.live, stats.sumexp) if call.has_floor else rows.live
-    if stats.candidates is not None:
-        found = of_rows(stats, cotangent, *factors, live)
-    else:
-        of_results = cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
-        unread: Any = dict.fromkeys((*WITHOUT_GRADIENT, "total"))
-        read = stats._replace(**unread)
-        read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
-        found = _in_arithmetic_of(call, functools.partial(of_rows, where=None), read, of_results, *factors)
-        found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
-    wrong = _describe.wrong_rows(rows)
-    return found if wrong is None else _logprobs.without_gradient(found, wrong)
-
-
-def operands_of(
-    call: Call, primals: Primals, rows: Rows, start: Any, scales: Scales
-) -> tuple[Operands, _describe.Compaction | None]:
-    """What an implementation is given, the live rows first, and how to undo their order."""
-    hidden, weight, bias = primals
-    columns = weight.shape[call.vocab_dim]
-    num_columns = None
-    if call.padded:
-        left = call.vocab_size - start
-        num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
-        if call.implementation == mosaic.NAME:
-            num_columns = jnp.asarray(num_columns, jnp.int32)  # one set of kernels for every vocab_size
-
-    targets = _describe.owned(rows.labels, start, columns)
-    candidates = None if rows.candidates is None else _describe.owned(rows.candidates, start, columns)
-    hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, rows.floor
-    if floor is not None:
-        scale = _logprobs.row_scale(call, scales.logits)
-        floor = _in_arithmetic_of(call, _logprobs.unscaled_floor, floor, scale)
-    if rows.where is not None:
-        order = _describe.compaction(rows.where)
-        hidden, targets, candidates, scales, floor = _describe.compact(
-            order, (hidden, targets, candidates, scales, floor)
-        )
-        num_rows = order.num_rows
-    elif rows.live is not None:  # NaN or inf in the other rows cannot spread
-        hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
-    bias = None if bias is None else bias.astype(call.dtype if call.rank else call.stat_dtype)
-    of_shard = Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias, candidates)
-    return of_shard._replace(floor=floor), order
-
-
-def scales_of(call: Call, rows: Rows) -> Scales:
-    """The factors of eq. 0, in the implementation's arithmetic."""
-    invert = functools.partial(_in_arithmetic_of, call, _logprobs.inverse_of)
-    return _describe.scales(rows, call.stat_dtype, call.signs_hidden, invert)
-
-
 def _signed(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:
     return hidden if scales.sign is None else hidden * scales.sign.astype(hidden.dtype)[:, None]
 
@@ -281,35 +275,29 @@ type Kept = tuple[ShardStatistics, Any]  # for the backward: also the implementa
 def device_forward(call: Call, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, Kept]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape = rows.labels.shape
-    rows = _describe.flattened(rows, len(shape))
-    with jax.named_scope("lce_statistics"):
-        stats, cache, agree = statistics_of_all(call, flat_operands(call, primals), rows, keep_cache)
-    cache, dropped = selected_of_all(call, rows, stats, cache)
-    out = finish(call, rows, stats, rows.where, dropped)
-    out = out if agree is None else _collectives.nan_where_different(agree, out)
+    part = Part.of(call, flat_operands(call, primals), _describe.flattened(rows, len(shape)))
+    out, stats, cache = compute_results(part, keep_cache)
     out, stats = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats))
     return out, (stats, cache if keep_cache else None)
 
 
-def statistics_of_all(
-    call: Call, flat: Primals, rows: Rows, keep_cache: bool
-) -> tuple[ShardStatistics, Any, Bool[Array, "T"] | None]:
-    """The whole vocabulary's statistics, the shard's cache, and the rows that agree, from `flat_operands`."""
-    stacked = None if call.axis_name is None else functools.partial(_collectives.stacked, axis_name=call.axis_name)
-    return statistics(call, flat, rows, first_column(call, flat.weight), keep_cache, stacked)
-
-
-def selected_of_all(call: Call, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
-    """What the backward needs of the cache, and the whole vocabulary's ``dropped_mass`` if the call reports it."""
-    if not call.gradient_threshold:
-        return cache, None
-    with jax.named_scope("lce_select"):
-        cache, dropped = selected(call, rows, stats, cache)
-        if not call.reports_dropped_mass:
-            return cache, None
-        if dropped is None:
-            return cache, jnp.zeros_like(stats.max)
-        return cache, dropped if call.axis_name is None else lax.psum(dropped, call.axis_name)
+def compute_results(part: Part, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
+    """The results and statistics of the whole vocabulary, and what the backward needs of the shard's cache."""
+    call, dropped = part.call, None
+    with jax.named_scope("lce_statistics"):
+        stacked = None if call.axis_name is None else functools.partial(_collectives.stacked, axis_name=call.axis_name)
+        stats, cache, same = part.statistics(keep_cache, stacked)
+    if call.gradient_threshold:
+        with jax.named_scope("lce_select"):
+            cache, dropped = part.select(stats, cache)
+            if not call.reports_dropped_mass:
+                dropped = None
+            elif dropped is None:
+                dropped = jnp.zeros_like(stats.max)
+            elif call.axis_name is not None:
+                dropped = lax.psum(dropped, call.axis_name)
+    results = part.finish(stats, part.rows.where, dropped)
+    return results if same is None else _collectives.nan_where_different(same, results), stats, cache
 
 
 def device_backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
@@ -322,8 +310,8 @@ def device_backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotang
     summed = call.axis_name is not None or varying != _jax.varying_axes(hidden)
     may_round = not summed and hidden.dtype == weight.dtype
     with jax.named_scope("lce_gradients"):
-        flat, start = flat_operands(call, primals), first_column(call, weight)
-        found = gradients(call, flat, rows, start, stats, cotangent, cache, may_round_dhidden=may_round)
+        part = Part.of(call, flat_operands(call, primals), rows)
+        found = part.gradients(stats, cotangent, cache, may_round_dhidden=may_round)
     return reduced(call, found, primals)
 
 

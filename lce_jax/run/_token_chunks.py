@@ -81,12 +81,16 @@ def chunk_bytes_of_loss(given: Any, because: str | None) -> int | None:
     return None if given is None else scalars.num_bytes("chunk_bytes", given)
 
 
-def left_to_the_backward(call: Call) -> str | None:
-    """Why a mean or a sum computes its gradients in the backward, though it asks for no cache; None if it does not.
+def refuse_forward_gradients(call: Call, reduction: str | None, options: Mapping[str, Any]) -> str | None:
+    """Why a `lce_jax.linear_cross_entropy` computes its gradients in the backward; None if it does not.
 
     A float16 gradient needs the loss's scale, which the backward alone knows: that of a mean over many tokens would be
     0 before it is scaled, and that of a sum might overflow.
     """
+    if reduction == "none":
+        return 'with reduction="none" the gradient of each token\'s loss needs its cotangent'
+    if options.get("cache_bytes") is not None:
+        return f"cache_bytes={options['cache_bytes']} asks for it"
     if jnp.dtype(jnp.float16) in (call.dtype, call.hidden_dtype):
         return "float16 gradients need the loss's scale, which the backward knows"
     if call.gradient_threshold:
@@ -98,7 +102,7 @@ def left_to_the_backward(call: Call) -> str | None:
     return None
 
 
-def of_chunk(call: Call, size: int, partial_rows: bool) -> Call:
+def describe_chunk(call: Call, size: int, partial_rows: bool) -> Call:
     """The call of a chunk, which keeps all its exponentials, or with a threshold recomputes those of live tiles."""
     cache_bytes = 0 if call.gradient_threshold else ALL
     return dataclasses.replace(call, num_tokens=size, partial_rows=partial_rows, cache_bytes=cache_bytes)
@@ -108,7 +112,7 @@ def plan(call: Call) -> Plan:
     """What `explain` says of a call: the plan of one chunk, and what all chunks share."""
     size = chunk_rows(call)
     chunks = -(-call.num_tokens // max(size, 1))
-    chunk = of_chunk(call, size, call.partial_rows or call.num_tokens % max(size, 1) != 0)
+    chunk = describe_chunk(call, size, call.partial_rows or call.num_tokens % max(size, 1) != 0)
     found = _dispatch.explain(chunk)
     whole = _dispatch.explain(dataclasses.replace(call, cache_bytes=0))
     item, columns = call.stat_dtype.itemsize, call.columns * call.hidden_size

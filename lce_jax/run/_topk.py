@@ -13,7 +13,6 @@ from jax import lax
 
 from lce_jax.call import _describe
 from lce_jax.call._describe import Rows
-from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
@@ -30,26 +29,27 @@ def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
     shape = rows.labels.shape
     rows = _describe.flattened(rows, len(shape))
     with jax.named_scope("lce_topk"):
-        flat, start = _shard.flat_operands(call, primals), _shard.first_column(call, primals.weight)
-        operands, order = _shard.operands_of(call, flat, rows, start, _shard.scales_of(call, rows))
+        part = _shard.Part.of(call, _shard.flat_operands(call, primals), rows)
+        operands, order = part.operands()
         found = _products.largest(operands, call)
-        found = found._replace(ids=found.ids + start)
+        found = found._replace(ids=found.ids + part.start)
         found = found if order is None else _describe.expand(order, found)
+        row_scale = jnp.asarray(part.row_scale, call.stat_dtype).reshape(-1, 1)
     agree = None
     if call.axis_name is not None:
         with jax.named_scope("lce_merge"):
-            given = _shard.given_to(call, flat, rows, start)
+            given = _shard.given_to(call, part.primals, rows, part.start)
             parts, every = _collectives.stacked((found, given), call.axis_name)
-            found, agree = _merge(call, rows, parts), _shard.agree(call, every, rows, primals.weight)
-    out = _finish(call, rows, found, agree)
+            found, agree = _merge(call, parts, row_scale), _shard.agree(call, every, rows, primals.weight)
+    out = _finish(rows, found, row_scale, agree)
     return jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), out)
 
 
-def _finish(call: Call, rows: Rows, found: Largest, agree: Bool[Array, "T"] | None) -> TopK:
+def _finish(rows: Rows, found: Largest, row_scale: Float[Array, "#T 1"], agree: Bool[Array, "T"] | None) -> TopK:
     """Eq. 3 at the largest; ids are -1 where there is no result."""
-    scale, log_sumexp = _scale(call, rows), jnp.log(found.sumexp)
-    logprobs = (found.x - found.max[:, None]) * scale - log_sumexp[:, None]
-    out = TopK(found.ids, logprobs, found.max * scale[:, 0] + log_sumexp)
+    log_sumexp = jnp.log(found.sumexp)
+    logprobs = (found.x - found.max[:, None]) * row_scale - log_sumexp[:, None]
+    out = TopK(found.ids, logprobs, found.max * row_scale[:, 0] + log_sumexp)
     left_out, differ = (None if kept is None else ~kept for kept in (rows.where, agree))
     for no_result, value in ((_describe.wrong_rows(rows), jnp.nan), (left_out, 0.0), (differ, jnp.nan)):
         if no_result is not None:
@@ -61,13 +61,7 @@ def _finish(call: Call, rows: Rows, found: Largest, agree: Bool[Array, "T"] | No
     return out
 
 
-def _scale(call: Call, rows: Rows) -> Float[Array, "#T 1"]:
-    """The k of eq. 0."""
-    scale = _logprobs.row_scale(call, _shard.scales_of(call, rows).logits)
-    return jnp.asarray(scale, call.stat_dtype).reshape(-1, 1)
-
-
-def _merge(call: Call, rows: Rows, parts: Largest) -> Largest:
+def _merge(call: Call, parts: Largest, row_scale: Float[Array, "#T 1"]) -> Largest:
     """The k largest of all shards, and eq. 2 of their sums, in the same order on every shard."""
 
     def side_by_side(x: Array) -> Array:
@@ -76,5 +70,5 @@ def _merge(call: Call, rows: Rows, parts: Largest) -> Largest:
     k, per_id = call.top_k, jax.tree.map(side_by_side, (-parts.products, parts.ids, parts.capped))
     falling, ids, *capped = (x[:, :k] for x in lax.sort(jax.tree.leaves(per_id), dimension=1, num_keys=2))
     merged = Largest(-falling, ids, capped[0] if capped else None, jnp.zeros_like(parts.sumexp[0]))
-    shift = jnp.clip((parts.max - merged.max[None]) * _scale(call, rows).T, MASKED, 0.0)
+    shift = jnp.clip((parts.max - merged.max[None]) * row_scale.T, MASKED, 0.0)
     return merged._replace(sumexp=jnp.sum(parts.sumexp * jnp.exp(shift), axis=0))

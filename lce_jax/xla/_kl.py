@@ -226,5 +226,5 @@ def _x(plan: KLPlan, tile: XTile) -> Pair[Float[Array, "t v"]]:
 def _scales(plan: KLPlan, tokens: tuple[HeadTokens, ...]) -> tuple[Any, Any]:
     """The k of eq. 0, that of p first."""
     pairs = zip(plan.cases, tokens, strict=True)
-    scales = Pair(*(_logprobs.row_scale(call, own.inverse_temperature) for call, own in pairs))
+    scales = Pair(*(_logprobs.compute_row_scale(call, own.inverse_temperature) for call, own in pairs))
     return scales.ordered(plan.student_first)

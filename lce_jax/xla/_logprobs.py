@@ -58,11 +58,11 @@ def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tupl
         cache = _walk.empty_cache(walk, shard)
 
     def add(running: Running, tile: XTile, cache: TileCache | None) -> tuple[Running, TileCache | None]:
-        (x, scale), (targets, *more) = _logits(call, tile), tile.rows.relative_to(tile.start)
-        stats, e = _logprobs.tile_statistics(x, scale, targets, tile.live, call, *more)
+        (x, row_scale), (targets, *more) = _logits(call, tile), tile.rows.relative_to(tile.start)
+        stats, e = _logprobs.tile_statistics(x, row_scale, targets, tile.live, call, *more)
         if cache is not None and tile.index is not None:
             cache = cache.with_part(tile, [_logprobs.to_keep(e, _walk.gradient_dtype(call))], [stats.max])
-        return running.add(stats, scale), cache
+        return running.add(stats, row_scale), cache
 
     running, cache = walk.fold_keeping(
         shard, lambda tokens: Running.start(_statistics.empty(tokens, call.stat_dtype, call)), add, cache
@@ -90,11 +90,11 @@ def gradients(
     def dlogits(tile: XTile, cache: TileCache | None) -> Float[Array, "t v"]:
         rows = tile.rows.coefficients
         if cache is None or tile.index is None:
-            (x, scale), (targets, *more) = _logits(call, tile), tile.rows.relative_to(tile.start)
-            return _logprobs.dlogits_from_logits(x, scale, rows, targets, tile.live, call, *more)
+            (x, row_scale), (targets, *more) = _logits(call, tile), tile.rows.relative_to(tile.start)
+            return _logprobs.dlogits_from_logits(x, row_scale, rows, targets, tile.live, call, *more)
         ((kept,), (highest,)), (targets, candidates, _) = cache.part(tile), tile.rows.relative_to(tile.start)
-        scale = _logprobs.row_scale(call, tile.tokens[0].inverse_temperature)
-        return _logprobs.dlogits_from_exponentials(kept, highest, scale, rows, targets, tile.live, call, candidates)
+        row_scale = _logprobs.compute_row_scale(call, tile.tokens[0].inverse_temperature)
+        return _logprobs.dlogits_from_exponentials(kept, highest, row_scale, rows, targets, tile.live, call, candidates)
 
     if operands.candidates is not None and rows.candidates is not None:
         operands, rows = _logprobs.each_once(operands, rows)
@@ -113,7 +113,7 @@ def _logits(call: Call, tile: XTile) -> tuple[Float[Array, "t v"], Float[Array, 
     """The x and the k of eq. 0."""
     (raw,), (tokens,) = tile.products(), tile.tokens
     x = _logprobs.unscaled_logits(raw, call, tokens.raw_scale)
-    return x, _logprobs.row_scale(call, tokens.inverse_temperature)
+    return x, _logprobs.compute_row_scale(call, tokens.inverse_temperature)
 
 
 def _walk_of(operands: Operands, call: Call, coefficients: RowCoefficients | None = None) -> tuple[Walk, Shard]:

@@ -104,12 +104,11 @@ def _sumexp(raw: Float[Array, "t V"], some: Largest, operands: Operands, call: C
 
     XLA may round the cap of all columns otherwise than that of the selected ones. So no log-probability is above 0.
     """
-    scale = _logprobs.row_scale(call, operands.inverse_temperature)
-    scale = scale if isinstance(scale, float | int) else scale[:, None]
+    row_scale = _logprobs.along_rows(_logprobs.compute_row_scale(call, operands.inverse_temperature))
 
     def exponentials(products: Array, x: Array) -> Array:
         u = x - some.max[:, None]
-        return jnp.where(products == -jnp.inf, 0.0, jnp.exp(jnp.where(u > 0.0, 0.0, u) * scale))
+        return jnp.where(products == -jnp.inf, 0.0, jnp.exp(jnp.where(u > 0.0, 0.0, u) * row_scale))
 
     x = floored(raw)
     x = x if call.logit_softcap is None else _capped(x, call, operands.raw_scale)

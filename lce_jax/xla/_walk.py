@@ -127,15 +127,10 @@ class XTile(NamedTuple):
     tokens: tuple[HeadTokens, ...]
     rows: Any
     first: Any  # the first token
-    heads: tuple[Head, ...]  # this and the next ones: as `Columns` has them
+    heads: tuple[Head, ...]
     start: Any  # the first column
     live: Bool[Array, "v"] | None  # which columns are no padding; None: all
     index: Any  # its number among the tiles of `Walk.kept_columns`; None: it is none of them
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Tokens and columns."""
-        return self.tokens[0].hidden.shape[0], self.heads[0].weight.shape[self.calls[0].vocab_dim]
 
     def products(self) -> tuple[Float[Array, "t v"], ...]:
         """The raw products of each model, with the bias."""
@@ -173,8 +168,8 @@ class Walk:
             tokens, rows = per_token
 
             def tile(start: Any, size: int, is_kept: bool, carry: tuple[C, K]) -> tuple[C, K]:
-                columns = self._columns(shard, start, size, is_kept)
-                return add(carry[0], XTile(self.calls, tokens, rows, first, *columns), carry[1])
+                own = self._tile(shard, start, size, is_kept)._replace(tokens=tokens, rows=rows, first=first)
+                return add(carry[0], own, carry[1])
 
             carry = _jax.vary_like(empty(tokens[0].hidden.shape[0]), shard)
             return over_columns(self.columns, self.tile_v, self.kept_columns, tile, (carry, kept))
@@ -196,7 +191,7 @@ class Walk:
         dtype = call.dtype if dweight is None else dweight.dtype
 
         def tile(start: Any, size: int, is_kept: bool, carry: Primals) -> Primals:
-            part = self._of_columns(shard, self._columns(shard, start, size, is_kept), dlogits, carry.hidden, dtype)
+            part = self._of_columns(shard, self._tile(shard, start, size, is_kept), dlogits, carry.hidden, dtype)
 
             def put(whole: Array, columns: Array, dim: int, adds: bool = False) -> Array:
                 columns = columns.astype(whole.dtype)
@@ -218,62 +213,39 @@ class Walk:
         return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
 
     def _of_columns(
-        self, shard: Shard, columns: Columns, dlogits: Callable[..., Array], dhidden: Float[Array, "T H"], dtype: Any
+        self, shard: Shard, tile: XTile, dlogits: Callable[..., Array], dhidden: Float[Array, "T H"], dtype: Any
     ) -> Primals:
-        """``dhidden`` plus the part of some columns, and the gradients of these columns.
+        """``dhidden`` plus the part of a tile of all tokens, and the gradients of its columns.
 
         With one chunk the product itself rounds dweight to ``dtype``; with several it is summed first.
         """
         call = self.calls[0]
         if self.tile_t == call.num_tokens:
-            part = self._of_tile(XTile(self.calls, shard.tokens, shard.rows, 0, *columns), dlogits, None, dtype)
+            part = gradient_products(call, dlogits(tile), tile, call.stat_dtype, dtype)
             return part._replace(hidden=jax.tree.map(jnp.add, dhidden, part.hidden))
 
         def chunk(own: Chunk, carry: Primals) -> Primals:
             tokens, rows = own.take((shard.tokens, shard.rows))
-            tile = XTile(self.calls, tokens, rows, own.start, *columns)
-            part = self._of_tile(tile, dlogits, own.new, call.stat_dtype)
+            of_chunk = tile._replace(tokens=tokens, rows=rows, first=own.start)
+            d = dlogits(of_chunk)
+            d = jnp.where(own.new[:, None], d, 0.0)  # a token's gradient counts in one chunk
+            part = gradient_products(call, d, of_chunk, call.stat_dtype, call.stat_dtype)
             dhidden = jax.tree.map(lambda whole, x: own.put(whole, x + own.take(whole)), carry.hidden, part.hidden)
             return Primals(dhidden, *jax.tree.map(jnp.add, carry[1:], part[1:]))
 
-        of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), columns.heads[0])
+        of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), tile.heads[0])
         init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).only(call.wanted)
         return over_chunks(call.num_tokens, self.tile_t, shard.num_rows, chunk, init)
 
-    def _of_tile(
-        self, tile: XTile, dlogits: Callable[[XTile], Array], new: Bool[Array, "t"] | None, dweight_dtype: Any
-    ) -> Primals:
-        """Eq. 5 of one tile: the gradient of its products, and the products of that."""
-        call, head = self.calls[0], tile.heads[0]
-        d = dlogits(tile)
-        d = d if new is None else jnp.where(new[:, None], d, 0.0)
-        dbias = None if head.bias is None or call.rank or not call.wanted.bias else jnp.sum(d, axis=0)
-        weight, bias = _logprobs.without_padding(head.weight, tile.live, call), head.bias
-        if call.rank and bias is not None and tile.live is not None:
-            bias = jnp.where(tile.live[:, None], bias, jnp.zeros((), call.dtype))
-        d, head, hidden = jax.tree.map(
-            lambda x: x.astype(gradient_dtype(call)), (d, Head(weight, bias), tile.tokens[0].hidden)
-        )
-        found = gradient_products(call, d, head, hidden, call.stat_dtype, dweight_dtype)
-        return found if dbias is None else found._replace(bias=dbias)
-
-    def _columns(self, shard: Shard, start: Any, size: int, is_kept: bool) -> Columns:
+    def _tile(self, shard: Shard, start: Any, size: int, is_kept: bool) -> XTile:
+        """All tokens and some columns."""
         live = _logprobs.live_columns(start, size, shard.num_columns)
         index = (start + (self.tile_v - 1)) // self.tile_v if is_kept else None
         heads = []
         for call, head in zip(self.calls, shard.heads, strict=True):
             weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=call.vocab_dim)
             heads.append(Head(weight, None if head.bias is None else lax.dynamic_slice_in_dim(head.bias, start, size)))
-        return Columns(tuple(heads), start, live, index)
-
-
-class Columns(NamedTuple):
-    """Some columns of the vocabulary."""
-
-    heads: tuple[Head, ...]
-    start: Any
-    live: Bool[Array, "v"] | None
-    index: Any
+        return XTile(self.calls, shard.tokens, shard.rows, 0, tuple(heads), start, live, index)
 
 
 def gradient_dtype(call: Call) -> jnp.dtype:
@@ -282,22 +254,30 @@ def gradient_dtype(call: Call) -> jnp.dtype:
 
 
 def gradient_products(
-    call: Call, d: Float[Array, "t v"], head: Head, hidden: Float[Array, "t H"], *dtypes: Any
+    call: Call, d: Float[Array, "t v"], tile: XTile, dhidden_dtype: Any, dweight_dtype: Any
 ) -> Primals:
-    """Eq. 5 from the gradient in the raw products of some tokens with some columns; ``dtypes`` are of the results.
+    """Eq. 5 of a tile, from ``d``, the gradient in its raw products; dbias is in the statistics' dtype.
 
-    With an adapter its B has a gradient too, in the statistics' dtype; no other bias has.
+    With an adapter the bias is its B, whose gradient is a product too.
     """
-    (of_dhidden, of_dweight), (hidden, u) = dtypes, call.split(hidden)
-    left, right = (d, hidden) if call.vocab_dim == 0 else (hidden, d)
-    dhidden = dot(d, head.weight, 1, call.vocab_dim, call, of_dhidden) if call.wanted.hidden else None
-    if dhidden is not None and head.bias is not None and call.rank:
-        dhidden = jnp.concatenate([dhidden, dot(d, head.bias, 1, 0, call, of_dhidden)], axis=1)
-    return Primals(
-        dhidden,
-        dot(left, right, 0, 0, call, of_dweight) if call.wanted.weight else None,
-        dot(d, u, 0, 0, call, call.stat_dtype) if call.rank and call.wanted.bias else None,
+    (weight, bias), dbias = tile.heads[0], None
+    if bias is not None and not call.rank and call.wanted.bias:
+        dbias = jnp.sum(d, axis=0, dtype=call.stat_dtype)
+    weight = _logprobs.without_padding(weight, tile.live, call)
+    if call.rank and bias is not None and tile.live is not None:
+        bias = jnp.where(tile.live[:, None], bias, jnp.zeros((), call.dtype))
+    d, weight, bias, hidden = jax.tree.map(
+        lambda x: x.astype(gradient_dtype(call)), (d, weight, bias, tile.tokens[0].hidden)
     )
+    hidden, u = call.split(hidden)
+    left, right = (d, hidden) if call.vocab_dim == 0 else (hidden, d)
+    dhidden = dot(d, weight, 1, call.vocab_dim, call, dhidden_dtype) if call.wanted.hidden else None
+    if dhidden is not None and bias is not None and call.rank:
+        dhidden = jnp.concatenate([dhidden, dot(d, bias, 1, 0, call, dhidden_dtype)], axis=1)
+    if call.rank and call.wanted.bias:
+        dbias = dot(d, u, 0, 0, call, call.stat_dtype)
+    dweight = dot(left, right, 0, 0, call, dweight_dtype) if call.wanted.weight else None
+    return Primals(dhidden, dweight, dbias)
 
 
 def dot(left: Array, right: Array, left_dim: int, right_dim: int, call: Call, dtype: Any) -> Array:
@@ -314,9 +294,9 @@ class TileCache(NamedTuple):
 
     def part(self, tile: XTile) -> tuple[list[Float[Array, "t v"]], list[Float[Array, "t"]]]:
         """Those of a tile."""
-        columns = [lax.dynamic_slice(x, _place(tile.first, tile.start), tile.shape) for x in self.columns]
-        shape, place = (1, tile.shape[0]), _place(tile.index, tile.first)
-        return columns, [lax.dynamic_slice(x, place, shape)[0] for x in self.rows]
+        t, v = tile.tokens[0].hidden.shape[0], tile.heads[0].weight.shape[tile.calls[0].vocab_dim]
+        columns = [lax.dynamic_slice(x, _place(tile.first, tile.start), (t, v)) for x in self.columns]
+        return columns, [lax.dynamic_slice(x, _place(tile.index, tile.first), (1, t))[0] for x in self.rows]
 
     def with_part(self, tile: XTile, columns: Sequence[Array], rows: Sequence[Array]) -> TileCache:
         """With those of a tile."""
@@ -357,7 +337,7 @@ def _place(*first: Any) -> tuple[Any, ...]:
 def kept_columns(call: Call, columns: int, tile_v: int, each: PerTile | None = None) -> int:
     """The columns of the first tiles that fit ``cache_bytes``, of a walk over ``columns``."""
     whole, rest = divmod(columns, tile_v)
-    left = call.cache_budget - num_bytes(call, rest, tile_v, each)
+    left = call.cache_budget - (kept_bytes_of_tile(call, rest, each) if rest else 0)
     if not call.cache_budget or left < 0 or not _logprobs.keeps_exponentials(call):
         return 0
     return rest + min(whole, left // max(kept_bytes_of_tile(call, tile_v, each), 1)) * tile_v
@@ -411,18 +391,16 @@ def gradients_with_cache(
     dweight: Float[Array, "V H"] | None,
 ) -> Primals:
     """`Walk.gradients` in one piece, which overwrites the cache."""
-    call, hidden, head = walk.calls[0], shard.tokens[0].hidden, shard.heads[0]
     _, ((d, *_), _) = walk.fold_keeping(
         shard,
         lambda _: None,
-        lambda _, tile, cache: (None, cache.with_dlogits(tile, dlogits(tile, cache).astype(call.dtype))),
+        lambda _, tile, cache: (None, cache.with_dlogits(tile, dlogits(tile, cache).astype(walk.calls[0].dtype))),
         cache,
     )
-    dweight_dtype = call.dtype if dweight is None else dweight.dtype
-    dhidden, found, dbias = gradient_products(call, d, head, hidden, dhidden_dtype, dweight_dtype)
-    if head.bias is not None and not call.rank and call.wanted.bias:
-        dbias = jnp.sum(d, axis=0, dtype=call.stat_dtype)
-    return Primals(dhidden, found if dweight is None or found is None else dweight + found, dbias)
+    whole = XTile(walk.calls, shard.tokens, shard.rows, 0, shard.heads, 0, None, None)
+    dweight_dtype = walk.calls[0].dtype if dweight is None else dweight.dtype
+    found = gradient_products(walk.calls[0], d, whole, dhidden_dtype, dweight_dtype)
+    return found._replace(weight=jax.tree.map(lambda x: x if dweight is None else dweight + x, found.weight))
 
 
 def tile_sizes(call: Call) -> tuple[int, int]:

@@ -81,7 +81,7 @@ def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]
     @jax.jit
     def results(operands: Operands) -> LogprobOutput:
         stats, _ = mosaic.statistics(operands, case, True)
-        scale = _logprobs.row_scale(case, operands.inverse_temperature)
+        scale = _logprobs.compute_row_scale(case, operands.inverse_temperature)
         return _logprobs.finish(stats, scale, operands.targets, None, V).outputs
 
     with interpreting(plgpu.InterpretGPUParams()):

@@ -166,11 +166,12 @@ def test_shards_keep_their_own() -> None:
 def test_a_cache_may_be_read_again() -> None:
     options = {"implementation": "xla", "cache_bytes": ALL}
     call, primals, rows, _ = _describe.bind(_describe.describe(_options.of_call(options, *CALL)))
-    stats, cache, _ = _shard.statistics(call, primals, rows, 0, keep_cache=True)
+    part = _shard.Part.of(call, primals, rows)
+    stats, cache, _ = part.statistics(keep_cache=True)
     seed = Results(LogprobOutput(logprobs=jnp.ones(24), entropy=jnp.full(24, 0.3), lse=jnp.zeros(24)))
     want = jax.jit(gradient)(*CALL)
     for overwrite in (False, True):
-        found = _shard.gradients(call, primals, rows, 0, stats, seed, cache, may_overwrite_cache=overwrite)
+        found = part.gradients(stats, seed, cache, may_overwrite_cache=overwrite)
         assert_near(found[:2], want)
 
 

@@ -154,7 +154,7 @@ def keep(
 
         def write() -> None:
             own, highest = x[rows.here, k], of.statistic("max")
-            row_scale = _logprobs.row_scale(case, of.inverse_temperature)
+            row_scale = _logprobs.compute_row_scale(case, of.inverse_temperature)
             logprob = _logprobs.candidate_logprobs(own, highest, row_scale, jnp.log(of.statistic("sumexp")))
             nan = on_all_threads(jnp.nan, jnp.float32)
             found.at[rows.here, k][...] = jnp.where(highest == highest, logprob, nan)
@@ -240,7 +240,7 @@ def place_values(
             there = there & (on_all_threads(rows.first) + numbered() < on_all_threads(numbers[0]))
             columns.at[rows.here, k][...] = jnp.where(there, column, on_all_threads(-1))
             row, x = RowFactors.of([factors[f, rows.here] for f in range(factors.shape[0])]), of.x(k)
-            term = total * _logprobs.row_factor(case, of.inverse_temperature)
+            term = total * _logprobs.compute_row_factor(case, of.inverse_temperature)
             term = term if case.logit_softcap is None else term * _logprobs.cap_derivative(x)
             if has_temperature:
                 term = jnp.where(is_wrong(of.temperature), 0.0, term)

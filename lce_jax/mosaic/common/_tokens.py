@@ -179,12 +179,12 @@ def _prepare(case: Call, fields: tuple[int | None, int | None], in_halves: bool,
 
     def write() -> None:
         inverse = None if field is None else _logprobs.inverse_of(temperatures[rows.of_field(field, stride)])
-        k = LOG2E * float(_logprobs.row_scale(case, None))
+        k = LOG2E * float(_logprobs.compute_row_scale(case, None))
         targets.at[rows.here][...] = target()
         row_scale.at[rows.here][...] = on_all_threads(k, jnp.float32) if inverse is None else k * inverse
         if floor is not None:
             in_logits = floors[rows.of_field(floor_field, stride)]
-            floor.at[rows.here][...] = _logprobs.unscaled_floor(in_logits, _logprobs.row_scale(case, inverse))
+            floor.at[rows.here][...] = _logprobs.unscaled_floor(in_logits, _logprobs.compute_row_scale(case, inverse))
         for ref in rest:
             ref.at[rows.here][...] = label()
 
@@ -286,7 +286,7 @@ def _finish(
         floor = floors[rows.here] if floors is not None else None
         for wrong in wrong_rows(temperature, floor):
             stats = jax.tree.map(lambda x, wrong=wrong: jnp.where(wrong, nan, x), stats)
-        k = _logprobs.row_scale(case, None if temperature is None else _logprobs.inverse_of(temperature))
+        k = _logprobs.compute_row_scale(case, None if temperature is None else _logprobs.inverse_of(temperature))
         labels, groups = ids[rows.here], num_groups(geometry(case, TILING))  # of a shard
         for first in range(groups, tags.shape[0] if is_split else 0, groups):
             other = tags[first, len(names), rows.here] != tags[0, len(names), rows.here]
@@ -351,7 +351,7 @@ def _coefficients(
         seed = LogprobOutput(given.get("logprobs", zero), entropy, given.get("lse", zero))
         temperature = kept[rows.of_field(1, stride)] if has_temperature else None
         inverse = None if temperature is None else _logprobs.inverse_of(temperature)
-        k, factor = _logprobs.row_scale(case, inverse), _logprobs.row_factor(case, inverse)
+        k, factor = _logprobs.compute_row_scale(case, inverse), _logprobs.compute_row_factor(case, inverse)
         given_to = [sums[rows.here] for sums in of_candidates]
         floor = kept[rows.of_field(layout.floor, stride)] if case.has_floor else None
         counts = None if floor is None else _logprobs.without_empty(None, stats.sumexp)
