@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from lce_torch_bridge._types import LogprobOutput
-from lce_torch_bridge.megatron._output_layer import FusedForward, read_multiplier, refusal
+from lce_torch_bridge.megatron._output_layer import FusedForward, find_refusal, read_multiplier
 from lce_torch_bridge.megatron._pending import PendingLogits, pending_logits, replace_forward_in_thread, unscaled
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> It
             f"fused_losses takes {', '.join(LOSS_OPTIONS)}, got {', '.join(unknown)}: Megatron sets the other options"
         )
     inner = _unwrap(model)
-    reason = refusal(inner.output_layer)
+    reason = find_refusal(inner.output_layer)
     if reason is not None:
         raise NotImplementedError(reason)
     with pending_logits(inner, _refuse_missing_labels, dict(options), processors=True):

@@ -124,7 +124,7 @@ def compare_options(call: TorchCall, device: torch.device, **others: object) -> 
     A kind consists of everything that decides which numbers are exchanged: the function, most options, and ``others``.
     A rank compares when the kind is new to it. In a group's first call, and in the first call of each function, the
     kind is new to all ranks. Later the ranks compare if each of them has a new kind. If the kind is new to some ranks
-    only, these compare while the others send results. Only a collective in each call could tell.
+    only, these compare while the others send results. Only a collective in each call could detect that.
 
     Raises:
         ValueError: the options differ. The message names them, with the values of all ranks.
