@@ -62,9 +62,8 @@ def install_in_worker() -> _framework.Installed:
         wrapper = _installed.import_module("skyrl.backends.skyrl_train.workers.model_wrapper").HFModelWrapper
         torch_utils = _installed.import_module("skyrl.backends.skyrl_train.utils.torch_utils")
         replacements.append((wrapper, "__init__", _framework.wrap_once(wrapper.__init__, _wrap_init)))
-        replacements.append(
-            (torch_utils, "FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
-        )  # use torch's cross entropy, not a kernel
+        # Without its kernel, SkyRL calls torch's cross entropy, which deferred logits support.
+        replacements.append((torch_utils, "FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False))
     return _installed.replace_attributes(*replacements, hooks=tuple(hooks))
 
 

@@ -81,7 +81,7 @@ def defer_logits(module: torch.nn.Module, *, strict: bool = False, always: bool 
 
 
 def defer(public_name: str, module: torch.nn.Module, strict: bool, always: bool) -> Deferral:
-    """`defer_logits`; ``public_name``: the function that the caller used, for messages."""
+    """Implements `defer_logits`. Messages name the public function that was called, ``public_name``."""
     if isinstance(module, torch.nn.Module) and _is_deferred(module):
         return getattr(module, DEFERRAL)
     count_steps()

@@ -56,7 +56,7 @@ class DeferredLogits(torch.Tensor):
     counts them. `compute` returns them.
 
     Attributes:
-        recipe: what the values are computed from.
+        recipe: how the values are computed.
 
     Raises:
         RuntimeError: the gradient of the tensor itself is asked for, after a loss was computed without logits; or
@@ -120,7 +120,7 @@ class DeferredLogits(torch.Tensor):
         return not self._used and (self._parent is None or self._parent._memory is not self._memory)
 
     def is_deferred(self) -> bool:
-        """Whether the recipe still defines the values: none are computed, and the gradient takes no detour."""
+        """Whether the recipe still defines the values: none are computed, and `_has_direct_gradient` holds."""
         return self._value is None and self._memory.value is None and self._has_direct_gradient()
 
     def _has_direct_gradient(self) -> bool:

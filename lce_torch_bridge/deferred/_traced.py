@@ -18,7 +18,7 @@ class TracedLogits:
     """The counterpart of `DeferredLogits` in a compiled graph: a plain object that overrides torch's functions.
 
     Attributes:
-        recipe: what the values are computed from.
+        recipe: how the values are computed.
     """
 
     call: ClassVar[Callable[..., Any]]  # a function of torch: `lce_torch_bridge.deferred._functions`
@@ -28,8 +28,8 @@ class TracedLogits:
         self.recipe = recipe
         self._value: torch.Tensor | None = None
         self._parent: TracedLogits | None = None
-        self._num_sharing = [1]  # how many of these share memory, if they were stored; a list that views share
-        self._is_computed = [False]  # whether one of these is computed; shared likewise
+        self._num_sharing = [1]  # how many tensors would share memory if they were stored; views share this list
+        self._is_computed = [False]  # whether one of these tensors is computed; views share this list too
 
     @classmethod
     def from_source(cls, source: Source) -> TracedLogits:
@@ -107,7 +107,7 @@ class TracedLogits:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient of the logits goes anywhere."""
+        """Whether autograd computes a gradient for any tensor that the logits depend on."""
         return self.recipe.grad and any(x is not None and x.requires_grad for x in self.recipe.tensors)
 
     def dim(self) -> int:

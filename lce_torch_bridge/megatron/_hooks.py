@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from lce_torch_bridge._types import LogprobOutput
-from lce_torch_bridge.megatron._output_layer import FusedForward, read_multiplier, refusal
+from lce_torch_bridge.megatron._output_layer import FusedForward, find_refusal, read_multiplier
 from lce_torch_bridge.megatron._pending import PendingLogits, pending_logits, replace_forward_in_thread, unscaled
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fused_losses", "fused_output_layer", "output_processor"]
 
-# Options of `fused_losses`: those that do not change the values of a loss.
+# Options of `fused_losses`: those that decide how a loss is computed, and not which loss.
 LOSS_OPTIONS = ("cache_bytes", "gradient_threshold", "vocab_part_size", "implementation")
 
 
@@ -100,14 +100,14 @@ def output_processor(
 def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: Unpack[ModelOptions]) -> Iterator[None]:
     """Makes ``model(tokens, positions, mask)`` return the results of `output_processor` instead of logits.
 
-    It supports every model and version, such as HybridModel. Call the model without ``labels``. The backward pass may
-    run outside of the block, unless an activation checkpoint around the whole model calls it again. Multi-token
-    prediction keeps its own loss, without logits, as in `fused_losses`.
+    It supports every model, such as HybridModel, and every version. Call the model without ``labels``. The backward
+    pass may run outside of the block, unless an activation checkpoint around the whole model calls it again.
+    Multi-token prediction keeps its own loss, without logits, as in `fused_losses`.
 
     Args:
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
             or other modules. Its methods, and those of its output layer, are replaced for all threads until the block
-            ends. So one thread at a time may be inside; `output_processor` serves several.
+            ends. So one thread at a time may be inside; `output_processor` works in several.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``stats``, ``mean_logit``,
             ``candidates``, ``where``, ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``,
@@ -160,7 +160,7 @@ def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> It
     Args:
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
             or other modules. Its methods, and those of its output layer, are replaced for all threads until the block
-            ends. So one thread at a time may be inside; `output_processor` serves several.
+            ends. So one thread at a time may be inside; `output_processor` works in several.
         **options: ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size`` and ``implementation`` of each loss, as
             in `lce_torch_bridge.linear_logprobs`.
 
@@ -192,7 +192,7 @@ def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> It
             f"fused_losses takes {', '.join(LOSS_OPTIONS)}, got {', '.join(unknown)}: Megatron sets the other options"
         )
     inner = _unwrap(model)
-    reason = refusal(inner.output_layer)
+    reason = find_refusal(inner.output_layer)
     if reason is not None:
         raise NotImplementedError(reason)
     with pending_logits(inner, _refuse_missing_labels, dict(options), processors=True):

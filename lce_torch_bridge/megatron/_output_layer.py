@@ -38,7 +38,7 @@ class FusedForward:
 
     def __post_init__(self) -> None:
         """Checks the layer and the options that do not depend on hidden states."""
-        reason = refusal(self.layer)
+        reason = find_refusal(self.layer)
         if reason is not None:
             raise NotImplementedError(reason)
         fixed = [name for name in LAYER_OPTIONS if name in self.options]
@@ -63,12 +63,14 @@ class FusedForward:
             "bias": None if layer.skip_bias_add else layer.bias,
             "logit_scale": self.logit_scale,
             "reduce_grad_hidden": layer.allreduce_dgrad,
-            "wgrad": self._wgrad(weight),
+            "wgrad": self._choose_wgrad(weight),
         }
-        out: Any = linear_logprobs(self._hidden(input_), weight, **dict(self.options) | self.per_token | layer_options)
+        out: Any = linear_logprobs(
+            self._gather_hidden(input_), weight, **dict(self.options) | self.per_token | layer_options
+        )
         return out, layer.bias if layer.skip_bias_add else None
 
-    def _hidden(self, input_: torch.Tensor) -> torch.Tensor:
+    def _gather_hidden(self, input_: torch.Tensor) -> torch.Tensor:
         """Returns hidden states ``[s, b, h]``, gathered. The gather's backward already sums dhidden over the ranks."""
         hidden = input_
         if self.layer.sequence_parallel:
@@ -80,7 +82,7 @@ class FusedForward:
             )
         return hidden
 
-    def _wgrad(self, weight: torch.Tensor) -> str:
+    def _choose_wgrad(self, weight: torch.Tensor) -> str:
         """Returns the option ``wgrad``: by default, dweight goes where the layer itself would put it."""
         if hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
@@ -99,7 +101,7 @@ class FusedForward:
         return wgrad
 
 
-def refusal(layer: Any) -> str | None:
+def find_refusal(layer: Any) -> str | None:
     """Returns why `linear_logprobs` cannot replace this output layer, and what to do about it; None if it can."""
     if getattr(type(layer), "forward", None) is not ColumnParallelLinear.forward:
         return (

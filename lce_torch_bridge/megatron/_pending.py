@@ -122,10 +122,10 @@ class PendingLogits:
         defaults: dict[str, Any] = {"entropy": False, "out_of_vocab": "megatron"}
         out, _bias = FusedForward(self.layer, labels, self.scale, defaults | dict(options))(*self.inputs)
         if out.max_logit is not None:
-            self.predicted = self._predicted(labels.t(), out.logprobs, out.lse, out.max_logit)
+            self.predicted = self._predict_labels(labels.t(), out.logprobs, out.lse, out.max_logit)
         return -out.logprobs.transpose(0, 1).contiguous()
 
-    def _predicted(
+    def _predict_labels(
         self, labels: torch.Tensor, logprobs: torch.Tensor, lse: torch.Tensor, largest: torch.Tensor
     ) -> torch.Tensor:
         """Returns ids that equal the label where its logit is the largest, because Megatron counts only that."""

@@ -57,11 +57,11 @@ def device_of(device: torch.device) -> kernels.Device | None:
     """Returns ``device`` as `lce_jax` describes it; None if it is not a CUDA device of this machine."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return _described(torch.cuda.current_device() if device.index is None else device.index)
+    return _describe_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
-def _described(index: int) -> kernels.Device:
+def _describe_device(index: int) -> kernels.Device:
     properties = torch.cuda.get_device_properties(index)
     capability = f"{properties.major}.{properties.minor}"
     return kernels.Device("gpu", properties.name, capability, properties.multi_processor_count)

@@ -37,8 +37,8 @@ WHICH_GROUP = (
 # How many heads of a call a group's ranks have compared. The key is the group, because a name may be used again.
 _compared_heads: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # The kinds of calls whose options a group's ranks have compared.
-_compared_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-NAMES = {  # of options, for fields of `TorchCall` that have another name
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+NAMES = {  # of the fields of `TorchCall` that are not called as the option
     "num_candidates": "candidates (their number, or k)",
     "has_floor": "logit_floor (whether there is one)",
     "mean_logit": "mean_logit (which label_smoothing needs)",
@@ -56,19 +56,19 @@ def size_and_rank(name: str) -> tuple[int, int]:
     """Returns the number of the vocabulary's shards, and the index of this rank's shard."""
     if name == NO_GROUP:
         return 1, 0
-    group = _get_group(name)
+    group = _resolve(name)
     return group.size(), group.rank()
 
 
-def number_of(*values: object) -> int:
-    """Returns an int32 checksum of values, by which ranks compare the options of a call."""
-    (number,) = struct.unpack("i", struct.pack("I", zlib.crc32(repr(values).encode())))
+def number_of(*given: object) -> int:
+    """Returns an int32 checksum of the arguments, by which ranks compare the options of a call."""
+    (number,) = struct.unpack("i", struct.pack("I", zlib.crc32(repr(given).encode())))
     return int(number)
 
 
 def is_new(name: str, heads: int = 1) -> bool:
     """Whether the group's ranks have yet to `check` a call with this number of heads."""
-    return name != NO_GROUP and _compared_heads.get(_get_group(name), 0) < heads
+    return name != NO_GROUP and _compared_heads.get(_resolve(name), 0) < heads
 
 
 def check(
@@ -97,7 +97,7 @@ def check(
     """
     if name == NO_GROUP or weights[0].device.type == "meta" or not is_new(name, len(weights)):
         return
-    group, heads = _get_group(name), len(weights)
+    group, heads = _resolve(name), len(weights)
     tokens = len(hidden) if rows is None else len(rows)
     sizes = [int(weight.shape[0]) for weight in weights]
     samples = [_take_sample(hidden, rows, tokens)]
@@ -124,33 +124,33 @@ def compare_options(call: TorchCall, device: torch.device, **others: object) -> 
     A kind consists of everything that decides which numbers are exchanged: the function, most options, and ``others``.
     A rank compares when the kind is new to it. In a group's first call, and in the first call of each function, the
     kind is new to all ranks. Later the ranks compare if each of them has a new kind. If the kind is new to some ranks
-    only, these compare while the others send results. Only a collective in each call could tell.
+    only, these compare while the others send results. Only a collective in each call could detect that.
 
     Raises:
         ValueError: the options differ. The message names them, with the values of all ranks.
     """
     if call.group == NO_GROUP or device.type == "meta":
         return
-    kind, options = _describe_call(call)
-    seen = _compared_calls.setdefault(_get_group(call.group), set())
+    kind, options = _kind_and_options(call)
+    seen = _compared.setdefault(_resolve(call.group), set())
     if (kind, *others.values()) in seen:
         return
     options = options | others
     numbers = gather(torch.tensor([number_of(options)], dtype=torch.int32, device=device), call.group)
     if len(set(numbers.flatten().tolist())) > 1:
-        _refuse_different_options(options, call.group, device)
+        _refuse_other_options(options, call.group, device)
     seen.add((kind, *others.values()))
 
 
 @functools.lru_cache(maxsize=1024)
-def _describe_call(call: TorchCall) -> tuple[TorchCall, dict[str, object]]:
-    """Returns a call's kind and its options. Tags compare vocab_size, and each rank chooses its own cache_bytes."""
+def _kind_and_options(call: TorchCall) -> tuple[TorchCall, dict[str, object]]:
+    """Tags tell whether the vocabularies are the same, and a cache is each rank's own."""
     return call.of_exchange, call._replace(group="", vocab_size=0, cache_bytes=0)._asdict()
 
 
-def _refuse_different_options(options: dict[str, object], name: str, device: torch.device) -> None:
+def _refuse_other_options(options: dict[str, object], name: str, device: torch.device) -> None:
     """Raises with the options that differ. All ranks call this, and send all of their options."""
-    group = _get_group(name)
+    group = _resolve(name)
     every: list[Any] = [None] * group.size()
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         dist.all_gather_object(every, options, group=group)
@@ -234,7 +234,7 @@ def _refuse_different_tokens(tokens: list[int], hidden: torch.Tensor) -> None:
 
 def gather(x: torch.Tensor, name: str) -> torch.Tensor:
     """Returns every rank's ``x`` in rank order, ``[N, ...]``."""
-    group = _get_group(name)
+    group = _resolve(name)
     gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     getattr(dist, ALL_GATHER)(gathered, x, group=group)
     return gathered.view(group.size(), *x.shape)
@@ -242,7 +242,7 @@ def gather(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
     """Sums ``x`` over the group in place, and returns it."""
-    dist.all_reduce(x, group=_get_group(name))
+    dist.all_reduce(x, group=_resolve(name))
     return x
 
 
@@ -260,5 +260,5 @@ def add_parts(x: torch.Tensor, columns: int, name: str) -> torch.Tensor:
     return total[:, :columns].where((total[:, columns:] == 0).all(1, keepdim=True), torch.nan)
 
 
-def _get_group(name: str) -> dist.ProcessGroup:
+def _resolve(name: str) -> dist.ProcessGroup:
     return _device.group_of(name)

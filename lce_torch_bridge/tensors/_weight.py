@@ -63,7 +63,7 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
     return main_grad
 
 
-def placeholder(weight: torch.Tensor, dweight: torch.Tensor) -> torch.Tensor | None:
+def make_placeholder(weight: torch.Tensor, dweight: torch.Tensor) -> torch.Tensor | None:
     """Returns what autograd gets instead of ``dweight``, which has been added already and may be overwritten."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -133,7 +133,7 @@ class _AccumulateIntoMainGrad(torch.autograd.Function):
     def backward(ctx: Any, dweight: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         if not dweight.is_sparse:  # a sparse one means that a kernel has added it
             ctx.main_grad.add_(dweight)
-        return placeholder(ctx.weight, dweight), None
+        return make_placeholder(ctx.weight, dweight), None
 
 
 def autocast(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def dtype_of(weight: torch.Tensor) -> torch.dtype | None:
 
 
 def _find_torch_copy(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns torch's cached copy. No public function does, so this records the operands of a product of 0 rows."""
+    """Returns torch's cached copy. No public function gives it, so this records the operands of a tiny product."""
     with _OperandRecorder() as recorder:
         torch.mm(parameter.new_empty((0, parameter.shape[0]), dtype=dtype), parameter)
     return parameter.to(dtype) if recorder.second is None else recorder.second.detach()

@@ -68,7 +68,7 @@ def test_arguments_of_packed_sequences_are_the_published_ones_after_the_hidden_s
 
 def test_a_shard_of_another_size_is_refused() -> None:
     tensors = torch.ones(1, 2, 4), torch.ones(8, 4), torch.zeros(1, 2, dtype=int)
-    with pytest.raises(ValueError, match=r"vocab_end_index=16 are not of weight \(8, 4\)"):
+    with pytest.raises(ValueError, match=r"vocab_end_index=16 do not fit weight \(8, 4\)"):
         skyrl._logprobs("torch", *tensors, 0, 16, 4, None, False)
 
 
