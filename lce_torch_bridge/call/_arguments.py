@@ -12,7 +12,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lce_jax.types import scalars
-from lce_torch_bridge._types import Entropy, Lora, OutOfVocab, Tensors, TorchCall, Wgrad
+from lce_torch_bridge._types import Entropy, Lora, OutOfVocab, Tensors, TorchCall, Wgrad, call_with
 from lce_torch_bridge.call import _checks, _dtensor
 from lce_torch_bridge.launched_directly import _passes, _way
 from lce_torch_bridge.launched_directly._way import way_of
@@ -227,12 +227,13 @@ def _call(
         scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", options.mean_logit))
     softcap, size = options.logit_softcap, _checks.vocabulary(options.vocab_size, columns)
     traced = torch.compiler.is_compiling() or type(columns) is not int
-    return TorchCall(
+    return call_with(
         group=group,
         vocab_size=0 if traced and options.vocab_size is None else size,
         logit_scale=scalars.number("logit_scale", options.logit_scale),
         logit_softcap=None if softcap is None else scalars.positive("logit_softcap", softcap),
         entropy=_checks.entropy(options.entropy),
+        metric_entropy=options.entropy == "metric",
         stats=scalars.flag("stats", options.stats),
         mean_logit=scalars.flag("mean_logit", options.mean_logit),
         num_candidates=int(num_candidates),
@@ -243,7 +244,7 @@ def _call(
         cache_bytes=cache_bytes,
         gradient_threshold=gradient_threshold,
         vocab_part_size=vocab_part_size,
-        implementation=_checks.implementation(options.implementation),
+        requested=_checks.implementation(options.implementation),
         rank=rank,
     )
 
@@ -300,7 +301,7 @@ def operands(given: Arguments, weight: torch.Tensor) -> tuple[Tensors, torch.Ten
     if rows is not None:
         numbers = of(temperature, rows, 1.0), of(candidates, rows, -1), of(floor, rows, 0.0)
         x = Tensors(of(hidden, rows, 0.0), weight, given.bias, of(labels, rows, 0), *numbers)
-    return x if given.lora is None else _with_adapter(x, *given.lora, given.call.rank), rows
+    return x if given.lora is None else _with_adapter(x, *given.lora, given.call.jax.rank), rows
 
 
 def _with_adapter(x: Tensors, a: torch.Tensor, b: torch.Tensor, scale: float, rank: int) -> Tensors:
