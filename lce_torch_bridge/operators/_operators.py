@@ -137,10 +137,14 @@ def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.T
     elif torch.compiler.is_compiling():
         found = backward(x, kept, seeds, wanted, call.text, None, False)
     else:
-        run = run_backward if _device.nothing_watches() and not _device.any_is_watched(saved + grads) else backward
+        watched = not _device.nothing_watches() or _device.any_is_watched(saved + grads)
         with _device.in_turn(ctx):
             main_grad, owns_cache = may_write(ctx, len(kept) - 1)
-            found = run(x, kept, seeds, wanted, call.text, main_grad, owns_cache)
+            told = x, kept, seeds, wanted
+            if watched:
+                found = backward(*told, call.text, main_grad, owns_cache)
+            else:
+                found = run_backward(*told, call, main_grad, owns_cache)
             ctx.is_spent = owns_cache
     left = iter(found)
     return [next(left) if want else None for want in wanted]
@@ -181,7 +185,8 @@ def may_write(ctx: Any, cached: int) -> tuple[torch.Tensor | None, bool]:
 
 def call_of(text: str, weight: torch.Tensor) -> TorchCall:
     """The call of a `TorchCall.text`, with the size of the vocabulary."""
-    return _tensor_parallel.with_vocabulary(call_with(text), weight)
+    call = call_with(text)
+    return call if call.jax.vocab_size else _tensor_parallel.with_vocabulary(call, weight)
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -237,24 +242,30 @@ def run_backward(
     kept: list[torch.Tensor],
     seeds: list[torch.Tensor | None],
     wanted: list[bool],
-    text: str,
-    main_grad: torch.Tensor | None = None,
-    owns_cache: bool = False,
+    call: TorchCall,
+    main_grad: torch.Tensor | None,
+    owns_cache: bool,
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted."""
-    operands, call = Tensors(*x), call_of(text, x[1])
+    operands = Tensors(*x)
     given = {name: seed for name, seed in zip(call.differentiable, seeds, strict=True) if seed is not None}
     sums = Sums(main_grad=main_grad, owns_cache=owns_cache)
     return _execute.gradients(operands, kept, given, tuple(wanted), call, way_of(operands.hidden), sums)
 
 
-# What it is given besides, it may write to, which the schema does not say: a trace, which gives neither, would make
-# copies of what is said to be written to.
-backward = operator(
+@operator(
     "backward",
     "(Tensor?[] x, Tensor[] kept, Tensor?[] seeds, bool[] wanted, str call, Tensor? main_grad=None, "
     "bool owns_cache=False) -> Tensor[]",
-)(run_backward)
+)
+def backward(
+    x: list[Any], kept: Any, seeds: Any, wanted: Any, text: str, main_grad: Any = None, owns_cache: bool = False
+) -> list[torch.Tensor]:
+    """`run_backward`. It may write to main_grad and the cache, which the schema does not say.
+
+    A trace, which gives neither, would make copies of what is said to be written to.
+    """
+    return run_backward(x, kept, seeds, wanted, call_of(text, x[1]), main_grad, owns_cache)
 
 
 @torch.library.register_fake(f"{NAME}::backward")  # type: ignore[untyped-decorator]

@@ -63,9 +63,7 @@ def size_and_rank(name: str) -> tuple[int, int]:
 
 
 def with_vocabulary(call: TorchCall, weight: torch.Tensor) -> TorchCall:
-    """The call with the size of its vocabulary, which a call that has been traced may not know."""
-    if call.jax.vocab_size:
-        return call
+    """The call, which has been traced, with the size of its vocabulary."""
     shards, _ = size_and_rank(call.group)
     return call_with(call.text, vocab_size=int(weight.shape[0]) * shards)
 

@@ -49,7 +49,9 @@ def key_of(call: TorchCall, *weights: torch.Tensor) -> ProgramKey:
     """The key of a call's programs, over one head or several."""
     shards, rank = _tensor_parallel.size_and_rank(call.group)
     precision = next(filter(None, map(precision_of, weights)), None)
-    return ProgramKey(_tensor_parallel.with_vocabulary(call, weights[0]).compiled, rank, shards, precision)
+    if not call.jax.vocab_size:  # where torch.compile traces
+        call = _tensor_parallel.with_vocabulary(call, weights[0])
+    return ProgramKey(call.compiled, rank, shards, precision)
 
 
 def precision_of(weight: torch.Tensor) -> str | None:
