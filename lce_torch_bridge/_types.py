@@ -7,10 +7,16 @@ token: its label, its temperature, its floor and its candidates if it has them, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
+import weakref
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+from lce_jax.run.kernels import Call
 
 type Entropy = bool | Literal["metric"]
 type OutOfVocab = Literal["zero", "megatron"]
@@ -83,7 +89,7 @@ class TopK(NamedTuple):
 class Tensors(NamedTuple):
     """The tensors of a call, flattened; None where the function or the call has none."""
 
-    hidden: torch.Tensor  # [T, H]; [T, H + R] with an adapter (`TorchCall.rank`)
+    hidden: torch.Tensor  # [T, H]; [T, H + R] with an adapter (`Call.rank`)
     weight: torch.Tensor  # [V, H]
     bias: torch.Tensor | None  # [V]; the B [V, R] of an adapter
     labels: torch.Tensor  # [T] global id; outside [0, vocab_size): out of vocabulary
@@ -114,110 +120,119 @@ NO_SUMS = Sums()
 
 
 type Lora = tuple[torch.Tensor, torch.Tensor, float]  # A [r, H], B [V, r] and the scale
-type Function = Literal["logprobs", "kl", "logits", "topk"]
 
 
-class TorchCall(NamedTuple):
-    """All else about a call of any function: numbers, flags and names, which a text holds as well (`operators`).
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TorchCall:
+    """All that is static about a call of any function: what `lce_jax` calls a call, and what torch adds to it.
 
-    A field that is in `SHARED` becomes an option of `lce_jax` under the same name.
+    Equal calls are one object, which `call_with` makes, so that comparing them costs nothing.
     """
 
-    group: str  # `tensors._tensor_parallel.name_of`
-    vocab_size: int  # the true size of the whole vocabulary; 0 in a trace: every column of the weight
-    logit_scale: float
-    logit_softcap: float | None
-    entropy: str  # "grad", "metric" (no gradient) or "none"
-    stats: bool
-    mean_logit: bool
-    num_candidates: int  # 0: none are asked for; of "topk", the k that are
-    has_floor: bool
-    megatron: bool  # Megatron's value for labels out of vocabulary
-    reduce_grad_hidden: bool  # only where there is a group
-    cache_bytes: int
-    gradient_threshold: float
-    vocab_part_size: int | None
-    implementation: str  # names joined by commas; empty for lce_jax's choice
-    function: Function = "logprobs"
-    direction: str = ""  # this and what follows: of "kl"
-    beta: float | None = None
-    teacher_logit_scale: float = 1.0
-    teacher_logit_softcap: float | None = None
+    jax: Call  # its options, without shapes: vocab_size is 0 in a trace, for every column of the weight
+    group: str = ""  # `tensors._tensor_parallel.name_of`
+    metric_entropy: bool = False  # the entropy has no gradient
+    megatron: bool = False  # Megatron's value for labels out of vocabulary
+    reduce_grad_hidden: bool = False  # only where there is a group
+    beta: float | None = None  # this and what follows: of "linear_kl"
     has_temperature: bool = False  # for each token
     has_teacher_temperature: bool = False
-    rank: int = 0  # R of an adapter in "logprobs", as `lce_jax` pads it; 0: there is none
+
+    text: str  # of all that differs from the defaults. The operators take it, because it says the same in any process
+    fields: tuple[str, ...] = dataclasses.field(init=False)  # the results that are there, the differentiable ones first
+    differentiable: tuple[str, ...] = dataclasses.field(init=False)  # of "linear_logprobs", fields of `LogprobOutput`
+
+    def __post_init__(self) -> None:
+        call = self.jax
+        fields: tuple[str, ...] = (call.function,)
+        differentiable = fields
+        if call.function == "linear_topk":
+            fields, differentiable = TopK._fields, ()
+        elif call.function == "linear_logprobs":
+            there = {
+                "entropy": call.entropy and not self.metric_entropy,
+                "mean_logit": call.mean_logit,
+                PER_CANDIDATE: call.num_candidates > 0,
+            }
+            differentiable = tuple(name for name in DIFFERENTIABLE if there.get(name, True))
+            metric = ("entropy",) if call.entropy and self.metric_entropy else ()
+            support = ("support",) if call.stats and call.has_floor else ()
+            fields = (*differentiable, *metric, *(OF_STATS if call.stats else ()), *support)
+        vars(self).update(fields=fields, differentiable=differentiable)
 
     @property
     def num_temperatures(self) -> int:
-        """Of each token of "kl"."""
+        """Of each token of "linear_kl"."""
         return self.has_temperature + self.has_teacher_temperature
-
-    @property
-    def implementations(self) -> tuple[str, ...] | None:
-        """As `lce_jax` takes them."""
-        return tuple(self.implementation.split(",")) if self.implementation else None
 
     @property
     def keeps_tiles(self) -> bool:
         """Whether the forward may keep something of its tiles for the backward."""
-        return self.cache_bytes > 0 or self.gradient_threshold > 0
-
-    @property
-    def differentiable(self) -> tuple[str, ...]:
-        """The results that have a gradient: of "logprobs", fields of `LogprobOutput`."""
-        if self.function != "logprobs":
-            return () if self.function == "topk" else (self.function,)
-        there = {
-            "entropy": self.entropy == "grad",
-            "mean_logit": self.mean_logit,
-            PER_CANDIDATE: self.num_candidates > 0,
-        }
-        return tuple(name for name in DIFFERENTIABLE if there.get(name, True))
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The results that are there, the differentiable ones first."""
-        if self.function != "logprobs":
-            return TopK._fields if self.function == "topk" else (self.function,)
-        metric = ("entropy",) if self.entropy == "metric" else ()
-        support = ("support",) if self.stats and self.has_floor else ()
-        return (*self.differentiable, *metric, *(OF_STATS if self.stats else ()), *support)
-
-    @property
-    def of_programs(self) -> TorchCall:
-        """The call without what the compiled programs do not depend on, so that calls share them."""
-        entropy = "none" if self.entropy == "none" else "grad"
-        plain = self._replace(group="", entropy=entropy, megatron=False, reduce_grad_hidden=False)
-        return plain._replace(vocab_size=int(self.vocab_size))  # a SymInt where torch.compile traces
-
-    @property
-    def of_exchange(self) -> TorchCall:
-        """The call without what changes neither which numbers the ranks of a group exchange, nor when."""
-        entropy = "none" if self.entropy == "none" else "grad"
-        plain = self._replace(group="", vocab_size=0, entropy=entropy, megatron=False, cache_bytes=0)
-        plain = plain._replace(logit_scale=1.0, logit_softcap=None, gradient_threshold=0.0, beta=None)
-        plain = plain._replace(teacher_logit_scale=1.0, teacher_logit_softcap=None)
-        return plain._replace(has_temperature=False, has_teacher_temperature=False)
+        return bool(self.jax.cache_bytes) or self.jax.gradient_threshold > 0
 
     @property
     def options(self) -> dict[str, Any]:
-        """The call as options of `lce_jax.linear_logprobs`."""
-        given = {name: getattr(self, name) for name in SHARED}
-        return given | {"entropy": self.entropy != "none", "implementation": self.implementations}
+        """All that `call_with` may change, by name."""
+        return DEFAULTS | json.loads(self.text)
+
+    @functools.cached_property
+    def compiled(self) -> TorchCall:
+        """The call without what the compiled programs do not depend on, so that calls share them."""
+        return call_with(self.text, group="", metric_entropy=False, megatron=False, reduce_grad_hidden=False)
+
+    @functools.cached_property
+    def exchanged(self) -> TorchCall:
+        """The call without what changes neither which numbers the ranks of a group exchange, nor when."""
+        names = "group", "vocab_size", "metric_entropy", "megatron", "cache_bytes", "gradient_threshold", "beta"
+        plain = {name: DEFAULTS[name] for name in (*names, "has_temperature", "has_teacher_temperature")}
+        for name in "logit_scale", "logit_softcap":
+            plain |= dict.fromkeys((name, f"teacher_{name}"), DEFAULTS[name])
+        return call_with(self.text, **plain)
 
 
-@functools.cache
-def names_of(call: TorchCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The call's ``fields`` and ``differentiable``, made once for equal calls. Not where torch.compile traces."""
-    return call.fields, call.differentiable
+OWN = (
+    "group",
+    "metric_entropy",
+    "megatron",
+    "reduce_grad_hidden",
+    "beta",
+    "has_temperature",
+    "has_teacher_temperature",
+)
+DEFAULTS = {
+    field.name: field.default
+    for field in (*dataclasses.fields(Call), *dataclasses.fields(TorchCall))
+    if field.init and field.default is not dataclasses.MISSING
+}
+_calls: weakref.WeakValueDictionary[str, TorchCall] = weakref.WeakValueDictionary()  # by their texts
 
 
-SHARED = (
-    "vocab_size",
-    "logit_scale",
-    "logit_softcap",
-    "stats",
-    "cache_bytes",
-    "gradient_threshold",
-    "vocab_part_size",
-)  # fields of `TorchCall` that are options of `lce_jax` as they are
+def call_with(text: str = "{}", **fields: Any) -> TorchCall:
+    """The call of a `TorchCall.text` with other fields, its own or those of `Call`.
+
+    ``teacher_...``: those of the teacher's `Call`. A number that torch.compile takes as an input of the graph becomes a
+    constant.
+    """
+    if not torch.compiler.is_compiling():
+        return _call_with(text, *fields.items())
+    fields = {name: guard_scalar(x) if isinstance(x, int | float) else x for name, x in fields.items()}
+    return _constant_call_with(text, **fields)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant_call_with(text: str, **fields: Any) -> TorchCall:
+    return _call_with(text, *fields.items())
+
+
+@functools.lru_cache(maxsize=1024)
+def _call_with(text: str, *fields: tuple[str, Any]) -> TorchCall:
+    known = json.loads(text) | dict(fields)
+    known = {name: value for name, value in known.items() if value != DEFAULTS[name.removeprefix("teacher_")]}
+    text = json.dumps(known, sort_keys=True)
+    own = {name: known.pop(name) for name in OWN if name in known}
+    teacher = {name.removeprefix("teacher_"): known.pop(name) for name in [*known] if name.startswith("teacher_")}
+    if known.get("function") == "linear_kl":
+        known["teacher"] = Call(**teacher)
+    if "requested" in known:
+        known["requested"] = tuple(known["requested"])
+    return _calls.setdefault(text, TorchCall(jax=Call(**known), text=text, **own))

@@ -125,7 +125,8 @@ class KernelCall(NamedTuple):
     @property
     def row_scales(self) -> tuple[Any, Any]:
         """The k of eq. 0, that of p first."""
-        return self._ordered([_logprobs.compute_row_scale(one.case, one.operands.inverse_temperature) for one in self.heads])
+        scales = (_logprobs.compute_row_scale(one.case, one.operands.inverse_temperature) for one in self.heads)
+        return self._ordered([*scales])
 
     def _ordered[A](self, of_heads: Sequence[A]) -> tuple[A, A]:
         assert self.plan is not None

@@ -41,16 +41,20 @@ class LogprobPart(NamedTuple):
 
     @classmethod
     def of(
-        cls, options: Mapping[str, Any], hidden: Any, weight: Any, labels: Any, vocab_start: int, num_rows: Any,
-        mean_logit: bool,
+        cls, call: Call, primals: Primals, labels: Any, temperature: Any, candidates: Any, floor: Any,
+        vocab_start: int, num_rows: Any,
     ) -> LogprobPart:  # fmt: skip
-        """With ``options`` of `linear_logprobs`. The first ``num_rows`` rows count."""
-        rank, wanted = hidden.shape[1] - weight.shape[1], {}
+        """Of a ``call`` that has its options alone, with the given vocabulary. The first ``num_rows`` rows count."""
+        hidden, weight, bias = primals
+        rank, wanted = call.rank, {}
         if rank:  # of an adapter: what `_describe.operands` puts there is there
-            options, bias, wanted = {**options, "bias": None}, options["bias"], {"wanted": Wanted(weight=False)}
-        given = _options.of_call(options, hidden[:, : weight.shape[1]], weight, labels, mean_logit=mean_logit)
-        given = _describe.describe(given)
-        given = given._replace(hidden=hidden, bias=bias if rank else given.bias)
+            wanted = {"wanted": Wanted(weight=False)}
+        requested = _options.checked("implementation", {"implementation": call.requested})
+        call = call.but(rank=0, has_bias=bias is not None and not rank, requested=requested, vocab_size=0)
+        arrays = hidden[:, : weight.shape[1]], weight, labels, None, 1.0 if temperature is None else temperature
+        others = None if rank else bias, candidates, floor, None, None
+        given = _describe.describe(Given(call, *arrays, None, None, *others))
+        given = given._replace(hidden=hidden, bias=bias)
         call = _chosen(given._replace(call=given.call.but(partial_rows=True, rank=rank, **wanted)))
         primals, rows = _describe.operands(call, given)
         return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
@@ -114,6 +118,7 @@ __all__ = [
     "LogprobPart",
     "MixtureSums",
     "Pair",
+    "Primals",
     "Results",
     "differences",
     "kl_part",

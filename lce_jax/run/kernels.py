@@ -40,10 +40,11 @@ from lce_jax.types._types import Call, Device, Operands
 __all__ = [
     "THREADS",
     "Bind",
-    "CallKind",
+    "Call",
     "Device",
     "Forward",
     "Kernel",
+    "LaunchedCall",
     "Tokens",
     "backward",
     "checked",
@@ -71,75 +72,76 @@ type Buffer = Any  # an array of the host's, with a shape, a dtype and `view(sha
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CallKind(Call):
+class LaunchedCall:
     """A call whose kernels a host launches. H is a multiple of 64, 128 at least, and the weight's V one of the atom.
 
     Attributes:
+        call: of the caller's arrays.
         rows: of the kernels' arrays, as many as there are tokens or more: a multiple of 128.
         start: the global id of the weight's first row.
         has_temperature: whether each token has one.
         megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
     """
 
+    call: Call
     rows: int
     start: int
     has_temperature: bool = False
     megatron: bool = False
 
     @functools.cached_property
-    def case(self) -> Call:
-        """As the kernels know it. Kernels for the same rows are the same."""
-        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(Call)}
-        return Call(**known | {"num_tokens": self.rows, "vocab_size": 0, "given_dtype": None})
+    def compiled(self) -> Call:
+        """What kernels are compiled for: those for the same rows are the same."""
+        return self.call.but(num_tokens=self.rows, vocab_size=0, given_dtype=None, requested=None)
 
     @property
     def generation(self) -> Generation:
         """The device's; the first where no kernels serve it, and `refusal` says so."""
-        return _generations.serving(self.device) or _generations.GENERATIONS[0]
+        return _generations.serving(self.call.device) or _generations.GENERATIONS[0]
 
     @functools.cached_property
     def shape(self) -> Geometry:
         """The tiles."""
-        return geometry(self.case, self.generation.tiling)
+        return geometry(self.compiled, self.generation.tiling)
 
     @property
     def stride(self) -> int:
         """The rows that the caller's arrays have."""
-        return max(self.num_tokens, THREADS)
+        return max(self.call.num_tokens, THREADS)
 
     @property
     def copies_hidden(self) -> bool:
         """Whether hidden is copied first: kernels read its dtype, the weight's, and whole tiles of rows."""
-        tiling = self.generation.tiling
-        has_rows = self.num_tokens % (tiling.row_block * tiling.most_clustered) == 0 or self.num_tokens == self.rows
-        return not has_rows or self.given_dtype not in (None, self.dtype)
+        tiling, tokens = self.generation.tiling, self.call.num_tokens
+        has_rows = tokens % (tiling.row_block * tiling.most_clustered) == 0 or tokens == self.rows
+        return not has_rows or self.call.hidden_dtype != self.call.dtype
 
     @property
     def live_columns(self) -> int | None:
         """The true columns among those of the weight; None if all are."""
-        live = min(max(self.vocab_size - self.start, 0), self.columns)
-        return None if live == self.columns else live
+        live = min(max(self.call.vocab_size - self.start, 0), self.call.columns)
+        return None if live == self.call.columns else live
 
     @property
     def true_columns(self) -> int:
         """How many of the weight's columns count."""
-        return self.columns if self.live_columns is None else self.live_columns
+        return self.call.columns if self.live_columns is None else self.live_columns
 
     @property
     def kept(self) -> KeptFields:
         """Where what is saved of each token lies."""
-        return kept_fields(self.case, self.has_temperature)
+        return kept_fields(self.compiled, self.has_temperature)
 
 
-def refusal(kind: CallKind) -> str | None:
+def refusal(launched: LaunchedCall) -> str | None:
     """Why no kernels serve these calls; None if some do."""
-    reason = _generations.refusal(kind.case)
+    reason = _generations.refusal(launched.compiled)
     if reason is not None:
         return reason
-    if not kind.shape.whole_atoms:
-        return f"V must be a multiple of {kind.shape.atom}, got {kind.columns}"
-    if kind.hidden_size < THREADS:
-        return f"H must be at least {THREADS}, got {kind.hidden_size}"
+    if not launched.shape.whole_atoms:
+        return f"V must be a multiple of {launched.shape.atom}, got {launched.call.columns}"
+    if launched.call.hidden_size < THREADS:
+        return f"H must be at least {THREADS}, got {launched.call.hidden_size}"
     return None
 
 
@@ -153,9 +155,9 @@ def refusal_to_scale(size: int, device: Device) -> str | None:
     return None
 
 
-def live_shape(kind: CallKind) -> tuple[int, int]:
+def live_shape(launched: LaunchedCall) -> tuple[int, int]:
     """The shape of the live tiles, in int32, that a forward keeps with a threshold."""
-    return _tiles.live_shape(kind.case)
+    return _tiles.live_shape(launched.compiled)
 
 
 class Tokens(NamedTuple):
@@ -183,46 +185,49 @@ type Exchange = Callable[[Buffer, Buffer | None, Buffer], tuple[Buffer, Buffer |
 class HostPass(NamedTuple):
     """A pass that is told to a host."""
 
-    kind: CallKind
+    launched: LaunchedCall
     host: Host
 
     @property
     def of_rows(self) -> Buffer:
         """How many tokens there are, and the stride of fields."""
-        return self.host.numbers(self.kind.num_tokens, self.kind.stride)
+        return self.host.numbers(self.launched.call.num_tokens, self.launched.stride)
 
     @property
     def of_labels(self) -> Buffer:
         """The same, the first column, the size of the vocabulary, and how many columns count."""
-        kind = self.kind
-        return self.host.numbers(kind.num_tokens, kind.stride, kind.start, kind.vocab_size, kind.true_columns)
+        launched, call = self.launched, self.launched.call
+        counts = call.num_tokens, launched.stride, launched.start, call.vocab_size, launched.true_columns
+        return self.host.numbers(*counts)
 
     def rows(self, hidden: Buffer) -> Buffer:
         """Hidden as kernels read it: all their rows, in the weight's dtype."""
-        case = self.kind.case.but(hidden_size=self.kind.hidden_size + self.kind.rank)
-        given = case, hidden, self.host.numbers(self.kind.num_tokens)
-        return self.host.launch(_tokens.copy_rows, *given) if self.kind.copies_hidden else hidden
+        if not self.launched.copies_hidden:
+            return hidden
+        call = self.launched.call
+        copied = self.launched.compiled.but(hidden_size=call.hidden_size + call.rank)
+        return self.host.launch(_tokens.copy_rows, copied, hidden, self.host.numbers(call.num_tokens))
 
     def ids(self, saved: Buffer) -> Buffer:
         """The labels among what is saved."""
-        return saved.view((self.kind.rows,), jnp.int32)
+        return saved.view((self.launched.rows,), jnp.int32)
 
     def call(self, hidden: Buffer, weight: Buffer, marked: Any, adapter: Buffer | None) -> KernelCall:
         """The call, from here on as `lce_jax.mosaic` runs it."""
-        kind, shape = self.kind, self.kind.shape
-        columns: Any = kind.true_columns
+        launched, shape = self.launched, self.launched.shape
+        columns: Any = launched.true_columns
         firsts = _operands.first_padding(columns, shape)
         mask = self.host.numbers(*(int(i >= first) for first in firsts for i in range(2 * shape.tile)))
-        rows: Any = kind.num_tokens
+        rows: Any = launched.call.num_tokens
         per_token = marked.targets, marked.row_scale, marked.holds_target
         prepared = Prepared(hidden, weight, *per_token, mask, columns, rows, marked.floor)
-        operands = Operands(hidden, weight, marked.targets, None, rows, kind.live_columns)
-        call = KernelCall(operands, prepared, kind.case, shape, kind.generation, self.host)
+        operands = Operands(hidden, weight, marked.targets, None, rows, launched.live_columns)
+        call = KernelCall(operands, prepared, launched.compiled, shape, launched.generation, self.host)
         return call if adapter is None else call.with_adapter(adapter)
 
 
 def forward(
-    kind: CallKind,
+    launched: LaunchedCall,
     host: Host,
     hidden: Buffer,
     weight: Buffer,
@@ -235,46 +240,47 @@ def forward(
 
     ``adapter``: the B of an adapter (`Call.rank`).
     """
-    run, case = HostPass(kind, host), kind.case
-    saved = host.empty((kind.kept.size * kind.rows,), jnp.float32)
+    run, case = HostPass(launched, host), launched.compiled
+    saved = host.empty((launched.kept.size * launched.rows,), jnp.float32)
     temperature, floor, ids = tokens.temperature, tokens.floor, tokens.candidates
     of_labels = temperature, 0, run.of_labels, run.ids(saved), floor
     marked, _ = host.launch(prepare, case, tokens.labels, *of_labels)
     call = run.call(run.rows(hidden), weight, marked, adapter)
-    cached = cached_tiles(kind, keep_cache)
-    cache = _chunks.empty_cache(host, case, kind.shape, cached) if cached else None
-    fields_of_tiles = int(keep_cache and kind.gradient_threshold > 0.0)
+    cached = cached_tiles(launched, keep_cache)
+    cache = _chunks.empty_cache(host, case, launched.shape, cached) if cached else None
+    fields_of_tiles = int(keep_cache and launched.call.gradient_threshold > 0.0)
     how = _forward.num_live_tiles(call), cache, fields_of_tiles, int(exchange is not None)
     groups, cache, maxima = _forward.joined(call, *how)
-    columns = None if ids is None else host.compute(_candidates.columns_of, ids, kind.start, kind.true_columns)
+    columns = None if ids is None else host.compute(_candidates.columns_of, ids, launched.start, launched.true_columns)
     x = None if columns is None else _candidates.unscaled(call, columns)
     tags = None
     if exchange is not None:
         groups, x = exchange(groups, x, saved)
         tags = groups.view(groups.shape, jnp.int32)
-    joined = _forward.join_all(host, case, call.prepared.row_scale, kind.num_tokens, groups)
-    more = run.of_rows, saved, kind.vocab_size, kind.megatron, tags, floor
+    joined = _forward.join_all(host, case, call.prepared.row_scale, launched.call.num_tokens, groups)
+    more = run.of_rows, saved, launched.call.vocab_size, launched.megatron, tags, floor
     results, saved = host.launch(finish, case, joined, run.ids(saved), temperature, *more)
     named = dict(zip(_operands.result_statistics(case), results, strict=True))
     if ids is not None and x is not None:
-        named[PER_CANDIDATE], saved = host.launch(keep, case, kind.has_temperature, ids, x, saved, run.of_rows)
+        named[PER_CANDIDATE], saved = host.launch(keep, case, launched.has_temperature, ids, x, saved, run.of_rows)
     kept: list[Buffer] = jax.tree.leaves(cache)
     if maxima is not None:
-        numbers = host.numbers(kind.num_tokens, kind.stride, _threshold.always_live(call))
-        given = maxima, call.prepared.targets, call.prepared.row_scale, saved, kind.kept.statistics, numbers
+        numbers = host.numbers(launched.call.num_tokens, launched.stride, _threshold.always_live(call))
+        given = maxima, call.prepared.targets, call.prepared.row_scale, saved, launched.kept.statistics, numbers
         kept = [host.launch(select, case, *given, _threshold.held(call, columns))[0]]
     return Forward(named, saved, kept)
 
 
-def cached_tiles(kind: CallKind, keep_cache: bool) -> int:
+def cached_tiles(launched: LaunchedCall, keep_cache: bool) -> int:
     """The vocabulary tiles whose exponentials a forward keeps."""
     if not keep_cache:
         return 0
-    return min(_chunks.num_cached_tiles(kind.case, kind.shape), -(-max(kind.true_columns, 1) // kind.shape.tile))
+    tiles = -(-max(launched.true_columns, 1) // launched.shape.tile)
+    return min(_chunks.num_cached_tiles(launched.compiled, launched.shape), tiles)
 
 
 def backward(
-    kind: CallKind,
+    launched: LaunchedCall,
     host: Host,
     hidden: Buffer,
     weight: Buffer,
@@ -291,7 +297,7 @@ def backward(
     """Dhidden ``[R, H]`` and dweight; of an adapter du and the gradient of its B too, in float32.
 
     Args:
-        kind: that of the forward.
+        launched: that of the forward.
         host: told what to launch.
         hidden: ``[R, H]``.
         weight: ``[V, H]``.
@@ -304,32 +310,33 @@ def backward(
         total: a float32 sum that dweight is added to. None: dweight is in the weight's dtype.
         adds_total: False where the sum may hold anything, and is written; not with a threshold.
     """
-    kind = dataclasses.replace(kind, vocab_part_size=None)  # the tiles here know no parts
-    run, case, given = HostPass(kind, host), kind.case, dict(seeds)
-    temperatures, floors = (saved if there else None for there in (kind.has_temperature, kind.has_floor))
-    of_floors = floors, kind.kept.floor
+    # The tiles of a backward do not begin anew at the parts of the vocabulary.
+    launched = dataclasses.replace(launched, call=launched.call.but(vocab_part_size=None))
+    run, case, given = HostPass(launched, host), launched.compiled, dict(seeds)
+    temperatures, floors = (saved if there else None for there in (launched.has_temperature, launched.call.has_floor))
+    of_floors = floors, launched.kept.floor
     marked, _ = host.launch(prepare, case, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)
     call = run.call(run.rows(hidden), weight, marked, adapter)
     seed, each, of_candidates, candidates = given.pop(PER_CANDIDATE, None), None, None, None
-    of_kept = case, kind.has_temperature, saved
+    of_kept = case, launched.has_temperature, saved
     if seed is not None:
         each, of_candidates = host.launch(cotangents, *of_kept, seed, run.of_rows)
-    how = given, run.of_rows, kind.vocab_size, of_candidates
-    factors = host.launch(coefficients, case, saved, kind.has_temperature, *how)
+    how = given, run.of_rows, launched.call.vocab_size, of_candidates
+    factors = host.launch(coefficients, case, saved, launched.has_temperature, *how)
     if each is not None:
         of_tokens = each, call.prepared.targets, call.prepared.row_scale, factors, run.of_labels
         candidates = PlacedCandidates(*host.launch(place_values, *of_kept, *of_tokens))
-    if kind.gradient_threshold:
+    if launched.call.gradient_threshold:
         sums, dweight, *beside = _threshold.walk(call, factors, candidates, kept[0], total)
     else:
-        cache, shape = Cache(*kept) if kept else None, (1, kind.num_tokens, kind.hidden_size)
-        may_round = _chunks.dhidden_shape(case, kind.shape) == shape and dhidden_dtype == kind.dtype.name
+        cache, shape = Cache(*kept) if kept else None, (1, launched.call.num_tokens, launched.call.hidden_size)
+        may_round = _chunks.dhidden_shape(case, launched.shape) == shape and dhidden_dtype == launched.call.dtype.name
         how_sums = may_round, owns_cache, total, adds_total
         sums, dweight, *beside = _backward.walk(call, factors, candidates, cache, *how_sums)
     if sums.dtype == jnp.float32:
-        sums = host.launch(_tokens.total, case, sums, jnp.dtype(dhidden_dtype), host.numbers(kind.num_tokens))
+        sums = host.launch(_tokens.total, case, sums, jnp.dtype(dhidden_dtype), host.numbers(launched.call.num_tokens))
     if beside:
-        beside[0] = host.compute(_total, beside[0], kind.num_tokens, kind.rank)
+        beside[0] = host.compute(_total, beside[0], launched.call.num_tokens, launched.call.rank)
     return sums, dweight, *beside
 
 

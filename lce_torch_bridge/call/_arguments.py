@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lce_jax.types import scalars
-from lce_torch_bridge._types import Entropy, Lora, OutOfVocab, Tensors, TorchCall, Wgrad
+from lce_torch_bridge._types import Entropy, Lora, OutOfVocab, Tensors, TorchCall, Wgrad, call_with
 from lce_torch_bridge.call import _checks, _dtensor
 from lce_torch_bridge.launched_directly import _passes, _way
 from lce_torch_bridge.launched_directly._way import way_of
@@ -113,7 +112,8 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     where, candidates, logit_floor = options.where, options.candidates, options.logit_floor
     if tp_group is not None:
         _checks.group(tp_group)
-    known = not torch.compiler.is_compiling() and _are_known(hidden, weight, labels)
+    described = None if torch.compiler.is_compiling() else _described(hidden, weight, labels)
+    known = described is not None and described in _known
     if not known and _dtensor.spans(hidden, tp_group):
         options = options._replace(reduce_grad_hidden=True)  # its placement says that the gradient is whole
     if not (known and where is None and candidates is logit_floor is None and type(temperature) is float):
@@ -146,8 +146,10 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     group = _tensor_parallel.NO_GROUP if tp_group is None else _tensor_parallel.name_of(tp_group)
     shards = 1 if tp_group is None else tp_group.size()
     call = _cached_call(group, shards, weight.shape[0], num_candidates, has_floor, rank, *given)
-    if not (known or torch.compiler.is_compiling()):
-        _remember(hidden, weight, labels)
+    if described is not None and not known:
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known.add(described)
     return Arguments(hidden, weight, bias, labels, temperature, candidates, logit_floor, where, options.lora, call)
 
 
@@ -168,25 +170,16 @@ MOST_KNOWN = 4096
 _known: set[Any] = set()  # shapes, dtypes and devices of operands that fit each other
 
 
-def _remember(hidden: Any, weight: Any, labels: Any) -> None:
-    """Notes that they fit each other, so that the next call need not check them."""
-    if len(_known) >= MOST_KNOWN:
-        _known.clear()
-    if is_readable(hidden) and is_readable(weight) and is_readable(labels):
-        with contextlib.suppress(RuntimeError, TypeError):  # as below
-            _known.add(_described(hidden, weight, labels))
-
-
-def _are_known(x: Any, y: Any, z: Any) -> bool:
+def _described(x: Any, y: Any, z: Any) -> tuple[Any, ...] | None:
+    """All that their checks look at; None where they must be checked in each call."""
     try:
-        return is_readable(x) and is_readable(y) and is_readable(z) and _described(x, y, z) in _known
+        if not (is_readable(x) and is_readable(y) and is_readable(z)):
+            return None
+        described = x.shape, x.dtype, x.device, y.shape, y.dtype, y.device, z.shape, z.dtype, z.device
+        hash(described)
     except (RuntimeError, TypeError):  # a nested tensor has no shape, and sizes that are traced no hash
-        return False
-
-
-def _described(x: Any, y: Any, z: Any) -> tuple[Any, ...]:
-    """All that their checks look at."""
-    return x.shape, x.dtype, x.device, y.shape, y.dtype, y.device, z.shape, z.dtype, z.device
+        return None
+    return described
 
 
 def _cached_call(*given: Any) -> TorchCall:
@@ -227,12 +220,13 @@ def _call(
         scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", options.mean_logit))
     softcap, size = options.logit_softcap, _checks.vocabulary(options.vocab_size, columns)
     traced = torch.compiler.is_compiling() or type(columns) is not int
-    return TorchCall(
+    return call_with(
         group=group,
         vocab_size=0 if traced and options.vocab_size is None else size,
         logit_scale=scalars.number("logit_scale", options.logit_scale),
         logit_softcap=None if softcap is None else scalars.positive("logit_softcap", softcap),
         entropy=_checks.entropy(options.entropy),
+        metric_entropy=options.entropy == "metric",
         stats=scalars.flag("stats", options.stats),
         mean_logit=scalars.flag("mean_logit", options.mean_logit),
         num_candidates=int(num_candidates),
@@ -243,7 +237,7 @@ def _call(
         cache_bytes=cache_bytes,
         gradient_threshold=gradient_threshold,
         vocab_part_size=vocab_part_size,
-        implementation=_checks.implementation(options.implementation),
+        requested=_checks.implementation(options.implementation),
         rank=rank,
     )
 
@@ -300,7 +294,7 @@ def operands(given: Arguments, weight: torch.Tensor) -> tuple[Tensors, torch.Ten
     if rows is not None:
         numbers = of(temperature, rows, 1.0), of(candidates, rows, -1), of(floor, rows, 0.0)
         x = Tensors(of(hidden, rows, 0.0), weight, given.bias, of(labels, rows, 0), *numbers)
-    return x if given.lora is None else _with_adapter(x, *given.lora, given.call.rank), rows
+    return x if given.lora is None else _with_adapter(x, *given.lora, given.call.jax.rank), rows
 
 
 def _with_adapter(x: Tensors, a: torch.Tensor, b: torch.Tensor, scale: float, rank: int) -> Tensors:

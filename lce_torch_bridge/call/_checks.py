@@ -255,12 +255,10 @@ def _broadcasts(name: str, value: torch.Tensor, labels: torch.Tensor) -> None:
         raise ValueError(f"{name} {tuple(value.shape)} must broadcast to the tokens' shape {tuple(labels.shape)}{hint}")
 
 
-def entropy(value: Any) -> str:
-    """What becomes of the entropy, as `TorchCall` spells it."""
-    if isinstance(value, bool):
-        return "grad" if value else "none"
-    if isinstance(value, str) and value == "metric":
-        return value
+def entropy(value: Any) -> bool:
+    """Whether there is an entropy, with or without a gradient."""
+    if isinstance(value, bool) or (isinstance(value, str) and value == "metric"):
+        return bool(value)
     raise TypeError(f'entropy must be True, False or "metric", got {value!r}')
 
 
@@ -338,11 +336,11 @@ def vocabulary(value: Any, columns: int) -> int:
     return value
 
 
-def implementation(value: Any) -> str:
-    """The names, joined by commas; lce_jax checks them."""
+def implementation(value: Any) -> tuple[str, ...] | None:
+    """The names, which lce_jax checks."""
     names = (value,) if isinstance(value, str) else value
     if names is None:
-        return ""
+        return None
     if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"implementation must be None, a name or a tuple of names, got {value!r}")
-    return ",".join(names)
+    return names

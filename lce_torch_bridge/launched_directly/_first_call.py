@@ -11,14 +11,10 @@ from collections.abc import Callable
 import torch
 
 from lce_jax.run import kernels
-from lce_torch_bridge._types import Tensors, TorchCall
+from lce_torch_bridge._types import Tensors, call_with
 
 T, H, V, COLUMNS, BLOCKS = 200, 256, 1100, 1152, 2  # the last tile ends in padding, and half of it is there
-CALL = TorchCall(
-    group="", vocab_size=V, logit_scale=1.0, logit_softcap=None, entropy="grad", stats=False, mean_logit=False,
-    num_candidates=0, has_floor=False, megatron=False, reduce_grad_hidden=False, cache_bytes=300_000,
-    gradient_threshold=0.0, vocab_part_size=None, implementation="",
-)  # fmt: skip
+CALL = call_with(vocab_size=V, cache_bytes=300_000)
 
 
 def compare(device: torch.device, launch: Callable[..., list[torch.Tensor]]) -> dict[str, float]:

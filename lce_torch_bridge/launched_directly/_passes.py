@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import torch
 
 from lce_jax.run import kernels
-from lce_torch_bridge._types import PER_CANDIDATE, Sums, Tensors, TorchCall, names_of
+from lce_torch_bridge._types import PER_CANDIDATE, Sums, Tensors, TorchCall
 from lce_torch_bridge.launched_directly import _first_call
 from lce_torch_bridge.launched_directly._host import Buffer, Launches, Tape, plan_of
 from lce_torch_bridge.launched_directly._way import Way
@@ -32,72 +32,68 @@ def refusal(x: Tensors, call: TorchCall) -> str | None:
     reason = _device.why_not(x.hidden.device)
     if reason is not None:
         return reason
-    options = {"bias": x.bias is not None and not call.rank, "mean_logit": call.mean_logit}
+    options = {"bias": x.bias is not None and not call.jax.rank, "mean_logit": call.jax.mean_logit}
     for name, asked in options.items():
         if asked:
             return f"{name}: no kernel computes what it needs between the others"
-    if call.implementation and call.implementation.split(",")[0] != "mosaic_gpu":
-        return f"implementation={call.implementation!r}"
-    kind = kind_of(x.hidden, x.weight, call, x.temperature is not None)
-    reason = kernels.refusal(kind)
-    is_known = reason is not None or kernels.unchecked(kind.device) is None
-    return reason if is_known else _compared(kind.device, x.hidden.device)
+    if call.jax.requested and call.jax.requested[0] != "mosaic_gpu":
+        return f"implementation={','.join(call.jax.requested)!r}"
+    launched = launched_call(x.hidden, x.weight, call, x.temperature is not None)
+    device, reason = launched.call.device, kernels.refusal(launched)
+    is_known = reason is not None or kernels.unchecked(device) is None
+    return reason if is_known else _compared(device, x.hidden.device)
 
 
 def launches(way: Way, device: torch.device) -> bool:
     """Whether kernels are launched on ``device``: after a card's first call, in which the ranks of a group may part."""
-    kind = _device.device_of(device) if way.direct and _device.why_not(device) is None else None
-    return kind is not None and _compared(kind, device) is None
+    described = _device.device_of(device) if way.direct and _device.why_not(device) is None else None
+    return described is not None and _compared(described, device) is None
 
 
-def _compared(kind: kernels.Device, device: torch.device) -> str | None:
-    return kernels.checked(kind, functools.partial(_first_call.compare, device, _launched))
+def _compared(described: kernels.Device, device: torch.device) -> str | None:
+    return kernels.checked(described, functools.partial(_first_call.compare, device, _launched))
 
 
 def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What `_first_call.compare` asks for, of few blocks: each walks over several tiles."""
-    kind, device, names = kind_of(x.hidden, x.weight, call, False), x.hidden.get_device(), call.differentiable
+    device, names = x.hidden.get_device(), call.differentiable
     if device != _device.current_device():
         with torch.cuda.device(device):
             return _launched(x, call, seeds)
-    kind = dataclasses.replace(kind, device=kind.device._replace(core_count=_first_call.BLOCKS))
+    launched = launched_call(x.hidden, x.weight, call, False)
+    of_gpu = launched.call.device._replace(core_count=_first_call.BLOCKS)
+    launched = dataclasses.replace(launched, call=launched.call.but(device=of_gpu))
     given = [_device.usable(x.hidden), _device.usable(x.weight)]
-    found = Launches(forward_tape(kind, True, names), kind.device).run(device, [*given, in_rows(x.labels)])
+    found = Launches(forward_tape(launched, True, names), launched.call.device).run(device, [*given, in_rows(x.labels)])
     results, saved, kept = found[: len(names)], found[len(names)], found[len(names) + 1 :]
     given += [in_rows(saved, 1), *map(in_rows, seeds)]
-    tape_of = functools.partial(gradients_tape, kind, names, dtype=x.hidden.dtype, kept=[*map(_device.struct, kept)])
+    tape_of = functools.partial(
+        gradients_tape, launched, names, dtype=x.hidden.dtype, kept=[*map(_device.struct, kept)]
+    )
     kept, total = [_device.usable(y) for y in kept], x.weight.float()
-    Launches(tape_of(wanted=(False, True), adds=True), kind.device).run(device, [*given, total, *kept])
-    last = Launches(tape_of(wanted=(True, True), owns_cache=True), kind.device)
+    Launches(tape_of(wanted=(False, True), adds=True), launched.call.device).run(device, [*given, total, *kept])
+    last = Launches(tape_of(wanted=(True, True), owns_cache=True), launched.call.device)
     return [*results, *last.run(device, [*given, *kept]), total - x.weight.float()]
 
 
-def kind_of(hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall, has_temperature: bool) -> kernels.CallKind:
-    """The call as `lce_jax.run.kernels` knows it."""
-    device = _device.device_of(hidden.device)
-    assert device is not None
-    _, rank = _tensor_parallel.size_and_rank(call.group)
-    return kernels.CallKind(
-        num_tokens=int(hidden.shape[0]),
-        rows=_padding.size(int(hidden.shape[0])),
+def launched_call(
+    hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall, has_temperature: bool
+) -> kernels.LaunchedCall:
+    """The call with the shapes of its operands, as `lce_jax.run.kernels` takes it."""
+    (tokens, columns), (_, rank) = (hidden.shape[0], weight.shape[0]), _tensor_parallel.size_and_rank(call.group)
+    shaped = call.jax.but(
+        num_tokens=int(tokens),
         hidden_size=int(weight.shape[1]),
-        rank=call.rank,
-        columns=int(weight.shape[0]),
-        vocab_size=call.vocab_size,
-        start=rank * int(weight.shape[0]),
+        columns=int(columns),
         dtype=jnp.dtype(name_of(weight.dtype)),
-        device=device,
-        entropy=call.entropy != "none",
-        stats=call.stats,
-        logit_scale=call.logit_scale,
-        logit_softcap=call.logit_softcap,
-        cache_bytes=call.cache_bytes,
-        gradient_threshold=call.gradient_threshold,
-        vocab_part_size=call.vocab_part_size,
-        num_candidates=call.num_candidates,
-        has_temperature=has_temperature,
-        has_floor=call.has_floor,
         given_dtype=jnp.dtype(name_of(hidden.dtype)),
+        device=_device.device_of(hidden.device),
+    )
+    return kernels.LaunchedCall(
+        call=shaped,
+        rows=_padding.size(int(tokens)),
+        start=rank * int(columns),
+        has_temperature=has_temperature,
         megatron=call.megatron,
     )
 
@@ -116,13 +112,13 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[tor
         way.refuse(plan)
         return None
     labels = in_rows(x.labels if x.labels.dtype is torch.int64 else x.labels.long())
-    ids = None if x.candidates is None else _padding.candidate_ids(x.candidates, call.vocab_size)
+    ids = None if x.candidates is None else _padding.candidate_ids(x.candidates, call.jax.vocab_size)
     per_token = [in_rows(y) for y in (x.temperature, x.floor, ids) if y is not None]
     operands = [_device.usable(hidden), _device.usable(weight)]
     if x.bias is not None:  # B of an adapter
         operands.append(_device.usable(x.bias.to(weight.dtype)))
     found = plan.run(device, [*operands, labels, *per_token])
-    tokens, count = hidden.shape[0], len(names_of(call)[0])
+    tokens, count = hidden.shape[0], len(call.fields)
     if tokens < kernels.THREADS:  # copies, because views are not written to
         saved = found[count][:, :tokens].clone(memory_format=torch.contiguous_format)
         found[: count + 1] = [*[y[:tokens].clone() for y in found[:count]], saved]
@@ -133,52 +129,51 @@ def _plan_of_forward(x: Tensors, call: TorchCall, keep_cache: bool) -> Launches 
     reason = refusal(x, call)
     if reason is not None:
         return reason
-    kind = kind_of(x.hidden, x.weight, call, x.temperature is not None)
-    return Launches(forward_tape(kind, keep_cache, call.fields, call.group), kind.device)
+    launched = launched_call(x.hidden, x.weight, call, x.temperature is not None)
+    return Launches(forward_tape(launched, keep_cache, call.fields, call.group), launched.call.device)
 
 
-def forward_tape(kind: kernels.CallKind, keep_cache: bool, fields: Sequence[str], group: str = "") -> Tape:
+def forward_tape(launched: kernels.LaunchedCall, keep_cache: bool, fields: Sequence[str], group: str = "") -> Tape:
     """``hidden, weight, B, labels, temperature, floor, candidates -> fields, saved, kept``, those that there are."""
-    tape, rows = Tape(), kind.rows
-    hidden, weight, *adapter = _inputs(tape, kind)
+    tape, rows, call = Tape(), launched.rows, launched.call
+    hidden, weight, *adapter = _inputs(tape, launched)
     labels = tape.input((rows, 2), jnp.int32)  # the halves of int64 numbers
     temperature, floor = (
-        tape.input((rows,), jnp.float32) if there else None for there in (kind.has_temperature, kind.has_floor)
+        tape.input((rows,), jnp.float32) if there else None for there in (launched.has_temperature, call.has_floor)
     )
-    ids = tape.input((rows, kind.num_candidates), jnp.int32) if kind.num_candidates else None
+    ids = tape.input((rows, call.num_candidates), jnp.int32) if call.num_candidates else None
     tokens = kernels.Tokens(labels, temperature, floor, ids)
-    exchange = functools.partial(_exchange, tape, kind, tokens, group) if group else None
-    found = kernels.forward(kind, tape, hidden, weight, tokens, keep_cache, exchange, *adapter)
+    exchange = functools.partial(_exchange, tape, call, tokens, group) if group else None
+    found = kernels.forward(launched, tape, hidden, weight, tokens, keep_cache, exchange, *adapter)
     for name in fields:
-        more = (kind.num_candidates,) if name == PER_CANDIDATE else ()
-        tape.output(found.results[name], (kind.stride, *more), torch.float32)
-    tape.output(found.saved, (kind.kept.size, kind.stride), torch.int32)
+        more = (call.num_candidates,) if name == PER_CANDIDATE else ()
+        tape.output(found.results[name], (launched.stride, *more), torch.float32)
+    tape.output(found.saved, (launched.kept.size, launched.stride), torch.int32)
     tape.outputs += found.kept
     return tape
 
 
-def _inputs(tape: Tape, kind: kernels.CallKind) -> tuple[Buffer, ...]:
+def _inputs(tape: Tape, launched: kernels.LaunchedCall) -> tuple[Buffer, ...]:
     """Hidden and the weight, and the B of an adapter."""
-    hidden = tape.input((kind.rows, kind.hidden_size + kind.rank), kind.given_dtype or kind.dtype)
-    widths = [kind.hidden_size, kind.rank] if kind.rank else [kind.hidden_size]
-    return hidden, *(tape.input((kind.columns, width), kind.dtype) for width in widths)
+    call = launched.call
+    hidden = tape.input((launched.rows, call.hidden_size + call.rank), call.hidden_dtype)
+    widths = [call.hidden_size, call.rank] if call.rank else [call.hidden_size]
+    return hidden, *(tape.input((call.columns, width), call.dtype) for width in widths)
 
 
 def _exchange(
-    tape: Tape, kind: kernels.CallKind, given: kernels.Tokens, group: str, sent: Buffer, x: Buffer | None, saved: Buffer
+    tape: Tape, call: kernels.Call, given: kernels.Tokens, group: str, sent: Buffer, x: Buffer | None, saved: Buffer
 ) -> tuple[Buffer, Buffer | None]:
     """The statistics and candidates' x of all ranks. Beside them each rank sends a tag for each token."""
-    ranks, _ = _tensor_parallel.size_and_rank(group)
-    number = _tensor_parallel.number_of(
-        kind.num_tokens, kind.columns, kind.vocab_size, kind.logit_scale, kind.logit_softcap
-    )
+    (ranks, _), tokens = _tensor_parallel.size_and_rank(group), call.num_tokens
+    number = _tensor_parallel.number_of(tokens, call.columns, call.vocab_size, call.logit_scale, call.logit_softcap)
 
     def put_tags(sent: torch.Tensor, saved: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
         """What must be the same on all ranks, in the last field of the first group."""
-        tags = sent[0, -1, : kind.num_tokens].view(torch.int32)
-        torch.add(saved[0, : kind.num_tokens], number, out=tags)
+        tags = sent[0, -1, :tokens].view(torch.int32)
+        torch.add(saved[0, :tokens], number, out=tags)
         for y in given:
-            bits = y[: kind.num_tokens].view(torch.int32)
+            bits = y[:tokens].view(torch.int32)
             torch.add(tags, bits if y.ndim == 1 else bits.sum(1, dtype=torch.int32), alpha=ODD, out=tags)
         return [sent]
 
@@ -210,7 +205,7 @@ def gradients(
     ``b``: the B of an adapter.
     """
     adds = sums.main_grad if sums.total is None else sums.total
-    device, owns_cache = hidden.get_device(), sums.owns_cache and bool(cache) and not call.gradient_threshold
+    device, owns_cache = hidden.get_device(), sums.owns_cache and bool(cache) and not call.jax.gradient_threshold
     if sums.total is not None and not sums.total.is_torchs:
         way.refuse("JAX has added to the sum of dweight")
         return None
@@ -219,9 +214,9 @@ def gradients(
             return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums, way, b)
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, saved.shape, len(cache), ranks
-    writes = sums.total is not None and not sums.total.is_begun and not call.gradient_threshold
+    writes = sums.total is not None and not sums.total.is_begun and not call.jax.gradient_threshold
     how = call, tuple(cotangents), wanted, None if adds is None else not writes, owns_cache
-    key = "gradients", device, *shapes, *how, call.gradient_threshold and are_live_tiles(cache)
+    key = "gradients", device, *shapes, *how, call.jax.gradient_threshold and are_live_tiles(cache)
     plan = plan_of(key, lambda: _plan_of_gradients(hidden, weight, saved, cache, *how))
     if isinstance(plan, str):
         way.refuse(plan)
@@ -259,20 +254,20 @@ def _plan_of_gradients(
     adds: bool | None,
     owns_cache: bool,
 ) -> Launches | str:
-    has_temperature = len(saved) > 1 + 3 + (call.entropy != "none") + call.has_floor + 2 * call.num_candidates
+    has_temperature = len(saved) > 1 + 3 + (call.jax.entropy) + call.jax.has_floor + 2 * call.jax.num_candidates
     reason = refusal(Tensors(hidden, weight, None, saved[0], None, None), call)
     if reason is not None:
         return reason
-    if call.gradient_threshold and not are_live_tiles(cache):
+    if call.jax.gradient_threshold and not are_live_tiles(cache):
         return "gradient_threshold: JAX ran the forward, and kept other things than kernels do"
-    kind = kind_of(hidden, weight, call, has_temperature)
+    launched = launched_call(hidden, weight, call, has_temperature)
     dtype = torch.float32 if call.reduce_grad_hidden else hidden.dtype
     kept = [_device.struct(x) for x in cache]
-    return Launches(gradients_tape(kind, seeds, wanted, dtype, kept, adds, owns_cache), kind.device)
+    return Launches(gradients_tape(launched, seeds, wanted, dtype, kept, adds, owns_cache), launched.call.device)
 
 
 def gradients_tape(
-    kind: kernels.CallKind,
+    launched: kernels.LaunchedCall,
     seeds: Sequence[str],
     wanted: Sequence[bool],
     dtype: torch.dtype,
@@ -285,19 +280,19 @@ def gradients_tape(
     dhidden is rounded to ``dtype``. ``adds``: dweight is added to the sum, or written there; None: it is
     in the weight's dtype. du and dB, of an adapter, are float32.
     """
-    tape, rows = Tape(), kind.rows
-    hidden, weight, *adapter = _inputs(tape, kind)
-    saved = tape.input((kind.kept.size * rows,), jnp.float32)
-    shapes = {name: (rows, kind.num_candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
+    tape, rows = Tape(), launched.rows
+    hidden, weight, *adapter = _inputs(tape, launched)
+    saved = tape.input((launched.kept.size * rows,), jnp.float32)
+    shapes = {name: (rows, launched.call.num_candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
     given = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}
     total = tape.input(weight.shape, jnp.float32) if adds is not None else None
     of_forward = [tape.input(x.shape, x.dtype) for x in kept]
     dhidden, dweight, *of_adapter = kernels.backward(
-        kind, tape, hidden, weight, saved, given, of_forward, name_of(dtype), *adapter,
+        launched, tape, hidden, weight, saved, given, of_forward, name_of(dtype), *adapter,
         owns_cache=owns_cache, total=total, adds_total=adds is True,
     )  # fmt: skip
     if wanted[0]:
-        tape.output(dhidden, (kind.num_tokens, kind.hidden_size), dtype)
+        tape.output(dhidden, (launched.call.num_tokens, launched.call.hidden_size), dtype)
         tape.outputs += of_adapter[:1]
     if wanted[1]:
         tape.outputs.append(dweight)
@@ -351,9 +346,9 @@ def scale_tape(shape: torch.Size, dtype: str, to: torch.dtype, in_place: bool = 
 
 def live_shape(x: Tensors, call: TorchCall, way: Way) -> tuple[int, int] | None:
     """The shape of the live tiles, where a forward keeps these."""
-    if not (call.gradient_threshold and way.direct) or refusal(x, call) is not None:
+    if not (call.jax.gradient_threshold and way.direct) or refusal(x, call) is not None:
         return None
-    return kernels.live_shape(kind_of(x.hidden, x.weight, call, x.temperature is not None))
+    return kernels.live_shape(launched_call(x.hidden, x.weight, call, x.temperature is not None))
 
 
 def are_live_tiles(cache: Sequence[torch.Tensor]) -> bool:

@@ -27,14 +27,14 @@ class ThroughJax(NamedTuple):
 
 
 THROUGH_JAX = {
-    "kl": ThroughJax("linear_kl is a program of JAX", _kl.forward, _kl.structs, _kl.gradients),
-    "logits": ThroughJax("linear_logits runs no kernel", _ids.logits, _ids.logits_structs, _ids.gradients),
-    "topk": ThroughJax("linear_topk runs no kernel", _ids.topk, _ids.topk_structs, None),
+    "linear_kl": ThroughJax("linear_kl is a program of JAX", _kl.forward, _kl.structs, _kl.gradients),
+    "linear_logits": ThroughJax("linear_logits runs no kernel", _ids.logits, _ids.logits_structs, _ids.gradients),
+    "linear_topk": ThroughJax("linear_topk runs no kernel", _ids.topk, _ids.topk_structs, None),
 }
 
 
 def forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: bool = True) -> list[Any]:
-    """``TorchCall.fields``, and what the backward needs besides operands: of "logprobs" ``[S, T]`` and the cache.
+    """``TorchCall.fields``, and what the backward needs beside operands: of `linear_logprobs` ``[S, T]`` and the cache.
 
     ``keep``: whether a backward may follow. Autograd keeps the cache as tensors. A caller who goes on to `gradients` at
     once takes JAX's own arrays if JAX runs the call, with ``lend_cache`` False: JAX reuses their memory as soon as they
@@ -46,12 +46,12 @@ def forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: bool 
         told: Any = {"bias": x.bias is not None, "hidden.requires_grad": sums_dhidden, "launched directly": way.direct}
         _tensor_parallel.compare_options(call, x.hidden.device, in_chunks=not lend_cache, **told)
         weights = [weight for weight in (x.weight, x.teacher_weight) if weight is not None]
-        ids = x.candidates if call.function == "logits" else x.labels
+        ids = x.candidates if call.jax.function == "linear_logits" else x.labels
         launches = functools.partial(_passes.launches, way)
-        _tensor_parallel.check(call.group, launches, x.hidden, ids, call.vocab_size, *weights)
+        _tensor_parallel.check(call.group, launches, x.hidden, ids, call.jax.vocab_size, *weights)
     if x.hidden.shape[0] == 0:
         return forward_structs(x, call, keep)
-    other = THROUGH_JAX.get(call.function)
+    other = THROUGH_JAX.get(call.jax.function)
     if other is not None:
         way.refuse(other.why)
         return other.forward(x, call, keep)
@@ -62,7 +62,7 @@ def forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: bool 
 
 def forward_structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """What `forward` returns, uninitialised."""
-    other = THROUGH_JAX.get(call.function)
+    other = THROUGH_JAX.get(call.jax.function)
     if other is not None:
         return other.structs(x, call, keep)
     keep_cache = keep and call.keeps_tiles and bool(x.hidden.shape[0])
@@ -91,21 +91,21 @@ def gradients(
     if not all(map(is_readable, [y for y in (*x, *cotangents.values()) if y is not None])):
         x = Tensors(*map(readable, Tensors._fields, x))
         cotangents = {name: readable(f"the cotangent of {name}", seed) for name, seed in cotangents.items()}
-    other = THROUGH_JAX.get(call.function)
+    other = THROUGH_JAX.get(call.jax.function)
     if other is not None:
         assert other.gradients is not None
         way.refuse(other.why)
         return other.gradients(x, kept, cotangents, wanted, call)
     of_torch = [y for y in kept if isinstance(y, torch.Tensor)]
     saved, *cache = of_torch
-    if way.direct and (x.bias is None or call.rank) and len(of_torch) == len(kept):
-        adapter = [x.bias] if call.rank else []
+    if way.direct and (x.bias is None or call.jax.rank) and len(of_torch) == len(kept):
+        adapter = [x.bias] if call.jax.rank else []
         grads = _passes.gradients(x.hidden, x.weight, saved, cache, cotangents, wanted, call, sums, way, *adapter)
         if grads is not None:
             return grads
     elif way.must:
         way.refuse("JAX ran the forward")
-    if call.gradient_threshold and _passes.are_live_tiles(cache):
+    if call.jax.gradient_threshold and _passes.are_live_tiles(cache):
         refuse_another_way()
     return _logprobs.gradients(x, kept, cotangents, wanted, call, sums)
 

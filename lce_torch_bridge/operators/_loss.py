@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lce_torch_bridge._types import Sums, Tensors, TorchCall, names_of
+from lce_torch_bridge._types import Sums, Tensors, TorchCall, call_with
 from lce_torch_bridge.launched_directly._passes import scale
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
@@ -71,7 +71,7 @@ class LossPlan(NamedTuple):
 def results(plan: LossPlan, x: Tensors, keep: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """The fields of `LogprobOutput` by name, and what `_execute.gradients` needs: saved numbers and the cache."""
     found = _execute.forward(x, plan.call, keep, plan.way, lend_cache=False)
-    fields, _ = names_of(plan.call)
+    fields = plan.call.fields
     return dict(zip(fields, found, strict=False)), found[len(fields) :]
 
 
@@ -120,7 +120,7 @@ def _differentiated(
 ) -> LossDerivatives:
     hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.without_hooks()
     with hooks, torch.enable_grad():
-        leaves = {name: fields[name].detach().requires_grad_() for name in names_of(plan.call)[1]}
+        leaves = {name: fields[name].detach().requires_grad_() for name in plan.call.differentiable}
         own = [x.detach().requires_grad_(want) for x, want in zip(per_token, wanted, strict=True)]
         losses = losses_of(plan, fields | leaves, own)
         inputs = [*leaves.values(), *[x for x in own if x.requires_grad]]
@@ -268,7 +268,7 @@ def _walk(
 
     And what those of hidden, weight and bias are to be divided by, if it is not 1.
     """
-    tokens, (names, _) = len(x.labels), names_of(plan.call)
+    tokens, names = len(x.labels), plan.call.fields
     parts, sums = plan.parts(tokens), ChunkSums(plan, x, wanted[:3])
     own = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[6:], strict=True)]
     losses = x.hidden.new_empty(tokens, dtype=torch.float32)
@@ -295,7 +295,7 @@ def _first_forward(
     plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
     """What `_walk` returns, but of gradients and unit only what a checkpoint compares: shapes and dtypes, no memory."""
-    losses, fields = each_loss(plan._replace(call=plan.call._replace(cache_bytes=0)), x, list(per_token))
+    losses, fields = each_loss(plan._replace(call=call_with(plan.call.text, cache_bytes=0)), x, list(per_token))
     weight = x.weight[:0].float() if plan.sums(x) else x.weight
     makers = x.hidden, None if plan.into is not None else weight, x.bias, *per_token
     shapes = [None if y is None else y.shape for y in (*x[:3], *per_token)]
@@ -328,8 +328,8 @@ def unit_of(cotangents: dict[str, torch.Tensor], x: Tensors, call: TorchCall) ->
     """
     bound = torch.zeros(len(x.labels), dtype=torch.float32, device=x.labels.device)
     for name, cotangent in cotangents.items():
-        bound += cotangent.abs() * (math.log(call.vocab_size) + 1 if name == "entropy" else 1)
-    bound = bound * abs(call.logit_scale)
+        bound += cotangent.abs() * (math.log(call.jax.vocab_size) + 1 if name == "entropy" else 1)
+    bound = bound * abs(call.jax.logit_scale)
     if x.temperature is not None:
         bound = bound / x.temperature
     _, exponent = torch.frexp(bound.where(bound.isfinite(), 0).amax(0, keepdim=True))

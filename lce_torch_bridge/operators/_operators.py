@@ -1,23 +1,24 @@
 """The two operators of torch that run all functions, and their derivative, one ``torch.autograd.Function``.
 
-    forward    Operands, keep, Call                                 ->  Call.fields, and what is kept
-    backward   Operands, kept, cotangents, which are wanted, Call   ->  dhidden, dweight, dbias, as wanted
+    forward    Operands, keep, TorchCall.text                          ->  TorchCall.fields, and what is kept
+    backward   Operands, kept, cotangents, which are wanted, the text  ->  dhidden, dweight, dbias, as wanted
 
 The operators are opaque to ``torch.compile``, which traces the Function and would otherwise trace into DLPack.
 Everything that the backward needs is a tensor: autograd owns it, frees it, and notices if an operand has changed.
+
+The operators take a call's text and no number that stands for it. A graph may run in a process that has traced no call:
+``torch.export`` saves it, and Inductor's cache on disk, whose keys hold the operators' arguments, serves all processes.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from lce_torch_bridge._types import Sums, Tensors, TorchCall, names_of
+from lce_torch_bridge._types import Sums, Tensors, TorchCall, call_with
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
@@ -25,55 +26,44 @@ from lce_torch_bridge.tensors._device import is_differentiated, is_readable, rea
 
 NAME = "lce_torch_bridge"
 KEEPS = {  # places of the operands that autograd keeps for the backward
-    "logprobs": (0, 1, 2),
-    "kl": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", *Tensors._fields[7:10]))),
-    "logits": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", "candidates", "temperature"))),
+    "linear_logprobs": (0, 1, 2),
+    "linear_kl": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", *Tensors._fields[7:10]))),
+    "linear_logits": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", "candidates", "temperature"))),
 }
 _library = torch.library.Library(NAME, "FRAGMENT")  # registrations last as long as this object
-
-
-class Recipe(NamedTuple):
-    """What the Function is told of a call."""
-
-    function: str
-    text: str  # of the call, as the operators take it
-    results: int
-    differentiable: int  # of the results, which come first
 
 
 def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
     """The call's results by name, differentiable."""
     keep = is_differentiated(x.hidden, x.weight, x.bias)
     if _device.nothing_watches() and not _device.any_is_watched(x):
-        fields, differentiable = names_of(call)
-        keep = keep and bool(differentiable)
+        keep = keep and bool(call.differentiable)
         found = Eager.apply(*x, call) if keep else _execute.forward(x, call, False, way_of(x.hidden))
-        return dict(zip(fields, found, strict=False))
+        return dict(zip(call.fields, found, strict=False))
     traced = torch.compiler.is_compiling()
-    recipe = (_recipe if traced else recipe_of)(call)
-    if not recipe.differentiable or (traced and not keep):  # torch 2.11 traces no Function that nothing differentiates
-        found = forward(list(x), keep, recipe.text)
+    if not call.differentiable or (traced and not keep):  # torch 2.11 traces no Function that nothing differentiates
+        found = forward(list(x), keep, call.text)
     else:
-        found = (Pass if traced else Uncompiled).apply(*x, keep, recipe)
+        found = (Pass if traced else Uncompiled).apply(*x, keep, call)
     return dict(zip(call.fields, found, strict=False))
 
 
 class Pass(torch.autograd.Function):
-    """``(*Operands, keep, Recipe)`` to the results, and what the backward needs."""
+    """``(*Operands, keep, TorchCall)`` to the results, and what the backward needs."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
         """Runs the operator."""
-        *x, keep, recipe = inputs
-        return tuple(forward(x, keep, recipe.text))
+        *x, keep, call = inputs
+        return tuple(forward(x, keep, call.text))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         """Keeps what the backward needs."""
-        ctx.recipe = recipe = inputs[-1]
+        ctx.call = call = inputs[-1]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[recipe.differentiable :])
-        ctx.save_for_backward(*[inputs[i] for i in KEEPS[recipe.function]], *output[recipe.results :])
+        ctx.mark_non_differentiable(*output[len(call.differentiable) :])
+        ctx.save_for_backward(*[inputs[i] for i in KEEPS[call.jax.function]], *output[len(call.fields) :])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -103,7 +93,7 @@ class Uncompiled(Pass):
 
 
 class Eager(torch.autograd.Function):
-    """``(*Operands, Call)`` to the results where nothing watches: what it runs is no operator.
+    """``(*Operands, TorchCall)`` to the results where nothing watches: what it runs is no operator.
 
     A Function without ``setup_context`` costs the host less, and is not for torch.func.
     """
@@ -113,12 +103,12 @@ class Eager(torch.autograd.Function):
         """Runs the call, and keeps what the backward needs."""
         x, call = Tensors(*inputs[:-1]), inputs[-1]
         found = _execute.forward(x, call, True, way_of(x.hidden))
-        ctx.recipe = recipe = recipe_of(call)
-        results = tuple(found[: recipe.results])
+        ctx.call, count = call, len(call.fields)
+        results = tuple(found[:count])
         ctx.set_materialize_grads(False)
-        if recipe.differentiable < recipe.results:
-            ctx.mark_non_differentiable(*results[recipe.differentiable :])
-        ctx.save_for_backward(*[x[i] for i in KEEPS[recipe.function]], *found[recipe.results :])
+        if len(call.differentiable) < count:
+            ctx.mark_non_differentiable(*results[len(call.differentiable) :])
+        ctx.save_for_backward(*[x[i] for i in KEEPS[call.jax.function]], *found[count:])
         return results
 
     @staticmethod
@@ -134,8 +124,8 @@ class Eager(torch.autograd.Function):
 
 def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
     """dhidden, dweight and dbias, None where it is not wanted."""
-    recipe, saved = ctx.recipe, ctx.saved_tensors
-    places, seeds = KEEPS[recipe.function], list(grads[: recipe.differentiable])
+    call, saved = ctx.call, ctx.saved_tensors
+    places, seeds = KEEPS[call.jax.function], list(grads[: len(call.differentiable)])
     if not [seed for seed in seeds if seed is not None]:
         return [None] * 3
     x: list[Any] = [None] * len(Tensors._fields)
@@ -143,14 +133,18 @@ def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.T
         x[place] = operand
     kept, wanted = list(saved[len(places) :]), list(ctx.needs_input_grad[:3])
     if torch.is_grad_enabled():  # as always in torch.func: a second derivative may be asked for
-        found = Gradients.apply((len(x), len(kept)), wanted, recipe.text, *x, *kept, *seeds)
+        found = Gradients.apply((len(x), len(kept)), wanted, call.text, *x, *kept, *seeds)
     elif torch.compiler.is_compiling():
-        found = backward(x, kept, seeds, wanted, recipe.text, None, False)
+        found = backward(x, kept, seeds, wanted, call.text, None, False)
     else:
-        run = run_backward if _device.nothing_watches() and not _device.any_is_watched(saved + grads) else backward
+        watched = not _device.nothing_watches() or _device.any_is_watched(saved + grads)
         with _device.in_turn(ctx):
             main_grad, owns_cache = may_write(ctx, len(kept) - 1)
-            found = run(x, kept, seeds, wanted, recipe.text, main_grad, owns_cache)
+            told = x, kept, seeds, wanted
+            if watched:
+                found = backward(*told, call.text, main_grad, owns_cache)
+            else:
+                found = run_backward(*told, call, main_grad, owns_cache)
             ctx.is_spent = owns_cache
     left = iter(found)
     return [next(left) if want else None for want in wanted]
@@ -183,30 +177,16 @@ class Gradients(torch.autograd.Function):
 
 def may_write(ctx: Any, cached: int) -> tuple[torch.Tensor | None, bool]:
     """The float32 ``main_grad`` that this backward may add to, and whether it may compute in the cache's memory."""
-    if ctx.recipe.function != "logprobs":
+    if ctx.call.jax.function != "linear_logprobs":
         return None, False
     main_grad = _weight.sum_at(ctx, 1) if ctx.needs_input_grad[1] else None
     return main_grad, cached > 0 and not _device.graph_is_kept()
 
 
-def _recipe(call: TorchCall) -> Recipe:
-    given = [f"{name!r}: {value!r}" for name, value in zip(TorchCall._fields, call, strict=True)]
-    return Recipe(call.function, "{" + ", ".join(given) + "}", len(call.fields), len(call.differentiable))
-
-
-recipe_of = functools.lru_cache(maxsize=1024)(_recipe)  # not where torch.compile traces
-
-
 def call_of(text: str, weight: torch.Tensor) -> TorchCall:
-    """The call of a `Recipe.text`."""
-    call = _read(text)
-    if call.vocab_size:
-        return call
-    shards, _ = _tensor_parallel.size_and_rank(call.group)
-    return call._replace(vocab_size=weight.shape[0] * shards)
-
-
-_read = functools.lru_cache(maxsize=1024)(lambda text: TorchCall(**ast.literal_eval(text)))
+    """The call of a `TorchCall.text`, with the size of the vocabulary."""
+    call = call_with(text)
+    return call if call.jax.vocab_size else _tensor_parallel.with_vocabulary(call, weight)
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -254,7 +234,7 @@ def forward(x: list[torch.Tensor | None], keep: bool, text: str) -> list[torch.T
 
 @torch.library.register_fake(f"{NAME}::forward")  # type: ignore[untyped-decorator]
 def _(x: list[Any], keep: bool, text: str) -> list[torch.Tensor]:
-    return _execute.forward_structs(Tensors(*x), call_of(text, x[1]), keep)
+    return _execute.forward_structs(Tensors(*x), call_with(text), keep)
 
 
 def run_backward(
@@ -262,24 +242,30 @@ def run_backward(
     kept: list[torch.Tensor],
     seeds: list[torch.Tensor | None],
     wanted: list[bool],
-    text: str,
-    main_grad: torch.Tensor | None = None,
-    owns_cache: bool = False,
+    call: TorchCall,
+    main_grad: torch.Tensor | None,
+    owns_cache: bool,
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted."""
-    operands, call = Tensors(*x), call_of(text, x[1])
-    given = {name: seed for name, seed in zip(names_of(call)[1], seeds, strict=True) if seed is not None}
+    operands = Tensors(*x)
+    given = {name: seed for name, seed in zip(call.differentiable, seeds, strict=True) if seed is not None}
     sums = Sums(main_grad=main_grad, owns_cache=owns_cache)
     return _execute.gradients(operands, kept, given, tuple(wanted), call, way_of(operands.hidden), sums)
 
 
-# What it is given besides, it may write to, which the schema does not say: a trace, which gives neither, would make
-# copies of what is said to be written to.
-backward = operator(
+@operator(
     "backward",
     "(Tensor?[] x, Tensor[] kept, Tensor?[] seeds, bool[] wanted, str call, Tensor? main_grad=None, "
     "bool owns_cache=False) -> Tensor[]",
-)(run_backward)
+)
+def backward(
+    x: list[Any], kept: Any, seeds: Any, wanted: Any, text: str, main_grad: Any = None, owns_cache: bool = False
+) -> list[torch.Tensor]:
+    """`run_backward`. It may write to main_grad and the cache, which the schema does not say.
+
+    A trace, which gives neither, would make copies of what is said to be written to.
+    """
+    return run_backward(x, kept, seeds, wanted, call_of(text, x[1]), main_grad, owns_cache)
 
 
 @torch.library.register_fake(f"{NAME}::backward")  # type: ignore[untyped-decorator]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from lce_jax.types import scalars
-from lce_torch_bridge._types import Reduction, Tensors, Wgrad
+from lce_torch_bridge._types import Reduction, Tensors, Wgrad, call_with
 from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.operators import _operators
@@ -109,7 +109,7 @@ def linear_cross_entropy(
     smoothing, z_loss, chunk_bytes, left = _checked(reduction, label_smoothing, z_loss, chunk_bytes, options)
     told = Options(where=where, ignore_index=ignore_index, entropy=False, mean_logit=smoothing > 0, **options)
     given = _arguments.of_call(hidden, weight, labels, told)
-    _checks.warn_of_labels(given.labels, given.where, given.call.vocab_size, is_cross_entropy=True)
+    _checks.warn_of_labels(given.labels, given.where, given.call.jax.vocab_size, is_cross_entropy=True)
     x, rows = _arguments.operands(given, _arguments.weight_of(given, told.wgrad))
     loss_fn = functools.partial(_loss_of_token, smoothing, z_loss)
     if reduction == "mean":
@@ -117,7 +117,7 @@ def linear_cross_entropy(
     if not (left or _device.is_traced() or _device.any_is_watched(x)):
         if not _fills_main_grad_at_once(given, x, told.wgrad, chunk_bytes):
             return sum_of_losses(loss_fn, given, x, [], told.wgrad, None, chunk_bytes)[0]
-        given = given._replace(call=given.call._replace(cache_bytes=limit(chunk_bytes)))
+        given = given._replace(call=call_with(given.call.text, cache_bytes=limit(chunk_bytes)))
     losses = _arguments.placed(loss_fn(_operators.apply(x, given.call)), rows, given.labels)
     return losses if reduction == "none" else losses.sum()
 

@@ -102,9 +102,11 @@ def _options(x: Tensors, given: Arguments) -> dict[str, Any]:
     """This rank's part of the call as keyword options of `lce_jax.explain`, its tensors as shapes."""
     call, columns = given.call, x.weight.shape[0]
     _, rank = _tensor_parallel.size_and_rank(call.group)
-    return call.options | {
+    names = "logit_scale", "logit_softcap", "entropy", "stats", "cache_bytes", "gradient_threshold", "vocab_part_size"
+    return {name: getattr(call.jax, name) for name in names} | {
+        "implementation": call.jax.requested,
         "lora": None if given.lora is None else (*map(_device.struct, given.lora[:2]), 1.0),
-        "vocab_size": min(max(call.vocab_size - rank * columns, 1), columns),  # there is no plan for padding alone
+        "vocab_size": min(max(call.jax.vocab_size - rank * columns, 1), columns),  # there is no plan for padding alone
         "bias": None if given.bias is None else _device.struct(given.bias),
         "temperature": 1.0 if x.temperature is None else _device.struct(x.temperature),
         "candidates": None if x.candidates is None else _ids(x.candidates),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 import torch
 
 from lce_jax.types import scalars
-from lce_torch_bridge._types import Wgrad
+from lce_torch_bridge._types import Wgrad, call_with
 from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.operators import _operators
@@ -137,8 +137,8 @@ def linear_kl(
     options = shared._replace(
         bias=teacher_bias,
         temperature=_or_same(teacher_temperature, temperature),
-        logit_scale=_scale_or_cap("logit_scale", teacher_logit_scale, own.call.logit_scale, 1.0),
-        logit_softcap=_scale_or_cap("logit_softcap", teacher_logit_softcap, own.call.logit_softcap, None),
+        logit_scale=_scale_or_cap("logit_scale", teacher_logit_scale, own.call.jax.logit_scale, 1.0),
+        logit_softcap=_scale_or_cap("logit_softcap", teacher_logit_softcap, own.call.jax.logit_softcap, None),
     )
     with _of_the_teacher():
         others = _arguments.of_call(teacher_hidden, teacher_weight, own.labels, options)
@@ -153,16 +153,17 @@ def linear_kl(
         teacher_bias=teacher_bias,
         teacher_temperature=y.temperature,
     )
-    call = own.call._replace(
-        function="kl",
+    call = call_with(
+        own.call.text,
+        function="linear_kl",
         direction=direction,
         beta=beta,
-        teacher_logit_scale=others.call.logit_scale,
-        teacher_logit_softcap=others.call.logit_softcap,
+        teacher_logit_scale=others.call.jax.logit_scale,
+        teacher_logit_softcap=others.call.jax.logit_softcap,
         has_temperature=x.temperature is not None,
         has_teacher_temperature=y.temperature is not None,
     )
-    return _arguments.placed(_operators.apply(x, call)["kl"], rows, own.labels)
+    return _arguments.placed(_operators.apply(x, call)["linear_kl"], rows, own.labels)
 
 
 def _heads(own: Arguments, others: Arguments, wgrad: Wgrad) -> list[Any]:

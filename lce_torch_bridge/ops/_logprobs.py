@@ -231,7 +231,7 @@ def linear_logprobs(
         lora=lora,
     )
     given = _arguments.of_call(hidden, weight, labels, options)
-    _checks.warn_of_labels(given.labels, given.where, given.call.vocab_size)
+    _checks.warn_of_labels(given.labels, given.where, given.call.jax.vocab_size)
     return compute(given, wgrad)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from lce_jax.types import scalars
-from lce_torch_bridge._types import Entropy, LogprobOutput, Tensors, TorchCall, Wgrad, names_of
+from lce_torch_bridge._types import Entropy, LogprobOutput, Tensors, TorchCall, Wgrad, call_with
 from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.launched_directly._way import way_of
@@ -158,7 +158,7 @@ def linear_loss(
             "linear_loss differentiates loss_fn as it runs, which meta and fake tensors and transforms of torch.func "
             "do not allow: apply loss_fn to the results of linear_logprobs, and sum"
         )
-    _checks.warn_of_labels(given.labels, given.where, given.call.vocab_size)
+    _checks.warn_of_labels(given.labels, given.where, given.call.jax.vocab_size)
     if cotangent is not None:
         cotangent = scalars.number("cotangent", cotangent)
     x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
@@ -172,7 +172,7 @@ def linear_loss(
 
     own = [*tensors.values()]
     total, fields = sum_of_losses(of_fields, given, x, own, wgrad, cotangent, chunk_bytes)
-    differentiable = names_of(given.call)[1] if is_differentiated(*x[:3]) else ()
+    differentiable = given.call.differentiable if is_differentiated(*x[:3]) else ()
     refuse_mixed_tokens(
         key_of(loss_fn, arguments.values()),
         x.hidden.device,
@@ -231,12 +231,12 @@ def sum_of_losses(
     _tensor_parallel.compare_options(given.call, x.hidden.device, in_chunks=True, bias=x.bias is not None, **told)
     if not is_differentiated(*x[:3]):
         return _loss.without_gradients(plan, x, own)
-    of_chunks = plan.call._replace(cache_bytes=_loss.ALL)
+    of_chunks = call_with(plan.call.text, cache_bytes=_loss.ALL)
     main_grad = main_grad_of(given.weight) if wgrad == "main_grad" else None
     plan = plan._replace(call=of_chunks, main_grad=main_grad, cotangent=cotangent)
     _refuse_recomputation(plan)
     total, *found = LossAndGradients.apply(plan, *x[:5], x.floor, *own)
-    return total, dict(zip(names_of(given.call)[0], found, strict=True))
+    return total, dict(zip(given.call.fields, found, strict=True))
 
 
 def limit(chunk_bytes: int | None) -> int:
@@ -257,7 +257,7 @@ def chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad
     on_cpu, given = weight.device.type == "cpu", limit(chunk_bytes)
     row_bytes = weight.shape[0] * (4 if on_cpu else weight.element_size())
     sums = wgrad == "return" and weight.requires_grad and weight.dtype == torch.bfloat16
-    spared = weight.numel() * 2 if sums and not (on_cpu or call.gradient_threshold) else 0
+    spared = weight.numel() * 2 if sums and not (on_cpu or call.jax.gradient_threshold) else 0
     if _padding.size(tokens) * row_bytes <= given + spared:
         return max(tokens, 1)
     return _padding.at_most(given // row_bytes)

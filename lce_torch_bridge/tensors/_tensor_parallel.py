@@ -12,7 +12,6 @@ Operators refer to a group by its name, as torch's functional collectives do.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import struct
 import weakref
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lce_torch_bridge._types import TorchCall
+from lce_torch_bridge._types import TorchCall, call_with
 from lce_torch_bridge.tensors import _device
 
 NO_GROUP = ""  # the name that stands for no group
@@ -38,8 +37,11 @@ WHICH_GROUP = (
 _compared_heads: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # The kinds of calls whose options a group's ranks have compared.
 _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-NAMES = {  # of the fields of `TorchCall` that are not called as the option
-    "num_candidates": "candidates (their number, or k)",
+NAMES = {  # of the fields of a call that are not called as the option
+    "requested": "implementation",
+    "top_k": "k",
+    "metric_entropy": 'entropy="metric"',
+    "num_candidates": "candidates (their number)",
     "has_floor": "logit_floor (whether there is one)",
     "mean_logit": "mean_logit (which label_smoothing needs)",
     "megatron": 'out_of_vocab="megatron"',
@@ -58,6 +60,12 @@ def size_and_rank(name: str) -> tuple[int, int]:
         return 1, 0
     group = _resolve(name)
     return group.size(), group.rank()
+
+
+def with_vocabulary(call: TorchCall, weight: torch.Tensor) -> TorchCall:
+    """The call, which has been traced, with the size of its vocabulary."""
+    shards, _ = size_and_rank(call.group)
+    return call_with(call.text, vocab_size=int(weight.shape[0]) * shards)
 
 
 def number_of(*given: object) -> int:
@@ -131,21 +139,15 @@ def compare_options(call: TorchCall, device: torch.device, **others: object) -> 
     """
     if call.group == NO_GROUP or device.type == "meta":
         return
-    kind, options = _kind_and_options(call)
-    seen = _compared.setdefault(_resolve(call.group), set())
+    kind, seen = call.exchanged, _compared.setdefault(_resolve(call.group), set())
     if (kind, *others.values()) in seen:
         return
-    options = options | others
+    # Tags tell whether the vocabularies are the same, and a cache is each rank's own.
+    options = call.options | {"group": "", "vocab_size": 0, "cache_bytes": 0} | others
     numbers = gather(torch.tensor([number_of(options)], dtype=torch.int32, device=device), call.group)
     if len(set(numbers.flatten().tolist())) > 1:
         _refuse_other_options(options, call.group, device)
     seen.add((kind, *others.values()))
-
-
-@functools.lru_cache(maxsize=1024)
-def _kind_and_options(call: TorchCall) -> tuple[TorchCall, dict[str, object]]:
-    """Tags tell whether the vocabularies are the same, and a cache is each rank's own."""
-    return call.of_exchange, call._replace(group="", vocab_size=0, cache_bytes=0)._asdict()
 
 
 def _refuse_other_options(options: dict[str, object], name: str, device: torch.device) -> None:

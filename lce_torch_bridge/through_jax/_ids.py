@@ -24,7 +24,7 @@ from lce_jax.run import _local
 from lce_torch_bridge._types import Tensors, TorchCall
 from lce_torch_bridge.tensors import _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _programs
-from lce_torch_bridge.through_jax._programs import ProgramKey, counted, key_of, program, tags_of
+from lce_torch_bridge.through_jax._programs import ProgramKey, counted, key_of, logit_options, program, tags_of
 
 
 def logits(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
@@ -32,7 +32,7 @@ def logits(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     found = _run_padded(program(at_ids, key_of(call, x.weight)), x, _packed(x, call))[0][: x.hidden.shape[0]]
     if call.group == _tensor_parallel.NO_GROUP:
         return [found.clone()]  # in torch's memory
-    found = _tensor_parallel.add_parts(found, call.num_candidates, call.group)
+    found = _tensor_parallel.add_parts(found, call.jax.num_candidates, call.group)
     return [found, found.isnan()] if keep else [found]
 
 
@@ -65,7 +65,7 @@ def gradients(
 def topk(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """Ids ``[T, k]`` int64, log-probabilities ``[T, k]`` and lse ``[T]``. No backward follows."""
     del keep
-    tokens, k, key = x.hidden.shape[0], call.num_candidates, key_of(call, x.weight)
+    tokens, k, key = x.hidden.shape[0], call.jax.top_k, key_of(call, x.weight)
     numbers = x.hidden.new_zeros((tokens, 1), dtype=torch.float32) if x.temperature is None else x.temperature[:, None]
     run = program(most_likely, key, x.temperature is not None)
     packed = _run_padded(run, x, numbers.view(torch.int32))[0][:tokens]
@@ -73,21 +73,21 @@ def topk(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
         floats = packed[:, k:].view(torch.float32)
         return [packed[:, :k].long(), floats[:, :k].clone(), floats[:, k].clone()]
     rows = x.weight.shape[0]
-    given = _tensor_parallel.number_of(tokens, rows, call.vocab_size, call.logit_scale, call.logit_softcap)
+    given = _tensor_parallel.number_of(tokens, rows, *logit_options(call))
     return _merged(packed, key.shard * rows, numbers.view(torch.int32) + given, call)  # tags: a temperature's bits
 
 
 def topk_structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """What `topk` returns, uninitialised."""
     del keep
-    T, k = x.hidden.shape[0], call.num_candidates
+    T, k = x.hidden.shape[0], call.jax.top_k
     floats = [x.hidden.new_empty(shape, dtype=torch.float32) for shape in ((T, k), (T,))]
     return [x.hidden.new_empty((T, k), dtype=torch.int64), *floats]
 
 
 def _merged(packed: torch.Tensor, start: int, tags: torch.Tensor, call: TorchCall) -> list[torch.Tensor]:
     """The k largest of all ranks, from one all-gather of 2k + 2 numbers per token."""
-    k = call.num_candidates
+    k = call.jax.top_k
     ids, floats = packed[:, :k], packed[:, k:].view(torch.float32)
     ids = torch.where(floats[:, :k] == -torch.inf, 2**31 - 1, ids + start)  # after all others
     every = _tensor_parallel.gather(torch.cat([ids, packed[:, k:], tags], 1), call.group)  # [N, T, 2k + 2]
@@ -114,7 +114,7 @@ def _ids_of(x: Tensors) -> torch.Tensor:
 def _packed(x: Tensors, call: TorchCall, *further: torch.Tensor) -> torch.Tensor:
     """Ids, ``further`` and the temperature, if there is one."""
     ids = _ids_of(x).long()
-    inside = (ids >= 0) & (ids < call.vocab_size)  # before the next cast: 2³² + 3 is not 3
+    inside = (ids >= 0) & (ids < call.jax.vocab_size)  # before the next cast: 2³² + 3 is not 3
     columns = [ids.where(inside, -1).int(), *further]
     if x.temperature is not None:
         columns.append(x.temperature.view(torch.int32)[:, None])
@@ -135,8 +135,7 @@ def at_ids(key: ProgramKey, hidden: Any, weight: Any, bias: Any, per_token: Any)
     found = lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
     if key.shards == 1:
         return [found]
-    of_call = weight.shape[0], key.call.vocab_size, key.call.logit_scale, key.call.logit_softcap
-    tags = tags_of([given.T], num_rows, *of_call)
+    tags = tags_of([given.T], num_rows, weight.shape[0], *logit_options(key.call))
     return [jnp.concatenate([found, _local.differences(tags, key.shard, key.shards)], 1)]
 
 
@@ -145,7 +144,7 @@ def pull_back(
 ) -> list[Any]:
     """``rounded``: dhidden is in hidden's dtype, because no sum over the group follows."""
     num_rows, given = counted(per_token, hidden.shape[0])
-    columns, cotangent, options = _given(key, given, num_rows, weight, further=key.call.num_candidates)
+    columns, cotangent, options = _given(key, given, num_rows, weight, further=key.call.jax.num_candidates)
 
     def call(hidden: Any, weight: Any, bias: Any) -> Any:
         return lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
@@ -156,25 +155,26 @@ def pull_back(
 
 def _given(key: ProgramKey, given: Any, num_rows: Any, weight: Any, further: int) -> tuple[Any, Any, dict[str, Any]]:
     """This shard's column of each id, -1 for others; the cotangents, if any; and the options."""
-    K = key.call.num_candidates
+    call = key.call.jax
+    K = call.num_candidates
     ids, rest = given[:K].T, lax.bitcast_convert_type(given[K:].T, jnp.float32)
     own = ids - key.shard * weight.shape[0]
     owned = (ids >= 0) & (own >= 0) & (own < weight.shape[0])
     options = {
         "where": jnp.arange(len(ids), dtype=jnp.int32) < num_rows,
         "temperature": rest[:, -1] if rest.shape[1] > further else 1.0,
-        "logit_scale": key.call.logit_scale,
-        "logit_softcap": key.call.logit_softcap,
-        "implementation": key.call.implementations,
+        "logit_scale": call.logit_scale,
+        "logit_softcap": call.logit_softcap,
+        "implementation": call.requested,
     }
     return jnp.where(owned, own, -1), rest[:, :further], options
 
 
 def most_likely(key: ProgramKey, tempered: bool, hidden: Any, weight: Any, bias: Any, per_token: Any) -> Any:
     """``[P, 2k + 1]``: ids in the shard, logprobs and lse; of a shard logits, and ln Σ e^u relative to the largest."""
-    call, (rows, columns) = key.call, (hidden.shape[0], weight.shape[0])
+    call, (rows, columns) = key.call.jax, (hidden.shape[0], weight.shape[0])
     columns = min(max(call.vocab_size - key.shard * columns, 0), columns)  # those that are no padding
-    k, wanted = min(call.num_candidates, columns), call.num_candidates
+    k, wanted = min(call.top_k, columns), call.top_k
     where = jnp.arange(rows, dtype=jnp.int32) < per_token[0]
     temperature = lax.bitcast_convert_type(per_token[1:], jnp.float32) if tempered else 1.0
     given: dict[str, Any] = {"bias": bias, "where": where, "temperature": temperature}
@@ -183,7 +183,7 @@ def most_likely(key: ProgramKey, tempered: bool, hidden: Any, weight: Any, bias:
         none = jnp.full((rows, wanted), -jnp.inf)
         return _as_bits(jnp.zeros((rows, wanted), jnp.int32), none, none[:, 0])
     told: dict[str, Any] = {
-        "vocab_size": columns, "precision": key.precision, "implementation": call.implementations,
+        "vocab_size": columns, "precision": key.precision, "implementation": call.requested,
     }  # fmt: skip
     found = lce_jax.linear_topk(hidden, weight, k, **given, **told)
     if key.shards == 1:

@@ -39,7 +39,6 @@ from lce_torch_bridge.through_jax._programs import (
 )
 
 NUM_OPERANDS = 6
-SHARED = ("beta", "logit_scale", "teacher_logit_scale", "logit_softcap", "teacher_logit_softcap", "cache_bytes")
 
 
 def forward(x: Tensors, call: TorchCall, keep: bool) -> list[Any]:
@@ -52,7 +51,7 @@ def forward(x: Tensors, call: TorchCall, keep: bool) -> list[Any]:
     else:
         stats, *cache = _run_one(program(statistics, key, keep_cache), given)
         every, sums = _tensor_parallel.gather(stats, call.group), None
-        if call.direction == "jsd":
+        if call.jax.direction == "jsd":
             (part,) = _run_one(program(mixture, key), (*given, every))
             sums = _tensor_parallel.gather(part, call.group)
         (packed,) = _run_one(program(finish, key), (*given, every, sums))
@@ -64,7 +63,7 @@ def structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """What `forward` returns, uninitialised."""
     tokens = x.hidden.shape[0]
     cache = jax.tree.leaves(_cache_structure(x, call)) if keep and call.keeps_tiles and tokens else []
-    numbers = call.num_temperatures + (8 if call.direction == "jsd" else 6)
+    numbers = call.num_temperatures + (8 if call.jax.direction == "jsd" else 6)
     return [
         x.hidden.new_empty((tokens,), dtype=torch.float32),
         x.hidden.new_empty((tokens, numbers), dtype=torch.int32),
@@ -130,7 +129,7 @@ def statistics(key: ProgramKey, keep_cache: bool, *given: Any) -> Any:
     """``(*operands, tokens) -> [7, P], cache leaves``."""
     stats, cache = _unpacked(key, given).part.statistics(keep_cache)
     num_rows, columns = counted(given[-1], given[0].shape[0])
-    of_call = given[1].shape[0], given[4].shape[0], *key.call
+    of_call = given[1].shape[0], given[4].shape[0], key.call.text
     return with_tags(jnp.stack(stats), tags_of([columns.T], num_rows, *of_call)), jax.tree.leaves(cache)
 
 
@@ -196,14 +195,16 @@ def _unpacked(key: ProgramKey, given: Any) -> _Unpacked:
     (weight, bias), (teacher_weight, teacher_bias) = (
         (w[:least], None if b is None else b[:least]) for w, b in ((weight, bias), (teacher_weight, teacher_bias))
     )
-    options = {name: getattr(call, name) for name in SHARED} | {"bias": bias, "teacher_bias": teacher_bias}
-    options |= {"precision": key.precision, "implementation": call.implementations}
+    options: dict[str, Any] = {"bias": bias, "teacher_bias": teacher_bias, "beta": call.beta}
+    for prefix, head in zip(("", "teacher_"), call.jax.heads, strict=True):
+        options |= {f"{prefix}logit_scale": head.logit_scale, f"{prefix}logit_softcap": head.logit_softcap}
+    options |= {"cache_bytes": call.jax.cache_bytes, "precision": key.precision, "implementation": call.jax.requested}
     options |= {"temperature": columns[0]} if call.has_temperature else {}
     options["teacher_temperature"] = columns[call.num_temperatures - 1] if call.has_teacher_temperature else 1.0
     start, options["vocab_size"] = key.part(size)
     where, pair = jnp.arange(rows, dtype=jnp.int32) < num_rows, _local.Pair
     arrays = pair(hidden, teacher_hidden), pair(weight, teacher_weight)
-    part = _local.kl_part(options, *arrays, start, where, call.direction)
+    part = _local.kl_part(options, *arrays, start, where, call.jax.direction)
     return _Unpacked(part, columns[call.num_temperatures :])
 
 

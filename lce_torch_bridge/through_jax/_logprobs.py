@@ -22,7 +22,8 @@ import torch
 from jax import lax
 
 from lce_jax.run import _local
-from lce_torch_bridge._types import PER_CANDIDATE, Sums, Tensors, TorchCall, names_of
+from lce_jax.run._local import Primals
+from lce_torch_bridge._types import PER_CANDIDATE, Sums, Tensors, TorchCall
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax import _runtime as runtime
@@ -31,6 +32,7 @@ from lce_torch_bridge.through_jax._programs import (
     as_rows,
     counted,
     key_of,
+    logit_options,
     of_equal_tags,
     program,
     tags_of,
@@ -42,7 +44,7 @@ type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, w
 
 def forward(x: Tensors, call: TorchCall, keep_cache: bool, lend_cache: bool) -> list[Any]:
     """What `operators._execute.forward` returns."""
-    tokens, key, (fields, _) = x.labels.shape[0], key_of(call, x.weight), names_of(call)
+    tokens, key, fields = x.labels.shape[0], key_of(call, x.weight), call.fields
     # The backward takes all tokens at once, so one cache must hold all of them.
     pieces = _padding.pieces(tokens, at_once=keep_cache)
     inputs = [
@@ -57,7 +59,7 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, lend_cache: bool) -> 
         found = _programs.run(program(statistics, key, keep_cache), *inputs, lend=lend_cache)
         packed = _merged([first for first, *_ in found], inputs, key, call)
     cache = found[0][1:]  # a forward that keeps one takes a single piece
-    return [*_unpacked(packed, fields, call.num_candidates, tokens), *cache]
+    return [*_unpacked(packed, fields, call.jax.num_candidates, tokens), *cache]
 
 
 def _merged(sent: list[torch.Tensor], inputs: Sequence[Inputs], key: ProgramKey, call: TorchCall) -> list[torch.Tensor]:
@@ -94,20 +96,20 @@ def _tokens(x: Tensors, piece: _padding.Piece, call: TorchCall) -> torch.Tensor:
     columns = [labels.view(torch.int32).view(-1, 2)]
     columns += [y[piece.tokens].view(torch.int32)[:, None] for y in (x.temperature, x.floor) if y is not None]
     if x.candidates is not None:
-        columns.append(_padding.candidate_ids(x.candidates[piece.tokens], call.vocab_size))
+        columns.append(_padding.candidate_ids(x.candidates[piece.tokens], call.jax.vocab_size))
     return _padding.with_count(columns[0] if len(columns) == 1 else torch.cat(columns, 1), piece.rows)
 
 
 def structs(x: Tensors, call: TorchCall, keep_cache: bool) -> list[torch.Tensor]:
     """What `forward` returns, uninitialised."""
     tokens = x.hidden.shape[0]
-    shapes = [(tokens, call.num_candidates) if name == PER_CANDIDATE else (tokens,) for name in call.fields]
-    key, cache = key_of(call, x.weight), []
+    shapes = [(tokens, call.jax.num_candidates) if name == PER_CANDIDATE else (tokens,) for name in call.fields]
+    cache = []
     if keep_cache:
-        structs = jax.tree.leaves(cache_structure(x.hidden, x.weight, x.bias, x.numbers, key))
+        structs = jax.tree.leaves(cache_structure(x.hidden, x.weight, x.bias, x.numbers, key_of(call, x.weight)))
         cache = [x.hidden.new_empty(struct.shape, dtype=getattr(torch, struct.dtype.name)) for struct in structs]
     outputs = [x.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    numbers = x.numbers + sum(merged_fields(key).values())
+    numbers = x.numbers + sum(merged_fields(call).values())
     return [*outputs, x.hidden.new_empty((numbers, tokens), dtype=torch.int32), *cache]
 
 
@@ -124,7 +126,7 @@ def gradients(
     rows, key = _padding.size(hidden.shape[0]), key_of(call, weight)
     tree = None
     if cache:
-        numbers = len(saved) - sum(merged_fields(key).values())
+        numbers = len(saved) - sum(merged_fields(call).values())
         tree = jax.tree.structure(cache_structure(hidden, weight, bias, numbers, key))
     run = program(pull_back, key, tuple(cotangents), wanted, not call.reduce_grad_hidden, tree, donate=(4,))
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
@@ -157,26 +159,18 @@ def cache_structure(
     )
 
 
-def statistics_fields(key: ProgramKey) -> dict[str, int]:
-    """The statistics that are computed, and how many numbers per token each is."""
-    call = key.call
-    further: dict[str, Any] = {"stats": call.stats, "mean_logit": call.mean_logit, "has_floor": call.has_floor}
-    return _local.Call(entropy=call.entropy != "none", num_candidates=call.num_candidates, **further).statistics
-
-
 @functools.cache
-def merged_fields(key: ProgramKey) -> dict[str, int]:
-    """Those of them that the backward needs of the whole vocabulary."""
-    return _local.Call(entropy=key.call.entropy != "none", num_candidates=key.call.num_candidates).statistics
+def merged_fields(call: TorchCall) -> dict[str, int]:
+    """The statistics that the backward needs of the whole vocabulary, and how many numbers per token each is."""
+    return call.jax.but(stats=False, mean_logit=False).statistics
 
 
 def statistics(key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, packed: Any) -> Any:
     """``packed statistics, cache leaves``. The last row of the packed ones are the tokens' tags."""
     tokens = _given(key, packed, hidden.shape[0])
     stats, leaves = _statistics(key, keep_cache, hidden, weight, bias, tokens)
-    of_call = weight.shape[0], key.call.vocab_size, key.call.logit_scale, key.call.logit_softcap
     num_rows, *columns = tokens
-    return with_tags(stats, tags_of(columns, num_rows, *of_call)), leaves
+    return with_tags(stats, tags_of(columns, num_rows, weight.shape[0], *logit_options(key.call))), leaves
 
 
 def results(key: ProgramKey, fields: tuple[str, ...], megatron: bool, packed: Any, gathered: Any) -> Any:
@@ -211,16 +205,16 @@ def pull_back(
     """
     entropy = "entropy" in cotangents
     num_rows, saved, seeds = _seeds(key, per_token, hidden.shape[0], cotangents)
-    first = len(saved) - sum(merged_fields(key).values())
+    first = len(saved) - sum(merged_fields(key.call).values())
     tokens = ShardTokens(num_rows, saved[0], *_beside_labels(key, saved[1:first]))
-    merged = _local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), merged_fields(key))
+    merged = _local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), merged_fields(key.call))
     if PER_CANDIDATE not in seeds:  # they add nothing to any gradient
         tokens, merged = tokens._replace(candidates=None), merged._replace(candidates=None)
     part = _part(key, hidden, weight, bias, tokens, entropy=entropy, mean_logit="mean_logit" in seeds)
     zero = jnp.zeros(tokens.labels.shape, jnp.float32)
     seed = _local.LogprobOutput(*(seeds.get(name, zero) for name in _local.LogprobOutput._fields[:3]))
     seed = seed._replace(candidate_logprobs=seeds.get(PER_CANDIDATE))
-    dmean = seeds["mean_logit"] / key.call.vocab_size * part.call.vocab_size if part.call.mean_logit else None
+    dmean = seeds["mean_logit"] / key.call.jax.vocab_size * part.call.vocab_size if part.call.mean_logit else None
     found = part.gradients(
         merged if entropy else merged._replace(weighted=None),
         _local.Results(seed, dmean),
@@ -254,7 +248,7 @@ def _statistics(
     key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: ShardTokens
 ) -> tuple[Any, list[Any]]:
     """The statistics of a shard, packed, and the cache's leaves."""
-    part = _part(key, hidden, weight, bias, tokens, mean_logit=key.call.mean_logit)
+    part = _part(key, hidden, weight, bias, tokens, mean_logit=key.call.jax.mean_logit)
     stats, cache = part.statistics(keep_cache)
     return _local.pack(stats), jax.tree.leaves(cache) if keep_cache else []
 
@@ -264,17 +258,17 @@ def _results(
 ) -> tuple[dict[str, Any], Any]:
     """``fields`` by name, and S."""
     num_rows, labels, temperature, floor, candidates = tokens
-    outside = (labels < 0) | (labels >= key.call.vocab_size)
-    of_logits = {name: getattr(key.call, name) for name in ("vocab_size", "logit_scale", "logit_softcap")}
+    outside = (labels < 0) | (labels >= key.call.jax.vocab_size)
+    logit_options = {name: getattr(key.call.jax, name) for name in ("vocab_size", "logit_scale", "logit_softcap")}
     where = jnp.arange(labels.shape[0], dtype=jnp.int32) < num_rows
-    parts = _local.unpack(gathered, statistics_fields(key))
-    merged, (out, mean) = _local.results(parts, jnp.where(outside, -1, labels), where, temperature, **of_logits)
+    parts = _local.unpack(gathered, key.call.jax.statistics)
+    merged, (out, mean) = _local.results(parts, jnp.where(outside, -1, labels), where, temperature, **logit_options)
     if megatron:
         # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
         sumexp = jnp.where(merged.sumexp == 0, 1.0, merged.sumexp)  # no token reaches the floor: 0, as elsewhere
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(sumexp), out.logprobs))
     by_name = out._asdict() | {"mean_logit": mean}
-    forward_only: dict[str, Any] = dict.fromkeys(statistics_fields(key).keys() - merged_fields(key).keys())
+    forward_only: dict[str, Any] = dict.fromkeys(key.call.jax.statistics.keys() - merged_fields(key.call).keys())
     kept = _local.pack(merged._replace(**forward_only))
     saved = as_rows(*(x for x in (labels, temperature, floor, candidates) if x is not None), kept.T)
     return {name: by_name[name] for name in fields}, saved
@@ -289,14 +283,14 @@ def _given(key: ProgramKey, packed: Any, rows: int) -> ShardTokens:
     """What is per token in a forward."""
     num_rows, columns = counted(packed, rows)
     low, high = columns[:2]  # the halves of int64 numbers, which JAX would take modulo 2³²: 2³² + 3 would become 3
-    far = jnp.where(high < 0, -1, key.call.vocab_size)
-    labels = jnp.where(high == low >> 31, jnp.clip(low, -1, key.call.vocab_size), far)
+    far = jnp.where(high < 0, -1, key.call.jax.vocab_size)
+    labels = jnp.where(high == low >> 31, jnp.clip(low, -1, key.call.jax.vocab_size), far)
     return ShardTokens(num_rows, labels, *_beside_labels(key, columns[2:]))
 
 
 def _beside_labels(key: ProgramKey, bits: Any) -> tuple[Any, Any, Any]:
     """The temperature, the floor and the candidates."""
-    count, has_floor = key.call.num_candidates, key.call.has_floor
+    count, has_floor = key.call.jax.num_candidates, key.call.jax.has_floor
     floats = lax.bitcast_convert_type(bits[: len(bits) - count], jnp.float32)
     temperature = floats[0] if len(floats) > has_floor else None
     return temperature, floats[-1] if has_floor else None, bits[len(bits) - count :].T if count else None
@@ -305,20 +299,22 @@ def _beside_labels(key: ProgramKey, bits: Any) -> tuple[Any, Any, Any]:
 def _seeds(key: ProgramKey, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[Any, Any, dict[str, Any]]:
     """How many rows count, S, and the cotangents by name."""
     num_rows, columns = counted(packed, rows)
-    width = sum(key.call.num_candidates if name == PER_CANDIDATE else 1 for name in names)
+    width = sum(key.call.jax.num_candidates if name == PER_CANDIDATE else 1 for name in names)
     row, seeds = len(columns) - width, {}
     for name in names:
-        last = row + (key.call.num_candidates if name == PER_CANDIDATE else 1)
+        last = row + (key.call.jax.num_candidates if name == PER_CANDIDATE else 1)
         floats = lax.bitcast_convert_type(columns[row:last], jnp.float32)
         seeds[name], row = floats.T if name == PER_CANDIDATE else floats[0], last
     return num_rows, columns[: len(columns) - width], seeds
 
 
 def _part(
-    key: ProgramKey, hidden: Any, weight: Any, bias: Any, tokens: ShardTokens, mean_logit: bool = False, **more: Any
+    key: ProgramKey, hidden: Any, weight: Any, bias: Any, tokens: ShardTokens, **options: Any
 ) -> _local.LogprobPart:
-    temperature = 1.0 if tokens.temperature is None else tokens.temperature
-    options = key.call.options | {"bias": bias, "candidates": tokens.candidates, "logit_floor": tokens.floor}
-    options |= {"temperature": temperature, "precision": key.precision, **more}
-    start, options["vocab_size"] = key.part(weight.shape[0])
-    return _local.LogprobPart.of(options, hidden, weight, tokens.labels, start, tokens.num_rows, mean_logit)
+    start, vocab_size = key.part(weight.shape[0])
+    options = {"mean_logit": False, "num_candidates": key.call.jax.num_candidates, **options}
+    if tokens.candidates is None:
+        options["num_candidates"] = 0
+    call = key.call.jax.but(given_vocab_size=vocab_size, precision=key.precision, **options)
+    per_token = tokens.labels, tokens.temperature, tokens.candidates, tokens.floor
+    return _local.LogprobPart.of(call, Primals(hidden, weight, bias), *per_token, start, tokens.num_rows)

@@ -19,6 +19,7 @@ import torch
 from jax import lax
 
 from lce_jax.run import _local
+from lce_torch_bridge._types import TorchCall
 from lce_torch_bridge.tensors import _device, _tensor_parallel
 from lce_torch_bridge.through_jax import _runtime as runtime
 from lce_torch_bridge.through_jax._runtime import to_jax, to_torch_all
@@ -33,28 +34,24 @@ def program(step: Callable[..., Any], key: ProgramKey, *static: Any, donate: tup
 class ProgramKey(NamedTuple):
     """The static part of a program, whatever its function."""
 
-    call: Any  # a function's call, without what its programs do not depend on
+    call: TorchCall  # without what programs do not depend on
     shard: int  # of the vocabulary: this rank's
     shards: int
     precision: str | None  # of float32 products
 
     def part(self, rows: int) -> tuple[int, int | None]:
         """The global id of the first of the shard's columns; the true vocabulary, if the shards have columns beyond."""
-        return self.shard * rows, self.call.vocab_size if self.call.vocab_size < self.shards * rows else None
+        vocab_size = self.call.jax.vocab_size
+        return self.shard * rows, vocab_size if vocab_size < self.shards * rows else None
 
 
-def key_of(call: Any, *weights: torch.Tensor) -> ProgramKey:
+def key_of(call: TorchCall, *weights: torch.Tensor) -> ProgramKey:
     """The key of a call's programs, over one head or several."""
     shards, rank = _tensor_parallel.size_and_rank(call.group)
     precision = next(filter(None, map(precision_of, weights)), None)
-    if type(call.vocab_size) is not int:  # where torch.compile traces
-        call = call.of_programs
-    return _made_once(call, rank, shards, precision)
-
-
-@functools.cache
-def _made_once(call: Any, rank: int, shards: int, precision: str | None) -> ProgramKey:
-    return ProgramKey(call.of_programs, rank, shards, precision)
+    if not call.jax.vocab_size:  # where torch.compile traces
+        call = _tensor_parallel.with_vocabulary(call, weights[0])
+    return ProgramKey(call.compiled, rank, shards, precision)
 
 
 def precision_of(weight: torch.Tensor) -> str | None:
@@ -75,6 +72,11 @@ def as_rows(*columns: Any) -> Any:
     """Arrays ``[P]`` and ``[P, K]`` as rows of one int32 array, floats by their bits."""
     rows = [x[None] if x.ndim == 1 else x.T for x in columns]
     return jnp.concatenate([lax.bitcast_convert_type(x, jnp.int32) for x in rows])
+
+
+def logit_options(call: TorchCall) -> tuple[object, ...]:
+    """What the logits of all rows depend on."""
+    return call.jax.vocab_size, call.jax.logit_scale, call.jax.logit_softcap
 
 
 def tags_of(columns: Any, num_rows: Any, *of_call: object) -> Any:

@@ -30,7 +30,7 @@ from lce_jax.mosaic import _compiler, _generations, mma, sm90
 from lce_jax.mosaic._compiler import Kernel
 from lce_jax.mosaic._host import Traced
 from lce_jax.mosaic._pallas import lowering_for
-from lce_jax.run.kernels import CallKind, for_device
+from lce_jax.run.kernels import Call, LaunchedCall, for_device
 from lce_jax.types._types import Device
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._host import Tape, needed
@@ -77,16 +77,16 @@ def table_of(target: str) -> pathlib.Path:
 HEADER = f"{'kernel':20} {'call':34} {'registers':>9} {'stack':>5} {'stores':>6} {'loads':>6} {'shared':>7}"
 
 
-def _head(model: str, device: Device, **changed: Any) -> CallKind:
+def _head(model: str, device: Device, rows: int = 4096, has_temperature: bool = False, **changed: Any) -> LaunchedCall:
     """A model's head, for 4096 tokens."""
     of = MODELS[model]
     columns = -(-of.vocab_size // 8) * 8
-    given: Any = dict(num_tokens=4096, rows=4096, hidden_size=of.hidden_size, columns=columns, vocab_size=of.vocab_size)
-    given |= dict(start=0, dtype=jnp.dtype("bfloat16"), device=device, logit_softcap=of.logit_softcap)
-    return CallKind(**given | changed)
+    given: Any = dict(num_tokens=4096, hidden_size=of.hidden_size, columns=columns, vocab_size=of.vocab_size)
+    given |= dict(dtype=jnp.dtype("bfloat16"), device=device, logit_softcap=of.logit_softcap)
+    return LaunchedCall(call=Call(**given | changed), rows=rows, start=0, has_temperature=has_temperature)
 
 
-def calls(device: Device) -> dict[str, CallKind]:
+def calls(device: Device) -> dict[str, LaunchedCall]:
     """The calls whose kernels are compiled, by name: models, then options."""
     head = functools.partial(_head, device=device)
     everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, given_dtype=jnp.dtype("float32"))
@@ -109,15 +109,15 @@ def calls(device: Device) -> dict[str, CallKind]:
     }
 
 
-def tapes(of: CallKind) -> Iterator[Tape]:
+def tapes(of: LaunchedCall) -> Iterator[Tape]:
     """The passes of a call."""
-    caches = of.cache_bytes > 0 or of.gradient_threshold > 0
-    seeds = "logprobs", *["entropy"] * of.entropy
+    caches = bool(of.call.cache_bytes) or of.call.gradient_threshold > 0
+    seeds = "logprobs", *["entropy"] * of.call.entropy
     for group in ("", "8 ranks"):
         with mock.patch.object(_tensor_parallel, "size_and_rank", lambda name: (8, 0) if name else (1, 0)):
             yield _passes.forward_tape(of, caches, seeds, group)
     kept = _passes.forward_tape(of, caches, seeds).outputs[1 + len(seeds) :]
-    dtype = getattr(torch, of.hidden_dtype.name)
+    dtype = getattr(torch, of.call.hidden_dtype.name)
     yield _passes.gradients_tape(of, seeds, (True, True), dtype, kept, owns_cache=caches)
 
 

@@ -49,7 +49,7 @@ def by_lists(given: Drawn, shards: int, **options: Any) -> Any:
     from tests.torch.as_gpu import Ranks
 
     hidden, weight, labels, temperature = (torch.from_dlpack(x).clone() for x in given)
-    call = problem.told(V, group="all", **options)._replace(implementation="mosaic_gpu")
+    call = problem.told(V, group="all", requested=("mosaic_gpu",), **options)
     lb.launch_with("direct")
     try:
         if shards == 1:

@@ -43,38 +43,38 @@ def in_float64() -> Iterator[None]:
 def forward(x: Tensors, call: TorchCall, keep: bool, lend_cache: bool = True) -> list[Any]:
     """As `_execute.forward`. What is kept holds what each token comes with; a cache holds zeros."""
     del lend_cache
-    other = _execute.THROUGH_JAX.get(call.function)
+    other = _execute.THROUGH_JAX.get(call.jax.function)
     found = _logprobs.structs(x, call, keep) if other is None else other.structs(x, call, keep)
     with torch.no_grad():
         for name, out in zip(call.fields, found, strict=False):
             out.copy_(results(products(x.hidden, x.weight, call), x, call)[name])
     for kept in found[len(call.fields) :]:
         kept.zero_()
-    if call.function in ("logprobs", "kl"):
+    if call.jax.function in ("linear_logprobs", "linear_kl"):
         columns = [y.view(torch.int32)[:, None] for y in per_token(x, call) if y is not None]
-        if call.function == "logprobs":
-            columns.insert(0, x.labels.long().clamp(-1, call.vocab_size).int()[:, None])
+        if call.jax.function == "linear_logprobs":
+            columns.insert(0, x.labels.long().clamp(-1, call.jax.vocab_size).int()[:, None])
         if x.candidates is not None:
-            columns.append(_padding.candidate_ids(x.candidates, call.vocab_size))
+            columns.append(_padding.candidate_ids(x.candidates, call.jax.vocab_size))
         saved, bits = found[len(call.fields)], torch.cat([x.labels.int()[:, None][:, :0], *columns], 1)
-        (saved.T if call.function == "logprobs" else saved)[:, : bits.shape[1]] = bits
+        (saved.T if call.jax.function == "linear_logprobs" else saved)[:, : bits.shape[1]] = bits
     return found
 
 
 def per_token(x: Tensors, call: TorchCall) -> list[torch.Tensor | None]:
-    return [x.temperature, x.floor if call.function == "logprobs" else x.teacher_temperature]
+    return [x.temperature, x.floor if call.jax.function == "linear_logprobs" else x.teacher_temperature]
 
 
 def unpacked(x: Tensors, saved: torch.Tensor, call: TorchCall) -> Tensors:
     """The operands with what each token came with."""
-    if call.function == "kl":
+    if call.jax.function == "linear_kl":
         columns = list(saved[:, : call.num_temperatures].T.contiguous().view(torch.float32))
         own = columns.pop(0) if call.has_temperature else None
         return x._replace(temperature=own, teacher_temperature=columns[0] if columns else None)
-    labels, *others = saved[: len(saved) - sum(_logprobs.merged_fields(_logprobs.key_of(call, x.weight)).values())]
-    candidates = torch.stack(others[len(others) - call.num_candidates :], 1) if call.num_candidates else None
-    floats = [y.view(torch.float32) for y in others[: len(others) - call.num_candidates]]
-    floor = floats.pop() if call.has_floor else None
+    labels, *others = saved[: len(saved) - sum(_logprobs.merged_fields(call).values())]
+    candidates = torch.stack(others[len(others) - call.jax.num_candidates :], 1) if call.jax.num_candidates else None
+    floats = [y.view(torch.float32) for y in others[: len(others) - call.jax.num_candidates]]
+    floor = floats.pop() if call.jax.has_floor else None
     return x._replace(labels=labels, temperature=floats[0] if floats else None, floor=floor, candidates=candidates)
 
 
@@ -83,7 +83,7 @@ def gradients(
     sums: Sums = NO_SUMS,
 ) -> list[torch.Tensor]:  # fmt: skip
     """As `_execute.gradients`: this rank's columns alone, dhidden summed over the group if that is asked for."""
-    x = unpacked(x, kept[0], call) if call.function in ("logprobs", "kl") else x
+    x = unpacked(x, kept[0], call) if call.jax.function in ("linear_logprobs", "linear_kl") else x
     _, rank = _tensor_parallel.size_and_rank(call.group)
     with concurrent.futures.ThreadPoolExecutor(1) as other:  # what watches or transforms this thread does not there
         d = other.submit(of_products, x, cotangents, call).result()
@@ -122,37 +122,40 @@ def products(hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall) -> tor
 
 def results(z: torch.Tensor, x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
     """The call's fields by name, from the products of all columns."""
-    of_logits: Any = dict(logit_scale=call.logit_scale, logit_softcap=call.logit_softcap, vocab_size=call.vocab_size)
+    of_logits: Any = dict(
+        logit_scale=call.jax.logit_scale, logit_softcap=call.jax.logit_softcap, vocab_size=call.jax.vocab_size
+    )
     of_logits |= dict(bias=everywhere(x.bias, call), temperature=x.temperature)
-    if call.function == "logprobs":
+    if call.jax.function == "linear_logprobs":
         out = p.of_products(z, x.labels, candidates=x.candidates, logit_floor=x.floor, **of_logits)
         if call.megatron:
-            outside = (x.labels < 0) | (x.labels >= call.vocab_size)
+            outside = (x.labels < 0) | (x.labels >= call.jax.vocab_size)
             out = out._replace(logprobs=torch.where(outside, out.max_logit.detach() - out.lse, out.logprobs))
         return out._asdict()
     z = p.capped(z, **of_logits)
-    if call.function == "logits":
-        return {"logits": p.at_ids(z, x.candidates)}
-    if call.function == "topk":
+    if call.jax.function == "linear_logits":
+        return {"linear_logits": p.at_ids(z, x.candidates)}
+    if call.jax.function == "linear_topk":
         found, lse = z.sort(dim=-1, descending=True, stable=True), z.logsumexp(-1)
-        logprobs = found.values[:, : call.num_candidates] - lse[:, None]
-        return {"ids": found.indices[:, : call.num_candidates], "logprobs": logprobs, "lse": lse}
-    teachers: Any = dict(logit_scale=call.teacher_logit_scale, logit_softcap=call.teacher_logit_softcap)
+        logprobs = found.values[:, : call.jax.top_k] - lse[:, None]
+        return {"ids": found.indices[:, : call.jax.top_k], "logprobs": logprobs, "lse": lse}
+    _, teacher = call.jax.heads
+    teachers: Any = dict(logit_scale=teacher.logit_scale, logit_softcap=teacher.logit_softcap)
     teachers |= dict(bias=everywhere(x.teacher_bias, call), temperature=x.teacher_temperature)
     y = products(x.teacher_hidden, x.teacher_weight, call)
-    log_p = p.capped(y, vocab_size=call.vocab_size, **teachers).log_softmax(-1)
-    return {"kl": divergence(log_p, z.log_softmax(-1), call)}
+    log_p = p.capped(y, vocab_size=call.jax.vocab_size, **teachers).log_softmax(-1)
+    return {"linear_kl": divergence(log_p, z.log_softmax(-1), call)}
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor, call: TorchCall) -> torch.Tensor:
     def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a.exp() * (a - b)).sum(-1)
 
-    if call.direction == "jsd":
+    if call.jax.direction == "jsd":
         beta = torch.tensor(call.beta, dtype=torch.float64)
         log_m = torch.logaddexp(log_p + beta.log(), log_q + (1 - beta).log())
         return call.beta * kl(log_p, log_m) + (1 - call.beta) * kl(log_q, log_m)
-    return kl(log_p, log_q) if call.direction == "forward" else kl(log_q, log_p)
+    return kl(log_p, log_q) if call.jax.direction == "forward" else kl(log_q, log_p)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lce_torch_bridge import LogprobOutput, linear_logprobs
-from lce_torch_bridge._types import TorchCall
+from lce_torch_bridge._types import TorchCall, call_with
 from tests import cases
 
 
@@ -46,12 +46,7 @@ THREE_CHUNKS = bytes_of(2048, draw().weight)  # of 5,000 tokens
 
 def told(V: int = 104, **options: Any) -> TorchCall:
     """What the operators get on one rank; by default the one from `linear_logprobs` with its defaults."""
-    call = TorchCall(
-        group="", vocab_size=V, logit_scale=1.0, logit_softcap=None, entropy="grad", stats=False, mean_logit=False,
-        num_candidates=0, has_floor=False, megatron=False, reduce_grad_hidden=False, cache_bytes=0,
-        gradient_threshold=0.0, vocab_part_size=None, implementation="",
-    )  # fmt: skip
-    return call._replace(**options)
+    return call_with(**{"vocab_size": V} | options)
 
 
 def from_case(test: cases.TestCase) -> tuple[Problem, dict[str, Any], list[torch.Tensor]]:

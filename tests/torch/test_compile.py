@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lce_torch_bridge import LogprobOutput, linear_logprobs
-from lce_torch_bridge._types import Tensors
+from lce_torch_bridge._types import Tensors, call_with
 from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
 from tests.torch.processes import succeed
@@ -56,7 +57,7 @@ def test_fullgraph(options: dict[str, Any]) -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_dynamic_counts_of_tokens_compile_one_graph() -> None:
+def test_dynamic_sizes_compile_one_graph() -> None:
     graphs = []
 
     def count(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
@@ -64,10 +65,45 @@ def test_dynamic_counts_of_tokens_compile_one_graph() -> None:
         return graph
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=count)
-    for T in (11, 20, 37):
-        problem = p.draw(T=T)
+    for T, V in ((11, 104), (20, 96), (37, 88)):
+        problem = p.draw(T=T, V=V)
         assert torch.equal(compiled(*problem).logprobs, linear_logprobs(*problem).logprobs)
     assert len(graphs) == 1
+
+
+def test_a_saved_graph_runs_in_another_process(tmp_path: Path) -> None:
+    """Which has traced no call."""
+    options = dict(temperature=0.7, logit_softcap=3.0, vocab_size=100, entropy="metric", implementation="xla")
+    problem = p.draw()
+    exported = torch.export.export(Calls(options), (*problem,))
+    torch.export.save(exported, tmp_path / "graph.pt2")
+    code = """
+        import torch, lce_torch_bridge
+        from tests.torch import problem as p
+        graph = torch.export.load(FOLDER + "/graph.pt2").module()
+        torch.save(graph(*p.draw()), FOLDER + "/out.pt")
+    """
+    succeed(code.replace("FOLDER", repr(str(tmp_path))))
+    want = linear_logprobs(*problem, **options)
+    for got, true in zip(torch.load(tmp_path / "out.pt"), want[:3], strict=True):
+        assert p.value_error(got, true) < 2e-6  # JAX runs it there, in float32
+
+
+class Calls(torch.nn.Module):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, *problem: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return linear_logprobs(*problem, **self.options)[:3]
+
+
+def test_equal_calls_are_one_object() -> None:
+    """However they are made: what is kept for one is found by the other."""
+    made = call_with(vocab_size=97, stats=True, requested=("xla", "mosaic_gpu"), entropy=True)
+    assert call_with(made.text) is made
+    assert call_with(call_with(stats=True, vocab_size=5).text, vocab_size=97, requested=("xla", "mosaic_gpu")) is made
+    assert call_with(made.text, cache_bytes=1) is not made
 
 
 @pytest.mark.fast("True-None")
@@ -95,18 +131,18 @@ def test_main_grad_is_refused_clearly() -> None:
 
 TEMPERATURE, BIAS, IDS = torch.linspace(0.5, 2, 37), torch.linspace(-1, 1, 104), p.candidates_like(p.draw().labels)
 TEACHER = dict(teacher_hidden=p.draw(H=16).hidden, teacher_weight=p.draw(H=16).weight, temperature=TEMPERATURE)
-OF_KL: Any = dict(function="kl", direction="jsd", beta=0.3, has_temperature=True, vocab_size=97)
+OF_KL: Any = dict(function="linear_kl", direction="jsd", beta=0.3, has_temperature=True, vocab_size=97)
 OPERATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # `TorchCall` and `Tensors`
     "logprobs": (dict(stats=True), {}),
     "all of logprobs": (
-        dict(stats=True, entropy="metric", mean_logit=True, num_candidates=5),
+        dict(stats=True, metric_entropy=True, mean_logit=True, num_candidates=5),
         dict(bias=BIAS, temperature=TEMPERATURE, candidates=IDS),
     ),
-    "without entropy": (dict(entropy="none"), {}),
+    "without entropy": (dict(entropy=False), {}),
     "kl": (OF_KL, TEACHER | dict(bias=BIAS)),
     "a cache of kl": (OF_KL | dict(cache_bytes=1 << 20), TEACHER),
-    "logits": (dict(function="logits", logit_softcap=4.0, num_candidates=5), dict(candidates=IDS, bias=BIAS)),
-    "topk": (dict(function="topk", num_candidates=4), dict(bias=BIAS, temperature=TEMPERATURE)),
+    "logits": (dict(function="linear_logits", logit_softcap=4.0, num_candidates=5), dict(candidates=IDS, bias=BIAS)),
+    "topk": (dict(function="linear_topk", top_k=4), dict(bias=BIAS, temperature=TEMPERATURE)),
 }
 
 
@@ -115,10 +151,10 @@ def test_opcheck(name: str) -> None:
     options, given = OPERATORS[name]
     hidden, weight, labels = p.draw()
     told, x = p.told(**{"V": options.get("vocab_size", 104)} | options), Tensors(hidden, weight, None, labels)
-    x, text = x._replace(**given), _operators.recipe_of(told).text
-    assert _operators.call_of(text, weight) == told
-    torch.library.opcheck(_operators.forward, (list(x), told.function != "topk", text))
-    if told.function == "topk":
+    x, text = x._replace(**given), told.text
+    assert _operators.call_of(text, weight) is told
+    torch.library.opcheck(_operators.forward, (list(x), bool(told.differentiable), text))
+    if not told.differentiable:
         return
     found = _operators.forward(list(x), True, text)
     kept = found[len(told.fields) :]

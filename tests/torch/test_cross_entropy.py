@@ -107,11 +107,11 @@ def products() -> Iterator[list[str]]:
     forward, gradients = _execute.forward, _execute.gradients
 
     def noted(x: Tensors, call: TorchCall, keep: bool, *more: Any, **told: Any) -> Any:
-        run.append("kept" if keep and call.cache_bytes else "logits")
+        run.append("kept" if keep and call.jax.cache_bytes else "logits")
         return forward(x, call, keep, *more, **told)
 
     def noted_gradients(x: Tensors, kept: Any, seeds: Any, wanted: Any, call: TorchCall, *more: Any) -> Any:
-        run.extend([] if call.cache_bytes else ["logits again"])
+        run.extend([] if call.jax.cache_bytes else ["logits again"])
         run.extend(name for name, want in zip(("dhidden", "dweight"), wanted, strict=False) if want)
         return gradients(x, kept, seeds, wanted, call, *more)
 
@@ -357,7 +357,7 @@ def test_the_cache_by_default(name: str) -> None:
     forward = _execute.forward
 
     def noted(x: Tensors, call: TorchCall, *more: Any, **others: Any) -> Any:
-        calls.append(call.cache_bytes)
+        calls.append(call.jax.cache_bytes)
         return forward(x, call, *more, **others)
 
     with launched_directly() if gpu else contextlib.nullcontext(), mock.patch.object(_execute, "forward", noted):

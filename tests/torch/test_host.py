@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lce_jax
 import lce_torch_bridge
 from lce_jax.run import kernels
-from lce_jax.run.kernels import CallKind, Kernel
+from lce_jax.run.kernels import Call, Kernel, LaunchedCall
 from lce_torch_bridge import explain, launch_with, linear_logprobs
 from lce_torch_bridge._types import PER_CANDIDATE
 from lce_torch_bridge.launched_directly import _host, _passes, _way
@@ -30,24 +30,25 @@ from tests.torch import problem as p
 from tests.torch.as_gpu import H200, as_gpu
 
 
-def head(**changed: Any) -> CallKind:
+def head(rows: int = 0, start: int = 0, **changed: Any) -> LaunchedCall:
     """4096 tokens of a model's head."""
     given: dict[str, Any] = {"num_tokens": 4096, "hidden_size": 4096, "columns": 151936, "vocab_size": 151936}
-    given |= {"start": 0, "dtype": jnp.dtype("bfloat16"), "device": H200, **changed}
-    return CallKind(**{"rows": given["num_tokens"], **given})
+    given |= {"dtype": jnp.dtype("bfloat16"), "device": H200, **changed}
+    own = {name: given.pop(name) for name in ("has_temperature", "megatron") if name in given}
+    return LaunchedCall(call=Call(**given), rows=rows or given["num_tokens"], start=start, **own)
 
 
-def forward(of: CallKind, keep_cache: bool = False, group: str = "") -> Tape:
+def forward(of: LaunchedCall, keep_cache: bool = False, group: str = "") -> Tape:
     """Its results are log-probability and lse, and those of candidates."""
-    names = ("logprobs", "lse", *[PER_CANDIDATE] * (of.num_candidates > 0))
+    names = ("logprobs", "lse", *[PER_CANDIDATE] * (of.call.num_candidates > 0))
     return _passes.forward_tape(of, keep_cache, names, group)
 
 
 def backward(
-    of: CallKind, wanted: tuple[bool, bool] = (True, True), seeds: Any = ("logprobs", "entropy"), **how: Any
+    of: LaunchedCall, wanted: tuple[bool, bool] = (True, True), seeds: Any = ("logprobs", "entropy"), **how: Any
 ) -> Tape:
     """Given what the forward kept, if it keeps anything."""
-    kept = forward(of, keep_cache=True).outputs[3 + (of.num_candidates > 0) :]
+    kept = forward(of, keep_cache=True).outputs[3 + (of.call.num_candidates > 0) :]
     return _passes.gradients_tape(of, seeds, wanted, torch.bfloat16, kept, **how)
 
 
@@ -104,8 +105,8 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_nothing_is_launched_twice(name: str) -> None:
     """No kernel has the same operands as it had before in the pass."""
     of = head(**CALLS[name])
-    seeds = ("logprobs", "entropy", *[PER_CANDIDATE] * (of.num_candidates > 0))
-    for tape in (forward(of, keep_cache=True), backward(of, seeds=seeds, owns_cache=of.cache_bytes > 0)):
+    seeds = ("logprobs", "entropy", *[PER_CANDIDATE] * (of.call.num_candidates > 0))
+    for tape in (forward(of, keep_cache=True), backward(of, seeds=seeds, owns_cache=bool(of.call.cache_bytes))):
         steps = [(step.run, *((x.slot, x.shape) for x in step.operands)) for step in needed(tape)]
         assert len(steps) == len(set(steps))
 

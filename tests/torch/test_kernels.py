@@ -185,7 +185,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     T, V, K = 20, 528, 5
     problem, ranks = p.draw(T, H, V, torch.bfloat16), Ranks(monkeypatch)
     ids, seeds = p.candidates_like(problem.labels, K, V - 8), p.seeds_like(problem.labels, K=K)
-    call = p.told(V - 8, group="both", num_candidates=K, reduce_grad_hidden=True, implementation="mosaic_gpu")
+    call = p.told(V - 8, group="both", num_candidates=K, reduce_grad_hidden=True, requested=("mosaic_gpu",))
     named, operands = dict(zip(call.differentiable, seeds, strict=True)), parts_of(problem, candidates=ids)
 
     def on_both() -> list[list[torch.Tensor]]:
@@ -239,7 +239,7 @@ def test_shards_of_whole(
         weight = problem.weight[: vocab_size if "vocab_part_size" in options else V]
         whole = linear_logprobs(problem.hidden, weight, labels, vocab_size=vocab_size, **told, **given)
     ranks = Ranks(monkeypatch)
-    call = p.told(V, group="both", implementation="mosaic_gpu", **options)._replace(vocab_size=vocab_size)
+    call = p.told(vocab_size, group="both", requested=("mosaic_gpu",), **options)
     parts = parts_of(problem, **given)
     for ranks.rank in (0, 1, 0):  # what the first two send, the last one receives
         found = forward(parts[ranks.rank], call)
@@ -330,7 +330,7 @@ def test_a_floor_of_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.
         want = linear_logprobs(*problem, logit_floor=floor, stats=True, implementation="xla")
     launch_with("direct")
     ranks = Ranks(monkeypatch)
-    call = p.told(1040, group="both", implementation="mosaic_gpu", has_floor=True, stats=True)
+    call = p.told(1040, group="both", requested=("mosaic_gpu",), has_floor=True, stats=True)
     parts, found = parts_of(problem, floor=floor), []
     for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
         found.append(forward(parts[ranks.rank], call)[: len(call.fields)])

@@ -186,7 +186,7 @@ def test_entropy_without_a_gradient(entropy: Any) -> None:
 def test_the_sum_of_dweight_is_overwritten() -> None:
     """What XLA compiled: the sum that comes in is the sum that goes out, and no second one is made."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (2048, 64, 16384)
-    key = ProgramKey(p.told(V, implementation="xla"), 0, 1, precision=None)
+    key = ProgramKey(p.told(V, requested=("xla",)), 0, 1, precision=None)
     per_token = struct((1 + T * (1 + 4 + 2),), "int32")
     shapes = (struct((T, H), "bfloat16"), struct((V, H), "bfloat16"), None, per_token, struct((V, H), "float32"))
     run = program(pull_back, key, ("logprobs", "entropy"), (True, True, False), True, None, donate=(4,))

@@ -430,7 +430,7 @@ def test_nothing_used_is_no_error() -> None:
 def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str) -> None:
     """What XLA compiled: a product less than for both gradients, and nothing as large as V x H."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (1024, 64, 16384)
-    key = ProgramKey(p.told(V, implementation="xla"), 0, 1, precision=None)
+    key = ProgramKey(p.told(V, requested=("xla",)), 0, 1, precision=None)
     shapes = (struct((T, H), dtype), struct((V, H), dtype), None, struct((1 + T * (1 + 4 + 2),), "int32"), None)
 
     def compiled(wanted: tuple[bool, bool, bool]) -> jax.stages.Compiled:

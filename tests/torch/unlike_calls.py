@@ -69,10 +69,10 @@ def _unlike(local: p.Problem, group: dist.ProcessGroup, odd: bool) -> Iterator[U
     ids, one_pass, number = (
         p.candidates_like(labels) if odd else None,
         "one pass for the loss .*",
-        r"\(their number, or k\)",
+        r"\(their number\)",
     )
     yield Unlike(logprobs, dict(stats=odd), r"stats is False on ranks \[0.* and True on ranks \[1")
-    yield Unlike(logprobs, dict(entropy="metric" if odd else True), "entropy is 'grad' on ranks .* and 'metric' on")
+    yield Unlike(logprobs, dict(entropy="metric" if odd else True), 'entropy="metric" is False on ranks .* and True')
     yield Unlike(logprobs, dict(candidates=ids), rf"candidates {number} is 0 on ranks .* and 5 on")
     yield Unlike(logprobs, dict(reduce_grad_hidden=odd), "reduce_grad_hidden is False on ranks .* and True on")
     yield Unlike(logprobs, dict(logit_scale=1.0 + odd), "logit_scale is 1.0 on ranks .* and 2.0 on")
@@ -85,5 +85,5 @@ def _unlike(local: p.Problem, group: dist.ProcessGroup, odd: bool) -> Iterator[U
     yield Unlike(
         kl, dict(direction="reverse" if odd else "forward"), "direction is 'forward' on ranks .* and 'reverse'"
     )
-    yield Unlike(topk, dict(k=2 + odd), rf"candidates {number} is 2 on ranks .* and 3 on")
-    yield Unlike(kl if odd else logprobs, {}, "function is 'logprobs' on ranks .* and 'kl' on")
+    yield Unlike(topk, dict(k=2 + odd), "k is 2 on ranks .* and 3 on")
+    yield Unlike(kl if odd else logprobs, {}, "function is 'linear_logprobs' on ranks .* and 'linear_kl' on")
