@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from lce_jax.call import _checks, _describe, _options
-from lce_jax.call._describe import Place
+from lce_jax.call._describe import Bound, Place
 from lce_jax.call._options import LogprobOptions
 from lce_jax.mesh import _collectives
 from lce_jax.ops._logprobs import results
 from lce_jax.ops._loss import sum_of_losses
 from lce_jax.run import _token_chunks
-from lce_jax.types._types import Call, Results, is_array
+from lce_jax.types._types import Call, Results
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
@@ -129,30 +128,27 @@ def of_call(
 ) -> Array:
     """The loss of a call, over the mesh at ``place`` if it is sharded by name."""
     label_smoothing, z_loss, normalizer = _options.of_loss(reduction, label_smoothing, z_loss, normalizer)
-    told, smooths = _options.loss_call(options), label_smoothing > 0
     given = _options.of_call(
-        told, hidden, weight, labels, where, ignore_index, mean_logit=smooths, function="linear_cross_entropy",
+        _options.loss_call(options), hidden, weight, labels, where, ignore_index, mean_logit=label_smoothing > 0,
+        function="linear_cross_entropy",
     )  # fmt: skip
     if place is not None:
         _options.no_axis_name(given.call)
     given = _describe.describe(given)
     left = left_to_the_backward(reduction, options, given.call)
-    given = given.with_chunks(_token_chunks.chunk_bytes_of_loss(chunk_bytes, left))
+    most = _token_chunks.chunk_bytes_of_loss(chunk_bytes, left)
     divisor = None if normalizer is None else _describe.on_device(normalizer, labels)
     traced = None if isinstance(z_loss, float) else _describe.on_device(z_loss, labels)
-    (labels, where), (traced, divisor), agree = _agreed(labels, given.where, (traced, divisor), given.call.axis_name)
-    given = given._replace(labels=labels, where=where)
+    (labels, where), numbers, agree = _agreed(labels, given.where, (traced, divisor), given.call.axis_name)
+    given = given._replace(call=given.call.but(chunk_bytes=most), labels=labels, where=where)
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
-    if left is not None:
-        out = results(given, place, tuple(x for x in (traced, divisor) if x is not None))
-        return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
-    _describe.check_values(given)  # before jit, which traces them
-    arrays = {name: x for name, x in told.items() if is_array(x) and not isinstance(x, np.generic)}
-    arrays |= {} if told.get("lora") is None else {"lora": told["lora"]}
-    fixed = (*((name, x) for name, x in told.items() if name not in arrays),)
-    operands = hidden, weight, _describe.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
-    of_call = given.call.chunk_bytes, operands, where, traced, divisor, arrays
-    return _nan_where_different(agree, _in_forward(place, fixed, loss, *of_call))
+    if left is None:
+        call, *arrays = _describe.bind(given, place, numbers)
+        found = _in_forward(loss, call, arrays, numbers)
+    else:
+        out = results(given, place, tuple(x for x in numbers if x is not None))
+        found = _reduced(loss, out, where, *numbers)
+    return _nan_where_different(agree, found)
 
 
 def _agreed(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Array | None]:
@@ -183,58 +179,37 @@ def left_to_the_backward(reduction: Reduction | None, options: Mapping[str, Any]
     return _token_chunks.left_to_the_backward(call)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
-def _in_forward(
-    place: Place | None,
-    fixed: tuple[tuple[str, Hashable], ...],
-    loss: _Loss,
-    chunk_bytes: int | None,
-    operands: tuple[Array, Array, Array],
-    where: Array | None,
-    traced_z_loss: Array | None,
-    normalizer: Array | None,
-    arrays: dict[str, Array],
-) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _in_forward(loss: _Loss, call: Call, arrays: list[Any], numbers: tuple[Array | None, Array | None]) -> Array:
     """The loss by `linear_loss`. The divisor is in each token's loss, so that each gradient is rounded once.
 
     Jitted: outside ``jit`` each call would compile its loop.
     """
-    labels, dtype = operands[2], jnp.promote_types(operands[1].dtype, jnp.float32)
-
-    def per_token(x: Any) -> Array | None:
-        return None if x is None else jnp.broadcast_to(jnp.asarray(x, dtype), labels.shape)
-
-    smooths = loss.label_smoothing > 0
+    bound, (penalty, normalizer), smooths = Bound(call, *arrays), numbers, loss.label_smoothing > 0
+    rows, dtype = bound.rows, call.stat_dtype
 
     def loss_fn(logprob: Array, _: None, lse: Array, *more: Array | None) -> Array:
         mean_logit, share, penalty = more if smooths else (None, *more)
         found = _of_token(logprob, lse, mean_logit, loss.label_smoothing, loss.z_loss, penalty)
         return found if share is None else found * share
 
-    share = None if loss.reduction == "sum" else 1 / _divisor(where, normalizer, labels.size, dtype)
-    told: Any = dict(fixed) | arrays | {"cache_bytes": 0}
-    given = _options.of_call(told, *operands, where, mean_logit=smooths, function="linear_cross_entropy")
-    each = per_token(share), per_token(traced_z_loss)
-    return sum_of_losses(loss_fn, given.with_chunks(chunk_bytes), (each, {}), place)[0]
+    divisor = None if loss.reduction == "sum" else _divisor(rows.where, normalizer, rows.labels.size, dtype)
+    share = None if divisor is None else jnp.asarray(1 / divisor, dtype)
+    penalty = None if penalty is None else penalty.astype(dtype)
+    return sum_of_losses(loss_fn, bound, ((share, penalty), {}))[0]
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6), inline=True)
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _reduced(
-    out: Results,
-    where: Array | None,
-    traced_z_loss: Array | None,
-    normalizer: Array | None,
-    reduction: Reduction,
-    label_smoothing: float,
-    z_loss: float,
+    loss: _Loss, out: Results, where: Array | None, traced_z_loss: Array | None, normalizer: Array | None
 ) -> Array:
     """The loss from the results. Jitted: outside ``jit`` each number in an expression is a transfer."""
     outputs = out.outputs
-    loss = _of_token(outputs.logprobs, outputs.lse, out.mean_logit, label_smoothing, z_loss, traced_z_loss)
-    if reduction == "none":
-        return loss
-    total = jnp.sum(loss)
-    return total if reduction == "sum" else total / _divisor(where, normalizer, loss.size, loss.dtype)
+    each = _of_token(outputs.logprobs, outputs.lse, out.mean_logit, loss.label_smoothing, loss.z_loss, traced_z_loss)
+    if loss.reduction == "none":
+        return each
+    total = jnp.sum(each)
+    return total if loss.reduction == "sum" else total / _divisor(where, normalizer, each.size, each.dtype)
 
 
 def _of_token(

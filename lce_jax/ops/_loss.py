@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.call import _describe, _options
-from lce_jax.call._describe import Place
-from lce_jax.call._options import Given
+from lce_jax.call._describe import Bound, Place
 from lce_jax.mesh import _collectives
 from lce_jax.run import _loss, _runner, _token_chunks
 from lce_jax.run._loss import Inputs, axes_of_tokens
@@ -162,22 +161,19 @@ def of_call(
         options=names,
         mean=("jnp.mean(x, -1)", "jnp.sum(jnp.where(mask, x, 0), -1) / jnp.maximum(jnp.sum(mask, -1), 1)"),
     )
-    return sum_of_losses(loss_fn, given, (per_token, named), place, refusal)
+    arguments = per_token, named
+    return sum_of_losses(loss_fn, _describe.bind(_describe.describe(given), place, arguments), arguments, refusal)
 
 
 def sum_of_losses(
-    loss_fn: Any,
-    given: Given,
-    arguments: Any,
-    place: Place | None = None,
-    refusal: Callable[[str], ValueError] | None = None,
+    loss_fn: Any, bound: Bound, arguments: Any, refusal: Callable[[str], ValueError] | None = None
 ) -> tuple[Array, LogprobOutput]:
-    """`linear_loss` of a call, over the mesh at ``place`` if there is one; ``arguments``: by place, and by name.
+    """`linear_loss` of a call; ``arguments``: by place, and by name.
 
     A call that has a mean logit gives it to ``loss_fn`` after the other results. ``refusal``: what to raise if
     ``loss_fn`` mixes tokens; None for one of our own.
     """
-    call, primals, rows, agree = _describe.bind(_describe.describe(given), place, arguments)
+    call, primals, rows, agree = bound
     flat, own = _loss.leaves_of_arguments(arguments, rows.labels)
     if call.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)
