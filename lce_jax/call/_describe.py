@@ -1,6 +1,6 @@
 """A call: its arguments checked once, where they lie, the implementation that serves it, its rows, and what is static.
 
-    Given ─ `describe` ─ where it lies ─ `choose` ─ `operands` ─▶ Bound
+    Arguments ─ `describe_call` ─ where it lies ─ `choose_implementation` ─ `make_operands` ─▶ Bound
 
 Rows that ``where`` leaves out move to the end, after the live ones: tiles that hold only dead rows are never computed.
 """
@@ -20,19 +20,16 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lce_jax.call import _checks, _dispatch, _options
-from lce_jax.call._options import Given
+from lce_jax.call._options import Arguments, MeshPlacement
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives, _layout
 from lce_jax.mesh._custom_partitioning import check_rules_are_read
-from lce_jax.mesh._layout import Layout, layout_of_arrays, layout_of_names
+from lce_jax.mesh._layout import Layout, layout_of_arrays
 from lce_jax.types import _jax, scalars
 from lce_jax.types._types import Call, Primals, is_array
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from lce_jax.mesh._layout import Axes
     from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
@@ -120,7 +117,7 @@ def tag_also(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
     return rows._replace(tags=_collectives.tags([rows.tags, *lax.stop_gradient(arrays)], rows.where))
 
 
-def weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
+def make_mixture_weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
     """Of student and teacher, 1 - β and β. That of a number is rounded once, because near β = 1 float32 has few."""
     if is_array(beta):
         return _of_teachers_weight(on_device(beta, like), shape, dtype)
@@ -262,35 +259,13 @@ def expand(order: Compaction, tree: Any) -> Any:
 # Where a call runs
 
 
-class Place(NamedTuple):
-    """Where a call runs: the mesh and axes that the caller names, if any."""
-
-    mesh: Mesh | AbstractMesh | None = None
-    vocab_axis: Axes = None
-    batch_axes: Axes = None
-    sequence_axis: Axes = None
-
-    @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh | None, *axes: Axes) -> Place:
-        """With a hash, also where a caller gives lists of axes."""
-        return cls(mesh, *(names if names is None or isinstance(names, str) else tuple(names) for names in axes))
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the caller names any."""
-        return self.mesh is not None or bool(self.vocab_axis or self.batch_axes or self.sequence_axis)
-
-    def layout(self, given: Given) -> Layout:
-        """How the names split checked operands."""
-        _options.no_axis_name(given.call)
-        _checks.mesh(self.mesh)
-        return layout_of_names(given.hidden, given.weight, given.call.vocab_dim, **self._asdict())
-
-
-def layout_of(given: Given, per_token: list[Any], place: Place) -> tuple[Layout | None, Layout | None]:
+def find_layout(
+    given: Arguments, per_token: list[Any], placement: MeshPlacement
+) -> tuple[Layout | None, Layout | None]:
     """How the operands lie on a mesh, if they do; and if it is not XLA that partitions the call, over Auto axes."""
-    if place.is_named:
-        return (place.layout(given),) * 2
+    if placement.names_axes:
+        _options.refuse_axis_name(given.call.axis_name)
+        return (placement.find_layout(given),) * 2
     call, arrays = given.call, (given.hidden, given.weight, per_token)
     layout = None if call.axis_name is not None else layout_of_arrays(*arrays, call.vocab_dim)
     if layout is None or AxisType.Explicit in layout.mesh.axis_types:
@@ -299,9 +274,9 @@ def layout_of(given: Given, per_token: list[Any], place: Place) -> tuple[Layout 
     return layout, None
 
 
-def share(call: Call, layout: Layout | None) -> Call:
+def divide_call(call: Call, layout: Layout | None) -> Call:
     """What one device computes of it, with the implementation."""
-    call = choose(call, mesh=layout)
+    call = choose_implementation(call, mesh=layout)
     if layout is None:
         return call
     return dataclasses.replace(
@@ -321,22 +296,22 @@ class Bound(NamedTuple):
     agree: Bool[Array, "*b"] | None  # inside ``shard_map``: the rows that all shards of the vocabulary were given alike
 
 
-def bind(given: Given, place: Place | None = None, others: Any = ()) -> Bound:
-    """A call over the mesh at ``place``, over the one that the operands name, or of this device.
+def bind_call(given: Arguments, others: Any = ()) -> Bound:
+    """A call over the mesh of its placement, over the one that the operands name, or of this device.
 
     ``others`` are further operands, which may name the mesh too.
     """
     call = given.call
     mesh: Layout | AbstractMesh | None
-    if place is not None:
-        mesh = place.layout(given)
+    if given.placement is not None:
+        mesh = given.placement.find_layout(given)
     else:
         arrays = (*given[1:5], given.bias, given.temperature, given.candidates, others)
         mesh = _layout.mesh_of(arrays, call.function, call.asks_for_tiles)
         mesh = mesh if call.axis_name is None else None
     shards = 1 if call.axis_name is None else _checks.axis_size(call.axis_name)
-    call = choose(call, call.columns * shards, mesh)
-    primals, rows = operands(call, given)
+    call = choose_implementation(call, call.columns * shards, mesh)
+    primals, rows = make_operands(call, given)
     if call.axis_name is None:
         return Bound(call, primals, rows, None)
     _checks.split(primals, given.lora, call)
@@ -344,7 +319,7 @@ def bind(given: Given, place: Place | None = None, others: Any = ()) -> Bound:
     return Bound(call, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
 
 
-def describe(given: Given) -> Given:
+def describe_call(given: Arguments) -> Arguments:
     """With a call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
     call, hidden, weight, labels, where, *_ = given
     if labels is None:
@@ -384,7 +359,7 @@ def _kept(labels: Array, where: Array | None, ignore_index: int) -> Array:
     return kept if where is None else kept & where
 
 
-def check_values(given: Given) -> None:
+def check_values(given: Arguments) -> None:
     """Refuses wrong temperatures and floors of a described call, as far as their values are known."""
     shape, where = tuple(given.labels.shape), given.where
     _checks.temperature(given.temperature, shape, where)
@@ -392,7 +367,7 @@ def check_values(given: Given) -> None:
         _checks.logit_floor(given.logit_floor, shape, where)
 
 
-def choose(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
+def choose_implementation(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
     """With the true vocabulary and the implementation; over a layout, those of one device's share.
 
     ``columns``: of all shards. None: the call's own, or some number where an axis splits them.
@@ -416,7 +391,7 @@ def choose(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh |
     )
 
 
-def operands(call: Call, given: Given) -> tuple[Primals, Rows]:
+def make_operands(call: Call, given: Arguments) -> tuple[Primals, Rows]:
     """The arrays of a call: those with gradients, and the per-token ones."""
     labels = given.labels
     if labels is None:

@@ -139,7 +139,7 @@ class HeadSettings:
         if self.dtype is not None:
             check_dtype("dtype", self.dtype)
         if self.precision is not None:
-            _options.checked("precision", {"precision": self.precision})
+            _options.check_option("precision", {"precision": self.precision})
         _checks.mesh(self.mesh)
         if self.mesh is not None and not self.on_mesh:
             raise ValueError("mesh without an axis: name one as vocab_axis, batch_axes or sequence_axis")
@@ -235,7 +235,7 @@ def _check_names(
     loss_fn: Callable[..., Any] | None,
 ) -> None:
     """Refuses what belongs to a head, and names that nobody knows. ``function`` refuses options of other functions."""
-    known = [name for name in _options.keywords_of(function) if name not in own]
+    known = [name for name in _options.list_keywords(function) if name not in own]
     if again := [name for name in given if name in own]:
         may = ", ".join(known)
         raise TypeError(f"LMHead.{method}: {again[0]} is set where the head is made; a call may set {may}")

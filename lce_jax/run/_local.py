@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from lce_jax import mosaic
 from lce_jax.call import _describe, _dispatch, _options
 from lce_jax.call._describe import Rows
-from lce_jax.call._options import Given
+from lce_jax.call._options import Arguments
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
 from lce_jax.mathematics._statistics import pack, unpack
@@ -46,13 +46,13 @@ class LogprobPart(NamedTuple):
     ) -> LogprobPart:  # fmt: skip
         """With ``options`` of `linear_logprobs`. The first ``num_rows`` rows count."""
         rank, wanted = hidden.shape[1] - weight.shape[1], {}
-        if rank:  # of an adapter: what `_describe.operands` puts there is there
+        if rank:  # of an adapter: what `_describe.make_operands` puts there is there
             options, bias, wanted = {**options, "bias": None}, options["bias"], {"wanted": Wanted(weight=False)}
-        given = _options.of_call(options, hidden[:, : weight.shape[1]], weight, labels, mean_logit=mean_logit)
-        given = _describe.describe(given)
+        given = _options.parse_arguments(options, hidden[:, : weight.shape[1]], weight, labels, mean_logit=mean_logit)
+        given = _describe.describe_call(given)
         given = given._replace(hidden=hidden, bias=bias if rank else given.bias)
         call = _chosen(given._replace(call=given.call.but(partial_rows=True, rank=rank, **wanted)))
-        primals, rows = _describe.operands(call, given)
+        primals, rows = _describe.make_operands(call, given)
         return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
 
     def statistics(self, keep_cache: bool) -> tuple[ShardStatistics, Any]:
@@ -93,16 +93,20 @@ def kl_part(
     given = KLArguments.of(Pair(*zip(hidden, weight, strict=True)), where, direction, options)
     heads = given.describe()
     calls = Pair(*map(_chosen, heads))
-    (own, rows), (others, teachers_rows) = map(_describe.operands, calls, heads)
+    (own, rows), (others, teachers_rows) = map(_describe.make_operands, calls, heads)
     call = given.of_both(*calls)
     if given.beta is not None:
-        rows = rows._replace(weights=_describe.weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels))
+        rows = rows._replace(
+            weights=_describe.make_mixture_weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels)
+        )
     return KLPart.of(call, Pair(own, others), Pair(rows, teachers_rows), jnp.int32(vocab_start))
 
 
-def _chosen(given: Given) -> Call:
+def _chosen(given: Arguments) -> Call:
     """Of how many shards there are, the bridge alone knows: any vocab_size may leave padding."""
-    return _describe.choose(given.call, scalars.INT32_MAX).but(padded=given.call.given_vocab_size is not None)
+    return _describe.choose_implementation(given.call, scalars.INT32_MAX).but(
+        padded=given.call.given_vocab_size is not None
+    )
 
 
 __all__ = [
