@@ -35,25 +35,38 @@ type Same = Literal["same"]
 type Unset = Literal["unset"]
 
 
-class OptionsBesideEntropy(TypedDict, total=False):
-    """The keyword options that public functions share, but one; `linear_logprobs` says what each means."""
+# Static checkers read these classes and not the table below: a test compares the two. Flax's heads inherit them too.
+
+
+class CallOptions(TypedDict, total=False):
+    """What any call may set; `linear_logprobs` says what each option means."""
 
     temperature: float | Float[ArrayLike, "..."]
-    logit_softcap: float | Float[ArrayLike, ""] | None
-    logit_scale: float | Float[ArrayLike, ""]
-    stats: bool
-    vocab_size: int | None
-    weight_layout: Literal["vh", "hv"]
     axis_name: str | tuple[str, ...] | None
-    cache_bytes: int | None
-    precision: PrecisionLike
     implementation: str | tuple[str, ...] | None
-    bias: Float[ArrayLike, "V"] | None
-    candidates: Int[ArrayLike, "*b K"] | None
+
+
+class GradientOptions(CallOptions, total=False):
+    """With those of a differentiable call."""
+
+    cache_bytes: int | None
     gradient_threshold: float
     vocab_part_size: int | None
     logit_floor: float | Float[ArrayLike, "..."] | None
+
+
+class OptionsBesideEntropy(GradientOptions, total=False):
+    """With those of a model's head, and of a call that returns more: all of `linear_logprobs` but one."""
+
+    logit_softcap: float | Float[ArrayLike, ""] | None
+    logit_scale: float | Float[ArrayLike, ""]
+    vocab_size: int | None
+    weight_layout: Literal["vh", "hv"]
+    precision: PrecisionLike
+    bias: Float[ArrayLike, "V"] | None
     lora: Lora | None
+    stats: bool
+    candidates: Int[ArrayLike, "*b K"] | None
 
 
 class LogprobOptions(OptionsBesideEntropy, total=False):
@@ -301,7 +314,7 @@ def parse_arguments(
     function = function if top_k is None else "linear_topk"
     if function in WITH_LABELS:
         scalars.given_labels(labels, _checks.NO_LABELS)
-    of = {name: check_option(name, given) for name in LogprobOptions.__annotations__}
+    of = {name: check_option(name, given) for name in list_options("linear_logprobs")}
     scale, softcap, candidates = of["logit_scale"], of["logit_softcap"], of["candidates"]
     traced = is_array(scale) or is_array(softcap)
     placement = of["axis_name"] if isinstance(of["axis_name"], MeshPlacement) else None
