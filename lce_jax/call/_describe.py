@@ -58,35 +58,15 @@ class Rows(NamedTuple):
         return jnp.arange(self.labels.shape[0], dtype=jnp.int32) < self.num_rows
 
 
-def rows_of_call(
-    labels: Any,
-    where: Any,
-    temperature: Any,
-    vocab_size: int,
-    dtype: Any,
-    scale: Any = None,
-    softcap: Any = None,
-    candidates: Any = None,
-    floor: Any = None,
-) -> Rows:
-    """The per-token operands of a call, temperature and floor checked; ids outside [0, vocab_size) become -1."""
-    floor = None if floor is None else _checks.logit_floor(floor, labels.shape, where)
-    factors = (_checks.temperature(temperature, labels.shape, where), scale, softcap, floor)
-    arrays = tuple(None if factor is None else on_device(factor, labels) for factor in factors)
-    where = None if where is None else jnp.asarray(where)
-    candidates = None if candidates is None else int32_labels(candidates, "candidates")
-    return _of_arrays(int32_labels(labels), where, arrays, candidates, vocab_size, dtype)
-
-
 @functools.partial(jax.jit, static_argnums=1, inline=True, keep_unused=True)
 def no_labels(like: Array, shape: tuple[int, ...]) -> Array:
-    """The labels of a call that has none, on the devices of ``like``. Jitted for the reason that `_of_arrays` gives."""
+    """The labels of a call that has none, on the devices of ``like``. Jitted for the reason that `_make_rows` gives."""
     del like
     return jnp.full(shape, -1, jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5), inline=True)
-def _of_arrays(
+def _make_rows(
     labels: Array, where: Array | None, factors: Any, candidates: Array | None, vocab_size: int, dtype: Any
 ) -> Rows:
     """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
@@ -110,7 +90,7 @@ def tagged(rows: Rows) -> Rows:
     return rows._replace(tags=_collectives.tags([x for x in columns if x is not None], rows.where))
 
 
-def tag_also(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
+def tag_arrays(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
     """``rows`` with tags of further ``arrays``, ``[*b, ...]`` each, that no type shows to be equal on every shard."""
     if not arrays or rows.tags is None or _jax.tracks_varying(call.axis_name):
         return rows
@@ -120,12 +100,12 @@ def tag_also(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
 def make_mixture_weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
     """Of student and teacher, 1 - β and β. That of a number is rounded once, because near β = 1 float32 has few."""
     if is_array(beta):
-        return _of_teachers_weight(on_device(beta, like), shape, dtype)
+        return _spread_teachers_weight(on_device(beta, like), shape, dtype)
     return Pair(*(per_token(on_device(weight, like), shape, dtype) for weight in (1.0 - beta, beta)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _of_teachers_weight(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
+def _spread_teachers_weight(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
     beta = per_token(beta, shape, dtype)
     return Pair(1.0 - beta, beta)
 
@@ -195,20 +175,18 @@ def int32_labels(labels: Any, name: str = "labels") -> Array:
     """
     _checks.label_array(labels, name)
     if isinstance(labels, np.ndarray | np.generic):
-        return on_device(_clamped(labels, np))
-    return _int32(jnp.asarray(labels))
+        return on_device(_clamp(labels, np))
+    return _clamp_jitted(jnp.asarray(labels))
 
 
-@functools.partial(jax.jit, inline=True)
-def _int32(labels: Array) -> Array:
-    return _clamped(labels, jnp)
-
-
-def _clamped(labels: Any, numpy: Any) -> Any:
+def _clamp(labels: Any, numpy: Any) -> Any:
     info, int32 = jnp.iinfo(labels.dtype), np.iinfo(np.int32)
     if info.min < int32.min or info.max > int32.max:
         labels = numpy.clip(labels, max(info.min, int32.min), int32.max)
     return labels.astype(np.int32)
+
+
+_clamp_jitted = jax.jit(functools.partial(_clamp, numpy=jnp), inline=True)
 
 
 def owned(ids: Int[Array, "..."], start: Any, columns: int) -> Int[Array, "..."]:
@@ -330,7 +308,7 @@ def describe_call(given: Arguments) -> Arguments:
     if given.labels is not None:
         _checks.warn_of_labels(labels, where, given.ignore_index, call.but(columns=columns))
     if given.ignore_index is not None:
-        where = _kept(int32_labels(labels), where, given.ignore_index)
+        where = _leave_out(int32_labels(labels), where, given.ignore_index)
     if given.lora is not None and (given.lora[0].shape[1], given.lora[1].shape[0]) != (hidden.shape[-1], columns):
         a, b, _ = given.lora
         raise ValueError(
@@ -354,7 +332,7 @@ def describe_call(given: Arguments) -> Arguments:
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
-def _kept(labels: Array, where: Array | None, ignore_index: int) -> Array:
+def _leave_out(labels: Array, where: Array | None, ignore_index: int) -> Array:
     kept = labels != ignore_index
     return kept if where is None else kept & where
 
@@ -392,14 +370,20 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
 
 
 def make_operands(call: Call, given: Arguments) -> tuple[Primals, Rows]:
-    """The arrays of a call: those with gradients, and the per-token ones."""
+    """The arrays of a call: those with gradients, and the per-token ones; ids outside [0, vocab_size) become -1."""
     labels = given.labels
     if labels is None:
         labels = no_labels(jnp.asarray(given.hidden), tuple(given.hidden.shape[:-1]))
     arrays = Primals(given.hidden, given.weight, given.bias), given.lora
     primals, lora = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), arrays)
-    factors = (given.temperature, call.vocab_size, call.stat_dtype, given.logit_scale, given.logit_softcap)
-    rows = rows_of_call(labels, given.where, *factors, given.candidates, given.logit_floor)
+    shape, where, candidates = labels.shape, given.where, given.candidates
+    floor = None if given.logit_floor is None else _checks.logit_floor(given.logit_floor, shape, where)
+    temperature = _checks.temperature(given.temperature, shape, where)
+    factors = temperature, given.logit_scale, given.logit_softcap, floor
+    on_devices = tuple(None if factor is None else on_device(factor, labels) for factor in factors)
+    where = None if where is None else jnp.asarray(where)
+    candidates = None if candidates is None else int32_labels(candidates, "candidates")
+    rows = _make_rows(int32_labels(labels), where, on_devices, candidates, call.vocab_size, call.stat_dtype)
     return primals if lora is None else _with_adapter(call, primals, rows.where, *lora), rows
 
 

@@ -200,6 +200,7 @@ def compute_results(arguments: Arguments, numbers: tuple[Array, ...] = ()) -> Re
     The results are NaN if shards were given different ``numbers``, arrays of shape ().
     """
     call, primals, rows, agree = _describe.bind_call(arguments)
-    rows = _describe.tag_also(call, rows, tuple(jnp.broadcast_to(x, rows.labels.shape) for x in numbers))
+    if call.axis_name is not None:
+        rows = _describe.tag_arrays(call, rows, tuple(jnp.broadcast_to(x, rows.labels.shape) for x in numbers))
     found = _runner.run(LOGPROBS, call, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

@@ -162,7 +162,8 @@ def sum_losses(
     if call.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)
         agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
-    inputs = Inputs(primals, _describe.tag_also(call, rows, flat), flat, ())
+        rows = _describe.tag_arrays(call, rows, flat)
+    inputs = Inputs(primals, rows, flat, ())
     axes = axes_of_tokens(call, inputs)
     run, held = (_loss.run, loss_fn) if _jax.is_traced() else _loss.outside_jit(loss_fn)
     loss, constants = _loss.trace(held, own, call, inputs, axes)
