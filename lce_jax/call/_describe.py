@@ -238,13 +238,13 @@ def expand(order: Compaction, tree: Any) -> Any:
 
 
 def find_layout(
-    given: Arguments, per_token: list[Any], placement: MeshPlacement
+    arguments: Arguments, per_token: list[Any], placement: MeshPlacement
 ) -> tuple[Layout | None, Layout | None]:
     """How the operands lie on a mesh, if they do; and if it is not XLA that partitions the call, over Auto axes."""
     if placement.names_axes:
-        _options.refuse_axis_name(given.call.axis_name)
-        return (placement.find_layout(given),) * 2
-    call, arrays = given.call, (given.hidden, given.weight, per_token)
+        _options.refuse_axis_name(arguments.call.axis_name)
+        return (placement.find_layout(arguments),) * 2
+    call, arrays = arguments.call, (arguments.hidden, arguments.weight, per_token)
     layout = None if call.axis_name is not None else layout_of_arrays(*arrays, call.vocab_dim)
     if layout is None or AxisType.Explicit in layout.mesh.axis_types:
         return layout, layout
@@ -274,49 +274,52 @@ class Bound(NamedTuple):
     agree: Bool[Array, "*b"] | None  # inside ``shard_map``: the rows that all shards of the vocabulary were given alike
 
 
-def bind_call(given: Arguments, others: Any = ()) -> Bound:
+def bind_call(arguments: Arguments, others: Any = ()) -> Bound:
     """A call over the mesh of its placement, over the one that the operands name, or of this device.
 
     ``others`` are further operands, which may name the mesh too.
     """
-    call = given.call
+    call = arguments.call
     mesh: Layout | AbstractMesh | None
-    if given.placement is not None:
-        mesh = given.placement.find_layout(given)
+    if arguments.placement is not None:
+        mesh = arguments.placement.find_layout(arguments)
     else:
-        arrays = (*given[1:5], given.bias, given.temperature, given.candidates, others)
+        arrays = (*arguments[1:5], arguments.bias, arguments.temperature, arguments.candidates, others)
         mesh = _layout.mesh_of(arrays, call.function, call.asks_for_tiles)
         mesh = mesh if call.axis_name is None else None
     shards = 1 if call.axis_name is None else _checks.axis_size(call.axis_name)
     call = choose_implementation(call, call.columns * shards, mesh)
-    primals, rows = make_operands(call, given)
+    primals, rows = make_operands(call, arguments)
     if call.axis_name is None:
         return Bound(call, primals, rows, None)
-    _checks.split(primals, given.lora, call)
+    _checks.split(primals, arguments.lora, call)
     rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, call.axis_name)
     return Bound(call, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
 
 
-def describe_call(given: Arguments) -> Arguments:
+def describe_call(arguments: Arguments) -> Arguments:
     """With a call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
-    call, hidden, weight, labels, where, *_ = given
+    call, hidden, weight, labels, where, *_ = arguments
     if labels is None:
         _checks.array("hidden", hidden)
         labels = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
-    _checks.operands(hidden, weight, labels, where, given.bias, call)
+    _checks.operands(hidden, weight, labels, where, arguments.bias, call)
     columns = weight.shape[call.vocab_dim]
-    if given.labels is not None:
-        _checks.warn_of_labels(labels, where, given.ignore_index, call.but(columns=columns))
-    if given.ignore_index is not None:
-        where = _leave_out(int32_labels(labels), where, given.ignore_index)
-    if given.lora is not None and (given.lora[0].shape[1], given.lora[1].shape[0]) != (hidden.shape[-1], columns):
-        a, b, _ = given.lora
+    if arguments.labels is not None:
+        _checks.warn_of_labels(labels, where, arguments.ignore_index, call.but(columns=columns))
+    if arguments.ignore_index is not None:
+        where = _leave_out(int32_labels(labels), where, arguments.ignore_index)
+    if arguments.lora is not None and (arguments.lora[0].shape[1], arguments.lora[1].shape[0]) != (
+        hidden.shape[-1],
+        columns,
+    ):
+        a, b, _ = arguments.lora
         raise ValueError(
             f"lora's A {tuple(a.shape)} and B {tuple(b.shape)} must be [r, {hidden.shape[-1]}] and [{columns}, r], of "
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
         )
-    if given.candidates is not None:
-        scalars.candidate_shape("candidates", given.candidates.shape, labels.shape, "labels")
+    if arguments.candidates is not None:
+        scalars.candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
     dtype, of_hidden = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     of_hidden = jnp.promote_types(of_hidden, dtype) if call.rank else of_hidden
     call = call.but(
@@ -328,7 +331,7 @@ def describe_call(given: Arguments) -> Arguments:
         partial_rows=where is not None,
         device=_dispatch.current_device(weight, hidden, labels, where),
     )
-    return given._replace(call=call, where=where, ignore_index=None)
+    return arguments._replace(call=call, where=where, ignore_index=None)
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
@@ -337,12 +340,12 @@ def _leave_out(labels: Array, where: Array | None, ignore_index: int) -> Array:
     return kept if where is None else kept & where
 
 
-def check_values(given: Arguments) -> None:
+def check_values(arguments: Arguments) -> None:
     """Refuses wrong temperatures and floors of a described call, as far as their values are known."""
-    shape, where = tuple(given.labels.shape), given.where
-    _checks.temperature(given.temperature, shape, where)
-    if given.logit_floor is not None:
-        _checks.logit_floor(given.logit_floor, shape, where)
+    shape, where = tuple(arguments.labels.shape), arguments.where
+    _checks.temperature(arguments.temperature, shape, where)
+    if arguments.logit_floor is not None:
+        _checks.logit_floor(arguments.logit_floor, shape, where)
 
 
 def choose_implementation(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
@@ -369,17 +372,17 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
     )
 
 
-def make_operands(call: Call, given: Arguments) -> tuple[Primals, Rows]:
+def make_operands(call: Call, arguments: Arguments) -> tuple[Primals, Rows]:
     """The arrays of a call: those with gradients, and the per-token ones; ids outside [0, vocab_size) become -1."""
-    labels = given.labels
+    labels = arguments.labels
     if labels is None:
-        labels = no_labels(jnp.asarray(given.hidden), tuple(given.hidden.shape[:-1]))
-    arrays = Primals(given.hidden, given.weight, given.bias), given.lora
+        labels = no_labels(jnp.asarray(arguments.hidden), tuple(arguments.hidden.shape[:-1]))
+    arrays = Primals(arguments.hidden, arguments.weight, arguments.bias), arguments.lora
     primals, lora = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), arrays)
-    shape, where, candidates = labels.shape, given.where, given.candidates
-    floor = None if given.logit_floor is None else _checks.logit_floor(given.logit_floor, shape, where)
-    temperature = _checks.temperature(given.temperature, shape, where)
-    factors = temperature, given.logit_scale, given.logit_softcap, floor
+    shape, where, candidates = labels.shape, arguments.where, arguments.candidates
+    floor = None if arguments.logit_floor is None else _checks.logit_floor(arguments.logit_floor, shape, where)
+    temperature = _checks.temperature(arguments.temperature, shape, where)
+    factors = temperature, arguments.logit_scale, arguments.logit_softcap, floor
     on_devices = tuple(None if factor is None else on_device(factor, labels) for factor in factors)
     where = None if where is None else jnp.asarray(where)
     candidates = None if candidates is None else int32_labels(candidates, "candidates")

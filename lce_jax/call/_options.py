@@ -210,22 +210,24 @@ OPTIONS: dict[str, Option] = {
 
 @functools.cache
 def list_options(function: str) -> tuple[str, ...]:
-    """The options that a function has."""
-    return tuple(name for name, option in OPTIONS.items() if function not in option.not_of)
+    """The options that a function has. Those over a mesh have no ``axis_name``."""
+    base = function.removeprefix("sharded_")
+    names = [name for name, option in OPTIONS.items() if base not in option.not_of]
+    return tuple(name for name in names if name != "axis_name" or base == function)
 
 
 def check_names(
-    function: Callable[..., Any], given: Mapping[str, Any], loss_fn: Callable[..., Any] | None = None
+    function: Callable[..., Any], options: Mapping[str, Any], loss_fn: Callable[..., Any] | None = None
 ) -> None:
     """Refuses names in ``**options`` that ``function`` does not have; the message lists those that it does."""
-    if given.keys() <= set(list_options(function.__name__)):
+    if options.keys() <= set(list_options(function.__name__)):
         return
     name, keywords = function.__name__, list_keywords(function)
-    if isinstance(given.get("axis_name"), MeshPlacement):
+    if isinstance(options.get("axis_name"), MeshPlacement):
         name, keywords = f"sharded_{name}", (*MeshPlacement._fields, *(x for x in keywords if x != "axis_name"))
-    if unknown := [option for option in given if option not in OPTIONS]:
+    if unknown := [option for option in options if option not in OPTIONS]:
         raise scalars.unknown_options(name, unknown, keywords, loss_fn)
-    refuse_options(name, given)
+    refuse_options(name, options)
 
 
 @functools.cache
@@ -244,11 +246,11 @@ OWN_WORDS = {
 }
 
 
-def refuse_options(function: str, given: Mapping[str, Any]) -> None:
+def refuse_options(function: str, options: Mapping[str, Any]) -> None:
     """Refuses options of other functions."""
     base = function.removeprefix("sharded_")
-    said = *list_options(base), *OWN_WORDS.get(base, ())
-    if wrong := [name for name in given if name not in said]:
+    known = *list_options(base), *OWN_WORDS.get(base, ())
+    if wrong := [name for name in options if name not in known]:
         raise TypeError(f"{function} has no option {', '.join(wrong)}")
 
 
@@ -290,16 +292,16 @@ class Arguments(NamedTuple):
     placement: MeshPlacement | None  # None: on this device, over ``axis_name``, or as the operands lie
 
 
-def check_option(name: str, given: Mapping[str, Any]) -> Any:
+def check_option(name: str, options: Mapping[str, Any]) -> Any:
     """The value of an option, checked unless it is the default."""
     option = OPTIONS[name]
-    value = given.get(name, option.default)
+    value = options.get(name, option.default)
     is_default = type(value) is type(option.default) and value == option.default
     return value if is_default else option.check(name, value)
 
 
 def parse_arguments(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     hidden: Any = None,
     weight: Any = None,
     labels: Any = None,
@@ -309,33 +311,33 @@ def parse_arguments(
     function: str = "linear_logprobs",
     top_k: Any = None,
 ) -> Arguments:
-    """The options ``given`` to ``function``, and its arrays. It returns the ``top_k`` if it is `linear_topk`."""
-    given = given if top_k is None else {**given, "entropy": False}
+    """The options of ``function``, checked, and its arrays. With a ``top_k`` the function is `linear_topk`."""
+    options = options if top_k is None else {**options, "entropy": False}
     function = function if top_k is None else "linear_topk"
     if function in WITH_LABELS:
         scalars.given_labels(labels, _checks.NO_LABELS)
-    of = {name: check_option(name, given) for name in list_options("linear_logprobs")}
-    scale, softcap, candidates = of["logit_scale"], of["logit_softcap"], of["candidates"]
+    checked = {name: check_option(name, options) for name in list_options("linear_logprobs")}
+    scale, softcap, candidates = checked["logit_scale"], checked["logit_softcap"], checked["candidates"]
     traced = is_array(scale) or is_array(softcap)
-    placement = of["axis_name"] if isinstance(of["axis_name"], MeshPlacement) else None
-    named = {name: of[name] for name in ("entropy", "stats", "weight_layout", "precision")}
-    kept = {name: of[name] for name in ("cache_bytes", "gradient_threshold")}
-    part_size = of["vocab_part_size"]
+    placement = checked["axis_name"] if isinstance(checked["axis_name"], MeshPlacement) else None
+    named = {name: checked[name] for name in ("entropy", "stats", "weight_layout", "precision")}
+    kept = {name: checked[name] for name in ("cache_bytes", "gradient_threshold")}
+    part_size = checked["vocab_part_size"]
     call = Call(
         logit_scale=1.0 if traced else scale,
         logit_softcap=1.0 if traced and softcap is not None else softcap,
         mean_logit=mean_logit,
-        has_bias=of["bias"] is not None,
+        has_bias=checked["bias"] is not None,
         num_candidates=0 if candidates is None else candidates.shape[-1],
         traced_scale=traced,
         vocab_part_size=None if part_size is None else scalars.part_size(part_size, **kept),
-        has_floor=of["logit_floor"] is not None,
-        rank=0 if of["lora"] is None else scalars.padded_rank(of["lora"][0].shape[0]),
+        has_floor=checked["logit_floor"] is not None,
+        rank=0 if checked["lora"] is None else scalars.padded_rank(checked["lora"][0].shape[0]),
         top_k=0 if top_k is None else scalars.num_largest(top_k),
         function=function,
-        requested=of["implementation"],
-        given_vocab_size=of["vocab_size"],
-        axis_name=of["axis_name"] if placement is None else None,
+        requested=checked["implementation"],
+        given_vocab_size=checked["vocab_size"],
+        axis_name=checked["axis_name"] if placement is None else None,
         **named,
         **kept,
     )
@@ -348,29 +350,31 @@ def parse_arguments(
         scalars.alone_with_floor(call.num_candidates, mean_logit)
     factors: tuple[Any, Any] = (scale, softcap) if traced else (None, None)
     ignored = None if ignore_index is None else scalars.integer("ignore_index", ignore_index)
-    others = of["bias"], of["candidates"], of["logit_floor"], of["lora"], ignored, placement
-    return Arguments(call, hidden, weight, labels, where, of["temperature"], *factors, *others)
+    others = checked["bias"], checked["candidates"], checked["logit_floor"], checked["lora"], ignored, placement
+    return Arguments(call, hidden, weight, labels, where, checked["temperature"], *factors, *others)
 
 
-def parse_arguments_with_ids(given: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, where: Any) -> Arguments:
+def parse_arguments_with_ids(options: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, where: Any) -> Arguments:
     """What `linear_logits` is given, whose ids are a call's candidates. XLA serves it unless others are asked for."""
     _checks.array("hidden", hidden)
     _checks.num_candidates(ids, "ids")
     scalars.candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
-    told = {"implementation": "xla"} if given.get("implementation") is None else {}
-    return parse_arguments({**given, "candidates": ids, **told}, hidden, weight, None, where, function="linear_logits")
+    chosen = {"implementation": "xla"} if options.get("implementation") is None else {}
+    return parse_arguments(
+        {**options, "candidates": ids, **chosen}, hidden, weight, None, where, function="linear_logits"
+    )
 
 
-def check_loss_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def check_loss_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a loss, which returns neither entropy nor extremes nor candidates."""
-    wanted = [f"{name}=True" for name in ("entropy", "stats") if scalars.flag(name, given.get(name, False))]
-    wanted += ["candidates"] if given.get("candidates") is not None else []
+    wanted = [f"{name}=True" for name in ("entropy", "stats") if scalars.flag(name, options.get(name, False))]
+    wanted += ["candidates"] if options.get("candidates") is not None else []
     if wanted:
         raise ValueError(
             f"{wanted[0]}, but a loss has no such output: linear_logprobs (or sharded_linear_logprobs) returns it with "
             "the log-probabilities"
         )
-    return {**given, "entropy": False}
+    return {**options, "entropy": False}
 
 
 def check_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any = None) -> tuple[float, Any, Any]:

@@ -17,6 +17,7 @@ import lce_jax
 import lce_torch_bridge
 from lce_jax import UnsupportedError, explain, linear_cross_entropy, linear_logprobs, sharded_linear_logprobs
 from lce_jax.call import _options
+from lce_jax.call._options import LogprobOptions
 from lce_jax.types import scalars
 from tests.small_call import HIDDEN, LABELS, MESH, WEIGHT
 
@@ -37,10 +38,9 @@ FUNCTIONS |= {"explain": (explain, {"labels": LABELS})}
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    if name in GIVEN:
-        return _options.list_options(name)
-    base = "linear_logprobs" if name == "explain" else name.removeprefix("sharded_")
-    return tuple(x for x in _options.list_options(base) if x != "axis_name")
+    if name == "explain":
+        return tuple(x for x in LogprobOptions.__annotations__ if x != "axis_name")
+    return _options.list_options(name)
 
 
 def refused(name: str, changed: dict[str, Any], error: type[Exception], message: str, jitted: bool = False) -> None:
