@@ -65,3 +65,14 @@ def test_a_tied_head_has_the_options_of_a_head_but_those_of_a_weight_of_its_own(
     }
     for names in given.values():
         assert names == {*_head.TiedOptions.__annotations__, *of_weight}
+
+
+def test_a_head_has_the_defaults_of_the_table() -> None:
+    settings = {field.name: field.default for field in dataclasses.fields(_head.HeadSettings)}
+    shared = {"logit_scale", "logit_softcap", "precision"}
+    assert {name: settings[name] for name in shared} == {name: _options.OPTIONS[name].default for name in shared}
+    of_linen = {field.name: field.default for field in dataclasses.fields(linen.LMHead)}
+    for arguments in (keywords(nnx.LMHead.__init__), of_linen):
+        assert {name: arguments[name] for name in settings if name != "vocab_size"} == {
+            name: x for name, x in settings.items() if name != "vocab_size"
+        }
