@@ -290,4 +290,4 @@ def _bounded(difference: Any) -> Any:
 
 
 def _not_negative(name: str, value: Any) -> Any:
-    return _options.number_or_scalar(name, value, scalars.not_negative)
+    return _options.check_scalar(name, value, scalars.not_negative)

@@ -19,9 +19,9 @@ def linear_logprobs(
     """`lce_jax.linear_logprobs` by the kernels, as each of the shards returns it."""
     options = {**options, "vocab_size": vocab_size, "implementation": "mosaic_gpu"}
     columns = weight.shape[0] // shards
-    given = _describe.describe(_options.of_call(options, hidden, weight[:columns], labels, where))
-    spec = _describe.choose(given.call, scalars.INT32_MAX).but(padded=vocab_size < weight.shape[0])
-    primals, rows = _describe.operands(spec, given)
+    given = _describe.describe_call(_options.parse_arguments(options, hidden, weight[:columns], labels, where))
+    spec = _describe.choose_implementation(given.call, scalars.INT32_MAX).but(padded=vocab_size < weight.shape[0])
+    primals, rows = _describe.make_operands(spec, given)
 
     def part_at(primals: Any, rows: Any, start: Any) -> _shard.Part:
         return _shard.Part.of(spec, _shard.as_operand(primals), rows, start)

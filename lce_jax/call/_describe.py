@@ -1,6 +1,6 @@
 """A call: its arguments checked once, where they lie, the implementation that serves it, its rows, and what is static.
 
-    Given ─ `describe` ─ where it lies ─ `choose` ─ `operands` ─▶ Bound
+    Arguments ─ `describe_call` ─ where it lies ─ `choose_implementation` ─ `make_operands` ─▶ Bound
 
 Rows that ``where`` leaves out move to the end, after the live ones: tiles that hold only dead rows are never computed.
 """
@@ -20,19 +20,16 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lce_jax.call import _checks, _dispatch, _options
-from lce_jax.call._options import Given
+from lce_jax.call._options import Arguments, MeshPlacement
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives, _layout
 from lce_jax.mesh._custom_partitioning import check_rules_are_read
-from lce_jax.mesh._layout import Layout, layout_of_arrays, layout_of_names
+from lce_jax.mesh._layout import Layout, layout_of_arrays
 from lce_jax.types import _jax, scalars
 from lce_jax.types._types import Call, Primals, is_array
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from lce_jax.mesh._layout import Axes
     from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
@@ -61,35 +58,15 @@ class Rows(NamedTuple):
         return jnp.arange(self.labels.shape[0], dtype=jnp.int32) < self.num_rows
 
 
-def rows_of_call(
-    labels: Any,
-    where: Any,
-    temperature: Any,
-    vocab_size: int,
-    dtype: Any,
-    scale: Any = None,
-    softcap: Any = None,
-    candidates: Any = None,
-    floor: Any = None,
-) -> Rows:
-    """The per-token operands of a call, temperature and floor checked; ids outside [0, vocab_size) become -1."""
-    floor = None if floor is None else _checks.logit_floor(floor, labels.shape, where)
-    temperature = _checks.temperature(temperature, labels.shape, where)
-    numbers = tuple(None if x is None else on_device(x, labels) for x in (temperature, scale, softcap, floor))
-    where = None if where is None else jnp.asarray(where)
-    candidates = None if candidates is None else int32_labels(candidates, "candidates")
-    return _of_arrays(int32_labels(labels), where, numbers, candidates, vocab_size, dtype)
-
-
 @functools.partial(jax.jit, static_argnums=1, inline=True, keep_unused=True)
 def no_labels(like: Array, shape: tuple[int, ...]) -> Array:
-    """The labels of a call that has none, on the devices of ``like``. Jitted for the reason that `_of_arrays` gives."""
+    """The labels of a call that has none, on the devices of ``like``. Jitted for the reason that `_make_rows` gives."""
     del like
     return jnp.full(shape, -1, jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5), inline=True)
-def _of_arrays(
+def _make_rows(
     labels: Array, where: Array | None, numbers: Any, candidates: Array | None, vocab_size: int, dtype: Any
 ) -> Rows:
     """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
@@ -113,22 +90,22 @@ def tagged(rows: Rows) -> Rows:
     return rows._replace(tags=_collectives.tags([x for x in columns if x is not None], rows.where))
 
 
-def tag_also(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
+def tag_arrays(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
     """``rows`` with tags of further ``arrays``, ``[*b, ...]`` each, that no type shows to be equal on every shard."""
     if not arrays or rows.tags is None or _jax.tracks_varying(call.axis_name):
         return rows
     return rows._replace(tags=_collectives.tags([rows.tags, *lax.stop_gradient(arrays)], rows.where))
 
 
-def weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
+def make_mixture_weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
     """Of student and teacher, 1 - β and β. That of a number is rounded once, because near β = 1 float32 has few."""
     if is_array(beta):
-        return _of_teachers_weight(on_device(beta, like), shape, dtype)
+        return _spread_teachers_weight(on_device(beta, like), shape, dtype)
     return Pair(*(per_token(on_device(weight, like), shape, dtype) for weight in (1.0 - beta, beta)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _of_teachers_weight(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
+def _spread_teachers_weight(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
     beta = per_token(beta, shape, dtype)
     return Pair(1.0 - beta, beta)
 
@@ -199,20 +176,18 @@ def int32_labels(labels: Any, name: str = "labels") -> Array:
     """
     _checks.label_array(labels, name)
     if isinstance(labels, np.ndarray | np.generic):
-        return on_device(_clamped(labels, np))
-    return _int32(jnp.asarray(labels))
+        return on_device(_clamp(labels, np))
+    return _clamp_jitted(jnp.asarray(labels))
 
 
-@functools.partial(jax.jit, inline=True)
-def _int32(labels: Array) -> Array:
-    return _clamped(labels, jnp)
-
-
-def _clamped(labels: Any, numpy: Any) -> Any:
+def _clamp(labels: Any, numpy: Any) -> Any:
     info, int32 = jnp.iinfo(labels.dtype), np.iinfo(np.int32)
     if info.min < int32.min or info.max > int32.max:
         labels = numpy.clip(labels, max(info.min, int32.min), int32.max)
     return labels.astype(np.int32)
+
+
+_clamp_jitted = jax.jit(functools.partial(_clamp, numpy=jnp), inline=True)
 
 
 def owned(ids: Int[Array, "..."], start: Any, columns: int) -> Int[Array, "..."]:
@@ -263,36 +238,14 @@ def expand(order: Compaction, tree: Any) -> Any:
 # Where a call runs
 
 
-class Place(NamedTuple):
-    """Where a call runs: the mesh and axes that the caller names, if any."""
-
-    mesh: Mesh | AbstractMesh | None = None
-    vocab_axis: Axes = None
-    batch_axes: Axes = None
-    sequence_axis: Axes = None
-
-    @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh | None, *axes: Axes) -> Place:
-        """With a hash, also where a caller gives lists of axes."""
-        return cls(mesh, *(names if names is None or isinstance(names, str) else tuple(names) for names in axes))
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the caller names any."""
-        return self.mesh is not None or bool(self.vocab_axis or self.batch_axes or self.sequence_axis)
-
-    def layout(self, given: Given) -> Layout:
-        """How the names split checked operands."""
-        _options.no_axis_name(given.call)
-        _checks.mesh(self.mesh)
-        return layout_of_names(given.hidden, given.weight, given.call.vocab_dim, **self._asdict())
-
-
-def layout_of(given: Given, per_token: list[Any], place: Place) -> tuple[Layout | None, Layout | None]:
+def find_layout(
+    arguments: Arguments, per_token: list[Any], placement: MeshPlacement
+) -> tuple[Layout | None, Layout | None]:
     """How the operands lie on a mesh, if they do; and if it is not XLA that partitions the call, over Auto axes."""
-    if place.is_named:
-        return (place.layout(given),) * 2
-    call, arrays = given.call, (given.hidden, given.weight, per_token)
+    if placement.names_axes:
+        _options.refuse_axis_name(arguments.call.axis_name)
+        return (placement.find_layout(arguments),) * 2
+    call, arrays = arguments.call, (arguments.hidden, arguments.weight, per_token)
     layout = None if call.axis_name is not None else layout_of_arrays(*arrays, call.vocab_dim)
     if layout is None or AxisType.Explicit in layout.mesh.axis_types:
         return layout, layout
@@ -300,9 +253,9 @@ def layout_of(given: Given, per_token: list[Any], place: Place) -> tuple[Layout 
     return layout, None
 
 
-def share(call: Call, layout: Layout | None) -> Call:
+def divide_call(call: Call, layout: Layout | None) -> Call:
     """What one device computes of it, with the implementation."""
-    call = choose(call, mesh=layout)
+    call = choose_implementation(call, mesh=layout)
     if layout is None:
         return call
     return dataclasses.replace(
@@ -322,49 +275,52 @@ class Bound(NamedTuple):
     agree: Bool[Array, "*b"] | None  # inside ``shard_map``: the rows that all shards of the vocabulary were given alike
 
 
-def bind(given: Given, place: Place | None = None, others: Any = ()) -> Bound:
-    """A call over the mesh at ``place``, over the one that the operands name, or of this device.
+def bind_call(arguments: Arguments, others: Any = ()) -> Bound:
+    """A call over the mesh of its placement, over the one that the operands name, or of this device.
 
     ``others`` are further operands, which may name the mesh too.
     """
-    call = given.call
+    call = arguments.call
     mesh: Layout | AbstractMesh | None
-    if place is not None:
-        mesh = place.layout(given)
+    if arguments.placement is not None:
+        mesh = arguments.placement.find_layout(arguments)
     else:
-        arrays = (*given[1:5], given.bias, given.temperature, given.candidates, others)
+        arrays = (*arguments[1:5], arguments.bias, arguments.temperature, arguments.candidates, others)
         mesh = _layout.mesh_of(arrays, call.function, call.asks_for_tiles)
         mesh = mesh if call.axis_name is None else None
     shards = 1 if call.axis_name is None else _checks.axis_size(call.axis_name)
-    call = choose(call, call.columns * shards, mesh)
-    primals, rows = operands(call, given)
+    call = choose_implementation(call, call.columns * shards, mesh)
+    primals, rows = make_operands(call, arguments)
     if call.axis_name is None:
         return Bound(call, primals, rows, None)
-    _checks.split(primals, given.lora, call)
+    _checks.split(primals, arguments.lora, call)
     rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, call.axis_name)
     return Bound(call, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
 
 
-def describe(given: Given) -> Given:
+def describe_call(arguments: Arguments) -> Arguments:
     """With a call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
-    call, hidden, weight, labels, where, *_ = given
+    call, hidden, weight, labels, where, *_ = arguments
     if labels is None:
         _checks.array("hidden", hidden)
         labels = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
-    _checks.operands(hidden, weight, labels, where, given.bias, call)
+    _checks.operands(hidden, weight, labels, where, arguments.bias, call)
     columns = weight.shape[call.vocab_dim]
-    if given.labels is not None:
-        _checks.warn_of_labels(labels, where, given.ignore_index, call.but(columns=columns))
-    if given.ignore_index is not None:
-        where = _kept(int32_labels(labels), where, given.ignore_index)
-    if given.lora is not None and (given.lora[0].shape[1], given.lora[1].shape[0]) != (hidden.shape[-1], columns):
-        a, b, _ = given.lora
+    if arguments.labels is not None:
+        _checks.warn_of_labels(labels, where, arguments.ignore_index, call.but(columns=columns))
+    if arguments.ignore_index is not None:
+        where = _leave_out(int32_labels(labels), where, arguments.ignore_index)
+    if arguments.lora is not None and (arguments.lora[0].shape[1], arguments.lora[1].shape[0]) != (
+        hidden.shape[-1],
+        columns,
+    ):
+        a, b, _ = arguments.lora
         raise ValueError(
             f"lora's A {tuple(a.shape)} and B {tuple(b.shape)} must be [r, {hidden.shape[-1]}] and [{columns}, r], of "
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
         )
-    if given.candidates is not None:
-        scalars.candidate_shape("candidates", given.candidates.shape, labels.shape, "labels")
+    if arguments.candidates is not None:
+        scalars.candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
     dtype, of_hidden = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     of_hidden = jnp.promote_types(of_hidden, dtype) if call.rank else of_hidden
     call = call.but(
@@ -376,24 +332,24 @@ def describe(given: Given) -> Given:
         partial_rows=where is not None,
         device=_dispatch.current_device(weight, hidden, labels, where),
     )
-    return given._replace(call=call, where=where, ignore_index=None)
+    return arguments._replace(call=call, where=where, ignore_index=None)
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
-def _kept(labels: Array, where: Array | None, ignore_index: int) -> Array:
+def _leave_out(labels: Array, where: Array | None, ignore_index: int) -> Array:
     kept = labels != ignore_index
     return kept if where is None else kept & where
 
 
-def check_values(given: Given) -> None:
+def check_values(arguments: Arguments) -> None:
     """Refuses wrong temperatures and floors of a described call, as far as their values are known."""
-    shape, where = tuple(given.labels.shape), given.where
-    _checks.temperature(given.temperature, shape, where)
-    if given.logit_floor is not None:
-        _checks.logit_floor(given.logit_floor, shape, where)
+    shape, where = tuple(arguments.labels.shape), arguments.where
+    _checks.temperature(arguments.temperature, shape, where)
+    if arguments.logit_floor is not None:
+        _checks.logit_floor(arguments.logit_floor, shape, where)
 
 
-def choose(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
+def choose_implementation(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
     """With the true vocabulary and the implementation; over a layout, those of one device's share.
 
     ``columns``: of all shards. None: the call's own, or some number where an axis splits them.
@@ -417,15 +373,21 @@ def choose(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh |
     )
 
 
-def operands(call: Call, given: Given) -> tuple[Primals, Rows]:
-    """The arrays of a call: those with gradients, and the per-token ones."""
-    labels = given.labels
+def make_operands(call: Call, arguments: Arguments) -> tuple[Primals, Rows]:
+    """The arrays of a call: those with gradients, and the per-token ones; ids outside [0, vocab_size) become -1."""
+    labels = arguments.labels
     if labels is None:
-        labels = no_labels(jnp.asarray(given.hidden), tuple(given.hidden.shape[:-1]))
-    arrays = Primals(given.hidden, given.weight, given.bias), given.lora
+        labels = no_labels(jnp.asarray(arguments.hidden), tuple(arguments.hidden.shape[:-1]))
+    arrays = Primals(arguments.hidden, arguments.weight, arguments.bias), arguments.lora
     primals, lora = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), arrays)
-    factors = (given.temperature, call.vocab_size, call.stat_dtype, given.logit_scale, given.logit_softcap)
-    rows = rows_of_call(labels, given.where, *factors, given.candidates, given.logit_floor)
+    shape, where, candidates = labels.shape, arguments.where, arguments.candidates
+    floor = None if arguments.logit_floor is None else _checks.logit_floor(arguments.logit_floor, shape, where)
+    temperature = _checks.temperature(arguments.temperature, shape, where)
+    numbers = temperature, arguments.logit_scale, arguments.logit_softcap, floor
+    on_devices = tuple(None if x is None else on_device(x, labels) for x in numbers)
+    where = None if where is None else jnp.asarray(where)
+    candidates = None if candidates is None else int32_labels(candidates, "candidates")
+    rows = _make_rows(int32_labels(labels), where, on_devices, candidates, call.vocab_size, call.stat_dtype)
     return primals if lora is None else _with_adapter(call, primals, rows.where, *lora), rows
 
 

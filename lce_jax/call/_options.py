@@ -18,12 +18,15 @@ import numpy as np
 from jax import lax
 
 from lce_jax.call import _checks, _dispatch
+from lce_jax.mesh._layout import layout_of_names
 from lce_jax.types import scalars
 from lce_jax.types._types import Call, is_array
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
+    from jax.sharding import AbstractMesh, Mesh
 
+    from lce_jax.mesh._layout import Axes, Layout
     from lce_jax.types._shapes import ArrayLike, Float, Int
 
 
@@ -32,25 +35,38 @@ type Same = Literal["same"]
 type Unset = Literal["unset"]
 
 
-class OptionsBesideEntropy(TypedDict, total=False):
-    """The keyword options that public functions share, but one; `linear_logprobs` says what each means."""
+# Static checkers read these classes and not the table below: a test compares the two. Flax's heads inherit them too.
+
+
+class CallOptions(TypedDict, total=False):
+    """What any call may set; `linear_logprobs` says what each option means."""
 
     temperature: float | Float[ArrayLike, "..."]
-    logit_softcap: float | Float[ArrayLike, ""] | None
-    logit_scale: float | Float[ArrayLike, ""]
-    stats: bool
-    vocab_size: int | None
-    weight_layout: Literal["vh", "hv"]
     axis_name: str | tuple[str, ...] | None
-    cache_bytes: int | None
-    precision: PrecisionLike
     implementation: str | tuple[str, ...] | None
-    bias: Float[ArrayLike, "V"] | None
-    candidates: Int[ArrayLike, "*b K"] | None
+
+
+class GradientOptions(CallOptions, total=False):
+    """With those of a differentiable call."""
+
+    cache_bytes: int | None
     gradient_threshold: float
     vocab_part_size: int | None
     logit_floor: float | Float[ArrayLike, "..."] | None
+
+
+class OptionsBesideEntropy(GradientOptions, total=False):
+    """With those of a model's head, and of a call that returns more: all of `linear_logprobs` but one."""
+
+    logit_softcap: float | Float[ArrayLike, ""] | None
+    logit_scale: float | Float[ArrayLike, ""]
+    vocab_size: int | None
+    weight_layout: Literal["vh", "hv"]
+    precision: PrecisionLike
+    bias: Float[ArrayLike, "V"] | None
     lora: Lora | None
+    stats: bool
+    candidates: Int[ArrayLike, "*b K"] | None
 
 
 class LogprobOptions(OptionsBesideEntropy, total=False):
@@ -70,7 +86,7 @@ class KLOptions(LogprobOptions, total=False):
     teacher_bias: Float[ArrayLike, "V"] | None
 
 
-def number_or_scalar(
+def check_scalar(
     name: str, value: Any, check: Callable[[str, Any], Any], of_array: Callable[[str, Any], Any] | None = None
 ) -> Any:
     """A number that passes ``check``, or a real array of shape (), as given, which passes ``of_array`` if it is known.
@@ -90,20 +106,22 @@ def number_or_scalar(
     return value
 
 
-def _layout(name: str, value: Any) -> str:
+def _check_layout(name: str, value: Any) -> str:
     if value not in ("vh", "hv"):
         raise ValueError(f'{name} must be "vh" ([V, H]) or "hv" ([H, V]), got {value!r}')
     return value
 
 
-def _axes(name: str, value: Any) -> Any:
+def _check_axes(name: str, value: Any) -> Any:
     names = value if isinstance(value, tuple) else (value,)
+    if isinstance(value, MeshPlacement):
+        return value
     if not names or not all(isinstance(axis, str) for axis in names):
         raise TypeError(f"{name} must be None, a mesh axis's name or a tuple of them, got {value!r}")
     return value
 
 
-def _precision(name: str, value: Any) -> Any:
+def _check_precision(name: str, value: Any) -> Any:
     """What `jax.lax` takes as the precision of a product, not None."""
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
@@ -114,7 +132,7 @@ def _precision(name: str, value: Any) -> Any:
     return value
 
 
-def _implementations(name: str, value: Any) -> tuple[str, ...]:
+def _check_implementations(name: str, value: Any) -> tuple[str, ...]:
     """The names of implementations, to be tried in order."""
     names = (value,) if isinstance(value, str) else value
     known = ", ".join(f'"{one}"' for one in _dispatch.IMPLEMENTATIONS)
@@ -126,12 +144,12 @@ def _implementations(name: str, value: Any) -> tuple[str, ...]:
     return names
 
 
-def _ids(name: str, value: Any) -> Any:
+def _check_ids(name: str, value: Any) -> Any:
     _checks.num_candidates(value, name)
     return value
 
 
-def _lora(name: str, value: Any) -> Any:
+def _check_lora(name: str, value: Any) -> Any:
     """A tuple of both factors, whose shapes are checked later, and the scale."""
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise TypeError(f"{name} must be a tuple (A [r, H], B [V, r], scale), got {value!r:.80}")
@@ -140,10 +158,10 @@ def _lora(name: str, value: Any) -> Any:
     _checks.floats(f"{name}'s B", b)
     if a.ndim != 2 or b.ndim != 2 or not 0 < a.shape[0] == b.shape[1]:
         raise ValueError(f"{name}'s A {tuple(a.shape)} and B {tuple(b.shape)} must be [r, H] and [V, r]")
-    return a, b, number_or_scalar(f"{name}'s scale", scale, scalars.number)
+    return a, b, check_scalar(f"{name}'s scale", scale, scalars.number)
 
 
-def _later(name: str, value: Any) -> Any:
+def _check_later(name: str, value: Any) -> Any:
     """Checked with the shapes of the call."""
     del name
     return value
@@ -154,7 +172,7 @@ class Option:
     """A keyword option."""
 
     default: Any
-    check: Callable[[str, Any], Any] = _later  # (name, value other than the default) -> value, or an error
+    check: Callable[[str, Any], Any] = _check_later  # (name, value other than the default) -> value, or an error
     not_of: tuple[str, ...] = ()  # the functions that do not have it
 
 
@@ -165,33 +183,33 @@ _ALL_BUT_KL = (*WITH_LABELS, *_FEW)
 
 OPTIONS: dict[str, Option] = {
     "temperature": Option(1.0),
-    "logit_softcap": Option(None, lambda name, x: number_or_scalar(name, x, scalars.positive)),
-    "logit_scale": Option(1.0, lambda name, x: number_or_scalar(name, x, scalars.number)),
+    "logit_softcap": Option(None, lambda name, x: check_scalar(name, x, scalars.positive)),
+    "logit_scale": Option(1.0, lambda name, x: check_scalar(name, x, scalars.number)),
     "entropy": Option(True, scalars.flag, (*_FEW, *_LOSSES, "linear_kl")),
     "stats": Option(False, scalars.flag, (*_FEW, *_LOSSES, "linear_kl")),
     "vocab_size": Option(None),
-    "weight_layout": Option("vh", _layout),
-    "axis_name": Option(None, _axes),
+    "weight_layout": Option("vh", _check_layout),
+    "axis_name": Option(None, _check_axes),
     "cache_bytes": Option(None, scalars.num_bytes, (*_FEW, "linear_loss")),
-    "precision": Option(None, _precision),
-    "implementation": Option(None, _implementations),
+    "precision": Option(None, _check_precision),
+    "implementation": Option(None, _check_implementations),
     "bias": Option(None),
-    "candidates": Option(None, _ids, (*_FEW, *_LOSSES, "linear_loss", "linear_kl")),
+    "candidates": Option(None, _check_ids, (*_FEW, *_LOSSES, "linear_loss", "linear_kl")),
     "gradient_threshold": Option(0.0, scalars.fraction, (*_FEW, "linear_kl")),
-    "vocab_part_size": Option(None, _later, (*_FEW, "linear_loss", "linear_kl")),
-    "logit_floor": Option(None, _later, (*_FEW, "linear_kl")),
-    "lora": Option(None, _lora, (*_FEW, "linear_kl")),
-    "beta": Option(None, _later, _ALL_BUT_KL),
-    "teacher_temperature": Option("same", _later, _ALL_BUT_KL),
-    "teacher_logit_softcap": Option("unset", _later, _ALL_BUT_KL),
-    "teacher_logit_scale": Option("unset", _later, _ALL_BUT_KL),
-    "teacher_weight_layout": Option("same", _later, _ALL_BUT_KL),
-    "teacher_bias": Option(None, _later, _ALL_BUT_KL),
+    "vocab_part_size": Option(None, _check_later, (*_FEW, "linear_loss", "linear_kl")),
+    "logit_floor": Option(None, _check_later, (*_FEW, "linear_kl")),
+    "lora": Option(None, _check_lora, (*_FEW, "linear_kl")),
+    "beta": Option(None, _check_later, _ALL_BUT_KL),
+    "teacher_temperature": Option("same", _check_later, _ALL_BUT_KL),
+    "teacher_logit_softcap": Option("unset", _check_later, _ALL_BUT_KL),
+    "teacher_logit_scale": Option("unset", _check_later, _ALL_BUT_KL),
+    "teacher_weight_layout": Option("same", _check_later, _ALL_BUT_KL),
+    "teacher_bias": Option(None, _check_later, _ALL_BUT_KL),
 }
 
 
 @functools.cache
-def names_of(function: str) -> tuple[str, ...]:
+def list_options(function: str) -> tuple[str, ...]:
     """The options that a function has. Those over a mesh have no ``axis_name``."""
     base = function.removeprefix("sharded_")
     names = [name for name, option in OPTIONS.items() if base not in option.not_of]
@@ -199,41 +217,63 @@ def names_of(function: str) -> tuple[str, ...]:
 
 
 def check_names(
-    function: Callable[..., Any], given: Mapping[str, Any], loss_fn: Callable[..., Any] | None = None
+    function: Callable[..., Any], options: Mapping[str, Any], loss_fn: Callable[..., Any] | None = None
 ) -> None:
     """Refuses names in ``**options`` that ``function`` does not have; the message lists those that it does."""
-    known = names_of(function.__name__)
-    if given.keys() <= set(known):
+    if options.keys() <= set(list_options(function.__name__)):
         return
-    if unknown := [name for name in given if name not in OPTIONS]:
-        raise scalars.unknown_options(function.__name__, unknown, keywords_of(function), loss_fn)
-    refuse(function.__name__, given)
+    name, keywords = function.__name__, list_keywords(function)
+    if isinstance(options.get("axis_name"), MeshPlacement):
+        name, keywords = f"sharded_{name}", (*MeshPlacement._fields, *(x for x in keywords if x != "axis_name"))
+    if unknown := [option for option in options if option not in OPTIONS]:
+        raise scalars.unknown_options(name, unknown, keywords, loss_fn)
+    refuse_options(name, options)
 
 
 @functools.cache
-def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
+def list_keywords(function: Callable[..., Any]) -> tuple[str, ...]:
     """What a function takes by keyword alone: parameters of its own, then its options."""
-    known = names_of(function.__name__)
+    known = list_options(function.__name__)
     parameters = inspect.signature(function).parameters.items()
     own = (name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known)
     return (*own, *known)
 
 
-# What these functions do not have, and refuse in words of their own, as all over a mesh do with ``axis_name``.
+# What these functions do not have, and refuse in words of their own.
 OWN_WORDS = {
     "linear_cross_entropy": ("entropy", "stats", "candidates"),
     "linear_loss": ("cache_bytes", "candidates", "vocab_part_size"),
 }
 
 
-def refuse(function: str, given: Mapping[str, Any]) -> None:
+def refuse_options(function: str, options: Mapping[str, Any]) -> None:
     """Refuses options of other functions."""
-    said = *names_of(function), "axis_name", *OWN_WORDS.get(function.removeprefix("sharded_"), ())
-    if wrong := [name for name in given if name not in said]:
+    base = function.removeprefix("sharded_")
+    known = *list_options(base), *OWN_WORDS.get(base, ())
+    if wrong := [name for name in options if name not in known]:
         raise TypeError(f"{function} has no option {', '.join(wrong)}")
 
 
-class Given(NamedTuple):
+class MeshPlacement(NamedTuple):
+    """Where operands lie on a mesh, by the names of its axes. A ``sharded_`` function gives it as ``axis_name``."""
+
+    mesh: Mesh | AbstractMesh | None = None
+    vocab_axis: Axes = None
+    batch_axes: Axes = None
+    sequence_axis: Axes = None
+
+    @property
+    def names_axes(self) -> bool:
+        """Whether there is a mesh, or an axis."""
+        return self.mesh is not None or bool(self.vocab_axis or self.batch_axes or self.sequence_axis)
+
+    def find_layout(self, arguments: Arguments) -> Layout:
+        """How the names split checked operands."""
+        _checks.mesh(self.mesh)
+        return layout_of_names(arguments.hidden, arguments.weight, arguments.call.vocab_dim, **self._asdict())
+
+
+class Arguments(NamedTuple):
     """What a caller gives, its options validated. The static ones are in the call, which may have no shapes yet."""
 
     call: Call
@@ -248,23 +288,20 @@ class Given(NamedTuple):
     candidates: Any
     logit_floor: Any
     lora: Any
-    ignore_index: Any  # until `lce_jax.call._describe.describe` leaves its rows out
-
-    def with_chunks(self, chunk_bytes: int | None) -> Given:
-        """With `Call.chunk_bytes`."""
-        return self._replace(call=dataclasses.replace(self.call, chunk_bytes=chunk_bytes))
+    ignore_index: Any  # until `lce_jax.call._describe.describe_call` leaves its rows out
+    placement: MeshPlacement | None  # None: on this device, over ``axis_name``, or as the operands lie
 
 
-def checked(name: str, given: Mapping[str, Any]) -> Any:
+def check_option(name: str, options: Mapping[str, Any]) -> Any:
     """The value of an option, checked unless it is the default."""
     option = OPTIONS[name]
-    value = given.get(name, option.default)
+    value = options.get(name, option.default)
     is_default = type(value) is type(option.default) and value == option.default
     return value if is_default else option.check(name, value)
 
 
-def of_call(
-    given: Mapping[str, Any],
+def parse_arguments(
+    options: Mapping[str, Any],
     hidden: Any = None,
     weight: Any = None,
     labels: Any = None,
@@ -273,32 +310,34 @@ def of_call(
     mean_logit: bool = False,
     function: str = "linear_logprobs",
     top_k: Any = None,
-) -> Given:
-    """The options ``given`` to ``function``, and its arrays. It returns the ``top_k`` if it is `linear_topk`."""
-    given = given if top_k is None else {**given, "entropy": False}
+) -> Arguments:
+    """The options of ``function``, checked, and its arrays. With a ``top_k`` the function is `linear_topk`."""
+    options = options if top_k is None else {**options, "entropy": False}
     function = function if top_k is None else "linear_topk"
     if function in WITH_LABELS:
         scalars.given_labels(labels, _checks.NO_LABELS)
-    of = {name: checked(name, given) for name in LogprobOptions.__annotations__}
-    scale, softcap, candidates = of["logit_scale"], of["logit_softcap"], of["candidates"]
+    checked = {name: check_option(name, options) for name in list_options("linear_logprobs")}
+    scale, softcap, candidates = checked["logit_scale"], checked["logit_softcap"], checked["candidates"]
     traced = is_array(scale) or is_array(softcap)
-    named = {name: of[name] for name in ("entropy", "stats", "weight_layout", "precision", "axis_name")}
-    kept = {name: of[name] for name in ("cache_bytes", "gradient_threshold")}
-    part_size = of["vocab_part_size"]
+    placement = checked["axis_name"] if isinstance(checked["axis_name"], MeshPlacement) else None
+    named = {name: checked[name] for name in ("entropy", "stats", "weight_layout", "precision")}
+    kept = {name: checked[name] for name in ("cache_bytes", "gradient_threshold")}
+    part_size = checked["vocab_part_size"]
     call = Call(
         logit_scale=1.0 if traced else scale,
         logit_softcap=1.0 if traced and softcap is not None else softcap,
         mean_logit=mean_logit,
-        has_bias=of["bias"] is not None,
+        has_bias=checked["bias"] is not None,
         num_candidates=0 if candidates is None else candidates.shape[-1],
         traced_scale=traced,
         vocab_part_size=None if part_size is None else scalars.part_size(part_size, **kept),
-        has_floor=of["logit_floor"] is not None,
-        rank=0 if of["lora"] is None else scalars.padded_rank(of["lora"][0].shape[0]),
+        has_floor=checked["logit_floor"] is not None,
+        rank=0 if checked["lora"] is None else scalars.padded_rank(checked["lora"][0].shape[0]),
         top_k=0 if top_k is None else scalars.num_largest(top_k),
         function=function,
-        requested=of["implementation"],
-        given_vocab_size=of["vocab_size"],
+        requested=checked["implementation"],
+        given_vocab_size=checked["vocab_size"],
+        axis_name=checked["axis_name"] if placement is None else None,
         **named,
         **kept,
     )
@@ -311,32 +350,34 @@ def of_call(
         scalars.alone_with_floor(call.num_candidates, mean_logit)
     factors: tuple[Any, Any] = (scale, softcap) if traced else (None, None)
     ignored = None if ignore_index is None else scalars.integer("ignore_index", ignore_index)
-    others = of["bias"], of["candidates"], of["logit_floor"], of["lora"], ignored
-    return Given(call, hidden, weight, labels, where, of["temperature"], *factors, *others)
+    others = checked["bias"], checked["candidates"], checked["logit_floor"], checked["lora"], ignored, placement
+    return Arguments(call, hidden, weight, labels, where, checked["temperature"], *factors, *others)
 
 
-def of_ids(given: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, where: Any) -> Given:
+def parse_arguments_with_ids(options: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, where: Any) -> Arguments:
     """What `linear_logits` is given, whose ids are a call's candidates. XLA serves it unless others are asked for."""
     _checks.array("hidden", hidden)
     _checks.num_candidates(ids, "ids")
     scalars.candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
-    told = {"implementation": "xla"} if given.get("implementation") is None else {}
-    return of_call({**given, "candidates": ids, **told}, hidden, weight, None, where, function="linear_logits")
+    chosen = {"implementation": "xla"} if options.get("implementation") is None else {}
+    return parse_arguments(
+        {**options, "candidates": ids, **chosen}, hidden, weight, None, where, function="linear_logits"
+    )
 
 
-def loss_call(given: Mapping[str, Any]) -> dict[str, Any]:
+def check_loss_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a loss, which returns neither entropy nor extremes nor candidates."""
-    wanted = [f"{name}=True" for name in ("entropy", "stats") if scalars.flag(name, given.get(name, False))]
-    wanted += ["candidates"] if given.get("candidates") is not None else []
+    wanted = [f"{name}=True" for name in ("entropy", "stats") if scalars.flag(name, options.get(name, False))]
+    wanted += ["candidates"] if options.get("candidates") is not None else []
     if wanted:
         raise ValueError(
             f"{wanted[0]}, but a loss has no such output: linear_logprobs (or sharded_linear_logprobs) returns it with "
             "the log-probabilities"
         )
-    return {**given, "entropy": False}
+    return {**options, "entropy": False}
 
 
-def of_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any = None) -> tuple[float, Any, Any]:
+def check_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any = None) -> tuple[float, Any, Any]:
     """What a loss adds to the options, validated: the smoothing, the weight of lse² and the mean's divisor."""
     scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
     if normalizer is not None:
@@ -344,19 +385,19 @@ def of_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any =
             raise ValueError(
                 f'normalizer={normalizer!r} is the divisor of reduction="mean", reduction is {reduction!r}'
             )
-        normalizer = number_or_scalar("normalizer", normalizer, scalars.positive, scalars.not_negative)
-    z_loss = number_or_scalar("z_loss", z_loss, scalars.not_negative)
+        normalizer = check_scalar("normalizer", normalizer, scalars.positive, scalars.not_negative)
+    z_loss = check_scalar("z_loss", z_loss, scalars.not_negative)
     return scalars.smoothing(label_smoothing), z_loss, normalizer
 
 
-def no_axis_name(given: Call) -> None:
+def refuse_axis_name(axis_name: Any) -> None:
     """Refuses ``axis_name`` outside ``shard_map``, where ``vocab_axis`` names the axis."""
-    if given.axis_name is not None:
-        raise ValueError(f"axis_name={given.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
+    if axis_name is not None:
+        raise ValueError(f"axis_name={axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
 
 
-def teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
+def check_teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
     """As `scalars.weight_of_jsd`, of an array too."""
     if chosen != "jsd" or beta is None:
         return scalars.weight_of_jsd(beta, argument, chosen, ends)
-    return number_or_scalar("beta", beta, lambda _, value: scalars.weight_of_jsd(value, argument, chosen, ends))
+    return check_scalar("beta", beta, lambda _, value: scalars.weight_of_jsd(value, argument, chosen, ends))

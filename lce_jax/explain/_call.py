@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 import lce_jax
 from lce_jax import mosaic
 from lce_jax.call import _describe, _dispatch, _options
-from lce_jax.call._describe import Place, layout_of, share
+from lce_jax.call._describe import divide_call, find_layout
+from lce_jax.call._options import MeshPlacement
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.ops._cross_entropy import Reduction
 from lce_jax.run import _token_chunks
@@ -27,7 +28,7 @@ from lce_jax.xla._kl import KLPlan
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
 
-    from lce_jax.call._options import Given, KLOptions
+    from lce_jax.call._options import Arguments, KLOptions
     from lce_jax.mesh._layout import Axes
     from lce_jax.types._shapes import Bool, Float, Int, Shaped
     from lce_jax.types._types import Call
@@ -38,7 +39,9 @@ def of_token(logprob: Any, entropy: Any, _: Any) -> Any:
     return -logprob if entropy is None else -logprob - 0.01 * entropy
 
 
-def measured(plan: Plan, name: str, hidden: Any, weight: Any, given: dict[str, Any], place: Place) -> PassBytes:
+def measured(
+    plan: Plan, name: str, hidden: Any, weight: Any, given: dict[str, Any], placement: MeshPlacement
+) -> PassBytes:
     """What the programs of the public function ``name`` hold, which takes hidden, weight and what is ``given``.
 
     The gradients are those that the plan's call wants, and those of an adapter's factors.
@@ -47,8 +50,8 @@ def measured(plan: Plan, name: str, hidden: Any, weight: Any, given: dict[str, A
     arrays = {key: _struct(x) for key, x in given.items() if is_array(x) and not isinstance(x, np.generic)}
     hidden, weight, options = _struct(hidden), _struct(weight), {key: given[key] for key in given.keys() - arrays}
     factors = () if a is None else (_struct(a), _struct(b))
-    _check_devices(plan, (hidden, weight, *factors, *arrays.values()), place, options.get("axis_name"))
-    axes = place._asdict() if place.is_named else {}
+    _check_devices(plan, (hidden, weight, *factors, *arrays.values()), placement, options.get("axis_name"))
+    axes = placement._asdict() if placement.names_axes else {}
     function, first = getattr(lce_jax, f"sharded_{name}" if axes else name), [of_token] * (name == "linear_loss")
 
     def call(hidden: Any, weight: Any, factors: Any, arrays: dict[str, Any]) -> Any:
@@ -81,7 +84,9 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _check_devices(plan: Plan, operands: Iterable[jax.ShapeDtypeStruct], place: Place, axis_name: Any) -> None:
+def _check_devices(
+    plan: Plan, operands: Iterable[jax.ShapeDtypeStruct], placement: MeshPlacement, axis_name: Any
+) -> None:
     """Whether a program compiled now is for the devices of the plan."""
     if axis_name is not None:
         raise ValueError(
@@ -90,7 +95,7 @@ def _check_devices(plan: Plan, operands: Iterable[jax.ShapeDtypeStruct], place: 
         )
     shardings = [x.sharding for x in operands if x.sharding is not None]
     meshes = [
-        place.mesh,
+        placement.mesh,
         jax.sharding.get_mesh(),
         jax.sharding.get_abstract_mesh(),
         *(getattr(x, "mesh", None) for x in shardings),
@@ -115,7 +120,7 @@ FUNCTION_OF = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl
 def check_function(asked: dict[str, Any], options: KLOptions, *others: Any) -> None:
     """Refuses what the function that ``asked`` is about does not have: options, and the arguments of losses."""
     names = [name for name, x in asked.items() if x is not None]
-    others_have = _options.names_of("linear_logprobs")
+    others_have = _options.list_options("linear_logprobs")
     if "teacher" not in names and (wrong := [name for name in options if name not in others_have]):
         raise TypeError(f"{wrong[0]} is that of linear_kl: give teacher too")
     if not names:
@@ -125,26 +130,26 @@ def check_function(asked: dict[str, Any], options: KLOptions, *others: Any) -> N
     function = FUNCTION_OF[names[0]]
     if any(is_array(x) or x for x in others):
         raise ValueError(f"{names[0]} is that of {function}, which is no loss: leave out the arguments of losses")
-    _options.refuse(function, options)
+    _options.refuse_options(function, options)
 
 
-def of_logits(given: Given, place: Place) -> Plan:
+def of_logits(given: Arguments, placement: MeshPlacement) -> Plan:
     """That of `lce_jax.linear_logits`."""
-    given = _describe.describe(given)
+    given = _describe.describe_call(given)
     call = dataclasses.replace(given.call, partial_rows=False)  # it moves no rows
-    return _logits.plan(share(call, layout_of(given, [given.candidates], place)[0]))
+    return _logits.plan(divide_call(call, find_layout(given, [given.candidates], placement)[0]))
 
 
-def of_kl(given: KLArguments, labels: Any, place: Place) -> Plan:
+def of_kl(given: KLArguments, labels: Any, placement: MeshPlacement) -> Plan:
     """That of `lce_jax.linear_kl`."""
     heads = given.describe()
     student = heads.student
-    _describe.describe(student._replace(labels=labels))
+    _describe.describe_call(student._replace(labels=labels))
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
-    layout, _ = layout_of(student, [tokens if student.where is None else student.where], place)
+    layout, _ = find_layout(student, [tokens if student.where is None else student.where], placement)
     names_axis = student.call.axis_name is not None
     check_columns(heads, names_axis or (layout is not None and layout.vocab_axes is not None))
-    call = given.of_both(*(share(head.call, layout) for head in heads))
+    call = given.of_both(*(divide_call(head.call, layout) for head in heads))
     columns = min(head.columns for head in call.heads)
     if not names_axis and (layout is None or layout.vocab_shards == 1):
         columns = min(columns, call.vocab_size)
@@ -263,14 +268,14 @@ def explain(
     """
     _options.check_names(explain, options)
     scalars.given_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
-    smoothing, penalty, divisor = _options.of_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
+    smoothing, penalty, divisor = _options.check_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
     given = (reduction, divisor, None if ignore_index == -100 else "ignore_index")
     of_loss = (*given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
     check_function({"k": k, "ids": ids, "teacher": teacher}, options, *of_loss)
     scalars.flag("gradients_in_forward", gradients_in_forward)
     scalars.flag("compile", compile)
     wanted = Wanted(weight=not scalars.flag("frozen_weight", frozen_weight) and options.get("lora") is None)
-    place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
+    placement = MeshPlacement(mesh, vocab_axis, batch_axes, sequence_axis)
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
     own: dict[str, Any]
     if teacher is not None:
@@ -279,18 +284,18 @@ def explain(
                 f"teacher must be the pair of its hidden states and its weight, got {type(teacher).__name__}"
             )
         arrays: Any = Pair((hidden, weight), tuple(teacher))
-        plan = of_kl(KLArguments.of(arrays, where, direction, options), labels, place)
+        plan = of_kl(KLArguments.of(arrays, where, direction, options), labels, placement)
         name, own = "linear_kl", {"teacher_hidden": teacher[0], "teacher_weight": teacher[1], "direction": direction}
     elif direction != "forward":
         raise ValueError(f"direction={direction!r} is that of linear_kl: give teacher too")
     elif ids is not None:
-        at_ids = _options.of_ids(options, hidden, weight, ids, where)
-        plan = of_logits(at_ids._replace(labels=labels), place)
+        at_ids = _options.parse_arguments_with_ids(options, hidden, weight, ids, where)
+        plan = of_logits(at_ids._replace(labels=labels), placement)
         name, own = "linear_logits", {"ids": ids}
     else:
         loss = _PlannedLoss(reduction, ignore_index, smoothing) if is_loss else None
         chunks = (gradients_in_forward, chunk_bytes)
-        plan = _of_one_head(hidden, weight, labels, where, place, options, k, wanted, loss, *chunks)
+        plan = _of_one_head(hidden, weight, labels, where, placement, options, k, wanted, loss, *chunks)
         plan = _with_copies_of_adapter(plan, options.get("lora"))
         name, own = "linear_logprobs", {"labels": labels}
     if not compile:
@@ -305,7 +310,7 @@ def explain(
         own |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
         own |= {"reduction": reduction or "mean", "normalizer": normalizer, "chunk_bytes": chunk_bytes}
     own |= options | {"where": where}
-    return dataclasses.replace(plan, compiled=measured(plan, name, hidden, weight, own, place))
+    return dataclasses.replace(plan, compiled=measured(plan, name, hidden, weight, own, placement))
 
 
 class _PlannedLoss(NamedTuple):
@@ -321,7 +326,7 @@ def _of_one_head(
     weight: Any,
     labels: Any,
     where: Any,
-    place: Place,
+    placement: MeshPlacement,
     options: KLOptions,
     k: int | None,
     wanted: Wanted,
@@ -330,16 +335,18 @@ def _of_one_head(
     chunk_bytes: int | None,
 ) -> Plan:
     """That of `lce_jax.linear_logprobs`, of a loss, or with ``k`` that of `lce_jax.linear_topk`."""
-    told = options if loss is None else _options.loss_call(options)
+    told = options if loss is None else _options.check_loss_options(options)
     smooths = loss is not None and loss.smoothing > 0
-    given = _describe.describe(_options.of_call(told, hidden, weight, labels, where, mean_logit=smooths, top_k=k))
+    given = _describe.describe_call(
+        _options.parse_arguments(told, hidden, weight, labels, where, mean_logit=smooths, top_k=k)
+    )
     _describe.check_values(given)
     described = given.call.but(wanted=wanted)
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)
         described = dataclasses.replace(described, partial_rows=True)
-    layout, known = layout_of(given, [labels, *([] if where is None else [where])], place)
-    call, because = share(described, layout), None
+    layout, known = find_layout(given, [labels, *([] if where is None else [where])], placement)
+    call, because = divide_call(described, layout), None
     if gradients_in_forward:
         most = _token_chunks.chunk_bytes(chunk_bytes, options)
         return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most))

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax.call import _checks, _options
+from lce_jax.call._options import CallOptions, GradientOptions, MeshPlacement
 from lce_jax.mathematics import _logprobs
 from lce_jax.ops import _sharded
 from lce_jax.ops._cross_entropy import linear_cross_entropy
@@ -46,34 +47,23 @@ ON_MESH = {name: getattr(_sharded, f"sharded_{function.__name__}") for name, fun
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
 
 
-class OptionsOfTopK(TypedDict, total=False):
+class OptionsOfTopK(CallOptions, total=False):
     """What any call may set; the other options of `lce_jax.linear_logprobs` belong to the head."""
 
     where: Bool[ArrayLike, "*b"] | None
-    temperature: float | Float[ArrayLike, "..."]
-    axis_name: Axes
-    implementation: str | tuple[str, ...] | None
 
 
-class SharedOptions(OptionsOfTopK, total=False):
+class SharedOptions(OptionsOfTopK, GradientOptions, total=False):
     """What a differentiable call may set."""
 
-    cache_bytes: int | None
-    gradient_threshold: float
-    vocab_part_size: int | None
-    logit_floor: float | Float[ArrayLike, "..."] | None
 
-
-class OptionsOfKL(TypedDict, total=False):
+class OptionsOfKL(OptionsOfTopK, total=False):
     """What a call of ``kl`` may set; the other options of `lce_jax.linear_kl` belong to the two heads."""
 
     direction: Literal["forward", "reverse", "jsd"]
     beta: float | Float[ArrayLike, ""] | None
-    where: Bool[ArrayLike, "*b"] | None
-    temperature: float | Float[ArrayLike, "..."]
     teacher_temperature: float | Float[ArrayLike, "..."] | Literal["same"]
     cache_bytes: int | None
-    axis_name: Axes
 
 
 class OptionsOfLogprobs(SharedOptions, total=False):
@@ -132,6 +122,11 @@ class HeadSettings:
     batch_axes: Axes = None
     sequence_axis: Axes = None
 
+    @classmethod
+    def collect(cls, arguments: Mapping[str, Any]) -> HeadSettings:
+        """Those among the arguments of a module."""
+        return cls(**{field.name: arguments[field.name] for field in dataclasses.fields(cls)})
+
     def __post_init__(self) -> None:
         scalars.number("logit_scale", self.logit_scale)
         if self.logit_softcap is not None:
@@ -139,7 +134,7 @@ class HeadSettings:
         if self.dtype is not None:
             check_dtype("dtype", self.dtype)
         if self.precision is not None:
-            _options.checked("precision", {"precision": self.precision})
+            _options.check_option("precision", {"precision": self.precision})
         _checks.mesh(self.mesh)
         if self.mesh is not None and not self.on_mesh:
             raise ValueError("mesh without an axis: name one as vocab_axis, batch_axes or sequence_axis")
@@ -194,21 +189,8 @@ class HeadSettings:
 
     def _own_options(self) -> dict[str, Any]:
         """The options that belong to the head, which a call cannot give again."""
-        own: dict[str, Any] = {
-            "weight_layout": "vh",
-            "logit_scale": self.logit_scale,
-            "logit_softcap": self.logit_softcap,
-            "vocab_size": self.vocab_size,
-            "precision": self.precision,
-        }
-        if self.on_mesh:
-            own |= {
-                "mesh": self.mesh,
-                "vocab_axis": self.vocab_axis,
-                "batch_axes": self.batch_axes,
-                "sequence_axis": self.sequence_axis,
-            }
-        return own
+        others = {"dtype"} if self.on_mesh else {"dtype", *MeshPlacement._fields}
+        return {"weight_layout": "vh", **{name: x for name, x in vars(self).items() if name not in others}}
 
     def check_hidden(self, hidden: Any, weight: Any) -> None:
         """Refuses hidden states that do not end in the head's own size."""
@@ -235,7 +217,7 @@ def _check_names(
     loss_fn: Callable[..., Any] | None,
 ) -> None:
     """Refuses what belongs to a head, and names that nobody knows. ``function`` refuses options of other functions."""
-    known = [name for name in _options.keywords_of(function) if name not in own]
+    known = [name for name in _options.list_keywords(function) if name not in own]
     if again := [name for name in given if name in own]:
         may = ", ".join(known)
         raise TypeError(f"LMHead.{method}: {again[0]} is set where the head is made; a call may set {may}")
@@ -313,8 +295,8 @@ class LMHead:
             teacher: the teacher's head, over the same ``vocab_size``. In Linen bound
                 (``head.bind(variables)``), or of the same parent.
             teacher_hidden: ``[..., G]``, at the same tokens.
-            **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature``, ``cache_bytes`` and
-                (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
+            **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature``, ``cache_bytes``,
+                ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
         """
         own, of_teacher = self.options, teacher.options
         if own.vocab_size != of_teacher.vocab_size:

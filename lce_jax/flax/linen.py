@@ -120,17 +120,7 @@ class LMHead(_head.LMHead, nn.Module):
         if self.use_bias:
             bias_init = _partitioned(nn.initializers.zeros_init(), self.vocab_axis, self.mesh, dims=1)
             self.bias = self.param("bias", bias_init, self.weight.shape[:1], self.param_dtype)
-        self.options = _head.HeadSettings(
-            vocab_size=self.vocab_size,
-            logit_scale=self.logit_scale,
-            logit_softcap=self.logit_softcap,
-            dtype=self.dtype,
-            precision=self.precision,
-            mesh=self.mesh,
-            vocab_axis=self.vocab_axis,
-            batch_axes=self.batch_axes,
-            sequence_axis=self.sequence_axis,
-        )
+        self.options = _head.HeadSettings.collect(vars(self))
 
     def __call__(self, hidden: Float[ArrayLike, "*b H"]) -> Float[Array, "*b vocab_size"]:
         """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).

@@ -91,6 +91,7 @@ class LMHead(_head.LMHead, nnx.Module):
         sequence_axis: Axes = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
+        arguments = locals()
         _head.check_dtype("param_dtype", param_dtype)
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
@@ -113,17 +114,7 @@ class LMHead(_head.LMHead, nnx.Module):
             bias = jnp.zeros(self.weight.shape[:1], param_dtype)
             annotated = bias if vocab_axis is None else nnx.with_partitioning(lambda: bias, (vocab_axis,), mesh)()
             self.bias = nnx.Param(annotated)
-        self.options = _head.HeadSettings(
-            vocab_size=vocab_size,
-            logit_scale=logit_scale,
-            logit_softcap=logit_softcap,
-            dtype=dtype,
-            precision=precision,
-            mesh=mesh,
-            vocab_axis=vocab_axis,
-            batch_axes=batch_axes,
-            sequence_axis=sequence_axis,
-        )
+        self.options = _head.HeadSettings.collect(arguments)
 
     @classmethod
     def tied(cls, embed: nnx.Embed, *, vocab_size: int | None = None, **options: Unpack[_head.TiedOptions]) -> Self:

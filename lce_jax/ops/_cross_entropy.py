@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from lce_jax.call import _checks, _describe, _options
-from lce_jax.call._describe import Place
+from lce_jax.call._describe import Bound
 from lce_jax.call._options import LogprobOptions
 from lce_jax.mesh import _collectives
-from lce_jax.ops._logprobs import results
-from lce_jax.ops._loss import sum_of_losses
+from lce_jax.ops._logprobs import compute_results
+from lce_jax.ops._loss import sum_losses
 from lce_jax.run import _token_chunks
-from lce_jax.types._types import Results, is_array
+from lce_jax.types._types import Call, Results
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
@@ -99,10 +97,30 @@ def linear_cross_entropy(
         6.908
     """
     _options.check_names(linear_cross_entropy, options)
-    return of_call(
-        None, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, chunk_bytes,
-        options,
+    smoothing, z_loss, normalizer = _options.check_loss(reduction, label_smoothing, z_loss, normalizer)
+    arguments = _options.parse_arguments(
+        _options.check_loss_options(options), hidden, weight, labels, where, ignore_index, mean_logit=smoothing > 0,
+        function="linear_cross_entropy",
     )  # fmt: skip
+    arguments = _describe.describe_call(arguments)
+    because = _token_chunks.refuse_forward_gradients(arguments.call, reduction, options)
+    most, axis_name = _token_chunks.chunk_bytes_of_loss(chunk_bytes, because), arguments.call.axis_name
+    divisor = None if normalizer is None else _describe.on_device(normalizer, labels)
+    penalty = None if isinstance(z_loss, float) else _describe.on_device(z_loss, labels)
+    labels, where, numbers, agree = labels, arguments.where, (penalty, divisor), None
+    if axis_name is not None:
+        labels, where, numbers, agree = _compare_shards(labels, where, numbers, axis_name)
+    arguments = arguments._replace(call=arguments.call.but(chunk_bytes=most), labels=labels, where=where)
+    loss = _Loss(reduction, smoothing, z_loss if isinstance(z_loss, float) else 0.0)
+    if because is None:
+        call, *arrays = _describe.bind_call(arguments, numbers)
+        result = _sum_in_forward(loss, call, arrays, numbers)
+    else:
+        results = compute_results(arguments, tuple(x for x in numbers if x is not None))
+        result = _reduce_results(loss, results, where, *numbers)
+    if agree is None:
+        return result
+    return _collectives.nan_where_different(jnp.all(agree) if agree.ndim > result.ndim else agree, result)
 
 
 class _Loss(NamedTuple):
@@ -113,122 +131,50 @@ class _Loss(NamedTuple):
     z_loss: float  # 0 where it is traced
 
 
-def of_call(
-    place: Place | None,
-    hidden: ArrayLike,
-    weight: ArrayLike,
-    labels: ArrayLike,
-    where: ArrayLike | None,
-    ignore_index: int | None,
-    reduction: Reduction,
-    label_smoothing: float,
-    z_loss: float | ArrayLike,
-    normalizer: float | ArrayLike | None,
-    chunk_bytes: int | None,
-    options: LogprobOptions,
-) -> Array:
-    """The loss of a call, over the mesh at ``place`` if it is sharded by name."""
-    label_smoothing, z_loss, normalizer = _options.of_loss(reduction, label_smoothing, z_loss, normalizer)
-    told, smooths = _options.loss_call(options), label_smoothing > 0
-    given = _options.of_call(
-        told, hidden, weight, labels, where, ignore_index, mean_logit=smooths, function="linear_cross_entropy",
-    )  # fmt: skip
-    if place is not None:
-        _options.no_axis_name(given.call)
-    given = _describe.describe(given)
-    left = _token_chunks.refuse_forward_gradients(given.call, reduction, options)
-    given = given.with_chunks(_token_chunks.chunk_bytes_of_loss(chunk_bytes, left))
-    divisor = None if normalizer is None else _describe.on_device(normalizer, labels)
-    traced = None if isinstance(z_loss, float) else _describe.on_device(z_loss, labels)
-    (labels, where), (traced, divisor), agree = _agreed(labels, given.where, (traced, divisor), given.call.axis_name)
-    given = given._replace(labels=labels, where=where)
-    loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
-    if left is not None:
-        out = results(given, place, tuple(x for x in (traced, divisor) if x is not None))
-        return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
-    _describe.check_values(given)  # before jit, which traces them
-    arrays = {name: x for name, x in told.items() if is_array(x) and not isinstance(x, np.generic)}
-    arrays |= {} if told.get("lora") is None else {"lora": told["lora"]}
-    fixed = (*((name, x) for name, x in told.items() if name not in arrays),)
-    operands = hidden, weight, _describe.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
-    of_call = given.call.chunk_bytes, operands, where, traced, divisor, arrays
-    return _nan_where_different(agree, _in_forward(place, fixed, loss, *of_call))
-
-
-def _agreed(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Array | None]:
+def _compare_shards(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Any, Array | None]:
     """Inside ``shard_map``: what the loss is made of, typed as equal on every shard, and the rows in which it is."""
-    if axis_name is None:
-        return (labels, where), numbers, None
     _checks.axis_size(axis_name)
-    rows, agree = _collectives.same_on_all_shards((labels, where), labels.ndim, axis_name)
+    (labels, where), agree = _collectives.same_on_all_shards((labels, where), labels.ndim, axis_name)
     numbers, also = _collectives.same_on_all_shards(numbers, 0, axis_name)
-    return rows, numbers, _collectives.both(_collectives.where_it_counts(agree, rows[1]), also)
+    return labels, where, numbers, _collectives.both(_collectives.where_it_counts(agree, where), also)
 
 
-def _nan_where_different(agree: Array | None, loss: Array) -> Array:
-    """The loss, or that of each token, with NaN where the shards were given different rows or numbers."""
-    if agree is None:
-        return loss
-    if agree.ndim > loss.ndim:
-        agree = jnp.all(agree)
-    return _collectives.nan_where_different(agree, loss)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
-def _in_forward(
-    place: Place | None,
-    fixed: tuple[tuple[str, Hashable], ...],
-    loss: _Loss,
-    chunk_bytes: int | None,
-    operands: tuple[Array, Array, Array],
-    where: Array | None,
-    traced_z_loss: Array | None,
-    normalizer: Array | None,
-    arrays: dict[str, Array],
-) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _sum_in_forward(loss: _Loss, call: Call, arrays: list[Any], numbers: tuple[Array | None, Array | None]) -> Array:
     """The loss by `linear_loss`. The divisor is in each token's loss, so that each gradient is rounded once.
 
     Jitted: outside ``jit`` each call would compile its loop.
     """
-    labels, dtype = operands[2], jnp.promote_types(operands[1].dtype, jnp.float32)
-
-    def per_token(x: Any) -> Array | None:
-        return None if x is None else jnp.broadcast_to(jnp.asarray(x, dtype), labels.shape)
-
-    smooths = loss.label_smoothing > 0
+    bound, (penalty, normalizer), smooths = Bound(call, *arrays), numbers, loss.label_smoothing > 0
+    rows, dtype = bound.rows, call.stat_dtype
 
     def loss_fn(logprob: Array, _: None, lse: Array, *more: Array | None) -> Array:
         mean_logit, share, penalty = more if smooths else (None, *more)
-        found = _of_token(logprob, lse, mean_logit, loss.label_smoothing, loss.z_loss, penalty)
+        found = _compute_token_loss(logprob, lse, mean_logit, loss.label_smoothing, loss.z_loss, penalty)
         return found if share is None else found * share
 
-    share = None if loss.reduction == "sum" else 1 / _divisor(where, normalizer, labels.size, dtype)
-    told: Any = dict(fixed) | arrays | {"cache_bytes": 0}
-    given = _options.of_call(told, *operands, where, mean_logit=smooths, function="linear_cross_entropy")
-    each = per_token(share), per_token(traced_z_loss)
-    return sum_of_losses(loss_fn, given.with_chunks(chunk_bytes), (each, {}), place)[0]
+    divisor = None if loss.reduction == "sum" else _find_divisor(rows.where, normalizer, rows.labels.size, dtype)
+    share = None if divisor is None else jnp.asarray(1 / divisor, dtype)
+    penalty = None if penalty is None else penalty.astype(dtype)
+    return sum_losses(loss_fn, bound, ((share, penalty), {}))[0]
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6), inline=True)
-def _reduced(
-    out: Results,
-    where: Array | None,
-    traced_z_loss: Array | None,
-    normalizer: Array | None,
-    reduction: Reduction,
-    label_smoothing: float,
-    z_loss: float,
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _reduce_results(
+    loss: _Loss, out: Results, where: Array | None, traced_z_loss: Array | None, normalizer: Array | None
 ) -> Array:
     """The loss from the results. Jitted: outside ``jit`` each number in an expression is a transfer."""
     outputs = out.outputs
-    loss = _of_token(outputs.logprobs, outputs.lse, out.mean_logit, label_smoothing, z_loss, traced_z_loss)
-    if reduction == "none":
-        return loss
-    total = jnp.sum(loss)
-    return total if reduction == "sum" else total / _divisor(where, normalizer, loss.size, loss.dtype)
+    each = _compute_token_loss(
+        outputs.logprobs, outputs.lse, out.mean_logit, loss.label_smoothing, loss.z_loss, traced_z_loss
+    )
+    if loss.reduction == "none":
+        return each
+    total = jnp.sum(each)
+    return total if loss.reduction == "sum" else total / _find_divisor(where, normalizer, each.size, each.dtype)
 
 
-def _of_token(
+def _compute_token_loss(
     logprobs: Array, lse: Array, mean_logit: Array | None, smoothing: float, z_loss: float, traced_z_loss: Array | None
 ) -> Array:
     """The loss of one token, or of all. The weight of lse² is a number that is known or an array."""
@@ -242,7 +188,7 @@ def _of_token(
     return loss
 
 
-def _divisor(where: Array | None, normalizer: Array | None, num_tokens: int, dtype: Any) -> Any:
+def _find_divisor(where: Array | None, normalizer: Array | None, num_tokens: int, dtype: Any) -> Any:
     """What a mean divides by."""
     if normalizer is not None:
         divisor = normalizer.astype(dtype)

@@ -102,9 +102,9 @@ def distillation_loss(
         _checks.where_array(where, ids.shape[:-1], "ids before K")
     scalars.one_of("divergence", divergence, scalars.DIVERGENCES)
     scalars.one_of("rest", rest, scalars.RESTS)
-    beta = _options.teachers_weight(beta, "divergence", divergence, scalars.DIVERGENCES[:2])
+    beta = _options.check_teachers_weight(beta, "divergence", divergence, scalars.DIVERGENCES[:2])
     dtype = jnp.promote_types(jnp.promote_types(candidate_logprobs.dtype, teacher_logprobs.dtype), jnp.float32)
-    weights = None if beta is None else _describe.weights(beta, (), dtype)
+    weights = None if beta is None else _describe.make_mixture_weights(beta, (), dtype)
     arrays = jnp.asarray(candidate_logprobs), jnp.asarray(teacher_logprobs), _describe.int32_labels(ids, "ids")
     return _divergence(divergence, rest, *arrays, None if where is None else jnp.asarray(where), weights)
 

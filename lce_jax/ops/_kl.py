@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from lce_jax.call import _options
-from lce_jax.call._describe import Bound
 from lce_jax.call._options import LogprobOptions, Same, Unset
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives
@@ -124,10 +123,6 @@ def linear_kl(
         "teacher_bias": teacher_bias,
     }
     arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
-    return divergence(_kl.bind(KLArguments.of(arrays, where, direction, options | own)))
-
-
-def divergence(bound: Bound) -> Array:
-    """Of a call, NaN in the rows of which its shards were given different ones."""
+    bound = _kl.bind(KLArguments.of(arrays, where, direction, options | own))
     found = _runner.run(KL, bound.call, bound.primals.student, (bound.primals.teacher, bound.rows))
     return found if bound.agree is None else _collectives.nan_where_different(bound.agree, found)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.call import _checks, _describe, _options
-from lce_jax.call._describe import Place
-from lce_jax.call._options import Given, LogprobOptions
+from lce_jax.call._options import LogprobOptions
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner
 from lce_jax.run._logits import LOGITS
@@ -144,11 +143,7 @@ def linear_logits(
         [[12.0, 0.0], [28.0, 0.0]]
     """
     _options.check_names(linear_logits, options)
-    return at_ids(_options.of_ids(options, hidden, weight, ids, where))
-
-
-def at_ids(given: Given, place: Place | None = None) -> Array:
-    """`linear_logits`, over the mesh at ``place`` if there is one."""
-    call, primals, rows, agree = _describe.bind(_describe.describe(given), place)
+    arguments = _describe.describe_call(_options.parse_arguments_with_ids(options, hidden, weight, ids, where))
+    call, primals, rows, agree = _describe.bind_call(arguments)
     found = _runner.run(LOGITS, call, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

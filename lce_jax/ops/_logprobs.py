@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal, Never, Unpack, overload
 import jax.numpy as jnp
 
 from lce_jax.call import _describe, _options
-from lce_jax.call._describe import Place
-from lce_jax.call._options import Given, LogprobOptions
+from lce_jax.call._options import Arguments
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner
 from lce_jax.run._shard import LOGPROBS
@@ -188,35 +187,20 @@ def linear_logprobs(
         Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maximum; the
         entropy's shifted sum and the gradients are derived in ``lce_jax/mathematics/_logprobs.py``.
     """
-    _options.check_names(linear_logprobs, unknown)
-    options: LogprobOptions = {
-        "temperature": temperature,
-        "logit_softcap": logit_softcap,
-        "logit_scale": logit_scale,
-        "entropy": entropy,
-        "stats": stats,
-        "vocab_size": vocab_size,
-        "weight_layout": weight_layout,
-        "axis_name": axis_name,
-        "cache_bytes": cache_bytes,
-        "precision": precision,
-        "implementation": implementation,
-        "bias": bias,
-        "candidates": candidates,
-        "gradient_threshold": gradient_threshold,
-        "vocab_part_size": vocab_part_size,
-        "logit_floor": logit_floor,
-        "lora": lora,
-    }
-    return results(_describe.describe(_options.of_call(options, hidden, weight, labels, where, ignore_index))).public
+    arguments = locals()
+    options = {name: arguments[name] for name in _options.list_options("linear_logprobs")} | unknown
+    _options.check_names(linear_logprobs, options)
+    parsed = _options.parse_arguments(options, hidden, weight, labels, where, ignore_index)
+    return compute_results(_describe.describe_call(parsed)).public
 
 
-def results(given: Given, place: Place | None = None, numbers: tuple[Array, ...] = ()) -> Results:
-    """What `linear_logprobs` returns, and losses are made of; over the mesh at ``place`` if there is one.
+def compute_results(arguments: Arguments, numbers: tuple[Array, ...] = ()) -> Results:
+    """What `linear_logprobs` returns, and losses are made of.
 
     The results are NaN if shards were given different ``numbers``, arrays of shape ().
     """
-    call, primals, rows, agree = _describe.bind(given, place)
-    rows = _describe.tag_also(call, rows, tuple(jnp.broadcast_to(x, rows.labels.shape) for x in numbers))
+    call, primals, rows, agree = _describe.bind_call(arguments)
+    if call.axis_name is not None:
+        rows = _describe.tag_arrays(call, rows, tuple(jnp.broadcast_to(x, rows.labels.shape) for x in numbers))
     found = _runner.run(LOGPROBS, call, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.call import _describe, _options
-from lce_jax.call._describe import Place
-from lce_jax.call._options import Given
+from lce_jax.call._describe import Bound
+from lce_jax.call._options import MeshPlacement
 from lce_jax.mesh import _collectives
 from lce_jax.run import _loss, _runner, _token_chunks
 from lce_jax.run._loss import LOSS, Inputs
@@ -126,63 +126,44 @@ def linear_loss(
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), which computes the gradients of
         the cross entropy in the forward.
     """
-    return of_call(
-        linear_loss, None, loss_fn, hidden, weight, labels, where, ignore_index, chunk_bytes, per_token, options
-    )
-
-
-def of_call(
-    function: Callable[..., Any],
-    place: Place | None,
-    loss_fn: Callable[..., Array],
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    where: Any,
-    ignore_index: int | None,
-    chunk_bytes: int | None,
-    per_token: tuple[object, ...],
-    options: Mapping[str, Any],
-) -> tuple[Array, LogprobOutput]:
-    """The results of ``function``, over the mesh at ``place`` if it is sharded by name."""
-    known = _options.names_of(function.__name__)
-    parameters = {"where": where, "ignore_index": ignore_index, "chunk_bytes": chunk_bytes}
-    parameters |= {} if place is None else place._asdict()
-    named, told = scalars.arguments_of_loss(loss_fn, per_token, options, known, parameters)
-    _options.check_names(function, told, loss_fn)
-    given = _options.of_call(told, hidden, weight, labels, where, ignore_index, function="linear_loss")
-    given = given.with_chunks(_token_chunks.chunk_bytes(chunk_bytes, told))
-    names = [*told, *(name for name, x in ({} if place is None else place._asdict()).items() if x is not None)]
+    placement = options.get("axis_name")
+    axes = placement._asdict() if isinstance(placement, MeshPlacement) else {}
+    parameters = {"where": where, "ignore_index": ignore_index, "chunk_bytes": chunk_bytes, **axes}
+    known = _options.list_options("linear_loss")
+    named, own = scalars.arguments_of_loss(loss_fn, per_token, options, known, parameters)
+    _options.check_names(linear_loss, own, loss_fn)
+    parsed = _options.parse_arguments(own, hidden, weight, labels, where, ignore_index, function="linear_loss")
+    parsed = parsed._replace(call=parsed.call.but(chunk_bytes=_token_chunks.chunk_bytes(chunk_bytes, own)))
+    names = {**own, **{name: x for name, x in axes.items() if x is not None}}
     refusal = functools.partial(
         scalars.mixed_tokens,
-        function=function.__name__.replace("loss", "logprobs"),
+        function="sharded_linear_logprobs" if axes else "linear_logprobs",
         shape=jnp.shape(labels),
         where=None if where is None else "where",
         ignore_index=ignore_index,
-        options=names,
+        options=[name for name in names if name != "axis_name" or not axes],
         mean=("jnp.mean(x, -1)", "jnp.sum(jnp.where(mask, x, 0), -1) / jnp.maximum(jnp.sum(mask, -1), 1)"),
     )
-    return sum_of_losses(loss_fn, given, (per_token, named), place, refusal)
+    arguments = per_token, named
+    bound = _describe.bind_call(_describe.describe_call(parsed), arguments)
+    return sum_losses(loss_fn, bound, arguments, refusal)
 
 
-def sum_of_losses(
-    loss_fn: Any,
-    given: Given,
-    arguments: Any,
-    place: Place | None = None,
-    refusal: Callable[[str], ValueError] | None = None,
+def sum_losses(
+    loss_fn: Any, bound: Bound, arguments: Any, refusal: Callable[[str], ValueError] | None = None
 ) -> tuple[Array, LogprobOutput]:
-    """`linear_loss` of a call, over the mesh at ``place`` if there is one; ``arguments``: by place, and by name.
+    """`linear_loss` of a call; ``arguments``: by place, and by name.
 
     A call that has a mean logit gives it to ``loss_fn`` after the other results. ``refusal``: what to raise if
     ``loss_fn`` mixes tokens; None for one of our own.
     """
-    call, primals, rows, agree = _describe.bind(_describe.describe(given), place, arguments)
+    call, primals, rows, agree = bound
     flat, own = _loss.flatten_arguments(arguments, rows.labels)
     if call.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)
         agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
-    inputs, rows = Inputs(primals, flat, ()), _describe.tag_also(call, rows, flat)
+        rows = _describe.tag_arrays(call, rows, flat)
+    inputs = Inputs(primals, flat, ())
     axes = _runner.result_axes(call, (inputs, rows))
     run, held = (_runner.compute, loss_fn) if _jax.is_traced() else _loss.keep_program(loss_fn)
     loss, constants = _loss.trace(held, own, call, flat, rows.labels.ndim, axes)

@@ -1,17 +1,21 @@
 """The public functions over a mesh, for callers outside ``shard_map``: global arrays in, global arrays out."""
 
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from lce_jax.call import _describe, _options
-from lce_jax.call._describe import Place
-from lce_jax.mathematics._kl import Pair
-from lce_jax.ops import _cross_entropy, _kl, _logits, _logprobs, _loss, _topk
-from lce_jax.ops._cross_entropy import Reduction
-from lce_jax.run import _kl as programs
-from lce_jax.run._kl import KLArguments
+from lce_jax.call import _options
+from lce_jax.call._options import MeshPlacement
+from lce_jax.ops._cross_entropy import Reduction, linear_cross_entropy
+from lce_jax.ops._kl import linear_kl
+from lce_jax.ops._logits import linear_logits
+from lce_jax.ops._logprobs import linear_logprobs
+from lce_jax.ops._loss import linear_loss
+from lce_jax.ops._topk import linear_topk
 from lce_jax.types._types import LogprobOutput, TopK
 
 if TYPE_CHECKING:
@@ -21,6 +25,27 @@ if TYPE_CHECKING:
     from lce_jax.mesh._layout import Axes
     from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
     from lce_jax.types._types import PerhapsWithoutEntropy
+
+
+def over_mesh[**P, R](function: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes ``function`` over a mesh of a signature and a docstring.
+
+    The signature has four arguments in place of ``axis_name``, which ``function`` gets there as one `MeshPlacement`.
+    """
+
+    def decorate(declared: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(declared)
+        def sharded(
+            *operands: Any, mesh: Any = None, vocab_axis: Any = "tensor", batch_axes: Any = None,
+            sequence_axis: Any = None, axis_name: Any = None, **named: Any,
+        ) -> R:  # fmt: skip
+            _options.refuse_axis_name(axis_name)
+            placement = MeshPlacement(mesh, vocab_axis, batch_axes, sequence_axis)
+            return function(*operands, axis_name=placement, **named)
+
+        return sharded
+
+    return decorate
 
 
 @overload
@@ -37,6 +62,7 @@ def sharded_linear_logprobs(
     sequence_axis: Axes = None, where: Bool[ArrayLike, "*b"] | None = None, ignore_index: int | None = None,
     entropy: bool, **options: Unpack[OptionsBesideEntropy],
 ) -> PerhapsWithoutEntropy: ...  # fmt: skip
+@over_mesh(linear_logprobs)
 def sharded_linear_logprobs(
     hidden: Float[ArrayLike, "*b H"],
     weight: Float[ArrayLike, "V H"],
@@ -88,12 +114,9 @@ def sharded_linear_logprobs(
         >>> out.logprobs.shape
         (2, 4)
     """
-    _options.check_names(sharded_linear_logprobs, options)
-    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    given = _describe.describe(_options.of_call(options, hidden, weight, labels, where, ignore_index))
-    return _logprobs.results(given, place).public
 
 
+@over_mesh(linear_cross_entropy)
 def sharded_linear_cross_entropy(
     hidden: Float[ArrayLike, "*b H"],
     weight: Float[ArrayLike, "V H"],
@@ -131,12 +154,6 @@ def sharded_linear_cross_entropy(
         >>> round(float(loss), 3)
         6.908
     """
-    _options.check_names(sharded_linear_cross_entropy, options)
-    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _cross_entropy.of_call(
-        place, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, chunk_bytes,
-        options,
-    )  # fmt: skip
 
 
 @overload
@@ -155,6 +172,7 @@ def sharded_linear_loss(
     where: Bool[ArrayLike, "*b"] | None = None,
     ignore_index: int | None = None, chunk_bytes: int | None = None, entropy: bool, **options: object,
 ) -> tuple[Float[Array, ""], PerhapsWithoutEntropy]: ...  # fmt: skip
+@over_mesh(linear_loss)
 def sharded_linear_loss(
     loss_fn: Callable[..., Array],
     hidden: Float[ArrayLike, "*b H"],
@@ -191,13 +209,9 @@ def sharded_linear_loss(
         >>> round(float(total / 8), 3)                         # ln 1000
         6.908
     """
-    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _loss.of_call(
-        sharded_linear_loss, place, loss_fn, hidden, weight, labels, where, ignore_index, chunk_bytes, per_token,
-        options,
-    )  # fmt: skip
 
 
+@over_mesh(linear_kl)
 def sharded_linear_kl(
     hidden: Float[ArrayLike, "*b H"],
     weight: Float[ArrayLike, "V H"],
@@ -230,12 +244,9 @@ def sharded_linear_kl(
         >>> kl.shape, float(jnp.abs(kl).max()) < 1e-6          # a shift of all logits changes no distribution
         ((2, 4), True)
     """
-    _options.check_names(sharded_linear_kl, options)
-    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
-    return _kl.divergence(programs.bind(KLArguments.of(arrays, where, direction, options), place))
 
 
+@over_mesh(linear_logits)
 def sharded_linear_logits(
     hidden: Float[ArrayLike, "*b H"],
     weight: Float[ArrayLike, "V H"],
@@ -261,11 +272,9 @@ def sharded_linear_logits(
         >>> sharded_linear_logits(hidden, weight, jnp.array([[3, 0], [7, -1]]), mesh=mesh, batch_axes="data").tolist()
         [[12.0, 0.0], [28.0, 0.0]]
     """
-    _options.check_names(sharded_linear_logits, options)
-    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _logits.at_ids(_options.of_ids(options, hidden, weight, ids, where), place)
 
 
+@over_mesh(linear_topk)
 def sharded_linear_topk(
     hidden: Float[ArrayLike, "*b H"],
     weight: Float[ArrayLike, "V H"],
@@ -291,6 +300,3 @@ def sharded_linear_topk(
         >>> sharded_linear_topk(hidden, weight, 2, mesh=mesh, batch_axes="data").ids[0, 0].tolist()
         [999, 998]
     """
-    _options.check_names(sharded_linear_topk, options)
-    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _topk.most_likely(_options.of_call(options, hidden, weight, None, where, top_k=k), place)

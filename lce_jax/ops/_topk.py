@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax.call import _describe, _options
-from lce_jax.call._describe import Place, Rows
-from lce_jax.call._options import Given, LogprobOptions
+from lce_jax.call._describe import Rows
+from lce_jax.call._options import LogprobOptions
 from lce_jax.mathematics._statistics import along
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _topk
@@ -89,12 +89,8 @@ def linear_topk(
         True
     """
     _options.check_names(linear_topk, options)
-    return most_likely(_options.of_call(options, hidden, weight, None, where, top_k=k))
-
-
-def most_likely(given: Given, place: Place | None = None) -> TopK:
-    """The results of a call, over the mesh at ``place`` if there is one."""
-    call, primals, rows, agree = _describe.bind(_describe.describe(given), place)
+    arguments = _describe.describe_call(_options.parse_arguments(options, hidden, weight, None, where, top_k=k))
+    call, primals, rows, agree = _describe.bind_call(arguments)
     out = _program(call, primals, rows)
     if agree is None:
         return out

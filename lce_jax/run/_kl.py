@@ -16,8 +16,8 @@ from jax import lax
 
 from lce_jax import mosaic
 from lce_jax.call import _checks, _describe, _dispatch, _options
-from lce_jax.call._describe import Bound, Place, Rows, Scales
-from lce_jax.call._options import Given
+from lce_jax.call._describe import Bound, Rows, Scales
+from lce_jax.call._options import Arguments
 from lce_jax.mathematics import _kl, _logprobs
 from lce_jax.mathematics._kl import Direction, KLStatistics, Mixture, MixtureSums, Pair
 from lce_jax.mathematics._statistics import MASKED
@@ -49,7 +49,7 @@ def _of_the_teacher() -> Iterator[None]:
 class KLArguments(NamedTuple):
     """What `linear_kl` is given."""
 
-    heads: Pair[Given]
+    heads: Pair[Arguments]
     direction: Direction
     beta: Any  # of a JSD
     implementation: tuple[str, ...] | None  # asked for by name
@@ -60,21 +60,21 @@ class KLArguments(NamedTuple):
     ) -> KLArguments:
         """From what the public functions are given."""
         scalars.one_of("direction", direction, scalars.DIRECTIONS)
-        beta = _options.teachers_weight(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
+        beta = _options.check_teachers_weight(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
         student, teacher = _options_of_each(given)
-        own = _options.of_call(student, *arrays.student, None, where, function="linear_kl")
+        own = _options.parse_arguments(student, *arrays.student, None, where, function="linear_kl")
         for name, neutral in NEUTRAL.items():
             if isinstance(teacher[name], str) and teacher[name] == "unset":
                 if isinstance(student[name], jax.Array) or student[name] != neutral:  # no device is asked for a value
                     raise scalars.of_the_student_alone(name, student[name], neutral)
                 teacher[name] = neutral
         with _of_the_teacher():
-            teachers = _options.of_call(teacher, *arrays.teacher, None, where, function="linear_kl")
-        return cls(Pair(own, teachers), direction, beta, _options.checked("implementation", given))
+            teachers = _options.parse_arguments(teacher, *arrays.teacher, None, where, function="linear_kl")
+        return cls(Pair(own, teachers), direction, beta, _options.check_option("implementation", given))
 
-    def describe(self) -> Pair[Given]:
+    def describe(self) -> Pair[Arguments]:
         """Each model's call with its shapes."""
-        student, teacher = _describe.describe(self.heads.student), self.heads.teacher
+        student, teacher = _describe.describe_call(self.heads.student), self.heads.teacher
         with _of_the_teacher():
             _checks.array("hidden", teacher.hidden)
             if tuple(teacher.hidden.shape[:-1]) != tuple(student.hidden.shape[:-1]):
@@ -82,7 +82,7 @@ class KLArguments(NamedTuple):
                     f"hidden {tuple(teacher.hidden.shape)} must have the leading shape of the student's "
                     f"{tuple(student.hidden.shape)}"
                 )
-            return Pair(student, _describe.describe(teacher))
+            return Pair(student, _describe.describe_call(teacher))
 
     def of_both(self, student: Call, teacher: Call) -> Call:
         """One call of both, and the implementation that serves it."""
@@ -90,7 +90,7 @@ class KLArguments(NamedTuple):
         return dataclasses.replace(call, implementation=_dispatch.choose(call)[0].NAME)
 
 
-def check_columns(heads: Pair[Given], is_split: bool) -> None:
+def check_columns(heads: Pair[Arguments], is_split: bool) -> None:
     """Refuses weights of which one has more columns, unless ``vocab_size`` says which of them count.
 
     A mesh axis splits both alike, so there they must have as many.
@@ -105,20 +105,20 @@ def check_columns(heads: Pair[Given], is_split: bool) -> None:
         )
 
 
-def bind(given: KLArguments, place: Place | None = None) -> Bound:
-    """The call, over the mesh at ``place``, over the one that the operands name, or of this device."""
+def bind(given: KLArguments) -> Bound:
+    """The call, over the mesh of its placement, over the one that the operands name, or of this device."""
     heads = given.describe()
     axis_name = heads.student.call.axis_name
     check_columns(heads, axis_name is not None)
-    student = _describe.bind(heads.student, place, heads.teacher[1:3])
-    if place is not None:
+    student = _describe.bind_call(heads.student, heads.teacher[1:3])
+    if heads.student.placement is not None:
         check_columns(heads, student.call.mesh.vocab_axes is not None)
     with _of_the_teacher():
-        teacher = _describe.bind(heads.teacher, place, heads.student[1:3])
+        teacher = _describe.bind_call(heads.teacher, heads.student[1:3])
     call = given.of_both(student.call, teacher.call)
     rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
     if given.beta is not None:
-        weights = _describe.weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels)
+        weights = _describe.make_mixture_weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels)
         if axis_name is not None:
             weights, also = _collectives.same_on_all_shards(weights, rows.labels.ndim, axis_name)
             agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from lce_jax import mosaic
 from lce_jax.call import _describe, _dispatch, _options
 from lce_jax.call._describe import Rows
-from lce_jax.call._options import Given
+from lce_jax.call._options import Arguments
 from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
 from lce_jax.mathematics._statistics import pack, unpack
@@ -47,16 +47,16 @@ class LogprobPart(NamedTuple):
         """Of a ``call`` that has its options alone, with the given vocabulary. The first ``num_rows`` rows count."""
         hidden, weight, bias = primals
         rank, wanted = call.rank, {}
-        if rank:  # of an adapter: what `_describe.operands` puts there is there
+        if rank:  # of an adapter: what `_describe.make_operands` puts there is there
             wanted = {"wanted": Wanted(weight=False)}
-        requested = _options.checked("implementation", {"implementation": call.requested})
+        requested = _options.check_option("implementation", {"implementation": call.requested})
         call = call.but(rank=0, has_bias=bias is not None and not rank, requested=requested, vocab_size=0)
         arrays = hidden[:, : weight.shape[1]], weight, labels, None, 1.0 if temperature is None else temperature
-        others = None if rank else bias, candidates, floor, None, None
-        given = _describe.describe(Given(call, *arrays, None, None, *others))
-        given = given._replace(hidden=hidden, bias=bias)
-        call = _chosen(given._replace(call=given.call.but(partial_rows=True, rank=rank, **wanted)))
-        primals, rows = _describe.operands(call, given)
+        others = None if rank else bias, candidates, floor, None, None, None
+        arguments = _describe.describe_call(Arguments(call, *arrays, None, None, *others))
+        arguments = arguments._replace(hidden=hidden, bias=bias)
+        call = _chosen(arguments._replace(call=arguments.call.but(partial_rows=True, rank=rank, **wanted)))
+        primals, rows = _describe.make_operands(call, arguments)
         return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
 
     def statistics(self, keep_cache: bool) -> tuple[ShardStatistics, Any]:
@@ -98,16 +98,20 @@ def kl_part(
     given = KLArguments.of(Pair(*zip(hidden, weight, strict=True)), where, direction, options)
     heads = given.describe()
     calls = Pair(*map(_chosen, heads))
-    (own, rows), (others, teachers_rows) = map(_describe.operands, calls, heads)
+    (own, rows), (others, teachers_rows) = map(_describe.make_operands, calls, heads)
     call = given.of_both(*calls)
     if given.beta is not None:
-        rows = rows._replace(weights=_describe.weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels))
+        rows = rows._replace(
+            weights=_describe.make_mixture_weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels)
+        )
     return KLPart.of(call, Pair(own, others), Pair(rows, teachers_rows), jnp.int32(vocab_start))
 
 
-def _chosen(given: Given) -> Call:
+def _chosen(given: Arguments) -> Call:
     """Of how many shards there are, the bridge alone knows: any vocab_size may leave padding."""
-    return _describe.choose(given.call, scalars.INT32_MAX).but(padded=given.call.given_vocab_size is not None)
+    return _describe.choose_implementation(given.call, scalars.INT32_MAX).but(
+        padded=given.call.given_vocab_size is not None
+    )
 
 
 __all__ = [

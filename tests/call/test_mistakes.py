@@ -40,7 +40,7 @@ FUNCTIONS |= {"explain": (explain, {"labels": LABELS})}
 def options_of(name: str) -> tuple[str, ...]:
     if name == "explain":
         return tuple(x for x in LogprobOptions.__annotations__ if x != "axis_name")
-    return _options.names_of(name)
+    return _options.list_options(name)
 
 
 def refused(name: str, changed: dict[str, Any], error: type[Exception], message: str, jitted: bool = False) -> None:

@@ -54,7 +54,9 @@ def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: 
     def run(*given: Any) -> Any:
         hidden, weight, labels, where, temperature = given
         told = options if temperature is None else {**options, "temperature": temperature}
-        bound = _describe.bind(_describe.describe(_options.of_call(told, hidden, weight, labels, where)))
+        bound = _describe.bind_call(
+            _describe.describe_call(_options.parse_arguments(told, hidden, weight, labels, where))
+        )
         return _shard.device_forward(*bound[:3], False)[0].outputs
 
     with for_device(SMALL), interpreting(plgpu.InterpretGPUParams()):

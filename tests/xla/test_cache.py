@@ -165,7 +165,7 @@ def test_shards_keep_their_own() -> None:
 @pytest.mark.slow
 def test_a_cache_may_be_read_again() -> None:
     options = {"implementation": "xla", "cache_bytes": ALL}
-    call, primals, rows, _ = _describe.bind(_describe.describe(_options.of_call(options, *CALL)))
+    call, primals, rows, _ = _describe.bind_call(_describe.describe_call(_options.parse_arguments(options, *CALL)))
     part = _shard.Part.of(call, primals, rows)
     stats, cache, _ = part.statistics(keep_cache=True)
     seed = Results(LogprobOutput(logprobs=jnp.ones(24), entropy=jnp.full(24, 0.3), lse=jnp.zeros(24)))
