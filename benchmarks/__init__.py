@@ -1,1 +1,1 @@
-"""Speed and memory of the language-model head: ``python -m benchmarks`` in a checkout; what it measured, as JSON."""
+"""Benchmarks of the language-model head, ``python -m benchmarks`` in a checkout, and their results as JSON."""

@@ -1,11 +1,11 @@
-"""Errors against float64: of this package and of its peers, in bfloat16, by how far the logits spread.
+"""Errors against float64 of this package and of its peers, in bfloat16, by the spread of the logits.
 
     python -m benchmarks accuracy  2,048 tokens, hidden size 4096, vocabulary 32,768 on a GPU; a small shape on a CPU
-    python benchmarks/accuracy.py  by dtype, on a CPU: it writes ``accuracy.json``
+    python benchmarks/accuracy.py  by dtype, on a CPU, into ``accuracy.json``
 
-The operands are rounded to their dtype first; the oracle takes the rounded ones. Errors of log-probabilities and
-entropies are the largest of any token, in nats. That of a summed loss is divided by its tokens. Those of gradients are
-relative, by norm.
+The operands are rounded to their dtype first, and the oracle takes the rounded operands. The error of log-probabilities
+and entropies is the largest of any token, in nats. The error of a summed loss is divided by the number of tokens. The
+error of a gradient is relative by norm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.candidates import BOTH, Candidate, jax_candidates, materialised, materialised_by_hand  # noqa: E402
-from benchmarks.heads import add_shapes, words  # noqa: E402
+from benchmarks.heads import add_shapes, job_arguments  # noqa: E402
 from benchmarks.measure import first_line, log  # noqa: E402
 from benchmarks.peers import peer_candidates, release  # noqa: E402
 from benchmarks.problem import (  # noqa: E402
@@ -37,8 +37,8 @@ from benchmarks.problem import (  # noqa: E402
     Problem,
     Shape,
     cotangents,
+    describe_shape,
     random_problem,
-    said,
     sizes,
     verdict,
 )
@@ -54,7 +54,7 @@ type Doubles = Mapping[str, np.ndarray]
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Adds the options of this part."""
     add_shapes(command)
     spread = "standard deviation of the logits; repeatable (default: 1, 3 and 8)"
     command.add_argument("--spread", type=_arguments.positive, action="append", help=spread)
@@ -62,11 +62,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
-    """One for each shape and spread."""
+    """Returns a job for each shape and spread."""
     more = ["--no-peers"] if options.no_peers else []
     return [
         Job(
-            [*words("accuracy", shape), "--spread", str(spread), *more],
+            [*job_arguments("accuracy", shape), "--spread", str(spread), *more],
             functools.partial(measure, shape, spread, not options.no_peers),
         )
         for shape in options.shape or [CPU_SHAPE if jax.default_backend() == "cpu" else GPU_SHAPE]
@@ -75,33 +75,33 @@ def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
 
 
 def measure(shape: Shape, spread: float, with_peers: bool = True) -> Measured:
-    """Each way's errors, printed; one that is not installed, fails or is wrong says why."""
+    """Prints the errors of each candidate, or the reason why a candidate has none."""
     problem = random_problem(shape, jnp.dtype("bfloat16"), spread)
     candidates = [*jax_candidates(problem, None), *(peer_candidates(problem, is_timed=False) if with_peers else [])]
     candidates = [one for one in candidates if one.direction == BOTH]
     exact: dict[Objective, Doubles] = {}
     rows, healthy = {}, True
-    print(f"{said(shape)}, bfloat16, logits with a standard deviation of {spread}")
+    print(f"{describe_shape(shape)}, bfloat16, logits with a standard deviation of {spread}")
     for one in candidates:
         log(f"compiling and checking {one.name}")
         row = _row(one, problem, exact)
         rows[one.name] = row
-        found = ", ".join(f"{name} {error:.1e}" for name, error in row.get("errors", {}).items())
-        print(f"{one.label:62s}  {found or f'left out: {row["left_out"]}'}", flush=True)
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in row.get("errors", {}).items())
+        print(f"{one.label:62s}  {errors or f'left out: {row["left_out"]}'}", flush=True)
         healthy &= not (one.key.startswith("ours") and "left_out" in row)
     release()
     return Measured(rows, {"shape": sizes(shape), "dtype": "bfloat16", "spread": spread}, healthy)
 
 
 def _row(one: Candidate, problem: Problem, exact: dict[Objective, Doubles]) -> dict[str, Any]:
-    """A way's errors beside the results of its objective in float64, or why it has none."""
+    """Returns the errors of a candidate against its objective in float64, or the reason why it has none."""
     try:
         run = one.compile()
         results = one.results(run.wait(run.launch()))
     except Exception as failure:
         return {"left_out": first_line(failure)}
     if one.objective not in exact:
-        exact[one.objective] = in_float64(problem, one.objective)
+        exact[one.objective] = compute_float64(problem, one.objective)
     right = exact[one.objective]
     rounded = {name: jnp.asarray(x, jnp.float32) for name, x in right.items()}
     reason = verdict(results, problem, rounded, one.logits_rounded).reason
@@ -111,17 +111,17 @@ def _row(one: Candidate, problem: Problem, exact: dict[Objective, Doubles]) -> d
     return {"key": one.key, "label": one.label, "objective": one.objective, "errors": errors}
 
 
-def in_float64(problem: Problem, objective: Objective) -> Doubles:
-    """What a way should return: outputs, their sum, and the gradients of the objective."""
+def compute_float64(problem: Problem, objective: Objective) -> Doubles:
+    """Computes exact results: outputs, their sum, and the gradients of the objective."""
     operands, seeds = problem[:3], cotangents(problem, objective)
     out = oracle.logprobs(*operands)
     dhidden, dweight = oracle.gradients(*operands, (*seeds, jnp.zeros_like(seeds[0])))
-    wanted = {name: x for name, x in out._asdict().items() if x is not None}
-    return wanted | {"loss": out.logprobs.sum(), "dhidden": dhidden, "dweight": dweight}
+    outputs = {name: x for name, x in out._asdict().items() if x is not None}
+    return outputs | {"loss": out.logprobs.sum(), "dhidden": dhidden, "dweight": dweight}
 
 
 def distance(name: str, result: jax.Array, right: np.ndarray, tokens: int) -> float:
-    """How far a result lies from its value in float64; see the module's docstring."""
+    """Returns the error of a result against float64, as in the module's docstring."""
     if name in GRADIENTS:
         return oracle.relative_norm(result, right)
     largest = float(np.max(np.abs(np.asarray(result, np.float64) - right)))
@@ -133,7 +133,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def ours(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
-    """This package's implementation for every device."""
+    """Calls this package's implementation that runs on every device."""
     out = linear_logprobs(hidden, weight, labels, implementation="xla")
     return out.logprobs, out.entropy
 
@@ -146,7 +146,7 @@ WAYS = {
 
 
 def errors(way: Any, dtype: str) -> list[float]:
-    """Largest absolute error of the results in nats, and the gradients' as a fraction of their norm."""
+    """Returns the largest absolute errors of the results in nats, and the gradients' errors relative by norm."""
     keys = jax.random.split(jax.random.key(0), 5)
     hidden = jax.random.normal(keys[0], (T, H)).astype(dtype)
     weight = (LOGIT_SPREAD / H**0.5 * jax.random.normal(keys[1], (V, H))).astype(dtype)
@@ -166,7 +166,7 @@ def errors(way: Any, dtype: str) -> list[float]:
 
 
 def main() -> None:
-    """Measures and writes."""
+    """Measures the errors and writes the file."""
     rows = [[f"{dtype}, {name}", *errors(way, dtype)] for dtype in DTYPES for name, way in WAYS.items()]
     run = {
         "command": "python benchmarks/accuracy.py",

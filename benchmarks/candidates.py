@@ -1,4 +1,4 @@
-"""The rows of heads that JAX computes: the bare product, this package, and what it replaces."""
+"""Candidates that JAX computes: the bare product, this package, and the stored logits that it replaces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lce_jax.call import _dispatch
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array
 
-GEMM, FORWARD, TOPK, BOTH = "gemm", "forward", "top-k", "forward+backward"  # the directions a row can time
+GEMM, FORWARD, TOPK, BOTH = "gemm", "forward", "top-k", "forward+backward"  # what a row can time
 DIRECTIONS = (GEMM, FORWARD, TOPK, BOTH)
 UNLIMITED = 1 << 62  # bytes of cache
 
@@ -32,14 +32,14 @@ class Candidate:
     """One row of the table, not yet compiled.
 
     Attributes:
-        key: what the row is, the same on every device and in both directions ("ours", "materialised").
-        label: its name for people.
+        key: identifies the row, the same on every device and in all directions ("ours", "materialised").
+        label: the row's name for people.
         direction: "gemm", "forward", "top-k" or "forward+backward".
-        compile: compiles it for the problem.
-        results: its outputs by name, as JAX arrays, for the check against the reference.
+        compile: compiles the candidate for the problem.
+        results: returns its outputs by name, as JAX arrays, for the check against the reference.
         objective: the scalar that forward+backward differentiates.
-        logits_rounded: whether it rounds the logits to the operands' dtype.
-        gradient_slack: how much further from the reference its gradients may lie, relative by norm.
+        logits_rounded: whether the candidate rounds the logits to the operands' dtype.
+        gradient_slack: how much more its gradients may differ from the reference, relative by norm.
     """
 
     key: str
@@ -53,52 +53,52 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Of its row in the file."""
+        """The name of its row in the file."""
         return f"{self.label}, {self.direction}"
 
 
 def judge(candidates: Iterable[Candidate], problem: Problem) -> Callable[[str, Any], tuple[str | None, Fields]]:
-    """What compares the results of each with the reference of its objective: see `measure.rows`."""
+    """Returns the ``judge`` of `measure.rows`: it compares results with the reference of the candidate's objective."""
     by_name = {one.name: one for one in candidates}
     references: dict[Objective, Mapping[str, Array]] = {}
 
-    def judged(name: str, outputs: Any) -> tuple[str | None, Fields]:
+    def compare(name: str, outputs: Any) -> tuple[str | None, Fields]:
         one = by_name[name]
         if one.objective not in references:
             references[one.objective] = right.reference(problem, *right.cotangents(problem, one.objective))
-        beside = problem, references[one.objective], one.logits_rounded, one.gradient_slack
-        found = right.verdict(one.results(outputs), *beside)
+        reference = problem, references[one.objective], one.logits_rounded, one.gradient_slack
+        verdict = right.verdict(one.results(outputs), *reference)
         fields = {"key": one.key, "label": one.label, "direction": one.direction, "objective": one.objective}
-        return found.reason, fields | {"errors": found.errors}
+        return verdict.reason, fields | {"errors": verdict.errors}
 
-    return judged
+    return compare
 
 
 def jax_candidates(problem: Problem, implementation: str | None, threshold: float = 0.0) -> list[Candidate]:
-    """The bare product, this package (with a cache where one is kept), the chunked loop, and stored logits.
+    """Returns the bare product, this package (also with a cache if it can use one), its loop in XLA, and stored logits.
 
-    With a ``threshold``, its gradients without the tiles below it too.
+    With a ``threshold`` there are also rows of this package with that ``gradient_threshold``.
     """
-    wanted = implementation or tuple(_dispatch.IMPLEMENTATIONS)
+    requested = implementation or tuple(_dispatch.IMPLEMENTATIONS)
 
     def plan(cache_bytes: int = 0) -> Any:
-        return explain(*problem[:3], cache_bytes=cache_bytes, implementation=wanted)
+        return explain(*problem[:3], cache_bytes=cache_bytes, implementation=requested)
 
-    def ours(cache_bytes: int = 0, name: str | tuple[str, ...] = wanted) -> LogprobFunction:
+    def ours(cache_bytes: int = 0, name: str | tuple[str, ...] = requested) -> LogprobFunction:
         return _ours(linear_logprobs, cache_bytes=cache_bytes, implementation=name)
 
-    served_by = plan().implementation
-    name = f"lce_jax ({served_by})"
+    chosen = plan().implementation
+    name = f"lce_jax ({chosen})"
     rows = [_gemm(problem), forward(problem, "ours", name, ours()), both(problem, "ours", name, ours())]
-    full = plan(UNLIMITED).kept_bytes - plan().kept_bytes  # what the backward could use, 0 where it always recomputes
+    full = plan(UNLIMITED).kept_bytes - plan().kept_bytes  # the largest cache; 0 if the backward always recomputes
     for part, cache_bytes in (("half", full // 2), ("full", full)):
         if plan(cache_bytes).kept_bytes > plan().kept_bytes:
             rows.append(both(problem, f"ours {part} cache", f"{name}, {part} cache", ours(cache_bytes)))
     if full:
-        rows.append(in_forward(problem, name, wanted))
+        rows.append(linear_loss_candidate(problem, name, requested))
     if threshold:
-        rows += _over_threshold(problem, name, threshold, wanted)
-    if served_by != "xla":
+        rows += _threshold_candidates(problem, name, threshold, requested)
+    if chosen != "xla":
         rows += [way(problem, "chunked", "lce_jax (xla)", ours(name="xla")) for way in (forward, both)]
     label = f"XLA, stored {problem.hidden.dtype.name} logits"
     rows += [way(problem, "materialised", label, materialised, True) for way in (forward, both)]
@@ -114,16 +114,16 @@ def _ours(call: Callable[..., LogprobOutput], **options: Any) -> LogprobFunction
     return logprobs
 
 
-def in_forward(problem: Problem, label: str, implementation: str | tuple[str, ...]) -> Candidate:
-    """`linear_loss`: the same gradients, computed in the forward a chunk of tokens at a time."""
+def linear_loss_candidate(problem: Problem, label: str, implementation: str | tuple[str, ...]) -> Candidate:
+    """Returns `linear_loss`, which computes the same gradients in the forward, one chunk of tokens at a time."""
 
-    def loss_of_token(logprob: Array, entropy: Array, lse: Array, a: Array, b: Array) -> Array:
+    def token_loss(logprob: Array, entropy: Array, lse: Array, a: Array, b: Array) -> Array:
         del lse
         return a * logprob + b * entropy
 
     def forward_backward(hidden: Array, weight: Array, labels: Array, a: Array, b: Array) -> dict[str, Any]:
         def loss(hidden: Array, weight: Array) -> tuple[Array, LogprobOutput]:
-            return linear_loss(loss_of_token, hidden, weight, labels, a, b, implementation=implementation)
+            return linear_loss(token_loss, hidden, weight, labels, a, b, implementation=implementation)
 
         (_, out), (dhidden, dweight) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
         return {"logprobs": out.logprobs, "entropy": out.entropy, "dhidden": dhidden, "dweight": dweight}
@@ -132,13 +132,16 @@ def in_forward(problem: Problem, label: str, implementation: str | tuple[str, ..
     return Candidate("ours in forward", f"{label}, linear_loss", BOTH, compiled)
 
 
-def _over_threshold(problem: Problem, name: str, threshold: float, wanted: str | tuple[str, ...]) -> list[Candidate]:
-    """With entropy and, as Cut Cross-Entropy computes it, without.
+def _threshold_candidates(
+    problem: Problem, name: str, threshold: float, requested: str | tuple[str, ...]
+) -> list[Candidate]:
+    """Returns the rows with a ``gradient_threshold``: with entropy, and without it, as in Cut Cross-Entropy.
 
-    At 2^-12 what is left out moves dhidden by 0.9 % without entropy. An entropy of the same weight in the objective
-    makes it 6.6 %, because p |ln p| of many small probabilities adds up. (An entropy bonus has a weight of 0.01.)
+    At 2^-12 the threshold changes dhidden by 0.9 % without entropy. If the objective has an entropy of the same weight
+    as the logprobs, the change is 6.6 %, because p |ln p| of many small probabilities adds up. (An entropy bonus
+    usually has a weight of 0.01.)
     """
-    function = functools.partial(_ours, linear_logprobs, gradient_threshold=threshold, implementation=wanted)
+    function = functools.partial(_ours, linear_logprobs, gradient_threshold=threshold, implementation=requested)
     label = f"{name}, gradient_threshold {threshold:.2g}"
     row = dataclasses.replace(both(problem, "ours threshold", label, function()), gradient_slack=2.0**-3)
     without = both(problem, "ours threshold without entropy", f"{label}, no entropy", function(entropy=False))
@@ -146,10 +149,10 @@ def _over_threshold(problem: Problem, name: str, threshold: float, wanted: str |
 
 
 def materialised(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
-    """What one writes without this package.
+    """Log-probability and entropy as one writes them without this package.
 
-    Half-precision operands keep half-precision logits: asking for float32 ones makes autodiff run both backward
-    products on upcast copies in TF32, twice as slow. Sums and softmax are float32 all the same.
+    Half-precision operands have half-precision logits here. With float32 logits, autodiff would run both products of
+    the backward on upcast copies in TF32, which is twice as slow. Sums and softmax are float32 in any case.
     """
     z = product(hidden, weight).astype(jnp.float32)
     lse = jax.nn.logsumexp(z, axis=-1)
@@ -160,11 +163,11 @@ def materialised(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Ar
 
 @jax.custom_vjp
 def materialised_by_hand(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
-    """The best that stores the logits: autodiff keeps several [T, V] arrays, this keeps the logits alone."""
-    return _keeping_logits(hidden, weight, labels)[0]
+    """The best version that stores logits. Autodiff keeps several [T, V] arrays; this keeps only the logits."""
+    return _stored_logits_forward(hidden, weight, labels)[0]
 
 
-def _keeping_logits(hidden: Array, weight: Array, labels: Array) -> tuple[tuple[Array, Array], Any]:
+def _stored_logits_forward(hidden: Array, weight: Array, labels: Array) -> tuple[tuple[Array, Array], Any]:
     raw = product(hidden, weight)
     z = raw.astype(jnp.float32)
     lse = jax.nn.logsumexp(z, axis=-1)
@@ -173,7 +176,7 @@ def _keeping_logits(hidden: Array, weight: Array, labels: Array) -> tuple[tuple[
     return (logprob, entropy), (hidden, weight, labels, raw, lse, entropy)
 
 
-def _of_kept_logits(residuals: Any, cotangents: Any) -> tuple[Array, Array, None]:
+def _stored_logits_backward(residuals: Any, cotangents: Any) -> tuple[Array, Array, None]:
     hidden, weight, labels, raw, lse, entropy = residuals
     a, b = (x[:, None] for x in cotangents)
     logp = raw.astype(jnp.float32) - lse[:, None]
@@ -183,16 +186,16 @@ def _of_kept_logits(residuals: Any, cotangents: Any) -> tuple[Array, Array, None
     return d @ weight, d.T @ hidden, None
 
 
-materialised_by_hand.defvjp(_keeping_logits, _of_kept_logits)
+materialised_by_hand.defvjp(_stored_logits_forward, _stored_logits_backward)
 
 
 def product(hidden: Array, weight: Array, *_: Array) -> Array:
-    """Of hidden states and weight, and nothing else: the unit of every table."""
+    """Multiplies hidden states by the weight, and does nothing else. Its time is the unit of every table."""
     return lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())))
 
 
 def _gemm(problem: Problem) -> Candidate:
-    """The bare product: the time a forward pass is held against."""
+    """Returns the bare product, whose time is the unit of a forward pass."""
 
     def label_logits(logits: Array) -> Results:
         return {"label logit": jnp.take_along_axis(logits, problem.labels[:, None], axis=1)[:, 0].astype(jnp.float32)}
@@ -204,7 +207,7 @@ def _gemm(problem: Problem) -> Candidate:
 def forward(
     problem: Problem, key: str, label: str, function: LogprobFunction, logits_rounded: bool = False
 ) -> Candidate:
-    """Log-probabilities and entropy."""
+    """Returns a candidate for log-probabilities and entropy."""
 
     def outputs(hidden: Array, weight: Array, labels: Array) -> dict[str, Any]:
         return dict(zip(("logprobs", "entropy"), function(hidden, weight, labels), strict=True))
@@ -214,7 +217,7 @@ def forward(
 
 
 def both(problem: Problem, key: str, label: str, function: LogprobFunction, logits_rounded: bool = False) -> Candidate:
-    """The same, and the gradients of their sum weighted by the cotangents."""
+    """Returns the same candidate with the gradients of the results' sum, weighted by the cotangents."""
 
     def forward_backward(hidden: Array, weight: Array, labels: Array, a: Array, b: Array) -> dict[str, Any]:
         def loss(hidden: Array, weight: Array) -> tuple[Array, Any]:
@@ -230,7 +233,7 @@ def both(problem: Problem, key: str, label: str, function: LogprobFunction, logi
 
 
 def _topk(problem: Problem) -> list[Candidate]:
-    """The most likely tokens: `linear_topk`, and ``jax.lax.top_k`` of float32 logits."""
+    """Returns candidates for the most likely tokens: `linear_topk`, and ``jax.lax.top_k`` of float32 logits."""
     k = min(MOST_LIKELY, problem.weight.shape[0])
 
     def ours(hidden: Array, weight: Array) -> dict[str, Array]:
@@ -243,12 +246,12 @@ def _topk(problem: Problem) -> list[Candidate]:
         lse = jax.nn.logsumexp(z, axis=1)
         return {TOPK_NAME: largest - lse[:, None], "lse": lse, "ids": ids}
 
-    def without_ids(found: dict[str, Array]) -> dict[str, Array]:
-        return {name: x for name, x in found.items() if name != "ids"}  # rounding may exchange two of them
+    def drop_ids(results: dict[str, Array]) -> dict[str, Array]:
+        return {name: x for name, x in results.items() if name != "ids"}  # rounding may exchange two ids
 
     def row(key: str, label: str, function: Callable[..., dict[str, Array]]) -> Candidate:
         compiled = functools.partial(compile_jax, function, problem.hidden, problem.weight)
-        return Candidate(key, f"{label}, k {k}", TOPK, compiled, without_ids)
+        return Candidate(key, f"{label}, k {k}", TOPK, compiled, drop_ids)
 
     return [
         row("ours", "lce_jax.linear_topk", ours),

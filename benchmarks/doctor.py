@@ -1,11 +1,15 @@
-"""Whether the kernels are right on this machine's GPU, and what they cost.
+"""Checks that the kernels are right on this machine's GPU, and measures their time and memory.
 
-Each check is a call with some options, in a process of its own: a kernel that waits for ever ends one check alone. It
-says how far outputs and gradients lie from stored logits in float32, whether they have the same bits in every one of
-several runs (a race would show), the times of forward and of both passes beside those of ``xla``, and the memory that
-they take. The bounds are those of `benchmarks.problem`. Each check is written to the file when it is done. Kernels that
-have run on another card alone run here without the comparison of a first call: what is wrong is to be seen. The last
-line says whether to rely on this machine, what runs there, and what to do.
+Each check is a call with some options, in its own process, so that a kernel that never ends stops only one check. A
+check reports
+
+- the errors of outputs and gradients against stored logits in float32, with the bounds of `benchmarks.problem`,
+- whether the bits are the same in each of several runs, which would show a race,
+- the times of the forward and of both passes, also of ``xla``, and their memory.
+
+Each check is written to the file when it is done. On a first call, kernels that have run only on another card are
+usually compared with ``xla``; here they run without that comparison, so that errors are seen. The last line says
+whether to rely on this machine, what runs there, and what to do.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import jax.numpy as jnp
 import lce_jax
 from benchmarks.measure import Run, compile_jax, interleave
 from benchmarks.problem import GRADIENTS, Problem, random_problem, reference, verdict, weighted
-from benchmarks.programs import with_kernels_of
+from benchmarks.programs import use_kernels
 from benchmarks.records import Job, Measured
 from lce_jax import UnsupportedError
 from lce_jax.call._dispatch import current_device
@@ -38,7 +42,7 @@ from lce_jax.types._types import Device
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array
 
-SECONDS = 600  # that a check may take
+SECONDS = 600  # the most that a check may take
 REPEATS = 20  # runs whose bits are compared
 NAMES = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared", "candidate_logprobs")
 PART = {"gpu": (1003, 1024, 32768), "cpu": (40, 64, 520)}  # tokens, hidden size, vocabulary
@@ -47,14 +51,14 @@ HEAD = {"gpu": (4096, 4096, 151936), "cpu": (64, 64, 1024)}
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A call."""
+    """One call to check."""
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dtype: str = "bfloat16"
-    is_head: bool = False  # of a model's size
-    is_transposed: bool = False  # the weight is [H, V]
+    is_head: bool = False  # whether the shape is that of a model's head
+    is_transposed: bool = False  # whether the weight is [H, V]
     more_columns: int = 0
-    per_token: tuple[str, ...] = ()  # options that are arrays
+    per_token: tuple[str, ...] = ()  # options that are arrays with one entry per token
 
 
 CHECKS = {
@@ -69,48 +73,48 @@ CHECKS = {
     "a full cache": Check({"cache_bytes": 1 << 40}),
     "part of a cache": Check({"cache_bytes": -2}),
     "candidates": Check(per_token=("candidates",)),
-    "a threshold": Check({"gradient_threshold": 2.0**-30}),  # every tile is live, and in the lists
+    "a threshold": Check({"gradient_threshold": 2.0**-30}),  # every tile is active, and in the lists
 }
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Adds the options of this part."""
     names = f"some of {', '.join(map(repr, CHECKS))} (default: all)"
     command.add_argument("--only", nargs="+", choices=CHECKS, metavar="CHECK", help=names)
 
 
 def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
-    """One for each check."""
-    print(served_by(current_device()), flush=True)
+    """Returns a job for each check."""
+    print(describe_kernels(current_device()), flush=True)
     names = options.only or list(CHECKS)
     return [Job(["doctor", "--only", name], functools.partial(_measure, name, options.rounds)) for name in names]
 
 
-def served_by(device: Device) -> str:
-    """Which kernels run on a device, what is known of them, and what to send."""
+def describe_kernels(device: Device) -> str:
+    """Returns which kernels run on a device, whether they ran before, and which file to send."""
     generation = _generations.serving(device)
     if generation is None:
         return f"{device.kind or device.platform} has no kernels: xla runs"
     name = f"the kernels for compute capability {' and '.join(generation.compute_capabilities)}"
     if generation.ran_on is None:
         return f"{device.kind}: {name}"
-    asked = "send the file that is written with what is printed, right or wrong: nobody has run them on such a card"
-    return f"{device.kind}: {name}, whose source ran on {generation.ran_on}; {asked}"
+    advice = "send the written file and the printed lines, right or wrong: nobody has run them on such a card"
+    return f"{device.kind}: {name}, whose source ran on {generation.ran_on}; {advice}"
 
 
-def last_line(rows: Mapping[str, Any]) -> str:
-    """What ends the command."""
+def summarize(rows: Mapping[str, Any]) -> str:
+    """Returns the last line of the command."""
     return summary(rows, current_device())
 
 
 def _measure(name: str, rounds: int) -> Measured:
-    found = {"check": name, **_answer(name, rounds)}
-    print(line(found), flush=True)
-    return Measured({name: found}, healthy="failed" not in found)
+    row = {"check": name, **_run_check(name, rounds)}
+    print(line(row), flush=True)
+    return Measured({name: row}, healthy="failed" not in row)
 
 
-def _answer(name: str, rounds: int) -> dict[str, Any]:
-    """What a check's own process says."""
+def _run_check(name: str, rounds: int) -> dict[str, Any]:
+    """Runs a check in its own process, and returns its results."""
     command = [sys.executable, "-m", "benchmarks.doctor", name, str(rounds)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -123,85 +127,85 @@ def _answer(name: str, rounds: int) -> dict[str, Any]:
 
 
 def summary(rows: Mapping[str, Mapping[str, Any]], device: Device) -> str:
-    """The verdict after all checks: whether to rely on the device, what runs there, and what to do."""
+    """Returns the verdict after all checks: whether to rely on the device, what runs there, and what to do."""
     failed = {name: row for name, row in rows.items() if "failed" in row}
     where = f"verdict: {device.kind or device.platform}"
     if failed:
         only_xla = all(row.get("implementation") == "xla" for row in failed.values())
         advice = "Do not train on this machine" if only_xla else 'Pass implementation="xla" to every call'
         names = f"{len(failed)} of {len(rows)} checks FAILED: {', '.join(map(repr, failed))}"
-        return f"{where}: {names}. {advice}, and send the file that is written."
-    by = [row["implementation"] for row in rows.values()]
-    shares = ", ".join(f"{by.count(name)} by {name}" for name in dict.fromkeys(by))
-    return f"{where} works: {len(rows)} of {len(rows)} checks are right, {shares}. {_to_do(device)}"
+        return f"{where}: {names}. {advice}, and send the written file."
+    implementations = [row["implementation"] for row in rows.values()]
+    shares = ", ".join(f"{implementations.count(name)} by {name}" for name in dict.fromkeys(implementations))
+    return f"{where} works: {len(rows)} of {len(rows)} checks are right, {shares}. {_advise(device)}"
 
 
-def _to_do(device: Device) -> str:
-    """What lets kernels run on a machine that could run them."""
+def _advise(device: Device) -> str:
+    """Returns what to install so that kernels run, on a machine that could run them."""
     install = "in the checkout, pip install --editable '.[cuda13]'"
     reason = _generations.device_refusal(device)
     if reason is None:
         return "Nothing to do."
     if device.platform == "cpu" and shutil.which("nvidia-smi"):
-        return f"JAX does not see the GPU that nvidia-smi is here for: {install}."
+        return f"This machine has nvidia-smi, but JAX does not see a GPU: {install}."
     if jax.__version_info__ < _generations.JAX_OF_THE_KERNELS and device.platform == "gpu":
         return f"The kernels {reason.replace('needs', 'need', 1)}: {install}."
     return f"Nothing to do: a kernel {reason}."
 
 
-def line(found: Mapping[str, Any]) -> str:
-    """A check in words."""
-    if "failed" in found:
-        return f"{found['check']}: FAILED: {found['failed'].strip().splitlines()[-1]}"
-    times = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in found["seconds"].items())
-    worst = max(found["errors"][name] / found["bounds"][name] for name in found["errors"])
-    return f"{found['check']}: {found['implementation']}, errors up to {worst:.2f} of their bounds, same bits; {times}"
+def line(row: Mapping[str, Any]) -> str:
+    """Returns the results of a check in words."""
+    if "failed" in row:
+        return f"{row['check']}: FAILED: {row['failed'].strip().splitlines()[-1]}"
+    times = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in row["seconds"].items())
+    worst = max(row["errors"][name] / row["bounds"][name] for name in row["errors"])
+    return f"{row['check']}: {row['implementation']}, errors up to {worst:.2f} of their bounds, same bits; {times}"
 
 
 def examine(name: str, rounds: int) -> dict[str, Any]:
-    """All that is found out of a check, here."""
+    """Runs a check in this process, and returns its results."""
     check, generation = CHECKS[name], _generations.serving(current_device())
     platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
     tokens, hidden_size, columns = (HEAD if check.is_head else PART)[platform]
     shape = tokens, hidden_size, columns + check.more_columns
     problem = random_problem(shape, jnp.dtype(check.dtype))
-    with with_kernels_of(generation) if generation else contextlib.nullcontext():
+    with use_kernels(generation) if generation else contextlib.nullcontext():
         return {"shape": list(shape)} | _compare(check, problem, rounds)
 
 
 def _compare(check: Check, problem: Problem, rounds: int) -> dict[str, Any]:
-    options = options_of(check, problem)
+    options = make_options(check, problem)
     exact = {name: x for name, x in options.items() if name not in ("cache_bytes", "gradient_threshold", "stats")}
     right = reference(problem, *problem[3:], **exact)
     if check.is_transposed:
         problem, options = problem._replace(weight=problem.weight.T), options | {"weight_layout": "hv"}
         right["dweight"] = right["dweight"].T
-    chosen, refused = _chosen(problem, options)
+    chosen, refused = _choose(problem, options)
     runs = {way: compile_jax(program, *problem) for way, program in programs(chosen, options).items()}
     results = {way: run.wait(run.launch()) for way, run in runs.items()}
-    found = verdict(results["forward"] | results["both"], problem, right)
+    judged = verdict(results["forward"] | results["both"], problem, right)
     unequal = [way for way, run in runs.items() if not _same_bits(run, results[way])]
     plan = lce_jax.explain(*problem[:3], implementation=chosen, **options)
     if chosen != "xla":
         runs |= {f"{way}, xla": compile_jax(one, *problem) for way, one in programs("xla", options).items()}
     failed: dict[str, str] = {}
-    seconds = {way: statistics.median(taken) for way, taken in interleave(runs, rounds, failed).items()}
-    reasons = [found.reason] if found.reason else []
+    seconds = {way: statistics.median(samples) for way, samples in interleave(runs, rounds, failed).items()}
+    reasons = [judged.reason] if judged.reason else []
     reasons += [f"other bits in another run: {', '.join(unequal)}"] if unequal else []
     reasons += failed.values()
     return ({"failed": "; ".join(reasons)} if reasons else {}) | {
         "implementation": chosen,
         "refused": refused,
-        "errors": found.errors,
-        "bounds": found.bounds,
+        "errors": judged.errors,
+        "bounds": judged.bounds,
         "bytes": {way: run.temp_bytes for way, run in runs.items()},
         "planned_bytes": {"forward": plan.forward_bytes, "backward": plan.backward_bytes, "kept": plan.kept_bytes},
         "seconds": seconds,
     }
 
 
-def _chosen(problem: Problem, options: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """The kernels where they serve the call; else ``xla``, and why."""
+def _choose(problem: Problem, options: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Returns the kernels if they can serve the call; else ``xla``, with the reason."""
     try:
         lce_jax.explain(*problem[:3], implementation="mosaic_gpu", **options)
     except UnsupportedError as refusal:
@@ -209,13 +213,13 @@ def _chosen(problem: Problem, options: Mapping[str, Any]) -> tuple[str, dict[str
     return "mosaic_gpu", {}
 
 
-def options_of(check: Check, problem: Problem) -> dict[str, Any]:
-    """The options, with sizes that follow from the shape, and arrays."""
+def make_options(check: Check, problem: Problem) -> dict[str, Any]:
+    """Returns the options of a check, with sizes that depend on the shape, and with arrays."""
     tokens, columns = len(problem.labels), len(problem.weight)
     options = dict(check.options)
     if "vocab_size" in options:
         options["vocab_size"] += columns
-    if options.get("cache_bytes", 0) < 0:  # a part of all
+    if options.get("cache_bytes", 0) < 0:  # a part of all tiles
         options["cache_bytes"] = tokens * columns * problem.hidden.dtype.itemsize // -options["cache_bytes"]
     keys = jax.random.split(jax.random.key(1), 3)
     arrays = {
@@ -227,7 +231,7 @@ def options_of(check: Check, problem: Problem) -> dict[str, Any]:
 
 
 def programs(implementation: str, options: Mapping[str, Any]) -> dict[str, Callable[..., dict[str, Array]]]:
-    """The outputs by name; and both gradients of a weighted sum of them."""
+    """Returns two functions: one of the outputs by name, and one of the gradients of their weighted sum."""
 
     def forward(hidden: Array, weight: Array, labels: Array, *_: Array) -> dict[str, Array]:
         out = lce_jax.linear_logprobs(hidden, weight, labels, implementation=implementation, **options)
@@ -243,8 +247,8 @@ def programs(implementation: str, options: Mapping[str, Any]) -> dict[str, Calla
 
 
 def _same_bits(run: Run, first: dict[str, Array]) -> bool:
-    again = (run.wait(run.launch()) for _ in range(REPEATS))
-    return all(bool(jnp.array_equal(x, first[name])) for one in again for name, x in one.items())
+    repeats = (run.wait(run.launch()) for _ in range(REPEATS))
+    return all(bool(jnp.array_equal(x, first[name])) for one in repeats for name, x in one.items())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Timing and memory: every program compiled first, then rounds of one timing of each in random order, medians.
+"""Timing and memory. All programs are compiled first. Each round then times each program once, in random order.
 
-Programs are compared only by timings taken seconds apart in one process: clocks, temperature and other load drift by
-several per cent between runs, but affect all programs of a round alike. Under heavy work a GPU lowers its clock to
-what the program's power allows (an H200 from 1980 to 1400 MHz, at its limit of 700 W), so a program would profit
-from a lighter one before it. On a GPU each program therefore runs untimed until the clock has settled, and is then
-timed for 0.3 s. Two runs of the same program then differ by half a per cent, where short timings differ by three.
+Results are medians over the rounds. Only timings taken seconds apart in one process are compared, because clocks,
+temperature and other load drift by several per cent between runs, but affect all programs of a round alike. Under heavy
+work a GPU lowers its clock to what the program's power allows (an H200 from 1980 to 1400 MHz, at its limit of 700 W).
+So a program would profit if a lighter program ran before it. On a GPU each program therefore runs untimed until the
+clock has settled, and is then timed for 0.3 s. Two runs of the same program then differ by half a per cent; short
+timings differ by three per cent.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ import jax
 from lce_jax.types.scalars import format_bytes
 
 SAMPLE_SECONDS = 0.25  # the least timed work per program over all rounds, except on a GPU
-GPU_SECONDS = 0.3  # of work in one timing on a GPU
-GPU_SETTLE_SECONDS = 0.12  # of work before it
-MIN_GPU_CALLS = 3  # back to back in one timing, so that a launch overlaps with the work of the call before
+GPU_SECONDS = 0.3  # the timed work of one timing on a GPU
+GPU_SETTLE_SECONDS = 0.12  # the untimed work before it
+MIN_GPU_CALLS = 3  # calls back to back in one timing, so that a launch overlaps with the work of the previous call
 
-type Fields = Mapping[str, Any]  # of a row
+type Fields = Mapping[str, Any]  # the fields of a row
 
 
 class Run(NamedTuple):
-    """A compiled program: how to start it, how to wait for it, and what its compilation took."""
+    """A compiled program: how to start it, how to wait for it, its memory, and the time of its compilation."""
 
     launch: Callable[[], Any]  # starts one call and returns its outputs, possibly not yet computed
     wait: Callable[[Any], Any]  # blocks until they are computed, and returns them
@@ -39,7 +40,7 @@ class Run(NamedTuple):
 
 
 def compile_jax(function: Callable[..., Any], *args: Any) -> Run:
-    """``function`` traced and compiled for ``args``; the memory is what XLA allocated for temporaries."""
+    """Compiles ``function`` for ``args``. The memory of the result is what XLA allocates for temporaries."""
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*args).compile()
     seconds = time.perf_counter() - start
@@ -48,7 +49,7 @@ def compile_jax(function: Callable[..., Any], *args: Any) -> Run:
 
 
 def time_calls(run: Run, calls: int) -> float:
-    """Seconds per call of ``calls`` calls back to back, waited for once at the end."""
+    """Returns the seconds per call of ``calls`` calls back to back, with one wait at the end."""
     start = time.perf_counter()
     for _ in range(calls):
         outputs = run.launch()
@@ -57,17 +58,18 @@ def time_calls(run: Run, calls: int) -> float:
 
 
 def calls_within(run: Run, seconds: float) -> int:
-    """How many calls take ``seconds``, at least one. Also warms up."""
+    """Returns how many calls take ``seconds``, at least one. It also warms up the program."""
     time_calls(run, 1)
     once = time_calls(run, 1)
     return math.ceil(seconds / max(once, 1e-6))
 
 
 def interleave(runs: Mapping[str, Run], rounds: int, left_out: dict[str, str]) -> dict[str, list[float]]:
-    """Seconds per call of each run, one sample per round; every round times all of them in a new random order.
+    """Times all runs in rounds. Returns one sample per round for each run, in seconds per call.
 
-    A run that was right may yet fail here: calls back to back hold the results of two. It has no samples then but a
-    reason in ``left_out``, and the others go on.
+    Every round times the runs in a new random order. A run may fail here although a single call did not, because calls
+    back to back hold the results of two calls. Such a run gets a reason in ``left_out`` and no samples. The others go
+    on.
     """
     on_gpu = jax.default_backend() == "gpu"
     seconds = GPU_SECONDS if on_gpu else SAMPLE_SECONDS / rounds
@@ -98,10 +100,11 @@ def interleave(runs: Mapping[str, Run], rounds: int, left_out: dict[str, str]) -
 def rows(
     programs: Mapping[str, Callable[[], Run]], judge: Callable[[str, Any], tuple[str | None, Fields]], rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """A row for each program that compiles, of which the first is the bare product.
+    """Compiles, checks and times programs. Returns a row for each; the first program is the bare product.
 
-    ``judge`` takes the name and the results of a program. It says why they are wrong, or None and what else its row
-    has. What does not compile, is wrong or runs out of memory has the reason in its row, and the rest goes on.
+    ``judge`` takes the name and the results of a program. It returns the reason why the results are wrong, or None, and
+    more fields for the row. A program that does not compile, is wrong or runs out of memory has the reason in its row.
+    The others go on.
     """
     runs: dict[str, Run] = {}
     more: dict[str, Fields] = {}
@@ -118,7 +121,7 @@ def rows(
         else:
             left_out[name] = reason
     samples = interleave(runs, rounds, left_out)
-    medians = {name: statistics.median(taken) for name, taken in samples.items()}
+    medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
     unit = medians.get(next(iter(programs)))
     return {
         name: {
@@ -136,7 +139,7 @@ def rows(
 
 
 def show(rows: Mapping[str, Fields], about: str) -> None:
-    """All rows, under what they have in common; one that has no time says why."""
+    """Prints all rows under their common fields. A row without a time shows the reason."""
     print(about)
     for name, row in rows.items():
         if "left_out" in row:
@@ -144,17 +147,17 @@ def show(rows: Mapping[str, Fields], about: str) -> None:
             continue
         ratio = "     –" if row["ratio_to_gemm"] is None else f"{row['ratio_to_gemm']:6.2f}"
         more = {key: row.get(key) for key in ("apart", "skipped", "dropped_mass")} | row.get("errors", {})
-        said = ", ".join(f"{key} {value:.1e}" for key, value in more.items() if value is not None)
+        text = ", ".join(f"{key} {value:.1e}" for key, value in more.items() if value is not None)
         times = f"{row['median_seconds'] * 1e3:9.2f} ms {ratio} products {format_bytes(row['temp_bytes']):>9s}"
-        print(f"{name:62s}{times}  {said}".rstrip())
+        print(f"{name:62s}{times}  {text}".rstrip())
 
 
 def first_line(failure: Exception) -> str:
-    """Why a program was left out: mostly out of memory, whose type differs by framework."""
+    """Returns why a program was left out: mostly out of memory, an error whose type differs by framework."""
     lines = str(failure).strip().splitlines() or ["no message"]
     return f"{type(failure).__name__}: {lines[0][:200]}"
 
 
 def log(message: str) -> None:
-    """Progress, on standard error."""
+    """Prints progress on standard error."""
     print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)

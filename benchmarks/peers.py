@@ -1,10 +1,10 @@
-"""What runs in PyTorch: one function per peer, if it is installed, and this package through `lce_torch_bridge`.
+"""Candidates that run in PyTorch: one function per peer, and this package through `lce_torch_bridge`.
 
-The tensors share memory with the JAX arrays (DLPack), so every row of a table works on the same operands.
+The tensors share memory with the JAX arrays (DLPack), so all rows of a table have the same operands.
 
-Peers compute different things. Those that return no entropy are timed on log-probabilities alone, those that return
-one scalar on that sum. They do less work than the other rows, and their labels say so. What is not installed, and what
-refuses this device or this shape, has the reason in its row.
+Peers compute different things. A peer without entropy is timed on log-probabilities alone, and a peer that returns one
+scalar on their sum. Such peers do less work than the other rows, and their labels say so. If a peer is not installed,
+or refuses this device or shape, its row has the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.measure import Run
 from benchmarks.problem import GRADIENTS, Objective, Problem, cotangents
 from lce_jax import UnsupportedError
 
-HOPPER = (9, 0)  # the compute capability that Liger's and QuACK's kernels are for
+HOPPER = (9, 0)  # the compute capability that Liger's and QuACK's kernels need
 
 type Tensors = dict[str, Any]
 
@@ -42,7 +42,7 @@ class Peer(NamedTuple):
 
 
 def ours(hidden: Any, weight: Any, labels: Any, **options: Any) -> Tensors:
-    """This package's log-probability and entropy, by default with a cache of at most 1 GiB on a GPU."""
+    """Calls this package for log-probability and entropy, by default with a cache of at most 1 GiB on a GPU."""
     from lce_torch_bridge import linear_logprobs
 
     out = linear_logprobs(hidden, weight, labels, **options)
@@ -50,19 +50,19 @@ def ours(hidden: Any, weight: Any, labels: Any, **options: Any) -> Tensors:
 
 
 def our_loss(hidden: Any, weight: Any, labels: Any) -> Tensors:
-    """This package's loss, whose forward computes the gradients."""
+    """Calls this package's loss, whose forward computes the gradients."""
     from lce_torch_bridge import linear_cross_entropy
 
     return {"loss": -linear_cross_entropy(hidden, weight, labels, reduction="sum")}
 
 
 def stored(hidden: Any, weight: Any, labels: Any) -> Tensors:
-    """Stored logits, float32 log-softmax, as one writes it."""
+    """Computes a float32 log-softmax of stored logits, as one writes it by hand."""
     return dict(zip(("logprobs", "entropy"), _stored(hidden, weight, labels), strict=True))
 
 
 def torch_compile(hidden: Any, weight: Any, labels: Any) -> Tensors:
-    """The same in one ``torch.compile``."""
+    """Computes the same under ``torch.compile``."""
     return dict(zip(("logprobs", "entropy"), _compiled()(hidden, weight, labels), strict=True))
 
 
@@ -81,18 +81,20 @@ def _compiled() -> Any:
 
 
 def torch_linear_cross_entropy(hidden: Any, weight: Any, labels: Any) -> Tensors:
-    """PyTorch's own, a chunk of tokens at a time, whose forward computes the gradients."""
+    """Calls PyTorch's own function, which works in chunks of tokens and computes the gradients in its forward."""
     import torch
 
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        raise UnsupportedError(f"PyTorch {torch.__version__} has no chunked linear_cross_entropy, 2.14 has one")
+        raise UnsupportedError(
+            f"PyTorch {torch.__version__} has no chunked linear_cross_entropy: install 2.14 or later"
+        )
     options = torch.nn.LinearCrossEntropyOptions()
     sums = torch.nn.functional.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
     return {"loss": -sums}
 
 
 def liger_scaled(hidden: Any, weight: Any, labels: Any) -> Tensors:
-    """Liger's per-token kernel for reinforcement learning: negative log-likelihood and entropy."""
+    """Calls Liger's per-token kernel for reinforcement learning: negative log-likelihood and entropy."""
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Function
 
     if _capability(hidden) != HOPPER:
@@ -103,7 +105,7 @@ def liger_scaled(hidden: Any, weight: Any, labels: Any) -> Tensors:
 
 
 def liger_hopper(hidden: Any, weight: Any, labels: Any) -> Tensors:
-    """Liger's loss for Hopper, which refuses other devices and shapes that its tiles do not divide."""
+    """Calls Liger's loss for Hopper, which refuses other devices, and shapes that its tiles do not divide."""
     from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
         LigerFusedLinearCrossEntropySM90Function as Function,
     )
@@ -113,21 +115,21 @@ def liger_hopper(hidden: Any, weight: Any, labels: Any) -> Tensors:
 
 
 def liger_cross_entropy(hidden: Any, weight: Any, labels: Any) -> Tensors:
-    """Liger's fused linear cross entropy by Triton, whose forward computes the gradients of a scalar loss."""
+    """Calls Liger's fused linear cross entropy in Triton. Its forward computes the gradients of a scalar loss."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return {"loss": -liger_fused_linear_cross_entropy(hidden, weight, labels, reduction="sum")}
 
 
 def quack(hidden: Any, weight: Any, labels: Any) -> Tensors:
-    """QuACK's chunked linear cross entropy."""
+    """Calls QuACK's chunked linear cross entropy."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return {"loss": -chunked_linear_cross_entropy(hidden, weight, labels, reduction="sum")}
 
 
 def apple(hidden: Any, weight: Any, labels: Any, **options: Any) -> Tensors:
-    """Apple's Cut Cross-Entropy, which leaves out gradients below a threshold, its ``filter_eps``."""
+    """Calls Apple's Cut Cross-Entropy, which skips gradients below a threshold, its ``filter_eps``."""
     from cut_cross_entropy import linear_cross_entropy
 
     return {"logprobs": -linear_cross_entropy(hidden, weight, labels, reduction="none", impl="cce", **options)}
@@ -155,11 +157,11 @@ PEERS = {
 
 
 def peer_candidates(problem: Problem, is_timed: bool = True) -> list[Candidate]:
-    """The rows of every peer, which are timed on GPUs alone. One that cannot run here says why when it is compiled."""
+    """Returns the candidates of all peers, timed only on GPUs. A peer that cannot run raises when it is compiled."""
     return [
         Candidate(
             key, peer.label, direction, functools.partial(_compile, peer, problem, direction, is_timed),
-            as_jax, peer.objective, peer.logits_rounded,
+            to_jax, peer.objective, peer.logits_rounded,
         )
         for key, peer in PEERS.items()
         for direction in (FORWARD, BOTH)
@@ -167,7 +169,7 @@ def peer_candidates(problem: Problem, is_timed: bool = True) -> list[Candidate]:
 
 
 def trl_divergence(direction: str, *operands: Any) -> Any:
-    """TRL's divergence of two heads, tile by tile with Triton; it computes the student's entropy too."""
+    """Calls TRL's divergence of two heads in Triton, which computes the student's entropy too."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as Function
 
     hidden, weight, teacher_hidden, teacher_weight = operands
@@ -176,7 +178,7 @@ def trl_divergence(direction: str, *operands: Any) -> Any:
 
 
 def compile_divergence(function: Callable[..., Any], *operands: jax.Array) -> Run:
-    """``function`` of tensors, and its gradients in the student's, weighted by the last operand."""
+    """Prepares ``function`` of tensors with its gradients in the student's operands, weighted by the last operand."""
     torch = _torch()
     *arrays, seed = (torch.utils.dlpack.from_dlpack(x).detach() for x in operands)
     student = [x.requires_grad_() for x in arrays[:2]]
@@ -185,11 +187,11 @@ def compile_divergence(function: Callable[..., Any], *operands: jax.Array) -> Ru
         kl = function(*student, *arrays[2:])
         return kl.detach(), *torch.autograd.grad((seed * kl).sum(), student)
 
-    return _measured_by_torch(launch)
+    return _measure_memory(launch)
 
 
 def release() -> None:
-    """Gives PyTorch's unused memory back to the device, for JAX to use."""
+    """Returns PyTorch's unused memory to the device, so that JAX can use it."""
     if jax.default_backend() == "gpu" and "torch" in sys.modules:
         import torch
 
@@ -197,13 +199,13 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def as_jax(results: Any) -> Any:
-    """Tensors as arrays."""
+def to_jax(results: Any) -> Any:
+    """Converts tensors to JAX arrays that share their memory."""
     return jax.tree.map(lambda x: jnp.from_dlpack(x.detach().contiguous()), results)
 
 
 def _torch() -> Any:
-    """The module, where it sees the GPU."""
+    """Returns the module ``torch``, or refuses a machine whose GPU it does not see."""
     if jax.default_backend() != "gpu":
         raise UnsupportedError(f"peers are timed on CUDA GPUs, this is {jax.default_backend()}")
     import torch
@@ -214,17 +216,17 @@ def _torch() -> Any:
 
 
 def _capability(tensor: Any) -> tuple[int, int] | None:
-    """Of the tensor's GPU."""
+    """Returns the compute capability of the tensor's GPU."""
     import torch
 
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
 
 
 def _compile(peer: Peer, problem: Problem, direction: str, is_timed: bool) -> Run:
-    """Its forward, or both passes; raises what its row says, in words."""
+    """Compiles a peer's forward, or both passes. Raises an error with the reason for its row."""
     try:
         torch = _torch() if is_timed else importlib.import_module("torch")
-        return _measured_by_torch(_program(torch, peer, problem, direction))
+        return _measure_memory(_program(torch, peer, problem, direction))
     except ImportError as missing:
         raise UnsupportedError(f"not installed: {missing}") from missing
     except NotImplementedError as refusal:
@@ -251,8 +253,11 @@ def _program(torch: Any, peer: Peer, problem: Problem, direction: str) -> Callab
     return forward if direction == FORWARD else forward_backward
 
 
-def _measured_by_torch(launch: Callable[[], Any]) -> Run:
-    """A first call, which compiles, and a second one, whose peak above operands and results is the memory of a GPU."""
+def _measure_memory(launch: Callable[[], Any]) -> Run:
+    """Calls ``launch`` twice: the first call compiles, and the second measures the GPU's peak memory.
+
+    The peak is counted without operands and results.
+    """
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -270,5 +275,5 @@ def _measured_by_torch(launch: Callable[[], Any]) -> Run:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     results = wait(launch())
-    kept = sum(x.numel() * x.element_size() for x in jax.tree.leaves(results))
-    return Run(launch, wait, max(0, torch.cuda.max_memory_allocated() - before - kept), compile_seconds)
+    result_bytes = sum(x.numel() * x.element_size() for x in jax.tree.leaves(results))
+    return Run(launch, wait, max(0, torch.cuda.max_memory_allocated() - before - result_bytes), compile_seconds)

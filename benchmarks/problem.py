@@ -1,19 +1,20 @@
-"""One problem's arrays, and what a right answer to it is.
+"""The operands of one benchmark problem, the reference results, and the bounds of right results.
 
-No speed is printed for a result that differs from the reference: stored logits in float32 with exact products, over
-blocks of tokens, so that it fits wherever the problem does.
+No speed is printed for a result that differs from the reference by more than its bound. The reference stores logits in
+float32, with exact products, over blocks of tokens, so that it fits wherever the problem fits.
 
-How far a right result may lie from it, with eps(d) the spacing of dtype d at 1:
+The bounds, where eps(d) is the spacing of dtype d at 1:
 
     outputs    max |x - ref| / max(1, |ref|)  ≤  64 eps(f32) + eps(x's dtype) + r · max |logit|
     gradients  ‖x - ref‖ / ‖ref‖              ≤  64 eps(f32) + 2 eps(operands' dtype) + r · max |logit|
 
-64 eps(f32) = 7.6e-6 is for float32 sums over H, V or T terms, in the result and in the reference. Rounding moves a
-number by at most eps / 2 of itself. A gradient is rounded twice, as dlogits and in the end; 2 eps is twice that. r is
-eps of the dtype that a candidate rounds its logits to; on a GPU at least what its products lose, 2^-10 where float32
-operands are multiplied as TF32, and H / 16 · 2^-24 for half precision, whose tensor cores cut off the float32 sum after
-every 16 terms: half a unit in the last place on average, always towards zero. A logit that is off by r / 2 · |logit|
-moves itself, lse and the probabilities by that much each.
+64 eps(f32) = 7.6e-6 allows for float32 sums over H, V or T terms, in the result and in the reference. Rounding changes
+a number by at most eps / 2 of itself. A gradient is rounded twice, as dlogits and at the end; 2 eps is twice that.
+
+r is eps of the dtype that a candidate rounds its logits to. On a GPU it is at least the error of the products: 2^-10
+for float32 operands, which are multiplied as TF32, and H / 16 · 2^-24 for half precision. Tensor cores truncate the
+float32 sum of half-precision products after every 16 terms, by half a unit in the last place on average, always towards
+zero. An error of r / 2 · |logit| in a logit causes an error of that size in the logit, in lse and in the probabilities.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ GPU_SHAPES = (
     (32768, 4096, 151936),
     (512, 4096, 151936),
 )
-LOGIT_SPREAD = 3.0  # standard deviation of the logits, at which the softmax carries a third of the gradients
+LOGIT_SPREAD = 3.0  # standard deviation of the logits; the softmax makes a third of the gradients then
 GRADIENTS = ("dhidden", "dweight")
 TOPK_NAME, MOST_LIKELY = "logprobs of the most likely", 64
-BLOCK_BYTES = 512 << 20  # of the reference's logits at a time
+BLOCK_BYTES = 512 << 20  # of the reference's logits in one block
 TF32_EPS = 2.0**-10
 TENSOR_CORE_TERMS = 16  # between two roundings of the float32 sum of a product in half precision
 TENSOR_CORE_CUT = 2.0**-24
@@ -60,17 +61,17 @@ class Problem(NamedTuple):
 
 
 def default_dtype() -> Any:
-    """Of operands on this device."""
+    """Returns the dtype of operands on this device."""
     return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
 def sizes(shape: Shape) -> dict[str, int]:
-    """By name, as the file of a card has them."""
+    """Returns the sizes by name, as they stand in the file of a card."""
     return dict(zip("THV", shape, strict=True))
 
 
-def said(shape: Shape) -> str:
-    """In words."""
+def describe_shape(shape: Shape) -> str:
+    """Returns the sizes in words."""
     return ", ".join(f"{name} {size:,}" for name, size in sizes(shape).items())
 
 
@@ -80,24 +81,24 @@ def random_problem(shape: Shape, dtype: Any, spread: float = LOGIT_SPREAD) -> Pr
 
     @jax.jit
     def draw(key: Array) -> Problem:
-        of_model, of_labels, *of_seeds = jax.random.split(key, 4)
-        labels = jax.random.randint(of_labels, (tokens,), 0, vocab_size, jnp.int32)
-        seeds = (jax.random.normal(key, (tokens,), jnp.float32) for key in of_seeds)
-        return Problem(*draw_model(of_model, shape, dtype, spread), labels, *seeds)
+        model_key, label_key, *seed_keys = jax.random.split(key, 4)
+        labels = jax.random.randint(label_key, (tokens,), 0, vocab_size, jnp.int32)
+        seeds = (jax.random.normal(key, (tokens,), jnp.float32) for key in seed_keys)
+        return Problem(*draw_model(model_key, shape, dtype, spread), labels, *seeds)
 
     return jax.block_until_ready(draw(jax.random.key(0)))
 
 
 def draw_model(key: Array, shape: Shape, dtype: Any, spread: float = LOGIT_SPREAD) -> tuple[Array, Array]:
-    """Normal hidden states, and a weight with which logits have the standard deviation ``spread``."""
-    (tokens, hidden_size, vocab_size), (of_hidden, of_weight) = shape, jax.random.split(key)
+    """Draws normal hidden states, and a weight that gives logits the standard deviation ``spread``."""
+    (tokens, hidden_size, vocab_size), (hidden_key, weight_key) = shape, jax.random.split(key)
     scale = jnp.asarray(spread * hidden_size**-0.5, dtype)
-    weight = jax.random.normal(of_weight, (vocab_size, hidden_size), dtype) * scale
-    return jax.random.normal(of_hidden, (tokens, hidden_size), dtype), weight
+    weight = jax.random.normal(weight_key, (vocab_size, hidden_size), dtype) * scale
+    return jax.random.normal(hidden_key, (tokens, hidden_size), dtype), weight
 
 
 def cotangents(problem: Problem, objective: Objective) -> tuple[Array, Array]:
-    """The weights of logprobs and entropy in the scalar that an objective differentiates."""
+    """Returns the weights of logprobs and entropy in the scalar that an objective differentiates."""
     ones = jnp.ones_like(problem.logprob_weight)
     if objective == "sum of logprobs":
         return ones, 0 * ones
@@ -116,9 +117,10 @@ def stored(
     logit_scale: float = 1.0,
     vocab_size: int | None = None,
 ) -> dict[str, Array]:
-    """The outputs of `linear_logprobs` and `linear_topk` by name, from stored logits.
+    """Computes the outputs of `linear_logprobs` and `linear_topk` by name, from stored logits.
 
-    A label out of vocabulary has a logprob of 0 and the gradient of -lse; such a candidate has none.
+    A label out of vocabulary has a logprob of 0 and the gradient of -lse. A candidate out of vocabulary has no
+    gradient.
     """
     z = logit_scale * jnp.matmul(hidden, weight.T, precision="highest")[:, :vocab_size]
     z = z if logit_softcap is None else logit_softcap * jnp.tanh(z / logit_softcap)
@@ -127,12 +129,12 @@ def stored(
     logp = z - lse
     p = jnp.exp(logp)
 
-    def of(ids: Array, otherwise: Any) -> Array:
+    def take(ids: Array, otherwise: Any) -> Array:
         inside = (ids >= 0) & (ids < z.shape[1])
         return jnp.where(inside, jnp.take_along_axis(logp, jnp.where(inside, ids, 0), axis=1), otherwise)
 
-    found = {
-        "logprobs": of(labels[:, None], jax.lax.stop_gradient(lse) - lse)[:, 0],
+    results = {
+        "logprobs": take(labels[:, None], jax.lax.stop_gradient(lse) - lse)[:, 0],
         "entropy": -jnp.sum(p * logp, axis=1),
         "lse": lse[:, 0],
         "max_logit": jnp.max(z, axis=1),
@@ -141,12 +143,12 @@ def stored(
         TOPK_NAME: jax.lax.top_k(logp, min(MOST_LIKELY, logp.shape[1]))[0],
     }
     if candidates is not None:
-        found["candidate_logprobs"] = of(candidates, 0.0)
-    return found if where is None else {name: jnp.where(where, x.T, 0.0).T for name, x in found.items()}
+        results["candidate_logprobs"] = take(candidates, 0.0)
+    return results if where is None else {name: jnp.where(where, x.T, 0.0).T for name, x in results.items()}
 
 
 def weighted(outputs: Any, a: Array, b: Array) -> Array:
-    """The scalar that is differentiated: outputs weighted by the cotangents, candidates by the label's."""
+    """Returns the scalar that is differentiated: outputs weighted by cotangents, candidates by that of the label."""
     more = outputs.get("candidate_logprobs")
     total = jnp.sum(a * outputs["logprobs"]) + (
         0.0 if outputs.get("entropy") is None else jnp.sum(b * outputs["entropy"])
@@ -155,13 +157,13 @@ def weighted(outputs: Any, a: Array, b: Array) -> Array:
 
 
 def reference(problem: Problem, a: Array, b: Array, **options: Any) -> dict[str, Array]:
-    """Outputs, their sum weighted by ``a`` and ``b``, and its gradients: of `stored`, in blocks of tokens."""
+    """Computes outputs of `stored`, their sum weighted by ``a`` and ``b``, and its gradients, in blocks of tokens."""
     static: dict[str, Any] = {name: x for name, x in options.items() if not isinstance(x, jax.Array)}
 
     @jax.jit
-    def block(weight: Array, hidden: Array, labels: Array, a: Array, b: Array, own: dict[str, Any]) -> Any:
+    def block(weight: Array, hidden: Array, labels: Array, a: Array, b: Array, arrays: dict[str, Any]) -> Any:
         def loss(hidden: Array, weight: Array) -> tuple[Array, dict[str, Array]]:
-            out = stored(hidden, weight, labels, **static, **own)
+            out = stored(hidden, weight, labels, **static, **arrays)
             return weighted(out, a, b), out
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden.astype(jnp.float32), weight)
@@ -169,17 +171,17 @@ def reference(problem: Problem, a: Array, b: Array, **options: Any) -> dict[str,
     weight = problem.weight.astype(jnp.float32)
     total, dweight, parts = jnp.float32(0), jnp.zeros_like(weight), []
     arrays = {name: x for name, x in options.items() if name not in static}
-    for given in in_blocks((problem.hidden, problem.labels, a, b, arrays), problem.weight.shape[0]):
-        (value, out), (dhidden, dw) = block(weight, *given)
+    for operands in split_blocks((problem.hidden, problem.labels, a, b, arrays), problem.weight.shape[0]):
+        (value, out), (dhidden, dw) = block(weight, *operands)
         total, dweight = total + value, dweight + dw
         parts.append(out | {"label logit": out["logprobs"] + out["lse"], "dhidden": dhidden})
-    return joined(parts) | {"loss": total, "dweight": dweight}
+    return join_blocks(parts) | {"loss": total, "dweight": dweight}
 
 
-def in_blocks(per_token: Any, vocab_size: int) -> Iterator[Any]:
-    """Arrays of all tokens, so many of them at a time that their logits in float32 take `BLOCK_BYTES`.
+def split_blocks(per_token: Any, vocab_size: int) -> Iterator[Any]:
+    """Splits arrays of all tokens into blocks, whose logits in float32 take at most `BLOCK_BYTES`.
 
-    A power of two, as most token counts are: the last block is then whole.
+    The tokens of a block are a power of two. Most token counts are, so the last block is as large as the others.
     """
     tokens = jax.tree.leaves(per_token)[0].shape[0]
     rows = 1 << (max(1, BLOCK_BYTES // (4 * vocab_size)).bit_length() - 1)
@@ -187,18 +189,18 @@ def in_blocks(per_token: Any, vocab_size: int) -> Iterator[Any]:
         yield jax.tree.map(lambda x, start=start: x[start : start + rows], per_token)
 
 
-def joined(parts: Sequence[Results]) -> dict[str, Array]:
-    """The arrays of all blocks as one."""
+def join_blocks(parts: Sequence[Results]) -> dict[str, Array]:
+    """Concatenates the arrays of all blocks."""
     return {name: jnp.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def largest_logit(right: Results) -> float:
-    """By magnitude."""
+    """Returns the largest magnitude of a logit."""
     return float(jnp.maximum(jnp.max(right["max_logit"]), -jnp.min(right["min_logit"])))
 
 
 def product_eps(problem: Problem) -> float:
-    """What a GPU's products lose, relative to the logits: to TF32 in float32, to truncated sums in half precision."""
+    """Returns the relative error of a GPU's products: that of TF32, or of truncated sums in half precision."""
     if next(iter(problem.hidden.devices())).platform != "gpu":
         return 0.0
     if problem.hidden.dtype == jnp.float32:
@@ -207,7 +209,7 @@ def product_eps(problem: Problem) -> float:
 
 
 def error(name: str, result: Array, right: Array) -> float:
-    """How far ``result`` lies from ``right``: by norm for gradients, by the worst element for outputs."""
+    """Returns the error of ``result``: relative by norm for gradients, that of the worst element for outputs."""
     if result.shape != right.shape:
         return float("inf")
     if name in GRADIENTS:
@@ -219,7 +221,7 @@ def error(name: str, result: Array, right: Array) -> float:
 def bound(
     name: str, result: Array, problem: Problem, logits_rounded: bool, largest_logit: float, slack: float = 0.0
 ) -> float:
-    """The largest `error` of a right result; see the module's docstring. Gradients may lie ``slack`` further off."""
+    """Returns the largest `error` of a right result, as in the module's docstring. ``slack`` is added for gradients."""
     sums = 64 * float(jnp.finfo(jnp.float32).eps)
     operand_eps = float(jnp.finfo(problem.hidden.dtype).eps)
     logits = max(product_eps(problem), operand_eps if logits_rounded else 0.0) * largest_logit
@@ -228,7 +230,7 @@ def bound(
 
 
 class Verdict(NamedTuple):
-    """Each result's `error`, its `bound`, and why the results are wrong, or None."""
+    """The `error` and the `bound` of each result, and the reason why the results are wrong, or None."""
 
     errors: dict[str, float]
     bounds: dict[str, float]
@@ -238,16 +240,16 @@ class Verdict(NamedTuple):
 def verdict(
     results: Results, problem: Problem, right: Results, logits_rounded: bool = False, slack: float = 0.0
 ) -> Verdict:
-    """Of results by name, beside those of `reference`."""
+    """Compares results by name with those of `reference`."""
     largest = largest_logit(right)
     errors = {name: error(name, x, right[name]) for name, x in results.items()}
     bounds = {name: bound(name, x, problem, logits_rounded, largest, slack) for name, x in results.items()}
     wrong = [name for name in errors if not errors[name] <= bounds[name]]  # also where it is NaN
-    said = [f"{name} is off by {errors[name]:.2g}, the bound is {bounds[name]:.2g}" for name in wrong]
-    return Verdict(errors, bounds, f"wrong result: {', '.join(said)}" if said else None)
+    reasons = [f"{name} is off by {errors[name]:.2g}, the bound is {bounds[name]:.2g}" for name in wrong]
+    return Verdict(errors, bounds, f"wrong result: {', '.join(reasons)}" if reasons else None)
 
 
 @jax.jit
 def _norms(result: Array, right: Array) -> tuple[Array, Array]:
-    """Norm of the difference and of ``right``, in one pass that stores neither upcast operand."""
+    """Returns the norms of the difference and of ``right``, in one pass that stores no upcast operand."""
     return jnp.sqrt(jnp.sum((result.astype(jnp.float32) - right) ** 2)), jnp.sqrt(jnp.sum(right**2))

@@ -1,12 +1,12 @@
-"""Programs timed in turns beside one product, each compared with stored logits: losses, options, divergences.
+"""Programs timed in turns with one product, and compared with stored logits: losses, options, divergences.
 
-    losses     linear_cross_entropy and linear_logprobs as they are called without options, and what some of them change
-    options    candidates and a floor beside the log-probabilities of labels, and linear_logits
+    losses     linear_cross_entropy and linear_logprobs without options, and with some that change the cost
+    options    log-probabilities of labels with candidates and with a floor, and linear_logits
     kl         exact divergences of two heads, by linear_kl and by TRL
-    precision  float32 operands by what multiplies them; what the device cannot multiply so is left out
-    pipelines  the kernels of every generation, of two heads too, on an H100, whose tensor cores know mma.sync as well
+    precision  float32 operands, by the precision of the products; those that the device does not support are left out
+    pipelines  the kernels of every generation, also for two heads, on an H100, whose tensor cores support mma.sync too
 
-The product is one of the first two operands; under `precision`, of these in bfloat16.
+The product is that of the first two operands; under `precision` they are cast to bfloat16.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jax import lax
 
 from benchmarks import measure, peers
 from benchmarks.candidates import product
-from benchmarks.heads import add_shapes, shapes_here, words
+from benchmarks.heads import add_shapes, job_arguments, shapes_here
 from benchmarks.measure import Fields, Run, compile_jax
-from benchmarks.problem import Shape, default_dtype, draw_model, random_problem, said, sizes
+from benchmarks.problem import Shape, default_dtype, describe_shape, draw_model, random_problem, sizes
 from benchmarks.records import Job, Measured
 from lce_jax import linear_cross_entropy, linear_kl, linear_logits, linear_logprobs
 from lce_jax.call._dispatch import current_device
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array
 
 PRODUCT = "one product"
-BACKWARD = ", + backward"  # ends the names of programs with gradients
-COUNTS = (8, 64)  # of candidates
+BACKWARD = ", + backward"  # the end of the names of programs with gradients
+COUNTS = (8, 64)  # numbers of candidates
 FLOOR = 0.0  # half of the logits reach it
 KL_SPREAD = 2.0  # standard deviation of both heads' logits
-FULL_CACHE = 1 << 50  # bytes: as many as there are
+FULL_CACHE = 1 << 50  # cache_bytes that nothing exceeds
 PRECISIONS = ("TF32_TF32_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "highest")
 
 type Function = Callable[..., Any]
@@ -53,34 +53,34 @@ class Program:
     """One row of the table."""
 
     function: Function
-    like: str | None = None  # the program with stored logits whose results it should have
-    compile: Callable[..., Run] = compile_jax  # of the function and its operands
-    results: Callable[[Any], Any] = lambda found: found  # as JAX arrays
+    like: str | None = None  # the program with stored logits that its results are compared with
+    compile: Callable[..., Run] = compile_jax  # compiles the function for its operands
+    results: Callable[[Any], Any] = lambda outputs: outputs  # converts outputs to JAX arrays
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Adds the options of these parts."""
     add_shapes(command)
-    command.add_argument("--no-stored", action="store_true", help="leave out what stores logits")
+    command.add_argument("--no-stored", action="store_true", help="leave out programs that store logits")
 
 
 def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
-    """One for each shape that is asked for; else for the device's first."""
+    """Returns a job for each shape on the command line, or for the first of the device's shapes."""
     more = ["--no-stored"] if options.no_stored else []
     return [
-        Job([*words(options.part, shape), *more], functools.partial(_measure, shape, options))
+        Job([*job_arguments(options.part, shape), *more], functools.partial(_measure, shape, options))
         for shape in options.shape or shapes_here()[:1]
     ]
 
 
 def _measure(shape: Shape, options: argparse.Namespace) -> Measured:
-    drawn, made = PARTS[options.part]
-    programs = {name: one for name, one in made().items() if not (options.no_stored and "stored" in name)}
-    return timed(programs, drawn(shape), shape, options.rounds)
+    draw, make_programs = PARTS[options.part]
+    programs = {name: one for name, one in make_programs().items() if not (options.no_stored and "stored" in name)}
+    return time_programs(programs, draw(shape), shape, options.rounds)
 
 
-def timed(programs: Mapping[str, Program], operands: Sequence[Array], shape: Shape, rounds: int) -> Measured:
-    """The programs, of which the first is one product: their rows, printed and for the file."""
+def time_programs(programs: Mapping[str, Program], operands: Sequence[Array], shape: Shape, rounds: int) -> Measured:
+    """Times and prints the programs, of which the first is one product. Returns their rows for the file."""
     runs: dict[str, Run] = {}
     right: set[str] = set()
 
@@ -88,25 +88,26 @@ def timed(programs: Mapping[str, Program], operands: Sequence[Array], shape: Sha
         runs[name] = programs[name].compile(programs[name].function, *operands)
         return runs[name]
 
-    def judge(name: str, found: Any) -> tuple[None, Fields]:
+    def judge(name: str, outputs: Any) -> tuple[None, Fields]:
         like = programs[name].like
         right.add(name)
         if like not in right:
             return None, {}
-        return None, {"apart": apart(programs[name].results(found), runs[like].wait(runs[like].launch()))}
+        expected = runs[like].wait(runs[like].launch())
+        return None, {"apart": relative_distance(programs[name].results(outputs), expected)}
 
     stored_first = sorted(programs, key=lambda name: programs[name].like is not None)
-    found = measure.rows({name: functools.partial(compiled, name) for name in stored_first}, judge, rounds)
-    rows = {name: found[name] for name in programs}
+    measured = measure.rows({name: functools.partial(compiled, name) for name in stored_first}, judge, rounds)
+    rows = {name: measured[name] for name in programs}
     about = {"shape": sizes(shape), "dtype": operands[0].dtype.name}
-    measure.show(rows, f"{said(shape)}, {operands[0].dtype.name}")
-    # Stored logits do not fit everywhere, and not every device multiplies in every way.
+    measure.show(rows, f"{describe_shape(shape)}, {operands[0].dtype.name}")
+    # Stored logits may not fit, and a device may not support a precision. Neither makes this package unhealthy.
     ours = {name: row["left_out"] for name, row in rows.items() if "left_out" in row and "linear_" in name}
-    return Measured(rows, about, all("stored" in name or "not supported" in why for name, why in ours.items()))
+    return Measured(rows, about, all("stored" in name or "not supported" in reason for name, reason in ours.items()))
 
 
-def with_gradients(results: Function, seeds: Sequence[Array], hidden: Array, weight: Array) -> tuple[Any, ...]:
-    """``results(hidden, weight)``, and the gradients of their sum weighted by ``seeds``."""
+def add_gradients(results: Function, seeds: Sequence[Array], hidden: Array, weight: Array) -> tuple[Any, ...]:
+    """Returns ``results(hidden, weight)`` and the gradients of their sum weighted by ``seeds``."""
 
     def loss(hidden: Array, weight: Array) -> Any:
         out = results(hidden, weight)
@@ -116,26 +117,26 @@ def with_gradients(results: Function, seeds: Sequence[Array], hidden: Array, wei
     return *out, *gradients
 
 
-def apart(found: Any, right: Any) -> float:
-    """The largest distance between results and those that they should be, by norm."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True)
+def relative_distance(results: Any, expected: Any) -> float:
+    """Returns the largest distance between results and the expected results, relative by norm."""
+    pairs = zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
     wide = ([x.astype(jnp.float32) for x in pair] for pair in pairs)
     return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in wide)
 
 
-def _drawn_for_losses(shape: Shape) -> Sequence[Array]:
+def _draw_for_losses(shape: Shape) -> Sequence[Array]:
     return random_problem(shape, default_dtype())
 
 
 def stored_cross_entropy(hidden: Array, weight: Array, labels: Array) -> Array:
-    """The mean over the labels that are not -100, from stored logits in the operands' dtype."""
-    logp, kept = jax.nn.log_softmax(product(hidden, weight).astype(jnp.float32)), labels != -100
-    at = jnp.take_along_axis(logp, jnp.where(kept, labels, 0)[:, None], axis=-1)[:, 0]
-    return -jnp.sum(jnp.where(kept, at, 0.0)) / jnp.sum(kept)
+    """Returns the mean over labels other than -100, from stored logits in the operands' dtype."""
+    logp, counts = jax.nn.log_softmax(product(hidden, weight).astype(jnp.float32)), labels != -100
+    logprobs = jnp.take_along_axis(logp, jnp.where(counts, labels, 0)[:, None], axis=-1)[:, 0]
+    return -jnp.sum(jnp.where(counts, logprobs, 0.0)) / jnp.sum(counts)
 
 
 def _losses() -> dict[str, Program]:
-    def evaluated(function: Function, *operands: Array) -> Any:
+    def forward(function: Function, *operands: Array) -> Any:
         return function(*operands[:3])
 
     def both(function: Function, *operands: Array) -> Any:
@@ -146,30 +147,30 @@ def _losses() -> dict[str, Program]:
         hidden, weight, labels, *_ = operands
         return jax.value_and_grad(lambda h: function(h, weight, labels))(hidden)
 
-    def of_seeds(function: Function, *operands: Array) -> Any:
+    def both_of_logprobs(function: Function, *operands: Array) -> Any:
         hidden, weight, labels, *seeds = operands
-        return with_gradients(lambda h, w: function(0, h, w, labels, labels), seeds, hidden, weight)
+        return add_gradients(lambda h, w: function(0, h, w, labels, labels), seeds, hidden, weight)
 
-    def by_default(_: int, hidden: Array, weight: Array, labels: Array, __: Array) -> tuple[Any, ...]:
+    def default_logprobs(_: int, hidden: Array, weight: Array, labels: Array, __: Array) -> tuple[Any, ...]:
         out = linear_logprobs(hidden, weight, labels)
         return out.logprobs, out.entropy
 
     ours, frozen_end = linear_cross_entropy, f", frozen weight{BACKWARD}"
-    least: Any = functools.partial(linear_cross_entropy, cache_bytes=0)
-    found = {PRODUCT: Program(product)}
-    for end, way in (("", evaluated), (BACKWARD, both), (frozen_end, frozen)):
-        found[f"linear_cross_entropy{end}"] = Program(functools.partial(way, ours), f"cross entropy, stored{end}")
-        found[f"cross entropy, stored{end}"] = Program(functools.partial(way, stored_cross_entropy))
-    for name, function in (("checkpointed", jax.checkpoint(ours)), ("cache_bytes=0", least)):
+    uncached: Any = functools.partial(linear_cross_entropy, cache_bytes=0)
+    programs = {PRODUCT: Program(product)}
+    for end, way in (("", forward), (BACKWARD, both), (frozen_end, frozen)):
+        programs[f"linear_cross_entropy{end}"] = Program(functools.partial(way, ours), f"cross entropy, stored{end}")
+        programs[f"cross entropy, stored{end}"] = Program(functools.partial(way, stored_cross_entropy))
+    for name, function in (("checkpointed", jax.checkpoint(ours)), ("cache_bytes=0", uncached)):
         like = f"cross entropy, stored{BACKWARD}"
-        found[f"linear_cross_entropy, {name}{BACKWARD}"] = Program(functools.partial(both, function), like)
+        programs[f"linear_cross_entropy, {name}{BACKWARD}"] = Program(functools.partial(both, function), like)
     like = f"logprobs, stored{BACKWARD}"
-    for name, logprobs in (("linear_logprobs", by_default), ("linear_logprobs, cache_bytes=0", of_logprobs)):
-        found[f"{name}{BACKWARD}"] = Program(functools.partial(of_seeds, logprobs), like)
-    return found | {like: Program(functools.partial(of_seeds, of_stored))}
+    for name, logprobs in (("linear_logprobs", default_logprobs), ("linear_logprobs, cache_bytes=0", compute_logprobs)):
+        programs[f"{name}{BACKWARD}"] = Program(functools.partial(both_of_logprobs, logprobs), like)
+    return programs | {like: Program(functools.partial(both_of_logprobs, compute_stored))}
 
 
-def _drawn_for_options(shape: Shape) -> list[Array]:
+def _draw_for_options(shape: Shape) -> list[Array]:
     (tokens, _, vocab_size), keys = shape, jax.random.split(jax.random.key(0), 4)
     return [
         *draw_model(keys[0], shape, default_dtype()),
@@ -179,27 +180,27 @@ def _drawn_for_options(shape: Shape) -> list[Array]:
     ]
 
 
-def of_logprobs(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:
-    """Log-probability and entropy of the labels, and with a ``count`` those of candidates."""
+def compute_logprobs(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:
+    """Computes log-probability and entropy of the labels, and log-probabilities of ``count`` candidates."""
     out = linear_logprobs(hidden, weight, labels, candidates=ids[:, :count] if count else None, cache_bytes=0)
     return (out.logprobs, out.entropy, out.candidate_logprobs)[: 3 if count else 2]
 
 
-def of_stored(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:
-    """The same from stored logits in the operands' dtype, whose sums are float32."""
+def compute_stored(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:
+    """Computes the same from stored logits in the operands' dtype, with float32 sums."""
     logp = jax.nn.log_softmax(product(hidden, weight).astype(jnp.float32))
-    found = [jnp.take_along_axis(logp, labels[:, None], axis=-1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)]
-    return (*found, jnp.take_along_axis(logp, ids[:, :count], axis=-1)) if count else tuple(found)
+    results = jnp.take_along_axis(logp, labels[:, None], axis=-1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+    return (*results, jnp.take_along_axis(logp, ids[:, :count], axis=-1)) if count else results
 
 
-def of_floor(_: int, hidden: Array, weight: Array, labels: Array, __: Array) -> tuple[Any, ...]:
-    """Log-probability and entropy over the logits that reach a floor, of each token."""
+def compute_above_floor(_: int, hidden: Array, weight: Array, labels: Array, __: Array) -> tuple[Any, ...]:
+    """Computes log-probability and entropy of each token over the logits that reach a floor."""
     out = linear_logprobs(hidden, weight, labels, logit_floor=jnp.full(labels.shape, FLOOR), cache_bytes=0)
     return out.logprobs, out.entropy
 
 
-def of_stored_floor(_: int, hidden: Array, weight: Array, labels: Array, __: Array) -> tuple[Any, ...]:
-    """The same from stored logits, which are rounded: those near the floor may be on its other side."""
+def compute_stored_above_floor(_: int, hidden: Array, weight: Array, labels: Array, __: Array) -> tuple[Any, ...]:
+    """Computes the same from stored logits. Their rounding may move a logit near the floor to its other side."""
     z = product(hidden, weight).astype(jnp.float32)
     is_label = jnp.arange(z.shape[1])[None, :] == labels[:, None]
     logp = jax.nn.log_softmax(jnp.where((z >= FLOOR) | is_label, z, -1e30))
@@ -207,13 +208,13 @@ def of_stored_floor(_: int, hidden: Array, weight: Array, labels: Array, __: Arr
     return jnp.take_along_axis(logp, labels[:, None], axis=-1)[:, 0], entropy
 
 
-def of_logits(count: int, hidden: Array, weight: Array, _: Array, ids: Array) -> tuple[Any, ...]:
-    """`linear_logits`."""
+def compute_logits(count: int, hidden: Array, weight: Array, _: Array, ids: Array) -> tuple[Any, ...]:
+    """Computes `linear_logits`."""
     return (linear_logits(hidden, weight, ids[:, :count]),)
 
 
-def of_stored_logits(count: int, hidden: Array, weight: Array, _: Array, ids: Array) -> tuple[Any, ...]:
-    """The same, of all logits."""
+def compute_stored_logits(count: int, hidden: Array, weight: Array, _: Array, ids: Array) -> tuple[Any, ...]:
+    """Computes the same from stored logits."""
     return (jnp.take_along_axis(product(hidden, weight).astype(jnp.float32), ids[:, :count], axis=-1),)
 
 
@@ -228,31 +229,31 @@ def _options() -> dict[str, Program]:
             return function(count, hidden, weight, labels, ids)
 
         shapes, columns = jax.eval_shape(results, hidden, weight), iter(seeds.T)
-        own = [next(columns) if x.ndim == 1 else seeds[:, 2 : 2 + count] for x in shapes]
-        return with_gradients(results, own, hidden, weight)
+        result_seeds = [next(columns) if x.ndim == 1 else seeds[:, 2 : 2 + count] for x in shapes]
+        return add_gradients(results, result_seeds, hidden, weight)
 
-    found = {PRODUCT: Program(product)}
-    rows: list[tuple[str, Function, Function, int]] = [("linear_logprobs", of_logprobs, of_stored, 0)]
-    rows += [(f"linear_logprobs, {count} candidates", of_logprobs, of_stored, count) for count in COUNTS]
-    rows += [("linear_logprobs, a floor", of_floor, of_stored_floor, 0)]
-    rows += [(f"linear_logits, {count} ids", of_logits, of_stored_logits, count) for count in COUNTS]
+    programs = {PRODUCT: Program(product)}
+    rows: list[tuple[str, Function, Function, int]] = [("linear_logprobs", compute_logprobs, compute_stored, 0)]
+    rows += [(f"linear_logprobs, {count} candidates", compute_logprobs, compute_stored, count) for count in COUNTS]
+    rows += [("linear_logprobs, a floor", compute_above_floor, compute_stored_above_floor, 0)]
+    rows += [(f"linear_logits, {count} ids", compute_logits, compute_stored_logits, count) for count in COUNTS]
     for name, ours, stored, count in rows:
         for way, end in ((forward, ""), (both, BACKWARD)):
             right = f"{name}, stored{end}"
-            found[f"{name}{end}"] = Program(functools.partial(way, ours, count), right)
+            programs[f"{name}{end}"] = Program(functools.partial(way, ours, count), right)
             if count in (0, COUNTS[-1]):
-                found[right] = Program(functools.partial(way, stored, count))
-    return found
+                programs[right] = Program(functools.partial(way, stored, count))
+    return programs
 
 
-def _drawn_for_kl(shape: Shape) -> list[Array]:
+def _draw_for_kl(shape: Shape) -> list[Array]:
     student, teacher, last = jax.random.split(jax.random.key(0), 3)
     heads = (draw_model(key, shape, default_dtype(), KL_SPREAD) for key in (student, teacher))
     return [*(x for head in heads for x in head), jax.random.normal(last, shape[:1], jnp.float32)]
 
 
 def stored_kl(hidden: Array, weight: Array, teacher_hidden: Array, teacher_weight: Array, direction: str) -> Array:
-    """The divergence from two arrays of float32 logits."""
+    """Computes the divergence from two arrays of float32 logits."""
     pairs = (hidden, weight), (lax.stop_gradient(teacher_hidden), lax.stop_gradient(teacher_weight))
     dims = (((1,), (1,)), ((), ()))
     log_q, log_p = (
@@ -270,35 +271,35 @@ def _divergences() -> dict[str, Program]:
         return function(*operands[:4])
 
     def both(function: Function, *operands: Array) -> tuple[Array, ...]:
-        return with_gradients(lambda h, w: (function(h, w, *operands[2:4]),), operands[4:], *operands[:2])
+        return add_gradients(lambda h, w: (function(h, w, *operands[2:4]),), operands[4:], *operands[:2])
 
-    found = {PRODUCT: Program(product)}
+    programs = {PRODUCT: Program(product)}
     for direction in scalars.DIRECTIONS:
         kl: Any = linear_kl
         ours = functools.partial(kl, direction=direction, cache_bytes=0)
         for way, end in ((forward, ""), (both, BACKWARD)):
             right = f"{direction}, stored logits{end}"
-            found[f"{direction}, linear_kl{end}"] = Program(functools.partial(way, ours), right)
-            found[right] = Program(functools.partial(way, functools.partial(stored_kl, direction=direction)))
+            programs[f"{direction}, linear_kl{end}"] = Program(functools.partial(way, ours), right)
+            programs[right] = Program(functools.partial(way, functools.partial(stored_kl, direction=direction)))
         trl = functools.partial(peers.trl_divergence, direction)
-        found[f"{direction}, TRL{BACKWARD}"] = Program(trl, right, peers.compile_divergence, peers.as_jax)
+        programs[f"{direction}, TRL{BACKWARD}"] = Program(trl, right, peers.compile_divergence, peers.to_jax)
         keeping = functools.partial(both, functools.partial(ours, cache_bytes=FULL_CACHE))
-        found[f"{direction}, linear_kl, full cache{BACKWARD}"] = Program(keeping, right)
-    return found
+        programs[f"{direction}, linear_kl, full cache{BACKWARD}"] = Program(keeping, right)
+    return programs
 
 
-def _drawn_for_precision(shape: Shape) -> Sequence[Array]:
+def _draw_for_precision(shape: Shape) -> Sequence[Array]:
     return random_problem(shape, jnp.dtype("float32"))
 
 
-def of_precision(precision: Any, hidden: Array, weight: Array, labels: Array) -> tuple[Any, ...]:
-    """Log-probability and entropy."""
+def compute_with_precision(precision: Any, hidden: Array, weight: Array, labels: Array) -> tuple[Any, ...]:
+    """Computes log-probability and entropy."""
     out = linear_logprobs(hidden, weight, labels, precision=precision, cache_bytes=0)
     return out.logprobs, out.entropy
 
 
-def of_stored_precision(precision: Any, hidden: Array, weight: Array, labels: Array) -> tuple[Any, ...]:
-    """The same from stored logits."""
+def compute_stored_with_precision(precision: Any, hidden: Array, weight: Array, labels: Array) -> tuple[Any, ...]:
+    """Computes the same from stored logits."""
     logp = jax.nn.log_softmax(lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())), precision=precision))
     return jnp.take_along_axis(logp, labels[:, None], axis=-1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
@@ -309,37 +310,43 @@ def _precisions() -> dict[str, Program]:
 
     def both(function: Function, precision: Any, *operands: Array) -> Any:
         hidden, weight, labels, *seeds = operands
-        return with_gradients(lambda h, w: function(precision, h, w, labels), seeds, hidden, weight)
+        return add_gradients(lambda h, w: function(precision, h, w, labels), seeds, hidden, weight)
 
-    def in_half(function: Function, hidden: Array, weight: Array, *_: Array) -> Run:
+    def compile_half_precision(function: Function, hidden: Array, weight: Array, *_: Array) -> Run:
         return compile_jax(function, hidden.astype(jnp.bfloat16), weight.astype(jnp.bfloat16))
 
-    found = {PRODUCT: Program(product, compile=in_half)}
+    programs = {PRODUCT: Program(product, compile=compile_half_precision)}
     for way, end in ((forward, ""), (both, BACKWARD)):
         for name in PRECISIONS:
             precision = name if name == "highest" else lax.DotAlgorithmPreset[name]
-            for function, where in ((of_precision, "linear_logprobs"), (of_stored_precision, "stored logits")):
-                right = None if where == "stored logits" and name == "highest" else f"stored logits, highest{end}"
-                found[f"{where}, {name}{end}"] = Program(functools.partial(way, function, precision), right)
-    return found
+            for function, label in (
+                (compute_with_precision, "linear_logprobs"),
+                (compute_stored_with_precision, "stored logits"),
+            ):
+                right = None if label == "stored logits" and name == "highest" else f"stored logits, highest{end}"
+                programs[f"{label}, {name}{end}"] = Program(functools.partial(way, function, precision), right)
+    return programs
 
 
 @contextlib.contextmanager
-def with_kernels_of(generation: Generation) -> Iterator[None]:
-    """Within it, calls on this device run the kernels of ``generation``. They are chosen while tracing: afresh."""
-    capability = current_device().compute_capability or "9.0"  # none on a CPU, where kernels are refused
-    own = dataclasses.replace(generation, compute_capabilities=(capability,), ran_on=None)
+def use_kernels(generation: Generation) -> Iterator[None]:
+    """Makes calls on this device run the kernels of ``generation``.
+
+    Kernels are chosen while tracing, so cached traces are cleared before and after.
+    """
+    capability = current_device().compute_capability or "9.0"  # a CPU has none, and refuses kernels anyway
+    served = dataclasses.replace(generation, compute_capabilities=(capability,), ran_on=None)
     known = generation.compute_capabilities
-    is_forced = not generation.has_tma and capability not in known  # where JAX would copy by TMA
+    is_forced = not generation.has_tma and capability not in known  # else JAX would copy by TMA
     jax.clear_caches()
-    with _generations.using(own), _pallas.lowering_for(known[0]) if is_forced else contextlib.nullcontext():
+    with _generations.using(served), _pallas.lowering_for(known[0]) if is_forced else contextlib.nullcontext():
         yield
     jax.clear_caches()
 
 
-def compiled_by(generation: Generation, function: Function, *operands: Array) -> Run:
-    """``function`` with the kernels of ``generation``."""
-    with with_kernels_of(generation):
+def compile_with_kernels(generation: Generation, function: Function, *operands: Array) -> Run:
+    """Compiles ``function`` with the kernels of ``generation``."""
+    with use_kernels(generation):
         return compile_jax(function, *operands)
 
 
@@ -353,7 +360,7 @@ def _pipelines() -> dict[str, Program]:
 
     def both(options: dict[str, Any], *operands: Array) -> tuple[Any, ...]:
         hidden, weight, labels, *seeds = operands
-        return with_gradients(lambda h, w: forward(options, h, w, labels), seeds, hidden, weight)
+        return add_gradients(lambda h, w: forward(options, h, w, labels), seeds, hidden, weight)
 
     def divergence(options: dict[str, Any], *operands: Array) -> Array:
         hidden, weight = operands[:2]
@@ -361,25 +368,25 @@ def _pipelines() -> dict[str, Program]:
 
     def both_of_divergence(options: dict[str, Any], *operands: Array) -> tuple[Any, ...]:
         hidden, weight, _, seed, *_ = operands
-        return with_gradients(lambda h, w: (linear_kl(h, w, hidden[::-1], weight, **options),), [seed], hidden, weight)
+        return add_gradients(lambda h, w: (linear_kl(h, w, hidden[::-1], weight, **options),), [seed], hidden, weight)
 
-    found = {PRODUCT: Program(product)}
-    of_labels: Any = (forward, "", 0), (both, BACKWARD, 0), (both, f", full cache{BACKWARD}", FULL_CACHE)
-    of_heads: Any = (divergence, ", two heads", 0), (both_of_divergence, f", two heads{BACKWARD}", 0)
-    for way, end, kept in (*of_labels, *of_heads):
+    programs = {PRODUCT: Program(product)}
+    one_head: Any = (forward, "", 0), (both, BACKWARD, 0), (both, f", full cache{BACKWARD}", FULL_CACHE)
+    two_heads: Any = (divergence, ", two heads", 0), (both_of_divergence, f", two heads{BACKWARD}", 0)
+    for way, end, cache_bytes in (*one_head, *two_heads):
         right = f"xla{end}"
-        found[right] = Program(functools.partial(way, {"implementation": "xla", "cache_bytes": kept}))
-        ours = functools.partial(way, {"implementation": NAME, "cache_bytes": kept})
+        programs[right] = Program(functools.partial(way, {"implementation": "xla", "cache_bytes": cache_bytes}))
+        ours = functools.partial(way, {"implementation": NAME, "cache_bytes": cache_bytes})
         for name, generation in KERNELS.items():
-            found[f"{name}{end}"] = Program(ours, right, functools.partial(compiled_by, generation))
-    return found
+            programs[f"{name}{end}"] = Program(ours, right, functools.partial(compile_with_kernels, generation))
+    return programs
 
 
-# What each part draws and times.
+# For each part, the function that draws its operands and the one that returns its programs.
 PARTS: dict[str, tuple[Callable[[Shape], Sequence[Array]], Callable[[], dict[str, Program]]]] = {
-    "losses": (_drawn_for_losses, _losses),
-    "options": (_drawn_for_options, _options),
-    "kl": (_drawn_for_kl, _divergences),
-    "precision": (_drawn_for_precision, _precisions),
-    "pipelines": (_drawn_for_losses, _pipelines),
+    "losses": (_draw_for_losses, _losses),
+    "options": (_draw_for_options, _options),
+    "kl": (_draw_for_kl, _divergences),
+    "precision": (_draw_for_precision, _precisions),
+    "pipelines": (_draw_for_losses, _pipelines),
 }

@@ -1,8 +1,9 @@
 """A whole training step of a transformer, with stored logits and without.
 
-What a head gains is a part of a step. So this trains a decoder-only transformer with random weights, of the sizes of a
-published model, for a few steps: AdamW, parameters and moments in float32, products in bfloat16, every block computed
-again in the backward. For each batch it says tokens per second, the memory of the compiled step, and whether it fits.
+The head is only a part of a training step, so this part shows the gain of a whole step. It trains a decoder-only
+transformer with random weights and the sizes of a published model for a few steps, with AdamW, parameters and moments
+in float32, products in bfloat16, and every block recomputed in the backward. For each batch it reports tokens per
+second, the memory of the compiled step, and whether the step fits.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from lce_jax.types.scalars import format_bytes
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
-STEPS = 3  # timed together, in each round
+STEPS = 3  # steps that each round times together
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a transformer with grouped queries and a SwiGLU, whose embedding is also its head."""
+    """The sizes of a transformer with grouped queries and a SwiGLU, whose embedding is also its head."""
 
     layers: int
     hidden_size: int
@@ -52,7 +53,7 @@ MODELS = {
 
 
 def draw(sizes: Sizes, key: Array) -> dict[str, Array]:
-    """Random parameters, those of all blocks in one array each."""
+    """Draws random parameters. Each array has the parameters of all blocks."""
     h, n, k, d, m = sizes.hidden_size, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.mlp_size
     shapes = {"query": (h, n * d), "key": (h, k * d), "value": (h, k * d), "out": (n * d, h)}
     shapes |= {"gate": (h, m), "up": (h, m), "down": (m, h)}
@@ -64,12 +65,12 @@ def draw(sizes: Sizes, key: Array) -> dict[str, Array]:
     return drawn | {"embed": jax.random.normal(keys["embed"], (sizes.vocab_size, h)) * h**-0.5}
 
 
-def _normed(x: Array) -> Array:
+def _normalize(x: Array) -> Array:
     wide = x.astype(jnp.float32)
     return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
-def _rotated(x: Float[Array, "B S N D"]) -> Float[Array, "B S N D"]:
+def _rotate(x: Float[Array, "B S N D"]) -> Float[Array, "B S N D"]:
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * 1e6 ** (-jnp.arange(half) / half)
     cos, sin = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
@@ -80,23 +81,23 @@ def _rotated(x: Float[Array, "B S N D"]) -> Float[Array, "B S N D"]:
 def hidden_states(
     sizes: Sizes, parameters: dict[str, Array], tokens: Int[Array, "B S"], dtype: Any
 ) -> Float[Array, "B S H"]:
-    """What goes into the head."""
+    """Computes the hidden states that the head takes."""
     attention: Literal["cudnn", "xla"] = "cudnn" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
 
     @jax.checkpoint
-    def block(x: Array, own: dict[str, Array]) -> tuple[Array, None]:
-        own = jax.tree.map(lambda w: w.astype(dtype), own)
-        y = _normed(x)
-        q, k, v = ((y @ own[name]).reshape(*x.shape[:2], -1, sizes.head_size) for name in ("query", "key", "value"))
-        q, k = _rotated(q), _rotated(k)
+    def block(x: Array, weights: dict[str, Array]) -> tuple[Array, None]:
+        weights = jax.tree.map(lambda w: w.astype(dtype), weights)
+        y = _normalize(x)
+        q, k, v = ((y @ weights[name]).reshape(*x.shape[:2], -1, sizes.head_size) for name in ("query", "key", "value"))
+        q, k = _rotate(q), _rotate(k)
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
-        x = x + attended.reshape(*x.shape[:2], -1) @ own["out"]
-        y = _normed(x)
-        return x + (jax.nn.silu(y @ own["gate"]) * (y @ own["up"])) @ own["down"], None
+        x = x + attended.reshape(*x.shape[:2], -1) @ weights["out"]
+        y = _normalize(x)
+        return x + (jax.nn.silu(y @ weights["gate"]) * (y @ weights["up"])) @ weights["down"], None
 
     blocks = {name: x for name, x in parameters.items() if name != "embed"}
     x = parameters["embed"][tokens].astype(dtype) * sizes.hidden_size**0.5
-    return _normed(lax.scan(block, x, blocks)[0])
+    return _normalize(lax.scan(block, x, blocks)[0])
 
 
 def _cross_entropy_stored(hidden: Array, weight: Array, labels: Array, _: Any) -> Array:
@@ -111,7 +112,7 @@ def _policy_stored(hidden: Array, weight: Array, labels: Array, more: tuple[Arra
     log_p = jax.nn.log_softmax((hidden @ weight.T).astype(jnp.float32))
     logprobs = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    return jnp.mean(_policy(logprobs, entropy, logprobs, *more))  # the loss has no use for lse
+    return jnp.mean(_policy(logprobs, entropy, logprobs, *more))  # this loss does not use its third argument, lse
 
 
 def _policy_ours(hidden: Array, weight: Array, labels: Array, more: tuple[Array, Array]) -> Array:
@@ -128,7 +129,7 @@ OBJECTIVES: dict[str, dict[str, Callable[..., Array]]] = {
 
 
 def train_step(sizes: Sizes, head: Callable[..., Array], optimizer: Any, dtype: Any) -> Any:
-    """``(state, tokens, more) -> (state, loss)``; the state is donated."""
+    """Returns a training step, ``(state, tokens, more) -> (state, loss)``, which donates the state."""
 
     def loss(parameters: dict[str, Array], tokens: Array, more: Any) -> Array:
         hidden = hidden_states(sizes, parameters, tokens[:, :-1], dtype)
@@ -147,9 +148,9 @@ def train_step(sizes: Sizes, head: Callable[..., Array], optimizer: Any, dtype: 
 def measure(
     sizes: Sizes, objective: str, head: str, batch: int, length: int, rounds: int, dtype: Any
 ) -> dict[str, Any]:
-    """One row: seconds of a step, bytes of the compiled step with its arguments, and the last loss.
+    """Measures one row: seconds of a step, bytes of the compiled step with its arguments, and the last loss.
 
-    A step that does not fit has no seconds, and one that does not compile no bytes either.
+    A step that runs out of memory has no seconds. If it already does so while compiling, it has no bytes either.
     """
     optimizer = optax.adamw(1e-5)
     step = train_step(sizes, OBJECTIVES[objective][head], optimizer, dtype)
@@ -161,9 +162,9 @@ def measure(
         parameters = jax.jit(functools.partial(draw, sizes))(jax.random.key(0))
         state = parameters, jax.jit(optimizer.init)(parameters)
         compiled = step.lower(state, tokens, more).compile()
-        held: Any = compiled.memory_analysis()
-        results = held.output_size_in_bytes - held.alias_size_in_bytes
-        row["memory_bytes"] = held.argument_size_in_bytes + results + held.temp_size_in_bytes
+        memory: Any = compiled.memory_analysis()
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        row["memory_bytes"] = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
         state, value = jax.block_until_ready(compiled(state, tokens, more))
         samples = []
         for _ in range(rounds):
@@ -182,24 +183,24 @@ def measure(
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Adds the options of this part."""
     on_gpu = jax.default_backend() == "gpu"
-    known = f"of {', '.join(MODELS)} (default: qwen3-1.7b on a GPU, else tiny)"
-    command.add_argument("--model", choices=MODELS, default="qwen3-1.7b" if on_gpu else "tiny", help=known)
+    models = f"one of {', '.join(MODELS)} (default: qwen3-1.7b on a GPU, else tiny)"
+    command.add_argument("--model", choices=MODELS, default="qwen3-1.7b" if on_gpu else "tiny", help=models)
     command.add_argument("--batch", type=_arguments.positives, default=(2, 4), metavar="B,B,...", help="sequences")
     command.add_argument("--length", type=_arguments.positive, default=4096 if on_gpu else 128, help="tokens of each")
     command.add_argument("--objective", choices=OBJECTIVES, action="append", help="default: all; repeatable")
 
 
 def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
-    """One for each objective and batch: both heads."""
-    found = []
+    """Returns a job for each objective and batch, which measures both heads."""
+    result = []
     for objective in options.objective or OBJECTIVES:
         for batch in options.batch:
             sizes = {"--model": options.model, "--length": options.length, "--batch": batch, "--objective": objective}
-            words = [str(word) for pair in sizes.items() for word in pair]
-            found.append(Job(["step", *words], functools.partial(_measure, options, objective, batch)))
-    return found
+            arguments = [str(word) for pair in sizes.items() for word in pair]
+            result.append(Job(["step", *arguments], functools.partial(_measure, options, objective, batch)))
+    return result
 
 
 def _measure(options: argparse.Namespace, objective: str, batch: int) -> Measured:
@@ -207,8 +208,8 @@ def _measure(options: argparse.Namespace, objective: str, batch: int) -> Measure
     dtype = jnp.dtype("bfloat16" if jax.default_backend() == "gpu" else "float32")
     for head in OBJECTIVES[objective]:
         rows[head] = measure(sizes, objective, head, batch, options.length, options.rounds, dtype)
-        took, held = rows[head]["seconds"], rows[head]["memory_bytes"]
-        speed = "out of memory" if took is None else f"{batch * options.length / took:,.0f} tokens/s"
-        print(f"{objective}, {head}, {batch} sequences: {speed}, {format_bytes(held or 0)}", flush=True)
+        seconds, memory_bytes = rows[head]["seconds"], rows[head]["memory_bytes"]
+        speed = "out of memory" if seconds is None else f"{batch * options.length / seconds:,.0f} tokens/s"
+        print(f"{objective}, {head}, {batch} sequences: {speed}, {format_bytes(memory_bytes or 0)}", flush=True)
     about = {"model": options.model, "sizes": dataclasses.asdict(sizes), "length": options.length, "dtype": dtype.name}
     return Measured(rows, about)

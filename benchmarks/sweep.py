@@ -1,6 +1,6 @@
-"""The tunings of the Hopper kernels, timed on one shape; what to enter in the tuned table.
+"""Times tunings of the Hopper kernels on one shape, and prints the entry for the tuned table.
 
-Tuning never happens in a call: winners become data in ``lce_jax/mosaic/sm90/_tuning.py``, by device and hidden size.
+No call tunes itself. The best tunings become data in ``lce_jax/mosaic/sm90/_tuning.py``, by device and hidden size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 
 from benchmarks.candidates import BOTH, FORWARD, Candidate, jax_candidates, judge
-from benchmarks.heads import add_shapes, shapes_here, words
+from benchmarks.heads import add_shapes, job_arguments, shapes_here
 from benchmarks.measure import Run, rows, show
 from benchmarks.problem import Problem, Shape, default_dtype, random_problem, sizes
 from benchmarks.records import Job, Measured
@@ -25,7 +25,7 @@ from lce_jax.mosaic import NAME, _generations, sm90
 from lce_jax.mosaic.common._tiles import Tuning, stages_output
 from lce_jax.types._types import Call
 
-# The Hopper kernels, and the direction whose time decides the tiles of each.
+# The Hopper kernels, each with the direction whose time decides its tiles.
 KERNELS = {"forward": FORWARD, "dlogits": BOTH, "dhidden": BOTH, "dweight": BOTH}
 STEPS: tuple[Mapping[str, Sequence[int]], ...] = (
     {"tile_k": (64, 128), "stages": range(2, 9), "turns": (1, 2), "slots": (1, 2)},
@@ -35,15 +35,18 @@ STEPS: tuple[Mapping[str, Sequence[int]], ...] = (
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Adds the options of this part."""
     add_shapes(command)
     command.add_argument("--kernel", choices=KERNELS, action="append", help="repeatable (default: all)")
 
 
 def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
-    """One for each kernel and shape."""
+    """Returns a job for each kernel and shape."""
     return [
-        Job([*words("sweep", shape), "--kernel", kernel], functools.partial(_measure, kernel, shape, options.rounds))
+        Job(
+            [*job_arguments("sweep", shape), "--kernel", kernel],
+            functools.partial(_measure, kernel, shape, options.rounds),
+        )
         for shape in options.shape or shapes_here()
         for kernel in options.kernel or KERNELS
     ]
@@ -51,45 +54,45 @@ def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
 
 def _measure(kernel: str, shape: Shape, rounds: int) -> Measured:
     problem = random_problem(shape, default_dtype())
-    case = explain(*problem[:3], implementation=NAME).call
-    seconds = sweep(kernel, case, functools.partial(_time, kernel, problem, case, rounds))
+    call = explain(*problem[:3], implementation=NAME).call
+    seconds = sweep(kernel, call, functools.partial(_time, kernel, problem, call, rounds))
     best = next(iter(seconds))
-    entry = f'("{case.device.kind}", "{kernel}"): (({case.hidden_size}, {best}),)'
+    entry = f'("{call.device.kind}", "{kernel}"): (({call.hidden_size}, {best}),)'
     print(entry)
     row = {"entry": entry, "median_seconds": seconds[best]}
     return Measured({kernel: row}, {"shape": sizes(shape), "dtype": problem.hidden.dtype.name})
 
 
-def sweep(kernel: str, case: Call, time: Callable[[Sequence[Tuning]], dict[Tuning, float]]) -> dict[Tuning, float]:
-    """Seconds of the whole direction by tuning, of the last step, the fastest first.
+def sweep(kernel: str, call: Call, time: Callable[[Sequence[Tuning]], dict[Tuning, float]]) -> dict[Tuning, float]:
+    """Searches for the best tuning in steps. Returns the last step's seconds of the whole direction, the fastest first.
 
-    It starts from the kernel's own tuning; each step varies a few fields of the best so far. Only timings of one
-    interleaved run are compared, so a step times the best of the step before it again.
+    It starts from the kernel's own tuning, and each step varies a few fields of the best tuning so far. Only timings of
+    one interleaved run are compared, so each step times the best tuning of the previous step again.
     """
-    best, seconds = sm90.HOPPER.tunings.of(case, kernel), {}
+    best, seconds = sm90.HOPPER.tunings.of(call, kernel), {}
     for step in STEPS:
-        seconds = time(around(case, kernel, best, step))
+        seconds = time(vary_fields(call, kernel, best, step))
         if not seconds:
             raise UnsupportedError(f"no tuning of the {kernel} kernel gave right results")
         best = next(iter(seconds))
     return seconds
 
 
-def around(case: Call, kernel: str, tuning: Tuning, fields: Mapping[str, Sequence[int]]) -> list[Tuning]:
-    """``tuning`` with every choice of the fields that is valid and fits shared memory."""
-    made = []
+def vary_fields(call: Call, kernel: str, tuning: Tuning, fields: Mapping[str, Sequence[int]]) -> list[Tuning]:
+    """Returns ``tuning`` with every choice of ``fields`` that is valid and fits in shared memory."""
+    tunings = []
     for values in itertools.product(*fields.values()):
         with contextlib.suppress(ValueError):  # raised by choices that exclude each other
-            made.append(dataclasses.replace(tuning, **dict(zip(fields, values, strict=True))))
-    staged = stages_output(case, kernel)
-    return [one for one in made if one.smem_bytes(case.dtype.itemsize, staged) <= sm90.HOPPER.smem_limit]
+            tunings.append(dataclasses.replace(tuning, **dict(zip(fields, values, strict=True))))
+    staged = stages_output(call, kernel)
+    return [one for one in tunings if one.smem_bytes(call.dtype.itemsize, staged) <= sm90.HOPPER.smem_limit]
 
 
 @contextlib.contextmanager
-def tuned(case: Call, kernel: str, tuning: Tuning) -> Iterator[None]:
-    """Within it, calls on this device kind use ``tuning``. It is read while tracing, so traces must be fresh."""
+def use_tuning(call: Call, kernel: str, tuning: Tuning) -> Iterator[None]:
+    """Makes calls on this kind of device use ``tuning``. Tracing reads it, so cached traces are cleared."""
     tunings = sm90.HOPPER.tunings
-    table = {**tunings.tuned, (case.device.kind, kernel): ((0, tuning),)}
+    table = {**tunings.tuned, (call.device.kind, kernel): ((0, tuning),)}
     generation = dataclasses.replace(sm90.HOPPER, tunings=dataclasses.replace(tunings, tuned=table))
     jax.clear_caches()
     try:
@@ -99,20 +102,23 @@ def tuned(case: Call, kernel: str, tuning: Tuning) -> Iterator[None]:
         jax.clear_caches()
 
 
-def _time(kernel: str, problem: Problem, case: Call, rounds: int, choices: Sequence[Tuning]) -> dict[Tuning, float]:
-    """Seconds of the direction by tuning, the fastest first. All are printed; of one that fails or is wrong, why."""
+def _time(kernel: str, problem: Problem, call: Call, rounds: int, choices: Sequence[Tuning]) -> dict[Tuning, float]:
+    """Times and prints all tunings. Returns the seconds of the direction by tuning, the fastest first.
+
+    A tuning that fails or is wrong is printed with the reason, and is not returned.
+    """
     ours = next(one for one in jax_candidates(problem, NAME) if (one.key, one.direction) == ("ours", KERNELS[kernel]))
 
     def candidate(tuning: Tuning) -> Candidate:
         def compile() -> Run:
-            with tuned(case, kernel, tuning):
+            with use_tuning(call, kernel, tuning):
                 return ours.compile()
 
         return dataclasses.replace(ours, label=str(tuning), compile=compile)
 
-    made = {candidate(tuning): tuning for tuning in choices}
-    found = rows({one.name: one.compile for one in made}, judge(made, problem), rounds)
-    found = dict(sorted(found.items(), key=lambda item: item[1].get("median_seconds", math.inf)))
-    show(found, f"{kernel} kernel, {KERNELS[kernel]}")
-    by_name = {one.name: tuning for one, tuning in made.items()}
-    return {by_name[name]: row["median_seconds"] for name, row in found.items() if "left_out" not in row}
+    candidates = {candidate(tuning): tuning for tuning in choices}
+    measured = rows({one.name: one.compile for one in candidates}, judge(candidates, problem), rounds)
+    measured = dict(sorted(measured.items(), key=lambda item: item[1].get("median_seconds", math.inf)))
+    show(measured, f"{kernel} kernel, {KERNELS[kernel]}")
+    tunings = {one.name: tuning for one, tuning in candidates.items()}
+    return {tunings[name]: row["median_seconds"] for name, row in measured.items() if "left_out" not in row}

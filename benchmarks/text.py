@@ -1,15 +1,16 @@
-"""Operands whose distributions look like a language model's, and what a threshold leaves out of their gradients.
+"""Operands with distributions like those of a language model, and the share of tiles that a threshold leaves out.
 
-Most of a real softmax is nothing, and what is something lies in few tiles: a gain that random logits do not show. Here
+Most probabilities of a real softmax are negligible, and the others lie in few tiles. Random logits do not show the gain
+of a threshold. So these operands are drawn as follows:
 
-- a unigram prior by Zipf's law, -ln(rank + 10), is in every token's logits. Ids follow the ranks loosely, as the merges
-  of a tokenizer do, so that frequent tokens share tiles;
-- each token has `CANDIDATES` plausible ids, drawn from that prior. Its hidden state is the sum of their rows of the
-  weight, with squares of sorted uniform numbers as amplitudes, and a little noise;
-- the label is drawn from the softmax over these candidates.
+- Every token's logits contain a unigram prior by Zipf's law, -ln(rank + 10). Ids follow the ranks loosely, like the
+  merges of a tokenizer, so that frequent tokens share tiles.
+- Each token has `CANDIDATES` plausible ids, drawn from that prior. Its hidden state is the sum of their rows of the
+  weight, with squares of sorted uniform numbers as amplitudes, plus a little noise.
+- The label is drawn from the softmax over these candidates.
 
-At (8192, 4096, 151936) in bfloat16 the mean entropy is 0.72 nats, and 77 % of the tiles of 128 tokens by 256 columns
-have no probability of 2^-12 (on an H200).
+At (8192, 4096, 151936) in bfloat16 the mean entropy is 0.72 nats, and in 77 % of the tiles of 128 tokens by 256 columns
+every probability is below 2^-12 (on an H200).
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array
 
 CANDIDATES = 32  # plausible ids of a token
-GAIN = 15.0  # of the likeliest one's logit above the prior
-NOISE = 0.3  # of each hidden number
-PRIOR = 8.0  # hidden's first number, which multiplies the prior in the weight's first
-SCATTER = 0.7  # of the ids around the ranks, in natural logarithms
+GAIN = 15.0  # how far the likeliest id's logit lies above the prior
+NOISE = 0.3  # standard deviation of the noise in hidden states
+PRIOR = 8.0  # the first number of hidden, which multiplies the prior in the weight's first number
+SCATTER = 0.7  # standard deviation of ids around their ranks, in natural logarithms
 THRESHOLD = 2.0**-12  # CCE's default
 
 
 def text_problem(shape: Shape, dtype: Any) -> Problem:
-    """Operands as the module says; normal cotangents."""
+    """Draws operands as in the module's docstring, and normal cotangents."""
     tokens, hidden_size, vocab_size = shape
 
     @jax.jit
@@ -53,25 +54,25 @@ def text_problem(shape: Shape, dtype: Any) -> Problem:
         amplitude = jnp.sort(jax.random.uniform(keys[3], ids.shape), axis=1) ** 2
         noise = NOISE * jax.random.normal(keys[4], (tokens, hidden_size))
 
-        def of_token(own: tuple[Array, ...]) -> tuple[Array, Array]:
-            ids, amplitude, noise, key = own
+        def draw_token(token: tuple[Array, ...]) -> tuple[Array, Array]:
+            ids, amplitude, noise, key = token
             rows = weight[ids].astype(jnp.float32)
             hidden = (noise + GAIN * amplitude @ rows).at[0].set(PRIOR)
             label = ids[jax.random.categorical(key, rows @ hidden)]
             return hidden.astype(dtype), label.astype(jnp.int32)
 
         each = (ids, amplitude, noise, jax.random.split(keys[5], tokens))
-        hidden, labels = lax.map(of_token, each, batch_size=256)
+        hidden, labels = lax.map(draw_token, each, batch_size=256)
         cotangents = (jax.random.normal(key, (tokens,), jnp.float32) for key in keys[6:])
         return Problem(hidden, weight, labels, *cotangents)
 
     return jax.block_until_ready(draw(jax.random.key(0)))
 
 
-def left_out(problem: Problem, implementation: str | None) -> dict[str, float]:
-    """The share of the tiles that `THRESHOLD` leaves out of the gradients, and the mean probability in them.
+def measure_skipped(problem: Problem, implementation: str | None) -> dict[str, float]:
+    """Returns the share of tiles that `THRESHOLD` leaves out of the gradients, and the mean probability in them.
 
-    Both are 0 where the implementation has no tiles to leave out.
+    Both are 0 if the implementation cannot leave out tiles.
     """
     options: Any = {
         "gradient_threshold": THRESHOLD,
@@ -86,11 +87,11 @@ def left_out(problem: Problem, implementation: str | None) -> dict[str, float]:
 
 
 def share_below(problem: Problem, rows: int, columns: int) -> float:
-    """Of the tiles of so many tokens and columns, those with no label and no probability of `THRESHOLD`."""
+    """Returns the share of tiles of ``rows`` by ``columns`` without a label and with no probability of `THRESHOLD`."""
     (hidden, weight, labels, *_), vocab_size = problem, problem.weight.shape[0]
 
     @jax.jit
-    def of_block(weight: Array, hidden: Array, labels: Array) -> Array:
+    def share_of_block(weight: Array, hidden: Array, labels: Array) -> Array:
         logits = lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         is_label = jnp.arange(vocab_size) == labels[:, None]
         counts = (jax.nn.softmax(logits) >= THRESHOLD) | is_label
@@ -98,4 +99,4 @@ def share_below(problem: Problem, rows: int, columns: int) -> float:
         return jnp.mean(~jnp.any(padded.reshape(len(labels), -1, columns), axis=(0, 2)))
 
     starts = range(0, len(labels), rows)
-    return float(sum(of_block(weight, hidden[i : i + rows], labels[i : i + rows]) for i in starts) / len(starts))
+    return float(sum(share_of_block(weight, hidden[i : i + rows], labels[i : i + rows]) for i in starts) / len(starts))

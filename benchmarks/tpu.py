@@ -1,6 +1,6 @@
-"""``python benchmarks/tpu.py``: bytes of one TPU, as its compiler says, with stored logits and without: ``tpu.json``.
+"""``python benchmarks/tpu.py``: memory of a head on one TPU, with stored logits and without, into ``tpu.json``.
 
-Forward and backward of one call's head, compiled and not run, in the environment of `make test-tpu`.
+Forward and backward are compiled and not run, in the environment of `make test-tpu`. The compiler reports the memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TOKENS, HEAD, ENTROPY_BONUS = 8192, model_head("qwen3-8b"), 0.01
 NUM_LARGEST = 64  # the k of linear_topk
 
 
-def per_token(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The sum over tokens of a function that returns log-probabilities and entropies."""
+def sum_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss: the sum over tokens of a function that returns log-probabilities and entropies."""
 
     def loss(*operands: Any) -> Any:
         logprobs, entropy = function(*operands)
@@ -41,37 +41,37 @@ def per_token(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ours(*operands: Any) -> tuple[Any, Any]:
-    """`linear_logprobs`."""
+    """Calls `linear_logprobs`."""
     out = linear_logprobs(*operands)
     return out.logprobs, out.entropy
 
 
-def in_forward(*operands: Any) -> Any:
-    """`linear_loss`."""
+def sum_linear_loss(*operands: Any) -> Any:
+    """Calls `linear_loss`."""
     return linear_loss(lambda logprob, entropy, _: -logprob - ENTROPY_BONUS * entropy, *operands)[0]
 
 
-def gradients(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss with those of hidden states and weight."""
+def add_gradients(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of the loss and its gradients in hidden states and weight."""
     return jax.value_and_grad(loss, argnums=(0, 1))
 
 
-def most_likely(hidden: Any, weight: Any, labels: Any) -> Any:
-    """`linear_topk`, which has no gradient."""
+def find_largest(hidden: Any, weight: Any, labels: Any) -> Any:
+    """Calls `linear_topk`, which has no gradient."""
     del labels
     return linear_topk(hidden, weight, NUM_LARGEST)
 
 
 WAYS = {
-    "logits stored, autodiff": gradients(per_token(materialised)),
-    "`linear_logprobs`": gradients(per_token(ours)),
-    "`linear_loss`": gradients(in_forward),
-    "`linear_topk`, forward": most_likely,
+    "logits stored, autodiff": add_gradients(sum_tokens(materialised)),
+    "`linear_logprobs`": add_gradients(sum_tokens(ours)),
+    "`linear_loss`": add_gradients(sum_linear_loss),
+    "`linear_topk`, forward": find_largest,
 }
 
 
-def temporaries(way: Callable[..., Any], device: jax.Device) -> str:
-    """What the program holds beside operands and gradients."""
+def measure_memory(way: Callable[..., Any], device: jax.Device) -> str:
+    """Returns the memory of the program without operands and gradients."""
 
     def struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
@@ -84,24 +84,24 @@ def temporaries(way: Callable[..., Any], device: jax.Device) -> str:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return "out of memory"
-    held: Any = compiled.memory_analysis()
-    return format_bytes(held.temp_size_in_bytes)
+    memory: Any = compiled.memory_analysis()
+    return format_bytes(memory.temp_size_in_bytes)
 
 
 def main() -> None:
-    """Writes the file."""
+    """Compiles all programs and writes the file."""
     jax.config.update("jax_enable_compilation_cache", False)
     rows = []
     for name, target in TPUS.items():
         device = target.mesh(1, 1).devices.item()
-        rows.append([f"{name} ({target.kind})", *(temporaries(way, device) for way in WAYS.values())])
+        rows.append([f"{name} ({target.kind})", *(measure_memory(way, device) for way in WAYS.values())])
         print(*rows[-1], sep="  ", flush=True)
     run = {
         "about": "Temporaries of forward and backward on one device, bfloat16. Compiled; nothing has run on a TPU.",
         "command": "python benchmarks/tpu.py",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": {
-            "device_kind": "TPUs, of which none was there",
+            "device_kind": "TPUs, only described",
             "jax": jax.__version__,
             "libtpu": metadata.version("libtpu"),
         },

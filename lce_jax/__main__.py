@@ -1,4 +1,4 @@
-"""``lce-jax``, which ``python -m lce_jax`` also is: the commands of this package, each imported when it is run."""
+"""The command ``lce-jax``, also ``python -m lce_jax``. It imports each of its commands when it runs it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sys
 
 import lce_jax
 
-COMMANDS = {"explain": "what a head holds per device, with stored logits and without; needs no GPU"}
-IN_A_CHECKOUT = {  # of the repository: the wheel has none of them
+COMMANDS = {"explain": "the memory of a head per device, with stored logits and without; needs no GPU"}
+CHECKOUT_COMMANDS = {  # commands of a checkout of the repository, which the wheel does not have
     "bench": ("make bench", "python -m benchmarks"),
     "demo": ("make demo", "python -m examples.demo"),
     "doctor": ("python -m benchmarks doctor",),
@@ -20,10 +20,10 @@ IN_A_CHECKOUT = {  # of the repository: the wheel has none of them
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command with the arguments after its name, and returns its exit status."""
-    given = sys.argv[1:] if arguments is None else arguments
-    lines = [f"  {name:8s} {what}" for name, what in COMMANDS.items()]
+    arguments = sys.argv[1:] if arguments is None else arguments
+    lines = [f"  {name:8s} {purpose}" for name, purpose in COMMANDS.items()]
     lines += ["", "lce-jax COMMAND --help has the options of each.", "", "In a checkout of the repository:"]
-    lines += [f"  {name:8s} {', or '.join(commands)}" for name, commands in IN_A_CHECKOUT.items()]
+    lines += [f"  {name:8s} {', or '.join(commands)}" for name, commands in CHECKOUT_COMMANDS.items()]
     parser = argparse.ArgumentParser(
         prog="lce-jax",
         description="Log-probability and entropy of a language-model head, without storing the logits.",
@@ -32,18 +32,18 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"lce-jax {lce_jax.__version__}")
     parser.add_argument("command", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
-    command = parser.parse_args(given[:1]).command
-    if command not in {**COMMANDS, **IN_A_CHECKOUT}:
+    command = parser.parse_args(arguments[:1]).command
+    if command not in {**COMMANDS, **CHECKOUT_COMMANDS}:
         similar = difflib.get_close_matches(command, COMMANDS, 1)
         meant = f" (did you mean {similar[0]}?)" if similar else ""
         parser.error(f"unknown command {command}{meant}; known: {', '.join(COMMANDS)}")
-    if command in IN_A_CHECKOUT:
-        elsewhere = " or ".join(IN_A_CHECKOUT[command])
-        parser.error(f"{command} is not installed with the package: in a checkout of the repository, run {elsewhere}")
+    if command in CHECKOUT_COMMANDS:
+        advice = " or ".join(CHECKOUT_COMMANDS[command])
+        parser.error(f"{command} is not installed with the package: in a checkout of the repository, run {advice}")
     try:
-        status: int = importlib.import_module(f"lce_jax.{command}.__main__").main(given[1:])
-    except BrokenPipeError:  # the reader of a pipe has enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left there at its end
+        status: int = importlib.import_module(f"lce_jax.{command}.__main__").main(arguments[1:])
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes buffered output here at exit
         return 1
     return status
 

@@ -1,13 +1,15 @@
-"""Floors for ``logit_floor``: from a sampler's smallest logit, or from the distribution as top-k, top-p, min-p cut it.
+"""Floors for ``logit_floor``: of a sampler's smallest logit, or of the sets that top-k, top-p and min-p keep.
 
     floor = floors.top_k(linear_topk(hidden, weight, k + 1, temperature=0.7))
     out = linear_logprobs(hidden, weight, labels, temperature=0.7, logit_floor=floor)
 
-A floor is in logits, after temperature, scale and softcap, one per token. A token is in the set if its logit is at
-least the floor. Two programs round the same logit differently, so a floor that equals the last kept one is a coin toss
-for that token, and for all whose logit is the same. Every floor here therefore lies lower than the last kept logit: by
-half the distance to the first dropped one, or by 2⁻¹⁶ of its size where they are closer than rounding can tell apart.
-Sets of several rules at once are those above the largest of their floors: ``jnp.maximum(a, b)``.
+There is one floor per row. It is a logit after temperature, scale and softcap. A token of the vocabulary is in the set
+if its logit is at least the floor.
+
+Two programs may round the same logit differently. If a floor were equal to the smallest logit of the set, rounding
+would decide whether that token, and every token with the same logit, is in the set. So every floor here lies below the
+smallest logit of the set: by half the distance to the next smaller logit, or by 2⁻¹⁶ of the logit's size if rounding
+could exceed that. To apply several rules at once, take the largest of their floors: ``jnp.maximum(a, b)``.
 """
 
 from __future__ import annotations
@@ -35,33 +37,34 @@ def __dir__() -> list[str]:
     return [*__all__, "__doc__"]
 
 
-# How far two programs may round a logit apart, in units in the last place of the larger of |ln p| and |lse|, whose sum
-# it is. A GPU's tensor cores cut a sum every 16 terms, which is up to 128 units at a hidden size of 4096. An H100 shows
-# 61 there, where one token's product is another kind of program than that of many, and 2 where both are of one kind.
+# The largest difference between two programs' roundings of a logit. The unit is a unit in the last place of the larger
+# of |ln p| and |lse|, because the logit is their sum. A GPU's tensor cores truncate a sum every 16 terms, which makes
+# up to 128 units at a hidden size of 4096. An H100 shows 61 units there between the product of one token and that of
+# many tokens, which are different kinds of programs, and 2 units between programs of the same kind.
 ROOM = 128
-MOST_NATS = math.log(scalars.INT32_MAX)  # between the largest logit and the lse, of any vocabulary
+MOST_NATS = math.log(scalars.INT32_MAX)  # the largest difference between lse and the largest logit, in any vocabulary
 
 
 def of_smallest(smallest: Float[ArrayLike, "..."], dtype: Any) -> Float[Array, "..."]:
-    """The floor from the smallest logit that a sampler kept: half a step of the sampler's numbers below it.
+    """Returns the floor of the smallest logit that a sampler kept: half a step of the sampler's dtype below it.
 
-    What rounds to ``smallest`` or above lies above ``smallest - step / 2``, so that the logits which the sampler
-    rounded to ``dtype`` and kept are those that reach the floor before they are rounded. In float32 a step is smaller
-    than the rounding of the sums, so there the floor lies 2⁻¹⁶ of the logit lower.
+    A number that rounds to ``smallest`` or above lies above ``smallest - step / 2``. So the logits that the sampler
+    rounded to ``dtype`` and kept are those that reach the floor before rounding. In float32 a step is smaller than the
+    rounding of the sums, so the floor lies 2⁻¹⁶ of the logit lower there.
 
     Args:
-        smallest: ``[...]`` the smallest kept logit of each token, as the product gave it, before any temperature.
-            With one, divide the floor by it: ``floors.of_smallest(smallest, "bfloat16") / temperature``. -inf where
-            the sampler kept everything: so is its floor.
-        dtype: what the sampler's logits were rounded to, "bfloat16" in most engines, whatever they are converted to
-            after that: "bfloat16", "float16", "float32" or "float64".
+        smallest: ``[...]`` the smallest logit that the sampler kept for each token, before any temperature. With a
+            temperature, divide the floor by it: ``floors.of_smallest(smallest, "bfloat16") / temperature``. -inf where
+            the sampler kept the whole vocabulary: the floor is -inf there.
+        dtype: the dtype that the sampler's logits were rounded to, even if they were converted to another dtype after
+            that: "bfloat16" (in most engines), "float16", "float32" or "float64".
 
     Returns:
         ``[...]`` float32 (float64 if ``smallest`` is). NaN where ``smallest`` is NaN, or finite and beyond ``dtype``.
 
     Raises:
-        TypeError: ``smallest`` that is no array of floats, or a ``dtype`` that is none of the four.
-        ValueError: a known ``smallest`` that is finite and beyond ``dtype``.
+        TypeError: ``smallest`` is not an array of floats, or ``dtype`` is none of the four.
+        ValueError: a known ``smallest`` is finite and beyond ``dtype``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -69,7 +72,7 @@ def of_smallest(smallest: Float[ArrayLike, "..."], dtype: Any) -> Float[Array, "
         >>> floors.of_smallest(jnp.array([16.0, 20.0]), "bfloat16").tolist()  # a step is 0.0625 below 16
         [15.96875, 19.9375]
     """
-    _floats("smallest", smallest)
+    _check_floats("smallest", smallest)
     try:
         name = None if dtype is None else jnp.dtype(dtype).name
     except TypeError:
@@ -84,23 +87,22 @@ def of_smallest(smallest: Float[ArrayLike, "..."], dtype: Any) -> Float[Array, "
         smallest.shape,
         advice="give the dtype that the sampler's logits were rounded to",
     )
-    return _of_smallest(_describe.on_device(smallest), jax.dtypes.canonicalize_dtype(name))
+    return _floor_of_smallest(_describe.on_device(smallest), jax.dtypes.canonicalize_dtype(name))
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
-def _of_smallest(smallest: Array, dtype: Any) -> Array:
-    kept, rounded = _at_least_float32(smallest), smallest.astype(dtype)
+def _floor_of_smallest(smallest: Array, dtype: Any) -> Array:
+    kept, rounded = _widen_to_float32(smallest), smallest.astype(dtype)
     step = kept - jnp.nextafter(rounded, jnp.full_like(rounded, -jnp.inf)).astype(kept.dtype)
     floor = kept - jnp.maximum(step / 2, _eps(kept) * ROOM * jnp.abs(kept))
     return jnp.where(jnp.isfinite(rounded), floor, jnp.where(jnp.isinf(kept), kept, jnp.nan))
 
 
 def top_k(top: TopK) -> Float[Array, "..."]:
-    """The floor that the k most likely tokens reach, from the k + 1 most likely ones.
+    """Returns the floor that the k most likely tokens reach, computed from the k + 1 most likely ones.
 
-    It lies in the middle between the k-th logit and the next, or 2⁻¹⁶ of the larger of |ln p| and |lse| below the k-th
-    if that is lower. So tokens whose logit equals the k-th are all in the set, and those that differ from it by
-    rounding alone.
+    It lies halfway between the k-th logit and the next, or 2⁻¹⁶ of the larger of |ln p| and |lse| below the k-th logit
+    if that is lower. So every token whose logit equals the k-th, or differs from it only by rounding, is in the set.
 
     Args:
         top: ``linear_topk(..., k + 1)``, with the options of the call that takes the floor.
@@ -109,8 +111,8 @@ def top_k(top: TopK) -> Float[Array, "..."]:
         ``[...]`` float32 (float64 if ``top`` is).
 
     Raises:
-        TypeError: a ``top`` that is no `TopK`.
-        ValueError: fewer than two tokens in ``top``.
+        TypeError: ``top`` is not a `TopK`.
+        ValueError: ``top`` has fewer than two tokens.
 
     Example:
         >>> import jax.numpy as jnp
@@ -119,34 +121,34 @@ def top_k(top: TopK) -> Float[Array, "..."]:
         >>> floors.top_k(linear_topk(jnp.ones((1, 1)), weight, 3)).tolist()  # of the 2 largest
         [3.0]
     """
-    return _top_k(_checked(top))
+    return _top_k(_check_top(top))
 
 
 @functools.partial(jax.jit, inline=True)
 def _top_k(top: TopK) -> Array:
-    return _after(top, jnp.full((*top.lse.shape, 1), top.logprobs.shape[-1] - 2, jnp.int32))
+    return _floor_below(top, jnp.full((*top.lse.shape, 1), top.logprobs.shape[-1] - 2, jnp.int32))
 
 
 def top_p(top: TopK, p: float | Float[ArrayLike, "..."], *, after_top_k: bool = False) -> Float[Array, "..."]:
-    """The floor that the nucleus reaches: the fewest most likely tokens that have a probability of p together.
+    """Returns the floor that the nucleus reaches: the fewest most likely tokens whose probabilities sum to p or more.
 
-    It lies below the last logit of the nucleus as that of `top_k` below the k-th. A row whose nucleus is not followed
-    by one more token in ``top`` is NaN, and so are its results: ask `linear_topk` for more.
+    It lies below the last logit of the nucleus, like the floor of `top_k` below the k-th logit. If ``top`` has no token
+    after the nucleus of a row, the row's floor is NaN, and so are its results: ask `linear_topk` for more tokens.
 
     Args:
         top: ``linear_topk(..., n)``, with the options of the call that takes the floor.
-        p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. 1 keeps all: the floor is -inf. A value
-            outside is refused where it is known; in a traced array its row is NaN.
-        after_top_k: True for engines that cut to the k = n - 1 most likely tokens first: p is a share of what these
-            have together, and the nucleus may be all of them, as it is for a p of 1, whose floor is that of `top_k`.
-            False: p is a share of the whole vocabulary.
+        p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. 1 keeps the whole vocabulary, with a
+            floor of -inf. A known value outside (0, 1] is refused; in a traced array it makes its row NaN.
+        after_top_k: True for engines that first reduce the vocabulary to the k = n - 1 most likely tokens. Then p is a
+            share of the probability of these k tokens, and the nucleus may be all of them. It is all of them for a p of
+            1, whose floor is that of `top_k`. False: p is a share of the probability of the whole vocabulary.
 
     Returns:
         ``[...]`` float32 (float64 if ``top`` is).
 
     Raises:
-        TypeError: a ``top`` that is no `TopK`, or a p that is no number and no array of floats.
-        ValueError: fewer than two tokens in ``top``, a p outside (0, 1], or of a shape that does not fit.
+        TypeError: ``top`` is not a `TopK`, or p is neither a number nor an array of floats.
+        ValueError: ``top`` has fewer than two tokens, or p lies outside (0, 1] or has a shape that does not fit.
 
     Example:
         >>> import jax.numpy as jnp
@@ -158,45 +160,45 @@ def top_p(top: TopK, p: float | Float[ArrayLike, "..."], *, after_top_k: bool = 
         >>> floors.top_p(top, 0.95).tolist()                 # it has four tokens
         [nan]
     """
-    top = _checked(top)
-    return _top_p(top, _share(p, top.lse.shape), scalars.flag("after_top_k", after_top_k))
+    top = _check_top(top)
+    return _top_p(top, _check_share(p, top.lse.shape), scalars.flag("after_top_k", after_top_k))
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def _top_p(top: TopK, p: Array, after_top_k: bool) -> Array:
-    mass = jnp.exp(_at_least_float32(top.logprobs)[..., :-1])
+    mass = jnp.exp(_widen_to_float32(top.logprobs)[..., :-1])
     if after_top_k:
         mass = mass / jnp.sum(mass, axis=-1, keepdims=True)
-    share = _per_row(p, top.lse.shape, mass.dtype)
+    share = _broadcast_share(p, top.lse.shape, mass.dtype)
     reached = jnp.sum(jnp.cumsum(mass, axis=-1) < share[..., None], axis=-1, keepdims=True, dtype=jnp.int32)
     most = mass.shape[-1] - 1
     last = jnp.minimum(reached, most)
-    if after_top_k:  # rounding must not end the nucleus of a p of 1 before the last token
-        floor = _after(top, jnp.where(share[..., None] == 1, most, last))
+    if after_top_k:  # the nucleus of a p of 1 has all k tokens, whatever the rounding
+        floor = _floor_below(top, jnp.where(share[..., None] == 1, most, last))
     else:
-        floor = jnp.where(reached[..., 0] <= most, _after(top, last), jnp.nan)
+        floor = jnp.where(reached[..., 0] <= most, _floor_below(top, last), jnp.nan)
         floor = jnp.where(share == 1, -jnp.inf, floor)
     return jnp.where(share > 0, floor, jnp.nan)
 
 
 def min_p(max_logit: Float[ArrayLike, "..."], p: float | Float[ArrayLike, "..."]) -> Float[Array, "..."]:
-    """The floor of tokens with at least p times the largest probability: ``max_logit + ln p``, less some rounding.
+    """Returns the floor of tokens with at least p times the largest probability: a little below ``max_logit + ln p``.
 
-    That is 2⁻¹⁶ of ``|max_logit| + 21.5``, which no lse exceeds. So a token that has p times the largest probability
-    in exact arithmetic is in the set, and the most likely one always.
+    It is lower by 2⁻¹⁶ of ``|max_logit| + 21.5``, a bound of the lse, to allow for rounding. So every token that has p
+    times the largest probability in exact arithmetic is in the set, and the most likely token always is.
 
     Args:
         max_logit: ``[...]`` the largest logit: ``linear_logprobs(..., stats=True).max_logit``, or of a ``TopK``
             ``top.logprobs[..., 0] + top.lse``.
-        p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. A value outside is refused where it is
-            known; in a traced array its row is NaN.
+        p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. A known value outside (0, 1] is refused;
+            in a traced array it makes its row NaN.
 
     Returns:
         ``[...]`` float32 (float64 if ``max_logit`` is).
 
     Raises:
-        TypeError: a ``max_logit`` that is no array of floats, or a p that is no number and no array of floats.
-        ValueError: a p outside (0, 1], or of a shape that does not fit.
+        TypeError: ``max_logit`` is not an array of floats, or p is neither a number nor an array of floats.
+        ValueError: p lies outside (0, 1] or has a shape that does not fit.
 
     Example:
         >>> import jax.numpy as jnp
@@ -204,22 +206,22 @@ def min_p(max_logit: Float[ArrayLike, "..."], p: float | Float[ArrayLike, "..."]
         >>> round(float(floors.min_p(jnp.array([2.0]), 0.1)[0]), 3)  # 2 - ln 10
         -0.303
     """
-    _floats("max_logit", max_logit)
-    return _min_p(_describe.on_device(max_logit), _share(p, max_logit.shape))
+    _check_floats("max_logit", max_logit)
+    return _min_p(_describe.on_device(max_logit), _check_share(p, max_logit.shape))
 
 
 @functools.partial(jax.jit, inline=True)
 def _min_p(max_logit: Array, p: Array) -> Array:
-    highest = _at_least_float32(max_logit)
+    highest = _widen_to_float32(max_logit)
     size = jnp.abs(highest)
     room = _eps(highest) * ROOM * (size + MOST_NATS) + _eps(max_logit) * size
-    return highest + jnp.log(_per_row(p, highest.shape, highest.dtype)) - room
+    return highest + jnp.log(_broadcast_share(p, highest.shape, highest.dtype)) - room
 
 
-def _after(top: TopK, last: Array) -> Array:
-    """The floor below the first tokens of ``top``, of which ``last``, ``[..., 1]``, is the last one's place."""
-    lse = _at_least_float32(top.lse)
-    z = _at_least_float32(top.logprobs) + lse[..., None]
+def _floor_below(top: TopK, last: Array) -> Array:
+    """Returns the floor below the first tokens of ``top``, up to and including the one at index ``last``, [..., 1]."""
+    lse = _widen_to_float32(top.lse)
+    z = _widen_to_float32(top.logprobs) + lse[..., None]
     inside = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) <= last
     kept = jnp.min(jnp.where(inside, z, jnp.inf), axis=-1)
     dropped = jnp.max(jnp.where(inside, -jnp.inf, z), axis=-1)
@@ -231,12 +233,12 @@ def _eps(x: Array) -> float:
     return float(jnp.finfo(x.dtype).eps)
 
 
-def _at_least_float32(x: Array) -> Array:
+def _widen_to_float32(x: Array) -> Array:
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
-def _per_row(p: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """The shares, NaN where they are none."""
+def _broadcast_share(p: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Broadcasts p to all rows, with NaN in place of invalid values."""
     share = _describe.per_token(p, shape, dtype)
     return jnp.where(_is_share(share), share, jnp.nan)
 
@@ -245,14 +247,14 @@ def _is_share(p: Any) -> Any:
     return (p >= scalars.FLOAT32_TINY) & (p <= 1)
 
 
-def _checked(top: Any) -> TopK:
-    """``top`` must be what `linear_topk` returns, with one token more than are kept."""
+def _check_top(top: Any) -> TopK:
+    """Returns ``top`` on the device. Refuses what `linear_topk` does not return, and fewer than two tokens."""
     if not isinstance(top, TopK):
         raise TypeError(
             f"top must be what lce_jax.linear_topk returns, got {type(top).__module__}.{type(top).__qualname__}"
         )
-    _floats("top.logprobs", top.logprobs)
-    _floats("top.lse", top.lse)
+    _check_floats("top.logprobs", top.logprobs)
+    _check_floats("top.lse", top.lse)
     if top.logprobs.ndim < 1 or tuple(top.logprobs.shape[:-1]) != tuple(top.lse.shape):
         raise ValueError(
             f"top.logprobs {tuple(top.logprobs.shape)} must be [..., k] with the shape of top.lse "
@@ -263,17 +265,17 @@ def _checked(top: Any) -> TopK:
     return TopK(*map(_describe.on_device, top))
 
 
-def _share(p: Any, shape: tuple[int, ...]) -> Any:
-    """A p in (0, 1], where its values are known, as an array that broadcasts."""
+def _check_share(p: Any, shape: tuple[int, ...]) -> Any:
+    """Returns p as an array that broadcasts to the rows. Refuses known values outside (0, 1]."""
     if is_array(p) and not isinstance(p, np.generic):
         _checks.per_token("p", p, shape, "the rows")
-        _checks.known_values("p must lie in (0, 1]", p, _is_share, shape, advice="1 keeps all of a row")
+        _checks.known_values("p must lie in (0, 1]", p, _is_share, shape, advice="1 keeps the whole vocabulary")
     elif scalars.positive("p", p) > 1:
         raise ValueError(f"p must lie in (0, 1], got {p}")
     return _describe.on_device(p)
 
 
-def _floats(name: str, x: Any) -> None:
+def _check_floats(name: str, x: Any) -> None:
     _checks.array(name, x)
     if jnp.dtype(x.dtype).name not in _checks.FLOATS:
         raise TypeError(f"{name} must be one of {', '.join(_checks.FLOATS)}, got {x.dtype}")

@@ -1,16 +1,16 @@
 """Rows of packed sequences and of context-parallel ranks: labels, masks and results that belong to them.
 
-Every function of `lce_jax` works row by row: a hidden state and its label. So packing and context parallelism ask one
-thing alone, that each row has the label of its own sequence's next token:
+Every function of `lce_jax` works row by row, on a hidden state and its label. So packing and context parallelism need
+only one thing: each row must have the label of the next token of its own sequence.
 
     labels = rows.next_tokens(tokens, segment_ids=segment_ids)           # -100 at the last token of each sequence
     labels = rows.of_rank(labels, cp_rank, cp_size)                      # after the shift, never before it
-    loss = linear_cross_entropy(hidden, weight, labels)                  # hidden: the rank's own
+    loss = linear_cross_entropy(hidden, weight, labels)                  # hidden: the rank's own rows
 
-Shapes are static, so all of them run under ``jit``, with a traced ``cp_rank`` too. What is traced cannot be refused: if
-offsets or a rank do not fit, all that is returned is NaN, the least integer (of unsigned ones the largest) or False.
-`lce_torch_bridge.rows` has the same functions for tensors. L is the length of a row of tokens, which may hold several
-sequences one after another.
+Shapes are static, so all functions run under ``jit``, also with a traced ``cp_rank``. Traced values cannot be checked.
+If traced offsets or a traced rank do not fit, every element of the result is NaN (of integers the least, of unsigned
+integers the largest, of bools False). `lce_torch_bridge.rows` has the same functions for tensors. L is the length of a
+row of tokens, which may hold several sequences one after another.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def next_tokens(
     cu_seqlens_padded: Int[ArrayLike, "n+1"] | None = None,
     padding_segment: int | None = None,
 ) -> Int[Array, "*b L"]:
-    """The label of each row: the next token of its sequence, or one further ahead; -100 where there is none.
+    """Returns the label of each row: the next token of its sequence, or one further ahead; -100 if there is none.
 
-    `lce_jax.linear_cross_entropy` leaves labels of -100 out; elsewhere give ``ignore_index=-100``.
+    `lce_jax.linear_cross_entropy` ignores labels of -100. Give ``ignore_index=-100`` elsewhere.
 
     Args:
         tokens: ``[..., L]`` integers.
-        ahead: which token of the sequence is meant: 1 is the next one, 2 the one after it. Multi-token prediction has
-            k + 1 at depth k.
+        ahead: how many tokens ahead the label is: 1 for the next token, 2 for the one after it. Multi-token prediction
+            uses k + 1 at depth k.
         segment_ids: ``[..., L]`` integers: neighbours with the same id are of one sequence. None: see ``cu_seqlens``.
         cu_seqlens: ``[n + 1]`` integers that rise from 0: sequence i has ``cu_seqlens[i + 1] - cu_seqlens[i]`` tokens,
-            and what comes after the last one is padding. Repeat the last offset to fill a static shape up. None,
-            without ``segment_ids`` too: each row is one sequence.
+            and rows after the last sequence are padding. Repeat the last offset to fill a static shape. None, without
+            ``segment_ids`` too: each row of tokens is one sequence.
         cu_seqlens_padded: ``[n + 1]``, where each sequence begins if it is padded to a multiple. None: ``cu_seqlens``.
         padding_segment: the id of ``segment_ids`` that marks padding, 0 in MaxText and Tunix. None: no id does.
 
@@ -79,7 +79,7 @@ def next_tokens(
     _checks.label_array(tokens, "tokens")
     if not jnp.issubdtype(tokens.dtype, jnp.signedinteger):
         raise TypeError(f"tokens must be signed, to hold labels of {scalars.IGNORED}, got {tokens.dtype}")
-    return _shift(-1, tokens, scalars.IGNORED, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+    return _shift_rows(-1, tokens, scalars.IGNORED, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
 
 
 def next_values(
@@ -92,10 +92,10 @@ def next_values(
     cu_seqlens_padded: Int[ArrayLike, "n+1"] | None = None,
     padding_segment: int | None = None,
 ) -> Array:
-    """What tokens come with (a mask, an advantage, an old log-probability), at the rows that predict them.
+    """Moves values of tokens (a mask, an advantage, an old log-probability) to the rows that predict these tokens.
 
-    ``values`` ``[..., L]`` are a number or bool per token; rows without such a token have ``fill``. `next_tokens` says
-    what the other arguments are, and what is refused.
+    ``values`` ``[..., L]`` are a number or bool per token; rows without such a token get ``fill``. `next_tokens`
+    documents the other arguments and the errors.
 
     Example:
         >>> import jax.numpy as jnp
@@ -104,7 +104,7 @@ def next_values(
         >>> rows.next_values(answer, fill=False, segment_ids=jnp.array([1, 1, 1, 2, 2])).tolist()
         [True, True, False, True, False]
     """
-    return _shift(-1, values, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+    return _shift_rows(-1, values, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
 
 
 def at_tokens(
@@ -117,10 +117,10 @@ def at_tokens(
     cu_seqlens_padded: Int[ArrayLike, "n+1"] | None = None,
     padding_segment: int | None = None,
 ) -> Array:
-    """The inverse of `next_values`: what rows have (log-probabilities), at the tokens that they predict.
+    """Moves results of rows (log-probabilities) to the tokens that the rows predict: the inverse of `next_values`.
 
-    ``results`` ``[..., L]`` are a number or bool per row; the first ``ahead`` tokens of each sequence and padding have
-    ``fill``. `next_tokens` says what the other arguments are, and what is refused.
+    ``results`` ``[..., L]`` are a number or bool per row; the first ``ahead`` tokens of each sequence and padding get
+    ``fill``. `next_tokens` documents the other arguments and the errors.
 
     Example:
         >>> import jax.numpy as jnp
@@ -129,7 +129,7 @@ def at_tokens(
         >>> rows.at_tokens(logprobs, cu_seqlens=jnp.array([0, 3, 5])).tolist()
         [0.0, -1.0, -2.0, 0.0, -4.0]
     """
-    return _shift(1, results, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+    return _shift_rows(1, results, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
 
 
 def positions(
@@ -140,7 +140,7 @@ def positions(
     layout: Layout = "zigzag",
     cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
 ) -> Int[Array, "L/cp_size"]:
-    """Where the rows of a context-parallel rank stand among all L.
+    """Returns the positions, among all L tokens, of the rows of a context-parallel rank.
 
     Args:
         length: L, the number of tokens before the split.
@@ -148,13 +148,14 @@ def positions(
         cp_size: the number of ranks.
         layout: how a sequence is split. "zigzag": into ``2 * cp_size`` chunks, of which rank r has the chunks r and
             ``2 * cp_size - 1 - r``, as in Megatron, Transformer Engine and MaxText (load balance), so that causal
-            attention is as much work on each. "contiguous": into ``cp_size`` chunks, as in a plain ring.
-        cu_seqlens: where each sequence begins, and L: each is split by itself, as Transformer Engine does with packed
-            sequences (``cu_seqlens_padded``, if they are padded). None: the L tokens are split as one.
+            attention takes the same work on every rank. "contiguous": into ``cp_size`` chunks, as in a plain ring.
+        cu_seqlens: where each sequence begins, and L at the end. Each sequence is split separately, as Transformer
+            Engine does with packed sequences (give ``cu_seqlens_padded`` if they are padded). None: the L tokens are
+            split as one sequence.
 
     Returns:
-        ``[L / cp_size]`` int32, the rank's rows in its own order. All are L, which is no row, if what is traced does
-        not fit.
+        ``[L / cp_size]`` int32, the positions in the order of the rank's rows. All are L, which is out of range, if
+        traced values do not fit.
 
     Raises:
         ValueError, TypeError: lengths that do not divide, and other values that do not fit.
@@ -164,7 +165,7 @@ def positions(
         >>> [rows.positions(8, rank, 2).tolist() for rank in (0, 1)]
         [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    return _places(scalars.integer("length", length), _rank(cp_rank), cp_size, layout, cu_seqlens)
+    return _locate_rows(scalars.integer("length", length), _check_rank(cp_rank), cp_size, layout, cu_seqlens)
 
 
 def of_rank(
@@ -176,10 +177,10 @@ def of_rank(
     cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
     axis: int = -1,
 ) -> Array:
-    """The rows of a context-parallel rank. Shift first: the label of a chunk's last row stands in another chunk.
+    """Returns the rows of a context-parallel rank.
 
-    ``x`` has L rows along ``axis``, of which ``L / cp_size`` remain. `positions` says what the other arguments are, and
-    what is refused.
+    Shift labels before this, because the label of a chunk's last row stands in another chunk. ``x`` has L rows along
+    ``axis``, of which ``L / cp_size`` remain. `positions` documents the other arguments and the errors.
 
     Example:
         >>> import jax.numpy as jnp
@@ -188,7 +189,7 @@ def of_rank(
         >>> [rows.of_rank(labels, rank, 2).tolist() for rank in (0, 1)]
         [[6, -100], [7, 8]]
     """
-    return _take(x, axis, _rank(cp_rank), cp_size, layout, cu_seqlens)
+    return _take(x, axis, _check_rank(cp_rank), cp_size, layout, cu_seqlens)
 
 
 def in_rank_order(
@@ -199,7 +200,7 @@ def in_rank_order(
     cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
     axis: int = -1,
 ) -> Array:
-    """The rows of all context-parallel ranks, one rank after another: an array to be split over a mesh axis.
+    """Returns the rows of all context-parallel ranks, one rank after another, to be split over a mesh axis.
 
     The arguments are those of `of_rank`.
 
@@ -220,7 +221,9 @@ def in_sequence_order(
     cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
     axis: int = -1,
 ) -> Array:
-    """The inverse of `in_rank_order`: what is gathered from all ranks (``jax.lax.all_gather``), as it was before.
+    """Returns rows gathered from all ranks (``jax.lax.all_gather``) in the sequence's order again.
+
+    It is the inverse of `in_rank_order`.
 
     The arguments are those of `of_rank`.
 
@@ -233,22 +236,25 @@ def in_sequence_order(
     return _take(x, axis, None, cp_size, layout, cu_seqlens, inverse=True)
 
 
-def _num_rows(x: Any, axis: int) -> int:
-    """How many rows an array has along ``axis``. They must not be split: a neighbour may be on another device."""
+def _count_rows(x: Any, axis: int) -> int:
+    """Returns how many rows an array has along ``axis``.
+
+    Refuses rows that are split over an Explicit axis, because a neighbour may be on another device.
+    """
     _checks.array("x", x)
-    length = sequences.num_rows(x, axis)
+    length = sequences.count_rows(x, axis)
     spec = _jax.partitions(jax.typeof(x).sharding.spec) if isinstance(x, jax.Array) else ()
-    split = dict(enumerate(spec)).get(axis % x.ndim)
-    if split is not None:
+    axes = dict(enumerate(spec)).get(axis % x.ndim)
+    if axes is not None:
         raise ValueError(
-            f"the rows of {tuple(x.shape)}, in dimension {axis % x.ndim}, are split over {split!r}, an Explicit axis "
+            f"the rows of {tuple(x.shape)}, in dimension {axis % x.ndim}, are split over {axes!r}, an Explicit axis "
             "of the mesh: shift and order them before they are split, or pass jax.reshard(x, jax.P())"
         )
     return length
 
 
-def _rank(value: Any) -> Any:
-    """A ``cp_rank``: an integer of Python, or a traced one."""
+def _check_rank(value: Any) -> Any:
+    """Returns a ``cp_rank`` as a Python integer, or as it is if it is traced."""
     if scalars.is_integer(value):
         return value
     _checks.array("cp_rank", value, "an integer")
@@ -257,36 +263,43 @@ def _rank(value: Any) -> Any:
     return jax.device_get(value).item() if _checks.is_concrete(value) else value
 
 
-def _indices(x: Any) -> Any:
+def _cast_to_indices(x: Any) -> Any:
     return None if x is None else on_device(x).astype(int)
 
 
-# Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid.
-@functools.partial(jax.jit, static_argnames=("nothing", "by", "padding_segment"), inline=True)
-def _shifted(x: Array, ids: Any, fill: Array, ends: Any, begins: Any, **static: Any) -> Array:
-    return sequences.shifted(jnp, jnp.arange, x, ids, ends, begins, fill, **static)
+# Both are jitted because outside ``jit`` each Python number in an expression is a transfer to the device, which
+# ``jax.transfer_guard`` may forbid.
+@functools.partial(jax.jit, static_argnames=("invalid", "by", "padding_segment"), inline=True)
+def _shift_array(x: Array, ids: Any, fill: Array, ends: Any, begins: Any, **static: Any) -> Array:
+    return sequences.shift_array(jnp, jnp.arange, x, ids, ends, begins, fill, **static)
 
 
 @functools.partial(jax.jit, static_argnames=("length", "cp_size", "chunks", "inverse"), inline=True)
-def _positions(begins: Any, rank: Any, **static: Any) -> Array:
-    return sequences.positions(jnp, jnp.arange, begins, rank, **static).astype(jnp.int32)
+def _compute_positions(begins: Any, rank: Any, **static: Any) -> Array:
+    return sequences.compute_positions(jnp, jnp.arange, begins, rank, **static).astype(jnp.int32)
 
 
-def _take(x: Any, axis: int, *said: Any, **more: Any) -> Array:
-    places = _places(_num_rows(x, axis), *said, **more)
-    fill = False if x.dtype == jnp.bool_ else None  # else what `sequences.shift` calls nothing
-    return jnp.take(on_device(x), places, axis, mode="fill", fill_value=fill, unique_indices=True)
+def _take(x: Any, axis: int, *arguments: Any, **options: Any) -> Array:
+    """Returns the rows of ``x`` at the positions that `sequences.locate_rows` computes of the other arguments."""
+    indices = _locate_rows(_count_rows(x, axis), *arguments, **options)
+    fill = False if x.dtype == jnp.bool_ else None  # None: NaN, or an extreme of the integers
+    return jnp.take(on_device(x), indices, axis, mode="fill", fill_value=fill, unique_indices=True)
 
 
 _JAX = sequences.Library(
-    num_rows=_num_rows,
-    integers=lambda name, x: _checks.label_array(x, name),
-    values=lambda x: jax.device_get(x).tolist() if _checks.is_concrete(x) else None,
-    kind=lambda x: (x.dtype == jnp.bool_, jnp.iinfo(x.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else None),
-    shifted=lambda x, ids, ends, begins, fill, **static: _shifted(
-        *jax.tree.map(on_device, (x, ids, np.asarray(fill, x.dtype))), *map(_indices, (ends, begins)), **static
+    count_rows=_count_rows,
+    check_integers=lambda name, x: _checks.label_array(x, name),
+    read_values=lambda x: jax.device_get(x).tolist() if _checks.is_concrete(x) else None,
+    describe_dtype=lambda x: (
+        x.dtype == jnp.bool_,
+        jnp.iinfo(x.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else None,
     ),
-    positions=lambda begins, rank, **static: _positions(_indices(begins), _indices(rank), **static),
+    shift_array=lambda x, ids, ends, begins, fill, **static: _shift_array(
+        *jax.tree.map(on_device, (x, ids, np.asarray(fill, x.dtype))), *map(_cast_to_indices, (ends, begins)), **static
+    ),
+    compute_positions=lambda begins, rank, **static: _compute_positions(
+        _cast_to_indices(begins), _cast_to_indices(rank), **static
+    ),
 )
-_shift = functools.partial(sequences.shift, _JAX)
-_places = functools.partial(sequences.places, _JAX)
+_shift_rows = functools.partial(sequences.shift_rows, _JAX)
+_locate_rows = functools.partial(sequences.locate_rows, _JAX)

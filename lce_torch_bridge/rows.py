@@ -49,7 +49,7 @@ def next_tokens(
     _checks.integers("tokens", tokens)
     if not tokens.dtype.is_signed:
         raise TypeError(f"tokens must be signed, to hold labels of {scalars.IGNORED}, got {tokens.dtype}")
-    return _shift(-1, tokens, scalars.IGNORED, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+    return _shift_rows(-1, tokens, scalars.IGNORED, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
 
 
 def next_values(
@@ -71,7 +71,7 @@ def next_values(
         >>> rows.next_values(answer, fill=False, segment_ids=torch.tensor([1, 1, 1, 2, 2])).tolist()
         [True, True, False, True, False]
     """
-    return _shift(-1, values, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+    return _shift_rows(-1, values, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
 
 
 def at_tokens(
@@ -93,7 +93,7 @@ def at_tokens(
         >>> rows.at_tokens(logprobs, cu_seqlens=torch.tensor([0, 3, 5])).tolist()
         [0.0, -1.0, -2.0, 0.0, -4.0]
     """
-    return _shift(1, results, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+    return _shift_rows(1, results, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
 
 
 def positions(
@@ -115,7 +115,7 @@ def positions(
         [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     rank = scalars.integer("cp_rank", cp_rank)
-    return _places(scalars.integer("length", length), rank, cp_size, layout, cu_seqlens, device=device)
+    return _locate_rows(scalars.integer("length", length), rank, cp_size, layout, cu_seqlens, device=device)
 
 
 def of_rank(
@@ -171,46 +171,46 @@ def in_sequence_order(
     return _take(x, axis, None, cp_size, layout, cu_seqlens, inverse=True)
 
 
-def _num_rows(x: Any, axis: int) -> int:
+def _count_rows(x: Any, axis: int) -> int:
     _checks.tensor("x", x)
-    return sequences.num_rows(x, axis)
+    return sequences.count_rows(x, axis)
 
 
-def _kind(x: torch.Tensor) -> tuple[bool, Any]:
+def _describe_dtype(x: torch.Tensor) -> tuple[bool, Any]:
     bools = x.dtype == torch.bool
     return bools, None if bools or x.is_floating_point() or x.is_complex() else torch.iinfo(x.dtype)
 
 
-def _shifted(x: torch.Tensor, segment_ids: Any, ends: Any, begins: Any, fill: Any, **more: Any) -> torch.Tensor:
+def _shift_array(x: torch.Tensor, segment_ids: Any, ends: Any, begins: Any, fill: Any, **more: Any) -> torch.Tensor:
     if segment_ids is not None:
         _checks.same_device(x, segment_ids=segment_ids)
-    arange, ends, begins = _on(x.device, ends, begins)
-    return sequences.shifted(torch, arange, x, segment_ids, ends, begins, fill, **more)
+    arange, ends, begins = _move_to_device(x.device, ends, begins)
+    return sequences.shift_array(torch, arange, x, segment_ids, ends, begins, fill, **more)
 
 
-def _positions(begins: torch.Tensor | None, rank: int | None, device: Any, **more: Any) -> torch.Tensor:
+def _compute_positions(begins: torch.Tensor | None, rank: int | None, device: Any, **more: Any) -> torch.Tensor:
     device = begins.device if device is None and begins is not None else device
-    arange, begins = _on(device, begins)
-    return sequences.positions(torch, arange, begins, rank, **more)
+    arange, begins = _move_to_device(device, begins)
+    return sequences.compute_positions(torch, arange, begins, rank, **more)
 
 
-def _on(device: Any, *offsets: torch.Tensor | None) -> list[Any]:
-    """`torch.arange` of a device, and the offsets there."""
+def _move_to_device(device: Any, *offsets: torch.Tensor | None) -> list[Any]:
+    """Returns `torch.arange` for a device, and the offsets on that device."""
     arange = functools.partial(torch.arange, device=device)
     return [arange, *(None if x is None else x.to(device, torch.int64) for x in offsets)]
 
 
-def _take(x: torch.Tensor, axis: int, *said: Any, **more: Any) -> torch.Tensor:
-    return x.index_select(axis, _places(_num_rows(x, axis), *said, device=x.device, **more))
+def _take(x: torch.Tensor, axis: int, *arguments: Any, **more: Any) -> torch.Tensor:
+    return x.index_select(axis, _locate_rows(_count_rows(x, axis), *arguments, device=x.device, **more))
 
 
 _TORCH = sequences.Library(
-    num_rows=_num_rows,
-    integers=_checks.integers,
-    values=lambda x: x.tolist() if _checks.may_look_at(x) else None,
-    kind=_kind,
-    shifted=_shifted,
-    positions=_positions,
+    count_rows=_count_rows,
+    check_integers=_checks.integers,
+    read_values=lambda x: x.tolist() if _checks.may_look_at(x) else None,
+    describe_dtype=_describe_dtype,
+    shift_array=_shift_array,
+    compute_positions=_compute_positions,
 )
-_shift = functools.partial(sequences.shift, _TORCH)
-_places = functools.partial(sequences.places, _TORCH)
+_shift_rows = functools.partial(sequences.shift_rows, _TORCH)
+_locate_rows = functools.partial(sequences.locate_rows, _TORCH)

@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {  # function, arguments w
         "segment_ids and cu_seqlens both say where sequences end",
     ),
     "padded alone": ("next_tokens", {"tokens": [1, 2], "cu_seqlens_padded": [0, 2]}, "without cu_seqlens"),
-    "an id alone": ("next_tokens", {"tokens": [1, 2], "padding_segment": 0}, "padding_segment=0 is an id of segme"),
+    "an id alone": ("next_tokens", {"tokens": [1, 2], "padding_segment": 0}, "padding_segment=0 without segment_ids"),
     "beyond the end": (
         "next_tokens", {"tokens": [1, 2], "cu_seqlens": [0, 3]}, r"must rise from 0 to at most 2, .* got \[0, 3\]"
     ),

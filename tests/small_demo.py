@@ -37,7 +37,7 @@ if __name__ == "__main__":
     text.read_standard_library = lambda: every()[::4]
     cli.load_corpus, cli.VOCAB_SIZE = small_corpus, VOCAB_SIZE
     cli._model_config = small_model
-    sft.leaves_out = lambda _: True
+    sft.supports_threshold = lambda _: True
     sft.SftConfig = functools.partial(sft.SftConfig, batch=4, length=32)
     rl.RlConfig = functools.partial(rl.RlConfig, prompts=4, group=4, completion_length=16)
     cli.main()

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from lce_jax.types.scalars import format_bytes  # noqa: E402
 from benchmarks import records  # noqa: E402
-from benchmarks.records import row_of, timed  # noqa: E402
+from benchmarks.records import find_row, timed  # noqa: E402
 
 CARD = "h100"  # whose numbers the pages give, unless they name another
 BOTH = "forward+backward"
@@ -172,9 +172,9 @@ def summary() -> str:
     ways = [("ours", "forward")] + [(key, BOTH) for key in ("ours", "ours full cache", "ours in forward")]
     lines = []
     for one in heads():
-        stored = row_of(one, "materialised", BOTH)
+        stored = find_row(one, "materialised", BOTH)
         last = ratio(stored) if stored else failure(one)
-        lines.append([shape_of(one), *(ratio(row_of(one, *way)) for way in ways), last])
+        lines.append([shape_of(one), *(ratio(find_row(one, *way)) for way in ways), last])
     return markdown(head, lines)
 
 
@@ -207,7 +207,7 @@ def peers(measured: Run, keys: Iterable[str]) -> str:
     lines = []
     for row in (row for row in timed(measured["rows"]) if row["direction"] == BOTH and row["key"] in keys):
         label = row["label"] if "lce_jax" in row["label"] else NAMES.get(row["key"]) or row["label"]
-        alone = row_of(measured, row["key"], "forward")
+        alone = find_row(measured, row["key"], "forward")
         lines.append([label, ms(alone), ms(row), ratio(row), format_bytes(row["temp_bytes"])])
     reasons = {row["name"].partition(", forward")[0]: row["left_out"] for row in measured["rows"] if "left_out" in row}
     lines += [[label, f"not timed: {why.partition('. ')[0]}", "–", "–", "–"] for label, why in reasons.items()]
@@ -216,7 +216,7 @@ def peers(measured: Run, keys: Iterable[str]) -> str:
 
 def of_both(measured: Run, keys: Mapping[str, str], what: str = "") -> str:
     """Forward and backward of some rows."""
-    rows = [(label, row_of(measured, key, BOTH)) for key, label in keys.items()]
+    rows = [(label, find_row(measured, key, BOTH)) for key, label in keys.items()]
     lines = [[label, ms(row), ratio(row), format_bytes(row["temp_bytes"])] for label, row in rows if row]
     head = f"{shape_of(measured)}{what and f', {what}'}, forward + backward"
     return markdown([head, "ms", "÷ product", "temporary memory"], lines)
@@ -229,7 +229,7 @@ def on_text(measured: Run) -> str:
         return "–" if x is None else f"{100 * x:.2g} %"
 
     lines = []
-    for label, row in ((label, row_of(measured, key, BOTH)) for key, label in ON_TEXT.items()):
+    for label, row in ((label, find_row(measured, key, BOTH)) for key, label in ON_TEXT.items()):
         assert row, label
         errors = [f"{row['errors'][name]:.1e}" for name in ("dhidden", "dweight")]
         left_out = [share(row[name]) for name in ("skipped", "dropped_mass")]
@@ -268,7 +268,9 @@ def divergences(measured: Run) -> str:
     for name, both in ending:
         missing = "as without" if "cache" in name else "–"  # a peer is timed with its backward alone
         lines.append([name, ms(found.get(name), missing), ms(both), ratio(both), format_bytes(both["temp_bytes"])])
-    return markdown([shape_of(measured), "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"], lines)
+    return markdown(
+        [shape_of(measured), "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"], lines
+    )
 
 
 def pipelines(measured: Run) -> str:

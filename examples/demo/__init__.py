@@ -1,5 +1,5 @@
-"""A language model trained and then improved by reinforcement learning, with no logits stored: an example to read.
+"""An example to read: a language model is trained, then improved by reinforcement learning, without stored logits.
 
-``python -m examples.demo`` runs it; ``cli.py`` is the story, the other modules its chapters: `text`, `model`, `reward`,
-`sft`, `rl`, `stored`, `evaluate`, `compare`, `progress`, `report`.
+``python -m examples.demo`` runs it. ``cli.py`` has the course of a run. Each other module has one part: `text`,
+`model`, `reward`, `sft`, `rl`, `stored`, `evaluate`, `compare`, `progress`, `report`.
 """

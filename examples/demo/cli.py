@@ -1,4 +1,4 @@
-"""The command line, and the story it tells: data, model, phase 1, phase 2, comparison, report."""
+"""The command line and the course of a run: data, model, phase 1, phase 2, comparison, report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SFT_STEPS, _RL_STEPS = 60, 10  # under two minutes on two cores of a CPU
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo; exits with a message if an option makes no sense."""
+    """Runs the demo. Exits with a message if an option is invalid."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.rl_steps is None:
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Course:
-    """What all runs have in common. Each starts from the same weights, and sees the same text."""
+    """The common settings of all training runs. Each run starts from the same weights and sees the same text."""
 
     options: argparse.Namespace
     mesh: Mesh
@@ -57,11 +57,11 @@ class _Course:
 
     @property
     def sft_config(self) -> sft.SftConfig:
-        return sft.SftConfig(self.options.steps).on(self.mesh)
+        return sft.SftConfig(self.options.steps).fit_to_mesh(self.mesh)
 
     @property
     def rl_config(self) -> rl.RlConfig:
-        return rl.RlConfig(self.options.rl_steps).on(self.mesh)
+        return rl.RlConfig(self.options.rl_steps).fit_to_mesh(self.mesh)
 
     def new_model(self) -> Transformer:
         return Transformer(_model_config(self.mesh, self.corpus.vocab_size), rngs=nnx.Rngs(self.options.seed))
@@ -83,13 +83,13 @@ class _Course:
 
 
 def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) -> None:
-    timer = Progress(console, _work(options, sft.leaves_out(plan)))
+    timer = Progress(console, _total_work(options, sft.supports_threshold(plan)))
     shape = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     console.print(f"Mesh: {shape}, of {mesh.devices.flat[0].device_kind} devices. Seed {options.seed}.")
     with console.status("training a tokenizer on the sources of Python's standard library"):
         corpus = load_corpus()
     timer.done += progress.TEXT
-    timer.print(f"Text: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} in files held out")
+    timer.print(f"Text: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} in held-out files")
     course = _Course(options, mesh, timer, corpus)
     model = course.new_model()
     console.print(f"Model: {model.num_parameters():,} parameters. Its head on a training batch, per device:")
@@ -99,26 +99,26 @@ def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) 
     stages = [course.evaluate(evaluator, model)]
     losses = course.phase_1("phase 1", model)
     stages.append(course.evaluate(evaluator, model))
-    repeated = course.phase_1("phase 1, logits stored", course.new_model(), loss_of_head=stored.loss)
-    with_stored = sft.SecondRun(losses, repeated)
-    with_threshold = None
-    if sft.leaves_out(plan):
-        other = course.new_model()
-        repeated = course.phase_1("phase 1, gradient_threshold", other, loss_of_head=sft.loss_with_threshold)
-        dropped_mass = float(sft.dropped_mass(other, put_on_mesh(mesh, evaluator.windows)))
-        with_threshold = sft.SecondRun(losses, repeated, dropped_mass)
+    repeated = course.phase_1("phase 1, logits stored", course.new_model(), head_loss=stored.loss)
+    stored_run = sft.SecondRun(losses, repeated)
+    threshold_run = None
+    if sft.supports_threshold(plan):
+        second_model = course.new_model()
+        repeated = course.phase_1("phase 1, gradient_threshold", second_model, head_loss=sft.loss_with_threshold)
+        dropped_mass = float(sft.dropped_mass(second_model, put_on_mesh(mesh, evaluator.windows)))
+        threshold_run = sft.SecondRun(losses, repeated, dropped_mass)
     metrics = course.phase_2(model)
     stages.append(course.evaluate(evaluator, model))
     comparison = compare.compare(model, evaluator.windows[: 2 * course.sft_config.batch], mesh)
     report.print_examples(console, stages)
-    report.print_tables(console, stages, evaluator.real_reward, with_stored, with_threshold, comparison)
+    report.print_tables(console, stages, evaluator.real_reward, stored_run, threshold_run, comparison)
     path = options.out / "curves.png"
-    report.draw(path, metrics, stages, evaluator.real_reward, with_stored, with_threshold)
+    report.draw(path, metrics, stages, evaluator.real_reward, stored_run, threshold_run)
     console.print(f"Curves: {path}. {timer.seconds:.0f} s in all.", soft_wrap=True)
 
 
-def _work(options: argparse.Namespace, threshold: bool) -> int:
-    """The work of all parts of a run."""
+def _total_work(options: argparse.Namespace, threshold: bool) -> int:
+    """Returns the work of all parts of a run, in steps of phase 1."""
     phase_1 = progress.FIRST_STEP + options.steps - 1
     phase_2 = progress.FIRST_RL_STEP + (options.rl_steps - 1) * progress.RL_STEP
     return progress.TEXT + 3 * progress.EVALUATION + (2 + threshold) * phase_1 + phase_2 + progress.COMPARISON
@@ -126,22 +126,24 @@ def _work(options: argparse.Namespace, threshold: bool) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=examples.demo.__doc__)
-    parser.add_argument("--steps", type=positive, default=_SFT_STEPS, help=f"of phase 1 (default {_SFT_STEPS})")
-    parser.add_argument("--rl-steps", type=positive, help=f"of phase 2 (default {_RL_STEPS}, or --steps if fewer)")
+    parser.add_argument("--steps", type=positive, default=_SFT_STEPS, help=f"steps of phase 1 (default {_SFT_STEPS})")
+    parser.add_argument(
+        "--rl-steps", type=positive, help=f"steps of phase 2 (default {_RL_STEPS}, or --steps if fewer)"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="folder of the figure")
-    parser.add_argument("--seed", type=not_negative, default=0, help="of everything random (default 0)")
+    parser.add_argument("--seed", type=not_negative, default=0, help="seed of all random numbers (default 0)")
     return parser
 
 
 def _model_config(mesh: Mesh, vocab_size: int) -> Config:
-    """float32 where that is fast; elsewhere matrix products in bfloat16 over float32 parameters."""
+    """Returns a configuration with float32 on a CPU; elsewhere products are bfloat16 and parameters float32."""
     dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
     return Config(vocab_size, vocab_multiple=128 * mesh.shape["tensor"], dtype=dtype)
 
 
 def _plan_head(mesh: Mesh) -> Plan:
-    """How a device will compute its share of the head on a training batch."""
-    model, training = _model_config(mesh, VOCAB_SIZE), sft.SftConfig(steps=1).on(mesh)
+    """Plans how a device will compute its part of the head on a training batch."""
+    model, training = _model_config(mesh, VOCAB_SIZE), sft.SftConfig(steps=1).fit_to_mesh(mesh)
     tokens = (training.batch // mesh.shape["data"], training.length)
     return explain(
         jax.ShapeDtypeStruct((*tokens, model.hidden_size), model.dtype),

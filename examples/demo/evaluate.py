@@ -1,4 +1,4 @@
-"""The same measurement before, between and after the phases: on text, and prompts, that training never sees."""
+"""Measures a model before, between and after the phases, on text and prompts that training never sees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Evaluation(NamedTuple):
-    """What is measured of a model on held-out files."""
+    """A model's results on held-out files."""
 
     loss: float  # nats per token
     entropy: float  # of the predictions of those tokens, nats
@@ -33,14 +33,14 @@ class Evaluation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Windows of text, and prompts in batches as large as a rollout; drawn once, so that every model sees the same."""
+    """Windows of text, and prompts in batches as large as a rollout. All models see the same windows and prompts."""
 
     corpus: Corpus
     config: RlConfig
     mesh: Mesh
     windows: Int[np.ndarray, "B S"]
     prompts: Int[np.ndarray, "R b P"]
-    real_reward: float  # what the files' own continuations of the prompts earn
+    real_reward: float  # the mean reward of the real continuations of the prompts
     key: Array
 
     @classmethod

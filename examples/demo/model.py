@@ -1,8 +1,8 @@
 """A small decoder-only transformer in Flax NNX: RMSNorm, rotary attention, SwiGLU, an embedding tied to the head.
 
-The blocks are split over the mesh axis "tensor" the usual way (columns, then rows); the embedding, which is also the
-head, by vocabulary. Arrays of activations are split over "data". Letters: B batch, S sequence, H hidden size, N heads,
-D head size, V vocabulary (padded).
+The mesh axis "tensor" splits the blocks in the usual way (columns, then rows), and the embedding, which is also the
+head, by vocabulary. The axis "data" splits activations. Letters: B batch, S sequence, H hidden size, N heads, D head
+size, V vocabulary (padded).
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ class Config:
 
 
 def round_up(count: int, multiple: int) -> int:
-    """``count``, or the next number that divides by ``multiple``."""
+    """Rounds ``count`` up to a multiple of ``multiple``."""
     return -(-count // multiple) * multiple
 
 
 def make_mesh(num_heads: int = Config.num_heads) -> Mesh:
-    """All devices as data × tensor, with as many on "tensor" as divide both the devices and the attention heads."""
+    """Returns a mesh data × tensor of all devices. "tensor" has as many as divide both devices and attention heads."""
     tensor = math.gcd(jax.device_count(), num_heads)
     return jax.make_mesh((jax.device_count() // tensor, tensor), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 
 def put_on_mesh(mesh: Mesh, array: Any) -> Array:
-    """``array`` on the mesh, its first dimension split over "data"."""
+    """Puts ``array`` on the mesh, with its first dimension split over "data"."""
     return jax.device_put(array, NamedSharding(mesh, P("data")))
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the positions seen so far, of one layer."""
+    """One layer's keys and values of the positions so far."""
 
     key: Float[Array, "B S N D"]
     value: Float[Array, "B S N D"]
 
 
 class Transformer(nnx.Module):
-    """Token ids to final hidden states, and the `head` that turns those into log-probabilities, a loss or logits."""
+    """Maps token ids to final hidden states. Its `head` maps these to log-probabilities, a loss or logits."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -86,26 +86,26 @@ class Transformer(nnx.Module):
         self.head = LMHead.tied(self.embed, vocab_size=config.vocab_size, vocab_axis="tensor", batch_axes="data")
 
     def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S H"]:
-        """Final hidden states of whole sequences."""
+        """Returns the final hidden states of whole sequences."""
         return self.extend(tokens, [None] * self.config.num_layers, 0)[0]
 
     def extend(
         self, tokens: Int[Array, "B S"], cache: list[Any], start: int | Int[Array, ""]
     ) -> tuple[Float[Array, "B S H"], list[KVCache]]:
-        """Final hidden states of tokens at positions ``start``..., after those in the cache, and the extended cache."""
+        """Returns final hidden states of the tokens from position ``start`` on, and the cache extended by them."""
         x = self.embed(tokens)
         extended = []
-        for block, seen in zip(self.blocks, cache, strict=True):
-            x, seen = block(x, seen, start)
-            extended.append(seen)
+        for block, layer_cache in zip(self.blocks, cache, strict=True):
+            x, layer_cache = block(x, layer_cache, start)
+            extended.append(layer_cache)
         return self.norm(x), extended
 
     def num_parameters(self) -> int:
-        """The embedding, which is also the head, counted once."""
+        """Returns the number of parameters. The embedding, which is also the head, counts once."""
         return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
 
     def empty_cache(self, batch: int, length: int) -> list[KVCache]:
-        """Room for ``length`` positions."""
+        """Returns caches of all layers with space for ``length`` positions."""
         config = self.config
         shape = (batch, length, config.num_heads, config.hidden_size // config.num_heads)
         return [KVCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in self.blocks]
@@ -123,7 +123,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S H"], cache: KVCache | None, start: int | Int[Array, ""]
     ) -> tuple[Float[Array, "B S H"], KVCache]:
-        """The residual stream after the block, and the keys and values attended to."""
+        """Returns the residual stream after the block, and the keys and values that it attended to."""
         attended, cache = self.attention(self.attention_norm(x), cache, start)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
@@ -141,7 +141,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S H"], cache: KVCache | None, start: int | Int[Array, ""]
     ) -> tuple[Float[Array, "B S H"], KVCache]:
-        """Attends to the positions in ``cache``, where there is one, and to those of ``x`` itself."""
+        """Attends to the positions in ``cache``, if there is one, and to those of ``x``."""
         heads = (*x.shape[:2], self.num_heads, -1)
         positions = start + jnp.arange(x.shape[1])
         query = rotate(self.query(x).reshape(heads), positions)
@@ -156,7 +156,7 @@ class Attention(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) · up(x))."""
+    """An MLP: down(silu(gate(x)) · up(x))."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         outer, inner = config.hidden_size, config.mlp_size
@@ -164,12 +164,12 @@ class SwiGLU(nnx.Module):
         self.down = _linear(inner, outer, ("tensor", None), config, rngs)
 
     def __call__(self, x: Float[Array, "B S H"]) -> Float[Array, "B S H"]:
-        """The MLP's contribution to the residual stream."""
+        """Returns the MLP's term of the residual stream."""
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
 def rotate(x: Float[Array, "B S N D"], positions: Int[Array, "S"]) -> Float[Array, "B S N D"]:
-    """Rotary position embedding: the pair (i, i + D/2) turned by position · base^(-2i/D)."""
+    """Applies rotary position embedding: turns the pair (i, i + D/2) by position · base^(-2i/D)."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * _ROPE_BASE ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]

@@ -1,4 +1,4 @@
-"""Lines of progress, each with an estimate of the time left."""
+"""Prints lines of progress, each with an estimate of the remaining time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-# The work of each part, compilation included, in steps of phase 1 on a CPU.
+# The work of each part, compilation included. The unit is one step of phase 1 on a CPU.
 TEXT, EVALUATION, COMPARISON = 20, 10, 30
 FIRST_STEP, FIRST_RL_STEP, RL_STEP = 15, 25, 2
 
 
 @dataclasses.dataclass
 class Progress:
-    """The work that is done, of all the work there is. The rest is taken to go on at the same pace."""
+    """The work done so far, and all work. The estimate assumes the same pace for the rest."""
 
     console: Console
     work: int
@@ -31,18 +31,21 @@ class Progress:
         return time.perf_counter() - self.start
 
     def seconds_left(self) -> float:
-        """The time that the rest of the work takes at the pace so far."""
+        """Returns the time of the remaining work at the pace so far."""
         return self.seconds * (self.work - self.done) / self.done
 
     def print(self, line: str) -> None:
-        """Prints the line and the estimate, which is rounded to 5 s."""
+        """Prints the line and the estimate, which is rounded up to 5 s."""
         left = 5 * -(-self.seconds_left() // 5)
         self.console.print(f"{line}; about {left:.0f} s left", highlight=False, soft_wrap=True)
 
     def collect[T](
         self, name: str, items: Iterable[T], total: int, work: tuple[int, int], describe: Callable[[T], str]
     ) -> list[T]:
-        """The items as a list; prints a line after each tenth. ``work``: of the first item, and of each later one."""
+        """Collects the items in a list, and prints a line after each tenth of them.
+
+        ``work`` has the work of the first item and that of each later item.
+        """
         items_so_far: list[T] = []
         for item in items:
             self.done += work[min(len(items_so_far), 1)]

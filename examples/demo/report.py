@@ -1,4 +1,4 @@
-"""The tables and the figure at the end."""
+"""Prints the tables and draws the figure at the end of a run."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _STYLE: Any = {
 
 
 def print_examples(console: Console, stages: list[Evaluation]) -> None:
-    """How the model goes on from one prompt, at each stage."""
+    """Prints a completion of the same prompt at each stage."""
     for name, stage in zip(_STAGES, stages, strict=True):
         console.print(Panel(Text(_printable(stage.example)), title=f"a completion {name}", title_align="left"))
 
 
 def _printable(text: str) -> str:
-    """With a sign in place of each control character, which a model that has learnt nothing writes too."""
+    """Replaces control characters, which an untrained model writes too, by a replacement character."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "�" for letter in text.expandtabs(4))
 
 
@@ -56,13 +56,13 @@ def print_tables(
     console: Console,
     stages: list[Evaluation],
     real_reward: float,
-    with_stored: SecondRun,
-    with_threshold: SecondRun | None,
+    stored_run: SecondRun,
+    threshold_run: SecondRun | None,
     comparison: Comparison,
 ) -> None:
-    """What training changed, what another loss of the head changed, and what fusing changed."""
-    gamed = "Short statements alone earn more reward than real text does: the loss says what that costs."
-    table = Table(title="On held-out files", title_justify="left", caption=gamed, caption_justify="left")
+    """Prints the effects of training, of other losses of the head, and of the fused head."""
+    note = "Short statements alone earn more reward than real text does. The loss shows the cost of that."
+    table = Table(title="On held-out files", title_justify="left", caption=note, caption_justify="left")
     table.add_column("")
     for name in _STAGES:
         table.add_column(name, justify="right")
@@ -70,27 +70,27 @@ def print_tables(
     table.add_row("entropy, nats per token", *(f"{stage.entropy:.3f}" for stage in stages))
     table.add_row(f"reward (real text: {real_reward:.3f})", *(f"{stage.reward:.3f}" for stage in stages))
     console.print(table)
-    console.print(_losses_table(with_stored, with_threshold))
+    console.print(_losses_table(stored_run, threshold_run))
     console.print(_comparison_table(comparison))
 
 
-def _losses_table(with_stored: SecondRun, with_threshold: SecondRun | None) -> Table:
-    count = len(with_stored.losses)
+def _losses_table(stored_run: SecondRun, threshold_run: SecondRun | None) -> Table:
+    count = len(stored_run.losses)
     steps = f"the same {count} steps" if count > 1 else "the same step"
     table = Table(title=f"Phase 1: {steps} from the same seed", title_justify="left")
     table.add_column("")
-    runs = [with_stored]
+    runs = [stored_run]
     names = ["fused", "logits stored"]
-    if with_threshold is not None:
-        runs.append(with_threshold)
+    if threshold_run is not None:
+        runs.append(threshold_run)
         names.append("gradient_threshold 2⁻¹²")
     for name in names:
         table.add_column(name, justify="right")
-    last = (with_stored.last[0], *(run.last[1] for run in runs))
+    last = (stored_run.last[0], *(run.last[1] for run in runs))
     table.add_row("loss of the last tenth, nats", *(f"{loss:.3f}" for loss in last))
     table.add_row("largest difference of a step's loss", "", *(f"{run.difference:.1e}" for run in runs))
-    if with_threshold is not None:
-        table.add_row("probability in the tiles left out", "0", "0", f"{with_threshold.dropped_mass:.2g}")
+    if threshold_run is not None:
+        table.add_row("probability in the tiles left out", "0", "0", f"{threshold_run.dropped_mass:.2g}")
     return table
 
 
@@ -130,19 +130,19 @@ def draw(
     metrics: list[RlMetrics],
     stages: list[Evaluation],
     real_reward: float,
-    with_stored: SecondRun,
-    with_threshold: SecondRun | None,
+    stored_run: SecondRun,
+    threshold_run: SecondRun | None,
 ) -> None:
-    """Loss of phase 1, and with stored logits over it; reward and entropy of phase 2; as a PNG."""
-    losses = with_stored.fused
+    """Draws a PNG: the loss of phase 1, also with stored logits, and the reward and entropy of phase 2."""
+    losses = stored_run.fused
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7, 8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), dpi=150)
         loss, reward, entropy = figure.subplots(3)
         _curve(loss, "training batches", losses)
-        _second_curve(loss, "training batches, logits stored", with_stored.losses, "--", _INK)
-        if with_threshold is not None:
+        _second_curve(loss, "training batches, logits stored", stored_run.losses, "--", _INK)
+        if threshold_run is not None:
             name = "training batches, gradient_threshold 2⁻¹²"
-            _second_curve(loss, name, with_threshold.losses, ":", _GREEN)
+            _second_curve(loss, name, threshold_run.losses, ":", _GREEN)
         loss.plot([0, len(losses)], [stages[0].loss, stages[1].loss], "o", color=_ORANGE, label="held-out files")
         loss.set(title="Phase 1: loss", xlabel="step", ylabel="nats per token")
         _curve(reward, "rollouts", [step.reward for step in metrics])
@@ -160,7 +160,7 @@ def draw(
 
 
 def _curve(axes: Axes, label: str, values: list[float]) -> None:
-    """Every value, faint, and its mean over a twentieth of the run."""
+    """Draws every value faintly, and over it the mean of each twentieth of the run."""
     steps = range(1, len(values) + 1)
     axes.plot(steps, values, color=_BLUE, alpha=0.5, linewidth=1)
     axes.plot(steps, _means(values), color=_BLUE, linewidth=4, label=label)
@@ -171,6 +171,6 @@ def _second_curve(axes: Axes, label: str, values: list[float], style: str, colou
 
 
 def _means(values: list[float]) -> list[float]:
-    """Each value's mean with those around it, over a twentieth of the run."""
+    """Returns a moving mean over a twentieth of the run."""
     reach = len(values) // 40
     return [float(np.mean(values[max(0, i - reach) : i + reach + 1])) for i in range(len(values))]

@@ -1,7 +1,8 @@
 """Phase 2: GRPO-style reinforcement learning, with log-probabilities and entropy from ``model.head.logprobs``.
 
-Each step samples a group of completions per prompt, rewards them, and takes a few clipped policy-gradient steps on the
-advantage of each over its group (Shao et al., "DeepSeekMath", 2024), with an entropy bonus and no reference model.
+Each step samples a group of completions per prompt and computes their rewards. It then takes a few clipped
+policy-gradient steps on the advantage of each completion over its group (Shao et al., "DeepSeekMath", 2024), with an
+entropy bonus and without a reference model.
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ class RlConfig:
     group: int = 8  # completions per prompt
     prompt_length: int = 32
     completion_length: int = 32
-    temperature: float = 0.5  # of the policy: of its samples, its log-probabilities and its entropy
-    minibatches: int = 2  # from the second on, the policy has changed and the ratio is not 1
+    temperature: float = 0.5  # of the policy, in samples, log-probabilities and entropy
+    minibatches: int = 2  # from the second on, the policy has changed, so the ratio is not 1
     learning_rate: float = 3e-4
     clip: float = 0.2
     entropy_bonus: float = 0.01
 
-    def on(self, mesh: Mesh) -> RlConfig:
-        """A copy whose rollouts and minibatches divide by the mesh's data axis."""
+    def fit_to_mesh(self, mesh: Mesh) -> RlConfig:
+        """Returns a copy whose rollouts and minibatches divide by the mesh's data axis."""
         return dataclasses.replace(self, prompts=round_up(self.prompts, self.minibatches * mesh.shape["data"]))
 
 
 class Rollout(NamedTuple):
-    """Sampled sequences, prompt first, and what the update needs for each of their tokens except the first."""
+    """Sampled sequences with their prompts, and the update's operands for each token except the first."""
 
     tokens: Int[Array, "B S"]
-    where: Bool[Array, "B S-1"]  # the tokens that the policy chose
+    where: Bool[Array, "B S-1"]  # which tokens the policy sampled
     advantages: Float[Array, "B"]
     old_logprobs: Float[Array, "B S-1"]
 
 
 class RlMetrics(NamedTuple):
-    """One step: the mean reward of its completions, and the policy's entropy on them in nats per token."""
+    """The mean reward of one step's completions, and the policy's entropy on them in nats per token."""
 
     reward: float
     entropy: float
@@ -68,7 +69,7 @@ class RlMetrics(NamedTuple):
 
 @nnx.jit(static_argnums=3)
 def sample(model: Transformer, prompts: Int[Array, "B P"], key: Array, config: RlConfig) -> Int[Array, "B C"]:
-    """Completions of the prompts, by a scan over positions with a cache of keys and values."""
+    """Samples completions of the prompts, by a scan over positions with a cache of keys and values."""
     batch, prompt_length = prompts.shape
     length = config.completion_length
     hidden, cache = model.extend(prompts, model.empty_cache(batch, prompt_length + length), 0)
@@ -86,7 +87,10 @@ def sample(model: Transformer, prompts: Int[Array, "B P"], key: Array, config: R
 
 
 def draw_tokens(key: Array, logits: Float[Array, "B V"]) -> Int[Array, "B"]:
-    """One token per row. `jax.random.categorical` draws a number per logit, which takes a CPU most of a rollout."""
+    """Draws one token per row.
+
+    `jax.random.categorical` would draw a number per logit, which would be most of a rollout's time on a CPU.
+    """
     cumulative = jnp.cumsum(jax.nn.softmax(logits), axis=-1)
     threshold = cumulative[:, -1:] * jax.random.uniform(key, (len(logits), 1))
     return jnp.sum(cumulative < threshold, axis=-1)
@@ -95,14 +99,13 @@ def draw_tokens(key: Array, logits: Float[Array, "B V"]) -> Int[Array, "B"]:
 def policy(
     model: Transformer, tokens: Int[Array, "B S"], where: Bool[Array, "B S-1"], config: RlConfig, entropy: bool = True
 ) -> LogprobOutput:
-    """Log-probability of each chosen token, and entropy of the distribution that it was chosen from."""
+    """Returns the log-probability of each sampled token, and the entropy of the distribution it was sampled from."""
     hidden = model(tokens[:, :-1])
-    chosen = tokens[:, 1:]
-    return model.head.logprobs(hidden, chosen, where=where, temperature=config.temperature, entropy=entropy)
+    return model.head.logprobs(hidden, tokens[:, 1:], where=where, temperature=config.temperature, entropy=entropy)
 
 
 def policy_loss(model: Transformer, rollout: Rollout, config: RlConfig) -> tuple[Array, Array]:
-    """PPO's clipped loss minus the entropy bonus, and the entropy; each a mean over the chosen tokens."""
+    """Returns PPO's clipped loss minus the entropy bonus, and the entropy; both are means over sampled tokens."""
     out = policy(model, rollout.tokens, rollout.where, config)
     ratio = jnp.exp(out.logprobs - rollout.old_logprobs)
     clipped = jnp.clip(ratio, 1.0 - config.clip, 1.0 + config.clip)
@@ -113,14 +116,14 @@ def policy_loss(model: Transformer, rollout: Rollout, config: RlConfig) -> tuple
 
 
 def group_advantages(rewards: Float[np.ndarray, "b"], group: int) -> Float[np.ndarray, "b"]:
-    """Each reward's distance from the mean of its group, in standard deviations of the group."""
+    """Returns each reward minus the mean of its group, in standard deviations of the group."""
     grouped = rewards.reshape(-1, group)
     centred = grouped - grouped.mean(axis=1, keepdims=True)
     return (centred / (grouped.std(axis=1, keepdims=True) + 1e-4)).reshape(-1)
 
 
 def train(model: Transformer, corpus: Corpus, config: RlConfig, mesh: Mesh, seed: int) -> Iterator[RlMetrics]:
-    """Improves ``model`` in place, one rollout and its updates per item."""
+    """Trains ``model`` in place. Each item is one rollout with its updates."""
     adam = optax.adam(config.learning_rate)
     optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adam), wrt=nnx.Param)
     old_policy = nnx.jit(functools.partial(policy, config=config, entropy=False))
@@ -150,7 +153,7 @@ def roll_out(
     rng: np.random.Generator,
     key: Array,
 ) -> tuple[Rollout, Float[np.ndarray, "B"]]:
-    """A group of completions for each of a few prompts, and their rewards."""
+    """Samples a group of completions for each of a few prompts, and computes their rewards."""
     lengths = (config.prompt_length, config.completion_length)
     prompts, _ = sample_prompts(corpus, corpus.train, rng, config.prompts, *lengths)
     prompts = np.repeat(prompts, config.group, axis=0)

@@ -1,7 +1,7 @@
 """Phase 1: next-token training with the cross entropy of ``model.head.loss``.
 
-It runs once more from the same seed with stored logits. On a GPU with kernels it then runs without the tiles of the
-gradients whose every probability is below `THRESHOLD`.
+It runs a second time from the same seed with stored logits. On a GPU with kernels it runs a third time with a
+``gradient_threshold`` of `THRESHOLD`, which leaves out tiles of the gradients whose every probability is below it.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class SftConfig:
     weight_decay: float = 0.1
     z_loss: float = 1e-4  # keeps lse near 0
 
-    def on(self, mesh: Mesh) -> SftConfig:
-        """A copy whose batch divides by the mesh's data axis."""
+    def fit_to_mesh(self, mesh: Mesh) -> SftConfig:
+        """Returns a copy whose batch divides by the mesh's data axis."""
         return dataclasses.replace(self, batch=round_up(self.batch, mesh.shape["data"]))
 
 
 def train(
     model: Transformer, corpus: Corpus, config: SftConfig, mesh: Mesh, seed: int,
-    loss_of_head: Callable[..., Array] = LMHead.loss,
+    head_loss: Callable[..., Array] = LMHead.loss,
 ) -> Iterator[float]:  # fmt: skip
-    """Trains ``model`` in place, one step per item; each item is the step's loss."""
+    """Trains ``model`` in place. Each item is the loss of one step."""
     warmup = max(1, config.steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, config.steps + 1)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay)
@@ -62,7 +62,7 @@ def train(
     @nnx.jit
     def step(model: Transformer, optimizer: nnx.Optimizer, tokens: Int[Array, "B S"]) -> Float[Array, ""]:
         def loss_function(model: Transformer) -> Float[Array, ""]:
-            return loss_of_head(model.head, model(tokens[:, :-1]), tokens[:, 1:], z_loss=config.z_loss)
+            return head_loss(model.head, model(tokens[:, :-1]), tokens[:, 1:], z_loss=config.z_loss)
 
         loss, gradients = nnx.value_and_grad(loss_function)(model)
         optimizer.update(model, gradients)
@@ -76,7 +76,7 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class SecondRun:
-    """The losses of the same steps, by `LMHead.loss` and by another loss of the head."""
+    """The losses of the same steps with `LMHead.loss` and with another loss of the head."""
 
     fused: list[float]  # nats per token
     losses: list[float]
@@ -89,19 +89,19 @@ class SecondRun:
 
     @property
     def last(self) -> tuple[float, float]:
-        """Mean loss of the last tenth of the steps, of both runs."""
+        """The mean loss of both runs over the last tenth of the steps."""
         count = -(-len(self.losses) // 10)
         return float(np.mean(self.fused[-count:])), float(np.mean(self.losses[-count:]))
 
 
-def leaves_out(plan: Plan) -> bool:
-    """Whether the implementation has tiles that a threshold can leave out; the others' gradients are exact anyway."""
+def supports_threshold(plan: Plan) -> bool:
+    """Whether the implementation can leave out tiles by a threshold. The gradients of all others are exact."""
     return plan.implementation == "mosaic_gpu"
 
 
 @nnx.jit
 def dropped_mass(model: Transformer, tokens: Int[Array, "B S"]) -> Float[Array, ""]:
-    """What `THRESHOLD` leaves out of a ``model``'s gradients, mean over the tokens."""
+    """Returns the probability in the tiles that `THRESHOLD` leaves out of the gradients, mean over the tokens."""
     out = model.head.logprobs(model(tokens[:, :-1]), tokens[:, 1:], stats=True, gradient_threshold=THRESHOLD)
-    assert out.dropped_mass is not None  # for the type checker: it was asked for
+    assert out.dropped_mass is not None  # for the type checker: the call asks for it
     return jnp.mean(out.dropped_mass)

@@ -1,4 +1,4 @@
-"""The head's loss with stored logits, in place of `LMHead.loss`."""
+"""The loss of the head with stored logits, to compare with `LMHead.loss`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def loss(head: LMHead, hidden: Float[Array, "B S H"], labels: Int[Array, "B S"], *, z_loss: float) -> Float[Array, ""]:
-    """Mean cross entropy, and ``z_loss`` times the mean of lse²."""
-    logprobs, _, lse = of_logits(head(hidden), labels)
+    """Returns the mean cross entropy plus ``z_loss`` times the mean of lse²."""
+    logprobs, _, lse = logit_statistics(head(hidden), labels)
     return jnp.mean(-logprobs + z_loss * lse**2)
 
 
-def of_logits(logits: Float[Array, "*b V"], labels: Int[Array, "*b"]) -> tuple[Array, Array, Array]:
-    """Log-probability, entropy and lse."""
+def logit_statistics(logits: Float[Array, "*b V"], labels: Int[Array, "*b"]) -> tuple[Array, Array, Array]:
+    """Returns log-probability, entropy and lse of each token."""
     lse = jax.nn.logsumexp(logits, axis=-1)
     logprobs = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0] - lse
     return logprobs, lse - jnp.sum(jnp.exp(logits - lse[..., None]) * logits, axis=-1), lse

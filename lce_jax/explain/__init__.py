@@ -1,4 +1,4 @@
-"""`explain`, the function, which `lce_jax.explain` also names; and ``python -m lce_jax.explain``, a command."""
+"""The function `lce_jax.explain`, and the command ``python -m lce_jax.explain``."""
 
 from lce_jax.explain._call import explain
 

@@ -1,7 +1,7 @@
-"""``lce-jax explain``: what a head will hold, per device, before anything is changed. It needs no GPU.
+"""``lce-jax explain``: the memory that a head will take per device. It needs no GPU and changes nothing.
 
-It prints what the call itself asks for, with ``--compile`` also what XLA holds of its programs. With ``--pod`` the
-program is compiled for a whole pod (`lce_jax.explain._pod`).
+It prints the memory that the call itself asks for, and with ``--compile`` also the memory of XLA's programs. With
+``--pod`` it compiles for a whole pod (`lce_jax.explain._pod`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from lce_jax import Plan, explain
 from lce_jax.explain import _pod
 from lce_jax.explain._arguments import gibibytes, positive
-from lce_jax.explain._models import MODELS, ModelHead, model_head, model_named
+from lce_jax.explain._models import MODELS, ModelHead, find_model, model_head
 from lce_jax.explain._pod import TARGETS
 from lce_jax.types import scalars
 from lce_jax.types._jax import abstract_device
@@ -27,45 +27,45 @@ from lce_jax.types.scalars import format_bytes
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU = {"cpu": ("cpu", "cpu", None)}
-DEVICES = {name: (of.platform, of.kind, of.core_count) for name, of in TARGETS.items()} | CPU
+DEVICES = {name: (target.platform, target.kind, target.core_count) for name, target in TARGETS.items()} | CPU
 TENSOR = "tensor"
 BOTH = ("forward", "forward + backward")
-PRODUCTS = 3  # of a forward and a backward: logits, dhidden, dweight. Recomputed logits are one more
+PRODUCTS = 3  # matrix products of a forward and a backward: logits, dhidden, dweight. Recomputed logits are one more
 ALL = 1 << 62  # cache_bytes that nothing exceeds
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     out = argparse.ArgumentParser(
         prog="lce-jax explain",
         description="The memory of a language-model head per device: with stored logits, and with this package.",
     )
-    named = f"a model's head, also as Hugging Face names it: {', '.join(MODELS)}"
-    out.add_argument("--model", type=model_named, choices=MODELS, metavar="NAME", help=named)
+    models = f"a model's head; names of Hugging Face work too: {', '.join(MODELS)}"
+    out.add_argument("--model", type=find_model, choices=MODELS, metavar="NAME", help=models)
     out.add_argument("--hidden", type=positive, metavar="H", help="hidden size, in place of a model")
     out.add_argument("--vocab", type=positive, metavar="V", help="vocabulary, in place of a model")
     out.add_argument("--softcap", type=_softcap, help="logit softcap, in place of a model")
     out.add_argument("--tokens", type=positive, required=True, help="of one call: micro-batch times sequence")
     out.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help="devices that split V")
-    out.add_argument("--sequence-parallel", action="store_true", help="they split the tokens of hidden too")
+    out.add_argument("--sequence-parallel", action="store_true", help="these devices split the tokens of hidden too")
     out.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     out.add_argument("--device", type=str.lower, choices=DEVICES, default="h200", help="default: h200")
-    spare = "GiB per device that may be kept from forward to backward (default 4)"
+    spare = "GiB per device for tiles kept from forward to backward (default 4)"
     out.add_argument("--spare-gib", type=gibibytes, default=4.0, metavar="G", help=spare)
-    out.add_argument("--pod", type=_pod_of, metavar="DxN", help="compile for D replicas, with the vocabulary over N")
-    compile_help = "also compile each way for the device, which need not be there, and print what XLA holds"
+    out.add_argument("--pod", type=_parse_pod, metavar="DxN", help="compile for D replicas, with the vocabulary over N")
+    compile_help = "also compile each way for the device, which this machine need not have, and print XLA's memory"
     out.add_argument("--compile", action="store_true", help=compile_help)
-    of_pod = f"that --pod compiles: {', '.join(_pod.CALLS)} (default linear_logprobs)"
-    out.add_argument("--function", choices=_pod.CALLS, metavar="NAME", help=of_pod)
+    functions = f"the function that --pod compiles: {', '.join(_pod.CALLS)} (default linear_logprobs)"
+    out.add_argument("--function", choices=_pod.CALLS, metavar="NAME", help=functions)
     return out
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table and the recommendation, or what a pod's program holds."""
+    """Prints the table and the recommendation, or the memory of a pod's programs."""
     command, options = parser(), parser().parse_args(arguments)
     if options.pod is not None or options.compile:
-        jax.config.update("jax_enable_compilation_cache", False)  # it keeps no program for a device that is not there
-    lines = report(*read(arguments), options.compile) if options.pod is None else _of_pod(command, options)
+        jax.config.update("jax_enable_compilation_cache", False)  # it cannot keep programs of described devices
+    lines = report(*read(arguments), options.compile) if options.pod is None else _report_pod(command, options)
     try:
         for line in lines:
             print(line, flush=True)
@@ -74,10 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _of_pod(command: argparse.ArgumentParser, options: argparse.Namespace) -> Iterator[str]:
-    """The report of ``--pod``."""
+def _report_pod(command: argparse.ArgumentParser, options: argparse.Namespace) -> Iterator[str]:
+    """Returns the report of ``--pod``. An invalid combination of options ends the command."""
     if options.tensor_parallel != 1 or options.sequence_parallel:
-        command.error(f"--pod {options.pod} says how many devices split V, and prints the sequence split and whole")
+        command.error(f"--pod {options.pod} says how many devices split V, and prints the sequence split and not split")
     if options.device not in TARGETS:
         command.error(f"--pod compiles for {', '.join(TARGETS)}, not for {options.device}")
     if reason := TARGETS[options.device].refuses(options.pod.data * options.pod.tensor):
@@ -89,7 +89,7 @@ def _of_pod(command: argparse.ArgumentParser, options: argparse.Namespace) -> It
 
 
 def read(arguments: list[str] | None = None) -> tuple[ExplainedCall, int]:
-    """The call that a command line describes, and the bytes to spare."""
+    """Parses a command line. Returns its call and the bytes to spare."""
     command = parser()
     options = command.parse_args(arguments)
     if options.function is not None:
@@ -97,33 +97,33 @@ def read(arguments: list[str] | None = None) -> tuple[ExplainedCall, int]:
     head = _head(command, options)
     if options.sequence_parallel and options.tokens % options.tensor_parallel:
         command.error(f"--tokens {options.tokens} must divide by --tensor-parallel {options.tensor_parallel}")
-    if options.compile and (reason := _no_devices(options.device, options.tensor_parallel)):
+    if options.compile and (reason := _refuse_devices(options.device, options.tensor_parallel)):
         command.error(f"--compile: {reason}")
     split = (options.tensor_parallel, options.sequence_parallel)
     call = ExplainedCall(head, options.tokens, *split, jnp.dtype(options.dtype), options.device)
     return call, int(options.spare_gib * (1 << 30))
 
 
-def _no_devices(name: str, count: int) -> str | None:
-    """Why there are not so many to compile for."""
+def _refuse_devices(name: str, count: int) -> str | None:
+    """Returns why there are not so many devices to compile for; None if there are."""
     if name in TARGETS:
         return TARGETS[name].refuses(count)
-    here = len(jax.devices("cpu"))
-    return f"{count} devices of {name} are asked for, here are {here}" if count > here else None
+    available = len(jax.devices("cpu"))
+    return f"{count} devices of {name} are asked for, but this machine has {available}" if count > available else None
 
 
 def _head(command: argparse.ArgumentParser, options: argparse.Namespace) -> ModelHead:
-    own = (options.hidden, options.vocab)
-    if (options.model is None) == (own == (None, None)) or (options.model is None and None in own):
+    sizes = (options.hidden, options.vocab)
+    if (options.model is None) == (sizes == (None, None)) or (options.model is None and None in sizes):
         command.error("give --model, or --hidden and --vocab")
     if options.model is not None and options.softcap is not None:
-        command.error(f"--softcap belongs to --hidden and --vocab; {options.model} brings its own")
-    return ModelHead(*own, logit_softcap=options.softcap) if options.model is None else model_head(options.model)
+        command.error(f"--softcap belongs to --hidden and --vocab; {options.model} has its own")
+    return ModelHead(*sizes, logit_softcap=options.softcap) if options.model is None else model_head(options.model)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedCall:
-    """One call of a head on a device, which need not be there."""
+    """One call of a head on a device that this machine need not have."""
 
     head: ModelHead
     tokens: int
@@ -134,12 +134,12 @@ class ExplainedCall:
 
     @property
     def columns(self) -> int:
-        """Of each shard, padding included."""
+        """The columns of each shard, padding included."""
         return -(-self.head.vocab_size // self.shards)
 
     def plan(self, **options: Any) -> Plan:
-        """`explain` of the call on its device."""
-        mesh = self._mesh(is_there=options.get("compile", False))
+        """Returns `explain` of the call on its device."""
+        mesh = self._make_mesh(is_compiled=options.get("compile", False))
         split = TENSOR if self.sequence_split else None
 
         def struct(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
@@ -152,28 +152,28 @@ class ExplainedCall:
             logit_softcap=self.head.logit_softcap, vocab_size=self.head.vocab_size, **options,
         )  # fmt: skip
 
-    def _mesh(self, is_there: bool) -> Mesh | AbstractMesh:
-        """Of one axis; devices that are only named, or such as XLA compiles for."""
-        if is_there and self.device in TARGETS:
+    def _make_mesh(self, is_compiled: bool) -> Mesh | AbstractMesh:
+        """Returns a mesh whose tensor axis splits the vocabulary, with devices to compile for or only their names."""
+        if is_compiled and self.device in TARGETS:
             return TARGETS[self.device].mesh(1, self.shards)
-        if is_there:
+        if is_compiled:
             return jax.make_mesh((1, self.shards), ("data", TENSOR), (AxisType.Auto,) * 2, devices=jax.devices("cpu"))
         platform, kind, cores = DEVICES[self.device]
-        named = abstract_device(platform, kind, cores)
-        return AbstractMesh((self.shards,), (TENSOR,), axis_types=(AxisType.Auto,), abstract_device=named)
+        device = abstract_device(platform, kind, cores)
+        return AbstractMesh((self.shards,), (TENSOR,), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
 def report(call: ExplainedCall, spare: int, compiles: bool = False) -> Iterator[str]:
-    """The lines to print, for ``spare`` bytes per device."""
+    """Yields the lines to print, for ``spare`` bytes per device."""
     plain, in_forward = call.plan(cache_bytes=0), call.plan(gradients_in_forward=True)
     yield from _heading(call, plain)
     yield ""
     full, cache = plain.full_cache_bytes, _cache_bytes(call, plain.full_cache_bytes, spare)
-    by_default = call.plan().kept_bytes - plain.kept_bytes
-    ways = [Line(f"linear_logprobs, cache_bytes={kept}", {"cache_bytes": kept}, 1 - kept / full) for kept in (0, full)]
+    default_cache = call.plan().kept_bytes - plain.kept_bytes
+    ways = [Line(f"linear_logprobs, cache_bytes={size}", {"cache_bytes": size}, 1 - size / full) for size in (0, full)]
     if 0 < cache < full:
         ways.insert(1, Line(f"linear_logprobs, cache_bytes={cache}", {"cache_bytes": cache}, 1 - cache / full))
-    ways.insert(0, Line("linear_logprobs", {}, 1 - by_default / full))
+    ways.insert(0, Line("linear_logprobs", {}, 1 - default_cache / full))
     ways.append(Line("linear_loss, linear_cross_entropy", {"gradients_in_forward": True}, 0))
     yield from _table(call, ways, plain.logits_bytes, compiles)
     yield ""
@@ -181,11 +181,11 @@ def report(call: ExplainedCall, spare: int, compiles: bool = False) -> Iterator[
 
 
 class Line(NamedTuple):
-    """A line of the table: a way to compute the head."""
+    """A line of the table: one way to compute the head."""
 
     label: str
     options: dict[str, Any]
-    recomputed: float  # matrix products
+    recomputed: float  # how many matrix products are computed again
 
 
 def _table(call: ExplainedCall, ways: list[Line], logits_bytes: int, compiles: bool) -> Iterator[str]:
@@ -216,11 +216,11 @@ def _heading(call: ExplainedCall, plan: Plan) -> Iterator[str]:
 
 
 def _cache_bytes(call: ExplainedCall, full: int, spare: int) -> int:
-    """What of ``spare`` a cache would use."""
+    """Returns how many of the ``spare`` bytes a cache would use."""
     if full <= spare:
         return full
-    kept, without = (call.plan(cache_bytes=given).kept_bytes for given in (spare, 0))
-    return kept - without
+    kept, uncached = (call.plan(cache_bytes=size).kept_bytes for size in (spare, 0))
+    return kept - uncached
 
 
 def _advice(plain: Plan, in_forward: Plan, cache: int, spare: int) -> Iterator[str]:
@@ -229,16 +229,16 @@ def _advice(plain: Plan, in_forward: Plan, cache: int, spare: int) -> Iterator[s
         yield f"not {other}: {reason}"
     size = format_bytes(in_forward.most_bytes)
     yield f"a loss that is a sum over tokens: linear_loss and linear_cross_entropy recompute nothing, in {size}"
-    said = f"{format_bytes(spare)} to spare (--spare-gib)"
+    available = f"{format_bytes(spare)} to spare (--spare-gib)"
     if cache == full:
-        yield f"else: cache_bytes={full} recomputes nothing; it keeps {format_bytes(full)} of {said}"
+        yield f"else: cache_bytes={full} recomputes nothing; it keeps {format_bytes(full)} of {available}"
     elif cache:
-        yield f"else: cache_bytes={cache} spares {cache / full:.0%} of the recomputation, with {said}"
+        yield f"else: cache_bytes={cache} spares {cache / full:.0%} of the recomputation, with {available}"
     else:
-        yield f"else: cache_bytes=0, because one tile of the vocabulary takes more than {said}"
+        yield f"else: cache_bytes=0, because one tile of the vocabulary takes more than {available}"
 
 
-def _pod_of(text: str) -> _pod.Pod:
+def _parse_pod(text: str) -> _pod.Pod:
     try:
         return _pod.Pod.of(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Numbers on the command lines of this package: what they may be, and what to write in place of one that is wrong."""
+"""Numbers on command lines: each function parses one, or raises an error that says what to write."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ from lce_jax.types import scalars
 
 
 def integer(text: str, least: int) -> int:
-    """A whole number from ``least`` on that 31 bits hold."""
+    """Parses a whole number of at least ``least`` that fits in 31 bits."""
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number: write all its digits, such as 8192") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number: write all its digits, such as 8192"
+        ) from None
     if not least <= value < scalars.INT32_MAX:
         raise argparse.ArgumentTypeError(f"{value} is not between {least} and {scalars.INT32_MAX - 1}")
     return value
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on."""
+    """Parses a whole number of at least 1."""
     return integer(text, 1)
 
 
 def not_negative(text: str) -> int:
-    """A whole number from 0 on."""
+    """Parses a whole number of at least 0."""
     return integer(text, 0)
 
 
 def positives(text: str) -> tuple[int, ...]:
-    """Whole numbers from 1 on, with commas between them."""
+    """Parses whole numbers of at least 1, separated by commas."""
     return tuple(positive(part) for part in text.split(","))
 
 
 def shape(text: str) -> tuple[int, int, int]:
-    """Tokens, hidden size and vocabulary."""
+    """Parses tokens, hidden size and vocabulary: three numbers separated by commas."""
     sizes = positives(text)
     if len(sizes) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} must be three numbers: tokens, hidden size, vocabulary")
@@ -43,7 +45,7 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def gibibytes(text: str) -> float:
-    """An amount of memory, at least 0."""
+    """Parses an amount of memory in GiB, at least 0."""
     try:
         value = float(text)
     except ValueError:

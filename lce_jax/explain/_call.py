@@ -1,4 +1,4 @@
-"""`lce_jax.explain`: the plan of a call, without running anything."""
+"""`lce_jax.explain`: the plan of a call, made without running it."""
 
 from __future__ import annotations
 
@@ -34,25 +34,27 @@ if TYPE_CHECKING:
     from lce_jax.types._types import Call
 
 
-def of_token(logprob: Any, entropy: Any, _: Any) -> Any:
-    """The loss of a `lce_jax.linear_loss` that is compiled: any that needs both."""
+def example_loss(logprob: Any, entropy: Any, _: Any) -> Any:
+    """Returns a per-token loss for compiling `lce_jax.linear_loss`: any loss that uses both results."""
     return -logprob if entropy is None else -logprob - 0.01 * entropy
 
 
-def measured(
-    plan: Plan, name: str, hidden: Any, weight: Any, given: dict[str, Any], placement: MeshPlacement
+def measure_programs(
+    plan: Plan, name: str, hidden: Any, weight: Any, arguments: dict[str, Any], placement: MeshPlacement
 ) -> PassBytes:
-    """What the programs of the public function ``name`` hold, which takes hidden, weight and what is ``given``.
+    """Compiles the programs of the public function ``name`` and returns their temporary memory.
 
-    The gradients are those that the plan's call wants, and those of an adapter's factors.
+    The function takes hidden, weight and ``arguments``. The backward's program computes the gradients that the plan's
+    call asks for, and those of an adapter's factors.
     """
-    a, b, scale = given.pop("lora", None) or (None, None, 1.0)
-    arrays = {key: _struct(x) for key, x in given.items() if is_array(x) and not isinstance(x, np.generic)}
-    hidden, weight, options = _struct(hidden), _struct(weight), {key: given[key] for key in given.keys() - arrays}
+    a, b, scale = arguments.pop("lora", None) or (None, None, 1.0)
+    arrays = {key: _struct(x) for key, x in arguments.items() if is_array(x) and not isinstance(x, np.generic)}
+    hidden, weight = _struct(hidden), _struct(weight)
+    options = {key: arguments[key] for key in arguments.keys() - arrays}
     factors = () if a is None else (_struct(a), _struct(b))
     _check_devices(plan, (hidden, weight, *factors, *arrays.values()), placement, options.get("axis_name"))
     axes = placement._asdict() if placement.names_axes else {}
-    function, first = getattr(lce_jax, f"sharded_{name}" if axes else name), [of_token] * (name == "linear_loss")
+    function, first = getattr(lce_jax, f"sharded_{name}" if axes else name), [example_loss] * (name == "linear_loss")
 
     def call(hidden: Any, weight: Any, factors: Any, arrays: dict[str, Any]) -> Any:
         lora = {"lora": (*factors, scale if scalars.is_number(scale) else 1.0)} if factors else {}
@@ -61,14 +63,14 @@ def measured(
     operands, wanted = (hidden, weight, factors, arrays), (True, plan.call.wanted.weight, bool(factors))
     trained = (*(i for i, is_wanted in enumerate(wanted) if is_wanted),)
     forward, both = (
-        compiled(call, operands, own).memory_analysis().temp_size_in_bytes
-        for own in ((), () if name == "linear_topk" else trained)
+        compile_program(call, operands, differentiated).memory_analysis().temp_size_in_bytes
+        for differentiated in ((), () if name == "linear_topk" else trained)
     )
     return PassBytes(forward, both)
 
 
-def compiled(call: Callable[..., Any], operands: tuple[Any, ...], trained: tuple[int, ...]) -> Any:
-    """The program of ``call``, for the devices on which its operands lie; with gradients in those that are trained."""
+def compile_program(call: Callable[..., Any], operands: tuple[Any, ...], trained: tuple[int, ...]) -> Any:
+    """Compiles ``call`` for the devices of its operands, with the gradients of the operands numbered in ``trained``."""
 
     def total(*operands: Any) -> Any:
         return sum(jnp.sum(x) for x in jax.tree.leaves(call(*operands)))
@@ -87,11 +89,11 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
 def _check_devices(
     plan: Plan, operands: Iterable[jax.ShapeDtypeStruct], placement: MeshPlacement, axis_name: Any
 ) -> None:
-    """Whether a program compiled now is for the devices of the plan."""
+    """Refuses to compile if the program would be for other devices than the plan."""
     if axis_name is not None:
         raise ValueError(
-            f"compile=True with axis_name={axis_name!r}: one shard alone is no program. Give the whole arrays, mesh= "
-            f"and vocab_axis={axis_name!r} in place of axis_name"
+            f"compile=True with axis_name={axis_name!r}: one shard alone cannot be compiled. Give the whole arrays, "
+            f"mesh= and vocab_axis={axis_name!r} in place of axis_name"
         )
     shardings = [x.sharding for x in operands if x.sharding is not None]
     meshes = [
@@ -105,51 +107,53 @@ def _check_devices(
         return
     device = plan.call.device
     with _dispatch.for_device(None):
-        is_here = device == _dispatch.current_device()
-    if named or not is_here:
+        is_local = device == _dispatch.current_device()
+    if named or not is_local:
         raise ValueError(
-            f"compile=True: nothing says which devices of {device.kind or device.platform} to compile for. Give "
-            "operands on a jax.sharding.Mesh of them; of devices that are not here, "
-            "jax.experimental.topologies.get_topology_desc has descriptions, and lce-jax explain --compile uses them"
+            f"compile=True: neither operands nor mesh name devices of {device.kind or device.platform}. Give operands "
+            "on a jax.sharding.Mesh of such devices. If this machine has none, describe them with "
+            "jax.experimental.topologies.get_topology_desc, as lce-jax explain --compile does"
         )
 
 
-FUNCTION_OF = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}
+FUNCTIONS = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}  # by the argument that selects it
 
 
-def check_function(asked: dict[str, Any], options: KLOptions, *others: Any) -> None:
-    """Refuses what the function that ``asked`` is about does not have: options, and the arguments of losses."""
-    names = [name for name, x in asked.items() if x is not None]
-    others_have = _options.list_options("linear_logprobs")
-    if "teacher" not in names and (wrong := [name for name in options if name not in others_have]):
-        raise TypeError(f"{wrong[0]} is that of linear_kl: give teacher too")
+def check_function(selecting: dict[str, Any], options: KLOptions, *loss_arguments: Any) -> None:
+    """Refuses options and loss arguments that the function selected by k, ids or teacher does not have."""
+    names = [name for name, x in selecting.items() if x is not None]
+    known = _options.list_options("linear_logprobs")
+    if "teacher" not in names and (wrong := [name for name in options if name not in known]):
+        raise TypeError(f"{wrong[0]} is an option of linear_kl: give teacher too")
     if not names:
         return
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} belong to different functions: give one of them")
-    function = FUNCTION_OF[names[0]]
-    if any(is_array(x) or x for x in others):
-        raise ValueError(f"{names[0]} is that of {function}, which is no loss: leave out the arguments of losses")
+    function = FUNCTIONS[names[0]]
+    if any(is_array(x) or x for x in loss_arguments):
+        raise ValueError(
+            f"{names[0]} is an argument of {function}, which is not a loss: leave out the arguments of losses"
+        )
     _options.refuse_options(function, options)
 
 
-def of_logits(given: Arguments, placement: MeshPlacement) -> Plan:
-    """That of `lce_jax.linear_logits`."""
-    given = _describe.describe_call(given)
-    call = dataclasses.replace(given.call, partial_rows=False)  # it moves no rows
-    return _logits.plan(divide_call(call, find_layout(given, [given.candidates], placement)[0]))
+def plan_logits(arguments: Arguments, placement: MeshPlacement) -> Plan:
+    """Returns the plan of `lce_jax.linear_logits`."""
+    arguments = _describe.describe_call(arguments)
+    call = dataclasses.replace(arguments.call, partial_rows=False)  # `linear_logits` does not compact rows
+    return _logits.plan(divide_call(call, find_layout(arguments, [arguments.candidates], placement)[0]))
 
 
-def of_kl(given: KLArguments, labels: Any, placement: MeshPlacement) -> Plan:
-    """That of `lce_jax.linear_kl`."""
-    heads = given.describe()
+def plan_kl(arguments: KLArguments, labels: Any, placement: MeshPlacement) -> Plan:
+    """Returns the plan of `lce_jax.linear_kl`."""
+    heads = arguments.describe()
     student = heads.student
     _describe.describe_call(student._replace(labels=labels))
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
     layout, _ = find_layout(student, [tokens if student.where is None else student.where], placement)
     names_axis = student.call.axis_name is not None
     check_columns(heads, names_axis or (layout is not None and layout.vocab_axes is not None))
-    call = given.of_both(*(divide_call(head.call, layout) for head in heads))
+    call = arguments.of_both(*(divide_call(head.call, layout) for head in heads))
     columns = min(head.columns for head in call.heads)
     if not names_axis and (layout is None or layout.vocab_shards == 1):
         columns = min(columns, call.vocab_size)
@@ -184,17 +188,23 @@ def explain(
     compile: bool = False,
     **options: Unpack[KLOptions],
 ) -> Plan:
-    """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.
+    """Plans a call: its implementation, why others cannot serve it, its tiles, and its bytes per device.
 
-    The plan is that of `linear_logprobs`. With any of ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``
-    and ``normalizer`` it is that of `linear_cross_entropy`; with ``gradients_in_forward``, that of a differentiated
-    `linear_loss`; with ``k``, that of `linear_topk`; with ``ids``, that of `linear_logits`; with ``teacher``, that of
-    `linear_kl`; with a mesh or an axis of it, that of the sharded function for one device's tokens and columns. Arrays
-    that lie split over a mesh are planned as they lie: XLA, or their types, partition the call so
-    (`linear_logits` and `linear_kl` only if their axes are Explicit). Operands may be tracers or
+    The arguments select the function that is planned:
+
+    - `linear_logprobs` by default
+    - `linear_cross_entropy` with ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss`` or ``normalizer``
+    - a differentiated `linear_loss` with ``gradients_in_forward``
+    - `linear_topk` with ``k``
+    - `linear_logits` with ``ids``
+    - `linear_kl` with ``teacher``
+
+    With a mesh or a mesh axis, the plan is that of the sharded function for the tokens and columns of one device.
+    Arrays that a mesh splits are planned as they are split, because XLA or their types partition the call in this way
+    (`linear_logits` and `linear_kl` only if the axes are Explicit). Operands may be tracers or
     ``jax.ShapeDtypeStruct``: nothing is computed. The plan is for the devices that the mesh or the operands' shardings
-    name, which need not be there (`jax.experimental.topologies`), else for this machine's. No axis need be bound: with
-    ``axis_name``, give the shapes of one shard.
+    name, which this machine need not have (`jax.experimental.topologies`), otherwise for this machine's devices. No
+    axis must be bound: with ``axis_name``, give the shapes of one shard.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
@@ -224,19 +234,20 @@ def explain(
             all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
             to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
             as 1. None: the rows that count in this call.
-        gradients_in_forward: True for the plan of `linear_loss`, with what all its chunks of tokens share.
+        gradients_in_forward: True for the plan of `linear_loss`, including the memory that all its chunks share.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
             at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
             chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
         frozen_weight: True for the plan of a call whose weight has no gradient (``jax.lax.stop_gradient(weight)``, or a
             parameter that is not differentiated): no sum of dweight, and other chunks. Always so with ``lora``.
-        k: that of `linear_topk`, for its plan; of the labels only the shape counts then.
-        ids: ``[..., K]``, those of `linear_logits`, for its plan; of the labels only the shape counts then.
-        teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`; of the labels
-            only the shape counts then.
-        direction: "forward", "reverse" or "jsd", of `linear_kl`, which keeps more between its passes in the last two.
-        compile: True to compile the call's programs too, which takes as long as for a run, and to say what XLA holds
-            of them (``Plan.compiled``). Operands or mesh must name devices, or be for this machine's.
+        k: the k of `linear_topk`, whose plan is returned; only the shape of the labels counts then.
+        ids: ``[..., K]``, the ids of `linear_logits`, whose plan is returned; only the shape of the labels counts then.
+        teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`; only the shape of
+            the labels counts then.
+        direction: "forward", "reverse" or "jsd", of `linear_kl`, which keeps more memory between its passes with the
+            last two.
+        compile: True to compile the call's programs too, which takes as long as for a run, and to report their memory
+            (``Plan.compiled``). Operands or mesh must name devices, or the plan must be for this machine's.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
             ``candidates``, ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``; of a teacher
@@ -244,11 +255,11 @@ def explain(
             ``teacher_weight_layout`` and ``teacher_bias``, as in `linear_logprobs` and `linear_kl`.
 
     Returns:
-        A `Plan`; ``print`` it. ``python -m lce_jax.explain`` prints that of a named model, on a machine without a GPU
-        too.
+        A `Plan`; ``print`` it. ``python -m lce_jax.explain`` prints the plan of a named model, also on a machine
+        without a GPU.
 
     Raises:
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        UnsupportedError: an implementation requested by name cannot serve the call; the message says why.
         ValueError, TypeError: what the function itself would refuse, as far as shapes and options show it.
 
     Example:
@@ -269,59 +280,59 @@ def explain(
     _options.check_names(explain, options)
     scalars.given_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
     smoothing, penalty, divisor = _options.check_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
-    given = (reduction, divisor, None if ignore_index == -100 else "ignore_index")
-    of_loss = (*given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
-    check_function({"k": k, "ids": ids, "teacher": teacher}, options, *of_loss)
+    loss_options = (reduction, divisor, None if ignore_index == -100 else "ignore_index")
+    loss_arguments = (*loss_options, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
+    check_function({"k": k, "ids": ids, "teacher": teacher}, options, *loss_arguments)
     scalars.flag("gradients_in_forward", gradients_in_forward)
     scalars.flag("compile", compile)
     wanted = Wanted(weight=not scalars.flag("frozen_weight", frozen_weight) and options.get("lora") is None)
     placement = MeshPlacement(mesh, vocab_axis, batch_axes, sequence_axis)
-    is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
-    own: dict[str, Any]
+    is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in loss_options)
+    more: dict[str, Any]  # arguments of the public function that is compiled
     if teacher is not None:
         if not isinstance(teacher, tuple | list) or len(teacher) != 2:
             raise TypeError(
                 f"teacher must be the pair of its hidden states and its weight, got {type(teacher).__name__}"
             )
         arrays: Any = Pair((hidden, weight), tuple(teacher))
-        plan = of_kl(KLArguments.of(arrays, where, direction, options), labels, placement)
-        name, own = "linear_kl", {"teacher_hidden": teacher[0], "teacher_weight": teacher[1], "direction": direction}
+        plan = plan_kl(KLArguments.of(arrays, where, direction, options), labels, placement)
+        name, more = "linear_kl", {"teacher_hidden": teacher[0], "teacher_weight": teacher[1], "direction": direction}
     elif direction != "forward":
-        raise ValueError(f"direction={direction!r} is that of linear_kl: give teacher too")
+        raise ValueError(f"direction={direction!r} is an argument of linear_kl: give teacher too")
     elif ids is not None:
-        at_ids = _options.parse_arguments_with_ids(options, hidden, weight, ids, where)
-        plan = of_logits(at_ids._replace(labels=labels), placement)
-        name, own = "linear_logits", {"ids": ids}
+        arguments = _options.parse_arguments_with_ids(options, hidden, weight, ids, where)
+        plan = plan_logits(arguments._replace(labels=labels), placement)
+        name, more = "linear_logits", {"ids": ids}
     else:
         loss = _PlannedLoss(reduction, ignore_index, smoothing) if is_loss else None
         chunks = (gradients_in_forward, chunk_bytes)
-        plan = _of_one_head(hidden, weight, labels, where, placement, options, k, wanted, loss, *chunks)
-        plan = _with_copies_of_adapter(plan, options.get("lora"))
-        name, own = "linear_logprobs", {"labels": labels}
+        plan = _plan_head(hidden, weight, labels, where, placement, options, k, wanted, loss, *chunks)
+        plan = _add_adapter_copies(plan, options.get("lora"))
+        name, more = "linear_logprobs", {"labels": labels}
     if not compile:
         return plan
     plan = dataclasses.replace(plan, call=plan.call.but(wanted=wanted))
     if k is not None:
-        name, own = "linear_topk", {"k": k}
+        name, more = "linear_topk", {"k": k}
     elif gradients_in_forward:
-        name, own = "linear_loss", own | {"chunk_bytes": chunk_bytes}
+        name, more = "linear_loss", more | {"chunk_bytes": chunk_bytes}
     elif is_loss:
         name = "linear_cross_entropy"
-        own |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-        own |= {"reduction": reduction or "mean", "normalizer": normalizer, "chunk_bytes": chunk_bytes}
-    own |= options | {"where": where}
-    return dataclasses.replace(plan, compiled=measured(plan, name, hidden, weight, own, placement))
+        more |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        more |= {"reduction": reduction or "mean", "normalizer": normalizer, "chunk_bytes": chunk_bytes}
+    more |= options | {"where": where}
+    return dataclasses.replace(plan, compiled=measure_programs(plan, name, hidden, weight, more, placement))
 
 
 class _PlannedLoss(NamedTuple):
-    """What of a loss decides its plan."""
+    """The arguments of a loss that its plan depends on."""
 
     reduction: Reduction | None
     ignore_index: int | None
     smoothing: float
 
 
-def _of_one_head(
+def _plan_head(
     hidden: Any,
     weight: Any,
     labels: Any,
@@ -334,52 +345,53 @@ def _of_one_head(
     gradients_in_forward: bool,
     chunk_bytes: int | None,
 ) -> Plan:
-    """That of `lce_jax.linear_logprobs`, of a loss, or with ``k`` that of `lce_jax.linear_topk`."""
-    told = options if loss is None else _options.check_loss_options(options)
+    """Returns the plan of `lce_jax.linear_logprobs`, of a loss, or with ``k`` of `lce_jax.linear_topk`."""
+    known_options = options if loss is None else _options.check_loss_options(options)
     smooths = loss is not None and loss.smoothing > 0
-    given = _describe.describe_call(
-        _options.parse_arguments(told, hidden, weight, labels, where, mean_logit=smooths, top_k=k)
+    arguments = _describe.describe_call(
+        _options.parse_arguments(known_options, hidden, weight, labels, where, mean_logit=smooths, top_k=k)
     )
-    _describe.check_values(given)
-    described = given.call.but(wanted=wanted)
+    _describe.check_values(arguments)
+    described = arguments.call.but(wanted=wanted)
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)
         described = dataclasses.replace(described, partial_rows=True)
-    layout, known = find_layout(given, [labels, *([] if where is None else [where])], placement)
-    call, because = divide_call(described, layout), None
+    layout, known = find_layout(arguments, [labels, *([] if where is None else [where])], placement)
+    call, reason = divide_call(described, layout), None
     if gradients_in_forward:
-        most = _token_chunks.chunk_bytes(chunk_bytes, options)
-        return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most))
+        limit = _token_chunks.chunk_bytes(chunk_bytes, options)
+        return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=limit))
     if loss is not None:
-        because = _token_chunks.refuse_forward_gradients(call, loss.reduction, options)
-        most = _token_chunks.chunk_bytes_of_loss(chunk_bytes, because)
-        if because is None:
-            return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=most))
+        reason = _token_chunks.refuse_forward_gradients(call, loss.reduction, options)
+        limit = _token_chunks.chunk_bytes_of_loss(chunk_bytes, reason)
+        if reason is None:
+            return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=limit))
     elif chunk_bytes is not None:
         raise ValueError(
             f"chunk_bytes={chunk_bytes!r} is for linear_loss and linear_cross_entropy: give gradients_in_forward=True "
             "or reduction= too"
         )
-    plan = _dispatch.explain(call) if known is layout else _partitioned_by_xla(call)
-    notes = () if because is None else (f"the gradients are computed in the backward: {because}",)
+    plan = _dispatch.explain(call) if known is layout else _plan_auto_axes(call)
+    notes = () if reason is None else (f"the gradients are computed in the backward: {reason}",)
     return dataclasses.replace(plan, notes=(*notes, *plan.notes))
 
 
-def _with_copies_of_adapter(plan: Plan, lora: Any) -> Plan:
-    """With what an adapter's B takes: its copy as an operand, padded to whole ranks, and its gradient before both."""
+def _add_adapter_copies(plan: Plan, lora: Any) -> Plan:
+    """Adds the copies of an adapter's B to the plan: B padded and cast as an operand, and its gradient before both."""
     if lora is None:
         return plan
     call, b = plan.call, lora[1]
-    padded, is_padded, casts = call.columns * call.rank, b.shape[1] != call.rank, b.dtype != call.dtype
-    operand = padded * call.dtype.itemsize if is_padded or casts else 0
-    kept = padded * jnp.dtype(b.dtype).itemsize if is_padded and casts else 0  # a forward alone pads and casts at once
-    total = padded * call.stat_dtype.itemsize if is_padded or b.dtype != call.stat_dtype else 0
-    forward, backward = plan.forward_bytes + operand, plan.backward_bytes + operand + kept + total
+    size, is_padded, is_cast = call.columns * call.rank, b.shape[1] != call.rank, b.dtype != call.dtype
+    operand = size * call.dtype.itemsize if is_padded or is_cast else 0
+    # A program of both passes stores B padded before the cast. A forward alone pads and casts at once.
+    padded = size * jnp.dtype(b.dtype).itemsize if is_padded and is_cast else 0
+    gradient = size * call.stat_dtype.itemsize if is_padded or b.dtype != call.stat_dtype else 0
+    forward, backward = plan.forward_bytes + operand, plan.backward_bytes + operand + padded + gradient
     return dataclasses.replace(plan, forward_bytes=forward, backward_bytes=backward)
 
 
-def _partitioned_by_xla(call: Call) -> Plan:
-    """The plan over Auto axes, where tiles of the forward have no global shape: nothing is kept."""
+def _plan_auto_axes(call: Call) -> Plan:
+    """Returns the plan of a call that XLA partitions over Auto axes. Saved tiles have no global shape, so none are."""
     advice = "call sharded_linear_logprobs, or make them Explicit"
     plan = _dispatch.explain(dataclasses.replace(call, cache_bytes=0, gradient_threshold=0.0))
     notes = []

@@ -1,9 +1,10 @@
-"""The heads of named models, as data: for `python -m lce_jax.explain` and for the benchmarks.
+"""The heads of named models, as data. `python -m lce_jax.explain` and the benchmarks use them.
 
-Hidden sizes, vocabularies, softcaps and ``tie_word_embeddings`` are those of each model's published ``config.json``
-(huggingface.co/<organisation>/<model>), checked against the model files of
-https://github.com/AI-Hypercomputer/maxtext/tree/main/src/maxtext/configs/models, which pad Gemma 2's 256000 to 256128
-and leave out the last 64 of Gemma 3's 262208, and of https://github.com/google/tunix/tree/main/tunix/models.
+Hidden sizes, vocabularies, softcaps and ``tie_word_embeddings`` are from each model's published ``config.json``
+(huggingface.co/<organisation>/<model>). They were compared with the model files of
+https://github.com/AI-Hypercomputer/maxtext/tree/main/src/maxtext/configs/models and of
+https://github.com/google/tunix/tree/main/tunix/models. MaxText pads Gemma 2's vocabulary of 256000 to 256128, and
+leaves out the last 64 of Gemma 3's 262208.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class ModelHead:
-    """The head of a language model: a shape without its number of tokens."""
+    """The head of a language model: everything about its shape except the number of tokens."""
 
     hidden_size: int
     vocab_size: int
     logit_softcap: float | None = None
     model: str = ""
-    tied: bool = False  # to the embedding
+    tied: bool = False  # whether the weight is that of the embedding
 
     def __str__(self) -> str:
         cap = "" if self.logit_softcap is None else f", softcap {self.logit_softcap:g}"
@@ -42,8 +43,8 @@ MODELS = {
     "qwen3-235b-a22b": ModelHead(4096, 151936),
     "llama3.2-1b": ModelHead(2048, 128256, tied=True),
     "llama3.2-3b": ModelHead(3072, 128256, tied=True),
-    "llama3-8b": ModelHead(4096, 128256),  # 3.1 alike
-    "llama3-70b": ModelHead(8192, 128256),  # 3.1 and 3.3 alike
+    "llama3-8b": ModelHead(4096, 128256),  # 3.1 has the same head
+    "llama3-70b": ModelHead(8192, 128256),  # 3.1 and 3.3 have the same head
     "llama3.1-405b": ModelHead(16384, 128256),
     "llama4-scout": ModelHead(5120, 202048),
     "gemma2-2b": ModelHead(2304, 256000, logit_softcap=30.0, tied=True),
@@ -53,20 +54,20 @@ MODELS = {
     "gemma3-4b": ModelHead(2560, 262208, tied=True),
     "gemma3-12b": ModelHead(3840, 262208, tied=True),
     "gemma3-27b": ModelHead(5376, 262208, tied=True),
-    "gpt-oss": ModelHead(2880, 201088),  # 20b and 120b alike
-    "deepseek-v3": ModelHead(7168, 129280),  # R1 alike
+    "gpt-oss": ModelHead(2880, 201088),  # the same head in 20b and 120b
+    "deepseek-v3": ModelHead(7168, 129280),  # R1 has the same head
     "kimi-k2": ModelHead(7168, 163840),
     "mixtral-8x7b": ModelHead(4096, 32000),
     "olmo3-7b": ModelHead(4096, 100278),
 }
 
 
-def model_named(name: str) -> str:
-    """The key in `MODELS` of a name such as Qwen/Qwen3-8B-Base at Hugging Face. Another name stays as it is."""
+def find_model(name: str) -> str:
+    """Returns the key in `MODELS` for a name at Hugging Face such as Qwen/Qwen3-8B-Base; an unknown name unchanged."""
     short = re.sub("-(base|instruct|it|pt)$", "", name.rpartition("/")[2].lower())
     return next((key for key in MODELS if key.replace("-", "") == short.replace("-", "")), name)
 
 
 def model_head(name: str) -> ModelHead:
-    """The head of a named model."""
+    """Returns the head of a model, by its key in `MODELS`."""
     return dataclasses.replace(MODELS[name], model=name)

@@ -1,10 +1,11 @@
-"""``--pod``: a head's forward and backward, compiled for a pod that need not be there. Nothing is run.
+"""``lce-jax explain --pod``: compiles a head's forward and backward for a pod, and runs nothing.
 
-What a compiled program says of itself are the collectives that one device takes part in, and its largest array.
+The machine needs no device of the pod. The report has the memory of each program and the collectives that one device
+takes part in.
 
-A TPU's name is all that its compiler, libtpu, asks for. A GPU is described in XLA's own words; the numbers are those of
-XLA's descriptions of the cards, https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, without
-what the programs here leave alone.
+For a TPU, its compiler libtpu needs only the TPU's name. For a GPU, XLA needs a description. Its numbers here are those
+of https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, without those of features that these
+programs do not use.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-n
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of GPU."""
+    """A GPU to compile for."""
 
     kind: str  # as JAX names it
     capability: tuple[int, int]
-    core_count: int  # multiprocessors, which decide the kernels' chunks
+    core_count: int  # multiprocessors; the kernels' chunks depend on it
     memory_bytes: int
     memory_bandwidth: int  # bytes per second
     clock_ghz: float
@@ -48,7 +49,7 @@ class Target:
 
     @property
     def config(self) -> str:
-        """What ``target_config`` of `jax.experimental.topologies.get_topology_desc` takes."""
+        """The ``target_config`` of `jax.experimental.topologies.get_topology_desc`."""
         major, minor = self.capability
         newer = major >= 9
         features = "ACCELERATED_FEATURES" if newer else "NONE"
@@ -71,38 +72,38 @@ device_description_str: "{self.kind}"
 """
 
     platform: ClassVar[str] = "gpu"
-    jit_axes: ClassVar[AxisType] = AxisType.Auto  # under plain jit
+    jit_axes: ClassVar[AxisType] = AxisType.Auto  # the type of mesh axes under plain jit
 
     def refuses(self, devices: int) -> None:
-        """Why there is no pod of so many devices: there is one of any number."""
+        """Returns None, because a pod of GPUs may have any number of devices."""
         del devices
 
     def mesh(self, data: int, tensor: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
-        """``data`` x ``tensor`` such devices, which are only described, as axes of these names.
+        """Returns a mesh of ``data`` x ``tensor`` described devices, with axes of these names.
 
         Raises:
             ModuleNotFoundError: the wheels with JAX's CUDA plugin are missing; the message says which to install.
         """
-        given = {"target_config": self.config, "topology": f"1x{data}x{tensor}"}
+        description = {"target_config": self.config, "topology": f"1x{data}x{tensor}"}
         try:
-            described = topologies.get_topology_desc(self.kind, platform="cuda", **given)
+            topology = topologies.get_topology_desc(self.kind, platform="cuda", **description)
         except NotImplementedError:
             plugin = (f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt"))
             raise ModuleNotFoundError(
                 f"to compile for {self.kind} without one, install JAX's CUDA plugin and NVIDIA's compiler: pip install "
                 f"--no-deps {' '.join([*plugin, *COMPILER])}"
             ) from None
-        return _mesh(described.devices, data, tensor, axis_type)
+        return _make_mesh(topology.devices, data, tensor, axis_type)
 
 
 @dataclasses.dataclass(frozen=True)
 class TPU:
-    """A kind of TPU. Its compiler reads no partitioning rule, so plain ``jit`` takes Explicit axes."""
+    """A TPU to compile for. Its compiler reads no partitioning rule, so axes are Explicit under plain ``jit``."""
 
     kind: str  # as JAX names it
     name: str  # as libtpu names it
     most_chips: int  # of a slice
-    dimensions: int  # of its torus
+    dimensions: int  # of a slice's torus
     core_count: int  # of a device
     devices_per_chip: int = 1
 
@@ -110,45 +111,45 @@ class TPU:
     jit_axes: ClassVar[AxisType] = AxisType.Explicit
 
     def mesh(self, data: int, tensor: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
-        """``data`` x ``tensor`` such devices of one slice, which are only described, as axes of these names.
+        """Returns a mesh of ``data`` x ``tensor`` described devices of one slice, with axes of these names.
 
         Raises:
-            ValueError: no slice has so many.
+            ValueError: no slice has so many devices.
             ModuleNotFoundError: the wheel with the compiler is missing; the message says which to install.
         """
         if reason := self.refuses(data * tensor):
             raise ValueError(reason)
         try:
-            described = topologies.get_topology_desc(f"{self.name}:{self._torus(data * tensor)}", platform="tpu")
+            topology = topologies.get_topology_desc(f"{self.name}:{self._torus(data * tensor)}", platform="tpu")
         except RuntimeError as error:
             if "not installed" not in str(error):
                 raise
             raise ModuleNotFoundError(
                 f"to compile for {self.kind} without one, install its compiler: pip install --no-deps '{libtpu()}'"
             ) from None
-        return _mesh(described.devices[: data * tensor], data, tensor, axis_type)
+        return _make_mesh(topology.devices[: data * tensor], data, tensor, axis_type)
 
     def refuses(self, devices: int) -> str | None:
-        """Why there is no pod of so many devices; None if there is one."""
+        """Returns why there is no pod of so many devices; None if there is one."""
         most = self.most_chips * self.devices_per_chip
         if not devices & (devices - 1) and devices <= most:
             return None
         return f"a slice of {self.kind} has a power of 2 of devices, {most} at most, not {devices}"
 
     def _torus(self, devices: int) -> str:
-        """A slice's chips along each dimension, as equal as they can be: "4x2"."""
+        """Returns the chips of a slice along each dimension, such as "4x2", as equal as possible."""
         twos = max(devices // self.devices_per_chip, 1).bit_length() - 1
         sides = [1 << (twos + self.dimensions - 1 - i) // self.dimensions for i in range(self.dimensions)]
         return "x".join(map(str, sides))
 
 
 def libtpu() -> str:
-    """The versions of the TPUs' compiler that this JAX asks for, as pip takes them."""
-    wanted = next(one for one in metadata.requires("jax") or () if one.startswith("libtpu"))
-    return wanted.partition(";")[0].strip()
+    """Returns the requirement of this JAX for libtpu, the compiler of TPUs, as pip takes it."""
+    requirement = next(one for one in metadata.requires("jax") or () if one.startswith("libtpu"))
+    return requirement.partition(";")[0].strip()
 
 
-def _mesh(devices: Any, data: int, tensor: int, axis_type: AxisType) -> Mesh:
+def _make_mesh(devices: Any, data: int, tensor: int, axis_type: AxisType) -> Mesh:
     return Mesh(np.array(devices).reshape(data, tensor), ("data", "tensor"), axis_types=(axis_type,) * 2)
 
 
@@ -172,40 +173,43 @@ TARGETS: dict[str, Target | TPU] = {**GPUS, **TPUS}
 
 
 KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}  # of others the name says it: s32, u8, f8e4m3fn
+BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}  # other names contain it: s32, u8, f8e4m3fn
 _collective = re.compile(rf"= (?P<type>\S.*?) (?P<kind>{KINDS})(?P<start>-start)?\((?P<rest>.*)")
 _array = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 
 
 class Collective(NamedTuple):
-    """A collective of a program, or several that look the same."""
+    """A collective of a program, or several collectives that are equal."""
 
     kind: str
     devices: int  # of one group
-    arrays: str  # the types of the larger side, operands or results
-    num_bytes: int  # of these, on one device
+    arrays: str  # the types of operands or results, whichever are larger
+    num_bytes: int  # of these arrays, on one device
     times: int = 1
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """Those in the text of a program for ``devices``, the largest first. One in a loop counts once."""
-    found = collections.Counter(_collectives(text, devices))
-    alike = [one._replace(times=times) for one, times in found.items()]
-    return sorted(alike, key=lambda one: (-one.num_bytes, one))
+    """Returns the collectives in the text of a program for so many devices, the largest first.
+
+    A collective in a loop counts once.
+    """
+    counts = collections.Counter(_parse_collectives(text, devices))
+    counted = [one._replace(times=times) for one, times in counts.items()]
+    return sorted(counted, key=lambda one: (-one.num_bytes, one))
 
 
 def largest_array(text: str) -> int:
-    """The number of elements of the largest array that a program has, operands and results included."""
+    """Returns the number of elements of a program's largest array, operands and results included."""
     return max(map(_elements, {shape for _, shape in _array.findall(text)}))
 
 
-def _collectives(text: str, devices: int) -> Iterator[Collective]:
+def _parse_collectives(text: str, devices: int) -> Iterator[Collective]:
     for line in text.splitlines():
         match = _collective.search(line)
         if match is None:
             continue
-        arrays, size = _array.findall(match["type"]), _group(match["rest"], devices)
-        if match["start"]:  # a pair: what is sent, and what is received
+        arrays, size = _array.findall(match["type"]), _group_size(match["rest"], devices)
+        if match["start"]:  # a pair of operands and results
             half = len(arrays) // 2
             arrays = max(arrays[:half], arrays[half:], key=_num_bytes)
         scattered = size if match["kind"] == "reduce-scatter" and not match["start"] else 1
@@ -225,8 +229,8 @@ def _bits(dtype: str) -> int:
     return BITS.get(dtype) or int(re.findall(r"\d+", dtype)[0])
 
 
-def _group(rest: str, devices: int) -> int:
-    """The number of devices in a group, from one of the three forms that XLA writes."""
+def _group_size(rest: str, devices: int) -> int:
+    """Returns the number of devices in a group, from one of the three forms that XLA writes."""
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
         sizes = dict(re.findall(r"'?(\w+)'?=(\d+)", named[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", named[2]))
@@ -237,7 +241,7 @@ def _group(rest: str, devices: int) -> int:
 
 
 NUM_LARGEST = 64  # the k of linear_topk
-LISTED = 6  # collectives of a program, the largest
+LISTED = 6  # how many collectives of a program are printed, the largest first
 
 
 class Pod(NamedTuple):
@@ -251,7 +255,7 @@ class Pod(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Pod:
-        """From "64x8"."""
+        """Parses "64x8"."""
         sizes = text.split("x")
         if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
             raise ValueError(f"{text!r} must be DATAxTENSOR, two positive numbers of devices, such as 64x8")
@@ -259,10 +263,10 @@ class Pod(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How the operands lie over the pod, besides batch over data and vocabulary over tensor."""
+    """How operands are split over the pod, in addition to the batch over data and the vocabulary over tensor."""
 
-    fsdp: bool = False  # the weight's hidden size is split over data
-    sequence: bool = False  # hidden's sequence is split over tensor
+    fsdp: bool = False  # whether the weight's hidden size is split over data
+    sequence: bool = False  # whether hidden's sequence is split over tensor
 
     def __str__(self) -> str:
         parts = ["batch, vocabulary", "weight over data" * self.fsdp, "sequence over tensor" * self.sequence]
@@ -274,7 +278,7 @@ SPLITS = (Split(), Split(fsdp=True), Split(fsdp=True, sequence=True))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PodProgram:
-    """A call of a public function on every device of a pod, with its backward if it has one."""
+    """A program for a pod: a call of a public function, with its backward if it has one."""
 
     head: ModelHead
     tokens: int  # of a replica
@@ -283,21 +287,21 @@ class PodProgram:
     dtype: Any = jnp.bfloat16
     function: str = "linear_logprobs"
     split: Split = SPLITS[0]
-    sharded: bool = False  # by the function that takes the mesh's axes by name; else by jit
+    sharded: bool = False  # whether it calls the function that takes mesh axes by name; else jit splits the call
 
     @property
     def columns(self) -> int:
-        """Of the weight on each device: the vocabulary is padded to a multiple."""
+        """The columns of the weight on each device, padding included."""
         return -(-self.head.vocab_size // self.pod.tensor)
 
     def compiled(self) -> Any:
-        """The program, as XLA has compiled it for the target."""
+        """Returns the program compiled by XLA for the target."""
         mesh = self.target.mesh(*self.pod, AxisType.Auto if self.sharded else self.target.jit_axes)
         trained = (0, 1) if self.function in DIFFERENTIABLE else ()
-        return _call.compiled(self._step(mesh), self._operands(mesh), trained)
+        return _call.compile_program(self._step(mesh), self._operands(mesh), trained)
 
     def _operands(self, mesh: Mesh) -> tuple[Any, Any, Any]:
-        """Hidden states, weight and labels: shapes that say how they lie."""
+        """Returns the shapes and shardings of hidden states, weight and labels."""
 
         def struct(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
@@ -311,7 +315,7 @@ class PodProgram:
         )
 
     def _step(self, mesh: Mesh) -> Callable[..., Any]:
-        """The function of these operands."""
+        """Returns the function of these operands that is compiled."""
         options: dict[str, Any] = {"vocab_size": self.head.vocab_size, "logit_softcap": self.head.logit_softcap}
         function = getattr(lce_jax, f"sharded_{self.function}" if self.sharded else self.function)
         if self.sharded:
@@ -323,11 +327,12 @@ class PodProgram:
         return lambda *operands: function(*arguments(*operands), **options)
 
 
-# Of hidden states, weight and labels. The teacher of a divergence is the student's head, of other hidden states.
+# The positional arguments of each function, made of hidden states, weight and labels. The teacher of a divergence is
+# the student's head with other hidden states.
 ARGUMENTS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "linear_logprobs": lambda *operands: operands,
     "linear_cross_entropy": lambda *operands: operands,
-    "linear_loss": lambda *operands: (_call.of_token, *operands),
+    "linear_loss": lambda *operands: (_call.example_loss, *operands),
     "linear_kl": lambda hidden, weight, _: (hidden, weight, hidden * 2, weight),
     "linear_topk": lambda hidden, weight, _: (hidden, weight, NUM_LARGEST),
 }
@@ -336,7 +341,7 @@ DIFFERENTIABLE = frozenset(CALLS) - {"linear_topk"}
 
 
 def report(head: ModelHead, tokens: int, pod: Pod, device: str, dtype: Any, function: str) -> Iterator[str]:
-    """The lines to print, as the programs are compiled."""
+    """Yields the lines to print, each program's lines once it is compiled."""
     first = PodProgram(head=head, tokens=tokens, pod=pod, target=TARGETS[device], dtype=dtype, function=function)
     both = " and its backward" if function in DIFFERENTIABLE else ""
     yield f"{head}; {jnp.dtype(dtype).name} on {pod.data * pod.tensor} of {first.target.kind}, {pod} (data x tensor)"
@@ -344,23 +349,23 @@ def report(head: ModelHead, tokens: int, pod: Pod, device: str, dtype: Any, func
     for sharded in (False, True):
         for split in SPLITS:
             yield ""
-            yield from _of_program(dataclasses.replace(first, split=split, sharded=sharded))
+            yield from _report_program(dataclasses.replace(first, split=split, sharded=sharded))
 
 
-def _of_program(program: PodProgram) -> Iterator[str]:
+def _report_program(program: PodProgram) -> Iterator[str]:
     start = time.monotonic()
     compiled = program.compiled()
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    served = "kernels" if "mosaic_gpu" in text else "xla"
+    implementation = "kernels" if "mosaic_gpu" in text else "xla"
     axes = "" if program.target.jit_axes is AxisType.Auto else ", Explicit axes"
     way = f"sharded_{program.function}" if program.sharded else f"{program.function} under jit{axes}"
-    yield f"{way}: {program.split} ({served}, {time.monotonic() - start:.0f} s)"
+    yield f"{way}: {program.split} ({implementation}, {time.monotonic() - start:.0f} s)"
     sizes = (memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes)
     yield "  arguments {:>10}   temporaries {:>10}   results {:>10}".format(*map(format_bytes, sizes))
-    found = collectives(text, program.pod.data * program.pod.tensor)
-    for one in found[:LISTED]:
+    sorted_collectives = collectives(text, program.pod.data * program.pod.tensor)
+    for one in sorted_collectives[:LISTED]:
         times = f"{one.times} x " if one.times > 1 else ""
         yield f"  {one.kind:<14} over {one.devices:>3}  {times + format_bytes(one.num_bytes):>14}  {one.arrays}"
-    if left := found[LISTED:]:
-        rest = format_bytes(sum(one.times * one.num_bytes for one in left))
-        yield f"  {sum(one.times for one in left)} smaller ones, {rest} together"
+    if smaller := sorted_collectives[LISTED:]:
+        total = format_bytes(sum(one.times * one.num_bytes for one in smaller))
+        yield f"  {sum(one.times for one in smaller)} smaller ones, {total} together"

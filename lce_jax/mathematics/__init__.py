@@ -1,1 +1,1 @@
-"""The equations. Nothing here knows a tile, a device or a mesh."""
+"""The equations. Nothing in this folder depends on a tile size, a device or a mesh."""

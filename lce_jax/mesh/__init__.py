@@ -1,1 +1,1 @@
-"""Meshes: how operands lie on them, collectives over them, and rules for XLA's partitioner."""
+"""Meshes: how a mesh splits operands, collectives over its axes, and rules for XLA's partitioner."""

@@ -1,14 +1,14 @@
-"""The collectives of a vocabulary that is split over a mesh axis, and whether its shards were given the same tokens.
+"""Collectives over the mesh axis that splits the vocabulary, and checks that its shards received the same tokens.
 
-One packed merge, one reduction, one gather. An axis or a process group that splits something else than the vocabulary
-would give finite numbers that are wrong. So each shard says what it was given, in the collective that its statistics
-take anyway:
+The collectives are one packed merge, one reduction and one gather. If an axis or a process group splits something other
+than the vocabulary, the results would be finite but wrong. So each shard sends a summary of its operands in the
+collective that merges the statistics anyway:
 
-    tags      of each token, all that it comes with but hidden: label, temperature, floor, ids
-    sketches  of each token, hidden roughly: the shards may have it from kernels that round it differently
+    tags      per token, of everything but hidden: label, temperature, floor, ids
+    sketches  per token, a rough copy of hidden, because kernels of different shards may round hidden differently
     probes    some elements of the weight
 
-The rows in which the shards differ are NaN. All rows are, if two shards hold the same columns.
+Rows in which the shards differ become NaN. If two shards hold the same columns, all rows become NaN.
 """
 
 from __future__ import annotations
@@ -32,48 +32,49 @@ if TYPE_CHECKING:
 
 type AxisName = Any  # a hashable axis name, or a tuple of them
 
-ODD = 0x9E3779B1  # a product with an odd number loses nothing modulo 2³²
-SAMPLE = 32  # elements of a hidden row that scale a sketch
-LANES = 4  # elements of it that a sketch keeps, a byte each: 127 is the length of the sample
-ROUNDING = 4  # the most that a lane may differ by, about a sixth of such an element: 40 roundings of bfloat16
+ODD = 0x9E3779B1  # a factor of tags; a product with an odd number loses no information modulo 2³²
+SAMPLE = 32  # elements of a hidden row in the sample that a sketch is relative to
+LANES = 4  # elements of the sample that a sketch keeps, one byte each: 127 stands for the norm of the sample
+ROUNDING = 4  # the largest difference of a lane that is rounding: a sixth of a usual element, 40 roundings of bfloat16
 PROBED = 8, 16  # rows and columns of a weight's probe
-PIECE = 12  # bits of a tag that are summed: exact in float32 over 4096 shards
+PIECE = 12  # bits of a tag in one sum, which is exact in float32 over 4096 shards
 
 
 def stacked[T](tree: T, axis_name: AxisName) -> T:
-    """The arrays of all shards of ``axis_name``, [N, ...] each, in one all-gather.
+    """Gathers the arrays of all shards of ``axis_name``, [N, ...] each, in one all-gather.
 
-    Every shard then adds the same numbers in the same order, so all of them hold bitwise-equal results. Integers and
-    floats travel together, by their bits.
+    Every shard then adds the same numbers in the same order, so the results of all shards are bitwise equal. Integers
+    and floats are packed into one array by their bits.
     """
     leaves, structure = jax.tree.flatten(tree)
     widest = jnp.uint64 if any(x.dtype.itemsize == 8 for x in leaves) else jnp.uint32
     packed = jnp.concatenate(
-        [lax.bitcast_convert_type(x, _words_of(x.dtype)).reshape(-1).astype(widest) for x in leaves]
+        [lax.bitcast_convert_type(x, _unsigned_dtype(x.dtype)).reshape(-1).astype(widest) for x in leaves]
     )
-    every, found, first = from_all_shards(packed, axis_name), [], 0
+    gathered, unpacked, first = from_all_shards(packed, axis_name), [], 0
     for x in leaves:
-        words = every[:, first : first + x.size].astype(_words_of(x.dtype))
-        found.append(lax.bitcast_convert_type(words, x.dtype).reshape(-1, *x.shape))
+        words = gathered[:, first : first + x.size].astype(_unsigned_dtype(x.dtype))
+        unpacked.append(lax.bitcast_convert_type(words, x.dtype).reshape(-1, *x.shape))
         first += x.size
-    return jax.tree.unflatten(structure, found)
+    return jax.tree.unflatten(structure, unpacked)
 
 
-def _words_of(dtype: Any) -> Any:
-    """Unsigned integers as wide as numbers of 32 or 64 bits."""
+def _unsigned_dtype(dtype: Any) -> Any:
+    """The unsigned integers as wide as ``dtype``, which has 32 or 64 bits."""
     return jnp.uint64 if dtype.itemsize == 8 else jnp.uint32
 
 
 def from_all_shards(x: Array, axis_name: AxisName) -> Array:
-    """``x`` of each shard of ``axis_name``, stacked, and typed as the same on every shard."""
+    """Gathers and stacks ``x`` of each shard of ``axis_name``. The result is typed as the same on every shard."""
     return lax.all_gather(x, axis_name, to="invarying" if _jax.tracks_varying(axis_name) else "varying")
 
 
 def total_cotangent[T](cotangent: T, axis_name: AxisName) -> T:
-    """The cotangent of outputs that every shard of ``axis_name`` holds, in one collective.
+    """Sums the cotangents of outputs that are replicated over ``axis_name``, in one collective.
 
-    Under ``check_vma=True`` the types already make it the same on every shard. Under ``check_vma=False`` each shard
-    has the derivative through its own copy, and by JAX's convention (that of ``psum``'s transpose) these are summed.
+    Under ``check_vma=True`` there is nothing to sum, because the types already make the cotangent the same on every
+    shard. Under ``check_vma=False`` each shard has the derivative through its own copy. By JAX's convention (that of
+    ``psum``'s transpose) these derivatives are summed.
     """
     if _jax.tracks_varying(axis_name):
         return cotangent
@@ -82,44 +83,45 @@ def total_cotangent[T](cotangent: T, axis_name: AxisName) -> T:
 
 
 def same_on_all_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:
-    """Arrays typed as equal on every shard of ``axis_name``, and the rows in which they really are.
+    """Returns arrays typed as equal on every shard of ``axis_name``, and in which rows they really are equal.
 
-    The rows are their first ``leading`` dimensions.
+    Rows are the first ``leading`` dimensions of the arrays. The second result is None if no type varies, as without
+    ``check_vma``.
 
-    They may be typed as varying although every shard holds the same: ``lax.all_gather`` does so by default. Varying
-    operands would make the results varying, and gradients would be as many times larger as there are shards. The rows
-    are None if no type varies, as without ``check_vma``. Each shard's own copy has its part of a gradient.
+    Arrays may be typed as varying although all shards hold the same values: ``lax.all_gather`` types its result so by
+    default. Varying operands would make the results varying, and would multiply gradients by the number of shards. The
+    gradient of each shard's copy is that shard's part of the whole gradient.
     """
-    agree = []
+    agreements = []
 
-    def same(x: Array) -> Array:
+    def equalize(x: Array) -> Array:
         axes = tuple(name for name in _jax.as_axes(axis_name) if name in _jax.varying_axes(x))
         if not axes:
             return x
-        bits = _bits(lax.stop_gradient(x))  # so that a NaN that every shard holds is the same
+        bits = _bits(lax.stop_gradient(x))  # bits, because a NaN that every shard holds counts as equal
         highest, lowest = lax.pmax(bits, axes), lax.pmin(bits, axes)
-        agree.append(jnp.all(highest == lowest, axis=tuple(range(leading, bits.ndim))))
-        equal = _of_bits(highest, x.dtype)
-        return _with_parts_of_gradient(axes, equal, x) if jnp.issubdtype(x.dtype, jnp.inexact) else equal
+        agreements.append(jnp.all(highest == lowest, axis=tuple(range(leading, bits.ndim))))
+        equal = _from_bits(highest, x.dtype)
+        return _share_gradient(axes, equal, x) if jnp.issubdtype(x.dtype, jnp.inexact) else equal
 
-    tree = jax.tree.map(same, tree)
-    return tree, functools.reduce(jnp.logical_and, agree) if agree else None
+    tree = jax.tree.map(equalize, tree)
+    return tree, functools.reduce(jnp.logical_and, agreements) if agreements else None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_parts_of_gradient(axes: tuple[Any, ...], equal: Array, x: Array) -> Array:
-    """``equal``, whose gradient each shard's own copy ``x`` has a part of, as ``lax.pmean(x, axes)`` would."""
+def _share_gradient(axes: tuple[Any, ...], equal: Array, x: Array) -> Array:
+    """Returns ``equal``. Its gradient is shared among the shards' ``x``, as that of ``lax.pmean(x, axes)`` is."""
     del axes, x
     return equal
 
 
-@_with_parts_of_gradient.defjvp
+@_share_gradient.defjvp
 def _derivative(axes: tuple[Any, ...], primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
     return primals[0], lax.pmean(tangents[1], axes)
 
 
 def _bits(x: Array) -> Array:
-    """``x`` as integers of 32 bits or more, which every backend reduces; a complex number as two."""
+    """Returns ``x`` as integers of 32 bits or more, which every backend can reduce; a complex number as two."""
     if jnp.iscomplexobj(x):
         return _bits(jnp.stack([x.real, x.imag], axis=-1))
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -127,42 +129,43 @@ def _bits(x: Array) -> Array:
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
 
-def _of_bits(bits: Array, dtype: Any) -> Array:
+def _from_bits(bits: Array, dtype: Any) -> Array:
+    """The inverse of `_bits`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        parts = _of_bits(bits, jnp.finfo(dtype).dtype)
+        parts = _from_bits(bits, jnp.finfo(dtype).dtype)
         return lax.complex(parts[..., 0], parts[..., 1])
     if jnp.issubdtype(dtype, jnp.floating):
         return lax.bitcast_convert_type(bits.astype(f"uint{jnp.finfo(dtype).bits}"), dtype)
     return bits.astype(dtype)
 
 
-def both(agree: Array | None, also: Array | None) -> Array | None:
-    """Where two results of `same_on_all_shards` agree."""
-    return also if agree is None else agree if also is None else agree & also
+def both(first: Array | None, second: Array | None) -> Array | None:
+    """Joins the rows of two results of `same_on_all_shards`: True in rows that are equal in both."""
+    return second if first is None else first if second is None else first & second
 
 
 def where_it_counts(agree: Array | None, where: Array | None) -> Array | None:
-    """``agree`` of rows that count: what stands in the others does not matter."""
+    """Sets ``agree`` to True in masked rows, whose operands do not matter."""
     return agree if agree is None or where is None else agree | ~where
 
 
 def nan_where_different[T](agree: Bool[Array, "*b"], tree: T) -> T:
-    """Results with NaN where the shards were given different rows; their gradients are NaN there too."""
+    """Sets results to NaN in rows that differ between the shards. Their gradients become NaN there too."""
     return jax.tree.map(lambda x: x * jnp.where(_statistics.along(agree, x), 1.0, jnp.nan).astype(x.dtype), tree)
 
 
 def gather_sequence(hidden: Float[Array, "*b H"], axis_name: AxisName, dim: int) -> Float[Array, "*b H"]:
-    """Hidden states whose dimension ``dim`` is split over ``axis_name``, whole on every shard."""
+    """Gathers hidden states whose dimension ``dim`` is split over ``axis_name``: the result is replicated over it."""
     return lax.all_gather(hidden, axis_name, axis=dim, tiled=True)
 
 
 def scatter_sequence(dhidden: Float[Array, "*b H"], axis_name: AxisName, dim: int) -> Float[Array, "*b H"]:
-    """The transpose of `gather_sequence`: summed over the shards, each keeping its own part."""
+    """Transposes `gather_sequence`: sums dhidden over the shards, and each shard keeps its own part."""
     return lax.psum_scatter(dhidden, axis_name, scatter_dimension=dim, tiled=True)
 
 
 class Said(NamedTuple):
-    """What a shard says of its operands; of all shards, with one more dimension before these."""
+    """A summary of one shard's operands. Of all shards, each field has one more dimension at the front."""
 
     tags: Int[Array, "T"]
     sketches: Int[Array, "n T"]  # of n heads
@@ -170,77 +173,81 @@ class Said(NamedTuple):
 
 
 def tags(columns: Sequence[Array], where: Bool[Array, "*b"] | None = None) -> Int[Array, "*b"]:
-    """One number for each token, equal where the bits of all columns are: shards compare it to know that tokens differ.
+    """Returns one number per token, which shards compare to find tokens that differ.
 
-    ``columns``: integers or floats in the shape of tokens, the first one exactly, the others possibly with more
-    dimensions. What stands in rows that do not count is the same as anything else; but if the masks differ in one row,
-    all tags do. Other columns have another number, but for one in 2³² if more than one of them differs.
+    Two tags are equal if the bits of all columns are. If one column differs, the tags differ. If several columns
+    differ, the tags are equal with a probability of 2⁻³². The values in masked rows do not matter, but if the masks
+    differ in one row, all tags differ.
+
+    ``columns`` are integers or floats. The first has exactly the shape of the tokens, and the others may have more
+    dimensions after it.
     """
     shape = columns[0].shape
-    words = [lax.bitcast_convert_type(_bits(x), jnp.int32) for x in columns]  # two of them for a float of 64 bits
+    words = [lax.bitcast_convert_type(_bits(x), jnp.int32) for x in columns]  # two words for a float of 64 bits
     bits = jnp.concatenate([x.reshape(*shape, math.prod(x.shape[len(shape) :])) for x in words], axis=-1)
     factors = np.arange(1, 2 * bits.shape[-1], 2, dtype=np.uint32) * np.uint32(ODD)
-    found = jnp.sum(bits * factors.astype(np.int32), axis=-1, dtype=jnp.int32)
+    sums = jnp.sum(bits * factors.astype(np.int32), axis=-1, dtype=jnp.int32)
     if where is None:
-        return found
-    place = _mixed(jnp.arange(1, 1 + math.prod(shape), dtype=jnp.int32).reshape(shape))
-    return jnp.where(where, found, 0) + jnp.sum(jnp.where(where, place, 0), dtype=jnp.int32)
+        return sums
+    rows = _permute_bits(jnp.arange(1, 1 + math.prod(shape), dtype=jnp.int32).reshape(shape))
+    return jnp.where(where, sums, 0) + jnp.sum(jnp.where(where, rows, 0), dtype=jnp.int32)
 
 
 def sketch(hidden: Float[Array, "T H"]) -> Int[Array, "T"]:
-    """Some elements of each row, relative to the length of more of them, a byte each."""
-    places = np.arange(SAMPLE) * hidden.shape[1] // SAMPLE
-    sample = hidden[:, places].astype(jnp.float32)
+    """Returns `LANES` elements of each row relative to the norm of `SAMPLE` elements, one byte each, as one integer."""
+    indices = np.arange(SAMPLE) * hidden.shape[1] // SAMPLE
+    sample = hidden[:, indices].astype(jnp.float32)
     sample = jnp.where(jnp.isfinite(sample), sample, 0.0)
-    length = jnp.sqrt(jnp.sum(jnp.square(sample), axis=1, keepdims=True))
-    kept = sample[:, :: SAMPLE // LANES] / jnp.maximum(length, np.finfo(np.float32).tiny)
-    return lax.bitcast_convert_type(jnp.round(127.0 * kept).astype(jnp.int8), jnp.int32)
+    norm = jnp.sqrt(jnp.sum(jnp.square(sample), axis=1, keepdims=True))
+    lanes = sample[:, :: SAMPLE // LANES] / jnp.maximum(norm, np.finfo(np.float32).tiny)
+    return lax.bitcast_convert_type(jnp.round(127.0 * lanes).astype(jnp.int8), jnp.int32)
 
 
 def probe(weight: Float[Array, "V H"], vocab_dim: int, columns: Any) -> Int[Array, "rows columns"]:
-    """The bits of some elements among the first ``columns`` of the vocabulary, a row for each column that is looked at.
+    """Returns the bits of some elements of the weight, one row for each probed column of the vocabulary.
 
-    ``columns`` may be traced, and 0.
+    The probed columns are among the first ``columns``, a number that may be traced and may be 0.
     """
     rows, elements = PROBED
     ids = jnp.arange(rows, dtype=jnp.int32) * columns // rows
-    places = np.arange(elements) * weight.shape[1 - vocab_dim] // elements
-    found = weight[places[None], ids[:, None]] if vocab_dim else weight[ids[:, None], places[None]]
-    return lax.bitcast_convert_type(_bits(found), jnp.int32).reshape(rows, -1)
+    indices = np.arange(elements) * weight.shape[1 - vocab_dim] // elements
+    sample = weight[indices[None], ids[:, None]] if vocab_dim else weight[ids[:, None], indices[None]]
+    return lax.bitcast_convert_type(_bits(sample), jnp.int32).reshape(rows, -1)
 
 
 def agree(every: Said, ids: Int[Array, "..."], columns: int) -> Bool[Array, "T"]:
-    """The tokens that all shards were given alike; none if two shards hold the same columns.
+    """Returns which tokens are the same on all shards. No token is, if two shards hold the same columns of the weight.
 
-    But if a quarter of the ``ids`` lie beyond what the shards then hold, ``columns`` each, it is a large vocabulary of
-    which some shards are equal.
+    There is one exception: a large vocabulary may have shards with equal columns. It is recognized by its ``ids``. If
+    the shards that differ, of ``columns`` each, were the whole vocabulary, a quarter of the ids or more would lie
+    outside it.
     """
     same = jnp.all(every.tags == every.tags[:1], axis=0)
     lanes = lax.bitcast_convert_type(every.sketches, jnp.int8).astype(jnp.int32)  # [N, n, T, lanes]
     near = jnp.all(jnp.abs(lanes - lanes[:1]) <= ROUNDING, axis=(0, 1, 3))
-    # Columns that are all equal, such as those of zeros, may be so on every shard.
+    # Probed columns that all equal each other, such as zeros, may be the same on every shard without a mistake.
     vary = jnp.any(every.probes != every.probes[:, :, :1], axis=(2, 3))  # [N, n]
     equal = jnp.all(every.probes[:, None] == every.probes[None], axis=(3, 4))  # [N, N, n]
-    before = np.tri(len(every.probes), k=-1, dtype=bool)[:, :, None]
-    again = jnp.any(equal & before, axis=1) & vary
-    held = (len(every.probes) - jnp.max(jnp.sum(again, axis=0, dtype=jnp.int32))) * columns
-    known, beyond = (jnp.sum(ids >= first, dtype=jnp.int32) for first in (0, held))
-    return same & near & (~jnp.any(again) | ((known > 0) & (4 * beyond >= known)))
+    earlier = np.tri(len(every.probes), k=-1, dtype=bool)[:, :, None]
+    repeated = jnp.any(equal & earlier, axis=1) & vary
+    distinct_columns = (len(every.probes) - jnp.max(jnp.sum(repeated, axis=0, dtype=jnp.int32))) * columns
+    known, outside = (jnp.sum(ids >= first, dtype=jnp.int32) for first in (0, distinct_columns))
+    return same & near & (~jnp.any(repeated) | ((known > 0) & (4 * outside >= known)))
 
 
 def differences(tags: Int[Array, "*b"], shard: int | Int[Array, ""], shards: int) -> Float[Array, "*b 2"]:
-    """A shard's part of a sum that tells whether all shards have the same tags: for a collective that adds.
+    """Returns a shard's terms of two sums that show whether all shards have the same tags, for a collective that adds.
 
-    ``shard`` is one of at most 4096. The sums over the shards are exactly 0 if all tags are equal. If not, they are
-    both 0 in one of 2²⁴ cases.
+    The sums over all shards, at most 4096, are exactly 0 if all tags are equal. If not, both sums are 0 in one of 2²⁴
+    cases.
     """
-    bits = _mixed(tags)
+    bits = _permute_bits(tags)
     pieces = jnp.stack([bits >> 32 - PIECE, bits >> 8], axis=-1) & (1 << PIECE) - 1
     return pieces.astype(jnp.float32) * jnp.where(shard == 0, shards - 1.0, -1.0)
 
 
-def _mixed(x: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """A permutation of the 32-bit numbers that keeps no sum and no difference."""
+def _permute_bits(x: Int[Array, "*b"]) -> Int[Array, "*b"]:
+    """Maps the 32-bit numbers one to one, so that sums and differences of numbers are not preserved."""
     x = lax.bitcast_convert_type(x, jnp.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = (x ^ (x >> shift)) * np.uint32(factor)

@@ -1,1 +1,1 @@
-"""What a call is made of: its types, numbers, shapes, sequences of packed rows, and names of JAX that may move."""
+"""The lowest floor: types of calls and results, checks of arguments, packed sequences, and JAX names that may move."""

@@ -1,7 +1,7 @@
-"""What JAX may move or rename (except the kernel language), and the few idioms that its manual-axis types need.
+"""Names of JAX that a release may move or rename (except the kernel language), and idioms of its manual-axis types.
 
-Private names are read here, in `lce_jax.mosaic._pallas` and in `lce_jax.mosaic._compiler`, which opens JAX's plugin.
-All are in JAX 0.11.2 and 0.12.0.1.
+Only three modules read private names of JAX: this one, `lce_jax.mosaic._pallas`, and `lce_jax.mosaic._compiler`, which
+opens JAX's plugin. JAX 0.11.2 and 0.12.0.1 have all of these names.
 """
 
 from __future__ import annotations
@@ -28,46 +28,49 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 
-def spec_of(sharding: Any, mesh: Any) -> P:
-    """How a compiler's sharding splits an array over ``mesh``."""
+def decode_spec(sharding: Any, mesh: Any) -> P:
+    """Returns the spec over ``mesh`` of a sharding that XLA's compiler gives, which has no axis names."""
     return P(*parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0])
 
 
-def devices_of(sharding: Any) -> np.ndarray[Any, Any]:
-    """The devices of a compiler's sharding, in its order."""
+def list_devices(sharding: Any) -> np.ndarray[Any, Any]:
+    """Returns the devices of a sharding that XLA's compiler gives, in the sharding's order."""
     return np.array(sharding._device_assignment)
 
 
 def as_axes(axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The mesh axes in ``axes``: none, one or several."""
+    """Returns the mesh axes in ``axes`` as a tuple: none, one or several."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def platform_of(described: Any) -> str:
-    """The platform of a mesh's ``AbstractDevice``. Before JAX 0.11 it has no such field, and its name has to tell."""
-    known = getattr(described, "platform", None)
-    if known is not None:
-        return known
-    kind = described.device_kind
+def platform_of(device: Any) -> str:
+    """Returns the platform of a mesh's ``AbstractDevice``.
+
+    Before JAX 0.11 an ``AbstractDevice`` has no such field. The name of its kind decides then.
+    """
+    platform = getattr(device, "platform", None)
+    if platform is not None:
+        return platform
+    kind = device.device_kind
     return "cpu" if kind == "cpu" else "tpu" if kind.startswith("TPU") else "gpu"
 
 
 def abstract_device(platform: str, kind: str, cores: int | None) -> Any:
-    """A device that need not be there, for an ``AbstractMesh``."""
+    """Returns a description of a device for an ``AbstractMesh``. The machine need not have such a device."""
     fields: dict[str, Any] = {"device_kind": kind, "num_cores": cores, "platform": platform}
-    known = {field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)}
-    return jax.sharding.AbstractDevice(**{name: value for name, value in fields.items() if name in known})
+    names = {field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)}
+    return jax.sharding.AbstractDevice(**{name: value for name, value in fields.items() if name in names})
 
 
 def partitions(spec: P) -> tuple[Any, ...]:
-    """The mesh axes of each dimension that ``spec`` names. Before JAX 0.11 a spec is itself such a sequence."""
+    """Returns the entries of ``spec``: the mesh axes of each dimension. Before JAX 0.11 a spec is itself a sequence."""
     return tuple(getattr(spec, "partitions", spec))
 
 
 def varying_axes(tree: Any) -> frozenset[Any]:
-    """The manual mesh axes over which some leaf's type says that it may differ. Empty under ``check_vma=False``."""
+    """Returns the manual mesh axes over which the type of some leaf varies. Empty under ``check_vma=False``."""
     return frozenset[Any]().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
 
 
@@ -77,57 +80,57 @@ def tracks_varying(axis_name: Any) -> bool:
 
 
 def vary_like[T](tree: T, like: Any) -> T:
-    """``tree`` typed as varying over every axis that a leaf of ``like`` varies over: what a loop's carry must be."""
+    """Types ``tree`` as varying over every axis that a leaf of ``like`` varies over, as a loop needs of its carry."""
     return vary_over(tree, varying_axes(like))
 
 
 def vary_over[T](tree: T, axes: frozenset[Any]) -> T:
-    """``tree`` typed as varying over ``axes``."""
+    """Types ``tree`` as varying over ``axes``."""
     return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying_axes(x)), to="varying"), tree)
 
 
 def is_traced() -> bool:
-    """Whether what runs here becomes part of a program: under ``jit``, not under ``grad`` or ``vmap`` alone."""
-    return isinstance(_nothing(), jax.core.Tracer)
+    """Whether the caller is being traced into a program: under ``jit``, but not under ``grad`` or ``vmap`` alone."""
+    return isinstance(_zero(), jax.core.Tracer)
 
 
-_nothing = jax.jit(lambda: jnp.zeros(()))
+_zero = jax.jit(lambda: jnp.zeros(()))
 
 
 def has_explicit_axes(x: Any) -> bool:
-    """Whether what is made of ``x`` has a mesh in its type with axes that types split arrays over.
+    """Whether results computed from ``x`` have a mesh with Explicit axes in their type.
 
-    Its own mesh, also where no axis splits ``x``, or that of ``jax.set_mesh``.
+    That mesh is the one in the type of ``x``, even if no axis splits ``x``, or the mesh of ``jax.set_mesh``.
     """
     meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
     return any(AxisType.Explicit in (mesh.axis_types or ()) for mesh in meshes)
 
 
 def without_reduced(x: jax.Array) -> jax.Array:
-    """``x`` without the axes over which its type asks for a gradient that is not summed (``P(..., reduced={...})``).
+    """Returns ``x`` without reduced axes in its type (``P(..., reduced={...})``), which ask for an unsummed gradient.
 
-    Inside ``shard_map`` it varies over them instead; outside, its sharding just leaves them out. Either way the
-    transpose gives the gradient the type that ``x`` asks for.
+    Inside ``shard_map`` the result varies over these axes instead; outside, its sharding does not name them. Either way
+    the transpose gives the gradient the type that ``x`` asks for.
     """
-    kind = jax.typeof(x)
-    if kind.mat.reduced:
-        return lax.pcast(x, tuple(sorted(kind.mat.reduced, key=str)), to="varying")
-    if kind.sharding.spec.reduced:
-        return jax.sharding.reshard(x, kind.sharding.update(spec=P(*partitions(kind.sharding.spec))))
+    aval = jax.typeof(x)
+    if aval.mat.reduced:
+        return lax.pcast(x, tuple(sorted(aval.mat.reduced, key=str)), to="varying")
+    if aval.sharding.spec.reduced:
+        return jax.sharding.reshard(x, aval.sharding.update(spec=P(*partitions(aval.sharding.spec))))
     return x
 
 
 def whole(x: jax.Array, *dims: int) -> jax.Array:
-    """``x`` with no Explicit axis over ``dims``, counted from the last one: types of concatenations want it."""
-    split = partitions(jax.typeof(x).sharding.spec)
-    own = (*(None if dim - x.ndim in dims else axes for dim, axes in enumerate(split)),)
-    return x if own == split else jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=P(*own)))
+    """Gathers ``x`` over the Explicit axes that split ``dims``, negative numbers, as concatenations require."""
+    entries = partitions(jax.typeof(x).sharding.spec)
+    gathered = (*(None if dim - x.ndim in dims else axes for dim, axes in enumerate(entries)),)
+    return x if gathered == entries else jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=P(*gathered)))
 
 
 def split_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """``x`` split over Explicit axes as the first dimensions of ``like`` are: types of elementwise operations want it.
+    """Splits ``x`` over Explicit axes as the first dimensions of ``like``, as elementwise operations require.
 
-    ``like`` has at least as many dimensions.
+    ``like`` has at least as many dimensions as ``x``.
     """
     sharding = jax.typeof(like).sharding
     spec = P(*partitions(sharding.spec)[: x.ndim])
@@ -137,64 +140,65 @@ def split_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """``x`` summed over the axes it varies over, except ``axes``: the cotangent of a value that varies over these."""
+    """Sums ``x`` over the axes that it varies over, except ``axes``: those over which the cotangent's value varies."""
     extra = tuple(sorted(varying_axes(x) - axes, key=str))
     return lax.psum(x, extra) if extra else x
 
 
 def values(primals: Any) -> Any:
-    """The arrays among what the forward rule of a ``custom_vjp`` with ``symbolic_zeros`` is given."""
+    """Returns the arrays of the primals that a forward rule of a ``custom_vjp`` with ``symbolic_zeros`` receives."""
     return jax.tree.map(lambda x: x.value, primals)
 
 
-def cotangents(given: Any) -> Any:
-    """What its backward rule is given, as arrays."""
-    return jax.tree.map(lambda x: ad.instantiate_zeros(ad.Zero(x.aval)) if isinstance(x, SymbolicZero) else x, given)
+def cotangents(tree: Any) -> Any:
+    """Returns the cotangents that the backward rule of such a ``custom_vjp`` receives, with zeros as arrays."""
+    return jax.tree.map(lambda x: ad.instantiate_zeros(ad.Zero(x.aval)) if isinstance(x, SymbolicZero) else x, tree)
 
 
 def of_one(size: int, batched: bool, x: Any) -> Any:
-    """The type of an example of ``x``, the first dimension of which is the batch if it has one."""
+    """Returns the type of one example of ``x``. If ``x`` is batched, its first dimension is the batch of ``size``."""
     return mapped_aval(size, 0, jax.typeof(x)) if batched else jax.typeof(x)
 
 
 def zeros_of_batch(size: int, aval: Any) -> jax.Array:
-    """Zeros for each example."""
+    """Returns zeros for a batch of ``size`` examples of the type ``aval``."""
     zeros: jax.Array = ad.instantiate_zeros(ad.Zero(unmapped_aval(size, 0, aval)))
     return zeros
 
 
-check_vma: Any = config._check_vma  # a context: whether types say over which axes arrays vary
+check_vma: Any = config._check_vma  # a context manager that turns types of varying axes on or off
 _SECOND_DERIVATIVE = (
     "lce_jax computes first derivatives only, and this is a derivative of a gradient (grad of grad, jvp of grad, "
-    "hessian): differentiate plain JAX code that stores the logits instead"
+    "hessian). Differentiate plain JAX code that stores the logits instead"
 )
 
 
 def not_differentiable[**P, R](function: Callable[P, R], message: str = _SECOND_DERIVATIVE) -> Callable[P, R]:
-    """``function`` with a derivative that raises ``message`` if its result is used: by default that of a gradient.
+    """Returns ``function`` with a derivative that raises an error with ``message`` once something uses it.
 
-    It must not raise earlier: JAX also differentiates what stands under ``stop_gradient``, or is an auxiliary result,
-    inside a gradient, and drops that derivative.
+    The default ``message`` is that of a second derivative. The derivative must not raise earlier, because JAX also
+    differentiates operands of ``stop_gradient`` and auxiliary results inside a gradient, and drops those derivatives.
     """
     guarded = jax.custom_jvp(function)
 
     @guarded.defjvp
     def derivative(primals: Any, tangents: Any) -> Any:
         out = guarded(*primals)
-        given = [x for x in jax.tree.leaves(tangents) if x.dtype != jax.dtypes.float0]
+        float_tangents = [x for x in jax.tree.leaves(tangents) if x.dtype != jax.dtypes.float0]
         flat, tree = jax.tree.flatten(out)
         avals = tuple(jax.typeof(x) for x in flat if jnp.issubdtype(x.dtype, jnp.inexact))
-        of_floats = iter(_derivative_p.bind(*given, avals=avals, message=message))
-        of_out = [
-            next(of_floats) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+        float_derivatives = iter(_derivative_p.bind(*float_tangents, avals=avals, message=message))
+        derivatives = [
+            next(float_derivatives) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
             for x in flat
         ]
-        return out, jax.tree.unflatten(tree, of_out)
+        return out, jax.tree.unflatten(tree, derivatives)
 
     return functools.wraps(function)(guarded)
 
 
-# A derivative that there is not: linear, as JAX wants it, and refused once it is evaluated, lowered or transposed.
+# An unsupported derivative. It is a linear primitive, as JAX requires, and raises once it is evaluated, lowered or
+# transposed.
 _derivative_p = Primitive("lce_refused_derivative")
 _derivative_p.multiple_results = True
 _derivative_p.def_abstract_eval(lambda *_, avals, **__: list(avals))
@@ -223,16 +227,17 @@ ad.primitive_transposes[_derivative_p] = _transpose_derivative
 batching.primitive_batchers[_derivative_p] = _batch_derivative
 
 
-# Two identities: of a value, which no compiled program has, and of its tangent. The second is transposed, in reverse
-# mode; in forward mode it is evaluated, lowered or batched, and refused. (JAX's own error, that of a ``custom_vjp``,
-# names no function.) Give ``function=``, its name: ``only_in_reverse.bind(x, function="linear_logprobs")``.
+# Two identities: `only_in_reverse` of a value, and `_tangent_p` of its tangent. Lowering removes the first, so compiled
+# programs do not have it. Reverse mode transposes the second. Forward mode evaluates, lowers or batches the second,
+# which raises an error that names the function; JAX's own error, that of a ``custom_vjp``, names none. The name is an
+# argument: ``only_in_reverse.bind(x, function="linear_logprobs")``.
 only_in_reverse, _tangent_p = Primitive("lce_only_in_reverse"), Primitive("lce_tangent_in_reverse")
 
 
 def _refuse_forward_mode(*_: Any, function: str, **__: Any) -> Any:
     raise NotImplementedError(
-        f"{function} has first derivatives in reverse mode (jax.grad, jax.vjp, jax.jacrev), and this is one in forward "
-        "mode (jax.jvp, jax.linearize, jax.jacfwd): the derivative of a scalar along a direction is the inner product "
+        f"{function} has first derivatives in reverse mode (jax.grad, jax.vjp, jax.jacrev), but not in forward mode "
+        "(jax.jvp, jax.linearize, jax.jacfwd). Take the derivative of a scalar along a direction as the inner product "
         "of its jax.grad with that direction"
     )
 

@@ -1,7 +1,7 @@
-"""How signatures spell arrays: ``Float[Array, "T H"]`` is an `Array`, with the kind of its numbers and its shape.
+"""Array types for signatures: ``Float[Array, "T H"]`` is an `Array` of floats of shape ``[T, H]``.
 
-For type checkers, who see `typing.Annotated`: nothing checks a shape, and nothing imports this module at run time.
-Public functions take what `ArrayLike` says, and return `Array`.
+Type checkers see `typing.Annotated`. Nothing checks the shapes, and no module imports this one at run time. Public
+functions take `ArrayLike` and return `Array`.
 """
 
 from typing import Annotated as Bool
@@ -13,5 +13,5 @@ from jax import Array, ShapeDtypeStruct
 
 __all__ = ["Array", "ArrayLike", "Bool", "Float", "Int", "Shaped"]
 
-type ArrayLike = Array | np.ndarray | np.generic  # no number and no list, which `jax.typing.ArrayLike` has
-type Shaped = ArrayLike | ShapeDtypeStruct  # of what only shape and dtype are read
+type ArrayLike = Array | np.ndarray | np.generic  # unlike `jax.typing.ArrayLike`, without Python numbers
+type Shaped = ArrayLike | ShapeDtypeStruct  # an argument of which only shape and dtype are read

@@ -1,4 +1,4 @@
-"""The types that all layers share: outputs, static options, operands, and one shard's statistics.
+"""The types that every layer shares: public outputs, what is static about a call, operands, statistics, and the plan.
 
 Dimension letters of the package: T tokens, H hidden size, V vocabulary (of one shard if an axis splits it), N shards.
 """
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(ValueError):
-    """No implementation, or none of those asked for by name, can serve the call; the message says why."""
+    """No implementation can serve the call, or none of those named in ``implementation``. The message says why."""
 
 
 class LogprobOutput(NamedTuple):
-    """Per-token results, each of ``labels.shape`` and float32 (float64 when the weight is float64) or bool, or None.
+    """Per-token results. Each field has the shape of ``labels`` and is float32, bool or int32, or None.
 
-    A pytree. What ``stats=True`` adds is not differentiable; all else is. To a type checker, logprobs, entropy and lse
-    are arrays; ``entropy`` may be None only in a call of `linear_logprobs` with ``entropy=False``. It reports no use of
-    the other fields, which are there if the call asks for them.
+    Fields of float32 are float64 for a float64 weight. A pytree. The fields that ``stats=True`` adds are not
+    differentiable; all others are. A type checker sees logprobs, entropy and lse as arrays, and ``entropy`` as an array
+    or None only in a call of `linear_logprobs` with ``entropy=False``. It reports no use of the other fields, which are
+    None unless the call asks for them.
 
     Attributes:
         logprobs: ln p(label), nats. 0 where the label is out of vocabulary or ``where`` is False.
@@ -38,15 +39,16 @@ class LogprobOutput(NamedTuple):
         min_logit: smallest logit over the true vocabulary. None without ``stats=True``.
         correct: bool, whether no logit is larger than the label's. False where the label is out of vocabulary or
             ``where`` is False. None without ``stats=True``.
-        candidate_logprobs: ``[..., K]``, ln p of each id in ``candidates``, nats. 0 where the id is none or out of
-            vocabulary, or ``where`` is False. None without ``candidates``.
+        candidate_logprobs: ``[..., K]``, ln p of each id in ``candidates``, nats. 0 where the id is out of vocabulary
+            (-1 included) or ``where`` is False. None without ``candidates``.
         dropped_mass: the probability in the tiles that ``gradient_threshold`` leaves out of the gradients, in [0, 1].
             0 where nothing is left out. None without ``stats=True`` or with a threshold of 0.
         sum_p_squared: Σ p² over the true vocabulary, in (0, 1]. None without ``stats=True``.
-        support: int32, how many tokens a ``logit_floor`` leaves; -1 where results are NaN. None without both.
+        support: int32, how many tokens reach the ``logit_floor``; -1 where results are NaN. None without ``stats=True``
+            or without a floor.
     """
 
-    # `Any` stands for None, which a checker would report in each call that asks for the field.
+    # The type is `Any` in place of None. With None, a type checker would report each use of a field that was asked for.
     logprobs: Float[Array, ...]
     entropy: Float[Array, ...]
     lse: Float[Array, ...]
@@ -62,13 +64,14 @@ class LogprobOutput(NamedTuple):
 if TYPE_CHECKING:
 
     class PerhapsWithoutEntropy(LogprobOutput):
-        """What a type checker sees of a call with ``entropy=False``, or with a flag that it does not know."""
+        """The result as a type checker sees it if ``entropy`` is False, or a flag whose value it does not know."""
 
         @property
         def entropy(self) -> Float[Array, ...] | None: ...  # type: ignore[override]
 
 
-RESULTS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared", "support")  # three, then of `stats`
+# The results that statistics alone decide: three that every call has, then those that ``stats=True`` adds.
+RESULTS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared", "support")
 
 
 class TopK(NamedTuple):
@@ -76,8 +79,8 @@ class TopK(NamedTuple):
 
     Attributes:
         ids: ``[..., k]`` int32 vocabulary ids, global also when the vocabulary is split. -1 where ``where`` is False.
-        logprobs: ``[..., k]``, ln p of each of them under the whole vocabulary, nats, float32 (float64 when the weight
-            is float64). 0 where ``where`` is False.
+        logprobs: ``[..., k]``, ln p of each id under the whole vocabulary, nats, float32 (float64 for a float64
+            weight). 0 where ``where`` is False.
         lse: ``[...]``, ln Σ exp(logits), nats. 0 where ``where`` is False.
     """
 
@@ -87,61 +90,69 @@ class TopK(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The outputs and, if a loss smooths its labels, the mean logit, also differentiable. Or the cotangents of both."""
+    """The outputs of one call, and the mean logit if a loss smooths its labels. Or the cotangents of both."""
 
-    outputs: LogprobOutput  # all are float: `correct` is 1.0 or 0.0. The cotangents of other types would be float0
+    # All fields are float, `correct` too (1.0 or 0.0), because the cotangent of another dtype would be float0.
+    outputs: LogprobOutput
     mean_logit: Float[Array, ...] | None = None
 
     @property
     def public(self) -> LogprobOutput:
-        """What the public functions return."""
+        """The outputs as the public functions return them: `correct` as bool, `support` as int32."""
         out = self.outputs
-        return out if out.correct is None else out._replace(**_with_types(out.correct, out.support))
+        return out if out.correct is None else out._replace(**_cast_to_public_types(out.correct, out.support))
 
 
 @functools.partial(jax.jit, inline=True)
-def _with_types(correct: Array, support: Array | None) -> dict[str, Array | None]:
-    """Jitted: outside ``jit`` a number is a transfer, which ``jax.transfer_guard`` may forbid."""
-    whole = jax.tree.map(lambda x: jnp.nan_to_num(x, nan=-1.0).astype(jnp.int32), support)
-    return {"correct": correct > 0, "support": whole}
+def _cast_to_public_types(correct: Array, support: Array | None) -> dict[str, Array | None]:
+    """Returns the two fields in their public dtypes.
+
+    It is jitted because outside ``jit`` a Python number in an expression is a transfer to the device, which
+    ``jax.transfer_guard`` may forbid.
+    """
+    count = jax.tree.map(lambda x: jnp.nan_to_num(x, nan=-1.0).astype(jnp.int32), support)
+    return {"correct": correct > 0, "support": count}
 
 
 class Operands(NamedTuple):
     """The arrays of one shard, as an implementation receives them.
 
-    Rows from ``num_rows`` on are never read back, columns from ``num_columns`` on are padding. Both may be traced.
+    Rows from ``num_rows`` on and columns from ``num_columns`` on are padding. Results of padded rows are never read.
+    Both numbers may be traced.
     """
 
     hidden: Float[Array, "T H"]  # in the weight's dtype; [T, H + R] with an adapter (`Call.rank`)
     weight: Float[Array, "V H"]  # or [H, V]: Call.weight_layout
     targets: Int[Array, "T"]  # int32 column of the label in this shard, -1 where the shard does not own it
-    inverse_temperature: Float[Array, "T"] | None  # 1 / temperature times a traced scale or cap; None: 1
+    inverse_temperature: Float[Array, "T"] | None  # 1 / temperature, times the scale or cap if traced; None: 1
     num_rows: Int[Array, ""] | None  # None: T
     num_columns: Int[Array, ""] | int | None  # None: V
-    # Multiplies the raw products first: scale / cap if one of them is traced, or the sign of a traced scale.
+    # A factor of the raw products, applied first: scale / cap if one of them is traced, or the sign of a traced scale.
     raw_scale: Float[Array, "T"] | None = None
-    # In the statistics' dtype; added to the raw products. Of an adapter [V, R], in the weight's.
+    # Added to the raw products, in the statistics' dtype. With an adapter: its B [V, R], in the weight's dtype.
     bias: Float[Array, "V"] | None = None
-    candidates: Int[Array, "T K"] | None = None  # int32 columns of this shard, -1 where it does not own the id
-    floor: Float[Array, "T"] | None = None  # columns whose x is below it do not count, but for the target; None: all do
+    candidates: Int[Array, "T K"] | None = None  # int32 columns of this shard, -1 where the shard does not own the id
+    # A column whose x is below its token's floor does not count, except the target. None: every column counts.
+    floor: Float[Array, "T"] | None = None
 
 
 class ShardStatistics(NamedTuple):
-    """Each token's statistics over some columns of the vocabulary: a tile, a shard, or all.
+    """Each token's statistics over some columns of the vocabulary: those of a tile, of a shard, or all.
 
-    Each field is ``[T]``, and ``candidates`` ``[T, K]`` (``[N, T]`` and ``[N, T, K]`` of N shards), in float32 (float64
-    for a float64 weight), or None.
+    Every field is ``[T]``, except ``candidates``, which is ``[T, K]``. The statistics of N shards are stacked, as
+    ``[N, T]`` and ``[N, T, K]``. The dtype is float32 (float64 for a float64 weight). A field that the call does not
+    need is None.
 
-    They are in the units of x. A logit is z = k·x: x is the product with the bias, of the sign of ``logit_scale``, and
-    k = |logit_scale| / temperature; with a softcap c, x is the tanh and k = c / temperature. Statistics never hold k
-    times a maximum, because its rounding would be an error of every logit.
+    The unit is that of x, where a logit is z = k·x. Without a softcap, x is the product plus the bias, with the sign of
+    ``logit_scale``, and k = |logit_scale| / temperature. With a softcap c, x is the tanh and k = c / temperature.
+    Statistics never hold k times a maximum, because the rounding of that product would be an error of every logit.
 
     Attributes:
-        max: m, the largest x; -1e30 without any column.
+        max: m, the largest x; -1e30 if there is no column.
         sumexp: s = Σ exp(u), with u = (x - m)·k.
         weighted: q = Σ u·exp(u); the entropy is ln s - q/s. None without entropy.
         target: u of the label if these columns hold it, else -inf.
-        min: the smallest x; 1e30 without any column. None without ``stats=True``.
+        min: the smallest x; 1e30 if there is no column. None without ``stats=True``.
         squares: Σ exp(2u); the sum of p² is squares / s². None without ``stats=True``.
         total: Σ x. None unless a loss smooths its labels.
         candidates: x of each candidate that these columns hold, else -inf. None without ``candidates``.
@@ -160,20 +171,21 @@ class ShardStatistics(NamedTuple):
 
 
 class Primals[A](NamedTuple):
-    """The operands with gradients, of a call or of one device's part. Or these gradients, or a spec of each."""
+    """The operands that can have gradients, of a call or of one device's part. Or their gradients, or their specs."""
 
     hidden: A  # [..., H]
     weight: A  # [V, H], or [H, V]: Call.weight_layout
-    bias: A | None = None  # [V]; the B [V, R] of an adapter (`Call.rank`)
+    bias: A | None = None  # [V]; with an adapter its B [V, R] (`Call.rank`)
 
     def only(self, wanted: Wanted) -> Primals[A | None]:
-        """Those whose gradients are computed; None in place of the others."""
-        return Primals(*(x if asked else None for x, asked in zip(self, dataclasses.astuple(wanted), strict=True)))
+        """Returns the operands whose gradients are computed, with None in place of the others."""
+        is_wanted = dataclasses.astuple(wanted)
+        return Primals(*(x if computed else None for x, computed in zip(self, is_wanted, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Whose gradients are computed: a frozen operand has none, and no product for it."""
+    """For each operand, whether its gradient is computed. A frozen operand costs no product in the backward."""
 
     hidden: bool = True
     weight: bool = True
@@ -181,14 +193,15 @@ class Wanted:
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """Whether any gradient is computed."""
         return self.hidden or self.weight or self.bias
 
 
 class RowCoefficients(NamedTuple):
-    """dlogits = uniform + e^u·(constant + slope·u), with u = (x - max)·k (eq. 4), per token.
+    """Each token's coefficients of dlogits = uniform + e^u·(constant + slope·u), with u = (x - max)·k (eq. 4).
 
-    At the label it is uniform + target. And at each candidate one number more. Both have the cap's derivative in them.
+    The label's column gets ``target`` as well, and each candidate's column its number of ``candidates``. Both numbers
+    include the derivative of the softcap.
     """
 
     max: Float[Array, "T"]  # the largest x of the whole vocabulary
@@ -197,11 +210,11 @@ class RowCoefficients(NamedTuple):
     slope: Float[Array, "T"] | None  # None without entropy
     uniform: Float[Array, "T"] | None = None  # None without mean_logit
     candidates: Float[Array, "T K"] | None = None  # None without candidates
-    at_candidates: Float[Array, "T K"] | None = None  # x of each, -inf where none; the kernels read it
+    at_candidates: Float[Array, "T K"] | None = None  # x of each candidate, -inf where there is none; kernels read it
 
 
 class Device(NamedTuple):
-    """The properties of a device that decide whether kernels run on it, and with which tiles."""
+    """The properties of a device that decide whether kernels run on it, and with which tile sizes."""
 
     platform: str = "cpu"
     kind: str = ""
@@ -215,67 +228,72 @@ FLOAT32 = jnp.dtype(jnp.float32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """All that is static about a call of any function: shapes, dtypes, device, options, and how it runs. Hashable.
+    """Everything static about a call of any function: shapes, dtypes, device, options, and how it runs. Hashable.
 
-    `lce_jax.call._options` writes the options, which are validated, and `lce_jax.call._describe` the rest. ``columns``
-    are those of the weight that is here, a shard's or with padding; ``vocab_size`` is the true size of the whole
-    vocabulary.
+    `lce_jax.call._options` validates the options and sets them; `lce_jax.call._describe` sets the other fields.
+    ``columns`` counts the columns of the local weight, which may be a shard and may be padded; ``vocab_size`` is the
+    true size of the whole vocabulary.
     """
 
     num_tokens: int = 0
     hidden_size: int = 0
     columns: int = 0
-    dtype: jnp.dtype = FLOAT32  # of the weight, hence of the matrix products
-    given_dtype: jnp.dtype | None = None  # of hidden as the caller gave it, if not the weight's
-    partial_rows: bool = False  # some rows may not count: ``where``, or a number of rows
+    dtype: jnp.dtype = FLOAT32  # of the weight, and therefore of the matrix products
+    given_dtype: jnp.dtype | None = None  # of the caller's hidden, if it differs from the weight's
+    partial_rows: bool = False  # whether some rows may not count: the call has ``where``, or a number of rows
     device: Device = CPU
 
-    function: str = "linear_logprobs"  # the public function that messages name
+    function: str = "linear_logprobs"  # the public function, which messages name
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     entropy: bool = True
     stats: bool = False
     weight_layout: str = "vh"
-    cache_bytes: int | None = 0  # as the caller gives it, or None: see `cache_budget`
+    cache_bytes: int | None = 0  # the caller's; `cache_budget` says what None means
     chunk_bytes: int | None = None  # of a chunk's exponentials in `linear_loss`; None: the default of the device
     precision: Any = None
-    mean_logit: bool = False  # label smoothing needs it
+    mean_logit: bool = False  # whether the mean logit is computed, which label smoothing needs
     has_bias: bool = False
-    # R of an adapter (`scalars.padded_rank`); 0: none. Then hidden is [..., H + R], the weight is frozen, and in place
-    # of a bias stands B [V, R], by which the last R columns of hidden are multiplied: logits = h·Wᵀ + u·Bᵀ.
+    # The padded rank R of an adapter (`scalars.padded_rank`); 0: no adapter. With an adapter, hidden is [..., H + R],
+    # the weight is frozen, and B [V, R] takes the place of a bias. B multiplies the last R columns u of hidden, and
+    # the weight the others: logits = h·Wᵀ + u·Bᵀ.
     rank: int = 0
-    num_candidates: int = 0  # K; 0: none are asked for
-    traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1
-    gradient_threshold: float = 0.0  # tiles whose every probability is below it are left out of the gradients
-    vocab_part_size: int | None = None  # columns of a part of the vocabulary, whose tiles begin at its first column
+    num_candidates: int = 0  # K; 0: the call has no candidates
+    traced_scale: bool = False  # whether scale or cap is an array: both are then in `Rows`, and the numbers here are 1
+    gradient_threshold: float = 0.0  # a tile whose every probability is below it is left out of the gradients
+    vocab_part_size: int | None = None  # columns of a part of the vocabulary; tiles begin at a part's first column
     has_floor: bool = False
-    top_k: int = 0  # k of `linear_topk`; 0: another function
+    top_k: int = 0  # k of `linear_topk`; 0 in every other function
     direction: Literal["forward", "reverse", "jsd"] = "forward"  # of `linear_kl`
     teacher: Call | None = None  # the other head of `linear_kl`
-    wanted: Wanted = Wanted()  # once the call is differentiated, the gradients asked for
+    wanted: Wanted = Wanted()  # the gradients that a differentiated call computes
 
-    implementation: str = ""  # chosen among those requested
-    requested: tuple[str, ...] | None = None  # the names to choose from again, for a shard's shapes; None: all
-    given_vocab_size: int | None = None  # as the caller gives it; None once ``vocab_size`` is known
+    implementation: str = ""  # the one that serves the call, chosen among ``requested``
+    requested: tuple[str, ...] | None = None  # names to choose from, again for the shapes of a shard; None: all
+    given_vocab_size: int | None = None  # the caller's; None once ``vocab_size`` is known
     vocab_size: int = 0
-    padded: bool = False  # whether the shards together have more columns
-    axis_name: Any = None  # of the mesh, over which the vocabulary is split here
-    gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
+    padded: bool = False  # whether all shards together have more columns than ``vocab_size``
+    axis_name: Any = None  # the mesh axis over which the vocabulary is split inside this program
+    gather_dim: int | None = None  # the dimension of hidden that is split over ``axis_name`` too
     shards: int = 1  # of the vocabulary, where `explain` knows them
-    # The axes that split the tokens, in a program of `_runner._over_devices`. No types say there what to sum, so the
-    # program sums over these axes, and cotangents arrive whole. None: the types of ``shard_map`` say what to sum.
+    # The mesh axes that split the tokens, in a program of `_runner._over_devices`. Types do not show there what to sum,
+    # so the program itself sums over these axes, and the cotangents that it receives are complete sums. None: the types
+    # of ``shard_map`` show what to sum.
     token_axes: tuple[str, ...] | None = None
-    # Where `_runner._over_devices` finds global operands: a `Layout`, or the mesh of their types, empty if they name
-    # none. None: on this device.
+    # How `_runner._over_devices` finds the global operands split: a `Layout`, or the mesh of the operands' types, which
+    # is empty if the types name none. None: the operands are on one device.
     mesh: Any = None
 
     @property
     def heads(self) -> tuple[Call, ...]:
-        """The call, and its teacher's if there is one."""
+        """The call of each head: this one, and the teacher's if there is one."""
         return (self,) if self.teacher is None else (self, self.teacher)
 
     def but(self, **fields: Any) -> Call:
-        """The same with other ``fields``, the teacher's too. In a tenth of the time of `dataclasses.replace`."""
+        """Returns a copy with other ``fields``, which are set in the teacher's call too.
+
+        It takes a tenth of the time of `dataclasses.replace`.
+        """
         other = object.__new__(Call)
         vars(other).update(vars(self) | {"teacher": self.teacher and self.teacher.but(**fields)} | fields)
         assert len(vars(other)) == len(vars(self)), fields
@@ -283,16 +301,16 @@ class Call:
 
     @property
     def sharded_function(self) -> str:
-        """The one that takes the axes of a mesh by name."""
+        """The name of the public function that takes mesh axes by name."""
         return f"sharded_{self.function}"
 
     @property
     def statistics(self) -> dict[str, int]:
-        """The fields of `ShardStatistics` that the call has, in order, and how many numbers per token each has."""
-        asked: dict[str, int] = {"weighted": self.entropy, "min": self.stats, "squares": self.stats}
-        asked |= {"total": self.mean_logit, "candidates": self.num_candidates}
-        asked |= {"support": self.stats and self.has_floor}
-        widths = {name: int(asked.get(name, True)) for name in ShardStatistics._fields}
+        """The fields of `ShardStatistics` that the call has, in order, each with how many numbers per token it has."""
+        optional: dict[str, int] = {"weighted": self.entropy, "min": self.stats, "squares": self.stats}
+        optional |= {"total": self.mean_logit, "candidates": self.num_candidates}
+        optional |= {"support": self.stats and self.has_floor}
+        widths = {name: int(optional.get(name, True)) for name in ShardStatistics._fields}
         return {name: width for name, width in widths.items() if width}
 
     @property
@@ -307,18 +325,18 @@ class Call:
 
     @property
     def cache_budget(self) -> int:
-        """The bytes of the forward's tiles that may be kept for a backward: by default some on a GPU."""
+        """How many bytes of the forward's tiles may be cached for the backward: by default some on a GPU."""
         if self.cache_bytes is not None:
             return self.cache_bytes
-        is_of_use = self.vocab_part_size is None and not self.gradient_threshold
-        return scalars.CACHE_BYTES if is_of_use and self.device.platform == "gpu" else 0
+        is_useful = self.vocab_part_size is None and not self.gradient_threshold
+        return scalars.CACHE_BYTES if is_useful and self.device.platform == "gpu" else 0
 
     @property
     def asks_for_tiles(self) -> bool:
-        """Whether the caller wants the backward to have tiles of the forward: then tracing must know the mesh.
+        """Whether the backward reads tiles that the forward saves, so that the mesh must be known while tracing.
 
-        How many there are depends on how the tokens are split. `linear_loss`, whose gradients are computed in the
-        forward, needs none.
+        The number of saved tiles depends on how the tokens are split. `linear_loss` saves none, because its forward
+        computes the gradients.
         """
         return (bool(self.cache_bytes) or self.gradient_threshold > 0) and self.function != "linear_loss"
 
@@ -333,12 +351,12 @@ class Call:
         return self.weight_layout.index("h")
 
     def split(self, hidden: Array) -> tuple[Array, Array]:
-        """Hidden [..., H] and what an adapter has beside it, [..., R]."""
+        """Splits hidden into its own [..., H] and an adapter's [..., R]. Without an adapter, returns hidden twice."""
         return (hidden[..., : self.hidden_size], hidden[..., self.hidden_size :]) if self.rank else (hidden, hidden)
 
     @property
     def without_parts(self) -> Call:
-        """The same of a vocabulary that is laid out in one part."""
+        """The same call without ``vocab_part_size``."""
         return dataclasses.replace(self, vocab_part_size=None)
 
     @property
@@ -353,31 +371,31 @@ class Call:
 
     @property
     def result_dtype(self) -> jnp.dtype:
-        """The dtype of what all heads enter."""
+        """The dtype of results that all heads contribute to."""
         return functools.reduce(jnp.promote_types, (head.stat_dtype for head in self.heads))
 
     @property
     def statistics_bytes(self) -> int:
-        """What every implementation keeps from forward to backward: the merged statistics."""
+        """The bytes of the merged statistics, which every implementation saves for the backward."""
         return sum(self.statistics.values()) * self.num_tokens * self.stat_dtype.itemsize
 
     @property
     def candidate_bytes(self) -> int:
-        """What each pass holds of candidates: their logits, ids and gradients, or sorted copies of these."""
+        """The bytes that each pass needs for candidates: their logits, ids and gradients, or sorted copies of these."""
         return 3 * self.num_candidates * self.num_tokens * self.stat_dtype.itemsize
 
 
 def is_array(x: Any) -> bool:
-    """Whether ``x`` has the shape and dtype of an array, concrete, traced or a ShapeDtypeStruct."""
+    """Whether ``x`` has a shape and a dtype: a concrete array, a tracer or a ``ShapeDtypeStruct``."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) or (hasattr(x, "shape") and hasattr(x, "dtype"))
 
 
 class PassBytes(NamedTuple):
-    """Temporary memory of compiled programs on one device, in bytes, as XLA has allotted it.
+    """Temporary memory of compiled programs on one device, in bytes, as XLA has allocated it.
 
     Attributes:
         forward: of a program that runs the forward alone.
-        backward: of one that runs both passes, beside the gradients, which are its results.
+        backward: of a program that runs both passes. Its gradients are results, which are not counted.
     """
 
     forward: int
@@ -386,25 +404,25 @@ class PassBytes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a call will be computed and what it will hold, in bytes per device. ``str(plan)`` is for people.
+    """How a call will be computed and how much memory it will take, in bytes per device. ``str(plan)`` is for people.
 
-    What a pass takes is what it asks for itself: tiles or chunks of logits and statistics, sums in float32 and copies
-    of operands, beside a few numbers per token. Operands, results and gradients are not counted. How XLA places these
-    arrays, and which of its own it adds, only its compiler knows: see ``compiled``.
+    The bytes of a pass are those of the arrays that it asks for itself: tiles or chunks of logits and statistics, sums
+    in float32, copies of operands, and a few numbers per token. Operands, results and gradients are not counted. Only
+    XLA's compiler knows how it places these arrays and which others it adds: see ``compiled``.
 
     Attributes:
         implementation: the implementation that will run.
-        refused: each implementation tried before it, and why it cannot serve the call.
+        refused: the implementations tried before that one, each with the reason why it cannot serve the call.
         call: the shapes, dtypes, device and options the plan is for.
         tiles: tile sizes by name.
-        forward_bytes: what the forward takes.
-        backward_bytes: what the backward takes, beside what is kept.
-        kept_bytes: memory kept from forward to backward beyond the call's own operands.
+        forward_bytes: memory of the forward.
+        backward_bytes: memory of the backward, without ``kept_bytes``.
+        kept_bytes: memory kept from forward to backward, without the call's operands.
         logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
         notes: remarks on options, in sentences.
-        full_cache_bytes: the least ``cache_bytes`` with which the backward recomputes nothing; 0 where it cannot.
-        same_bits: in which calls a token's logprob, entropy and lse have the same bits, in words. None: these may
-            depend on whatever else is in the call.
+        full_cache_bytes: the least ``cache_bytes`` with which the backward recomputes nothing; 0 if it always does.
+        same_bits: in words, in which calls a token's logprob, entropy and lse have the same bits. None: their bits may
+            depend on everything else in the call.
         compiled: all temporary memory of the call's compiled programs; None unless ``compile=True`` asks for it.
     """
 
@@ -423,15 +441,18 @@ class Plan:
 
     @property
     def most_bytes(self) -> int:
-        """What both passes take at most, some of it perhaps where gradients will be: the larger, and what is kept."""
+        """The peak of both passes: that of the larger pass, plus ``kept_bytes``.
+
+        Some of it may lie in the memory that the gradients will take.
+        """
         return self.kept_bytes + max(self.forward_bytes, self.backward_bytes)
 
     def __str__(self) -> str:
         call = self.call
-        where = call.device.kind or call.device.platform
+        device = call.device.kind or call.device.platform
         lines = [
             f"{self.implementation}: {call.num_tokens:,} tokens, hidden size {call.hidden_size:,}, "
-            f"{call.columns:,} vocabulary columns, {call.dtype.name}, on {where}",
+            f"{call.columns:,} vocabulary columns, {call.dtype.name}, on {device}",
             "  tiles      " + ", ".join(f"{name} {size:,}" for name, size in self.tiles.items()),
             f"  forward    {format_bytes(self.forward_bytes)} in tiles and copies",
             f"  backward   {format_bytes(self.backward_bytes)} in tiles, sums and copies; gradients not counted",
@@ -449,7 +470,7 @@ class Plan:
 
 
 def unused_notes(call: Call) -> tuple[str, ...]:
-    """The plan's notes on options that an implementation without kernels has no use for."""
+    """Returns the plan's notes on options that an implementation without kernels does not use."""
     notes = []
     if call.gradient_threshold:
         notes.append(
@@ -463,20 +484,20 @@ def unused_notes(call: Call) -> tuple[str, ...]:
     return tuple(notes)
 
 
-OVERWRITES = "the backward overwrites what was kept; outside jax.jit, a copy of it"
+OVERWRITES = "the backward overwrites the cached tiles; outside jax.jit, a copy of them"
 
 
-def cache_notes(call: Call, kept: int, of: int, tile_bytes: int) -> tuple[str, ...]:
-    """What of ``cache_bytes`` is used."""
+def cache_notes(call: Call, cached: int, tiles: int, tile_bytes: int) -> tuple[str, ...]:
+    """Returns the plan's note on ``cache_bytes``: how many of the vocabulary's ``tiles`` are ``cached``."""
     if not call.cache_budget:
         return ()
-    because = "" if call.cache_bytes else f"; cache_bytes=None is up to {format_bytes(scalars.CACHE_BYTES)} on a GPU"
-    return (f"the forward keeps {kept} of {of} vocabulary tiles, {format_bytes(tile_bytes)} each{because}",)
+    default = "" if call.cache_bytes else f"; cache_bytes=None is up to {format_bytes(scalars.CACHE_BYTES)} on a GPU"
+    return (f"the forward keeps {cached} of {tiles} vocabulary tiles, {format_bytes(tile_bytes)} each{default}",)
 
 
 def candidate_notes(call: Call) -> tuple[str, ...]:
-    """The plan's note on what candidates add to its bytes."""
+    """Returns the plan's note on the bytes that candidates add."""
     if not call.num_candidates:
         return ()
-    held, kept = format_bytes(call.candidate_bytes), format_bytes(call.candidate_bytes // 3)
-    return (f"{call.num_candidates} candidates per token add {held} to each pass and {kept} to what is kept",)
+    in_pass, kept = format_bytes(call.candidate_bytes), format_bytes(call.candidate_bytes // 3)
+    return (f"{call.num_candidates} candidates per token add {in_pass} to each pass and {kept} to what is kept",)

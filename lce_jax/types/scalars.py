@@ -1,7 +1,8 @@
-"""Checks of single numbers, flags, names and shapes, shared by `lce_jax` and `lce_torch_bridge`.
+"""Checks of single numbers, flags, names and shapes. `lce_jax` and `lce_torch_bridge` share them.
 
-So errors read alike. Each takes an argument's name and value, and returns a plain Python number or raises a
-``TypeError`` or ``ValueError`` with the value. Arrays and tensors themselves are checked elsewhere.
+Both packages therefore raise the same messages. A check takes an argument's name and value. It returns a plain Python
+number, or raises a ``TypeError`` or ``ValueError`` that has the value in its message. Arrays and tensors are checked in
+`lce_jax.call._checks` and `lce_torch_bridge.call._checks`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "ALTERNATIVES",
     "CACHE_BYTES",
     "CLASS_WEIGHTS",
     "DIRECTIONS",
@@ -27,7 +29,6 @@ __all__ = [
     "FLOAT32_MAX",
     "FLOAT32_TINY",
     "IGNORED",
-    "INSTEAD",
     "INT32_MAX",
     "MOST_CANDIDATES",
     "MOST_MASS",
@@ -73,24 +74,24 @@ __all__ = [
 ]
 
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-CACHE_BYTES = 1 << 30  # that ``cache_bytes=None`` keeps at most, where it keeps any
+CACHE_BYTES = 1 << 30  # the most that ``cache_bytes=None`` keeps, on devices where it keeps anything
 INT32_MAX = int(np.iinfo(np.int32).max)
 MOST_CANDIDATES = 512  # ids per token
 DIRECTIONS = ("forward", "reverse", "jsd")  # of the divergence of two heads
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # of a distillation over candidates
-RESTS = ("bin", "drop", "renormalize")  # what becomes of the probability outside them
-MOST_MASS = 1.01  # rounding, also that of bfloat16 log-probabilities, keeps the sum of probabilities below it
-IGNORED = -100  # the label that losses leave out by default
-ATOM = 8  # columns of the vocabulary that kernels move at least
+RESTS = ("bin", "drop", "renormalize")  # how a distillation treats the probability outside the candidates
+MOST_MASS = 1.01  # a sum of probabilities stays below it despite rounding, also of bfloat16 log-probabilities
+IGNORED = -100  # the label that losses ignore by default
+ATOM = 8  # the fewest columns of the vocabulary that kernels move at once
 
 
 def padded_rank(rank: int) -> int:
-    """The rank of an adapter with zeros up to whole 64, a swizzle atom of the kernels."""
+    """Returns the rank of an adapter padded to a multiple of 64, a swizzle atom of the kernels."""
     return -(-rank // 64) * 64
 
 
 def number(name: str, value: Any) -> float:
-    """A number that is finite in float32."""
+    """Returns a number that is finite in float32."""
     if type(value) is not float:
         value = real(name, value)
     if not abs(value) <= FLOAT32_MAX:
@@ -99,13 +100,13 @@ def number(name: str, value: Any) -> float:
 
 
 def bound(name: str, value: Any) -> float:
-    """A number that may be infinite: what lies beyond float32 is."""
+    """Returns a number that is infinite, or finite in float32."""
     value = real(name, value)
     return value if math.isinf(value) else number(name, value)
 
 
 def real(name: str, value: Any) -> float:
-    """A number of Python or NumPy, of any value."""
+    """Returns a number of Python or NumPy as a float. Any value is accepted."""
     if isinstance(value, np.generic) and not isinstance(value, np.bool_):
         value = value.item()  # ml_dtypes' scalars too
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -114,7 +115,7 @@ def real(name: str, value: Any) -> float:
 
 
 def positive(name: str, value: Any) -> float:
-    """A number that is finite and positive in float32, where subnormal numbers count as 0."""
+    """Returns a number that is finite and positive in float32, where subnormal numbers count as 0."""
     value = number(name, value)
     if value < FLOAT32_TINY:
         raise ValueError(f"{name} must be positive in float32, got {value}")
@@ -127,7 +128,7 @@ def is_temperature(x: Any) -> Any:
 
 
 def not_negative(name: str, value: Any) -> float:
-    """A finite number, at least 0."""
+    """Returns a finite number that is at least 0."""
     value = number(name, value)
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
@@ -135,7 +136,7 @@ def not_negative(name: str, value: Any) -> float:
 
 
 def fraction(name: str, value: Any) -> float:
-    """A number in [0, 1)."""
+    """Returns a number in [0, 1)."""
     value = number(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{name} must lie in [0, 1), got {value}")
@@ -143,7 +144,7 @@ def fraction(name: str, value: Any) -> float:
 
 
 def smoothing(value: Any) -> float:
-    """A ``label_smoothing`` in [0, 1], as in torch: with 1 the labels do not count."""
+    """Returns a ``label_smoothing`` in [0, 1], as in torch. With 1 the labels do not count."""
     value = number("label_smoothing", value)
     if not 0 <= value <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {value}")
@@ -156,12 +157,12 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a number or a flag of Python or NumPy, which has one value in a program."""
+    """Whether ``value`` is a number or flag of Python or NumPy, which is a constant of a program."""
     return isinstance(value, numbers.Number | np.generic)
 
 
 def integer(name: str, value: Any) -> int:
-    """A whole number that an int32 holds."""
+    """Returns a whole number that fits in an int32."""
     if not is_integer(value):
         raise TypeError(f"{name} must be a Python integer, got {value!r}")
     if abs(value) >= INT32_MAX:
@@ -170,10 +171,16 @@ def integer(name: str, value: Any) -> int:
 
 
 def weight_of_jsd(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) -> float | None:
-    """The β of a generalised JSD, by default 0.5; None if ``chosen`` is another divergence. 0 and 1 are ``ends``."""
+    """Returns the β of a generalised JSD, by default 0.5, or None if ``chosen`` is another divergence.
+
+    ``ends`` are the names of the divergences that a β of 0 and of 1 would be.
+    """
     if chosen != "jsd":
         if beta is not None:
-            raise ValueError(f'beta={beta!r} is a weight of {argument}="jsd", {argument} is "{chosen}"')
+            raise ValueError(
+                f'beta={beta!r} is a weight of {argument}="jsd", but {argument} is "{chosen}": leave beta out, or '
+                f'write {argument}="jsd"'
+            )
         return None
     beta = number("beta", 0.5 if beta is None else beta)
     if not 0 < beta < 1:
@@ -182,20 +189,20 @@ def weight_of_jsd(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) 
 
 
 def of_the_student_alone(name: str, value: Any, neutral: float | None) -> ValueError:
-    """A student's scale or cap says nothing of the teacher's: each belongs to its model."""
-    write = f'write teacher_{name}="same", or the teacher\'s own, teacher_{name}={neutral} if it has none'
-    return ValueError(f"{name}={value} is the student's alone: {write}")
+    """Returns the error for a student's scale or cap without the teacher's, because each model has its own."""
+    advice = f'write teacher_{name}="same", or the teacher\'s own, teacher_{name}={neutral} if it has none'
+    return ValueError(f"{name}={value} is the student's alone: {advice}")
 
 
 def num_bytes(name: str, value: Any) -> int:
-    """A whole number of bytes, of any size."""
+    """Returns a whole number of bytes, of any size."""
     if not is_integer(value) or value < 0:
         raise ValueError(f"{name} must be a whole number of bytes, at least 0, got {value!r}")
     return int(value)
 
 
 def format_bytes(count: float) -> str:
-    """``count`` in the largest binary unit that keeps it at least 1: ``format_bytes(3 << 20)`` is ``'3.0 MiB'``."""
+    """Formats ``count`` in the largest binary unit with a value of 1 or more: ``3 << 20`` is ``'3.0 MiB'``."""
     if count < 1024:
         return f"{count:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -205,53 +212,58 @@ def format_bytes(count: float) -> str:
     return f"{count:,.1f} {unit}"
 
 
-OF_MODELS = "hidden|weight|bias|temperature|logit_scale|logit_softcap|weight_layout"  # arguments of each of two models
-IN_CODE = re.compile(rf"(?<=\()\b({OF_MODELS})(?=[,)])|\b({OF_MODELS})(?=[=\[]|\.\w)")
+MODEL_ARGUMENTS = "hidden|weight|bias|temperature|logit_scale|logit_softcap|weight_layout"  # that both models have
+# Such a name in a line of code: an argument in parentheses, or a name before "=", "[" or an attribute.
+NAME_IN_CODE = re.compile(rf"(?<=\()\b({MODEL_ARGUMENTS})(?=[,)])|\b({MODEL_ARGUMENTS})(?=[=\[]|\.\w)")
 
 
 def of_the_teacher(error: Exception) -> str:
-    r"""An error's words about the teacher's arguments; what they tell to write names the teacher's.
+    r"""Returns an error's message for the teacher's arguments: the code in it names the teacher's arguments.
 
     Example:
         >>> from lce_jax.types.scalars import of_the_teacher
         >>> of_the_teacher(ValueError('hidden (4, 9) does not fit: write weight_layout="hv"'))
         'the teacher\'s hidden (4, 9) does not fit: write teacher_weight_layout="hv"'
     """
-    return "the teacher's " + IN_CODE.sub(r"teacher_\g<0>", str(error))
+    return "the teacher's " + NAME_IN_CODE.sub(r"teacher_\g<0>", str(error))
 
 
 def not_hidden(hidden: Sequence[int], weight: Sequence[int], vocab_size: int, other: str) -> str:
-    """What may be wrong with hidden states that end in the vocabulary; ``other``: what to write for a weight [H, V].
+    """Returns the hint for hidden states whose last dimension has the size of the vocabulary; else an empty string.
 
-    First what is likelier: a vocabulary is larger than a hidden state.
+    ``other`` is what to write for a weight [H, V]. The likelier mistake comes first: a vocabulary is usually larger
+    than the hidden size.
     """
     if hidden[-1:] != (vocab_size,):
         return ""
-    turned = f"the vocabulary is the other dimension of weight {tuple(weight)}: write {other}"
-    pass_hidden = "Pass the hidden states that the head multiplies"
+    transposed = f"the vocabulary is the other dimension of weight {tuple(weight)}: write {other}"
+    advice = "Pass the hidden states that the head multiplies"
     if vocab_size < max(weight):
-        return f": if hidden is right, {turned}. Or did you pass logits? {pass_hidden}"
-    return f": hidden has V = {vocab_size} columns: did you pass logits? {pass_hidden}. If hidden is right, {turned}"
+        return f": if hidden is right, {transposed}. Or did you pass logits? {advice}"
+    return f": hidden has V = {vocab_size} columns: did you pass logits? {advice}. If hidden is right, {transposed}"
 
 
 def part_size(value: Any, cache_bytes: int | None, gradient_threshold: float) -> int | None:
-    """A ``vocab_part_size``: columns, a multiple of 8 as TMA reads the weight. None: the vocabulary has no parts."""
+    """Returns a ``vocab_part_size``, in columns; None for a vocabulary without parts.
+
+    It is a multiple of 8, because TMA reads the weight in such atoms.
+    """
     if value is None:
         return None
     value = integer("vocab_part_size", value)
     if value < 1 or value % ATOM:
         raise ValueError(f"vocab_part_size must be a positive multiple of {ATOM}, got {value}")
-    others = {"cache_bytes": cache_bytes, "gradient_threshold": gradient_threshold}
-    for name, other in others.items():
-        if other:
+    excluded = {"cache_bytes": cache_bytes, "gradient_threshold": gradient_threshold}
+    for name, excluded_value in excluded.items():
+        if excluded_value:
             raise ValueError(
-                f"vocab_part_size={value} with {name}={other}: what the forward keeps of its tiles is of no use to a "
-                f"backward, whose tiles know no parts. Write {name}=0, or vocab_part_size=None"
+                f"vocab_part_size={value} with {name}={excluded_value}: the backward does not support vocab_part_size, "
+                f"so it cannot use tiles that the forward keeps. Write {name}=0, or vocab_part_size=None"
             )
     return value
 
 
-# What others call an option, or what they have and these functions need not.
+# Names that other packages use for an option, or for an argument that these functions do not need.
 OTHER_NAMES = {
     "softcap": "logit_softcap",
     "softcapping": "logit_softcap",
@@ -268,114 +280,122 @@ OTHER_NAMES = {
     "temp": "temperature",
     "tau": "temperature",
 }
-# One line for arrays of JAX and NumPy and for tensors. A label below 0 would read a class from the end.
+# One line that works for arrays of JAX and NumPy and for tensors. Without the clip, a label below 0 would read a class
+# from the end.
 CLASS_WEIGHTS = (
     "weigh tokens. With w = class_weights[labels.clip(min=0)] * (labels >= 0), the loss is "
     "linear_loss(lambda logprob, entropy, lse, w: -w * logprob, hidden, weight, labels, w=w)[0] / w.sum()"
 )
-INSTEAD = {  # what to write in place of an option that a function does not have
+ALTERNATIVES = {  # what to write in place of an option that a function does not have
     "class_weight": CLASS_WEIGHTS,
     "class_weights": CLASS_WEIGHTS,
     "weight_layout": "weight is [V, H]: pass weight.T if yours is [H, V]",
     "precision": 'call torch.set_float32_matmul_precision("highest") before, for products of float32',
 }
-SHARDS = {  # what says where the vocabulary's shards are: a function has one of these
+SHARDS = {  # the option that names the shards of the vocabulary, of which a function has one, and how to write it
     "vocab_axis": "vocab_axis",
     "axis_name": "axis_name inside shard_map, or vocab_axis of the function over a mesh",
     "tp_group": "tp_group",
 }
-OF_SHARDS = (*SHARDS, "axis", "tp_axis", "group", "process_group")
+SHARD_NAMES = (*SHARDS, "axis", "tp_axis", "group", "process_group")
 
 
 def unknown_options(
     function: str, unknown: Sequence[str], known: Sequence[str], loss_fn: Callable[..., Any] | None = None
 ) -> TypeError:
-    """The refusal of names that are no options of a function, nor arguments of the ``loss_fn`` that it is given.
+    """Returns the error for names that are neither options of a function nor arguments of its ``loss_fn``.
 
-    With the one that the first may mean, or what to write in its place.
+    The message has the option that the first name may mean, or what to write in its place.
     """
-    of_loss = names_of_loss(loss_fn)
-    similar = iter(difflib.get_close_matches(unknown[0], [*of_loss, *known], 1))
-    shards = (words for name, words in SHARDS.items() if unknown[0] in OF_SHARDS and name in known)
+    loss_names = names_of_loss(loss_fn)
+    similar = iter(difflib.get_close_matches(unknown[0], [*loss_names, *known], 1))
+    shards = (advice for name, advice in SHARDS.items() if unknown[0] in SHARD_NAMES and name in known)
     meant = OTHER_NAMES.get(unknown[0]) or next(shards, None) or next(similar, None)
     hint = f" (did you mean {meant}?)" if meant else ""
-    hint = f": {INSTEAD[unknown[0]]}" if unknown[0] in INSTEAD else hint
-    also = "" if loss_fn is None else f"; arguments of loss_fn: {', '.join(of_loss) or 'none by name'}"
-    return TypeError(f"{function}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}{also}")
+    hint = f": {ALTERNATIVES[unknown[0]]}" if unknown[0] in ALTERNATIVES else hint
+    arguments = "" if loss_fn is None else f"; arguments of loss_fn: {', '.join(loss_names) or 'none by name'}"
+    return TypeError(f"{function}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}{arguments}")
 
 
 def arguments_of_loss(
     loss_fn: Callable[..., Any],
     per_token: Sequence[Any],
-    given: Mapping[str, Any],
+    keywords: Mapping[str, Any],
     options: Collection[str],
     parameters: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is ``given`` by name, apart: arguments of a per-token loss, which takes them all, and the rest.
+    """Splits keyword arguments into those of a per-token loss and the others.
 
-    ``parameters``: those of the caller that take a name before it can be given to the loss; None is none.
+    ``parameters`` are those of the caller, with their values. One that is not None takes its name from the loss, which
+    is an error if the loss has an argument of that name.
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {type(loss_fn)}")
     taken = [name for name, x in parameters.items() if x is not None]
-    own = names_of_loss(loss_fn) if given or taken else []
-    named = {name: x for name, x in given.items() if name in own}
-    rest = {name: x for name, x in given.items() if name not in own}
-    if both := [name for name in own if name in taken or (name in named and name in options)]:
+    loss_names = names_of_loss(loss_fn) if keywords or taken else []
+    named = {name: x for name, x in keywords.items() if name in loss_names}
+    others = {name: x for name, x in keywords.items() if name not in loss_names}
+    if both := [name for name in loss_names if name in taken or (name in named and name in options)]:
         raise TypeError(f"{both[0]} is an option, and loss_fn has an argument of that name: rename the argument")
-    if rest.keys() <= set(options):  # else the caller refuses the rest
+    if others.keys() <= set(options):  # else the caller refuses the others
         _check_arguments(loss_fn, per_token, named)
-    return named, rest
+    return named, others
 
 
 def _check_arguments(loss_fn: Callable[..., Any], per_token: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Refuses a loss that does not take three results of a token, or whose own arguments are not those given."""
+    """Refuses a loss that does not take three results of a token, or whose further arguments are not those passed."""
     if (signature := _signature(loss_fn)) is None:
         return
     try:
         signature.bind_partial(None, None, None)
     except TypeError:
         raise TypeError(
-            f"loss_fn takes {signature}, and is given three results of a token: write "
+            f"loss_fn takes {signature}, but it is called with three results of a token: write "
             "lambda logprob, entropy, lse: ..., with further arguments after these"
         ) from None
     try:
         signature.bind(None, None, None, *per_token, **named)
     except TypeError as error:
-        own = ", ".join(names_of_loss(loss_fn)) or "none by name"
-        write = ", ".join(f"{name}=..." for name in _missing(signature, per_token, named))
-        hint = f": give {write}" if write else ""
-        raise TypeError(f"loss_fn: {error}; its own arguments are {own}{hint}") from None
+        names = ", ".join(names_of_loss(loss_fn)) or "none by name"
+        missing = ", ".join(f"{name}=..." for name in _missing_arguments(signature, per_token, named))
+        hint = f": give {missing}" if missing else ""
+        raise TypeError(f"loss_fn: {error}; its further arguments are {names}{hint}") from None
 
 
-def _missing(signature: inspect.Signature, per_token: Sequence[Any], named: Mapping[str, Any]) -> list[str]:
-    """The arguments that a loss must have and does not get."""
-    first = (None, None, None, *per_token)
-    with contextlib.suppress(TypeError):  # it does not take so many
-        given = signature.bind_partial(*first, **named).arguments
-        needed = [x for x in signature.parameters.values() if x.default is x.empty]
-        return [x.name for x in needed if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and x.name not in given]
+def _missing_arguments(signature: inspect.Signature, per_token: Sequence[Any], named: Mapping[str, Any]) -> list[str]:
+    """Returns the names of required arguments that a loss does not get."""
+    positional = (None, None, None, *per_token)
+    with contextlib.suppress(TypeError):  # raised if the loss takes fewer arguments
+        passed = signature.bind_partial(*positional, **named).arguments
+        required = [x for x in signature.parameters.values() if x.default is x.empty]
+        return [
+            x.name for x in required if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and x.name not in passed
+        ]
     return []
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature | None:
-    """What a loss says that it takes, or what it does take if that cannot be three results; None if it says neither."""
-    said = None
-    for follows in (True, False):  # `functools.wraps` says what is inside, of which an adapter makes another function
+    """Returns the signature of a loss, or None if Python cannot tell it.
+
+    With `functools.wraps` a wrapper shows the signature of the function inside. An adapter may take other arguments
+    than that function, so the wrapper's own signature is returned if the function inside cannot take three results.
+    """
+    signature = None
+    for follows in (True, False):
         try:
-            said = inspect.signature(loss_fn, follow_wrapped=follows)
-            said.bind_partial(None, None, None)
+            signature = inspect.signature(loss_fn, follow_wrapped=follows)
+            signature.bind_partial(None, None, None)
         except (TypeError, ValueError):
             continue
-        return said
-    return said
+        return signature
+    return signature
 
 
 def names_of_loss(loss_fn: Any) -> list[str]:
-    """The arguments that a per-token loss takes by name, after log-probability, entropy and lse."""
+    """Returns the arguments that a per-token loss takes by name, after log-probability, entropy and lse."""
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
-    except (TypeError, ValueError):  # it is no function, or says nothing of its arguments
+    except (TypeError, ValueError):  # it is no function, or has no signature
         return []
     first = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)][:3]
     by_name = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
@@ -383,7 +403,7 @@ def names_of_loss(loss_fn: Any) -> list[str]:
 
 
 def mixed_tokens(
-    found: str,
+    reason: str,
     function: str,
     shape: Sequence[int],
     where: str | None,
@@ -391,24 +411,24 @@ def mixed_tokens(
     options: Collection[str],
     mean: tuple[str, str],
 ) -> ValueError:
-    """The refusal of a ``loss_fn`` that mixes tokens, with the lines that serve such a loss.
+    """Returns the error for a ``loss_fn`` that mixes tokens. Its message has the lines that compute such a loss.
 
-    ``function`` gives all results, ``where`` is the expression of a mask, and ``mean`` are the expressions of a mean
-    over a sequence, of all tokens and of those in ``mask``.
+    ``function`` is the function that returns all results, and ``where`` the expression of a mask. ``mean`` has two
+    expressions of a mean over a sequence: of all its tokens, and of those in ``mask``.
     """
     ignored = None if ignore_index is None else f"labels != {ignore_index}"
     mask = f"{where} & ({ignored})" if where and ignored else where or ignored
-    first, given = (f"mask = {mask}; ", ["where=mask"]) if mask else ("", [])
-    arguments = ", ".join(["hidden", "weight", "labels", *given, *(f"{name}={name}" for name in options)])
+    first, masks = (f"mask = {mask}; ", ["where=mask"]) if mask else ("", [])
+    arguments = ", ".join(["hidden", "weight", "labels", *masks, *(f"{name}={name}" for name in options)])
     return ValueError(
-        f"loss_fn mixes tokens: {found}. The loss of a token may use that token's numbers alone, because linear_loss "
+        f"loss_fn mixes tokens: {reason}. The loss of a token may use that token's numbers alone, because linear_loss "
         f"computes chunks of tokens. Compute other losses from the results of all tokens {tuple(shape)}: "
         f"`{first}out = {function}({arguments})`. There the mean of x over each sequence is `{mean[mask is not None]}`"
     )
 
 
 def broadcasting(name: str, shape: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """What to write for an array of this shape so that it broadcasts to that of the tokens.
+    """Returns expressions of an array ``name`` of this shape that broadcast to the shape of the tokens.
 
     Example:
         >>> from lce_jax.types.scalars import broadcasting
@@ -422,7 +442,10 @@ def broadcasting(name: str, shape: Sequence[int], tokens: Sequence[int]) -> list
 
 
 def per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
-    """A shape that begins with that of the tokens, with 1 where it is the same for all; or that of one number."""
+    """Refuses a shape that does not begin with that of the tokens.
+
+    A size of 1 may stand in place of any of the tokens' sizes, and () is one number for all tokens.
+    """
     if shape and (len(shape) < len(tokens) or any(n not in (1, m) for n, m in zip(shape, tokens, strict=False))):
         raise ValueError(
             f"{name} {tuple(shape)} must begin with the shape of labels {tuple(tokens)}, or have 1 in place of a size"
@@ -430,7 +453,7 @@ def per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]) -> N
 
 
 def given_labels(labels: Any, without: str) -> None:
-    """Refuses None as labels; ``without``: what to write for tokens that have none."""
+    """Refuses None as labels. ``without`` says what to write for tokens without labels."""
     if labels is None:
         raise TypeError(
             f"labels is None: give a vocabulary id for each token, in the shape of hidden before H; {without}"
@@ -438,7 +461,7 @@ def given_labels(labels: Any, without: str) -> None:
 
 
 def are_inside(labels: Any, vocab_size: int) -> bool:
-    """Whether all labels lie in the vocabulary or are `IGNORED`, those that a mask leaves out too."""
+    """Whether every label lies in the vocabulary or is `IGNORED`, labels of masked rows included."""
     if labels.max() >= vocab_size:
         return False
     least = labels.min()
@@ -446,10 +469,11 @@ def are_inside(labels: Any, vocab_size: int) -> bool:
 
 
 def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy: bool) -> None:
-    """Warns if labels that count, ``numbers``, lie outside the vocabulary: all of them, or some of a cross entropy's.
+    """Warns if labels that count, ``numbers``, lie outside the vocabulary.
 
-    `IGNORED` marks a token that has no label: a micro-batch may be padding alone. ``packages``: folders of other
-    packages that call this. The warning names the line that calls them and this package.
+    For a cross entropy it warns of a single such label, for other functions only if all labels lie outside. Labels of
+    `IGNORED` do not count, because a micro-batch may be padding alone. ``packages`` are the folders of other packages
+    that call this function: the warning names the line that calls this package or one of them.
     """
     counted = numbers[numbers != IGNORED]
     outside = counted[(counted < 0) | (counted >= vocab_size)]
@@ -466,7 +490,7 @@ def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy
 
 
 def labels_shape(labels: Sequence[int], leading: Sequence[int]) -> None:
-    """Refuses labels of another shape than hidden states have before H, with the line to write where it is plain."""
+    """Refuses labels whose shape is not that of the hidden states before H. The message suggests a line if it can."""
     labels, leading = tuple(labels), tuple(leading)
     if labels == leading:
         return
@@ -489,7 +513,10 @@ def given_value(name: str, value: Any) -> None:
 
 
 def dimensions_of_tokens(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
-    """A number's shape, or one of as many dimensions: [b] would go along the sequence of [b, s]."""
+    """Refuses an array unless it has no dimensions or as many as the tokens.
+
+    An array [b] would broadcast along the sequence of [b, s].
+    """
     if len(shape) not in (0, len(tokens)):
         raise ValueError(
             f"{name} {tuple(shape)} must have the dimensions of logprob {tuple(tokens)}, of size 1 where all are the "
@@ -498,48 +525,48 @@ def dimensions_of_tokens(name: str, shape: Sequence[int], tokens: Sequence[int])
 
 
 def alone_with_floor(num_candidates: int, mean_logit: bool) -> None:
-    """A ``logit_floor`` excludes what has no meaning where each row has a set of tokens of its own."""
+    """Refuses options that have no meaning with a ``logit_floor``, which gives each row its own set of tokens."""
     if num_candidates:
         raise ValueError(
-            f"logit_floor with candidates, {num_candidates} per token: those below the floor have no log-probability. "
+            f"logit_floor with candidates, {num_candidates} per token: one below the floor has no log-probability. "
             "Write candidates=None, or call linear_logits for their logits"
         )
     if mean_logit:
         raise ValueError(
-            "logit_floor with label_smoothing (or mean_logit), a mean over the whole vocabulary. Write "
+            "logit_floor with label_smoothing (or mean_logit), which is a mean over the whole vocabulary. Write "
             "label_smoothing=0, or logit_floor=None"
         )
 
 
-def whole_parts(part_size: int | None, columns: int, of_shard: int) -> None:
-    """Shards of ``of_shard`` columns each must have whole parts; a vocabulary of one shard may end inside a part."""
-    if part_size is None or of_shard == columns or of_shard % part_size == 0:
+def whole_parts(part_size: int | None, columns: int, shard_columns: int) -> None:
+    """Refuses shards whose columns do not divide into parts. A vocabulary of one shard may end inside a part."""
+    if part_size is None or shard_columns == columns or shard_columns % part_size == 0:
         return
-    shards = columns // of_shard
-    whole = -(-columns // (shards * part_size)) * shards * part_size
+    shards = columns // shard_columns
+    padded = -(-columns // (shards * part_size)) * shards * part_size
     raise ValueError(
-        f"vocab_part_size={part_size}: each of the {shards} shards has {of_shard} of the {columns} columns of weight, "
-        f"which are no whole parts. Give a divisor of {of_shard}, or pad the vocabulary of weight to {whole} columns "
-        "and pass the true vocab_size"
+        f"vocab_part_size={part_size}: each of the {shards} shards has {shard_columns} of the {columns} columns of "
+        f"weight, which do not divide into parts. Give a divisor of {shard_columns}, or pad the vocabulary of weight "
+        f"to {padded} columns and pass the true vocab_size"
     )
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False."""
+    """Returns a flag as a Python bool."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
-    """One of several names."""
+    """Refuses a value that is not one of ``choices``."""
     if value not in choices:
         *first, last = (f'"{choice}"' for choice in choices)
         raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
 
 
 def num_largest(k: Any, vocab_size: int | None = None) -> int:
-    """The k of ``linear_topk``, which is at most the vocabulary, if it is known."""
+    """Returns the k of ``linear_topk``. It is at most ``vocab_size``, if that is known."""
     k = integer("k", k)
     if not 1 <= k <= MOST_CANDIDATES:
         raise ValueError(f"k must lie in [1, {MOST_CANDIDATES}], got {k}")
@@ -549,13 +576,15 @@ def num_largest(k: Any, vocab_size: int | None = None) -> int:
 
 
 def num_candidates(name: str, shape: Sequence[int]) -> int:
-    """The K of ids of this shape, ``[..., K]``."""
+    """Returns the K of ids of this shape, ``[..., K]``."""
     if len(shape) < 1 or not 1 <= shape[-1] <= MOST_CANDIDATES:
         raise ValueError(f"{name} {tuple(shape)} must end in K, from 1 to {MOST_CANDIDATES} ids per token")
     return int(shape[-1])
 
 
-def candidate_shape(name: str, shape: Sequence[int], leading: Sequence[int], of: str) -> None:
-    """Ids of this shape must be ``[*leading, K]``, where ``leading`` is the shape of ``of``."""
+def candidate_shape(name: str, shape: Sequence[int], leading: Sequence[int], operand: str) -> None:
+    """Refuses ids whose shape is not ``[*leading, K]``, where ``leading`` is the shape of ``operand``."""
     if tuple(shape[:-1]) != tuple(leading):
-        raise ValueError(f"{name} {tuple(shape)} must be [..., K] with the shape of {of} {tuple(leading)} before K")
+        raise ValueError(
+            f"{name} {tuple(shape)} must be [..., K] with the shape of {operand} {tuple(leading)} before K"
+        )

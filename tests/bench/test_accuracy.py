@@ -53,7 +53,7 @@ def test_the_command_writes_errors_of_each_way_and_spread(tmp_path, capsys):
 
 def test_an_error_is_the_distance_from_float64():
     drawn = problem.random_problem(SMALL, jnp.dtype("bfloat16"), 3)
-    right = accuracy.in_float64(drawn, "logprob+entropy")
+    right = accuracy.compute_float64(drawn, "logprob+entropy")
     off = right["logprobs"].copy()
     off[3] += 0.25
     moved = {"logprobs": (off, 0.25), "loss": (right["loss"] + 3.2, 0.1), "dweight": (1.01 * right["dweight"], 0.01)}

@@ -164,7 +164,7 @@ def test_a_divergence_of_tensors_is_that_of_arrays(torch_on_cpu):
 
     trl, right = (dict(found)[f"forward, {name}, + backward"] for name in ("TRL", "stored logits"))
     ours, other = (one.compile(function, *operands) for one, function in ((trl, plain), (right, right.function)))
-    assert programs.apart(trl.results(ours.wait(ours.launch())), other.wait(other.launch())) < 1e-5
+    assert programs.relative_distance(trl.results(ours.wait(ours.launch())), other.wait(other.launch())) < 1e-5
 
 
 def test_text_like_data_has_a_row_with_a_threshold():
@@ -193,4 +193,4 @@ def test_the_share_of_tiles_below_a_threshold():
 
 def test_the_devices_shapes():
     assert heads.shapes_here() == problem.CPU_SHAPES
-    assert heads.words("heads", TINY) == ["heads", "--shape", "24,32,520"]
+    assert heads.job_arguments("heads", TINY) == ["heads", "--shape", "24,32,520"]

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
     [
         (["--shape", "1,2"], "'1,2' must be three numbers: tokens, hidden size, vocabulary"),
         (["--shape", "0,64,512"], "0 is not between 1 and"),
-        (["--shape", "8k,64,512"], "'8k' is no whole number: write all its digits, such as 8192"),
+        (["--shape", "8k,64,512"], "'8k' is not a whole number: write all its digits, such as 8192"),
         (["--implementation", "magic"], "invalid choice: 'magic'"),
     ],
 )

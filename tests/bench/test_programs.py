@@ -112,8 +112,10 @@ def test_a_program_of_this_package_that_fails_is_a_failure() -> None:
 
     right = programs.Program(lambda hidden, weight: hidden @ weight.T)
     operands, fails = (jnp.ones((4, 8)), jnp.ones((16, 8))), programs.Program(out_of_memory, "stored")
-    assert programs.timed({"product": right, "linear_x": right, "stored": fails}, operands, (4, 8, 16), 1).healthy
-    assert not programs.timed({"product": right, "linear_x": fails}, operands, (4, 8, 16), 1).healthy
+    assert programs.time_programs(
+        {"product": right, "linear_x": right, "stored": fails}, operands, (4, 8, 16), 1
+    ).healthy
+    assert not programs.time_programs({"product": right, "linear_x": fails}, operands, (4, 8, 16), 1).healthy
 
 
 def test_float32_by_what_multiplies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_the_minutes_end_a_session(
     monkeypatch.setattr(session, "PLAN", TINY)
     out = tmp_path / "cpu.json"
     assert bench.main(["session", "--minutes", "1", "--out", str(out)]) == 0
-    assert "1 of 2 jobs wait for the next session" in capsys.readouterr().out
+    assert "1 of 2 jobs remain for the next session" in capsys.readouterr().out
     assert not out.exists()  # the session ended the job, which may well be right
 
 
@@ -79,7 +79,7 @@ def test_what_is_missing_comes_first_and_then_the_oldest(tmp_path: Path) -> None
     records.merge(path, "older", row, a_run("2026-01-01", "before"))
     records.merge(path, "done", row, a_run())
     file = records.read(path)
-    assert session.due(file, ["done", "newer", "older", "missing"], "now") == ["missing", "older", "newer"]
+    assert session.list_due_jobs(file, ["done", "newer", "older", "missing"], "now") == ["missing", "older", "newer"]
 
 
 def test_a_command_writes_over_what_it_found_before(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_command_writes_over_what_it_found_before(tmp_path: Path) -> None:
     (job,) = records.jobs(file, "heads")
     assert [(row["name"], row["x"], row["run"]["date"]) for row in job["rows"]] == [("b", 3, "2026-01-03")]
     assert [run["date"] for run in file["runs"].values()] == ["2026-01-02", "2026-01-03"]
-    with pytest.raises(ValueError, match="has rows of cpu, and this is NVIDIA H200"):
+    with pytest.raises(ValueError, match="has rows of cpu, but this is NVIDIA H200"):
         records.read(path, "NVIDIA H200")
 
 
@@ -108,8 +108,8 @@ def test_a_file_of_another_card_is_refused_before_anything_is_measured(
 def test_words_do_not_change_the_version_of_the_code() -> None:
     plain = "def f(x):\n    return x + 1\n"
     words = '"""Of numbers."""\n\n\ndef f(x):\n    """One more."""\n    # of it\n    return x + 1\n'
-    assert records._without_words(plain) == records._without_words(words)
-    assert records._without_words(plain) != records._without_words(plain.replace("1", "2"))
+    assert records._strip_docstrings(plain) == records._strip_docstrings(words)
+    assert records._strip_docstrings(plain) != records._strip_docstrings(plain.replace("1", "2"))
 
 
 def test_every_planned_command_is_one_job_with_that_key(monkeypatch: pytest.MonkeyPatch) -> None:

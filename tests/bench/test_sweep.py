@@ -25,12 +25,12 @@ H200 = Call(num_tokens=512, hidden_size=1024, columns=4096, dtype=jnp.dtype("bfl
 def test_a_sweep_tries_tunings_that_fit_and_puts_the_table_back(kernel):
     before = _generations.GENERATIONS
     start = tuning_of(H200, kernel)
-    choices = [sweep.around(H200, kernel, start, step) for step in sweep.STEPS]
+    choices = [sweep.vary_fields(H200, kernel, start, step) for step in sweep.STEPS]
     for step in choices:
         assert start in step
         assert 4 <= len(set(step)) == len(step) <= 40
     for tuning in itertools.chain(*choices):
-        with sweep.tuned(H200, kernel, tuning):
+        with sweep.use_tuning(H200, kernel, tuning):
             assert tuning_of(H200, kernel) == tuning
             assert _generations.refusal(H200) is None
     assert before == _generations.GENERATIONS
@@ -43,7 +43,7 @@ def tuning_of(case, kernel):
 def test_a_sweep_leaves_no_entry_for_a_device_that_had_none():
     unknown = dataclasses.replace(H200, device=H200.device._replace(kind="NVIDIA H100 PCIe"))
     tuning, before = Tuning(tile_k=64, stages=3), tuning_of(unknown, "forward")
-    with sweep.tuned(unknown, "forward", tuning):
+    with sweep.use_tuning(unknown, "forward", tuning):
         assert tuning_of(unknown, "forward") == tuning != before
         assert tuning_of(H200, "forward") == before
     assert tuning_of(unknown, "forward") == before
@@ -95,7 +95,7 @@ def test_tunings_are_timed_as_candidates_and_printed_the_fastest_first(monkeypat
     """With the implementation for every device in place of the kernels, which need such a GPU."""
     drawn = problem.random_problem((24, 32, 520), jnp.float32)
     monkeypatch.setattr(sweep, "NAME", "xla")
-    choices = sweep.around(H200, "forward", tuning_of(H200, "forward"), sweep.STEPS[2])[:2]
+    choices = sweep.vary_fields(H200, "forward", tuning_of(H200, "forward"), sweep.STEPS[2])[:2]
     found = sweep._time("forward", drawn, H200, 1, choices)
     assert set(found) == set(choices)
     assert list(found.values()) == sorted(found.values())

@@ -267,7 +267,7 @@ OF_MESHES: Mistakes = [
     (dict(mesh=None), ValueError, "no mesh: pass mesh="),
     (dict(vocab_axis="model"), ValueError, "vocab_axis 'model' is no axis of the mesh .*'tensor': 4"),
     (dict(batch_axes="fsdp"), ValueError, "batch_axes 'fsdp' is no axis"),
-    (dict(batch_axes="tensor"), ValueError, "overlap; only sequence_axis may hold vocab_axis"),
+    (dict(batch_axes="tensor"), ValueError, "overlap: only sequence_axis may contain vocab_axis"),
 ]
 MISTAKES: dict[str, Mistakes] = {
     "linear_logprobs": [

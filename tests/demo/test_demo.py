@@ -110,13 +110,13 @@ def test_a_threshold_is_compared_only_where_it_leaves_tiles_out(tmp_path):
     from examples.demo.compare import Comparison, ProgramCost
     from examples.demo.evaluate import Evaluation
 
-    assert not sft.leaves_out(cli._plan_head(model.make_mesh()))  # CPU devices
+    assert not sft.supports_threshold(cli._plan_head(model.make_mesh()))  # CPU devices
     stages, program = [Evaluation(5.0, 4.0, 0.5, "x = 1")] * 3, ProgramCost(1 << 20, 0.1, 1e-7, 1e-7, 1e-7)
     comparison = Comparison(4, 8, 16, "float32", program, program, None)
     console = Console(record=True, width=120)
-    with_stored = sft.SecondRun([5.0], [5.0])
-    report.print_tables(console, stages, 0.9, with_stored, None, comparison)
-    report.draw(tmp_path / "curves.png", [rl.RlMetrics(0.5, 4.0)], stages, 0.9, with_stored, None)
+    stored_run = sft.SecondRun([5.0], [5.0])
+    report.print_tables(console, stages, 0.9, stored_run, None, comparison)
+    report.draw(tmp_path / "curves.png", [rl.RlMetrics(0.5, 4.0)], stages, 0.9, stored_run, None)
     said = console.export_text()
     assert "threshold" not in said
     assert "logits stored" in said
@@ -126,18 +126,18 @@ def test_a_threshold_is_compared_only_where_it_leaves_tiles_out(tmp_path):
 def test_a_head_of_real_size_is_timed_both_ways():
     from examples.demo import compare, model
 
-    real = compare._real_size(model.make_mesh(), (64, 128, 512))
+    real = compare._time_real_size(model.make_mesh(), (64, 128, 512))
     assert real.shape == (64, 128, 512)
     assert real.fused_seconds > 0
     assert real.materialised_seconds > 0
-    assert not compare._holds_real_size(model.make_mesh())  # CPU devices
+    assert not compare._fits_real_size(model.make_mesh())  # CPU devices
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--steps", "0"], "argument --steps: 0 is not between 1 and"),
-        (["--rl-steps", "few"], "argument --rl-steps: 'few' is no whole number"),
+        (["--rl-steps", "few"], "argument --rl-steps: 'few' is not a whole number"),
         (["--seed", "-1"], "argument --seed: -1 is not between 0 and"),
         (["--out", __file__], "argument --out:"),
     ],

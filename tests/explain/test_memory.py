@@ -14,7 +14,7 @@ import pytest
 import lce_jax
 from lce_jax import explain, linear_cross_entropy, linear_kl, linear_logprobs, linear_topk
 from lce_jax.explain import __main__ as command
-from lce_jax.explain._models import MODELS, model_head, model_named
+from lce_jax.explain._models import MODELS, find_model, model_head
 from tests.pairs import values_of
 from tests.torch.test_host import backward, forward, head, held_bytes
 
@@ -190,10 +190,10 @@ def test_as_a_command() -> None:
 
 def test_a_model_as_hugging_face_names_it() -> None:
     names = ("Qwen/Qwen3-8B", "Qwen3-8B-Base", "google/gemma-2-9b-it", "deepseek-ai/DeepSeek-V3", "qwen2.5-7b")
-    assert [*map(model_named, names)] == ["qwen3-8b", "qwen3-8b", "gemma2-9b", "deepseek-v3", "qwen2.5-7b"]
+    assert [*map(find_model, names)] == ["qwen3-8b", "qwen3-8b", "gemma2-9b", "deepseek-v3", "qwen2.5-7b"]
     assert command.read(["--model", names[0], "--tokens", "64"])[0].head == model_head("qwen3-8b")
     for other in ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-80B", "Qwen/Qwen2.5-Coder-7B"):
-        assert model_named(other) == other
+        assert find_model(other) == other
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_model_as_hugging_face_names_it() -> None:
         ([], "give --model, or --hidden and --vocab"),
         (["--hidden", "64"], "give --model, or --hidden and --vocab"),
         (["--model", "qwen3-8b", "--hidden", "64"], "give --model, or --hidden and --vocab"),
-        (["--model", "gemma2-2b", "--softcap", "3"], "gemma2-2b brings its own"),
+        (["--model", "gemma2-2b", "--softcap", "3"], "gemma2-2b has its own"),
         (["--model", "qwen3-8b", "--tensor-parallel", "0"], "0 is not between 1 and 2147483646"),
         (["--model", "qwen3-8b", "--tokens", str(10**20)], "100000000000000000000 is not between 1 and"),
         (["--hidden", "64", "--vocab", "1000", "--softcap", "0"], "got 0.0; leave --softcap out for no cap"),
@@ -211,7 +211,7 @@ def test_a_model_as_hugging_face_names_it() -> None:
         (["--hidden", "64", "--vocab", "1000", "--softcap", "thirty"], "could not convert"),
         (["--model", "qwen3-8b", "--spare-gib", "-1"], "-1 must be a number of GiB"),
         (["--model", "qwen3-8b", "--spare-gib", "much"], "much must be a number of GiB, at least 0, such as 4"),
-        (["--model", "qwen3-8b", "--hidden", "4k"], "'4k' is no whole number: write all its digits, such as 8192"),
+        (["--model", "qwen3-8b", "--hidden", "4k"], "'4k' is not a whole number: write all its digits, such as 8192"),
         (["--model", "qwen3-8b", "--sequence-parallel", "--tensor-parallel", "3"], "--tokens 64 must divide by"),
     ],
 )

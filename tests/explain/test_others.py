@@ -36,7 +36,7 @@ CALL = jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros(4, int)
     (dict(teacher=(CALL[0], jnp.ones((32, 9)))), ValueError, "the teacher's .* ends in H = 8"),
     (dict(teacher=CALL[:2], ids=CALL[2][:, None]), ValueError, "ids and teacher belong to different functions"),
     (dict(teacher=CALL[:2], gradient_threshold=0.1), TypeError, "linear_kl has no option gradient_threshold"),
-    (dict(teacher=CALL[:2], z_loss=1e-4), ValueError, "teacher is that of linear_kl, which is no loss"),
+    (dict(teacher=CALL[:2], z_loss=1e-4), ValueError, "teacher is an argument of linear_kl, which is not a loss"),
     (dict(teacher=CALL[:2], teacher_bias=jnp.ones(31)), ValueError, r"the teacher's bias \(31,\) must have"),
     (dict(ids=CALL[2][:, None], beta=0.3), TypeError, "beta .*give teacher"),
     (dict(teacher_logit_scale=1.0), TypeError, "teacher_logit_scale .*give teacher"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.programs import KERNELS, with_kernels_of
+from benchmarks.programs import KERNELS, use_kernels
 from lce_jax import linear_kl, mosaic
 from tests import oracle
 from tests.kl_cases import Call, call, draw, evaluate, expected
@@ -49,7 +49,7 @@ def test_kernels_of_other_generations(test: Call, kernels: str) -> None:
     """A Hopper GPU runs mma.sync and cp.async too, which reads a weight in pieces of 128 rows."""
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("Hopper alone runs the instructions of all generations")
-    with with_kernels_of(KERNELS[kernels]):
+    with use_kernels(KERNELS[kernels]):
         check(test._replace(V=4096), implementation="mosaic_gpu")
 
 

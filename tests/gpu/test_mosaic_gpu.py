@@ -17,7 +17,7 @@ import pytest
 
 import lce_jax
 from benchmarks.problem import TOPK_NAME, stored
-from benchmarks.programs import KERNELS, with_kernels_of
+from benchmarks.programs import KERNELS, use_kernels
 from lce_jax import LogprobOutput
 from lce_jax.mosaic import _generations, mma, sm90
 from lce_jax.mosaic.mma import _pipeline
@@ -164,7 +164,7 @@ def test_kernels_of_other_generations(name: str, kernels: str, monkeypatch: pyte
     """A Hopper GPU runs mma.sync and cp.async too."""
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("Hopper alone runs the instructions of all generations")
-    with with_kernels_of(KERNELS[kernels]):
+    with use_kernels(KERNELS[kernels]):
         check_case(name, monkeypatch)
 
 

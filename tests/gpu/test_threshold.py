@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
-from benchmarks.programs import KERNELS, with_kernels_of
+from benchmarks.programs import KERNELS, use_kernels
 from lce_jax import mosaic
 from lce_jax.call import _dispatch
 from lce_jax.mosaic import _generations
@@ -46,7 +46,7 @@ def test_kernels_of_other_generations(test: Call, kernels: str) -> None:
         pytest.skip("Hopper alone runs the instructions of all generations")
     generation = KERNELS[kernels]
     few = dataclasses.replace(generation, budget=budget_of(test, generation.budget, generation.tiling))
-    with with_kernels_of(few):
+    with use_kernels(few):
         check_case(test)
 
 

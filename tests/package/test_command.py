@@ -27,7 +27,7 @@ def test_a_command_is_run_with_its_arguments(capsys: pytest.CaptureFixture[str])
         (["train"], 2, "unknown command train; known: explain\n"),
         (["explan"], 2, "unknown command explan (did you mean explain?); known: explain\n"),
         (["benhc"], 2, "unknown command benhc; known: explain\n"),  # which is not installed with the package
-        (["explain", "--tokens", "8k"], 2, "lce-jax explain: error: argument --tokens: '8k' is no whole number"),
+        (["explain", "--tokens", "8k"], 2, "lce-jax explain: error: argument --tokens: '8k' is not a whole number"),
         (["--version"], 0, f"lce-jax {lce_jax.__version__}"),
         (["--help"], 0, "lce-jax COMMAND --help has the options of each"),
         (["bench"], 2, "in a checkout of the repository, run make bench or python -m benchmarks"),
@@ -55,10 +55,10 @@ def test_a_pipe_that_closes_is_no_error() -> None:
         assert "Error" not in said.read()
 
 
-@pytest.mark.parametrize("name", [name for name, commands in command.IN_A_CHECKOUT.items() if len(commands) > 1])
+@pytest.mark.parametrize("name", [name for name, commands in command.CHECKOUT_COMMANDS.items() if len(commands) > 1])
 def test_the_commands_of_a_checkout_are_what_make_runs(name: str) -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
-    made, module = command.IN_A_CHECKOUT[name]
+    made, module = command.CHECKOUT_COMMANDS[name]
     assert made == f"make {name}"
     module = module.removeprefix("python -m ")
     line = rf"{name}: \$\(VENV\)/\.ready\S*\n\t\$\(RUN\) -m {re.escape(module)} \$\({name.upper()}_ARGS\)"
@@ -105,7 +105,7 @@ TINY = {"bench": ("step", "--batch", "1"), "demo": ("--steps", "1")}
 def test_a_missing_extra_is_named(
     name: str, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = command.IN_A_CHECKOUT[name][-1].split()[-1]
+    own = command.CHECKOUT_COMMANDS[name][-1].split()[-1]
     for module in [module for module in sys.modules if module.startswith((f"{own}.", missing))]:
         monkeypatch.delitem(sys.modules, module)
         package, _, attribute = module.rpartition(".")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lce_jax.__main__ import IN_A_CHECKOUT
+from lce_jax.__main__ import CHECKOUT_COMMANDS
 from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
@@ -81,7 +81,7 @@ def test_it_runs_the_quick_start(wheel: Path, tmp_path: Path) -> None:
     assert loss == "6.908"  # ln 1000
     assert Path(where).is_relative_to(tmp_path)
     assert "qwen3-8b" in run(python.parent / "lce-jax", "explain", "--model", "qwen3-8b", "--tokens", "8192")
-    for name, commands in IN_A_CHECKOUT.items():
+    for name, commands in CHECKOUT_COMMANDS.items():
         told = subprocess.run([python.parent / "lce-jax", name], capture_output=True, text=True, check=False, cwd="/")
         assert told.returncode == 2
         assert f"in a checkout of the repository, run {' or '.join(commands)}" in told.stderr

@@ -131,7 +131,7 @@ def test_what_readme_says_of_stored_logits_and_the_least_memory():
     took = {name: float(x) for name, x in recorded_column("hopper", "ms").items()}
     assert took["logits stored in torch"] < took["with entropy: the same, `cache_bytes=0`"]
     for job in bench.heads():
-        stored, ours = (bench.row_of(job, key, bench.BOTH) for key in ("materialised", "ours"))
+        stored, ours = (bench.find_row(job, key, bench.BOTH) for key in ("materialised", "ours"))
         if job["shape"]["H"] == 4096 and stored:
             assert stored["median_seconds"] < ours["median_seconds"]
 
@@ -166,7 +166,7 @@ def test_a_package_that_was_not_timed_has_a_row_that_says_why():
 
 def test_what_stored_logits_take_on_both_cards():
     def took(card):
-        row = bench.row_of(bench.job("heads --shape 8192,4096,131072 --no-peers", card), "materialised", bench.BOTH)
+        row = bench.find_row(bench.job("heads --shape 8192,4096,131072 --no-peers", card), "materialised", bench.BOTH)
         return round(row["temp_bytes"] / 2**30, 1)
 
     assert [took("h200"), took("h100")] == [10.0, 6.0]  # GiB
@@ -187,7 +187,7 @@ def test_what_candidates_and_a_floor_cost():
 
 def test_how_many_tokens_linear_loss_takes_with_less_memory():
     long = bench.job(f"heads --shape {bench.LONG}")
-    ours, cached = (bench.row_of(long, key, bench.BOTH) for key in bench.IN_FORWARD)
+    ours, cached = (bench.find_row(long, key, bench.BOTH) for key in bench.IN_FORWARD)
     assert ours["temp_bytes"] < cached["temp_bytes"] / 2
     assert ours["median_seconds"] == pytest.approx(cached["median_seconds"], rel=0.03)
 
