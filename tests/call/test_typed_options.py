@@ -45,6 +45,7 @@ def test_the_axes_of_a_mesh_stand_in_place_of_axis_name(name: str) -> None:
     assert list(keywords(getattr(lce_jax, name)))[: len(MeshPlacement._fields)] == [*MeshPlacement._fields]
     others = {x for x in own if x not in (*MeshPlacement._fields, "options")}
     assert others == {x for x in base if x not in (*_options.OPTIONS, "options", "unknown")}
+    assert {x: own[x].default for x in others} == {x: base[x].default for x in others}
 
 
 @pytest.mark.parametrize("method", TYPED)
