@@ -36,10 +36,14 @@ SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a call from PyTorc
 def test_it_is_what_the_launches_are_given(kind: dict[str, Any], options: dict[str, Any]) -> None:
     """But for numbers per token, of which a call from PyTorch has at most 16 in a pass, and 8 to keep."""
     of = head(**kind)
-    given = struct((of.num_tokens, H), "bfloat16"), struct((V, H), "bfloat16"), struct((of.num_tokens,), "int32")
+    given = (
+        struct((of.call.num_tokens, H), "bfloat16"),
+        struct((V, H), "bfloat16"),
+        struct((of.call.num_tokens,), "int32"),
+    )
     plan, of_forward = explain(*given, **{"cache_bytes": 0} | options), forward(of, keep_cache=True)
-    of_backward = backward(of, owns_cache=bool(of.cache_bytes))
-    numbers = 4 * (of.num_tokens + T) * (1 + of.num_candidates)
+    of_backward = backward(of, owns_cache=bool(of.call.cache_bytes))
+    numbers = 4 * (of.call.num_tokens + T) * (1 + of.call.num_candidates)
     assert abs(held_bytes(of_forward) - plan.forward_bytes) <= 16 * numbers
     assert abs(held_bytes(of_backward) - plan.backward_bytes) <= 16 * numbers
     kept = sum(math.prod(x.shape) * x.dtype.itemsize for x in of_forward.outputs)  # with the results

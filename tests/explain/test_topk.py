@@ -43,8 +43,8 @@ def test_of_a_mesh() -> None:
     (dict(k=0), ValueError, r"k must lie in \[1, 512\], got 0"),
     (dict(k=33), ValueError, "k .*vocabulary, 32, got 33"),
     (dict(stats=True), TypeError, "linear_topk has no option stats"),
-    (dict(z_loss=1e-4), ValueError, "linear_topk, which is no loss"),
-    (dict(gradients_in_forward=True), ValueError, "linear_topk, which is no loss"),
+    (dict(z_loss=1e-4), ValueError, "linear_topk, which is not a loss"),
+    (dict(gradients_in_forward=True), ValueError, "linear_topk, which is not a loss"),
 ])  # fmt: skip
 def test_mistakes(changed: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

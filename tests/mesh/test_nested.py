@@ -111,7 +111,9 @@ def test_an_axis_that_is_manual_already() -> None:
             ValueError, match=r"batch_axes 'data': this is inside shard_map over 'data'.* Leave 'data' out"
         ):
             over_data(sharded_linear_logprobs, P(), ROWS, batch_axes="data")
-        with pytest.raises(ValueError, match=r"vocab_axis 'data': .* no sharded_ in its name, with axis_name='data'"):
+        with pytest.raises(
+            ValueError, match=r"vocab_axis 'data': .* without sharded_ in its name, with axis_name='data'"
+        ):
             over_data(sharded_linear_logprobs, P("data"), P(), vocab_axis="data")
         for got in (
             over_data(sharded_linear_logprobs, P(), ROWS),

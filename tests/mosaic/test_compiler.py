@@ -96,6 +96,6 @@ def test_other_threads_see_what_they_saw() -> None:
 )
 def test_every_kernel_lowers_for_cuda(changed: dict[str, Any]) -> None:
     of = head(**changed)
-    seeds = ("logprobs", "entropy", *["candidate_logprobs"] * (of.num_candidates > 0))
+    seeds = ("logprobs", "entropy", *["candidate_logprobs"] * (of.call.num_candidates > 0))
     for kernel in dict.fromkeys([*launched(forward(of, keep_cache=True)), *launched(backward(of, seeds=seeds))]):
         assert _compiler.module(kernel, H200)

@@ -13,6 +13,7 @@ import pytest
 
 import lce_jax
 from lce_jax.run import _local
+from lce_jax.types._types import Call, Primals
 
 HIDDEN = (1024, 2048, 4096, 5120, 8192)
 VOCABULARIES = (32000, 50257, 128256, 151936, 152064, 248320, 262144)
@@ -152,13 +153,13 @@ def test_every_head(H: int, V: int, split: int) -> None:
 @pytest.mark.usefixtures("hopper")
 def test_one_shard_with_padded_rows() -> None:
     """What the bridge asks of JAX: statistics of a shard, the results of all, the shard's gradients."""
-    options = {"vocab_size": 151669, "cache_bytes": 1 << 22, "implementation": "mosaic_gpu"}
+    call = Call(given_vocab_size=151669, cache_bytes=1 << 22, requested=("mosaic_gpu",))
 
     def step(hidden, weight, labels, seeds, start, num_rows):
-        part = _local.LogprobPart.of(options, hidden, weight, labels, start, num_rows, mean_logit=False)
+        part = _local.LogprobPart.of(call, Primals(hidden, weight), labels, None, None, None, start, num_rows)
         stats, cache = part.statistics(keep_cache=True)
         parts = jax.tree.map(lambda x: x[None], stats)
-        merged, found = _local.results(parts, labels, labels >= 0, None, vocab_size=options["vocab_size"])
+        merged, found = _local.results(parts, labels, labels >= 0, None, vocab_size=151669)
         return found, part.gradients(merged, _local.Results(lce_jax.LogprobOutput(*seeds)), cache)
 
     struct = jax.ShapeDtypeStruct

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 import lce_jax
 from lce_jax.run import _local
+from lce_jax.types._types import Call, Primals
 from tests.mosaic.test_lowering import lower
 
 EVERYTHING = {"stats": True, "logit_softcap": 30.0, "where": True, "temperature": True, "vocab_size": 31990}
@@ -44,11 +45,11 @@ def test_lowers_over_a_mesh() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_lowers_for_one_shard() -> None:
-    struct, options = jax.ShapeDtypeStruct, {"gradient_threshold": 0.1, "implementation": "mosaic_gpu"}
+    struct, call = jax.ShapeDtypeStruct, Call(gradient_threshold=0.1, requested=("mosaic_gpu",))
     operands = struct((512, 256), "bfloat16"), struct((4096, 256), "bfloat16"), struct((512,), "int32")
 
     def step(hidden: Any, weight: Any, labels: Any, seed: Any) -> Any:
-        part = _local.LogprobPart.of(options, hidden, weight, labels, 0, jnp.int32(300), mean_logit=False)
+        part = _local.LogprobPart.of(call, Primals(hidden, weight), labels, None, None, None, 0, jnp.int32(300))
         stats, cache = part.statistics(keep_cache=True)
         return part.gradients(stats, _local.Results(lce_jax.LogprobOutput(seed, seed, seed)), cache)
 

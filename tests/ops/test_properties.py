@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lce_jax import linear_logprobs
 from lce_jax.mathematics import _statistics
 from lce_jax.run import _local
-from lce_jax.types._types import Call
+from lce_jax.types._types import Call, Primals
 from tests import cases, oracle
 
 
@@ -74,7 +74,8 @@ def check(test: cases.TestCase, seed: int) -> None:
 
 @jax.jit  # one program for each width, for every start of the piece
 def piece(hidden, weight, labels, vocab_start):
-    part = _local.LogprobPart.of({"stats": True}, hidden, weight, labels, vocab_start, jnp.int32(len(labels)), False)
+    primals, num_rows = Primals(hidden, weight), jnp.int32(len(labels))
+    part = _local.LogprobPart.of(Call(stats=True), primals, labels, None, None, None, vocab_start, num_rows)
     return part.statistics(keep_cache=False)[0]
 
 
