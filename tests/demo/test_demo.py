@@ -95,7 +95,7 @@ def test_the_work_of_a_run_is_the_sum_of_its_parts(rl_steps, threshold):
 
     from examples.demo import cli, progress
 
-    work = cli._work(cli._parser().parse_args(["--steps", "7", "--rl-steps", str(rl_steps)]), threshold)
+    work = cli._total_work(cli._parser().parse_args(["--steps", "7", "--rl-steps", str(rl_steps)]), threshold)
     parts = progress.Progress(Console(quiet=True), work, progress.TEXT + 3 * progress.EVALUATION + progress.COMPARISON)
     for _ in range(3 if threshold else 2):
         parts.collect("phase 1", range(7), 7, (progress.FIRST_STEP, 1), str)
