@@ -183,7 +183,7 @@ def test_the_rule_is_still_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_rule_xla_gathers_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why Auto axes are refused in place of being left to XLA, which would partition our loops itself."""
     monkeypatch.setattr(_custom_partitioning, "check_rules_are_read", lambda *_: None)
-    monkeypatch.setattr(_custom_partitioning, "_with_rule", lambda run, *_: run)
+    monkeypatch.setattr(_custom_partitioning, "_attach_rule", lambda run, *_: run)
     mesh = TPUS["v5p"].mesh(2, 2)
     step = with_gradients("linear_logprobs", as_it_is("linear_logprobs", mesh))
     text = jax.jit(step).lower(*structs(mesh)).compile().as_text()
