@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -34,11 +35,16 @@ def over_mesh[**P, R](function: Callable[..., R]) -> Callable[[Callable[P, R]], 
     """
 
     def decorate(declared: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(declared).parameters.values()
+        required = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD and x.default is x.empty]
+
         @functools.wraps(declared)
         def sharded(
             *operands: Any, mesh: Any = None, vocab_axis: Any = "tensor", batch_axes: Any = None,
             sequence_axis: Any = None, axis_name: Any = None, **named: Any,
         ) -> R:  # fmt: skip
+            if missing := [repr(name) for name in required[len(operands) :] if name not in named]:
+                raise TypeError(f"{declared.__name__}() is called without {' and '.join(missing)}")
             _options.refuse_axis_name(axis_name)
             placement = MeshPlacement(mesh, vocab_axis, batch_axes, sequence_axis)
             return function(*operands, axis_name=placement, **named)

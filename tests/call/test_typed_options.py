@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 import lce_jax
@@ -77,3 +78,8 @@ def test_a_head_has_the_defaults_of_the_table() -> None:
         assert {name: arguments[name] for name in settings if name != "vocab_size"} == {
             name: x for name, x in settings.items() if name != "vocab_size"
         }
+
+
+def test_a_missing_argument_names_the_function_over_a_mesh() -> None:
+    with pytest.raises(TypeError, match=r"sharded_linear_logprobs\(\) .* 'weight' and 'labels'"):
+        lce_jax.sharded_linear_logprobs(jnp.ones((2, 3)))
