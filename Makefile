@@ -14,7 +14,7 @@ REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -E 's,^git@([^
 .PHONY: demo test test-site test-all test-gpu test-frameworks test-compile test-tpu lint docs bench clean help
 help:
 	@echo "make demo      train a small transformer, in a minute on two cores, and compare with stored logits"
-	@echo "make test      the packages' tests that need no GPU: each mechanism once, in eight minutes on two cores"
+	@echo "make test      the packages' tests that need no GPU: each mechanism once, in eight minutes on two cores, in five when run again"
 	@echo "make test-site the documentation's blocks, doctests, notebooks, examples, the wheel, the demo and the bench"
 	@echo "make test-all  both, every combination of parameters, and what tests of make test show too"
 	@echo "make test-gpu  the tests that need GPUs"
