@@ -190,15 +190,7 @@ class TorchCall:
         return call_with(self.text, **plain)
 
 
-OWN = (
-    "group",
-    "metric_entropy",
-    "megatron",
-    "reduce_grad_hidden",
-    "beta",
-    "has_temperature",
-    "has_teacher_temperature",
-)
+TORCH_FIELDS = tuple(x.name for x in dataclasses.fields(TorchCall) if x.init and x.name not in ("jax", "text"))
 DEFAULTS = {
     field.name: field.default
     for field in (*dataclasses.fields(Call), *dataclasses.fields(TorchCall))
@@ -229,7 +221,7 @@ def _call_with(text: str, *fields: tuple[str, Any]) -> TorchCall:
     known = json.loads(text) | dict(fields)
     known = {name: value for name, value in known.items() if value != DEFAULTS[name.removeprefix("teacher_")]}
     text = json.dumps(known, sort_keys=True)
-    own = {name: known.pop(name) for name in OWN if name in known}
+    own = {name: known.pop(name) for name in TORCH_FIELDS if name in known}
     teacher = {name.removeprefix("teacher_"): known.pop(name) for name in [*known] if name.startswith("teacher_")}
     if known.get("function") == "linear_kl":
         known["teacher"] = Call(**teacher)
