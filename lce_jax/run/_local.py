@@ -25,7 +25,7 @@ from lce_jax.mesh._collectives import differences, tags
 from lce_jax.run import _shard
 from lce_jax.run._kl import KLArguments, KLPart
 from lce_jax.types import scalars
-from lce_jax.types._types import Call, LogprobOutput, Primals, Results, ShardStatistics, Wanted
+from lce_jax.types._types import Call, LogprobOutput, Primals, RequestedGradients, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
@@ -46,16 +46,16 @@ class LogprobPart(NamedTuple):
     ) -> LogprobPart:  # fmt: skip
         """Of a ``call`` that has its options alone, with the given vocabulary. The first ``num_rows`` rows count."""
         hidden, weight, bias = primals
-        rank, wanted = call.rank, {}
+        rank, fields = call.rank, {}
         if rank:  # of an adapter: what `_describe.make_operands` puts there is there
-            wanted = {"wanted": Wanted(weight=False)}
+            fields = {"gradients": RequestedGradients(weight=False)}
         requested = _options.check_option("implementation", {"implementation": call.requested})
         call = call.but(rank=0, has_bias=bias is not None and not rank, requested=requested, vocab_size=0)
         arrays = hidden[:, : weight.shape[1]], weight, labels, None, 1.0 if temperature is None else temperature
         others = None if rank else bias, candidates, floor, None, None, None
         arguments = _describe.describe_call(Arguments(call, *arrays, None, None, *others))
         arguments = arguments._replace(hidden=hidden, bias=bias)
-        call = _chosen(arguments._replace(call=arguments.call.but(partial_rows=True, rank=rank, **wanted)))
+        call = _chosen(arguments._replace(call=arguments.call.but(partial_rows=True, rank=rank, **fields)))
         primals, rows = _describe.make_operands(call, arguments)
         return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
 

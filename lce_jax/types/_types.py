@@ -177,14 +177,14 @@ class Primals[A](NamedTuple):
     weight: A  # [V, H], or [H, V]: Call.weight_layout
     bias: A | None = None  # [V]; with an adapter its B [V, R] (`Call.rank`)
 
-    def only(self, wanted: Wanted) -> Primals[A | None]:
+    def only(self, gradients: RequestedGradients) -> Primals[A | None]:
         """Returns the operands whose gradients are computed, with None in place of the others."""
-        is_wanted = dataclasses.astuple(wanted)
-        return Primals(*(x if computed else None for x, computed in zip(self, is_wanted, strict=True)))
+        is_requested = dataclasses.astuple(gradients)
+        return Primals(*(x if computed else None for x, computed in zip(self, is_requested, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class RequestedGradients:
     """For each operand, whether its gradient is computed. A frozen operand costs no product in the backward."""
 
     hidden: bool = True
@@ -266,7 +266,7 @@ class Call:
     top_k: int = 0  # k of `linear_topk`; 0 in every other function
     direction: Literal["forward", "reverse", "jsd"] = "forward"  # of `linear_kl`
     teacher: Call | None = None  # the other head of `linear_kl`
-    wanted: Wanted = Wanted()  # the gradients that a differentiated call computes
+    gradients: RequestedGradients = RequestedGradients()  # the gradients that a differentiated call computes
 
     implementation: str = ""  # the one that serves the call, chosen among ``requested``
     requested: tuple[str, ...] | None = None  # names to choose from, again for the shapes of a shard; None: all

@@ -182,7 +182,7 @@ class Walk:
         """Eq. 5, ``dlogits`` being the gradient in the first model's raw products: dhidden, dweight and dbias.
 
         dweight is rounded, or added to the sum ``dweight``; the others are in the statistics' dtype. None of what is
-        not `Call.wanted`.
+        not in `Call.gradients`.
         """
         # The barrier puts all this after the forward's results. Otherwise XLA keeps what both passes compute, and
         # allocates the gradients from the start, although the forward's tiles could use their memory.
@@ -209,7 +209,7 @@ class Walk:
             jnp.full(shard.tokens[0].hidden.shape, zero.astype(call.stat_dtype)),
             jnp.full(head.weight.shape, zero.astype(call.dtype)) if dweight is None else dweight,
             jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), head.bias),
-        ).only(call.wanted)
+        ).only(call.gradients)
         return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
 
     def _of_columns(
@@ -234,7 +234,7 @@ class Walk:
             return Primals(dhidden, *jax.tree.map(jnp.add, carry[1:], part[1:]))
 
         of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), tile.heads[0])
-        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).only(call.wanted)
+        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).only(call.gradients)
         return over_chunks(call.num_tokens, self.tile_t, shard.num_rows, chunk, init)
 
     def _tile(self, shard: Shard, start: Any, size: int, is_kept: bool) -> XTile:
@@ -261,7 +261,7 @@ def gradient_products(
     With an adapter the bias is its B, whose gradient is a product too.
     """
     (weight, bias), dbias = tile.heads[0], None
-    if bias is not None and not call.rank and call.wanted.bias:
+    if bias is not None and not call.rank and call.gradients.bias:
         dbias = jnp.sum(d, axis=0, dtype=call.stat_dtype)
     weight = _logprobs.without_padding(weight, tile.live, call)
     if call.rank and bias is not None and tile.live is not None:
@@ -271,12 +271,12 @@ def gradient_products(
     )
     hidden, u = call.split(hidden)
     left, right = (d, hidden) if call.vocab_dim == 0 else (hidden, d)
-    dhidden = dot(d, weight, 1, call.vocab_dim, call, dhidden_dtype) if call.wanted.hidden else None
+    dhidden = dot(d, weight, 1, call.vocab_dim, call, dhidden_dtype) if call.gradients.hidden else None
     if dhidden is not None and bias is not None and call.rank:
         dhidden = jnp.concatenate([dhidden, dot(d, bias, 1, 0, call, dhidden_dtype)], axis=1)
-    if call.rank and call.wanted.bias:
+    if call.rank and call.gradients.bias:
         dbias = dot(d, u, 0, 0, call, call.stat_dtype)
-    dweight = dot(left, right, 0, 0, call, dweight_dtype) if call.wanted.weight else None
+    dweight = dot(left, right, 0, 0, call, dweight_dtype) if call.gradients.weight else None
     return Primals(dhidden, dweight, dbias)
 
 
@@ -485,7 +485,7 @@ def bytes_of_gradient_products(call: Call, tile_t: int, width: int) -> int:
     if call.device.platform != "cpu":
         return 0
     read = (width + min(tile_t, call.num_tokens)) * (call.hidden_size + call.rank) * call.stat_dtype.itemsize
-    size = width * (call.hidden_size * call.wanted.weight + call.rank * call.wanted.bias)
+    size = width * (call.hidden_size * call.gradients.weight + call.rank * call.gradients.bias)
     if tile_t < call.num_tokens:
         return read + 2 * size * call.stat_dtype.itemsize
     return read + (0 if call.dtype == call.stat_dtype else size * call.dtype.itemsize)
