@@ -284,7 +284,6 @@ def explain(
     loss_arguments = (*loss_options, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
     check_function({"k": k, "ids": ids, "teacher": teacher}, options, *loss_arguments)
     scalars.flag("gradients_in_forward", gradients_in_forward)
-    scalars.flag("compile", compile)
     is_frozen = scalars.flag("frozen_weight", frozen_weight) or options.get("lora") is not None
     gradients = RequestedGradients(weight=not is_frozen)
     placement = MeshPlacement(mesh, vocab_axis, batch_axes, sequence_axis)
@@ -310,7 +309,7 @@ def explain(
         plan = _plan_head(hidden, weight, labels, where, placement, options, k, gradients, loss, *chunks)
         plan = _add_adapter_copies(plan, options.get("lora"))
         name, more = "linear_logprobs", {"labels": labels}
-    if not compile:
+    if not scalars.flag("compile", compile):
         return plan
     plan = dataclasses.replace(plan, call=plan.call.but(gradients=gradients))
     if k is not None:
