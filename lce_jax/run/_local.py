@@ -110,7 +110,7 @@ def kl_part(
 def _chosen(given: Arguments) -> Call:
     """Of how many shards there are, the bridge alone knows: any vocab_size may leave padding."""
     return _describe.choose_implementation(given.call, scalars.INT32_MAX).but(
-        padded=given.call.given_vocab_size is not None
+        padded=given.call.caller_vocab_size is not None
     )
 
 

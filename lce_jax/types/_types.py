@@ -239,7 +239,7 @@ class Call:
     hidden_size: int = 0
     columns: int = 0
     dtype: jnp.dtype = FLOAT32  # of the weight, and therefore of the matrix products
-    given_dtype: jnp.dtype | None = None  # of the caller's hidden, if it differs from the weight's
+    caller_dtype: jnp.dtype | None = None  # of the caller's hidden, if it differs from the weight's
     partial_rows: bool = False  # whether some rows may not count: the call has ``where``, or a number of rows
     device: Device = CPU
 
@@ -270,7 +270,7 @@ class Call:
 
     implementation: str = ""  # the one that serves the call, chosen among ``requested``
     requested: tuple[str, ...] | None = None  # names to choose from, again for the shapes of a shard; None: all
-    given_vocab_size: int | None = None  # the caller's; None once ``vocab_size`` is known
+    caller_vocab_size: int | None = None  # the caller's; None once ``vocab_size`` is known
     vocab_size: int = 0
     padded: bool = False  # whether all shards together have more columns than ``vocab_size``
     axis_name: Any = None  # the mesh axis over which the vocabulary is split inside this program
@@ -362,7 +362,7 @@ class Call:
     @property
     def hidden_dtype(self) -> jnp.dtype:
         """The dtype of hidden before it is cast to the weight's, and of dhidden."""
-        return self.given_dtype or self.dtype
+        return self.caller_dtype or self.dtype
 
     @property
     def stat_dtype(self) -> jnp.dtype:

@@ -88,7 +88,7 @@ def launched_call(
         hidden_size=int(weight.shape[1]),
         columns=int(columns),
         dtype=jnp.dtype(name_of(weight.dtype)),
-        given_dtype=jnp.dtype(name_of(hidden.dtype)),
+        caller_dtype=jnp.dtype(name_of(hidden.dtype)),
         device=_device.device_of(hidden.device),
     )
     return kernels.LaunchedCall(

@@ -317,6 +317,6 @@ def _part(
     options = {"mean_logit": False, "num_candidates": key.call.jax.num_candidates, **options}
     if tokens.candidates is None:
         options["num_candidates"] = 0
-    call = key.call.jax.but(given_vocab_size=vocab_size, precision=key.precision, **options)
+    call = key.call.jax.but(caller_vocab_size=vocab_size, precision=key.precision, **options)
     per_token = tokens.labels, tokens.temperature, tokens.candidates, tokens.floor
     return _local.LogprobPart.of(call, Primals(hidden, weight, bias), *per_token, start, tokens.num_rows)
