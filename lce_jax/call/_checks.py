@@ -29,12 +29,12 @@ def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call:
     vocab, size = weight.shape[call.vocab_dim], weight.shape[call.hidden_dim]
     if hidden.shape[-1] != size:
         other = "hv" if call.weight_layout == "vh" else "vh"
-        hint = scalars.not_hidden(tuple(hidden.shape), weight.shape, vocab, f'weight_layout="{other}"')
+        hint = scalars.hint_at_logits(tuple(hidden.shape), weight.shape, vocab, f'weight_layout="{other}"')
         raise ValueError(
             f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
             f'weight_layout="{call.weight_layout}" has H = {size}{hint}'
         )
-    scalars.labels_shape(labels.shape, hidden.shape[:-1])
+    scalars.check_labels_shape(labels.shape, hidden.shape[:-1])
     if vocab == 0 or size == 0:
         raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
     if where is not None:
@@ -131,7 +131,7 @@ def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call
         return
     vocab_size = vocabulary(call.caller_vocab_size, call.columns)
     live = None if where is None else _at_hand(where)
-    if scalars.are_inside(ids, vocab_size) or (where is not None and live is None):
+    if scalars.all_in_vocabulary(ids, vocab_size) or (where is not None and live is None):
         return
     ids = ids.reshape(-1) if live is None else ids[live]
     ids = ids if ignore_index is None else ids[ids != ignore_index]
@@ -152,7 +152,7 @@ def num_candidates(x: Any, name: str = "candidates") -> int:
     """The K of ids ``[..., K]``, whose rows of the weight a program reads."""
     label_array(x, name)
     known_sizes(name, x)
-    return scalars.num_candidates(name, x.shape)
+    return scalars.count_candidates(name, x.shape)
 
 
 def where_array(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
@@ -161,7 +161,7 @@ def where_array(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
     if x.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, got {x.dtype}: write `where != 0` if that is what it means")
     if tuple(x.shape) != tuple(shape):
-        fitting = scalars.broadcasting("where", tuple(x.shape), tuple(shape))
+        fitting = scalars.suggest_broadcasts("where", tuple(x.shape), tuple(shape))
         write = " or ".join(f"jnp.broadcast_to({each}, {tuple(shape)})" for each in fitting)
         hint = f": write {write}" if write else ""
         raise ValueError(f"where {tuple(x.shape)} must have the shape of {of} {tuple(shape)}{hint}")
@@ -206,7 +206,7 @@ def per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "labels")
     except ValueError:
         fits = False
     if not fits:
-        fitting = scalars.broadcasting(name, tuple(value.shape), tuple(shape))
+        fitting = scalars.suggest_broadcasts(name, tuple(value.shape), tuple(shape))
         hint = f": write {fitting[0]} for one number per sequence" if fitting else ""
         raise ValueError(f"{name} {tuple(value.shape)} must broadcast to {of} {tuple(shape)}{hint}")
 

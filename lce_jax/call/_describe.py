@@ -320,7 +320,7 @@ def describe_call(arguments: Arguments) -> Arguments:
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
         )
     if arguments.candidates is not None:
-        scalars.candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
+        scalars.check_candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
     dtype, of_hidden = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     of_hidden = jnp.promote_types(of_hidden, dtype) if call.rank else of_hidden
     call = call.but(
@@ -361,9 +361,9 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
         tokens, size = call.num_tokens // mesh.token_shards, call.columns // mesh.vocab_shards
         call = _dispatch.over(call, mesh.mesh).but(num_tokens=tokens, columns=size)
     if call.top_k:
-        scalars.num_largest(call.top_k, vocab_size)
+        scalars.check_k(call.top_k, vocab_size)
     if call.vocab_part_size and columns < scalars.INT32_MAX:  # else how many shards there are is not known here
-        scalars.whole_parts(call.vocab_part_size, columns, call.columns)
+        scalars.check_vocab_parts(call.vocab_part_size, columns, call.columns)
     return call.but(
         implementation=_dispatch.choose(call)[0].NAME,
         vocab_size=vocab_size,

@@ -226,7 +226,7 @@ def check_names(
     if isinstance(options.get("axis_name"), MeshPlacement):
         name, keywords = f"sharded_{name}", (*MeshPlacement._fields, *(x for x in keywords if x != "axis_name"))
     if unknown := [option for option in options if option not in OPTIONS]:
-        raise scalars.unknown_options(name, unknown, keywords, loss_fn)
+        raise scalars.unknown_options_error(name, unknown, keywords, loss_fn)
     refuse_options(name, options)
 
 
@@ -315,7 +315,7 @@ def parse_arguments(
     options = options if top_k is None else {**options, "entropy": False}
     function = function if top_k is None else "linear_topk"
     if function in WITH_LABELS:
-        scalars.given_labels(labels, _checks.NO_LABELS)
+        scalars.require_labels(labels, _checks.NO_LABELS)
     checked = {name: check_option(name, options) for name in list_options("linear_logprobs")}
     scale, softcap, candidates = checked["logit_scale"], checked["logit_softcap"], checked["candidates"]
     traced = is_array(scale) or is_array(softcap)
@@ -330,10 +330,10 @@ def parse_arguments(
         has_bias=checked["bias"] is not None,
         num_candidates=0 if candidates is None else candidates.shape[-1],
         traced_scale=traced,
-        vocab_part_size=None if part_size is None else scalars.part_size(part_size, **kept),
+        vocab_part_size=None if part_size is None else scalars.check_part_size(part_size, **kept),
         has_floor=checked["logit_floor"] is not None,
         rank=0 if checked["lora"] is None else scalars.padded_rank(checked["lora"][0].shape[0]),
-        top_k=0 if top_k is None else scalars.num_largest(top_k),
+        top_k=0 if top_k is None else scalars.check_k(top_k),
         function=function,
         requested=checked["implementation"],
         caller_vocab_size=checked["vocab_size"],
@@ -347,7 +347,7 @@ def parse_arguments(
             "adapter in it"
         )
     if call.has_floor:
-        scalars.alone_with_floor(call.num_candidates, mean_logit)
+        scalars.check_floor_options(call.num_candidates, mean_logit)
     factors: tuple[Any, Any] = (scale, softcap) if traced else (None, None)
     ignored = None if ignore_index is None else scalars.integer("ignore_index", ignore_index)
     others = checked["bias"], checked["candidates"], checked["logit_floor"], checked["lora"], ignored, placement
@@ -358,7 +358,7 @@ def parse_arguments_with_ids(options: Mapping[str, Any], hidden: Any, weight: An
     """What `linear_logits` is given, whose ids are a call's candidates. XLA serves it unless others are asked for."""
     _checks.array("hidden", hidden)
     _checks.num_candidates(ids, "ids")
-    scalars.candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
+    scalars.check_candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
     chosen = {"implementation": "xla"} if options.get("implementation") is None else {}
     return parse_arguments(
         {**options, "candidates": ids, **chosen}, hidden, weight, None, where, function="linear_logits"
@@ -379,7 +379,7 @@ def check_loss_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any = None) -> tuple[float, Any, Any]:
     """What a loss adds to the options, validated: the smoothing, the weight of lse² and the mean's divisor."""
-    scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
+    scalars.check_choice("reduction", reduction, ("mean", "sum", "none"))
     if normalizer is not None:
         if reduction != "mean":
             raise ValueError(
@@ -397,7 +397,7 @@ def refuse_axis_name(axis_name: Any) -> None:
 
 
 def check_teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
-    """As `scalars.weight_of_jsd`, of an array too."""
+    """As `scalars.check_beta`, of an array too."""
     if chosen != "jsd" or beta is None:
-        return scalars.weight_of_jsd(beta, argument, chosen, ends)
-    return check_scalar("beta", beta, lambda _, value: scalars.weight_of_jsd(value, argument, chosen, ends))
+        return scalars.check_beta(beta, argument, chosen, ends)
+    return check_scalar("beta", beta, lambda _, value: scalars.check_beta(value, argument, chosen, ends))

@@ -278,7 +278,7 @@ def explain(
         True
     """
     _options.check_names(explain, options)
-    scalars.given_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
+    scalars.require_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
     smoothing, penalty, divisor = _options.check_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
     loss_options = (reduction, divisor, None if ignore_index == -100 else "ignore_index")
     loss_arguments = (*loss_options, smoothing, penalty, gradients_in_forward or None, chunk_bytes)

@@ -222,8 +222,8 @@ def _check_names(
         may = ", ".join(known)
         raise TypeError(f"LMHead.{method}: {again[0]} is set where the head is made; a call may set {may}")
     others = [name for name in given if name not in (*known, *_options.OPTIONS)]
-    if others and (unknown := [name for name in others if name not in scalars.names_of_loss(loss_fn)]):
-        raise scalars.unknown_options(f"LMHead.{method}", unknown, known, loss_fn)
+    if others and (unknown := [name for name in others if name not in scalars.list_loss_arguments(loss_fn)]):
+        raise scalars.unknown_options_error(f"LMHead.{method}", unknown, known, loss_fn)
 
 
 class LMHead:

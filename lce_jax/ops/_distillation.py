@@ -91,7 +91,7 @@ def distillation_loss(
         and Liger Kernel write ``beta=0`` for the forward and ``beta=1`` for the reverse KL.
     """
     _checks.label_array(ids, "ids")
-    scalars.num_candidates("ids", ids.shape)
+    scalars.count_candidates("ids", ids.shape)
     for name, x in (("candidate_logprobs", candidate_logprobs), ("teacher_logprobs", teacher_logprobs)):
         _checks.array(name, x)
         if tuple(x.shape) != tuple(ids.shape) or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -100,8 +100,8 @@ def distillation_loss(
             )
     if where is not None:
         _checks.where_array(where, ids.shape[:-1], "ids before K")
-    scalars.one_of("divergence", divergence, scalars.DIVERGENCES)
-    scalars.one_of("rest", rest, scalars.RESTS)
+    scalars.check_choice("divergence", divergence, scalars.DIVERGENCES)
+    scalars.check_choice("rest", rest, scalars.RESTS)
     beta = _options.check_teachers_weight(beta, "divergence", divergence, scalars.DIVERGENCES[:2])
     dtype = jnp.promote_types(jnp.promote_types(candidate_logprobs.dtype, teacher_logprobs.dtype), jnp.float32)
     weights = None if beta is None else _describe.make_mixture_weights(beta, (), dtype)

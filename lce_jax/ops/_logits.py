@@ -56,9 +56,9 @@ def masked_logprobs(
     """
     _checks.array("logits", logits)
     _checks.label_array(ids, "ids")
-    scalars.num_candidates("ids", ids.shape)
+    scalars.count_candidates("ids", ids.shape)
     _checks.label_array(labels)
-    scalars.candidate_shape("ids", ids.shape, labels.shape, "labels")
+    scalars.check_candidate_shape("ids", ids.shape, labels.shape, "labels")
     if tuple(logits.shape) != tuple(ids.shape) or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(
             f"logits {tuple(logits.shape)} of {logits.dtype} must be floating point in the shape of ids "

@@ -130,13 +130,13 @@ def linear_loss(
     axes = placement._asdict() if isinstance(placement, MeshPlacement) else {}
     parameters = {"where": where, "ignore_index": ignore_index, "chunk_bytes": chunk_bytes, **axes}
     known = _options.list_options("linear_loss")
-    named, own = scalars.arguments_of_loss(loss_fn, per_token, options, known, parameters)
+    named, own = scalars.split_loss_arguments(loss_fn, per_token, options, known, parameters)
     _options.check_names(linear_loss, own, loss_fn)
     parsed = _options.parse_arguments(own, hidden, weight, labels, where, ignore_index, function="linear_loss")
     parsed = parsed._replace(call=parsed.call.but(chunk_bytes=_token_chunks.chunk_bytes(chunk_bytes, own)))
     names = {**own, **{name: x for name, x in axes.items() if x is not None}}
     refusal = functools.partial(
-        scalars.mixed_tokens,
+        scalars.mixed_tokens_error,
         function="sharded_linear_logprobs" if axes else "linear_logprobs",
         shape=jnp.shape(labels),
         where=None if where is None else "where",

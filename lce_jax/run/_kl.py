@@ -43,7 +43,7 @@ def _of_the_teacher() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise type(error)(scalars.of_the_teacher(error)) from None
+        raise type(error)(scalars.reword_for_teacher(error)) from None
 
 
 class KLArguments(NamedTuple):
@@ -59,14 +59,14 @@ class KLArguments(NamedTuple):
         cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: Direction, given: Mapping[str, Any]
     ) -> KLArguments:
         """From what the public functions are given."""
-        scalars.one_of("direction", direction, scalars.DIRECTIONS)
+        scalars.check_choice("direction", direction, scalars.DIRECTIONS)
         beta = _options.check_teachers_weight(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
         student, teacher = _options_of_each(given)
         own = _options.parse_arguments(student, *arrays.student, None, where, function="linear_kl")
         for name, neutral in NEUTRAL.items():
             if isinstance(teacher[name], str) and teacher[name] == "unset":
                 if isinstance(student[name], jax.Array) or student[name] != neutral:  # no device is asked for a value
-                    raise scalars.of_the_student_alone(name, student[name], neutral)
+                    raise scalars.student_only_error(name, student[name], neutral)
                 teacher[name] = neutral
         with _of_the_teacher():
             teachers = _options.parse_arguments(teacher, *arrays.teacher, None, where, function="linear_kl")

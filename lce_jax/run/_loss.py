@@ -135,7 +135,7 @@ def flatten_arguments(arguments: Any, labels: Any) -> tuple[tuple[Any, ...], Cal
         if not scalars.is_number(x):
             name = f"per-token argument {jax.tree_util.keystr(path[1:], simple=True, separator='.')} of loss_fn"
             _checks.array(name, x)
-            scalars.per_token_shape(name, x.shape, shape)
+            scalars.check_per_token_shape(name, x.shape, shape)
             array = jnp.asarray(x)
             data = untyped(array)
             whole = (*shape, *data.shape[min(array.ndim, len(shape)) :])

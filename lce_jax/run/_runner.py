@@ -269,7 +269,7 @@ def _share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
         mesh=None,
     )
     share = _dispatch.over(share, layout.mesh)
-    scalars.whole_parts(call.vocab_part_size, call.columns, share.columns)
+    scalars.check_vocab_parts(call.vocab_part_size, call.columns, share.columns)
     return dataclasses.replace(share, implementation=_dispatch.choose(share)[0].NAME)
 
 
