@@ -67,7 +67,7 @@ def split(primals: Primals, lora: Any, call: Call) -> None:
     """Inside ``shard_map``, types must say that each shard of ``axis_name`` has columns of its own."""
     if not _jax.tracks_varying(call.axis_name):
         return
-    axes = [axis for axis in _jax.as_axes(call.axis_name) if lax.axis_size(axis) > 1]
+    axes = [axis for axis in _jax.list_axes(call.axis_name) if lax.axis_size(axis) > 1]
     weight, bias = primals[1:]
     operands = [("weight", weight, weight.shape, ", None) for [V, H]")]
     if bias is not None:  # an adapter's B stands in its place, padded

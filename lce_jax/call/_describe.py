@@ -307,7 +307,7 @@ def describe_call(arguments: Arguments) -> Arguments:
     _checks.operands(hidden, weight, labels, where, arguments.bias, call)
     columns = weight.shape[call.vocab_dim]
     if arguments.labels is not None:
-        _checks.warn_of_labels(labels, where, arguments.ignore_index, call.but(columns=columns))
+        _checks.warn_of_labels(labels, where, arguments.ignore_index, call.replace(columns=columns))
     if arguments.ignore_index is not None:
         where = _leave_out(int32_labels(labels), where, arguments.ignore_index)
     if arguments.lora is not None and (arguments.lora[0].shape[1], arguments.lora[1].shape[0]) != (
@@ -323,7 +323,7 @@ def describe_call(arguments: Arguments) -> Arguments:
         scalars.check_candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
     dtype, of_hidden = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     of_hidden = jnp.promote_types(of_hidden, dtype) if call.rank else of_hidden
-    call = call.but(
+    call = call.replace(
         num_tokens=math.prod(labels.shape),
         hidden_size=weight.shape[call.hidden_dim],
         columns=columns,
@@ -359,12 +359,12 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
     vocab_size = _checks.vocabulary(call.caller_vocab_size, columns)
     if isinstance(mesh, Layout):
         tokens, size = call.num_tokens // mesh.token_shards, call.columns // mesh.vocab_shards
-        call = _dispatch.over(call, mesh.mesh).but(num_tokens=tokens, columns=size)
+        call = _dispatch.over(call, mesh.mesh).replace(num_tokens=tokens, columns=size)
     if call.top_k:
         scalars.check_k(call.top_k, vocab_size)
     if call.vocab_part_size and columns < scalars.INT32_MAX:  # else how many shards there are is not known here
         scalars.check_vocab_parts(call.vocab_part_size, columns, call.columns)
-    return call.but(
+    return call.replace(
         implementation=_dispatch.choose(call)[0].NAME,
         vocab_size=vocab_size,
         caller_vocab_size=None,
@@ -379,7 +379,7 @@ def make_operands(call: Call, arguments: Arguments) -> tuple[Primals, Rows]:
     if labels is None:
         labels = no_labels(jnp.asarray(arguments.hidden), tuple(arguments.hidden.shape[:-1]))
     arrays = Primals(arguments.hidden, arguments.weight, arguments.bias), arguments.lora
-    primals, lora = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), arrays)
+    primals, lora = jax.tree.map(lambda x: _jax.drop_reduced_axes(jnp.asarray(x)), arrays)
     shape, where, candidates = labels.shape, arguments.where, arguments.candidates
     floor = None if arguments.logit_floor is None else _checks.logit_floor(arguments.logit_floor, shape, where)
     temperature = _checks.temperature(arguments.temperature, shape, where)
@@ -395,7 +395,7 @@ def make_operands(call: Call, arguments: Arguments) -> tuple[Primals, Rows]:
 def _with_adapter(call: Call, primals: Primals, where: Array | None, a: Array, b: Array, scale: Array) -> Primals:
     """With u = hidden · (scale · A)ᵀ beside hidden, and with B. JAX differentiates it in hidden and A."""
     (hidden, weight, _), missing = primals, (0, call.rank - a.shape[0])
-    hidden, a = _jax.whole(hidden, -1), _jax.whole(a, -2, -1)
+    hidden, a = _jax.gather_dims(hidden, -1), _jax.gather_dims(a, -2, -1)
     a = jnp.pad(a.astype(call.stat_dtype) * lax.stop_gradient(scale).astype(call.stat_dtype), (missing, (0, 0)))
     live = hidden
     if where is not None:

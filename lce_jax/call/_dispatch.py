@@ -97,7 +97,7 @@ def device_of_mesh(mesh: Mesh | AbstractMesh | None) -> Device | None:
     described = mesh.abstract_device
     if described is None:
         return None
-    platform = _jax.platform_of(described)
+    platform = _jax.find_platform(described)
     here = [device for device in _devices_of(platform) if device.device_kind == described.device_kind]
     return device_of(here[0]) if here else Device(platform, described.device_kind, "", described.num_cores or 0)
 
@@ -196,7 +196,7 @@ def explain(call: Call) -> Plan:
 
 def over(call: Call, mesh: Any) -> Call:
     """``call`` on the devices of ``mesh``, if it names them."""
-    return call if device_of_mesh(mesh) is None else call.but(device=current_device(mesh=mesh))
+    return call if device_of_mesh(mesh) is None else call.replace(device=current_device(mesh=mesh))
 
 
 @functools.cache

@@ -129,7 +129,7 @@ def _answers(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inver
     rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
     found = {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse}
     found["dhidden"], found["dweight"], _ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)
-    alone, start = call.but(gradients=RequestedGradients(hidden=False)), weight.astype(jnp.float32)
+    alone, start = call.replace(gradients=RequestedGradients(hidden=False)), weight.astype(jnp.float32)
     found["dweight of a sum"] = one.gradients(operands, alone, rows, cache, dweight=start)[1] - start
     return found
 

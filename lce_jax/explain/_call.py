@@ -311,7 +311,7 @@ def explain(
         name, more = "linear_logprobs", {"labels": labels}
     if not scalars.flag("compile", compile):
         return plan
-    plan = dataclasses.replace(plan, call=plan.call.but(gradients=gradients))
+    plan = dataclasses.replace(plan, call=plan.call.replace(gradients=gradients))
     if k is not None:
         name, more = "linear_topk", {"k": k}
     elif gradients_in_forward:
@@ -352,7 +352,7 @@ def _plan_head(
         _options.parse_arguments(known_options, hidden, weight, labels, where, mean_logit=smooths, top_k=k)
     )
     _describe.check_values(arguments)
-    described = arguments.call.but(gradients=gradients)
+    described = arguments.call.replace(gradients=gradients)
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)
         described = dataclasses.replace(described, partial_rows=True)

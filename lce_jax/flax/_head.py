@@ -373,9 +373,9 @@ def _logits_sharding(hidden: Float[ArrayLike, "*b H"], weight: Float[Array, "V H
     own = jax.typeof(hidden).sharding
     if AxisType.Explicit not in own.mesh.axis_types:
         return None
-    vocab_axes = _jax.as_axes(_jax.partitions(jax.typeof(weight).sharding.spec)[0])
+    vocab_axes = _jax.list_axes(_jax.partitions(jax.typeof(weight).sharding.spec)[0])
     leading = _jax.partitions(own.spec)[:-1]
-    rows = (tuple(axis for axis in _jax.as_axes(entry) if axis not in vocab_axes) for entry in leading)
+    rows = (tuple(axis for axis in _jax.list_axes(entry) if axis not in vocab_axes) for entry in leading)
     return NamedSharding(own.mesh, P(*rows, None))
 
 
@@ -412,7 +412,7 @@ def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any)
     rows = padded_vocabulary(vocab_size, pad_to_multiple)
     _checks.mesh(mesh)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    shards = math.prod(mesh.shape.get(axis, 1) for axis in _jax.as_axes(vocab_axis))
+    shards = math.prod(mesh.shape.get(axis, 1) for axis in _jax.list_axes(vocab_axis))
     if rows % shards:
         raise ValueError(
             f"the weight's {rows} rows (vocab_size={vocab_size}, pad_to_multiple={pad_to_multiple}) must divide by the "
@@ -423,9 +423,9 @@ def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any)
 
 def check_same_axes(names: Sequence[Any], vocab_axis: Axes) -> None:
     """Checks that an initializer with an annotation splits the weight's rows as the head does."""
-    rows = _jax.as_axes(names[0]) if names else ()
-    if vocab_axis is not None and rows != _jax.as_axes(vocab_axis):
+    rows = _jax.list_axes(names[0]) if names else ()
+    if vocab_axis is not None and rows != _jax.list_axes(vocab_axis):
         raise ValueError(
-            f"weight_init splits the vocabulary over {rows or None}, vocab_axis over {_jax.as_axes(vocab_axis)}: "
+            f"weight_init splits the vocabulary over {rows or None}, vocab_axis over {_jax.list_axes(vocab_axis)}: "
             "name the same axes, or leave the annotation to vocab_axis"
         )

@@ -95,7 +95,7 @@ def same_on_all_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T
     agreements = []
 
     def equalize(x: Array) -> Array:
-        axes = tuple(name for name in _jax.as_axes(axis_name) if name in _jax.varying_axes(x))
+        axes = tuple(name for name in _jax.list_axes(axis_name) if name in _jax.varying_axes(x))
         if not axes:
             return x
         bits = _bits(lax.stop_gradient(x))  # bits, because a NaN that every shard holds counts as equal

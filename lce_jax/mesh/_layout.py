@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax.mesh._custom_partitioning import warn_once
 from lce_jax.types import _jax
-from lce_jax.types._jax import as_axes
+from lce_jax.types._jax import list_axes
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array
@@ -57,7 +57,7 @@ class Layout:
     @property
     def vocab_shards(self) -> int:
         """How many parts the vocabulary is split into."""
-        return self._count_devices(as_axes(self.vocab_axes))
+        return self._count_devices(list_axes(self.vocab_axes))
 
     def _count_devices(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -65,17 +65,17 @@ class Layout:
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes that split the tokens while the logits are computed."""
-        split = [axis for entry in self.leading for axis in as_axes(entry)]
-        return tuple(axis for axis in split if axis not in as_axes(self.vocab_axes))
+        split = [axis for entry in self.leading for axis in list_axes(entry)]
+        return tuple(axis for axis in split if axis not in list_axes(self.vocab_axes))
 
     @property
     def every_device(self) -> P:
         """The spec of caches that every device has for itself, stacked along the first dimension."""
-        return P((*self.token_axes, *as_axes(self.vocab_axes)))
+        return P((*self.token_axes, *list_axes(self.vocab_axes)))
 
     def with_batch(self, hidden_spec: P) -> Layout:
         """Returns the layout of a batch of such calls, which is the first dimension of hidden and ``hidden_spec``."""
-        used = (*self.token_axes, *as_axes(self.vocab_axes))
+        used = (*self.token_axes, *list_axes(self.vocab_axes))
         batch = tuple(axis for axis in _axes_at(hidden_spec, 0) if axis not in used)
         gather_dim = None if self.gather_dim is None else self.gather_dim + 1
         return dataclasses.replace(self, leading=(_spec_entry(batch), *self.leading), gather_dim=gather_dim)
@@ -122,7 +122,7 @@ def layout_of_names(
         raise ValueError("no mesh: pass mesh=, or call under jax.set_mesh(mesh)")
     if batch_axes is None:
         batch_axes = _explicit_batch_axes(mesh, hidden, vocab_axis, sequence_axis)
-    vocab, batch, sequence = (as_axes(axes) for axes in (vocab_axis, batch_axes, sequence_axis))
+    vocab, batch, sequence = (list_axes(axes) for axes in (vocab_axis, batch_axes, sequence_axis))
     _check_axes(mesh, vocab, batch, sequence)
     leading: list[tuple[str, ...]] = [()] * (hidden.ndim - 1)
     if (batch or sequence) and not leading:
@@ -191,7 +191,7 @@ def _sharding(x: Any) -> NamedSharding | None:
 def _axes_at(spec: P, dim: int) -> tuple[str, ...]:
     """The mesh axes that split dimension ``dim``."""
     entries = _jax.partitions(spec)
-    return as_axes(entries[dim]) if dim < len(entries) else ()
+    return list_axes(entries[dim]) if dim < len(entries) else ()
 
 
 def _dividing_axes(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ def _explicit_batch_axes(mesh: Any, hidden: Any, vocab_axis: Axes, sequence_axis
     if AxisType.Explicit not in mesh.axis_types or hidden.ndim < 2:
         return None
     spec = jax.typeof(hidden).sharding.spec
-    return tuple(axis for axis in _axes_at(spec, 0) if axis not in as_axes(vocab_axis) + as_axes(sequence_axis))
+    return tuple(axis for axis in _axes_at(spec, 0) if axis not in list_axes(vocab_axis) + list_axes(sequence_axis))
 
 
 def _check_axes(mesh: Any, vocab: tuple[str, ...], batch: tuple[str, ...], sequence: tuple[str, ...]) -> None:
@@ -248,7 +248,7 @@ def _spec_entry(axes: tuple[str, ...]) -> Any:
 
 
 def _remove_axes(entry: Any, axes: Any) -> Any:
-    return _spec_entry(tuple(axis for axis in as_axes(entry) if axis not in as_axes(axes)))
+    return _spec_entry(tuple(axis for axis in list_axes(entry) if axis not in list_axes(axes)))
 
 
 def mesh_of(operands: Any, function: str, asks_for_tiles: bool = False) -> AbstractMesh | None:
@@ -292,7 +292,7 @@ def auto_axes(mesh: AbstractMesh) -> list[str]:
 
 
 def _all_axes(spec: P) -> tuple[str, ...]:
-    return tuple(axis for entry in _jax.partitions(spec) for axis in as_axes(entry))
+    return tuple(axis for entry in _jax.partitions(spec) for axis in list_axes(entry))
 
 
 def mesh_of_types(operands: Any) -> AbstractMesh:

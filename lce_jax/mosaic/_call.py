@@ -136,11 +136,13 @@ class KernelCall(NamedTuple):
     def with_adapter(self, b: Any) -> KernelCall:
         """The call, whose hidden is [T, H + R], with its products beside; the weight has none of its own gradient."""
         case, gradients = self.case, self.case.gradients
-        beside = case.but(hidden_size=case.rank, rank=0, gradients=RequestedGradients(gradients.hidden, gradients.bias))
+        beside = case.replace(
+            hidden_size=case.rank, rank=0, gradients=RequestedGradients(gradients.hidden, gradients.bias)
+        )
         u = self.host.compute(_from_column, self.prepared.hidden, case.hidden_size)
         own = self.operands._replace(weight=b), self.prepared._replace(hidden=u, weight=b), beside
         return self._replace(
-            case=case.but(gradients=RequestedGradients(gradients.hidden, weight=False)),
+            case=case.replace(gradients=RequestedGradients(gradients.hidden, weight=False)),
             beside=KernelCall(*own, self.shape, self.generation, self.host),
         )
 

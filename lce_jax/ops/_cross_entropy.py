@@ -110,7 +110,7 @@ def linear_cross_entropy(
     labels, where, numbers, agree = labels, arguments.where, (penalty, divisor), None
     if axis_name is not None:
         labels, where, numbers, agree = _compare_shards(labels, where, numbers, axis_name)
-    arguments = arguments._replace(call=arguments.call.but(chunk_bytes=most), labels=labels, where=where)
+    arguments = arguments._replace(call=arguments.call.replace(chunk_bytes=most), labels=labels, where=where)
     loss = _Loss(reduction, smoothing, z_loss if isinstance(z_loss, float) else 0.0)
     if because is None:
         call, *arrays = _describe.bind_call(arguments, numbers)

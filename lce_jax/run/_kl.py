@@ -155,7 +155,7 @@ def forward(call: Call, student: Primals, rest: Rest, differentiated: bool) -> t
     asked, left = differentiated and call.cache_budget > 0, _runner.is_left_to_xla(call, (student, rest))
     keeps = asked and not left
     unused = ("cache_bytes keeps nothing",) if asked and left and call.cache_bytes else ()
-    call = call if keeps else call.but(cache_bytes=0)
+    call = call if keeps else call.replace(cache_bytes=0)
 
     def run(call: Call, student: Primals, rest: Rest) -> tuple[Array, Kept]:
         teacher, rows = rest

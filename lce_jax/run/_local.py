@@ -50,12 +50,12 @@ class LogprobPart(NamedTuple):
         if rank:  # of an adapter: what `_describe.make_operands` puts there is there
             fields = {"gradients": RequestedGradients(weight=False)}
         requested = _options.check_option("implementation", {"implementation": call.requested})
-        call = call.but(rank=0, has_bias=bias is not None and not rank, requested=requested, vocab_size=0)
+        call = call.replace(rank=0, has_bias=bias is not None and not rank, requested=requested, vocab_size=0)
         arrays = hidden[:, : weight.shape[1]], weight, labels, None, 1.0 if temperature is None else temperature
         others = None if rank else bias, candidates, floor, None, None, None
         arguments = _describe.describe_call(Arguments(call, *arrays, None, None, *others))
         arguments = arguments._replace(hidden=hidden, bias=bias)
-        call = _chosen(arguments._replace(call=arguments.call.but(partial_rows=True, rank=rank, **fields)))
+        call = _chosen(arguments._replace(call=arguments.call.replace(partial_rows=True, rank=rank, **fields)))
         primals, rows = _describe.make_operands(call, arguments)
         return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
 
@@ -109,7 +109,7 @@ def kl_part(
 
 def _chosen(given: Arguments) -> Call:
     """Of how many shards there are, the bridge alone knows: any vocab_size may leave padding."""
-    return _describe.choose_implementation(given.call, scalars.INT32_MAX).but(
+    return _describe.choose_implementation(given.call, scalars.INT32_MAX).replace(
         padded=given.call.caller_vocab_size is not None
     )
 

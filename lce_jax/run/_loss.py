@@ -267,7 +267,7 @@ class _Chunks:
         primals, size, tokens = inputs.primals, chunk_rows(call), rows.labels.size
         tracked = call.axis_name is not None and _jax.tracks_varying(call.axis_name)
         given, all_axes = _jax.varying_axes(primals.hidden), _jax.varying_axes((inputs, rows))
-        names = frozenset(_jax.as_axes(call.axis_name))
+        names = frozenset(_jax.list_axes(call.axis_name))
         psum = names - given if tracked else frozenset()
         if call.token_axes is not None and call.gather_dim is None:
             psum = names
@@ -333,7 +333,7 @@ class _Chunks:
         of_tokens = _jax.vary_over(of_tokens, self.token_axes)
         dweight, dbias = _jax.vary_over((dweight, dbias), self.weight_axes)
         gradients = Primals(_jax.vary_over(dhidden, self.hidden_axes), dweight, dbias)
-        return of_tokens._replace(gradients=gradients.only(call.gradients))
+        return of_tokens._replace(gradients=gradients.select(call.gradients))
 
     @jax.named_scope("chunk_of_tokens")
     def _step(self, first: Any, whole: _Whole) -> _Whole:
@@ -478,7 +478,7 @@ def backward(call: Call, types: Inputs, _: Any, gradients: Inputs, cotangent: An
         product = (gradient.astype(wide) * by).astype(gradient.dtype)
         return _jax.psum_to_axes(product, operand.varying).astype(operand.dtype)
 
-    primals = gradients.primals.only(call.gradients)
+    primals = gradients.primals.select(call.gradients)
     return Inputs(
         Primals(*map(functools.partial(scale, shared), primals, types.primals)),
         tuple(map(functools.partial(scale, own), gradients.per_token, types.per_token)),

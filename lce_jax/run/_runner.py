@@ -68,7 +68,7 @@ def one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> 
     own, shared = [x for x, b in flat if b], [x for x, b in flat if not b]
     sharding = jax.typeof(own[0]).sharding
     examples = P(_jax.partitions(sharding.spec)[0])
-    axes = _jax.as_axes(examples[0])
+    axes = _jax.list_axes(examples[0])
     if not axes:
         return all_of(own, shared)
     of_each_device: Any = jax.shard_map(
@@ -188,14 +188,14 @@ def _keeping_nothing(call: Call, program: Program, size: int, in_batched: Any, o
         return _spread_batch(call, program, size, in_batched, operands)
     joins = program.joins or Kind.DEVICE in jax.tree.leaves(program.results)
     found = _spread_batch(
-        call.but(cache_bytes=0), dataclasses.replace(program, joins=joins), size, in_batched, operands
+        call.replace(cache_bytes=0), dataclasses.replace(program, joins=joins), size, in_batched, operands
     )
-    examples = jax.tree.map(functools.partial(_jax.of_one, size), in_batched, operands)
+    examples = jax.tree.map(functools.partial(_jax.example_type, size), in_batched, operands)
     made, shapes = jax.make_jaxpr(functools.partial(spread, call, program), return_shape=True)(*examples)
     avals = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)
 
     def filled(kind: Kind, own: Any, avals: Any) -> Any:
-        return jax.tree.map(functools.partial(_jax.zeros_of_batch, size), avals) if kind is Kind.DEVICE else own
+        return jax.tree.map(functools.partial(_jax.make_batch_zeros, size), avals) if kind is Kind.DEVICE else own
 
     return jax.tree.map(filled, program.results, found, avals)
 
@@ -207,7 +207,7 @@ def _but_of_devices(kind: Kind, x: Any) -> Any:
 def _of_batch(call: Call, program: Program, operands: Any) -> Call:
     """A batch of calls as one, with a dimension of tokens more."""
     hidden = _hidden(program, operands)
-    call = call.but(num_tokens=math.prod(hidden.shape[:-1]))
+    call = call.replace(num_tokens=math.prod(hidden.shape[:-1]))
     if not isinstance(call.mesh, Layout):
         return call
     return dataclasses.replace(call, mesh=call.mesh.with_batch(jax.typeof(hidden).sharding.spec))
@@ -261,7 +261,7 @@ def _share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
     pairs = _pairs(program.operands, operands)
     columns = [x.shape[kind.vocab_dim] for kind, x in pairs if kind.vocab_dim is not None and x.ndim == 2]
     teacher = call.teacher and dataclasses.replace(call.teacher, columns=columns[1])
-    share = dataclasses.replace(call, columns=columns[0], teacher=teacher).but(
+    share = dataclasses.replace(call, columns=columns[0], teacher=teacher).replace(
         num_tokens=math.prod(hidden.shape[:-1]) * gathered,
         axis_name=layout.vocab_axes,
         gather_dim=layout.gather_dim,
@@ -422,7 +422,7 @@ def _check(call: Call, there: Device | None, platform: str) -> None:
         return
     if there is not None:
         try:
-            chosen = _dispatch.choose(call.but(device=there))[0].NAME
+            chosen = _dispatch.choose(call.replace(device=there))[0].NAME
         except UnsupportedError as error:
             reason = f"{there.kind or there.platform}: {error}"
         else:
@@ -473,7 +473,7 @@ run = jax.jit(compute, static_argnums=(0, 1), inline=True)
 
 def result_axes(call: Call, operands: Any) -> frozenset[Any]:
     """The axes over which results may differ by the types of ``operands``."""
-    return _jax.varying_axes(operands) - frozenset(_jax.as_axes(call.axis_name))
+    return _jax.varying_axes(operands) - frozenset(_jax.list_axes(call.axis_name))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -488,7 +488,7 @@ def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) 
         raise ValueError(
             f"{call.function} with lora has no gradient of the weight: give it jax.lax.stop_gradient(weight)"
         )
-    call, given = call.but(gradients=asked), _jax.values((operands, rest))
+    call, given = call.replace(gradients=asked), _jax.primal_arrays((operands, rest))
     out, kept = _jax.not_differentiable(lambda *given: capability.forward(call, *given, True, *capability.static))(
         *given
     )
@@ -503,11 +503,11 @@ def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) 
 def _backward_rule(capability: Capability, call: Call, residuals: Any, cotangent: Any) -> tuple[Any, None]:
     given, kept, told = residuals
     backward = functools.partial(
-        capability.backward, call.but(gradients=RequestedGradients(*map(bool, told.shape[1:])))
+        capability.backward, call.replace(gradients=RequestedGradients(*map(bool, told.shape[1:])))
     )
     if capability.keeps_gradients:
-        return backward(*given, kept, _jax.cotangents(cotangent)), None
-    gradients = _jax.not_differentiable(backward)(*given, kept, _jax.cotangents(cotangent))
+        return backward(*given, kept, _jax.cotangent_arrays(cotangent)), None
+    gradients = _jax.not_differentiable(backward)(*given, kept, _jax.cotangent_arrays(cotangent))
     return (gradients if call.mesh is None else typed_as(gradients, given[0])), None
 
 

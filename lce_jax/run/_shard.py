@@ -383,7 +383,7 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
             unused.append("gradient_threshold is not used, and the gradients are exact,")
         call, keeps = _exact(call), False
     apart = keeps and (given.cache_budget > 0 or given.gradient_threshold > 0)
-    call = call if keeps else call.but(cache_bytes=0)
+    call = call if keeps else call.replace(cache_bytes=0)
     operands = _runner.head(call.vocab_dim), Kind.TOKENS
     results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
     run = functools.partial(device_forward, keep_cache=keeps)

@@ -92,7 +92,7 @@ class LaunchedCall:
     @functools.cached_property
     def compiled(self) -> Call:
         """What kernels are compiled for: those for the same rows are the same."""
-        return self.call.but(num_tokens=self.rows, vocab_size=0, caller_dtype=None, requested=None)
+        return self.call.replace(num_tokens=self.rows, vocab_size=0, caller_dtype=None, requested=None)
 
     @property
     def generation(self) -> Generation:
@@ -205,7 +205,7 @@ class HostPass(NamedTuple):
         if not self.launched.copies_hidden:
             return hidden
         call = self.launched.call
-        copied = self.launched.compiled.but(hidden_size=call.hidden_size + call.rank)
+        copied = self.launched.compiled.replace(hidden_size=call.hidden_size + call.rank)
         return self.host.launch(_tokens.copy_rows, copied, hidden, self.host.numbers(call.num_tokens))
 
     def ids(self, saved: Buffer) -> Buffer:
@@ -311,7 +311,7 @@ def backward(
         adds_total: False where the sum may hold anything, and is written; not with a threshold.
     """
     # The tiles of a backward do not begin anew at the parts of the vocabulary.
-    launched = dataclasses.replace(launched, call=launched.call.but(vocab_part_size=None))
+    launched = dataclasses.replace(launched, call=launched.call.replace(vocab_part_size=None))
     run, case, given = HostPass(launched, host), launched.compiled, dict(seeds)
     temperatures, floors = (saved if there else None for there in (launched.has_temperature, launched.call.has_floor))
     of_floors = floors, launched.kept.floor

@@ -209,7 +209,7 @@ class Walk:
             jnp.full(shard.tokens[0].hidden.shape, zero.astype(call.stat_dtype)),
             jnp.full(head.weight.shape, zero.astype(call.dtype)) if dweight is None else dweight,
             jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), head.bias),
-        ).only(call.gradients)
+        ).select(call.gradients)
         return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
 
     def _of_columns(
@@ -234,7 +234,7 @@ class Walk:
             return Primals(dhidden, *jax.tree.map(jnp.add, carry[1:], part[1:]))
 
         of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), tile.heads[0])
-        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).only(call.gradients)
+        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).select(call.gradients)
         return over_chunks(call.num_tokens, self.tile_t, shard.num_rows, chunk, init)
 
     def _tile(self, shard: Shard, start: Any, size: int, is_kept: bool) -> XTile:
