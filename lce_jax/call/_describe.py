@@ -125,7 +125,7 @@ class Scales(NamedTuple):
 
 
 def scales(
-    rows: Rows, dtype: Any, signs_hidden: bool, invert: Callable[[Array], Array] = _logprobs.inverse_of
+    rows: Rows, dtype: Any, signs_hidden: bool, invert: Callable[[Array], Array] = _logprobs.invert_temperature
 ) -> Scales:
     """The factors of a call, whose temperatures ``invert`` inverts.
 

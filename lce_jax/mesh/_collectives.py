@@ -151,7 +151,7 @@ def where_it_counts(agree: Array | None, where: Array | None) -> Array | None:
 
 def nan_where_different[T](agree: Bool[Array, "*b"], tree: T) -> T:
     """Sets results to NaN in rows that differ between the shards. Their gradients become NaN there too."""
-    return jax.tree.map(lambda x: x * jnp.where(_statistics.along(agree, x), 1.0, jnp.nan).astype(x.dtype), tree)
+    return jax.tree.map(lambda x: x * jnp.where(_statistics.expand_like(agree, x), 1.0, jnp.nan).astype(x.dtype), tree)
 
 
 def gather_sequence(hidden: Float[Array, "*b H"], axis_name: AxisName, dim: int) -> Float[Array, "*b H"]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from lce_jax.call import _describe, _options
 from lce_jax.call._describe import Rows
 from lce_jax.call._options import LogprobOptions
-from lce_jax.mathematics._statistics import along
+from lce_jax.mathematics._statistics import expand_like
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _topk
 from lce_jax.run._runner import Kind, Program, spread
@@ -94,7 +94,7 @@ def linear_topk(
     out = _program(call, primals, rows)
     if agree is None:
         return out
-    ids = jnp.where(along(agree, out.ids), out.ids, -1)
+    ids = jnp.where(expand_like(agree, out.ids), out.ids, -1)
     return TopK(ids, *_collectives.nan_where_different(agree, (out.logprobs, out.lse)))
 
 

@@ -320,7 +320,7 @@ class _Chunks:
     def _empty(self, of_dweight: Any = jnp.zeros) -> _Whole:
         call, weight = self.call, self.primals.weight
         zeros = functools.partial(jnp.zeros, dtype=call.stat_dtype)
-        outputs = jax.eval_shape(lambda: _logprobs.results_of_none(self.tokens, call.stat_dtype, call).outputs)
+        outputs = jax.eval_shape(lambda: _logprobs.empty_results(self.tokens, call.stat_dtype, call).outputs)
         dhidden = jnp.zeros(self.primals.hidden.shape, self.hidden_dtype if self.rounds else call.stat_dtype)
         dweight = of_dweight(weight.shape, call.stat_dtype if self.adds else call.dtype)
         dbias = None if self.primals.bias is None else zeros(self.primals.bias.shape)

@@ -20,7 +20,7 @@ from lce_jax import mosaic
 from lce_jax.call import _describe, _dispatch
 from lce_jax.call._describe import Rows, Scales
 from lce_jax.mathematics import _logprobs
-from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, along, as_parts, merge_parts
+from lce_jax.mathematics._statistics import NOT_DIFFERENTIATED, Normalizer, expand_like, make_parts, merge_parts
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner
 from lce_jax.run._runner import Capability, Kind, Program, spread
@@ -86,7 +86,7 @@ class Part(NamedTuple):
     @classmethod
     def of(cls, call: Call, primals: Primals, rows: Rows, start: Any = None) -> Part:
         """With the factors of eq. 0 in the implementation's arithmetic. ``start``: None for that of the mesh."""
-        invert = functools.partial(_in_arithmetic_of, call, _logprobs.inverse_of)
+        invert = functools.partial(_in_arithmetic_of, call, _logprobs.invert_temperature)
         scales = _describe.scales(rows, call.stat_dtype, call.signs_hidden, invert)
         return cls(call, primals, rows, first_column(call, primals.weight) if start is None else start, scales)
 
@@ -143,7 +143,7 @@ class Part(NamedTuple):
                 parts, cache = mosaic.in_parts(operands, call, keep_cache)
             else:
                 stats, cache = implementation.statistics(operands, call, keep_cache)
-                parts = as_parts(stats)
+                parts = make_parts(stats)
             with jax.named_scope("lce_merge"):
                 parts, every = stacked((parts, given_to(call, primals, rows, start)))
                 if has_kernels:
@@ -155,7 +155,7 @@ class Part(NamedTuple):
         stats = stats if order is None else _describe.expand(order, stats)
         wrong = _describe.wrong_rows(rows)
         if wrong is not None:
-            stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
+            stats = jax.tree.map(lambda x: jnp.where(expand_like(wrong, x), jnp.nan, x), stats)
         return stats if same is None else _collectives.nan_where_different(same, stats), cache, same
 
     def finish(
@@ -163,7 +163,7 @@ class Part(NamedTuple):
     ) -> Results:
         """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
         call, per_token = self.call, functools.partial(_in_arithmetic_of, self.call)
-        where = _logprobs.without_empty(where, stats.sumexp) if call.has_floor else where
+        where = _logprobs.exclude_empty_rows(where, stats.sumexp) if call.has_floor else where
         labels, vocab_size = self.rows.labels, call.vocab_size
         return _logprobs.finish(stats, self.row_scale, labels, where, vocab_size, dropped_mass, per_token)
 
@@ -225,18 +225,18 @@ class Part(NamedTuple):
         call, rows = self.call, self.rows
         factors = self.row_scale, _logprobs.compute_row_factor(call, self.scales.derivative)
         of_rows = functools.partial(_logprobs.row_coefficients, call=call, vocab_size=call.vocab_size)
-        live = _logprobs.without_empty(rows.live, stats.sumexp) if call.has_floor else rows.live
+        live = _logprobs.exclude_empty_rows(rows.live, stats.sumexp) if call.has_floor else rows.live
         if stats.candidates is not None:
             found = of_rows(stats, cotangent, *factors, live)
         else:
             of_results = cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
-            unread: Any = dict.fromkeys((*WITHOUT_GRADIENT, "total"))
+            unread: Any = dict.fromkeys((*NOT_DIFFERENTIATED, "total"))
             read = stats._replace(**unread)
             read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
             found = _in_arithmetic_of(call, functools.partial(of_rows, where=None), read, of_results, *factors)
             found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
         wrong = _describe.wrong_rows(rows)
-        return found if wrong is None else _logprobs.without_gradient(found, wrong)
+        return found if wrong is None else _logprobs.zero_gradient(found, wrong)
 
 
 def _in_arithmetic_of(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
@@ -405,7 +405,7 @@ def backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotangent: Re
 
 def of_no_tokens(call: Call, rows: Rows) -> Results:
     """The results of a call without tokens, in the shape of its labels."""
-    shapes = jax.eval_shape(lambda: _logprobs.results_of_none(0, call.stat_dtype, call))
+    shapes = jax.eval_shape(lambda: _logprobs.empty_results(0, call.stat_dtype, call))
     return jax.tree.map(lambda x: jnp.zeros(rows.labels.shape + x.shape[1:], x.dtype), shapes)
 
 

@@ -239,7 +239,7 @@ class Walk:
 
     def _tile(self, shard: Shard, start: Any, size: int, is_kept: bool) -> XTile:
         """All tokens and some columns."""
-        live = _logprobs.live_columns(start, size, shard.num_columns)
+        live = _logprobs.unpadded_columns(start, size, shard.num_columns)
         index = (start + (self.tile_v - 1)) // self.tile_v if is_kept else None
         heads = []
         for call, head in zip(self.calls, shard.heads, strict=True):
@@ -263,7 +263,7 @@ def gradient_products(
     (weight, bias), dbias = tile.heads[0], None
     if bias is not None and not call.rank and call.gradients.bias:
         dbias = jnp.sum(d, axis=0, dtype=call.stat_dtype)
-    weight = _logprobs.without_padding(weight, tile.live, call)
+    weight = _logprobs.zero_padding(weight, tile.live, call)
     if call.rank and bias is not None and tile.live is not None:
         bias = jnp.where(tile.live[:, None], bias, jnp.zeros((), call.dtype))
     d, weight, bias, hidden = jax.tree.map(
@@ -338,7 +338,7 @@ def kept_columns(call: Call, columns: int, tile_v: int, each: PerTile | None = N
     """The columns of the first tiles that fit ``cache_bytes``, of a walk over ``columns``."""
     whole, rest = divmod(columns, tile_v)
     left = call.cache_budget - (kept_bytes_of_tile(call, rest, each) if rest else 0)
-    if not call.cache_budget or left < 0 or not _logprobs.keeps_exponentials(call):
+    if not call.cache_budget or left < 0 or not _logprobs.can_cache_exponentials(call):
         return 0
     return rest + min(whole, left // max(kept_bytes_of_tile(call, tile_v, each), 1)) * tile_v
 
@@ -450,7 +450,7 @@ def plan(call: Call, name: str) -> Plan:
             *unused_notes(call),
             *candidate_notes(call),
         ),
-        full_cache_bytes=num_bytes(call, columns, tile_v) if _logprobs.keeps_exponentials(call) else 0,
+        full_cache_bytes=num_bytes(call, columns, tile_v) if _logprobs.can_cache_exponentials(call) else 0,
     )
 
 
@@ -458,7 +458,7 @@ def _cache_notes(call: Call, kept: int, columns: int, tile_v: int) -> tuple[str,
     """What of ``cache_bytes`` is used."""
     if not call.cache_budget:
         return ()
-    if not _logprobs.keeps_exponentials(call):
+    if not _logprobs.can_cache_exponentials(call):
         return ("no tile is kept: label smoothing needs capped logits that no exponential shows",)
     tiles = -(-kept // tile_v), -(-columns // tile_v)
     return cache_notes(call, *tiles, kept_bytes_of_tile(call, min(tile_v, columns)))

@@ -128,9 +128,9 @@ def test_a_function_of_a_few_numbers_per_token() -> None:
     for count in (3, 256, 200):
         temperature = jnp.asarray(np.random.default_rng(4).uniform(0.1, 3.0, count), jnp.float32).at[1].set(-1.0)
         with interpreting(plgpu.InterpretGPUParams(detect_races=count != 200)):
-            found = jax.jit(lambda x: mosaic.per_token(case, _logprobs.inverse_of, x))(temperature)
+            found = jax.jit(lambda x: mosaic.per_token(case, _logprobs.invert_temperature, x))(temperature)
         assert count == 200 or not races_found()
-        np.testing.assert_allclose(found, _logprobs.inverse_of(temperature), rtol=1e-6)
+        np.testing.assert_allclose(found, _logprobs.invert_temperature(temperature), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("hopper")
