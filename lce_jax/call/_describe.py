@@ -87,14 +87,14 @@ def tagged(rows: Rows) -> Rows:
     """The same with the tags that shards compare."""
     mixture = () if rows.weights is None else rows.weights
     columns = rows.labels, rows.temperature, rows.logit_scale, rows.logit_softcap, rows.candidates, rows.floor, *mixture
-    return rows._replace(tags=_collectives.tags([x for x in columns if x is not None], rows.where))
+    return rows._replace(tags=_collectives.compute_tags([x for x in columns if x is not None], rows.where))
 
 
 def tag_arrays(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
     """``rows`` with tags of further ``arrays``, ``[*b, ...]`` each, that no type shows to be equal on every shard."""
     if not arrays or rows.tags is None or _jax.tracks_varying(call.axis_name):
         return rows
-    return rows._replace(tags=_collectives.tags([rows.tags, *lax.stop_gradient(arrays)], rows.where))
+    return rows._replace(tags=_collectives.compute_tags([rows.tags, *lax.stop_gradient(arrays)], rows.where))
 
 
 def make_mixture_weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
@@ -294,8 +294,8 @@ def bind_call(arguments: Arguments, others: Any = ()) -> Bound:
     if call.axis_name is None:
         return Bound(call, primals, rows, None)
     _checks.split(primals, arguments.lora, call)
-    rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, call.axis_name)
-    return Bound(call, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
+    rows, agree = _collectives.equalize_shards(rows, rows.labels.ndim, call.axis_name)
+    return Bound(call, primals, tagged(rows), _collectives.ignore_masked_rows(agree, rows.where))
 
 
 def describe_call(arguments: Arguments) -> Arguments:

@@ -73,14 +73,14 @@ class Layout:
         """The spec of caches that every device has for itself, stacked along the first dimension."""
         return P((*self.token_axes, *list_axes(self.vocab_axes)))
 
-    def with_batch(self, hidden_spec: P) -> Layout:
+    def add_batch(self, hidden_spec: P) -> Layout:
         """Returns the layout of a batch of such calls, which is the first dimension of hidden and ``hidden_spec``."""
         used = (*self.token_axes, *list_axes(self.vocab_axes))
         batch = tuple(axis for axis in _axes_at(hidden_spec, 0) if axis not in used)
         gather_dim = None if self.gather_dim is None else self.gather_dim + 1
         return dataclasses.replace(self, leading=(_spec_entry(batch), *self.leading), gather_dim=gather_dim)
 
-    def own_rows(self, rows: Array) -> Array:
+    def take_local_rows(self, rows: Array) -> Array:
         """Returns this device's part of a per-token result of the gathered sequence."""
         if self.gather_dim is None:
             return rows
@@ -88,8 +88,8 @@ class Layout:
         start = lax.axis_index(self.vocab_axes) * size
         return lax.dynamic_slice_in_dim(rows, start, size, self.gather_dim)
 
-    def gathered(self, rows: list[Array]) -> list[Array]:
-        """The inverse of `own_rows`, with one collective for all arrays of the same shape and dtype."""
+    def gather_rows(self, rows: list[Array]) -> list[Array]:
+        """The inverse of `take_local_rows`, with one collective for all arrays of the same shape and dtype."""
         if self.gather_dim is None:
             return rows
         types = [(x.shape, x.dtype) for x in rows]
@@ -102,7 +102,7 @@ class Layout:
             gathered |= dict(zip(indices, arrays, strict=True))
         return [gathered[i] for i in range(len(rows))]
 
-    def placed(self, x: Array, spec: P) -> Array:
+    def reshard(self, x: Array, spec: P) -> Array:
         """Reshards ``x`` to ``spec`` over Explicit axes, which require it. Auto axes do not."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         implicit = tuple(name for name, axis_type in types if axis_type != AxisType.Explicit)

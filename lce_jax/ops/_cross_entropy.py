@@ -120,7 +120,7 @@ def linear_cross_entropy(
         result = _reduce_results(loss, results, where, *numbers)
     if agree is None:
         return result
-    return _collectives.nan_where_different(jnp.all(agree) if agree.ndim > result.ndim else agree, result)
+    return _collectives.set_nan_where_different(jnp.all(agree) if agree.ndim > result.ndim else agree, result)
 
 
 class _Loss(NamedTuple):
@@ -134,9 +134,9 @@ class _Loss(NamedTuple):
 def _compare_shards(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Any, Array | None]:
     """Inside ``shard_map``: what the loss is made of, typed as equal on every shard, and the rows in which it is."""
     _checks.axis_size(axis_name)
-    (labels, where), agree = _collectives.same_on_all_shards((labels, where), labels.ndim, axis_name)
-    numbers, also = _collectives.same_on_all_shards(numbers, 0, axis_name)
-    return labels, where, numbers, _collectives.both(_collectives.where_it_counts(agree, where), also)
+    (labels, where), agree = _collectives.equalize_shards((labels, where), labels.ndim, axis_name)
+    numbers, also = _collectives.equalize_shards(numbers, 0, axis_name)
+    return labels, where, numbers, _collectives.join_agreement(_collectives.ignore_masked_rows(agree, where), also)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)

@@ -146,4 +146,4 @@ def linear_logits(
     arguments = _describe.describe_call(_options.parse_arguments_with_ids(options, hidden, weight, ids, where))
     call, primals, rows, agree = _describe.bind_call(arguments)
     found = _runner.run(LOGITS, call, primals, rows)
-    return found if agree is None else _collectives.nan_where_different(agree, found)
+    return found if agree is None else _collectives.set_nan_where_different(agree, found)

@@ -203,4 +203,4 @@ def compute_results(arguments: Arguments, numbers: tuple[Array, ...] = ()) -> Re
     if call.axis_name is not None:
         rows = _describe.tag_arrays(call, rows, tuple(jnp.broadcast_to(x, rows.labels.shape) for x in numbers))
     found = _runner.run(LOGPROBS, call, primals, rows)
-    return found if agree is None else _collectives.nan_where_different(agree, found)
+    return found if agree is None else _collectives.set_nan_where_different(agree, found)

@@ -160,8 +160,8 @@ def sum_losses(
     call, primals, rows, agree = bound
     flat, own = _loss.flatten_arguments(arguments, rows.labels)
     if call.axis_name is not None:
-        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)
-        agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
+        flat, also = _collectives.equalize_shards(flat, rows.labels.ndim, call.axis_name)
+        agree = _collectives.join_agreement(agree, _collectives.ignore_masked_rows(also, rows.where))
         rows = _describe.tag_arrays(call, rows, flat)
     inputs = Inputs(primals, flat, ())
     axes = _runner.result_axes(call, (inputs, rows))
@@ -177,6 +177,6 @@ def sum_losses(
         loss, inputs = _loss.identify(loss, inputs)
     total, out = run(LOSS._replace(static=(loss,)), call, inputs, rows)
     if agree is not None:
-        total = _collectives.nan_where_different(jnp.all(agree), total)
-        out = _collectives.nan_where_different(agree, out)
+        total = _collectives.set_nan_where_different(jnp.all(agree), total)
+        out = _collectives.set_nan_where_different(agree, out)
     return total, jax.tree.map(lax.stop_gradient, Results(out).public)

@@ -23,7 +23,7 @@ from lce_jax.mathematics._kl import Direction, KLStatistics, Mixture, MixtureSum
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import Capability, Kind, Program, spread
+from lce_jax.run._runner import ArraySharding, Capability, Program, spread
 from lce_jax.types import scalars
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _kl as _kl_tiles
@@ -116,12 +116,12 @@ def bind(given: KLArguments) -> Bound:
     with _of_the_teacher():
         teacher = _describe.bind_call(heads.teacher, heads.student[1:3])
     call = given.of_both(student.call, teacher.call)
-    rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
+    rows, agree = student.rows, _collectives.join_agreement(student.agree, teacher.agree)
     if given.beta is not None:
         weights = _describe.make_mixture_weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels)
         if axis_name is not None:
-            weights, also = _collectives.same_on_all_shards(weights, rows.labels.ndim, axis_name)
-            agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
+            weights, also = _collectives.equalize_shards(weights, rows.labels.ndim, axis_name)
+            agree = _collectives.join_agreement(agree, _collectives.ignore_masked_rows(also, rows.where))
         rows = rows._replace(weights=weights)
         rows = rows if axis_name is None else _describe.tagged(rows)
     primals = Pair(student.primals, jax.tree.map(lax.stop_gradient, teacher.primals))
@@ -162,8 +162,8 @@ def forward(call: Call, student: Primals, rest: Rest, differentiated: bool) -> t
         return device_forward(call, Pair(student, teacher), rows, keeps)
 
     own, others = _heads(call)
-    results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
-    program = Program(run, (own, (others, Kind.TOKENS)), results, joins=not keeps, unused=unused)
+    results = ArraySharding.RESULTS, (ArraySharding.TOKENS, ArraySharding.DEVICE)
+    program = Program(run, (own, (others, ArraySharding.TOKENS)), results, joins=not keeps, unused=unused)
     return spread(call, program, student, rest)
 
 
@@ -175,7 +175,7 @@ def backward(call: Call, student: Primals, rest: Rest, kept: Kept, cotangent: Ar
         return device_backward(call, Pair(student, teacher), rows, kept, cotangent)
 
     own, others = _heads(call)
-    operands = own, (others, Kind.TOKENS), (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS
+    operands = own, (others, ArraySharding.TOKENS), (ArraySharding.TOKENS, ArraySharding.DEVICE), ArraySharding.RESULTS
     return spread(call, Program(run, operands, own), student, rest, kept, cotangent)
 
 
@@ -200,31 +200,31 @@ def device_forward(
     stats, cache = part.statistics(keep_cache)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
-            parts, every = _collectives.stacked((jnp.stack(stats), _given_to(call, primals, part.rows)), axis_name)
+            parts, every = _collectives.gather_trees((jnp.stack(stats), _given_to(call, primals, part.rows)), axis_name)
             stats = part.merge(parts)
             agree = _shard.agree(call, every, part.rows.student, primals.student.weight)
-    stats = stats if agree is None else KLStatistics(*_collectives.nan_where_different(agree, (*stats,)))
+    stats = stats if agree is None else KLStatistics(*_collectives.set_nan_where_different(agree, (*stats,)))
     sums = None
     if part.is_of_mixture:
         sums = part.mixture_sums(stats)
         if axis_name is not None:
             with jax.named_scope("lce_merge"):
-                sums = MixtureSums(*jnp.sum(_collectives.from_all_shards(jnp.stack(sums), axis_name), axis=0))
+                sums = MixtureSums(*jnp.sum(_collectives.gather_shards(jnp.stack(sums), axis_name), axis=0))
     out = part.finish(stats, sums)
-    out = out if agree is None else _collectives.nan_where_different(agree, out)
+    out = out if agree is None else _collectives.set_nan_where_different(agree, out)
     out, found = jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
     return out, (found, cache)
 
 
-def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.Said | None:
+def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.ShardSummary | None:
     """What the shard says of both heads, flat; None where it need not."""
     start = _shard.first_column(call, primals.student.weight)
     flat = map(_shard.flat_operands, call.heads, primals)
     one, other = (_shard.given_to(*each, start) for each in zip(call.heads, flat, rows, strict=True))
     if one is None or other is None:
         return None
-    tags = _collectives.tags([one.tags, other.tags])
-    return _collectives.Said(tags, *map(jnp.concatenate, zip(one[1:], other[1:], strict=True)))
+    tags = _collectives.compute_tags([one.tags, other.tags])
+    return _collectives.ShardSummary(tags, *map(jnp.concatenate, zip(one[1:], other[1:], strict=True)))
 
 
 def device_backward(call: Call, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
@@ -232,7 +232,7 @@ def device_backward(call: Call, primals: Pair[Primals], rows: Pair[Rows], kept: 
     found, cache = kept
     rows, found, cotangent = _describe.flattened((rows, found, cotangent), rows.student.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
-        cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
+        cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
     gradients = KLPart.of(call, primals, rows).gradients(*found, cache, cotangent)
     return _shard.reduced(call, gradients, primals.student)
 

@@ -21,7 +21,7 @@ from lce_jax.call._options import Arguments
 from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
 from lce_jax.mathematics._statistics import pack, unpack
-from lce_jax.mesh._collectives import differences, tags
+from lce_jax.mesh._collectives import compute_tags, difference_terms
 from lce_jax.run import _shard
 from lce_jax.run._kl import KLArguments, KLPart
 from lce_jax.types import scalars
@@ -124,10 +124,10 @@ __all__ = [
     "Pair",
     "Primals",
     "Results",
-    "differences",
+    "compute_tags",
+    "difference_terms",
     "kl_part",
     "pack",
     "results",
-    "tags",
     "unpack",
 ]

@@ -13,7 +13,7 @@ from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import Capability, Kind, Program, spread
+from lce_jax.run._runner import ArraySharding, Capability, Program, spread
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _logits
 
@@ -28,14 +28,16 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
         z, slope = _forward(call, primals, rows)
         return z, slope if differentiated else None
 
-    operands = _runner.head(call.vocab_dim), Kind.TOKENS
-    return spread(call, Program(run, operands, (Kind.RESULTS, Kind.TOKENS), joins=True), primals, rows)
+    operands = _runner.head(call.vocab_dim), ArraySharding.TOKENS
+    return spread(
+        call, Program(run, operands, (ArraySharding.RESULTS, ArraySharding.TOKENS), joins=True), primals, rows
+    )
 
 
 def backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """The gradients of the operands."""
     own = _runner.head(call.vocab_dim)
-    program = Program(_backward, (own, Kind.TOKENS, Kind.TOKENS, Kind.RESULTS), own)
+    program = Program(_backward, (own, ArraySharding.TOKENS, ArraySharding.TOKENS, ArraySharding.RESULTS), own)
     return spread(call, program, primals, rows, slope, cotangent)
 
 
@@ -73,10 +75,10 @@ def _summed(found: tuple[Array, Array], rows: Rows, axis_name: _collectives.Axis
     if rows.tags is None:
         return lax.psum(found, axis_name)
     (z, slope), K = found, found[0].shape[1]
-    own = _collectives.differences(rows.tags, lax.axis_index(axis_name), lax.axis_size(axis_name))
+    own = _collectives.difference_terms(rows.tags, lax.axis_index(axis_name), lax.axis_size(axis_name))
     z, slope = lax.psum((jnp.concatenate([z, own.astype(z.dtype)], axis=1), slope), axis_name)
-    agree: Any = _collectives.where_it_counts(jnp.all(z[:, K:] == 0, axis=1), rows.where)
-    z, slope = _collectives.nan_where_different(agree, (z[:, :K], slope))
+    agree: Any = _collectives.ignore_masked_rows(jnp.all(z[:, K:] == 0, axis=1), rows.where)
+    z, slope = _collectives.set_nan_where_different(agree, (z[:, :K], slope))
     return z, slope
 
 
@@ -84,7 +86,7 @@ def _backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent:
     """One device's gradients, in the shapes, dtypes and types of their operands."""
     rows, slope, cotangent = _describe.flattened((rows, slope, cotangent), rows.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
-        cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
+        cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
     columns = _columns(call, primals, rows)
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
     hidden = _shard.flat_operands(call, primals).hidden

@@ -23,7 +23,7 @@ from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import Capability, Kind, OperandType, Program, result_axes, spread
+from lce_jax.run._runner import ArraySharding, Capability, OperandType, Program, result_axes, spread
 from lce_jax.run._token_chunks import TokenChunk, chunk_rows, describe_chunk
 from lce_jax.types import _jax, scalars
 from lce_jax.types._types import Call, LogprobOutput, Primals, Results
@@ -447,9 +447,9 @@ def forward(
         own = of_device if left or call.mesh is None else of_device.retrace_here()
         return device_forward(share, own, inputs, rows, differentiated)
 
-    kinds: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
-    results = (Kind.WHOLE, Kind.RESULTS), kinds if differentiated else None
-    out, found = spread(call, Program(run, (kinds, Kind.TOKENS), results), all_inputs, rows)
+    kinds: Any = Inputs(_runner.head(call.vocab_dim), ArraySharding.TOKENS, ArraySharding.REPLICATED)  # type: ignore[arg-type]
+    results = (ArraySharding.REPLICATED, ArraySharding.RESULTS), kinds if differentiated else None
+    out, found = spread(call, Program(run, (kinds, ArraySharding.TOKENS), results), all_inputs, rows)
     if found is None:
         return out, None
     if left:  # XLA takes the arrays that are known too
@@ -468,7 +468,7 @@ def forward(
 def backward(call: Call, types: Inputs, _: Any, gradients: Inputs, cotangent: Any) -> Inputs:
     """The gradients multiplied by the cotangent of the sum."""
     own = jnp.asarray(cotangent[0])  # a number, where the caller of ``jax.vjp`` gives one
-    shared = own if call.axis_name is None else _collectives.total_cotangent(own, call.axis_name)
+    shared = own if call.axis_name is None else _collectives.sum_cotangents(own, call.axis_name)
 
     def scale(by: Array, gradient: Array | None, operand: OperandType) -> Array | None:
         if gradient is None:

@@ -92,36 +92,36 @@ def with_batch(size: int, in_batched: Any, operands: Any) -> Any:
     return jax.tree.map(lead, in_batched, tuple(operands))
 
 
-class Kind(enum.Enum):
-    """How an array is split; further dimensions than those named here are whole everywhere."""
+class ArraySharding(enum.Enum):
+    """How a mesh shards an array. Dimensions that are not named here are never split."""
 
-    HIDDEN = "by token, also over the axis of the vocabulary if that splits the sequence"
-    RESULTS = "as hidden is, one or K numbers per token: as an operand gathered over the axis of the vocabulary"
-    TOKENS = "by token, the same along the axis of the vocabulary"
-    ROWS = "by column of the vocabulary, its first dimension"
-    COLUMNS = "by column of the vocabulary, its second dimension"
-    WHOLE = "not at all"
-    DEVICE = "each device has its own, which no other reads"
+    HIDDEN = "split by token, also over the vocabulary axis if that axis splits the sequence"
+    RESULTS = "per token and sharded like hidden; an operand of this kind is gathered over the vocabulary axis"
+    TOKENS = "per token, split by token and replicated over the vocabulary axis"
+    ROWS = "the first dimension is the vocabulary and is split over the vocabulary axis"
+    COLUMNS = "the second dimension is the vocabulary and is split over the vocabulary axis"
+    REPLICATED = "the same on every device"
+    DEVICE = "each device has its own array, which no other device reads"
 
     @property
     def vocab_dim(self) -> int | None:
         """The dimension of the vocabulary."""
-        return {Kind.ROWS: 0, Kind.COLUMNS: 1}.get(self)
+        return {ArraySharding.ROWS: 0, ArraySharding.COLUMNS: 1}.get(self)
 
     def spec(self, layout: Layout) -> P:
-        """Over a layout."""
-        if self in (Kind.HIDDEN, Kind.RESULTS):
+        """Returns the partition spec of such an array over ``layout``."""
+        if self in (ArraySharding.HIDDEN, ArraySharding.RESULTS):
             return layout.out_spec
-        if self is Kind.TOKENS:
+        if self is ArraySharding.TOKENS:
             return layout.row_spec
-        if self is Kind.DEVICE:
+        if self is ArraySharding.DEVICE:
             return layout.every_device
-        return P() if self is Kind.WHOLE else P(*[None] * (self.vocab_dim or 0), layout.vocab_axes)
+        return P() if self is ArraySharding.REPLICATED else P(*[None] * (self.vocab_dim or 0), layout.vocab_axes)
 
 
-def head(vocab_dim: int) -> Primals[Kind]:
-    """The kinds of a head's operands and gradients."""
-    return Primals(Kind.HIDDEN, Kind.COLUMNS if vocab_dim else Kind.ROWS, Kind.ROWS)
+def head(vocab_dim: int) -> Primals[ArraySharding]:
+    """Returns the shardings of a head's operands and of their gradients."""
+    return Primals(ArraySharding.HIDDEN, ArraySharding.COLUMNS if vocab_dim else ArraySharding.ROWS, ArraySharding.ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,8 @@ class Program:
     Attributes:
         run: ``run(call, *operands)``, with the call of the share, whose ``axis_name``, ``gather_dim`` and
             ``token_axes`` say which collectives it needs.
-        operands: a `Kind` in place of each array, or of a tree of them. There is a `Kind.HIDDEN` and a weight.
+        operands: an `ArraySharding` in place of each array, or of a tree of arrays. One of them is
+            `ArraySharding.HIDDEN`, another is a weight.
         results: the same.
         joins: whether a batch of calls is one call with more tokens: all results are by token.
         unused: what is lost of the call where XLA decides how operands are split, in words.
@@ -182,11 +183,13 @@ def _keeping_nothing(call: Call, program: Program, size: int, in_batched: Any, o
     one of a batch does not read it.
     """
     kinds = program.operands
-    if any(jax.tree.leaves(jax.tree.map(lambda kind, x: x if kind is Kind.DEVICE else None, kinds, in_batched))):
+    if any(
+        jax.tree.leaves(jax.tree.map(lambda kind, x: x if kind is ArraySharding.DEVICE else None, kinds, in_batched))
+    ):
         in_batched, operands = (jax.tree.map(_but_of_devices, kinds, x) for x in (in_batched, operands))
-    elif Kind.DEVICE not in jax.tree.leaves(program.results):
+    elif ArraySharding.DEVICE not in jax.tree.leaves(program.results):
         return _spread_batch(call, program, size, in_batched, operands)
-    joins = program.joins or Kind.DEVICE in jax.tree.leaves(program.results)
+    joins = program.joins or ArraySharding.DEVICE in jax.tree.leaves(program.results)
     found = _spread_batch(
         call.replace(cache_bytes=0), dataclasses.replace(program, joins=joins), size, in_batched, operands
     )
@@ -194,14 +197,16 @@ def _keeping_nothing(call: Call, program: Program, size: int, in_batched: Any, o
     made, shapes = jax.make_jaxpr(functools.partial(spread, call, program), return_shape=True)(*examples)
     avals = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)
 
-    def filled(kind: Kind, own: Any, avals: Any) -> Any:
-        return jax.tree.map(functools.partial(_jax.make_batch_zeros, size), avals) if kind is Kind.DEVICE else own
+    def filled(kind: ArraySharding, own: Any, avals: Any) -> Any:
+        return (
+            jax.tree.map(functools.partial(_jax.make_batch_zeros, size), avals) if kind is ArraySharding.DEVICE else own
+        )
 
     return jax.tree.map(filled, program.results, found, avals)
 
 
-def _but_of_devices(kind: Kind, x: Any) -> Any:
-    return None if kind is Kind.DEVICE else x
+def _but_of_devices(kind: ArraySharding, x: Any) -> Any:
+    return None if kind is ArraySharding.DEVICE else x
 
 
 def _of_batch(call: Call, program: Program, operands: Any) -> Call:
@@ -210,7 +215,7 @@ def _of_batch(call: Call, program: Program, operands: Any) -> Call:
     call = call.replace(num_tokens=math.prod(hidden.shape[:-1]))
     if not isinstance(call.mesh, Layout):
         return call
-    return dataclasses.replace(call, mesh=call.mesh.with_batch(jax.typeof(hidden).sharding.spec))
+    return dataclasses.replace(call, mesh=call.mesh.add_batch(jax.typeof(hidden).sharding.spec))
 
 
 def is_left_to_xla(call: Call, operands: Any) -> bool:
@@ -244,14 +249,14 @@ def split_as[T](gradients: T, operands: T) -> T:
     )
 
 
-def _pairs(kinds: Any, tree: Any) -> Iterator[tuple[Kind, Any]]:
+def _pairs(kinds: Any, tree: Any) -> Iterator[tuple[ArraySharding, Any]]:
     """Each array with its kind."""
     return zip(jax.tree.leaves(jax.tree.broadcast(kinds, tree)), jax.tree.leaves(tree), strict=True)
 
 
 def _hidden(program: Program, operands: Any) -> Any:
     """The hidden states whose leading dimensions are those of the call."""
-    return next(x for kind, x in _pairs(program.operands, operands) if kind is Kind.HIDDEN)
+    return next(x for kind, x in _pairs(program.operands, operands) if kind is ArraySharding.HIDDEN)
 
 
 def _share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
@@ -276,9 +281,9 @@ def _share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
 def _split_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layout:
     """The layout of operands that are split by ``specs``."""
     split = list(zip(_pairs(program.operands, operands), specs, strict=True))
-    (hidden, of_hidden), *others = [(x, spec) for (kind, x), spec in split if kind is Kind.HIDDEN]
+    (hidden, of_hidden), *others = [(x, spec) for (kind, x), spec in split if kind is ArraySharding.HIDDEN]
     weights = [(kind.vocab_dim, x, spec) for (kind, x), spec in split if kind.vocab_dim is not None and x.ndim == 2]
-    of_rows = [spec for (kind, _), spec in split if kind in (Kind.TOKENS, Kind.RESULTS)]
+    of_rows = [spec for (kind, _), spec in split if kind in (ArraySharding.TOKENS, ArraySharding.RESULTS)]
     of_rows += [spec for _, spec in others]
     vocab_dim, weight, of_weight = weights[0]
     layout = layout_of_specs(mesh, hidden, weight, of_hidden, of_weight, of_rows, vocab_dim)
@@ -312,7 +317,7 @@ def _over_devices(layout: Layout, call: Call, program: Program, *operands: Any) 
     here = jax.sharding.get_abstract_mesh()
     layout = dataclasses.replace(layout, mesh=here) if here.manual_axes else layout
     pairs = _pairs(program.operands, operands)
-    placed = [x if kind is Kind.DEVICE else layout.placed(x, kind.spec(layout)) for kind, x in pairs]
+    placed = [x if kind is ArraySharding.DEVICE else layout.reshard(x, kind.spec(layout)) for kind, x in pairs]
     in_specs, out_specs = _specs(layout, program)
     device = functools.partial(_of_device, layout, call, program)
     mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -324,10 +329,14 @@ def _of_device(layout: Layout, call: Call, program: Program, *operands: Any) -> 
     """The program of one device's share: of what is by token, its own part."""
     share = _share(call, layout, program, operands)
     kinds, flat = zip(*_pairs(program.operands, operands), strict=True)
-    gathered = iter(layout.gathered([x for kind, x in zip(kinds, flat, strict=True) if kind is Kind.RESULTS]))
-    whole = [next(gathered) if kind is Kind.RESULTS else x for kind, x in zip(kinds, flat, strict=True)]
+    gathered = iter(
+        layout.gather_rows([x for kind, x in zip(kinds, flat, strict=True) if kind is ArraySharding.RESULTS])
+    )
+    whole = [next(gathered) if kind is ArraySharding.RESULTS else x for kind, x in zip(kinds, flat, strict=True)]
     found = program.run(share, *jax.tree.unflatten(jax.tree.structure(operands), whole))
-    own = [layout.own_rows(x) if kind is Kind.RESULTS else x for kind, x in _pairs(program.results, found)]
+    own = [
+        layout.take_local_rows(x) if kind is ArraySharding.RESULTS else x for kind, x in _pairs(program.results, found)
+    ]
     return jax.tree.unflatten(jax.tree.structure(found), own)
 
 
@@ -359,7 +368,7 @@ def _dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tup
     for kinds, tree in ((program.operands, operands), (program.results, results)):
         arrays = []
         for kind, x in _pairs(kinds, tree):
-            tokens = all_tokens if kind in (Kind.HIDDEN, Kind.RESULTS, Kind.TOKENS) else []
+            tokens = all_tokens if kind in (ArraySharding.HIDDEN, ArraySharding.RESULTS, ArraySharding.TOKENS) else []
             names = [*tokens, *(f"n{size}" for size in x.shape[len(tokens) :])]
             if kind.vocab_dim is not None:
                 names[kind.vocab_dim] = f"v{x.shape[kind.vocab_dim]}"

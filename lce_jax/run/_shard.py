@@ -23,7 +23,7 @@ from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import NOT_DIFFERENTIATED, Normalizer, expand_like, make_parts, merge_parts
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner
-from lce_jax.run._runner import Capability, Kind, Program, spread
+from lce_jax.run._runner import ArraySharding, Capability, Program, spread
 from lce_jax.types import _jax
 from lce_jax.types._types import (
     Call,
@@ -51,7 +51,7 @@ def as_operand(primals: Primals) -> Primals:
     return primals._replace(hidden=hidden.astype(primals.weight.dtype))
 
 
-def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectives.Said | None:
+def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectives.ShardSummary | None:
     """What the shard says of its operands, flat as in `Part`; None where it need not."""
     if rows.tags is None:
         return None
@@ -59,16 +59,16 @@ def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectiv
     columns = jnp.clip(call.vocab_size - start, 0, primals.weight.shape[dim])
     sketches, probes = _collectives.sketch(primals.hidden), _collectives.probe(primals.weight, dim, columns)
     sketches = sketches if rows.where is None else jnp.where(rows.where, sketches, 0)  # the others may hold anything
-    return _collectives.Said(rows.tags, sketches[None], probes[None])
+    return _collectives.ShardSummary(rows.tags, sketches[None], probes[None])
 
 
-def agree(call: Call, every: _collectives.Said | None, rows: Rows, weight: Array) -> Bool[Array, "T"] | None:
+def agree(call: Call, every: _collectives.ShardSummary | None, rows: Rows, weight: Array) -> Bool[Array, "T"] | None:
     """The rows that all shards were given alike, by what they say, or that do not count; None if they say nothing."""
     if every is None:
         return None
     ids = rows.labels if rows.candidates is None else rows.candidates
-    found = _collectives.agree(every, ids, weight.shape[call.vocab_dim])
-    return _collectives.where_it_counts(found, rows.where)
+    found = _collectives.compare_summaries(every, ids, weight.shape[call.vocab_dim])
+    return _collectives.ignore_masked_rows(found, rows.where)
 
 
 type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
@@ -156,7 +156,7 @@ class Part(NamedTuple):
         wrong = _describe.wrong_rows(rows)
         if wrong is not None:
             stats = jax.tree.map(lambda x: jnp.where(expand_like(wrong, x), jnp.nan, x), stats)
-        return stats if same is None else _collectives.nan_where_different(same, stats), cache, same
+        return stats if same is None else _collectives.set_nan_where_different(same, stats), cache, same
 
     def finish(
         self, stats: ShardStatistics, where: Bool[Array, "T"] | None, dropped_mass: Float[Array, "T"] | None
@@ -285,7 +285,9 @@ def compute_results(part: Part, keep_cache: bool) -> tuple[Results, ShardStatist
     """The results and statistics of the whole vocabulary, and what the backward needs of the shard's cache."""
     call, dropped = part.call, None
     with jax.named_scope("lce_statistics"):
-        stacked = None if call.axis_name is None else functools.partial(_collectives.stacked, axis_name=call.axis_name)
+        stacked = (
+            None if call.axis_name is None else functools.partial(_collectives.gather_trees, axis_name=call.axis_name)
+        )
         stats, cache, same = part.statistics(keep_cache, stacked)
     if call.gradient_threshold:
         with jax.named_scope("lce_select"):
@@ -297,7 +299,7 @@ def compute_results(part: Part, keep_cache: bool) -> tuple[Results, ShardStatist
             elif call.axis_name is not None:
                 dropped = lax.psum(dropped, call.axis_name)
     results = part.finish(stats, part.rows.where, dropped)
-    return results if same is None else _collectives.nan_where_different(same, results), stats, cache
+    return results if same is None else _collectives.set_nan_where_different(same, results), stats, cache
 
 
 def device_backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
@@ -306,7 +308,7 @@ def device_backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotang
     varying = _jax.varying_axes((primals, rows, stats, cache))
     rows, stats, cotangent = _describe.flattened((rows, stats, cotangent), rows.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
-        cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
+        cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
     summed = call.axis_name is not None or varying != _jax.varying_axes(hidden)
     may_round = not summed and hidden.dtype == weight.dtype
     with jax.named_scope("lce_gradients"):
@@ -384,8 +386,8 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
         call, keeps = _exact(call), False
     apart = keeps and (given.cache_budget > 0 or given.gradient_threshold > 0)
     call = call if keeps else call.replace(cache_bytes=0)
-    operands = _runner.head(call.vocab_dim), Kind.TOKENS
-    results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
+    operands = _runner.head(call.vocab_dim), ArraySharding.TOKENS
+    results = ArraySharding.RESULTS, (ArraySharding.TOKENS, ArraySharding.DEVICE)
     run = functools.partial(device_forward, keep_cache=keeps)
     program = Program(run, operands, results, joins=not apart, unused=tuple(unused))
     out, kept = spread(call, program, primals, rows)
@@ -398,7 +400,7 @@ def backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotangent: Re
     """The gradients of the operands."""
     call = _exact(call) if _runner.is_left_to_xla(call, (primals, rows)) else call
     own = _runner.head(call.vocab_dim)
-    operands = own, Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS
+    operands = own, ArraySharding.TOKENS, (ArraySharding.TOKENS, ArraySharding.DEVICE), ArraySharding.RESULTS
     program = Program(device_backward, operands, own)
     return spread(call, program, primals, rows, kept, cotangent)
 

@@ -39,7 +39,7 @@ def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
     if call.axis_name is not None:
         with jax.named_scope("lce_merge"):
             given = _shard.given_to(call, part.primals, rows, part.start)
-            parts, every = _collectives.stacked((found, given), call.axis_name)
+            parts, every = _collectives.gather_trees((found, given), call.axis_name)
             found, agree = _merge(call, parts, row_scale), _shard.agree(call, every, rows, primals.weight)
     out = _finish(rows, found, row_scale, agree)
     return jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), out)
