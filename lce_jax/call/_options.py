@@ -55,7 +55,7 @@ class GradientOptions(CallOptions, total=False):
     logit_floor: float | Float[ArrayLike, "..."] | None
 
 
-class OptionsBesideEntropy(GradientOptions, total=False):
+class OptionsWithoutEntropy(GradientOptions, total=False):
     """With those of a model's head, and of a call that returns more: all of `linear_logprobs` but one."""
 
     logit_softcap: float | Float[ArrayLike, ""] | None
@@ -69,7 +69,7 @@ class OptionsBesideEntropy(GradientOptions, total=False):
     candidates: Int[ArrayLike, "*b K"] | None
 
 
-class LogprobOptions(OptionsBesideEntropy, total=False):
+class LogprobOptions(OptionsWithoutEntropy, total=False):
     """All of them."""
 
     entropy: bool
@@ -96,7 +96,7 @@ def check_scalar(
     """
     if not is_array(value) or isinstance(value, np.generic):
         return check(name, value)
-    _checks.array(name, value)
+    _checks.check_array(name, value)
     if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
         raise TypeError(f"{name} must be a real number, got an array of {value.dtype}")
     if value.shape != ():
@@ -145,7 +145,7 @@ def _check_implementations(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _check_ids(name: str, value: Any) -> Any:
-    _checks.num_candidates(value, name)
+    _checks.count_candidates(value, name)
     return value
 
 
@@ -154,8 +154,8 @@ def _check_lora(name: str, value: Any) -> Any:
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise TypeError(f"{name} must be a tuple (A [r, H], B [V, r], scale), got {value!r:.80}")
     a, b, scale = value
-    _checks.floats(f"{name}'s A", a)
-    _checks.floats(f"{name}'s B", b)
+    _checks.check_floats(f"{name}'s A", a)
+    _checks.check_floats(f"{name}'s B", b)
     if a.ndim != 2 or b.ndim != 2 or not 0 < a.shape[0] == b.shape[1]:
         raise ValueError(f"{name}'s A {tuple(a.shape)} and B {tuple(b.shape)} must be [r, H] and [V, r]")
     return a, b, check_scalar(f"{name}'s scale", scale, scalars.number)
@@ -173,7 +173,7 @@ class Option:
 
     default: Any
     check: Callable[[str, Any], Any] = _check_later  # (name, value other than the default) -> value, or an error
-    not_of: tuple[str, ...] = ()  # the functions that do not have it
+    excluded: tuple[str, ...] = ()  # the functions that do not have it
 
 
 WITH_LABELS = ("linear_logprobs", "linear_cross_entropy", "linear_loss")
@@ -212,7 +212,7 @@ OPTIONS: dict[str, Option] = {
 def list_options(function: str) -> tuple[str, ...]:
     """The options that a function has. Those over a mesh have no ``axis_name``."""
     base = function.removeprefix("sharded_")
-    names = [name for name, option in OPTIONS.items() if base not in option.not_of]
+    names = [name for name, option in OPTIONS.items() if base not in option.excluded]
     return tuple(name for name in names if name != "axis_name" or base == function)
 
 
@@ -240,7 +240,7 @@ def list_keywords(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 # What these functions do not have, and refuse in words of their own.
-OWN_WORDS = {
+SPECIAL_MESSAGES = {
     "linear_cross_entropy": ("entropy", "stats", "candidates"),
     "linear_loss": ("cache_bytes", "candidates", "vocab_part_size"),
 }
@@ -249,7 +249,7 @@ OWN_WORDS = {
 def refuse_options(function: str, options: Mapping[str, Any]) -> None:
     """Refuses options of other functions."""
     base = function.removeprefix("sharded_")
-    known = *list_options(base), *OWN_WORDS.get(base, ())
+    known = *list_options(base), *SPECIAL_MESSAGES.get(base, ())
     if wrong := [name for name in options if name not in known]:
         raise TypeError(f"{function} has no option {', '.join(wrong)}")
 
@@ -269,7 +269,7 @@ class MeshPlacement(NamedTuple):
 
     def find_layout(self, arguments: Arguments) -> Layout:
         """How the names split checked operands."""
-        _checks.mesh(self.mesh)
+        _checks.check_mesh(self.mesh)
         return layout_of_names(arguments.hidden, arguments.weight, arguments.call.vocab_dim, **self._asdict())
 
 
@@ -356,8 +356,8 @@ def parse_arguments(
 
 def parse_arguments_with_ids(options: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, where: Any) -> Arguments:
     """What `linear_logits` is given, whose ids are a call's candidates. XLA serves it unless others are asked for."""
-    _checks.array("hidden", hidden)
-    _checks.num_candidates(ids, "ids")
+    _checks.check_array("hidden", hidden)
+    _checks.count_candidates(ids, "ids")
     scalars.check_candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
     chosen = {"implementation": "xla"} if options.get("implementation") is None else {}
     return parse_arguments(
@@ -396,7 +396,7 @@ def refuse_axis_name(axis_name: Any) -> None:
         raise ValueError(f"axis_name={axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
 
 
-def check_teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
+def check_beta(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
     """As `scalars.check_beta`, of an array too."""
     if chosen != "jsd" or beta is None:
         return scalars.check_beta(beta, argument, chosen, ends)

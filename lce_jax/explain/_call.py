@@ -106,7 +106,7 @@ def _check_devices(
     if any(isinstance(mesh, Mesh) for mesh in named) or len(shardings) > sum(hasattr(x, "mesh") for x in shardings):
         return
     device = plan.call.device
-    with _dispatch.for_device(None):
+    with _dispatch.trace_for_device(None):
         is_local = device == _dispatch.current_device()
     if named or not is_local:
         raise ValueError(

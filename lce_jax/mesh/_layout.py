@@ -251,7 +251,7 @@ def _remove_axes(entry: Any, axes: Any) -> Any:
     return _spec_entry(tuple(axis for axis in list_axes(entry) if axis not in list_axes(axes)))
 
 
-def mesh_of(operands: Any, function: str, asks_for_tiles: bool = False) -> AbstractMesh | None:
+def find_mesh(operands: Any, function: str, asks_for_tiles: bool = False) -> AbstractMesh | None:
     """Returns the mesh over which the operands may be split; None on one device and inside ``shard_map``.
 
     There may be a mesh even if neither types nor `jax.set_mesh` name one, because ``jit(..., in_shardings=...)`` tells
@@ -259,7 +259,7 @@ def mesh_of(operands: Any, function: str, asks_for_tiles: bool = False) -> Abstr
     A call that asks for tiles cannot have the rule. It is refused if it is lowered for several devices.
     """
     arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
-    mesh = mesh_of_types(arrays)
+    mesh = find_typed_mesh(arrays)
     if AxisType.Manual in mesh.axis_types:
         check_other_axes(mesh, arrays, function)
         return None
@@ -295,7 +295,7 @@ def _all_axes(spec: P) -> tuple[str, ...]:
     return tuple(axis for entry in _jax.partitions(spec) for axis in list_axes(entry))
 
 
-def mesh_of_types(operands: Any) -> AbstractMesh:
+def find_typed_mesh(operands: Any) -> AbstractMesh:
     """Returns the mesh that the operands' types name; an empty mesh if they name none."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
     return next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))

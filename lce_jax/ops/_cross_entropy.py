@@ -105,8 +105,8 @@ def linear_cross_entropy(
     arguments = _describe.describe_call(arguments)
     because = _token_chunks.refuse_forward_gradients(arguments.call, reduction, options)
     most, axis_name = _token_chunks.chunk_bytes_of_loss(chunk_bytes, because), arguments.call.axis_name
-    divisor = None if normalizer is None else _describe.on_device(normalizer, labels)
-    penalty = None if isinstance(z_loss, float) else _describe.on_device(z_loss, labels)
+    divisor = None if normalizer is None else _describe.put_on_device(normalizer, labels)
+    penalty = None if isinstance(z_loss, float) else _describe.put_on_device(z_loss, labels)
     labels, where, numbers, agree = labels, arguments.where, (penalty, divisor), None
     if axis_name is not None:
         labels, where, numbers, agree = _compare_shards(labels, where, numbers, axis_name)
@@ -133,7 +133,7 @@ class _Loss(NamedTuple):
 
 def _compare_shards(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Any, Array | None]:
     """Inside ``shard_map``: what the loss is made of, typed as equal on every shard, and the rows in which it is."""
-    _checks.axis_size(axis_name)
+    _checks.find_axis_size(axis_name)
     (labels, where), agree = _collectives.equalize_shards((labels, where), labels.ndim, axis_name)
     numbers, also = _collectives.equalize_shards(numbers, 0, axis_name)
     return labels, where, numbers, _collectives.join_agreement(_collectives.ignore_masked_rows(agree, where), also)

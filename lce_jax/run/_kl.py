@@ -60,7 +60,7 @@ class KLArguments(NamedTuple):
     ) -> KLArguments:
         """From what the public functions are given."""
         scalars.check_choice("direction", direction, scalars.DIRECTIONS)
-        beta = _options.check_teachers_weight(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
+        beta = _options.check_beta(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
         student, teacher = _options_of_each(given)
         own = _options.parse_arguments(student, *arrays.student, None, where, function="linear_kl")
         for name, neutral in NEUTRAL.items():
@@ -76,7 +76,7 @@ class KLArguments(NamedTuple):
         """Each model's call with its shapes."""
         student, teacher = _describe.describe_call(self.heads.student), self.heads.teacher
         with _of_the_teacher():
-            _checks.array("hidden", teacher.hidden)
+            _checks.check_array("hidden", teacher.hidden)
             if tuple(teacher.hidden.shape[:-1]) != tuple(student.hidden.shape[:-1]):
                 raise ValueError(
                     f"hidden {tuple(teacher.hidden.shape)} must have the leading shape of the student's "
@@ -123,7 +123,7 @@ def bind(given: KLArguments) -> Bound:
             weights, also = _collectives.equalize_shards(weights, rows.labels.ndim, axis_name)
             agree = _collectives.join_agreement(agree, _collectives.ignore_masked_rows(also, rows.where))
         rows = rows._replace(weights=weights)
-        rows = rows if axis_name is None else _describe.tagged(rows)
+        rows = rows if axis_name is None else _describe.add_tags(rows)
     primals = Pair(student.primals, jax.tree.map(lax.stop_gradient, teacher.primals))
     return Bound(call, primals, Pair(rows, teacher.rows), agree)
 
@@ -196,7 +196,7 @@ def device_forward(
 ) -> tuple[Array, Kept]:
     """One device's result, the whole vocabulary's statistics and sums of each row, and the device's cache."""
     shape, axis_name = rows.student.labels.shape, call.axis_name
-    part, agree = KLPart.of(call, primals, _describe.flattened(rows, len(shape))), None
+    part, agree = KLPart.of(call, primals, _describe.flatten_tokens(rows, len(shape))), None
     stats, cache = part.statistics(keep_cache)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
@@ -230,7 +230,7 @@ def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collecti
 def device_backward(call: Call, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
     """The student's gradients, in the shapes, dtypes and types of its operands."""
     found, cache = kept
-    rows, found, cotangent = _describe.flattened((rows, found, cotangent), rows.student.labels.ndim)
+    rows, found, cotangent = _describe.flatten_tokens((rows, found, cotangent), rows.student.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
         cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
     gradients = KLPart.of(call, primals, rows).gradients(*found, cache, cotangent)
@@ -250,7 +250,7 @@ class KLPart(NamedTuple):
     @classmethod
     def of(cls, call: Call, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> KLPart:
         """From the arrays of this device; ``first_column`` is its global id, None that of its place in the mesh."""
-        scales = Pair(*(_describe.scales(own, call.result_dtype, signs_hidden=False) for own in rows))
+        scales = Pair(*(_describe.compute_scales(own, call.result_dtype, signs_hidden=False) for own in rows))
         if first_column is None:
             first_column = _shard.first_column(call, primals.student.weight)
         return cls(call, rows, scales, *_shard_of(call, primals, rows, scales, first_column))
@@ -338,7 +338,7 @@ class KLPart(NamedTuple):
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
     """Rows of which one temperature is wrong: they return NaN and have no gradient."""
-    student, teacher = map(_describe.wrong_rows, rows)
+    student, teacher = map(_describe.find_invalid_rows, rows)
     return teacher if student is None else student if teacher is None else student | teacher
 
 
@@ -350,7 +350,7 @@ def _shard_of(
     tokens = Pair(
         *(HeadTokens(x.hidden, own.inverse_temperature, own.raw_scale) for x, own in zip(operands, scales, strict=True))
     )
-    order = None if rows.student.where is None else _describe.compaction(rows.student.where)
+    order = None if rows.student.where is None else _describe.plan_compaction(rows.student.where)
     num_rows = None if order is None else order.num_rows
     tokens = tokens if order is None else _describe.compact(order, tokens)
     heads = Pair(

@@ -53,13 +53,13 @@ def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
     """The logits and their slopes; 0 where an id is none, out of vocabulary, or in a row that does not count."""
     assert rows.candidates is not None
     shape, dtype = rows.candidates.shape, call.stat_dtype
-    rows = _describe.flattened(rows, rows.labels.ndim)
-    columns, wrong = _columns(call, primals, rows), _describe.wrong_rows(rows)
+    rows = _describe.flatten_tokens(rows, rows.labels.ndim)
+    columns, wrong = _columns(call, primals, rows), _describe.find_invalid_rows(rows)
     hidden = _shard.flat_operands(call, primals).hidden
     raw = _logits.products(hidden, primals.weight, columns, call, dtype)
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(dtype)
-    scales = _describe.scales(rows, dtype, signs_hidden=False)
+    scales = _describe.compute_scales(rows, dtype, signs_hidden=False)
     z, slope = _logprobs.transform_logits(raw, call, scales.inverse_temperature, scales.raw_scale)
     factor = _logprobs.compute_row_factor(call, scales.derivative)
     factor = factor if isinstance(factor, float) else factor[:, None]
@@ -84,7 +84,7 @@ def _summed(found: tuple[Array, Array], rows: Rows, axis_name: _collectives.Axis
 
 def _backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """One device's gradients, in the shapes, dtypes and types of their operands."""
-    rows, slope, cotangent = _describe.flattened((rows, slope, cotangent), rows.labels.ndim)
+    rows, slope, cotangent = _describe.flatten_tokens((rows, slope, cotangent), rows.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
         cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
     columns = _columns(call, primals, rows)
@@ -100,11 +100,11 @@ def _columns(call: Call, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
     """The ids as columns of this shard; -1 where it does not own them, and in rows that do not count."""
     assert rows.candidates is not None
     start, size = _shard.first_column(call, primals.weight), primals.weight.shape[call.vocab_dim]
-    columns = _describe.owned(rows.candidates, start, size)
+    columns = _describe.find_local_columns(rows.candidates, start, size)
     live = _live(rows)
     return columns if live is None else jnp.where(live[:, None], columns, -1)
 
 
 def _live(rows: Rows) -> Bool[Array, "T"] | None:
-    wrong = _describe.wrong_rows(rows)
+    wrong = _describe.find_invalid_rows(rows)
     return rows.where if wrong is None else ~wrong if rows.where is None else rows.where & ~wrong

@@ -70,7 +70,7 @@ class TokenLoss:
     def take_arrays(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
         """The loss with all that it closes over among the inputs: a function that XLA splits closes over nothing."""
         traced = iter(inputs.constants)
-        known = (None if x is None else _describe.on_device(x, inputs.primals.hidden) for x in self.known)
+        known = (None if x is None else _describe.put_on_device(x, inputs.primals.hidden) for x in self.known)
         constants = tuple(next(traced) if x is None else untyped(x) for x in known)
         return dataclasses.replace(self, known=(None,) * len(constants)), inputs._replace(constants=constants)
 
@@ -134,7 +134,7 @@ def flatten_arguments(arguments: Any, labels: Any) -> tuple[tuple[Any, ...], Cal
     for path, x in given:
         if not scalars.is_number(x):
             name = f"per-token argument {jax.tree_util.keystr(path[1:], simple=True, separator='.')} of loss_fn"
-            _checks.array(name, x)
+            _checks.check_array(name, x)
             scalars.check_per_token_shape(name, x.shape, shape)
             array = jnp.asarray(x)
             data = untyped(array)
@@ -276,7 +276,7 @@ class _Chunks:
         hidden = primals.hidden.reshape(-1, primals.hidden.shape[-1])
         if call.gather_dim is not None:
             hidden = _shard.flat_operands(call, primals).hidden
-        flat_rows, per_token = _describe.flattened((rows, inputs.per_token), rows.labels.ndim)
+        flat_rows, per_token = _describe.flatten_tokens((rows, inputs.per_token), rows.labels.ndim)
         chunk = describe_chunk(call, size, rows.where is not None or tokens % size != 0)
         implementation = _dispatch.choose(chunk)[0].NAME
         chunk = dataclasses.replace(chunk, implementation=implementation, gather_dim=None)  # it is gathered
@@ -287,7 +287,7 @@ class _Chunks:
             rows=flat_rows._replace(where=None),
             per_token=per_token,
             constants=inputs.constants,
-            order=None if flat_rows.where is None else _describe.compaction(flat_rows.where),
+            order=None if flat_rows.where is None else _describe.plan_compaction(flat_rows.where),
             size=size,
             tokens=tokens,
             adds=size < tokens,
@@ -410,7 +410,7 @@ def device_forward(
     """The sum over this device's tokens and the results; and the gradients for a cotangent of 1, if asked for."""
     if not differentiated:
         results, _ = _shard.device_forward(call, inputs.primals, rows, keep_cache=False)
-        live, flat, per_token = _describe.flattened((rows.where, results, inputs.per_token), rows.labels.ndim)
+        live, flat, per_token = _describe.flatten_tokens((rows.where, results, inputs.per_token), rows.labels.ndim)
         flat, per_token = _jax.vary_over((flat, per_token), result_axes(call, (inputs, rows)))
         return (_total(call, jnp.sum(loss(live, flat, per_token, inputs.constants))), results.outputs), None
     whole = _Chunks.of(call, loss, inputs, rows).run()

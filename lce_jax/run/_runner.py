@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import mosaic
 from lce_jax.call import _dispatch
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
-from lce_jax.mesh._layout import Layout, auto_axes, layout_of_specs, mesh_of_types
+from lce_jax.mesh._layout import Layout, auto_axes, find_typed_mesh, layout_of_specs
 from lce_jax.types import _jax, scalars
 from lce_jax.types._types import Call, Device, Primals, RequestedGradients, UnsupportedError
 from lce_jax.xla import _logprobs as xla
@@ -222,7 +222,7 @@ def is_left_to_xla(call: Call, operands: Any) -> bool:
     """Whether XLA decides how operands are split: nothing can be kept there that is no global array."""
     if call.mesh is None or isinstance(call.mesh, Layout):
         return False
-    return all(kind == AxisType.Auto for kind in mesh_of_types(operands).axis_types)
+    return all(kind == AxisType.Auto for kind in find_typed_mesh(operands).axis_types)
 
 
 def typed_as(gradients: Primals, operands: Primals) -> Primals:
@@ -273,7 +273,7 @@ def _share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
         token_axes=layout.token_axes,
         mesh=None,
     )
-    share = _dispatch.over(share, layout.mesh)
+    share = _dispatch.use_mesh_device(share, layout.mesh)
     scalars.check_vocab_parts(call.vocab_part_size, call.columns, share.columns)
     return dataclasses.replace(share, implementation=_dispatch.choose(share)[0].NAME)
 
@@ -297,7 +297,7 @@ def _split_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Lay
 
 def _layout_of_types(call: Call, program: Program, operands: Any) -> Layout | None:
     """The layout that the operands' types name; None if all axes of their mesh are Auto."""
-    mesh = mesh_of_types(operands)
+    mesh = find_typed_mesh(operands)
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return None
     if auto := auto_axes(mesh):
@@ -415,7 +415,7 @@ def _lower_traced(context: Any, x: Any, *, call: Call) -> list[Any]:
         kind, backend = kinds.get(platform, platform), module.backend
         there = traced if traced.platform == kind else None
         if backend is not None and kinds.get(backend.platform, backend.platform) == kind:
-            there = _dispatch.device_of(backend.devices()[0])
+            there = _dispatch.describe_device(backend.devices()[0])
         if there != traced:
             _check(call, there, platform)
     return [x]

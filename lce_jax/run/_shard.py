@@ -87,7 +87,7 @@ class Part(NamedTuple):
     def of(cls, call: Call, primals: Primals, rows: Rows, start: Any = None) -> Part:
         """With the factors of eq. 0 in the implementation's arithmetic. ``start``: None for that of the mesh."""
         invert = functools.partial(_in_arithmetic_of, call, _logprobs.invert_temperature)
-        scales = _describe.scales(rows, call.stat_dtype, call.signs_hidden, invert)
+        scales = _describe.compute_scales(rows, call.stat_dtype, call.signs_hidden, invert)
         return cls(call, primals, rows, first_column(call, primals.weight) if start is None else start, scales)
 
     @property
@@ -105,13 +105,13 @@ class Part(NamedTuple):
             if call.implementation == mosaic.NAME:
                 num_columns = jnp.asarray(num_columns, jnp.int32)  # one set of kernels for every vocab_size
 
-        targets = _describe.owned(rows.labels, start, columns)
-        candidates = None if rows.candidates is None else _describe.owned(rows.candidates, start, columns)
+        targets = _describe.find_local_columns(rows.labels, start, columns)
+        candidates = None if rows.candidates is None else _describe.find_local_columns(rows.candidates, start, columns)
         hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, rows.floor
         if floor is not None:
             floor = _in_arithmetic_of(call, _logprobs.unscaled_floor, floor, self.row_scale)
         if rows.where is not None:
-            order = _describe.compaction(rows.where)
+            order = _describe.plan_compaction(rows.where)
             hidden, targets, candidates, scales, floor = _describe.compact(
                 order, (hidden, targets, candidates, scales, floor)
             )
@@ -153,7 +153,7 @@ class Part(NamedTuple):
                     stats = merge_parts(parts, call, call.num_tokens, row_scale)
                 same = agree(call, every, rows, primals.weight)
         stats = stats if order is None else _describe.expand(order, stats)
-        wrong = _describe.wrong_rows(rows)
+        wrong = _describe.find_invalid_rows(rows)
         if wrong is not None:
             stats = jax.tree.map(lambda x: jnp.where(expand_like(wrong, x), jnp.nan, x), stats)
         return stats if same is None else _collectives.set_nan_where_different(same, stats), cache, same
@@ -176,7 +176,7 @@ class Part(NamedTuple):
         call, rows = self.call, self.rows
         if call.implementation != mosaic.NAME:
             return cache, None
-        order = None if rows.where is None else _describe.compaction(rows.where)
+        order = None if rows.where is None else _describe.plan_compaction(rows.where)
         num_rows = rows.num_rows if order is None else order.num_rows
         of_rows = Normalizer(stats.max, stats.sumexp)
         if order is not None:
@@ -235,7 +235,7 @@ class Part(NamedTuple):
             read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
             found = _in_arithmetic_of(call, functools.partial(of_rows, where=None), read, of_results, *factors)
             found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
-        wrong = _describe.wrong_rows(rows)
+        wrong = _describe.find_invalid_rows(rows)
         return found if wrong is None else _logprobs.zero_gradient(found, wrong)
 
 
@@ -275,7 +275,7 @@ type Kept = tuple[ShardStatistics, Any]  # for the backward: also the implementa
 def device_forward(call: Call, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, Kept]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape = rows.labels.shape
-    part = Part.of(call, flat_operands(call, primals), _describe.flattened(rows, len(shape)))
+    part = Part.of(call, flat_operands(call, primals), _describe.flatten_tokens(rows, len(shape)))
     out, stats, cache = compute_results(part, keep_cache)
     out, stats = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats))
     return out, (stats, cache if keep_cache else None)
@@ -306,7 +306,7 @@ def device_backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotang
     """The gradients, in the shapes, dtypes and types of their operands."""
     (hidden, weight, _), (stats, cache) = primals, kept
     varying = _jax.varying_axes((primals, rows, stats, cache))
-    rows, stats, cotangent = _describe.flattened((rows, stats, cotangent), rows.labels.ndim)
+    rows, stats, cotangent = _describe.flatten_tokens((rows, stats, cotangent), rows.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
         cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
     summed = call.axis_name is not None or varying != _jax.varying_axes(hidden)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
     """The results, in the shape of labels with k more, the same on every shard of the vocabulary."""
     shape = rows.labels.shape
-    rows = _describe.flattened(rows, len(shape))
+    rows = _describe.flatten_tokens(rows, len(shape))
     with jax.named_scope("lce_topk"):
         part = _shard.Part.of(call, _shard.flat_operands(call, primals), rows)
         operands, order = part.operands()
@@ -51,7 +51,7 @@ def _finish(rows: Rows, found: Largest, row_scale: Float[Array, "#T 1"], agree: 
     logprobs = (found.x - found.max[:, None]) * row_scale - log_sumexp[:, None]
     out = TopK(found.ids, logprobs, found.max * row_scale[:, 0] + log_sumexp)
     left_out, differ = (None if kept is None else ~kept for kept in (rows.where, agree))
-    for no_result, value in ((_describe.wrong_rows(rows), jnp.nan), (left_out, 0.0), (differ, jnp.nan)):
+    for no_result, value in ((_describe.find_invalid_rows(rows), jnp.nan), (left_out, 0.0), (differ, jnp.nan)):
         if no_result is not None:
             out = TopK(
                 jnp.where(no_result[:, None], -1, out.ids),

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax.call._dispatch import for_device
-from lce_jax.call._first_call import checked, errors
+from lce_jax.call._dispatch import trace_for_device
+from lce_jax.call._first_call import check_once, measure_errors
 from lce_jax.mosaic import _backward, _candidates, _chunks, _forward, _generations, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
@@ -47,18 +47,18 @@ __all__ = [
     "LaunchedCall",
     "Tokens",
     "backward",
-    "checked",
+    "check_once",
     "compiled",
     "device_refusal",
-    "errors",
-    "for_device",
     "forward",
     "live_shape",
+    "measure_errors",
     "products",
     "put",
     "refusal",
     "refusal_to_scale",
     "scale",
+    "trace_for_device",
     "traced",
     "unchecked",
     "why_not",

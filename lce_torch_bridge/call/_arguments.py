@@ -409,7 +409,7 @@ class EntropyOptions(CrossEntropyOptions, total=False):
     where: torch.Tensor | None
 
 
-class OptionsBesideEntropy(EntropyOptions, total=False):
+class OptionsWithoutEntropy(EntropyOptions, total=False):
     """Of `linear_logprobs`, but one."""
 
     stats: bool
@@ -419,7 +419,7 @@ class OptionsBesideEntropy(EntropyOptions, total=False):
     out_of_vocab: OutOfVocab
 
 
-class ExplainOptions(OptionsBesideEntropy, total=False):
+class ExplainOptions(OptionsWithoutEntropy, total=False):
     """Of `explain`."""
 
     entropy: Entropy

@@ -51,7 +51,7 @@ def launches(way: Way, device: torch.device) -> bool:
 
 
 def _compared(described: kernels.Device, device: torch.device) -> str | None:
-    return kernels.checked(described, functools.partial(_first_call.compare, device, _launched))
+    return kernels.check_once(described, functools.partial(_first_call.compare, device, _launched))
 
 
 def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:

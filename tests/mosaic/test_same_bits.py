@@ -23,7 +23,7 @@ from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import HOPPER
 from lce_jax.run import _shard
-from lce_jax.run.kernels import for_device
+from lce_jax.run.kernels import trace_for_device
 from lce_jax.types._types import Operands
 from lce_torch_bridge.tensors import _padding
 from tests.devices import H200
@@ -59,7 +59,7 @@ def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: 
         )
         return _shard.device_forward(*bound[:3], False)[0].outputs
 
-    with for_device(SMALL), interpreting(plgpu.InterpretGPUParams()):
+    with trace_for_device(SMALL), interpreting(plgpu.InterpretGPUParams()):
         out = jax.jit(run)(hidden, weight, labels, where, temperature)
     return {name: np.asarray(getattr(out, name)) for name in FIELDS if getattr(out, name) is not None}
 

@@ -202,7 +202,7 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
 
     def of_shard(i: int) -> Operands:
         targets, candidates = jax.tree.map(
-            lambda ids, i=i: _describe.owned(ids, i * size, size), (operands.targets, operands.candidates)
+            lambda ids, i=i: _describe.find_local_columns(ids, i * size, size), (operands.targets, operands.candidates)
         )
         return operands._replace(
             weight=operands.weight[i * size :][:size], targets=targets, candidates=candidates,
