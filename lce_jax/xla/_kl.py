@@ -89,7 +89,7 @@ class KLPlan:
     def kept_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
         """Of a `CachedRatios`."""
         student = self.cases.student
-        return _kl.dtypes(_walk.gradient_dtype(student), self.direction, student.logit_softcap is not None)
+        return _kl.choose_dtypes(_walk.gradient_dtype(student), self.direction, student.logit_softcap is not None)
 
     @property
     def kept_item_bytes(self) -> int:
