@@ -136,7 +136,7 @@ def gradients(
     dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it. The tiles here know
     no parts of the vocabulary.
     """
-    case = case.without_parts
+    case = case.single_part
     if case.gradient_threshold:
         assert cache is not None, "the forward keeps which tiles are live"
         return Primals(*_threshold.gradients(operands, case, _generation_of(case), rows, cache, dweight))

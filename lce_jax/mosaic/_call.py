@@ -21,7 +21,7 @@ from lce_jax.mosaic import _operands
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import TRACED, Host
 from lce_jax.mosaic._operands import Geometry, KLHead, KLOperands, Prepared, Span, Tiling, geometry
-from lce_jax.types._types import Call, Operands, Wanted
+from lce_jax.types._types import Call, Operands, RequestedGradients
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import HeadTokens, Shard
 
@@ -135,12 +135,14 @@ class KernelCall(NamedTuple):
 
     def with_adapter(self, b: Any) -> KernelCall:
         """The call, whose hidden is [T, H + R], with its products beside; the weight has none of its own gradient."""
-        case, wanted = self.case, self.case.wanted
-        beside = case.but(hidden_size=case.rank, rank=0, wanted=Wanted(wanted.hidden, wanted.bias))
+        case, gradients = self.case, self.case.gradients
+        beside = case.replace(
+            hidden_size=case.rank, rank=0, gradients=RequestedGradients(gradients.hidden, gradients.bias)
+        )
         u = self.host.compute(_from_column, self.prepared.hidden, case.hidden_size)
         own = self.operands._replace(weight=b), self.prepared._replace(hidden=u, weight=b), beside
         return self._replace(
-            case=case.but(wanted=Wanted(wanted.hidden, weight=False)),
+            case=case.replace(gradients=RequestedGradients(gradients.hidden, weight=False)),
             beside=KernelCall(*own, self.shape, self.generation, self.host),
         )
 

@@ -73,7 +73,7 @@ def columns_from(call: KernelCall, column: Any, size: int) -> Float[Array, "size
     columns = column + jnp.arange(size, dtype=jnp.int32)
     last = call.case.columns if call.operands.num_columns is None else call.operands.num_columns
     copied = jnp.take(call.operands.weight, columns, axis=call.case.vocab_dim, mode="clip")
-    return _logprobs.without_padding(copied, columns < last, call.case)
+    return _logprobs.zero_padding(copied, columns < last, call.case)
 
 
 def put_columns(

@@ -17,7 +17,7 @@ from lce_jax.xla._kl import KLPlan
 def plan(case: Call, generation: Generation, name: str) -> Plan:
     """Tiles and bytes of ``case``."""
     shape = geometry(case, generation.tiling)
-    of_gradients = geometry(case.without_parts, generation.tiling)
+    of_gradients = geometry(case.single_part, generation.tiling)
     backward = _backward(case, of_gradients, generation)
     copied = _copied_bytes(case, shape)
     groups = _chunks.num_groups(shape)
@@ -111,7 +111,7 @@ class _Backward(NamedTuple):
 def _backward(case: Call, shape: Geometry, generation: Generation) -> _Backward:
     item = case.dtype.itemsize
     sums = 4 * math.prod(_chunks.dhidden_shape(case, shape))
-    of_adapter = 4 * math.prod(_chunks.dhidden_shape(case.but(hidden_size=case.rank), shape)) if case.rank else 0
+    of_adapter = 4 * math.prod(_chunks.dhidden_shape(case.replace(hidden_size=case.rank), shape)) if case.rank else 0
     cached = _chunks.num_cached_tiles(case, shape)
     overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
@@ -123,7 +123,7 @@ def _backward(case: Call, shape: Geometry, generation: Generation) -> _Backward:
     if overwritten == shape.num_tiles and _writes_dhidden_once(case, shape):
         sums = 0
     sums += of_adapter
-    copied = 1 + case.wanted.weight  # the weight, and dweight
+    copied = 1 + case.gradients.weight  # the weight, and dweight
     copies = 0 if shape.whole_atoms else copied * columns * case.hidden_size * item
     return _Backward(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
 
