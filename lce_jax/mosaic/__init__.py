@@ -139,11 +139,9 @@ def gradients(
     case = case.without_parts
     if case.gradient_threshold:
         assert cache is not None, "the forward keeps which tiles are live"
-        return Primals(*_threshold.gradients(operands, case, _generation_of(case), rows, cache, dweight))
+        return _threshold.gradients(operands, case, _generation_of(case), rows, cache, dweight)
     allowed = (may_round_dhidden, may_overwrite_cache)
-    return Primals(
-        *_backward.gradients(operands, case, _generation_of(case), rows, cache, *allowed, dweight, adds_dweight)
-    )
+    return _backward.gradients(operands, case, _generation_of(case), rows, cache, *allowed, dweight, adds_dweight)
 
 
 def kl_plan(plan: KLPlan) -> Plan:

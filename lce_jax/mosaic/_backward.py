@@ -56,10 +56,10 @@ def gradients(
     may_overwrite_cache: bool,
     dweight: Float[Array, "V H"] | None = None,
     adds_dweight: Any = True,
-) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None, Float[Array, "V R"] | None]:
+) -> Primals:
     """Eq. 5 of the whole shard: dhidden, anything on rows that are not live, and dweight in the weight's dtype.
 
-    Of an adapter dhidden is [T, H + R], and the last result is the gradient of its B, in fp32.
+    With an adapter dhidden is [T, H + R], and the adapter's own gradient is in fp32.
 
     dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it. With
     ``dweight``, a sum in fp32, the kernels add to that sum, or write it if not ``adds_dweight``.
@@ -68,15 +68,18 @@ def gradients(
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
     may_round = may_round_dhidden and rows.uniform is None
     candidates = _candidates.of_rows(call, factors, rows)
-    sums, total, *beside = walk(call, factors, candidates, cache, may_round, may_overwrite_cache, dweight, adds_dweight)
+    sums, total, *of_adapter = walk(
+        call, factors, candidates, cache, may_round, may_overwrite_cache, dweight, adds_dweight
+    )
     dhidden = _chunks.total_dhidden(sums, case)
-    if call.beside is not None:
-        du = _chunks.total_dhidden(beside[0], call.beside.case)
+    if call.adapter is not None:
+        partial_du, dadapter = of_adapter
+        du = _chunks.total_dhidden(partial_du, call.adapter.case)
         dhidden = None if du is None or dhidden is None else jnp.concatenate([dhidden, du.astype(dhidden.dtype)], 1)
-        return dhidden, total, beside[1]
+        return Primals(dhidden, total, adapter=dadapter)
     if rows.uniform is not None:
         dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
-    return dhidden, total, None
+    return Primals(dhidden, total)
 
 
 def kl_gradients(
@@ -110,7 +113,7 @@ def walk(
     has_edge = _edge.is_left(call)
     rounds = may_round_dhidden and not has_edge and sum(len(part.chunks) for part in parts) == 1
     for one in call.products:
-        dtype = jnp.float32 if one is call.beside else one.case.dtype
+        dtype = jnp.float32 if one is call.adapter else one.case.dtype
         total = host.empty(one.prepared.weight.shape, dtype) if dweight is None else dweight
         sums = _chunks.empty_dhidden(host, one.case, call.shape, rounds)
         start += [sums if one.case.wanted.hidden else None, total if one.case.wanted.weight else None]

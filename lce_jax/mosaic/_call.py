@@ -92,14 +92,14 @@ class KernelCall(NamedTuple):
     shape: Geometry
     generation: Generation
     host: Host = TRACED
-    beside: KernelCall | None = None  # of an adapter: with u and B in place of hidden and the weight
+    adapter: KernelCall | None = None  # the adapter's product u·Bᵀ: u in place of hidden, and B of the weight
     teacher: KernelCall | None = None  # of two heads: the other one; the tiles' geometry is the student's
     plan: KLPlan | None = None  # of two heads
 
     @property
     def products(self) -> tuple[KernelCall, ...]:
         """The calls whose products a chunk of dlogits enters."""
-        return (self,) if self.beside is None else (self, self.beside)
+        return (self,) if self.adapter is None else (self, self.adapter)
 
     @property
     def heads(self) -> tuple[KernelCall, ...]:
@@ -133,16 +133,18 @@ class KernelCall(NamedTuple):
         student, teacher = of_heads
         return Pair(student, teacher).ordered(self.plan.student_first)
 
-    def with_adapter(self, b: Any) -> KernelCall:
-        """The call, whose hidden is [T, H + R], with its products beside; the weight has none of its own gradient."""
-        case, wanted = self.case, self.case.wanted
-        beside = case.but(hidden_size=case.rank, rank=0, wanted=Wanted(wanted.hidden, wanted.bias))
+    def add_adapter(self) -> KernelCall:
+        """Returns the call, whose hidden is [T, H + R], with the adapter's product if the operands have an adapter."""
+        b, case = self.operands.adapter, self.case
+        if b is None:
+            return self
         u = self.host.compute(_from_column, self.prepared.hidden, case.hidden_size)
-        own = self.operands._replace(weight=b), self.prepared._replace(hidden=u, weight=b), beside
-        return self._replace(
-            case=case.but(wanted=Wanted(wanted.hidden, weight=False)),
-            beside=KernelCall(*own, self.shape, self.generation, self.host),
+        adapter = self._replace(
+            operands=self.operands._replace(weight=b, adapter=None),
+            prepared=self.prepared._replace(hidden=u, weight=b),
+            case=case.but(hidden_size=case.rank, rank=0, wanted=Wanted(case.wanted.hidden, case.wanted.adapter)),
         )
+        return self._replace(case=case.but(wanted=Wanted(case.wanted.hidden, weight=False)), adapter=adapter)
 
     def span(self, **fields: Any) -> Any:
         """A `Span` of the call's live rows and columns, as a kernel takes it."""
@@ -157,8 +159,7 @@ class KernelCall(NamedTuple):
     def prepare(cls, operands: Operands, case: Call, generation: Generation) -> KernelCall:
         """The call of ``operands``, padded and marked."""
         shape = geometry(case, generation.tiling)
-        call = cls(operands, _operands.prepare(operands, case, shape), case, shape, generation)
-        return call.with_adapter(operands.bias) if case.rank else call
+        return cls(operands, _operands.prepare(operands, case, shape), case, shape, generation).add_adapter()
 
     @classmethod
     def prepare_heads(cls, plan: KLPlan, shard: Shard, generation: Generation) -> KernelCall:

@@ -114,5 +114,5 @@ def compute_dlogits(
     if call.plan is not None:
         given = call.kl_cases, call.kl_operands(weights), factors, span, columns
         return launch(kl_dlogits, generation, *given, call.plan.direction)
-    weight, *beside = weights
-    return launch(dlogits, generation, call.arrays, weight, call.case, factors, span, columns, *beside)
+    weight, *adapter = weights
+    return launch(dlogits, generation, call.arrays, weight, call.case, factors, span, columns, *adapter)

@@ -115,9 +115,9 @@ def joined(
     def memory(count: int, more_fields: int = 0) -> Any:
         return host.empty(_operands.statistics_shape(case, shape, count, more_fields), jnp.float32)
 
-    def launch(span: Array, parts: Array, cache: Cache | None, weight: Array, *beside: Array) -> Any:
+    def launch(span: Array, parts: Array, cache: Cache | None, weight: Array, *adapter: Array) -> Any:
         given = call.generation, call.arrays, weight, case, span, parts, cache
-        return host.launch(kernels.statistics, *given, *beside)
+        return host.launch(kernels.statistics, *given, *adapter)
 
     def window(group: Any, carry: Any) -> Any:
         cache, groups, maxima = carry

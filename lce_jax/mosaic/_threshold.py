@@ -32,7 +32,7 @@ from lce_jax.mosaic.common._dlogits import live_dlogits
 from lce_jax.mosaic.common._products import update_live_dhidden, write_live_dweight
 from lce_jax.mosaic.common._tiles import live_shape
 from lce_jax.mosaic.common._tokens import zeros
-from lce_jax.types._types import Call, Operands, RowCoefficients
+from lce_jax.types._types import Call, Operands, Primals, RowCoefficients
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
@@ -92,7 +92,7 @@ def gradients(
     rows: RowCoefficients,
     live: Int[Array, "tiles blocks"],
     dweight: Float[Array, "V H"] | None,
-) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None]:
+) -> Primals:
     """Eq. 5 over the live tiles: dhidden in fp32, anything on rows that are not live, and dweight.
 
     dweight is in the weight's dtype, or added to the fp32 sum ``dweight``.
@@ -100,8 +100,10 @@ def gradients(
     call = KernelCall.prepare(operands, case, generation)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
     sums, total = walk(call, factors, _candidates.of_rows(call, factors, rows), live, dweight)
-    found = _chunks.total_dhidden(sums, case), total
-    return found if rows.uniform is None else _mean.add_gradients(operands, case, rows.uniform, *found)
+    gradients = _chunks.total_dhidden(sums, case), total
+    if rows.uniform is not None:
+        gradients = _mean.add_gradients(operands, case, rows.uniform, *gradients)
+    return Primals(*gradients)
 
 
 def walk(

@@ -45,18 +45,18 @@ class LogprobPart(NamedTuple):
         vocab_start: int, num_rows: Any,
     ) -> LogprobPart:  # fmt: skip
         """Of a ``call`` that has its options alone, with the given vocabulary. The first ``num_rows`` rows count."""
-        hidden, weight, bias = primals
+        hidden, weight, bias, adapter = primals
         rank, wanted = call.rank, {}
-        if rank:  # of an adapter: what `_describe.make_operands` puts there is there
+        if rank:
             wanted = {"wanted": Wanted(weight=False)}
         requested = _options.check_option("implementation", {"implementation": call.requested})
-        call = call.but(rank=0, has_bias=bias is not None and not rank, requested=requested, vocab_size=0)
+        call = call.but(rank=0, has_bias=bias is not None, requested=requested, vocab_size=0)
         arrays = hidden[:, : weight.shape[1]], weight, labels, None, 1.0 if temperature is None else temperature
-        others = None if rank else bias, candidates, floor, None, None, None
+        others = bias, candidates, floor, None, None, None
         arguments = _describe.describe_call(Arguments(call, *arrays, None, None, *others))
-        arguments = arguments._replace(hidden=hidden, bias=bias)
         call = _chosen(arguments._replace(call=arguments.call.but(partial_rows=True, rank=rank, **wanted)))
-        primals, rows = _describe.make_operands(call, arguments)
+        primals, rows = _describe.make_operands(call, arguments._replace(hidden=hidden))
+        primals = primals._replace(adapter=adapter)
         return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
 
     def statistics(self, keep_cache: bool) -> tuple[ShardStatistics, Any]:

@@ -323,7 +323,7 @@ class _Chunks:
         outputs = jax.eval_shape(lambda: _logprobs.results_of_none(self.tokens, call.stat_dtype, call).outputs)
         dhidden = jnp.zeros(self.primals.hidden.shape, self.hidden_dtype if self.rounds else call.stat_dtype)
         dweight = of_dweight(weight.shape, call.stat_dtype if self.adds else call.dtype)
-        dbias = None if self.primals.bias is None else zeros(self.primals.bias.shape)
+        of_columns = jax.tree.map(lambda x: zeros(x.shape), self.primals[2:])
         of_tokens = _Whole(
             zeros(self.tokens),
             jax.tree.map(lambda x: zeros(x.shape), outputs),
@@ -331,8 +331,8 @@ class _Chunks:
             *(jax.tree.map(jnp.zeros_like, _floats(x)) for x in (self.per_token, self.constants)),
         )
         of_tokens = _jax.vary_over(of_tokens, self.token_axes)
-        dweight, dbias = _jax.vary_over((dweight, dbias), self.weight_axes)
-        gradients = Primals(_jax.vary_over(dhidden, self.hidden_axes), dweight, dbias)
+        of_head = _jax.vary_over((dweight, *of_columns), self.weight_axes)
+        gradients = Primals(_jax.vary_over(dhidden, self.hidden_axes), *of_head)
         return of_tokens._replace(gradients=gradients.only(call.wanted))
 
     @jax.named_scope("chunk_of_tokens")
@@ -381,18 +381,18 @@ class _Chunks:
         return losses, dresults, dper_token, dconstants
 
     def _add(self, chunk: TokenChunk, whole: Primals, found: Primals) -> Primals:
-        """``whole`` with a chunk's dhidden in its rows; dweight, which is the sum already; and dbias added."""
+        """``whole`` with a chunk's dhidden in its rows; dweight, which is the sum already; and the others added."""
         dhidden = found.hidden
         if self.psum_axes:
             # As in `_shard.reduced`, the collective starts after the kernels.
             found = lax.optimization_barrier(found)
             dhidden = jax.tree.map(lambda x: lax.psum(x, self.psum_axes), found.hidden)
-        dweight, dbias = _jax.vary_over((found.weight, found.bias), self.weight_axes)
+        dweight, *others = _jax.vary_over(found[1:], self.weight_axes)
         dhidden = _jax.vary_over(dhidden, self.hidden_axes)
         return Primals(
             jax.tree.map(lambda all_of, x: chunk.put(all_of, x.astype(all_of.dtype)), whole.hidden, dhidden),
             dweight,
-            jax.tree.map(jnp.add, whole.bias, dbias),
+            *jax.tree.map(jnp.add, [*whole[2:]], others),
         )
 
 
@@ -414,17 +414,17 @@ def device_forward(
         flat, per_token = _jax.vary_over((flat, per_token), result_axes(call, (inputs, rows)))
         return (_total(call, jnp.sum(loss(live, flat, per_token, inputs.constants))), results.outputs), None
     whole = _Chunks.of(call, loss, inputs, rows).run()
-    (dhidden, dweight, dbias), (hidden, weight, _) = whole.gradients, inputs.primals
+    (dhidden, dweight, *others), (hidden, weight, *_) = whole.gradients, inputs.primals
     outputs = jax.tree.map(lambda x: x.reshape(rows.labels.shape), whole.outputs)
     per_token = tuple(
         None if dx is None else dx.reshape(x.shape) for dx, x in zip(whole.per_token, inputs.per_token, strict=True)
     )
     constants = jax.tree.map(functools.partial(_total, call), whole.constants)
     dweight = None if dweight is None else _total(call, dweight.astype(weight.dtype))
-    dbias = None if dbias is None else _total(call, dbias)
+    others = jax.tree.map(functools.partial(_total, call), others)
     if dhidden is not None and call.gather_dim is not None:
         dhidden = _shard.scattered(call, dhidden, hidden).astype(hidden.dtype)
-    primals = Primals(None if dhidden is None else dhidden.reshape(hidden.shape), dweight, dbias)
+    primals = Primals(None if dhidden is None else dhidden.reshape(hidden.shape), dweight, *others)
     return (_total(call, jnp.sum(whole.losses)), outputs), Inputs(primals, per_token, constants)
 
 

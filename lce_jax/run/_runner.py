@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def has_own_columns(in_batched: Any) -> bool:
-    """Whether each example has a weight or a bias of its own."""
-    return any(primals.weight or primals.bias for primals in _primals(in_batched))
+    """Whether each example has a weight, a bias or an adapter of its own."""
+    return any(any(primals[1:]) for primals in _primals(in_batched))
 
 
 def _primals(operands: Any) -> list[Primals]:
@@ -78,7 +78,7 @@ def one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> 
 
 
 def with_batch(size: int, in_batched: Any, operands: Any) -> Any:
-    """Every leaf with the batch as its first dimension, except weights and biases."""
+    """Every leaf with the batch as its first dimension, except weights, biases and adapters."""
 
     def lead(batched: bool, x: Array) -> Array:
         return x if batched else jnp.broadcast_to(x, (size, *x.shape))
@@ -86,7 +86,7 @@ def with_batch(size: int, in_batched: Any, operands: Any) -> Any:
     def shared(batched: Any) -> Any:
         if not _is_primals(batched):
             return batched
-        return batched._replace(weight=True, bias=None if batched.bias is None else True)
+        return Primals(batched.hidden, *(None if x is None else True for x in batched[1:]))
 
     in_batched = jax.tree.map(shared, tuple(in_batched), is_leaf=_is_primals)
     return jax.tree.map(lead, in_batched, tuple(operands))
@@ -121,7 +121,7 @@ class Kind(enum.Enum):
 
 def head(vocab_dim: int) -> Primals[Kind]:
     """The kinds of a head's operands and gradients."""
-    return Primals(Kind.HIDDEN, Kind.COLUMNS if vocab_dim else Kind.ROWS, Kind.ROWS)
+    return Primals(Kind.HIDDEN, Kind.COLUMNS if vocab_dim else Kind.ROWS, Kind.ROWS, Kind.ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -494,7 +494,7 @@ def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) 
         given = jax.tree.map(lambda x: OperandType(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
     # The shape of an array without numbers tells the backward rule what is asked for. The residuals' tree cannot: JAX
     # takes it from any trace of this rule, also one where other operands are differentiated.
-    told = jnp.zeros((0, asked.hidden, asked.weight, asked.bias), jnp.int8)
+    told = jnp.zeros((0, *dataclasses.astuple(asked)), jnp.int8)
     return out, (given, kept, told)
 
 

@@ -97,7 +97,7 @@ class Part(NamedTuple):
 
     def operands(self) -> tuple[Operands, _describe.Compaction | None]:
         """What an implementation is given, the live rows first, and how to undo their order."""
-        (call, (hidden, weight, bias), rows, start, scales), num_columns = self, None
+        (call, (hidden, weight, bias, adapter), rows, start, scales), num_columns = self, None
         columns = weight.shape[call.vocab_dim]
         if call.padded:
             left = call.vocab_size - start
@@ -118,10 +118,20 @@ class Part(NamedTuple):
             num_rows = order.num_rows
         elif rows.live is not None:  # NaN or inf in the other rows cannot spread
             hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
-        bias = None if bias is None else bias.astype(call.dtype if call.rank else call.stat_dtype)
-        inverse, raw_scale = scales.inverse_temperature, scales.raw_scale
-        local = Operands(hidden, weight, targets, inverse, num_rows, num_columns, raw_scale, bias, candidates, floor)
-        return local, order
+        operands = Operands(
+            hidden,
+            weight,
+            targets,
+            scales.inverse_temperature,
+            num_rows,
+            num_columns,
+            raw_scale=scales.raw_scale,
+            bias=None if bias is None else bias.astype(call.stat_dtype),
+            candidates=candidates,
+            floor=floor,
+            adapter=None if adapter is None else adapter.astype(call.dtype),
+        )
+        return operands, order
 
     def statistics(
         self, keep_cache: bool, stacked: Stacked | None = None
@@ -302,7 +312,7 @@ def compute_results(part: Part, keep_cache: bool) -> tuple[Results, ShardStatist
 
 def device_backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
     """The gradients, in the shapes, dtypes and types of their operands."""
-    (hidden, weight, _), (stats, cache) = primals, kept
+    (hidden, weight, *_), (stats, cache) = primals, kept
     varying = _jax.varying_axes((primals, rows, stats, cache))
     rows, stats, cotangent = _describe.flattened((rows, stats, cotangent), rows.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:

@@ -221,9 +221,8 @@ class HostPass(NamedTuple):
         rows: Any = launched.call.num_tokens
         per_token = marked.targets, marked.row_scale, marked.holds_target
         prepared = Prepared(hidden, weight, *per_token, mask, columns, rows, marked.floor)
-        operands = Operands(hidden, weight, marked.targets, None, rows, launched.live_columns)
-        call = KernelCall(operands, prepared, launched.compiled, shape, launched.generation, self.host)
-        return call if adapter is None else call.with_adapter(adapter)
+        operands = Operands(hidden, weight, marked.targets, None, rows, launched.live_columns, adapter=adapter)
+        return KernelCall(operands, prepared, launched.compiled, shape, launched.generation, self.host).add_adapter()
 
 
 def forward(
@@ -238,7 +237,7 @@ def forward(
 ) -> Forward:
     """The results of all columns, or with ``exchange`` of a vocabulary that is split over shards.
 
-    ``adapter``: the B of an adapter (`Call.rank`).
+    ``adapter``: ``[V, R]``, B of an adapter.
     """
     run, case = HostPass(launched, host), launched.compiled
     saved = host.empty((launched.kept.size * launched.rows,), jnp.float32)
@@ -305,7 +304,7 @@ def backward(
         seeds: the cotangents that there are, of "logprobs", "entropy", "lse" and "candidate_logprobs" (``[R, K]``).
         kept: by the forward, the cache or the live tiles; none if there are none.
         dhidden_dtype: what dhidden is rounded to.
-        adapter: the B of an adapter (`Call.rank`).
+        adapter: ``[V, R]``, B of an adapter.
         owns_cache: whether its memory may be overwritten.
         total: a float32 sum that dweight is added to. None: dweight is in the weight's dtype.
         adds_total: False where the sum may hold anything, and is written; not with a threshold.
@@ -327,17 +326,17 @@ def backward(
         of_tokens = each, call.prepared.targets, call.prepared.row_scale, factors, run.of_labels
         candidates = PlacedCandidates(*host.launch(place_values, *of_kept, *of_tokens))
     if launched.call.gradient_threshold:
-        sums, dweight, *beside = _threshold.walk(call, factors, candidates, kept[0], total)
+        sums, dweight, *of_adapter = _threshold.walk(call, factors, candidates, kept[0], total)
     else:
         cache, shape = Cache(*kept) if kept else None, (1, launched.call.num_tokens, launched.call.hidden_size)
         may_round = _chunks.dhidden_shape(case, launched.shape) == shape and dhidden_dtype == launched.call.dtype.name
         how_sums = may_round, owns_cache, total, adds_total
-        sums, dweight, *beside = _backward.walk(call, factors, candidates, cache, *how_sums)
+        sums, dweight, *of_adapter = _backward.walk(call, factors, candidates, cache, *how_sums)
     if sums.dtype == jnp.float32:
         sums = host.launch(_tokens.total, case, sums, jnp.dtype(dhidden_dtype), host.numbers(launched.call.num_tokens))
-    if beside:
-        beside[0] = host.compute(_total, beside[0], launched.call.num_tokens, launched.call.rank)
-    return sums, dweight, *beside
+    if of_adapter:
+        of_adapter[0] = host.compute(_total, of_adapter[0], launched.call.num_tokens, launched.call.rank)
+    return sums, dweight, *of_adapter
 
 
 def _total(_: Any, sums: Any, tokens: int, columns: int) -> Any:

@@ -123,7 +123,7 @@ def _walk_of(operands: Operands, call: Call, coefficients: RowCoefficients | Non
         columns, padded_from = padded_from, None
     shard = Shard(
         tokens=(HeadTokens(x.hidden, x.inverse_temperature, x.raw_scale),),
-        heads=(Head(x.weight, x.bias),),
+        heads=(Head(x.weight, x.bias, x.adapter),),
         rows=_Rows(x.targets, x.candidates, x.floor, coefficients),
         num_rows=x.num_rows,
         num_columns=padded_from,

@@ -107,7 +107,8 @@ class Head(NamedTuple):
     """What some columns of the vocabulary have of one model."""
 
     weight: Float[Array, "v H"]  # or [H, v]: Call.weight_layout
-    bias: Float[Array, "v"] | None  # in the statistics' dtype; of an adapter [v, R], in the weight's
+    bias: Float[Array, "v"] | None  # in the statistics' dtype
+    adapter: Float[Array, "v R"] | None = None  # in the weight's dtype
 
 
 class Shard(NamedTuple):
@@ -133,13 +134,15 @@ class XTile(NamedTuple):
     index: Any  # its number among the tiles of `Walk.kept_columns`; None: it is none of them
 
     def products(self) -> tuple[Float[Array, "t v"], ...]:
-        """The raw products of each model, with the bias."""
+        """The raw products of each model: h·Wᵀ, with the bias, or with the adapter's u·Bᵀ."""
         found = []
         for call, tokens, head in zip(self.calls, self.tokens, self.heads, strict=True):
             hidden, u = call.split(tokens.hidden)
             raw = dot(hidden, head.weight, 1, call.hidden_dim, call, call.stat_dtype)
             if head.bias is not None:
-                raw = raw + (dot(u, head.bias, 1, 1, call, call.stat_dtype) if call.rank else head.bias[None, :])
+                raw = raw + head.bias[None, :]
+            if head.adapter is not None:
+                raw = raw + dot(u, head.adapter, 1, 1, call, call.stat_dtype)
             found.append(raw)
         return tuple(found)
 
@@ -179,7 +182,7 @@ class Walk:
     def gradients(
         self, shard: Shard, dlogits: Callable[[XTile], Float[Array, "t v"]], dweight: Float[Array, "V H"] | None = None
     ) -> Primals:
-        """Eq. 5, ``dlogits`` being the gradient in the first model's raw products: dhidden, dweight and dbias.
+        """Eq. 5, ``dlogits`` being the gradient in the first model's raw products: those of `Primals`.
 
         dweight is rounded, or added to the sum ``dweight``; the others are in the statistics' dtype. None of what is
         not `Call.wanted`.
@@ -202,13 +205,13 @@ class Walk:
             return Primals(
                 part.hidden,
                 jax.tree.map(put_weight, carry.weight, part.weight),
-                jax.tree.map(functools.partial(put, dim=0), carry.bias, part.bias),
+                *jax.tree.map(functools.partial(put, dim=0), carry[2:], part[2:]),
             )
 
         init = Primals(
             jnp.full(shard.tokens[0].hidden.shape, zero.astype(call.stat_dtype)),
             jnp.full(head.weight.shape, zero.astype(call.dtype)) if dweight is None else dweight,
-            jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), head.bias),
+            *jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), head[1:]),
         ).only(call.wanted)
         return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
 
@@ -244,7 +247,8 @@ class Walk:
         heads = []
         for call, head in zip(self.calls, shard.heads, strict=True):
             weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=call.vocab_dim)
-            heads.append(Head(weight, None if head.bias is None else lax.dynamic_slice_in_dim(head.bias, start, size)))
+            others = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), head[1:])
+            heads.append(Head(weight, *others))
         return XTile(self.calls, shard.tokens, shard.rows, 0, tuple(heads), start, live, index)
 
 
@@ -256,28 +260,29 @@ def gradient_dtype(call: Call) -> jnp.dtype:
 def gradient_products(
     call: Call, d: Float[Array, "t v"], tile: XTile, dhidden_dtype: Any, dweight_dtype: Any
 ) -> Primals:
-    """Eq. 5 of a tile, from ``d``, the gradient in its raw products; dbias is in the statistics' dtype.
+    """Eq. 5 of a tile, from ``d``, the gradient in its raw products.
 
-    With an adapter the bias is its B, whose gradient is a product too.
+    The gradients of a bias and of an adapter are in the statistics' dtype.
     """
-    (weight, bias), dbias = tile.heads[0], None
-    if bias is not None and not call.rank and call.wanted.bias:
+    head, dhidden, dweight, dbias, dadapter = tile.heads[0], None, None, None, None
+    if head.bias is not None and call.wanted.bias:
         dbias = jnp.sum(d, axis=0, dtype=call.stat_dtype)
-    weight = _logprobs.without_padding(weight, tile.live, call)
-    if call.rank and bias is not None and tile.live is not None:
-        bias = jnp.where(tile.live[:, None], bias, jnp.zeros((), call.dtype))
-    d, weight, bias, hidden = jax.tree.map(
-        lambda x: x.astype(gradient_dtype(call)), (d, weight, bias, tile.tokens[0].hidden)
-    )
+    head = head._replace(weight=_logprobs.without_padding(head.weight, tile.live, call))
+    if head.adapter is not None and tile.live is not None:
+        head = head._replace(adapter=jnp.where(tile.live[:, None], head.adapter, jnp.zeros((), call.dtype)))
+    operands = d, head, tile.tokens[0].hidden
+    d, head, hidden = jax.tree.map(lambda x: x.astype(gradient_dtype(call)), operands)
     hidden, u = call.split(hidden)
-    left, right = (d, hidden) if call.vocab_dim == 0 else (hidden, d)
-    dhidden = dot(d, weight, 1, call.vocab_dim, call, dhidden_dtype) if call.wanted.hidden else None
-    if dhidden is not None and bias is not None and call.rank:
-        dhidden = jnp.concatenate([dhidden, dot(d, bias, 1, 0, call, dhidden_dtype)], axis=1)
-    if call.rank and call.wanted.bias:
-        dbias = dot(d, u, 0, 0, call, call.stat_dtype)
-    dweight = dot(left, right, 0, 0, call, dweight_dtype) if call.wanted.weight else None
-    return Primals(dhidden, dweight, dbias)
+    if call.wanted.hidden:
+        dhidden = dot(d, head.weight, 1, call.vocab_dim, call, dhidden_dtype)
+        if head.adapter is not None:
+            dhidden = jnp.concatenate([dhidden, dot(d, head.adapter, 1, 0, call, dhidden_dtype)], axis=1)
+    if head.adapter is not None and call.wanted.adapter:
+        dadapter = dot(d, u, 0, 0, call, call.stat_dtype)
+    if call.wanted.weight:
+        left, right = (d, hidden) if call.vocab_dim == 0 else (hidden, d)
+        dweight = dot(left, right, 0, 0, call, dweight_dtype)
+    return Primals(dhidden, dweight, dbias, dadapter)
 
 
 def dot(left: Array, right: Array, left_dim: int, right_dim: int, call: Call, dtype: Any) -> Array:
@@ -485,7 +490,7 @@ def bytes_of_gradient_products(call: Call, tile_t: int, width: int) -> int:
     if call.device.platform != "cpu":
         return 0
     read = (width + min(tile_t, call.num_tokens)) * (call.hidden_size + call.rank) * call.stat_dtype.itemsize
-    size = width * (call.hidden_size * call.wanted.weight + call.rank * call.wanted.bias)
+    size = width * (call.hidden_size * call.wanted.weight + call.rank * call.wanted.adapter)
     if tile_t < call.num_tokens:
         return read + 2 * size * call.stat_dtype.itemsize
     return read + (0 if call.dtype == call.stat_dtype else size * call.dtype.itemsize)

@@ -58,11 +58,11 @@ def dlogits(
     factors: Float[Array, "factors Tp"],
     span: Int[Array, "fields"],
     columns: int,
-    beside: Float[Array, "V R"] | None = None,
+    adapter: Float[Array, "V R"] | None = None,
 ) -> Float[Array, "T columns"]:
     """The gradient in the span's raw products, in the weight's dtype, at the beginning of ``columns``.
 
-    ``weight`` holds the span's part at its offset, and so does the B of an adapter ``beside`` it. Zero on columns that
+    ``weight`` holds the span's part at its offset, and so does ``adapter``, B of an adapter. Zero on columns that
     are padding or do not exist; tiles after the span and row blocks without a live row are left unwritten.
     """
     machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "dlogits"))
@@ -77,7 +77,7 @@ def dlogits(
         prepared.mask,
         factors,
         span,
-        *[x for x in (prepared.floor, beside) if x is not None],
+        *[x for x in (prepared.floor, adapter) if x is not None],
     )
     return result
 
@@ -96,7 +96,7 @@ def _kernel(
     *refs_of_case: Any,  # the floor and B, if any, and [T, columns]
 ) -> None:
     *given, output = refs_of_case
-    floor, beside = given[: matmul.case.has_floor], given[matmul.case.has_floor :]
+    floor, adapter = given[: matmul.case.has_floor], given[matmul.case.has_floor :]
     span, refs = Span.unpack(scalars), DlogitsRefs(targets, row_scale, holds_target, mask, factors, output, *floor)
     first_tile = _logits.first_tile(span)
 
@@ -106,7 +106,7 @@ def _kernel(
         write_dlogits(matmul.case, refs, tile, where, multiply, slots)
 
     slots = staging(machine, matmul, output.shape[1], output.dtype)
-    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots, *beside)
+    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots, *adapter)
 
 
 def live_dlogits(

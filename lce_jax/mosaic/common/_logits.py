@@ -159,11 +159,11 @@ def logits(case: Call, tuning: Any) -> Matmul:
 
 
 def walk_logits(
-    machine: Machine, matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any, *beside: Any
+    machine: Machine, matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any, *adapter: Any
 ) -> None:
     """`Machine.walk_tiles` over the logits of the live row groups and the span's vocabulary tiles."""
     how = Offset(column=span.offset), visit_all(matmul, span), consume, scratch
-    machine.walk_tiles(matmul, hidden, weight, *how, *beside)
+    machine.walk_tiles(matmul, hidden, weight, *how, *adapter)
 
 
 def visit_all(matmul: Matmul, span: Span) -> VisitAll:

@@ -60,18 +60,18 @@ def statistics(
     span: Int[Array, "fields"],
     parts: Float[Array, "tiles fields Tp"],
     cache: Cache | None,
-    beside: Float[Array, "V R"] | None = None,
+    adapter: Float[Array, "V R"] | None = None,
 ) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
     """``parts`` with the partial statistics of the span's tiles, and the cache, if any, with their exponentials.
 
-    ``weight`` holds the span's part at its offset, and so does the B of an adapter ``beside`` it.
+    ``weight`` holds the span's part at its offset, and so does ``adapter``, B of an adapter.
     """
     machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "forward"))
     updated = [parts, *jax.tree.leaves(cache)]
     operands = [
         prepared.hidden, weight, prepared.targets, prepared.row_scale, prepared.holds_target, prepared.mask, span,
     ]  # fmt: skip
-    operands += [x for x in (prepared.floor, beside) if x is not None]
+    operands += [x for x in (prepared.floor, adapter) if x is not None]
     run = machine.kernel(
         matmul,
         functools.partial(_kernel, machine, matmul),
@@ -118,7 +118,7 @@ def _kernel(
     *refs_of_case: Any,  # the floor and B, if any, and `results`
 ) -> None:
     has_floor, given = matmul.case.has_floor, matmul.case.has_floor + (matmul.case.rank > 0)
-    floor, beside, results = refs_of_case[0] if has_floor else None, refs_of_case[has_floor:given], refs_of_case[given:]
+    floor, adapter, results = refs_of_case[0] if has_floor else None, refs_of_case[has_floor:given], refs_of_case[given:]
     # [tiles, fields, Tp] and the cache, if any, as they were; both as they will be, in the same places
     partial, *kept = results[len(results) // 2 :]
     cache: Any = Cache(*kept) if kept else None
@@ -135,7 +135,7 @@ def _kernel(
         write_statistics(matmul.case, refs, tile, where, multiply, slots)
 
     slots = None if cache is None else staging(machine, matmul, TILE_N, hidden.dtype)
-    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots, *beside)
+    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots, *adapter)
 
 
 def sums(case: Call, u: Array, e: Array) -> list[Array]:

@@ -161,21 +161,21 @@ class Product(NamedTuple):
     lhs: Any
     rhs: Any
     num_steps: int | None = None  # None: those of the tile
-    beside: Any = None  # of an adapter: what takes the place of rhs after the steps over H
+    adapter: Any = None  # B of an adapter, which takes the place of rhs after the steps over H
 
     def part(self, tile: Tile) -> Tile:
         """The tile as this product takes it."""
         return tile if self.num_steps is None else tile._replace(num_steps=self.num_steps)
 
     def copy_rhs(self, k: Any, copy: Callable[[Any, Any], None]) -> None:
-        """``copy(rhs, k)``, or after the steps over H of what is beside."""
-        if self.beside is None:
+        """``copy(rhs, k)``, or after the steps over H of the adapter."""
+        if self.adapter is None:
             copy(self.rhs, k)
             return
         size = self.matmul.case.hidden_size
         assert size % self.matmul.tuning.tile_k == 0, "a step over H would have columns of lhs that are of the others"
         pl.when(k < size)(lambda: copy(self.rhs, k))
-        pl.when(k >= size)(lambda: copy(self.beside, k - size))
+        pl.when(k >= size)(lambda: copy(self.adapter, k - size))
 
 
 class Offset(NamedTuple):
