@@ -131,7 +131,7 @@ def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call
     ids = _at_hand(labels)
     if ids is None or not ids.size or call.axis_name is not None:
         return
-    vocab_size = vocabulary(call.given_vocab_size, call.columns)
+    vocab_size = vocabulary(call.caller_vocab_size, call.columns)
     live = None if where is None else _at_hand(where)
     if scalars.are_inside(ids, vocab_size) or (where is not None and live is None):
         return

@@ -328,7 +328,7 @@ def describe_call(arguments: Arguments) -> Arguments:
         hidden_size=weight.shape[call.hidden_dim],
         columns=columns,
         dtype=dtype,
-        given_dtype=None if of_hidden == dtype else of_hidden,
+        caller_dtype=None if of_hidden == dtype else of_hidden,
         partial_rows=where is not None,
         device=_dispatch.current_device(weight, hidden, labels, where),
     )
@@ -356,7 +356,7 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
     """
     if columns is None:
         columns = call.columns if call.axis_name is None else scalars.INT32_MAX
-    vocab_size = _checks.vocabulary(call.given_vocab_size, columns)
+    vocab_size = _checks.vocabulary(call.caller_vocab_size, columns)
     if isinstance(mesh, Layout):
         tokens, size = call.num_tokens // mesh.token_shards, call.columns // mesh.vocab_shards
         call = _dispatch.over(call, mesh.mesh).but(num_tokens=tokens, columns=size)
@@ -367,7 +367,7 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
     return call.but(
         implementation=_dispatch.choose(call)[0].NAME,
         vocab_size=vocab_size,
-        given_vocab_size=None,
+        caller_vocab_size=None,
         padded=vocab_size < columns,
         mesh=mesh,
     )

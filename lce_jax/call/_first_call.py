@@ -23,7 +23,7 @@ from lce_jax import mosaic
 from lce_jax.mathematics import _kl, _logprobs
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations
-from lce_jax.types._types import Call, Device, LogprobOutput, Operands, Results, Wanted
+from lce_jax.types._types import Call, Device, LogprobOutput, Operands, RequestedGradients, Results
 from lce_jax.xla import _kl as xla_kl
 from lce_jax.xla import _logprobs as xla
 from lce_jax.xla._walk import Head, HeadTokens, Shard
@@ -129,7 +129,7 @@ def _answers(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inver
     rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
     found = {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse}
     found["dhidden"], found["dweight"], *_ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)
-    alone, start = call.but(wanted=Wanted(hidden=False)), weight.astype(jnp.float32)
+    alone, start = call.but(gradients=RequestedGradients(hidden=False)), weight.astype(jnp.float32)
     found["dweight of a sum"] = one.gradients(operands, alone, rows, cache, dweight=start)[1] - start
     return found
 

@@ -336,7 +336,7 @@ def parse_arguments(
         top_k=0 if top_k is None else scalars.num_largest(top_k),
         function=function,
         requested=checked["implementation"],
-        given_vocab_size=checked["vocab_size"],
+        caller_vocab_size=checked["vocab_size"],
         axis_name=checked["axis_name"] if placement is None else None,
         **named,
         **kept,

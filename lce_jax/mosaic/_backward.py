@@ -32,7 +32,8 @@ from lce_jax.xla._walk import Shard
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
-# Parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if not `Call.wanted`. Of an adapter those of u and B too.
+# Parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if not in `Call.gradients`.
+# With an adapter, the gradients of u and B too.
 type Carry = tuple[Any, ...]
 
 
@@ -116,12 +117,12 @@ def walk(
         dtype = jnp.float32 if one is call.adapter else one.case.dtype
         total = host.empty(one.prepared.weight.shape, dtype) if dweight is None else dweight
         sums = _chunks.empty_dhidden(host, one.case, call.shape, rounds)
-        start += [sums if one.case.wanted.hidden else None, total if one.case.wanted.weight else None]
+        start += [sums if one.case.gradients.hidden else None, total if one.case.gradients.weight else None]
     read = [one.prepared for one in call.heads], factors, candidates, cache
     carry: Carry = host.vary_like(tuple(start), read)
     for i, part in enumerate(parts):
         carry = _walk_chunks(call, part, candidates, carry, i > 0, dweight is not None, adds_dweight)
-    if not (has_edge and call.case.wanted.hidden):
+    if not (has_edge and call.case.gradients.hidden):
         return carry
     added = _edge.update_dhidden(call, factors, candidates, *carry[::2])
     return tuple(itertools.chain(*zip(added, carry[1::2], strict=True)))
@@ -202,11 +203,11 @@ def _walk_chunks(
         products = zip(call.products, weights[: len(call.products)], carry[::2], carry[1::2], strict=True)
         for one, weight, sums, dweight in products:
             case, hidden = one.case, one.prepared.hidden
-            if case.wanted.hidden:
+            if case.gradients.hidden:
                 sums = launch(update_dhidden, generation, sums, d, weight, case, span)
-            if case.wanted.weight and in_place:
+            if case.gradients.weight and in_place:
                 dweight = launch(write_dweight, generation, dweight, d, hidden, case, span, may_add)
-            elif case.wanted.weight:
+            elif case.gradients.weight:
                 copy = call.host.vary_like(call.host.empty(weight.shape, dweight.dtype), carry)
                 copy = launch(write_dweight, generation, copy, d, hidden, case, span)
                 dweight = _edge.put_columns(

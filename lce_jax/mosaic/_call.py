@@ -21,7 +21,7 @@ from lce_jax.mosaic import _operands
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import TRACED, Host
 from lce_jax.mosaic._operands import Geometry, KLHead, KLOperands, Prepared, Span, Tiling, geometry
-from lce_jax.types._types import Call, Operands, Wanted
+from lce_jax.types._types import Call, Operands, RequestedGradients
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import HeadTokens, Shard
 
@@ -142,9 +142,15 @@ class KernelCall(NamedTuple):
         adapter = self._replace(
             operands=self.operands._replace(weight=b, adapter=None),
             prepared=self.prepared._replace(hidden=u, weight=b),
-            case=case.but(hidden_size=case.rank, rank=0, wanted=Wanted(case.wanted.hidden, case.wanted.adapter)),
+            case=case.but(
+                hidden_size=case.rank,
+                rank=0,
+                gradients=RequestedGradients(case.gradients.hidden, case.gradients.adapter),
+            ),
         )
-        return self._replace(case=case.but(wanted=Wanted(case.wanted.hidden, weight=False)), adapter=adapter)
+        return self._replace(
+            case=case.but(gradients=RequestedGradients(case.gradients.hidden, weight=False)), adapter=adapter
+        )
 
     def span(self, **fields: Any) -> Any:
         """A `Span` of the call's live rows and columns, as a kernel takes it."""

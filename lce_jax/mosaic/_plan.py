@@ -123,7 +123,7 @@ def _backward(case: Call, shape: Geometry, generation: Generation) -> _Backward:
     if overwritten == shape.num_tiles and _writes_dhidden_once(case, shape):
         sums = 0
     sums += of_adapter
-    copied = 1 + case.wanted.weight  # the weight, and dweight
+    copied = 1 + case.gradients.weight  # the weight, and dweight
     copies = 0 if shape.whole_atoms else copied * columns * case.hidden_size * item
     return _Backward(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
 

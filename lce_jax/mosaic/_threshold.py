@@ -121,7 +121,7 @@ def walk(
         work = host.compute(lists, sizes, host.numbers(*orders(sizes)), live, _edge.contracted_tiles(call))
     entries = None if candidates is None else candidates.entries(call, work, sizes)
     sums: Any = None
-    if case.wanted.hidden:
+    if case.gradients.hidden:
         sums = host.launch(zeros, _chunks.dhidden_shape(case, call.shape), host.numbers(prepared.num_rows))
     total = host.empty(prepared.weight.shape, case.dtype) if dweight is None else dweight
 
@@ -131,16 +131,16 @@ def walk(
         along = work, sizes, host.numbers(i, prepared.num_rows, prepared.num_columns)
         d = host.launch(live_dlogits, generation, call.arrays, prepared.weight, case, factors, *along)
         d = d if candidates is None else host.put(d, *candidates, along[2], entries, *along[:2])
-        if case.wanted.hidden:
+        if case.gradients.hidden:
             sums = host.launch(update_live_dhidden, generation, sums, d, prepared.weight, case, *along)
-        if not case.wanted.weight:
+        if not case.gradients.weight:
             return sums, None
         return sums, host.launch(write_live_dweight, generation, dweight, d, prepared.hidden, case, *along, adds)
 
-    start = sums, total if case.wanted.weight else None
+    start = sums, total if case.gradients.weight else None
     carry = host.vary_like(start, (prepared, factors, candidates, live))
     sums, total = host.loop(range(sizes.batches), step, carry)
-    has_edge = case.wanted.hidden and _edge.is_left(call)
+    has_edge = case.gradients.hidden and _edge.is_left(call)
     return (_edge.update_dhidden(call, factors, candidates, sums)[0] if has_edge else sums), total
 
 

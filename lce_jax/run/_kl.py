@@ -96,7 +96,7 @@ def check_columns(heads: Pair[Arguments], is_split: bool) -> None:
     A mesh axis splits both alike, so there they must have as many.
     """
     student, teacher = (head.call.columns for head in heads)
-    if student != teacher and (is_split or heads.student.call.given_vocab_size is None):
+    if student != teacher and (is_split or heads.student.call.caller_vocab_size is None):
         least, most = sorted((student, teacher))
         raise ValueError(
             f"weight has {student} columns of the vocabulary, the teacher's {teacher}: give the tokenizer's size, "

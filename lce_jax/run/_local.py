@@ -25,7 +25,7 @@ from lce_jax.mesh._collectives import differences, tags
 from lce_jax.run import _shard
 from lce_jax.run._kl import KLArguments, KLPart
 from lce_jax.types import scalars
-from lce_jax.types._types import Call, LogprobOutput, Primals, Results, ShardStatistics, Wanted
+from lce_jax.types._types import Call, LogprobOutput, Primals, RequestedGradients, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
@@ -46,15 +46,15 @@ class LogprobPart(NamedTuple):
     ) -> LogprobPart:  # fmt: skip
         """Of a ``call`` that has its options alone, with the given vocabulary. The first ``num_rows`` rows count."""
         hidden, weight, bias, adapter = primals
-        rank, wanted = call.rank, {}
+        rank, fields = call.rank, {}
         if rank:
-            wanted = {"wanted": Wanted(weight=False)}
+            fields = {"gradients": RequestedGradients(weight=False)}
         requested = _options.check_option("implementation", {"implementation": call.requested})
         call = call.but(rank=0, has_bias=bias is not None, requested=requested, vocab_size=0)
         arrays = hidden[:, : weight.shape[1]], weight, labels, None, 1.0 if temperature is None else temperature
         others = bias, candidates, floor, None, None, None
         arguments = _describe.describe_call(Arguments(call, *arrays, None, None, *others))
-        call = _chosen(arguments._replace(call=arguments.call.but(partial_rows=True, rank=rank, **wanted)))
+        call = _chosen(arguments._replace(call=arguments.call.but(partial_rows=True, rank=rank, **fields)))
         primals, rows = _describe.make_operands(call, arguments._replace(hidden=hidden))
         primals = primals._replace(adapter=adapter)
         return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
@@ -110,7 +110,7 @@ def kl_part(
 def _chosen(given: Arguments) -> Call:
     """Of how many shards there are, the bridge alone knows: any vocab_size may leave padding."""
     return _describe.choose_implementation(given.call, scalars.INT32_MAX).but(
-        padded=given.call.given_vocab_size is not None
+        padded=given.call.caller_vocab_size is not None
     )
 
 

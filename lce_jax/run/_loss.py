@@ -333,7 +333,7 @@ class _Chunks:
         of_tokens = _jax.vary_over(of_tokens, self.token_axes)
         of_head = _jax.vary_over((dweight, *of_columns), self.weight_axes)
         gradients = Primals(_jax.vary_over(dhidden, self.hidden_axes), *of_head)
-        return of_tokens._replace(gradients=gradients.only(call.wanted))
+        return of_tokens._replace(gradients=gradients.only(call.gradients))
 
     @jax.named_scope("chunk_of_tokens")
     def _step(self, first: Any, whole: _Whole) -> _Whole:
@@ -344,13 +344,13 @@ class _Chunks:
         )
         rows = rows._replace(num_rows=chunk.num_rows)
         part = _shard.Part.of(call, _shard.as_operand(self.primals._replace(hidden=hidden)), rows)
-        results, stats, cache = _shard.compute_results(part, keep_cache=call.wanted.any)
+        results, stats, cache = _shard.compute_results(part, keep_cache=call.gradients.any)
         live = rows.live
         if live is not None:
             results = jax.tree.map(lambda x: jnp.where(live, x, x[0]), results)
         losses, cotangent, dper_token, dconstants = self._differentiate(live, results, per_token)
         found = whole.gradients
-        if call.wanted.any:
+        if call.gradients.any:
             found = part.gradients(
                 stats, cotangent, cache,
                 may_round_dhidden=self.rounds and not self.psum_axes and self.hidden_dtype == call.dtype,
@@ -478,7 +478,7 @@ def backward(call: Call, types: Inputs, _: Any, gradients: Inputs, cotangent: An
         product = (gradient.astype(wide) * by).astype(gradient.dtype)
         return _jax.psum_to_axes(product, operand.varying).astype(operand.dtype)
 
-    primals = gradients.primals.only(call.wanted)
+    primals = gradients.primals.only(call.gradients)
     return Inputs(
         Primals(*map(functools.partial(scale, shared), primals, types.primals)),
         tuple(map(functools.partial(scale, own), gradients.per_token, types.per_token)),

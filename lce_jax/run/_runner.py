@@ -27,7 +27,7 @@ from lce_jax.call import _dispatch
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
 from lce_jax.mesh._layout import Layout, auto_axes, layout_of_specs, mesh_of_types
 from lce_jax.types import _jax, scalars
-from lce_jax.types._types import Call, Device, Primals, UnsupportedError, Wanted
+from lce_jax.types._types import Call, Device, Primals, RequestedGradients, UnsupportedError
 from lce_jax.xla import _logprobs as xla
 
 if TYPE_CHECKING:
@@ -440,7 +440,9 @@ class Capability(NamedTuple):
     """A function of global arrays, differentiable in its operands. Everything else is ``rest``."""
 
     forward: Callable[..., Any]  # (call, operands, rest, differentiated, *static) -> results, kept for the backward
-    backward: Callable[..., Any]  # (call, operands, rest, kept, cotangent) -> gradients, None if not `Call.wanted`
+    backward: Callable[
+        ..., Any
+    ]  # (call, operands, rest, kept, cotangent) -> gradients, None if not in `Call.gradients`
     of_no_tokens: Callable[..., Any]  # (call, rest) -> results
     static: tuple[Hashable, ...] = ()
     # Whether the forward keeps the gradients, for a cotangent of 1. Then the backward multiplies them, it may be
@@ -481,12 +483,12 @@ def _differentiable(capability: Capability, call: Call, operands: Any, rest: Any
 
 def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) -> tuple[Any, Any]:
     primals, *_ = _primals(operands)
-    asked = Wanted(*(x is not None and x.perturbed for x in primals))
+    asked = RequestedGradients(*(x is not None and x.perturbed for x in primals))
     if call.rank and asked.weight:
         raise ValueError(
             f"{call.function} with lora has no gradient of the weight: give it jax.lax.stop_gradient(weight)"
         )
-    call, given = call.but(wanted=asked), _jax.values((operands, rest))
+    call, given = call.but(gradients=asked), _jax.values((operands, rest))
     out, kept = _jax.not_differentiable(lambda *given: capability.forward(call, *given, True, *capability.static))(
         *given
     )
@@ -500,7 +502,9 @@ def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) 
 
 def _backward_rule(capability: Capability, call: Call, residuals: Any, cotangent: Any) -> tuple[Any, None]:
     given, kept, told = residuals
-    backward = functools.partial(capability.backward, call.but(wanted=Wanted(*map(bool, told.shape[1:]))))
+    backward = functools.partial(
+        capability.backward, call.but(gradients=RequestedGradients(*map(bool, told.shape[1:])))
+    )
     if capability.keeps_gradients:
         return backward(*given, kept, _jax.cotangents(cotangent)), None
     gradients = _jax.not_differentiable(backward)(*given, kept, _jax.cotangents(cotangent))

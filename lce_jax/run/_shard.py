@@ -208,7 +208,7 @@ class Part(NamedTuple):
     ) -> Primals:
         """The shard's part of dhidden and its dbias, in the statistics' dtype, and its dweight, in the weight's.
 
-        Those that are not `Call.wanted` are None.
+        Those that are not in `Call.gradients` are None.
 
         ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may
         come in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it

@@ -92,7 +92,7 @@ class LaunchedCall:
     @functools.cached_property
     def compiled(self) -> Call:
         """What kernels are compiled for: those for the same rows are the same."""
-        return self.call.but(num_tokens=self.rows, vocab_size=0, given_dtype=None, requested=None)
+        return self.call.but(num_tokens=self.rows, vocab_size=0, caller_dtype=None, requested=None)
 
     @property
     def generation(self) -> Generation:

@@ -178,14 +178,14 @@ class Primals[A](NamedTuple):
     bias: A | None = None  # [V]
     adapter: A | None = None  # [V, R], B of an adapter (`Call.rank`)
 
-    def only(self, wanted: Wanted) -> Primals[A | None]:
+    def only(self, gradients: RequestedGradients) -> Primals[A | None]:
         """Returns the operands whose gradients are computed, with None in place of the others."""
-        is_wanted = dataclasses.astuple(wanted)
-        return Primals(*(x if computed else None for x, computed in zip(self, is_wanted, strict=True)))
+        is_requested = dataclasses.astuple(gradients)
+        return Primals(*(x if computed else None for x, computed in zip(self, is_requested, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class RequestedGradients:
     """For each operand, whether its gradient is computed. A frozen operand costs no product in the backward."""
 
     hidden: bool = True
@@ -241,7 +241,7 @@ class Call:
     hidden_size: int = 0
     columns: int = 0
     dtype: jnp.dtype = FLOAT32  # of the weight, and therefore of the matrix products
-    given_dtype: jnp.dtype | None = None  # of the caller's hidden, if it differs from the weight's
+    caller_dtype: jnp.dtype | None = None  # of the caller's hidden, if it differs from the weight's
     partial_rows: bool = False  # whether some rows may not count: the call has ``where``, or a number of rows
     device: Device = CPU
 
@@ -268,11 +268,11 @@ class Call:
     top_k: int = 0  # k of `linear_topk`; 0 in every other function
     direction: Literal["forward", "reverse", "jsd"] = "forward"  # of `linear_kl`
     teacher: Call | None = None  # the other head of `linear_kl`
-    wanted: Wanted = Wanted()  # the gradients that a differentiated call computes
+    gradients: RequestedGradients = RequestedGradients()  # the gradients that a differentiated call computes
 
     implementation: str = ""  # the one that serves the call, chosen among ``requested``
     requested: tuple[str, ...] | None = None  # names to choose from, again for the shapes of a shard; None: all
-    given_vocab_size: int | None = None  # the caller's; None once ``vocab_size`` is known
+    caller_vocab_size: int | None = None  # the caller's; None once ``vocab_size`` is known
     vocab_size: int = 0
     padded: bool = False  # whether all shards together have more columns than ``vocab_size``
     axis_name: Any = None  # the mesh axis over which the vocabulary is split inside this program
@@ -364,7 +364,7 @@ class Call:
     @property
     def hidden_dtype(self) -> jnp.dtype:
         """The dtype of hidden before it is cast to the weight's, and of dhidden."""
-        return self.given_dtype or self.dtype
+        return self.caller_dtype or self.dtype
 
     @property
     def stat_dtype(self) -> jnp.dtype:

@@ -185,7 +185,7 @@ class Walk:
         """Eq. 5, ``dlogits`` being the gradient in the first model's raw products: those of `Primals`.
 
         dweight is rounded, or added to the sum ``dweight``; the others are in the statistics' dtype. None of what is
-        not `Call.wanted`.
+        not in `Call.gradients`.
         """
         # The barrier puts all this after the forward's results. Otherwise XLA keeps what both passes compute, and
         # allocates the gradients from the start, although the forward's tiles could use their memory.
@@ -212,7 +212,7 @@ class Walk:
             jnp.full(shard.tokens[0].hidden.shape, zero.astype(call.stat_dtype)),
             jnp.full(head.weight.shape, zero.astype(call.dtype)) if dweight is None else dweight,
             *jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), head[1:]),
-        ).only(call.wanted)
+        ).only(call.gradients)
         return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
 
     def _of_columns(
@@ -237,7 +237,7 @@ class Walk:
             return Primals(dhidden, *jax.tree.map(jnp.add, carry[1:], part[1:]))
 
         of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), tile.heads[0])
-        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).only(call.wanted)
+        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).only(call.gradients)
         return over_chunks(call.num_tokens, self.tile_t, shard.num_rows, chunk, init)
 
     def _tile(self, shard: Shard, start: Any, size: int, is_kept: bool) -> XTile:
@@ -265,7 +265,7 @@ def gradient_products(
     The gradients of a bias and of an adapter are in the statistics' dtype.
     """
     head, dhidden, dweight, dbias, dadapter = tile.heads[0], None, None, None, None
-    if head.bias is not None and call.wanted.bias:
+    if head.bias is not None and call.gradients.bias:
         dbias = jnp.sum(d, axis=0, dtype=call.stat_dtype)
     head = head._replace(weight=_logprobs.without_padding(head.weight, tile.live, call))
     if head.adapter is not None and tile.live is not None:
@@ -273,13 +273,13 @@ def gradient_products(
     operands = d, head, tile.tokens[0].hidden
     d, head, hidden = jax.tree.map(lambda x: x.astype(gradient_dtype(call)), operands)
     hidden, u = call.split(hidden)
-    if call.wanted.hidden:
+    if call.gradients.hidden:
         dhidden = dot(d, head.weight, 1, call.vocab_dim, call, dhidden_dtype)
         if head.adapter is not None:
             dhidden = jnp.concatenate([dhidden, dot(d, head.adapter, 1, 0, call, dhidden_dtype)], axis=1)
-    if head.adapter is not None and call.wanted.adapter:
+    if head.adapter is not None and call.gradients.adapter:
         dadapter = dot(d, u, 0, 0, call, call.stat_dtype)
-    if call.wanted.weight:
+    if call.gradients.weight:
         left, right = (d, hidden) if call.vocab_dim == 0 else (hidden, d)
         dweight = dot(left, right, 0, 0, call, dweight_dtype)
     return Primals(dhidden, dweight, dbias, dadapter)
@@ -490,7 +490,7 @@ def bytes_of_gradient_products(call: Call, tile_t: int, width: int) -> int:
     if call.device.platform != "cpu":
         return 0
     read = (width + min(tile_t, call.num_tokens)) * (call.hidden_size + call.rank) * call.stat_dtype.itemsize
-    size = width * (call.hidden_size * call.wanted.weight + call.rank * call.wanted.adapter)
+    size = width * (call.hidden_size * call.gradients.weight + call.rank * call.gradients.adapter)
     if tile_t < call.num_tokens:
         return read + 2 * size * call.stat_dtype.itemsize
     return read + (0 if call.dtype == call.stat_dtype else size * call.dtype.itemsize)

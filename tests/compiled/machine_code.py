@@ -89,7 +89,7 @@ def _head(model: str, device: Device, rows: int = 4096, has_temperature: bool = 
 def calls(device: Device) -> dict[str, LaunchedCall]:
     """The calls whose kernels are compiled, by name: models, then options."""
     head = functools.partial(_head, device=device)
-    everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, given_dtype=jnp.dtype("float32"))
+    everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, caller_dtype=jnp.dtype("float32"))
     threshold: Any = dict(gradient_threshold=2.0**-12, stats=True)
     return {
         **{

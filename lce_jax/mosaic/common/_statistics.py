@@ -118,7 +118,11 @@ def _kernel(
     *refs_of_case: Any,  # the floor and B, if any, and `results`
 ) -> None:
     has_floor, given = matmul.case.has_floor, matmul.case.has_floor + (matmul.case.rank > 0)
-    floor, adapter, results = refs_of_case[0] if has_floor else None, refs_of_case[has_floor:given], refs_of_case[given:]
+    floor, adapter, results = (
+        refs_of_case[0] if has_floor else None,
+        refs_of_case[has_floor:given],
+        refs_of_case[given:],
+    )
     # [tiles, fields, Tp] and the cache, if any, as they were; both as they will be, in the same places
     partial, *kept = results[len(results) // 2 :]
     cache: Any = Cache(*kept) if kept else None
