@@ -212,7 +212,7 @@ class HostPass(NamedTuple):
         """The labels among what is saved."""
         return saved.view((self.launched.rows,), jnp.int32)
 
-    def call(self, hidden: Buffer, weight: Buffer, marked: Any, adapter: Buffer | None) -> KernelCall:
+    def kernel_call(self, hidden: Buffer, weight: Buffer, marked: Any, adapter: Buffer | None) -> KernelCall:
         """The call, from here on as `lce_jax.mosaic` runs it."""
         launched, shape = self.launched, self.launched.shape
         columns: Any = launched.true_columns
@@ -239,34 +239,41 @@ def forward(
 
     ``adapter``: ``[V, R]``, B of an adapter.
     """
-    run, case = HostPass(launched, host), launched.compiled
+    run, call = HostPass(launched, host), launched.compiled
     saved = host.empty((launched.kept.size * launched.rows,), jnp.float32)
     temperature, floor, ids = tokens.temperature, tokens.floor, tokens.candidates
     of_labels = temperature, 0, run.of_labels, run.ids(saved), floor
-    marked, _ = host.launch(prepare, case, tokens.labels, *of_labels)
-    call = run.call(run.rows(hidden), weight, marked, adapter)
+    marked, _ = host.launch(prepare, call, tokens.labels, *of_labels)
+    kernel_call = run.kernel_call(run.rows(hidden), weight, marked, adapter)
     cached = cached_tiles(launched, keep_cache)
-    cache = _chunks.empty_cache(host, case, launched.shape, cached) if cached else None
+    cache = _chunks.empty_cache(host, call, launched.shape, cached) if cached else None
     fields_of_tiles = int(keep_cache and launched.call.gradient_threshold > 0.0)
-    how = _forward.num_live_tiles(call), cache, fields_of_tiles, int(exchange is not None)
-    groups, cache, maxima = _forward.joined(call, *how)
+    how = _forward.num_live_tiles(kernel_call), cache, fields_of_tiles, int(exchange is not None)
+    groups, cache, maxima = _forward.joined(kernel_call, *how)
     columns = None if ids is None else host.compute(_candidates.columns_of, ids, launched.start, launched.true_columns)
-    x = None if columns is None else _candidates.unscaled(call, columns)
+    x = None if columns is None else _candidates.unscaled(kernel_call, columns)
     tags = None
     if exchange is not None:
         groups, x = exchange(groups, x, saved)
         tags = groups.view(groups.shape, jnp.int32)
-    joined = _forward.join_all(host, case, call.prepared.row_scale, launched.call.num_tokens, groups)
+    joined = _forward.join_all(host, call, kernel_call.prepared.row_scale, launched.call.num_tokens, groups)
     more = run.of_rows, saved, launched.call.vocab_size, launched.megatron, tags, floor
-    results, saved = host.launch(finish, case, joined, run.ids(saved), temperature, *more)
-    named = dict(zip(_operands.result_statistics(case), results, strict=True))
+    results, saved = host.launch(finish, call, joined, run.ids(saved), temperature, *more)
+    named = dict(zip(_operands.result_statistics(call), results, strict=True))
     if ids is not None and x is not None:
-        named[PER_CANDIDATE], saved = host.launch(keep, case, launched.has_temperature, ids, x, saved, run.of_rows)
+        named[PER_CANDIDATE], saved = host.launch(keep, call, launched.has_temperature, ids, x, saved, run.of_rows)
     kept: list[Buffer] = jax.tree.leaves(cache)
     if maxima is not None:
-        numbers = host.numbers(launched.call.num_tokens, launched.stride, _threshold.always_live(call))
-        given = maxima, call.prepared.targets, call.prepared.row_scale, saved, launched.kept.statistics, numbers
-        kept = [host.launch(select, case, *given, _threshold.held(call, columns))[0]]
+        numbers = host.numbers(launched.call.num_tokens, launched.stride, _threshold.always_live(kernel_call))
+        given = (
+            maxima,
+            kernel_call.prepared.targets,
+            kernel_call.prepared.row_scale,
+            saved,
+            launched.kept.statistics,
+            numbers,
+        )
+        kept = [host.launch(select, call, *given, _threshold.held(kernel_call, columns))[0]]
     return Forward(named, saved, kept)
 
 
@@ -311,29 +318,29 @@ def backward(
     """
     # The tiles of a backward do not begin anew at the parts of the vocabulary.
     launched = dataclasses.replace(launched, call=launched.call.but(vocab_part_size=None))
-    run, case, given = HostPass(launched, host), launched.compiled, dict(seeds)
+    run, call, given = HostPass(launched, host), launched.compiled, dict(seeds)
     temperatures, floors = (saved if there else None for there in (launched.has_temperature, launched.call.has_floor))
     of_floors = floors, launched.kept.floor
-    marked, _ = host.launch(prepare, case, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)
-    call = run.call(run.rows(hidden), weight, marked, adapter)
+    marked, _ = host.launch(prepare, call, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)
+    kernel_call = run.kernel_call(run.rows(hidden), weight, marked, adapter)
     seed, each, of_candidates, candidates = given.pop(PER_CANDIDATE, None), None, None, None
-    of_kept = case, launched.has_temperature, saved
+    of_kept = call, launched.has_temperature, saved
     if seed is not None:
         each, of_candidates = host.launch(cotangents, *of_kept, seed, run.of_rows)
     how = given, run.of_rows, launched.call.vocab_size, of_candidates
-    factors = host.launch(coefficients, case, saved, launched.has_temperature, *how)
+    factors = host.launch(coefficients, call, saved, launched.has_temperature, *how)
     if each is not None:
-        of_tokens = each, call.prepared.targets, call.prepared.row_scale, factors, run.of_labels
+        of_tokens = each, kernel_call.prepared.targets, kernel_call.prepared.row_scale, factors, run.of_labels
         candidates = PlacedCandidates(*host.launch(place_values, *of_kept, *of_tokens))
     if launched.call.gradient_threshold:
-        sums, dweight, *of_adapter = _threshold.walk(call, factors, candidates, kept[0], total)
+        sums, dweight, *of_adapter = _threshold.walk(kernel_call, factors, candidates, kept[0], total)
     else:
         cache, shape = Cache(*kept) if kept else None, (1, launched.call.num_tokens, launched.call.hidden_size)
-        may_round = _chunks.dhidden_shape(case, launched.shape) == shape and dhidden_dtype == launched.call.dtype.name
+        may_round = _chunks.dhidden_shape(call, launched.shape) == shape and dhidden_dtype == launched.call.dtype.name
         how_sums = may_round, owns_cache, total, adds_total
-        sums, dweight, *of_adapter = _backward.walk(call, factors, candidates, cache, *how_sums)
+        sums, dweight, *of_adapter = _backward.walk(kernel_call, factors, candidates, cache, *how_sums)
     if sums.dtype == jnp.float32:
-        sums = host.launch(_tokens.total, case, sums, jnp.dtype(dhidden_dtype), host.numbers(launched.call.num_tokens))
+        sums = host.launch(_tokens.total, call, sums, jnp.dtype(dhidden_dtype), host.numbers(launched.call.num_tokens))
     if of_adapter:
         of_adapter[0] = host.compute(_total, of_adapter[0], launched.call.num_tokens, launched.call.rank)
     return sums, dweight, *of_adapter

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class KLPlan:
     """What is known when a call is traced."""
 
-    cases: Pair[Call]
+    calls: Pair[Call]
     direction: Direction
     columns: int  # to walk over
 
@@ -60,7 +60,7 @@ class KLPlan:
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of everything that both models enter."""
-        return jnp.promote_types(self.cases.student.stat_dtype, self.cases.teacher.stat_dtype)
+        return jnp.promote_types(self.calls.student.stat_dtype, self.calls.teacher.stat_dtype)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -69,7 +69,7 @@ class KLPlan:
         At (4096, 4096, 151936) on an H200 a forward and backward take 55 ms and 224 MiB with 4096 columns, 57 ms and
         512 MiB with 8192, 54 ms and 960 MiB with 16384.
         """
-        student, teacher = self.cases
+        student, teacher = self.calls
         size = max(student.hidden_size, teacher.hidden_size)
         tile_t, tile_v = _walk.tile_sizes(dataclasses.replace(student, hidden_size=size, columns=self.columns))
         parts = 2 if student.device.platform == "cpu" else 4
@@ -78,17 +78,17 @@ class KLPlan:
     @property
     def walk(self) -> Walk:
         """Over both models' tiles."""
-        return Walk(self.cases, self.columns, *self.tiles)
+        return Walk(self.calls, self.columns, *self.tiles)
 
     @property
     def kept_columns(self) -> int:
         """Those of the first tiles of a walk, whose products ``cache_bytes`` spare the backward."""
-        return _walk.kept_columns(self.cases.student, self.columns, self.tiles[1], self.per_tile)
+        return _walk.kept_columns(self.calls.student, self.columns, self.tiles[1], self.per_tile)
 
     @property
     def kept_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
         """Of a `Kept`."""
-        student = self.cases.student
+        student = self.calls.student
         return _kl.dtypes(_walk.gradient_dtype(student), self.direction, student.logit_softcap is not None)
 
     @property
@@ -104,13 +104,13 @@ class KLPlan:
 
 def explained(kl: KLPlan) -> Plan:
     """What `explain` says of a call: its tiles and their bytes."""
-    student, teacher = kl.cases
+    student, teacher = kl.calls
     tile_t, tile_v = kl.tiles
     columns, kept, sizes = min(student.columns, teacher.columns), kl.kept_columns, (tile_v, kl.per_tile)
     has_padding = student.vocab_size != student.columns  # or may have
     in_place = _walk.is_one_piece(student, kept, tile_t, has_padding, adds_dweight=False)
     of_tile = _walk.kept_bytes_of_tile(student, *sizes)
-    own, others = (_walk.tile_bytes(call, tile_t, min(tile_v, columns)) + _walk.copied_bytes(call) for call in kl.cases)
+    own, others = (_walk.tile_bytes(call, tile_t, min(tile_v, columns)) + _walk.copied_bytes(call) for call in kl.calls)
     return Plan(
         implementation="xla",
         refused={},
@@ -133,7 +133,7 @@ def explained(kl: KLPlan) -> Plan:
 def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, TileCache | None]:
     """Eqs. 1 and 6 of the whole shard, [T] each, and what ``cache_bytes`` hold of the first tiles."""
     walk, cache = plan.walk, None
-    if keep_cache and plan.cases.student.cache_budget:
+    if keep_cache and plan.calls.student.cache_budget:
         walk = dataclasses.replace(walk, kept_columns=plan.kept_columns)
         cache = _walk.empty_cache(walk, shard, plan.per_tile)
 
@@ -173,7 +173,7 @@ def gradients(
     plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: TileCache | None = None
 ) -> Primals:
     """The student's part of dhidden and its dbias, in its statistics' dtype, and its dweight in the weight's."""
-    call, shard = plan.cases.student, shard._replace(rows=rows)
+    call, shard = plan.calls.student, shard._replace(rows=rows)
 
     def dlogits(tile: XTile, cache: TileCache | None) -> Float[Array, "t v"]:
         """Eqs. 5 and 8 or 10."""
@@ -217,7 +217,7 @@ def _x(plan: KLPlan, tile: XTile) -> Pair[Float[Array, "t v"]]:
     another.
     """
     found = []
-    for call, tokens, raw in zip(plan.cases, tile.tokens, tile.products(), strict=True):
+    for call, tokens, raw in zip(plan.calls, tile.tokens, tile.products(), strict=True):
         x = _logprobs.unscaled_logits(lax.optimization_barrier(raw), call, tokens.raw_scale)
         found.append(lax.optimization_barrier(x.astype(plan.dtype)))
     return Pair(*found)
@@ -225,6 +225,6 @@ def _x(plan: KLPlan, tile: XTile) -> Pair[Float[Array, "t v"]]:
 
 def _scales(plan: KLPlan, tokens: tuple[HeadTokens, ...]) -> tuple[Any, Any]:
     """The k of eq. 0, that of p first."""
-    pairs = zip(plan.cases, tokens, strict=True)
+    pairs = zip(plan.calls, tokens, strict=True)
     scales = Pair(*(_logprobs.compute_row_scale(call, own.inverse_temperature) for call, own in pairs))
     return scales.ordered(plan.student_first)
