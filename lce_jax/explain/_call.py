@@ -106,7 +106,7 @@ def _check_devices(
     if any(isinstance(mesh, Mesh) for mesh in named) or len(shardings) > sum(hasattr(x, "mesh") for x in shardings):
         return
     device = plan.call.device
-    with _dispatch.for_device(None):
+    with _dispatch.trace_for_device(None):
         is_local = device == _dispatch.current_device()
     if named or not is_local:
         raise ValueError(
@@ -278,7 +278,7 @@ def explain(
         True
     """
     _options.check_names(explain, options)
-    scalars.given_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
+    scalars.require_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
     smoothing, penalty, divisor = _options.check_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
     loss_options = (reduction, divisor, None if ignore_index == -100 else "ignore_index")
     loss_arguments = (*loss_options, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
@@ -311,7 +311,7 @@ def explain(
         name, more = "linear_logprobs", {"labels": labels}
     if not scalars.flag("compile", compile):
         return plan
-    plan = dataclasses.replace(plan, call=plan.call.but(gradients=gradients))
+    plan = dataclasses.replace(plan, call=plan.call.replace(gradients=gradients))
     if k is not None:
         name, more = "linear_topk", {"k": k}
     elif gradients_in_forward:
@@ -352,7 +352,7 @@ def _plan_head(
         _options.parse_arguments(known_options, hidden, weight, labels, where, mean_logit=smooths, top_k=k)
     )
     _describe.check_values(arguments)
-    described = arguments.call.but(gradients=gradients)
+    described = arguments.call.replace(gradients=gradients)
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)
         described = dataclasses.replace(described, partial_rows=True)

@@ -136,7 +136,7 @@ def gradients(
     dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it. The tiles here know
     no parts of the vocabulary.
     """
-    call = call.without_parts
+    call = call.single_part
     if call.gradient_threshold:
         assert cache is not None, "the forward keeps which tiles are live"
         return _threshold.gradients(operands, call, _generation_of(call), rows, cache, dweight)

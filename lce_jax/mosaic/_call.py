@@ -142,14 +142,14 @@ class KernelCall(NamedTuple):
         adapter = self._replace(
             operands=self.operands._replace(weight=b, adapter=None),
             prepared=self.prepared._replace(hidden=u, weight=b),
-            call=call.but(
+            call=call.replace(
                 hidden_size=call.rank,
                 rank=0,
                 gradients=RequestedGradients(call.gradients.hidden, call.gradients.adapter),
             ),
         )
         return self._replace(
-            call=call.but(gradients=RequestedGradients(call.gradients.hidden, weight=False)), adapter=adapter
+            call=call.replace(gradients=RequestedGradients(call.gradients.hidden, weight=False)), adapter=adapter
         )
 
     def span(self, **fields: Any) -> Any:

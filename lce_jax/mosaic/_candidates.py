@@ -80,7 +80,7 @@ def _placed(
 ) -> PlacedCandidates:
     """What stands at their places, from what each adds there, and from its x all else: eqs. 4 and 5, in base 2."""
     T = len(columns)
-    columns, terms, x = _logprobs.add_repeats(columns, terms, x)
+    columns, terms, x = _logprobs.sum_repeats(columns, terms, x)
     rows = RowFactors.of([factor[:T, None] for factor in factors])
     values = rows.at(x, row_scale[:T, None], columns == targets[:T, None], is_capped) + terms
     counts = jnp.arange(T, dtype=jnp.int32)[:, None] < num_rows

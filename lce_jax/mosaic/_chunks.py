@@ -76,7 +76,7 @@ class Cache(NamedTuple):
 
 
 class KLCache(NamedTuple):
-    """What the backward needs of the first vocabulary tiles to spare both heads' products: `mathematics._kl.Kept`."""
+    """The `mathematics._kl.CachedRatios` of the first vocabulary tiles, whose products the backward does not repeat."""
 
     e: Float[Array, "Tp columns"]  # whole tiles
     ratio: Float[Array, "Tp columns"]  # in base 2

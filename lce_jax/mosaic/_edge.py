@@ -75,7 +75,7 @@ def columns_from(kernel_call: KernelCall, column: Any, size: int) -> Float[Array
     columns = column + jnp.arange(size, dtype=jnp.int32)
     last = kernel_call.call.columns if kernel_call.operands.num_columns is None else kernel_call.operands.num_columns
     copied = jnp.take(kernel_call.operands.weight, columns, axis=kernel_call.call.vocab_dim, mode="clip")
-    return _logprobs.without_padding(copied, columns < last, kernel_call.call)
+    return _logprobs.zero_padding(copied, columns < last, kernel_call.call)
 
 
 def put_columns(

@@ -61,7 +61,7 @@ def in_parts(
     groups, cache, maxima = joined(kernel_call, num_tiles, cache, _kept_fields(call, keep_cache))
     total = _mean.total(operands, call) if call.mean_logit else None
     x = None if operands.candidates is None else _candidates.unscaled(kernel_call, operands.candidates)
-    beside = _statistics.of_fields({"total": total, "candidates": x})
+    beside = _statistics.make_statistics({"total": total, "candidates": x})
     return Parts(groups, beside), cache if maxima is None else _threshold.tile_statistics(kernel_call, maxima)
 
 
@@ -77,7 +77,7 @@ def merged(
     num_rows = _operands.num_live_rows(num_rows, shape)
     groups = parts.groups.reshape(-1, *parts.groups.shape[2:])
     found = join_all(TRACED, call, row_scale, num_rows, groups)[0]
-    total, candidates = parts.beside.total, parts.beside.candidates
+    total, candidates = parts.separate.total, parts.separate.candidates
     return _operands.unstacked_statistics(call, found)._replace(
         total=None if total is None else jnp.sum(total, axis=0),
         candidates=None if candidates is None else jnp.max(candidates, axis=0),
@@ -217,7 +217,7 @@ def kl_statistics(
             return own
         return _kl.merge(jax.tree.map(lambda *x: jnp.stack(x), running, own), kernel_call.row_scales)
 
-    start = _kl.no_columns(kernel_call.call.num_tokens, jnp.float32)
+    start = _kl.empty_statistics(kernel_call.call.num_tokens, jnp.float32)
     kept = _chunks.empty_kl_cache(kernel_call.host, plan, kernel_call.shape, cached) if cached else None
     found, cache = _fold_tiles(kernel_call, plan.columns, shard, _chunks.KL_FIELDS, launch, merge, start, kept)
     max_p, max_q, at_p = (jnp.where(found.sum_p == 0.0, MASKED, x) for x in found.references)
@@ -279,7 +279,7 @@ def _kl_tiles(parts: Float[Array, "tiles 6 T"], count: Any) -> KLStatistics:
     stats = stats._replace(cross=stats.cross * (1.0 / LOG2E))
     if count is None:
         return stats
-    computed, none = _computed(parts, count), _kl.no_columns(1, parts.dtype)
+    computed, none = _computed(parts, count), _kl.empty_statistics(1, parts.dtype)
     return jax.tree.map(lambda x, other: jnp.where(computed, x, other), stats, none)
 
 

@@ -242,12 +242,12 @@ def statistic_names(call: Call) -> list[str]:
 
     Σ z (`_mean`) and the logits of candidates (`_candidates`) are computed beside them.
     """
-    return [name for name in call.statistics if name not in _statistics.BESIDE]
+    return [name for name in call.statistics if name not in _statistics.SEPARATE]
 
 
 def kept_statistics(call: Call) -> list[str]:
     """Those of them that gradients have, which `lce_jax.run.kernels` saves of each token."""
-    return [name for name in statistic_names(call) if name not in _statistics.WITHOUT_GRADIENT]
+    return [name for name in statistic_names(call) if name not in _statistics.NOT_DIFFERENTIATED]
 
 
 class KeptFields(NamedTuple):
@@ -282,7 +282,7 @@ def statistics_shape(call: Call, shape: Geometry, num_tiles: int, more_fields: i
 def unstacked_statistics(call: Call, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
     """The fields of the call's own tokens, in base 2, [..., T] each."""
     fields = zip(statistic_names(call), jnp.moveaxis(parts[..., : call.num_tokens], -2, 0), strict=True)
-    return _statistics.of_fields(dict(fields))
+    return _statistics.make_statistics(dict(fields))
 
 
 def to_nats(stats: ShardStatistics) -> ShardStatistics:

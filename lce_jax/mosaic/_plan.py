@@ -17,7 +17,7 @@ from lce_jax.xla._kl import KLPlan
 def plan(call: Call, generation: Generation, name: str) -> Plan:
     """Tiles and bytes of ``call``."""
     shape = geometry(call, generation.tiling)
-    of_gradients = geometry(call.without_parts, generation.tiling)
+    of_gradients = geometry(call.single_part, generation.tiling)
     backward = _backward(call, of_gradients, generation)
     copied = _copied_bytes(call, shape)
     groups = _chunks.num_groups(shape)
@@ -111,7 +111,7 @@ class _Backward(NamedTuple):
 def _backward(call: Call, shape: Geometry, generation: Generation) -> _Backward:
     item = call.dtype.itemsize
     sums = 4 * math.prod(_chunks.dhidden_shape(call, shape))
-    of_adapter = 4 * math.prod(_chunks.dhidden_shape(call.but(hidden_size=call.rank), shape)) if call.rank else 0
+    of_adapter = 4 * math.prod(_chunks.dhidden_shape(call.replace(hidden_size=call.rank), shape)) if call.rank else 0
     cached = _chunks.num_cached_tiles(call, shape)
     overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]

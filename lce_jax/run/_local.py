@@ -21,7 +21,7 @@ from lce_jax.call._options import Arguments
 from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
 from lce_jax.mathematics._statistics import pack, unpack
-from lce_jax.mesh._collectives import differences, tags
+from lce_jax.mesh._collectives import compute_tags, difference_terms
 from lce_jax.run import _shard
 from lce_jax.run._kl import KLArguments, KLPart
 from lce_jax.types import scalars
@@ -50,11 +50,11 @@ class LogprobPart(NamedTuple):
         if rank:
             fields = {"gradients": RequestedGradients(weight=False)}
         requested = _options.check_option("implementation", {"implementation": call.requested})
-        call = call.but(rank=0, has_bias=bias is not None, requested=requested, vocab_size=0)
+        call = call.replace(rank=0, has_bias=bias is not None, requested=requested, vocab_size=0)
         arrays = hidden[:, : weight.shape[1]], weight, labels, None, 1.0 if temperature is None else temperature
         others = bias, candidates, floor, None, None, None
         arguments = _describe.describe_call(Arguments(call, *arrays, None, None, *others))
-        call = _chosen(arguments._replace(call=arguments.call.but(partial_rows=True, rank=rank, **fields)))
+        call = _chosen(arguments._replace(call=arguments.call.replace(partial_rows=True, rank=rank, **fields)))
         primals, rows = _describe.make_operands(call, arguments._replace(hidden=hidden))
         primals = primals._replace(adapter=adapter)
         return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
@@ -109,7 +109,7 @@ def kl_part(
 
 def _chosen(given: Arguments) -> Call:
     """Of how many shards there are, the bridge alone knows: any vocab_size may leave padding."""
-    return _describe.choose_implementation(given.call, scalars.INT32_MAX).but(
+    return _describe.choose_implementation(given.call, scalars.INT32_MAX).replace(
         padded=given.call.caller_vocab_size is not None
     )
 
@@ -124,10 +124,10 @@ __all__ = [
     "Pair",
     "Primals",
     "Results",
-    "differences",
+    "compute_tags",
+    "difference_terms",
     "kl_part",
     "pack",
     "results",
-    "tags",
     "unpack",
 ]

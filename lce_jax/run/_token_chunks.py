@@ -97,7 +97,7 @@ def refuse_forward_gradients(call: Call, reduction: str | None, options: Mapping
         return f"with gradient_threshold={call.gradient_threshold:g} there is little to recompute"
     if call.vocab_part_size is not None:
         return f"with vocab_part_size={call.vocab_part_size} no exponentials are kept that would spare a product"
-    if not _logprobs.keeps_exponentials(call):
+    if not _logprobs.can_cache_exponentials(call):
         return "with label_smoothing and a logit_softcap no exponentials are kept that would spare a product"
     return None
 

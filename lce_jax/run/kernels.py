@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax.call._dispatch import for_device
-from lce_jax.call._first_call import checked, errors
+from lce_jax.call._dispatch import trace_for_device
+from lce_jax.call._first_call import check_once, measure_errors
 from lce_jax.mosaic import _backward, _candidates, _chunks, _forward, _generations, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
@@ -47,18 +47,18 @@ __all__ = [
     "LaunchedCall",
     "Tokens",
     "backward",
-    "checked",
+    "check_once",
     "compiled",
     "device_refusal",
-    "errors",
-    "for_device",
     "forward",
     "live_shape",
+    "measure_errors",
     "products",
     "put",
     "refusal",
     "refusal_to_scale",
     "scale",
+    "trace_for_device",
     "traced",
     "unchecked",
     "why_not",
@@ -92,7 +92,7 @@ class LaunchedCall:
     @functools.cached_property
     def compiled(self) -> Call:
         """What kernels are compiled for: those for the same rows are the same."""
-        return self.call.but(num_tokens=self.rows, vocab_size=0, caller_dtype=None, requested=None)
+        return self.call.replace(num_tokens=self.rows, vocab_size=0, caller_dtype=None, requested=None)
 
     @property
     def generation(self) -> Generation:
@@ -205,7 +205,7 @@ class HostPass(NamedTuple):
         if not self.launched.copies_hidden:
             return hidden
         call = self.launched.call
-        copied = self.launched.compiled.but(hidden_size=call.hidden_size + call.rank)
+        copied = self.launched.compiled.replace(hidden_size=call.hidden_size + call.rank)
         return self.host.launch(_tokens.copy_rows, copied, hidden, self.host.numbers(call.num_tokens))
 
     def ids(self, saved: Buffer) -> Buffer:
@@ -317,7 +317,7 @@ def backward(
         adds_total: False where the sum may hold anything, and is written; not with a threshold.
     """
     # The tiles of a backward do not begin anew at the parts of the vocabulary.
-    launched = dataclasses.replace(launched, call=launched.call.but(vocab_part_size=None))
+    launched = dataclasses.replace(launched, call=launched.call.replace(vocab_part_size=None))
     run, call, given = HostPass(launched, host), launched.compiled, dict(seeds)
     temperatures, floors = (saved if there else None for there in (launched.has_temperature, launched.call.has_floor))
     of_floors = floors, launched.kept.floor

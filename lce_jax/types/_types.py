@@ -178,7 +178,7 @@ class Primals[A](NamedTuple):
     bias: A | None = None  # [V]
     adapter: A | None = None  # [V, R], B of an adapter (`Call.rank`)
 
-    def only(self, gradients: RequestedGradients) -> Primals[A | None]:
+    def select(self, gradients: RequestedGradients) -> Primals[A | None]:
         """Returns the operands whose gradients are computed, with None in place of the others."""
         is_requested = dataclasses.astuple(gradients)
         return Primals(*(x if computed else None for x, computed in zip(self, is_requested, strict=True)))
@@ -291,13 +291,13 @@ class Call:
         """The call of each head: this one, and the teacher's if there is one."""
         return (self,) if self.teacher is None else (self, self.teacher)
 
-    def but(self, **fields: Any) -> Call:
+    def replace(self, **fields: Any) -> Call:
         """Returns a copy with other ``fields``, which are set in the teacher's call too.
 
         It takes a tenth of the time of `dataclasses.replace`.
         """
         other = object.__new__(Call)
-        vars(other).update(vars(self) | {"teacher": self.teacher and self.teacher.but(**fields)} | fields)
+        vars(other).update(vars(self) | {"teacher": self.teacher and self.teacher.replace(**fields)} | fields)
         assert len(vars(other)) == len(vars(self)), fields
         return other
 
@@ -357,7 +357,7 @@ class Call:
         return (hidden[..., : self.hidden_size], hidden[..., self.hidden_size :]) if self.rank else (hidden, hidden)
 
     @property
-    def without_parts(self) -> Call:
+    def single_part(self) -> Call:
         """The same call without ``vocab_part_size``."""
         return dataclasses.replace(self, vocab_part_size=None)
 

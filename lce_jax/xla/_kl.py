@@ -3,7 +3,7 @@
 For each chunk of tokens and tile of the vocabulary: a matrix product per model, the statistics of both (eqs. 1 and 6),
 a union (eqs. 2 and 7). A mixture of both distributions needs a second pass (eq. 9). The backward recomputes both
 products, turns them into the gradient of the student's (eqs. 8 and 10) and feeds the student's two gradient products.
-With ``cache_bytes`` the forward keeps what the gradient needs of the first tiles instead (`mathematics._kl.Kept`).
+With ``cache_bytes`` the forward keeps what the gradient needs of the first tiles (`mathematics._kl.CachedRatios`).
 `xla._walk` has the loops; a shard's first model is the student.
 """
 
@@ -20,8 +20,8 @@ from jax import lax
 
 from lce_jax.mathematics import _kl, _logprobs, _statistics
 from lce_jax.mathematics._kl import (
+    CachedRatios,
     Direction,
-    Kept,
     KLCoefficients,
     KLStatistics,
     Mixture,
@@ -87,7 +87,7 @@ class KLPlan:
 
     @property
     def kept_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
-        """Of a `Kept`."""
+        """Of a `CachedRatios`."""
         student = self.calls.student
         return _kl.dtypes(_walk.gradient_dtype(student), self.direction, student.logit_softcap is not None)
 
@@ -98,7 +98,7 @@ class KLPlan:
 
     @property
     def per_tile(self) -> PerTile:
-        """A `Kept`, and what it is relative to."""
+        """A `CachedRatios`, and what it is relative to."""
         return PerTile(columns=self.kept_dtypes, rows=(self.dtype,) * _kl.REFERENCES)
 
 
@@ -142,12 +142,12 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
         found = _kl.tile_statistics(x, scales, tile.live)
         if cache is not None and tile.index is not None:
             own = Ratios.of(x, found.references, scales)
-            kept = _kl.to_keep(own, plan.kept_dtypes, plan.direction)
+            kept = _kl.encode_ratios(own, plan.kept_dtypes, plan.direction)
             cache = cache.with_part(tile, kept, found.references)
         return running.add(found, scales), cache
 
     running, cache = walk.fold_keeping(
-        shard, lambda tokens: _kl.RunningKL.start(_kl.no_columns(tokens, plan.dtype)), add, cache
+        shard, lambda tokens: _kl.RunningKL.start(_kl.empty_statistics(tokens, plan.dtype)), add, cache
     )
     return running.finish(), cache
 
@@ -164,7 +164,7 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
     def add(running: tuple[MixtureSums, MixtureSums], tile: XTile) -> tuple[MixtureSums, MixtureSums]:
         x, scales = _x(plan, tile).ordered(plan.student_first), _scales(plan, tile.tokens)
         sums, lost = running
-        return _statistics.compensated(sums, _kl.tile_sums(x, scales, tile.rows, tile.live), lost)
+        return _statistics.add_compensated(sums, _kl.tile_sums(x, scales, tile.rows, tile.live), lost)
 
     return jax.tree.map(jnp.add, *plan.walk.fold(shard, empty, add))
 
@@ -205,9 +205,9 @@ def _ratios(plan: KLPlan, tile: XTile) -> Found:
 def _ratios_kept(plan: KLPlan, tile: XTile, cache: TileCache) -> Found:
     """The same without a product."""
     (columns, (max_p, max_q, at_p)), scales = cache.part(tile), _scales(plan, tile.tokens)
-    kept, references = Kept(*columns), (max_p, max_q, at_p)
-    own = _kl.from_kept(kept, references, tile.rows.references, scales, plan.direction)
-    return own, functools.partial(_kl.students_x, kept, references, scales, plan.direction)
+    kept, references = CachedRatios(*columns), (max_p, max_q, at_p)
+    own = _kl.decode_ratios(kept, references, tile.rows.references, scales, plan.direction)
+    return own, functools.partial(_kl.decode_student_x, kept, references, scales, plan.direction)
 
 
 def _x(plan: KLPlan, tile: XTile) -> Pair[Float[Array, "t v"]]:

@@ -212,7 +212,7 @@ class Walk:
             jnp.full(shard.tokens[0].hidden.shape, zero.astype(call.stat_dtype)),
             jnp.full(head.weight.shape, zero.astype(call.dtype)) if dweight is None else dweight,
             *jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), head[1:]),
-        ).only(call.gradients)
+        ).select(call.gradients)
         return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
 
     def _of_columns(
@@ -237,12 +237,12 @@ class Walk:
             return Primals(dhidden, *jax.tree.map(jnp.add, carry[1:], part[1:]))
 
         of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), tile.heads[0])
-        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).only(call.gradients)
+        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).select(call.gradients)
         return over_chunks(call.num_tokens, self.tile_t, shard.num_rows, chunk, init)
 
     def _tile(self, shard: Shard, start: Any, size: int, is_kept: bool) -> XTile:
         """All tokens and some columns."""
-        live = _logprobs.live_columns(start, size, shard.num_columns)
+        live = _logprobs.unpadded_columns(start, size, shard.num_columns)
         index = (start + (self.tile_v - 1)) // self.tile_v if is_kept else None
         heads = []
         for call, head in zip(self.calls, shard.heads, strict=True):
@@ -267,7 +267,7 @@ def gradient_products(
     head, dhidden, dweight, dbias, dadapter = tile.heads[0], None, None, None, None
     if head.bias is not None and call.gradients.bias:
         dbias = jnp.sum(d, axis=0, dtype=call.stat_dtype)
-    head = head._replace(weight=_logprobs.without_padding(head.weight, tile.live, call))
+    head = head._replace(weight=_logprobs.zero_padding(head.weight, tile.live, call))
     if head.adapter is not None and tile.live is not None:
         head = head._replace(adapter=jnp.where(tile.live[:, None], head.adapter, jnp.zeros((), call.dtype)))
     operands = d, head, tile.tokens[0].hidden
@@ -343,7 +343,7 @@ def kept_columns(call: Call, columns: int, tile_v: int, each: PerTile | None = N
     """The columns of the first tiles that fit ``cache_bytes``, of a walk over ``columns``."""
     whole, rest = divmod(columns, tile_v)
     left = call.cache_budget - (kept_bytes_of_tile(call, rest, each) if rest else 0)
-    if not call.cache_budget or left < 0 or not _logprobs.keeps_exponentials(call):
+    if not call.cache_budget or left < 0 or not _logprobs.can_cache_exponentials(call):
         return 0
     return rest + min(whole, left // max(kept_bytes_of_tile(call, tile_v, each), 1)) * tile_v
 
@@ -455,7 +455,7 @@ def plan(call: Call, name: str) -> Plan:
             *unused_notes(call),
             *candidate_notes(call),
         ),
-        full_cache_bytes=num_bytes(call, columns, tile_v) if _logprobs.keeps_exponentials(call) else 0,
+        full_cache_bytes=num_bytes(call, columns, tile_v) if _logprobs.can_cache_exponentials(call) else 0,
     )
 
 
@@ -463,7 +463,7 @@ def _cache_notes(call: Call, kept: int, columns: int, tile_v: int) -> tuple[str,
     """What of ``cache_bytes`` is used."""
     if not call.cache_budget:
         return ()
-    if not _logprobs.keeps_exponentials(call):
+    if not _logprobs.can_cache_exponentials(call):
         return ("no tile is kept: label smoothing needs capped logits that no exponential shows",)
     tiles = -(-kept // tile_v), -(-columns // tile_v)
     return cache_notes(call, *tiles, kept_bytes_of_tile(call, min(tile_v, columns)))

@@ -51,7 +51,7 @@ def launches(way: Way, device: torch.device) -> bool:
 
 
 def _compared(described: kernels.Device, device: torch.device) -> str | None:
-    return kernels.checked(described, functools.partial(_first_call.compare, device, _launched))
+    return kernels.check_once(described, functools.partial(_first_call.compare, device, _launched))
 
 
 def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> lis
             return _launched(x, call, seeds)
     launched = launched_call(x.hidden, x.weight, call, False)
     of_gpu = launched.call.device._replace(core_count=_first_call.BLOCKS)
-    launched = dataclasses.replace(launched, call=launched.call.but(device=of_gpu))
+    launched = dataclasses.replace(launched, call=launched.call.replace(device=of_gpu))
     given = [_device.usable(x.hidden), _device.usable(x.weight)]
     found = Launches(forward_tape(launched, True, names), launched.call.device).run(device, [*given, in_rows(x.labels)])
     results, saved, kept = found[: len(names)], found[len(names)], found[len(names) + 1 :]
@@ -83,7 +83,7 @@ def launched_call(
 ) -> kernels.LaunchedCall:
     """The call with the shapes of its operands, as `lce_jax.run.kernels` takes it."""
     (tokens, columns), (_, rank) = (hidden.shape[0], weight.shape[0]), _tensor_parallel.size_and_rank(call.group)
-    shaped = call.jax.but(
+    shaped = call.jax.replace(
         num_tokens=int(tokens),
         hidden_size=int(weight.shape[1]),
         columns=int(columns),

@@ -129,14 +129,14 @@ def _run_padded(run: Any, x: Tensors, per_token: torch.Tensor) -> list[torch.Ten
 
 
 def at_ids(key: ProgramKey, hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
-    """``[P, K]``. Over a group, two more columns are this shard's `lce_jax.run._local.differences`."""
+    """``[P, K]``. Over a group, two more columns are this shard's `lce_jax.run._local.difference_terms`."""
     num_rows, given = counted(per_token, hidden.shape[0])
     columns, _, options = _given(key, given, num_rows, weight, further=0)
     found = lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
     if key.shards == 1:
         return [found]
     tags = tags_of([given.T], num_rows, weight.shape[0], *logit_options(key.call))
-    return [jnp.concatenate([found, _local.differences(tags, key.shard, key.shards)], 1)]
+    return [jnp.concatenate([found, _local.difference_terms(tags, key.shard, key.shards)], 1)]
 
 
 def pull_back(

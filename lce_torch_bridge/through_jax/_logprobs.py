@@ -164,7 +164,7 @@ def cache_structure(
 @functools.cache
 def merged_fields(call: TorchCall) -> dict[str, int]:
     """The statistics that the backward needs of the whole vocabulary, and how many numbers per token each is."""
-    return call.jax.but(stats=False, mean_logit=False).statistics
+    return call.jax.replace(stats=False, mean_logit=False).statistics
 
 
 def statistics(key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, packed: Any) -> Any:
@@ -318,7 +318,7 @@ def _part(
     options = {"mean_logit": False, "num_candidates": key.call.jax.num_candidates, **options}
     if tokens.candidates is None:
         options["num_candidates"] = 0
-    call = key.call.jax.but(caller_vocab_size=vocab_size, precision=key.precision, **options)
+    call = key.call.jax.replace(caller_vocab_size=vocab_size, precision=key.precision, **options)
     per_token = tokens.labels, tokens.temperature, tokens.candidates, tokens.floor
     primals = Primals(hidden, weight, adapter=bias) if call.rank else Primals(hidden, weight, bias)
     return _local.LogprobPart.of(call, primals, *per_token, start, tokens.num_rows)

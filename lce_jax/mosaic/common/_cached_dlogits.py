@@ -32,7 +32,7 @@ from lce_jax.mosaic.common._heads import (
     load_fields,
     relative_log_ratio,
 )
-from lce_jax.mosaic.common._logits import Held
+from lce_jax.mosaic.common._logits import AccumulatorLayout
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, ceil_div, swizzled
 from lce_jax.types._types import Call
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ROWS = 64  # of a block
 COLUMNS = 128  # of a block
 BLOCK = (ROWS, COLUMNS)
-HELD = Held(ROWS)
+HELD = AccumulatorLayout(ROWS)
 PER_TILE = TILE_N // COLUMNS
 RESERVED_BYTES = 1 << 10  # of shared memory, which each kernel block takes beside its own
 STAGES = 2

@@ -132,7 +132,7 @@ class _Kept(NamedTuple):
     @property
     def inverse_temperature(self) -> Any:
         """None: 1."""
-        return _logprobs.inverse_of(self.temperature) if self.has_temperature else None
+        return _logprobs.invert_temperature(self.temperature) if self.has_temperature else None
 
 
 def keep(

@@ -109,14 +109,14 @@ def _kernel(
     begin, stop = None, num_parts
     if parted is not None:
         begin, stop = _tiles.tiles_of_group(parted, group, numbers[2], number, num_parts)
-    none = _statistics.of_fields(
+    none = _statistics.make_statistics(
         {name: on_all_threads(getattr(_operands.UNWRITTEN, name), jnp.float32) for name in names}
     )
 
     def load(i: Any) -> ShardStatistics:
         there, at = on_all_threads(i) < stop, jnp.maximum(jnp.minimum(i, stop - 1), 0)
         found = {name: jnp.where(there, parts[at, f, rows], getattr(none, name)) for f, name in enumerate(names)}
-        return _statistics.of_fields(found)
+        return _statistics.make_statistics(found)
 
     def of_live_rows() -> None:
         k = row_scale[rows]

@@ -40,7 +40,7 @@ FOLDED = 8  # columns of which each of four threads holds two
 PADDING = -1e15  # stands for the raw products of columns that do not count: exp2 of it is 0, its square is finite
 
 
-class Held(NamedTuple):
+class AccumulatorLayout(NamedTuple):
     """Rows of a tile in the registers of a warpgroup."""
 
     num_rows: int

@@ -18,7 +18,7 @@ from jax import lax
 
 from lce_jax.mathematics._kl import Direction, KLStatistics
 from lce_jax.mathematics._logprobs import FP16_SHIFT
-from lce_jax.mathematics._statistics import MASKED, SUMS, of_fields
+from lce_jax.mathematics._statistics import MASKED, SUMS, make_statistics
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._chunks import Cache, KLCache
@@ -150,7 +150,7 @@ def sums(call: Call, u: Array, e: Array) -> list[Array]:
 def of_sums(call: Call, found: Sequence[Array], **extremes: Array | None) -> ShardStatistics:
     """A tile's statistics from its `sums`, and what are none."""
     names = [name for name in SUMS if name in call.statistics]
-    return of_fields(extremes | dict(zip(names, found, strict=True)))
+    return make_statistics(extremes | dict(zip(names, found, strict=True)))
 
 
 def store(refs: StatisticsRefs, where: StatisticsWhere, rows: Callable[[], Any], stats: ShardStatistics) -> None:
@@ -316,7 +316,7 @@ def _terms(
     row_scales: tuple[Array, Array],
     direction: Direction,
 ) -> tuple[Array, Array, Array, Array]:
-    """Those of the three sums, and the ratio that a `mathematics._kl.Kept` has."""
+    """Those of the three sums, and the ratio that a `mathematics._kl.CachedRatios` has."""
     u_p = relative(x[0], references[0], row_scales[0])
     e_p = jnp.exp2(u_p)
     # Where e is 0, v may be infinite, and 0 · inf is NaN.
@@ -331,7 +331,7 @@ def _kept_e(direction: Direction, e_p: Array, e_q: Array) -> Array:
 
 
 def _keep(cache: KLCache, rows: Callable[[], Any], column: Any, e: Array, ratio: Array) -> None:
-    """Some columns of a `mathematics._kl.Kept`. Not through shared memory, as `dlogits`."""
+    """Some columns of a `mathematics._kl.CachedRatios`. Not through shared memory, as `dlogits`."""
     columns = pl.ds(multiple_of(column, STRIP), STRIP)
     for output, values in (cache.e, as_cached(e, cache.e.dtype)), (cache.ratio, ratio):
         _pallas.store(output.at[rows(), columns], values.astype(output.dtype))

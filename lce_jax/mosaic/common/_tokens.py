@@ -178,7 +178,7 @@ def _prepare(call: Call, fields: tuple[int | None, int | None], in_halves: bool,
         return jnp.where(owned, _place(shape, column), on_all_threads(-1))
 
     def write() -> None:
-        inverse = None if field is None else _logprobs.inverse_of(temperatures[rows.of_field(field, stride)])
+        inverse = None if field is None else _logprobs.invert_temperature(temperatures[rows.of_field(field, stride)])
         k = LOG2E * float(_logprobs.compute_row_scale(call, None))
         targets.at[rows.here][...] = target()
         row_scale.at[rows.here][...] = on_all_threads(k, jnp.float32) if inverse is None else k * inverse
@@ -282,17 +282,19 @@ def _finish(
 
     def write() -> None:
         temperature = temperatures[rows.here] if has_temperature else None
-        stats = _statistics.of_fields({name: joined[0, f, rows.here] for f, name in enumerate(names)})
+        stats = _statistics.make_statistics({name: joined[0, f, rows.here] for f, name in enumerate(names)})
         floor = floors[rows.here] if floors is not None else None
         for wrong in wrong_rows(temperature, floor):
             stats = jax.tree.map(lambda x, wrong=wrong: jnp.where(wrong, nan, x), stats)
-        k = _logprobs.compute_row_scale(call, None if temperature is None else _logprobs.inverse_of(temperature))
+        k = _logprobs.compute_row_scale(
+            call, None if temperature is None else _logprobs.invert_temperature(temperature)
+        )
         labels, groups = ids[rows.here], num_groups(geometry(call, TILING))  # of a shard
         for first in range(groups, tags.shape[0] if is_split else 0, groups):
             other = tags[first, len(names), rows.here] != tags[0, len(names), rows.here]
             stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
             labels = jnp.where(other, on_all_threads(0), labels)  # the result of no label would be 0
-        counts = None if floor is None else _logprobs.without_empty(None, stats.sumexp)
+        counts = None if floor is None else _logprobs.exclude_empty_rows(None, stats.sumexp)
         out = _logprobs.finish(stats, k, labels, counts, vocab_size).outputs
         if megatron:
             sumexp = stats.sumexp if counts is None else jnp.where(counts, stats.sumexp, 1.0)
@@ -345,21 +347,23 @@ def _coefficients(
 
     def write() -> None:
         first, zero = layout.statistics, on_all_threads(0.0, jnp.float32)
-        stats = _statistics.of_fields({name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)})
+        stats = _statistics.make_statistics(
+            {name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)}
+        )
         given = {name: ref[rows.here] for name, ref in zip(names, seeds, strict=True)}
         entropy: Any = given.get("entropy")
         seed = LogprobOutput(given.get("logprobs", zero), entropy, given.get("lse", zero))
         temperature = kept[rows.of_field(1, stride)] if has_temperature else None
-        inverse = None if temperature is None else _logprobs.inverse_of(temperature)
+        inverse = None if temperature is None else _logprobs.invert_temperature(temperature)
         k, factor = _logprobs.compute_row_scale(call, inverse), _logprobs.compute_row_factor(call, inverse)
         given_to = [sums[rows.here] for sums in of_candidates]
         floor = kept[rows.of_field(layout.floor, stride)] if call.has_floor else None
-        counts = None if floor is None else _logprobs.without_empty(None, stats.sumexp)
+        counts = None if floor is None else _logprobs.exclude_empty_rows(None, stats.sumexp)
         found: RowCoefficients = _logprobs.row_coefficients(
             stats, Results(seed), k, factor, counts, call, vocab_size, *given_to
         )
         for wrong in wrong_rows(temperature, floor):
-            found = _logprobs.without_gradient(found, wrong)
+            found = _logprobs.zero_gradient(found, wrong)
         # With few tokens the rows after them hold anything.
         there = on_all_threads(rows.first) + numbered() < numbers[0]
         for f, x in enumerate(jax.tree.leaves(_operands.in_base_2(found))):
