@@ -363,7 +363,7 @@ def _plan_head(
         return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=limit))
     if loss is not None:
         reason = _token_chunks.refuse_forward_gradients(call, loss.reduction, options)
-        limit = _token_chunks.chunk_bytes_of_loss(chunk_bytes, reason)
+        limit = _token_chunks.check_loss_chunk_bytes(chunk_bytes, reason)
         if reason is None:
             return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=limit))
     elif chunk_bytes is not None:

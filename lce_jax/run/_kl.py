@@ -23,7 +23,7 @@ from lce_jax.mathematics._kl import Direction, KLStatistics, Mixture, MixtureSum
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import ArraySharding, Capability, Program, spread
+from lce_jax.run._runner import ArraySharding, Capability, Program, run_program
 from lce_jax.types import scalars
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _kl as _kl_tiles
@@ -38,7 +38,7 @@ NEUTRAL: dict[str, float | None] = {"logit_scale": 1.0, "logit_softcap": None}  
 
 
 @contextlib.contextmanager
-def _of_the_teacher() -> Iterator[None]:
+def _name_teacher() -> Iterator[None]:
     """Errors about the teacher's arguments say so."""
     try:
         yield
@@ -61,21 +61,21 @@ class KLArguments(NamedTuple):
         """From what the public functions are given."""
         scalars.check_choice("direction", direction, scalars.DIRECTIONS)
         beta = _options.check_beta(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
-        student, teacher = _options_of_each(given)
+        student, teacher = _split_options(given)
         own = _options.parse_arguments(student, *arrays.student, None, where, function="linear_kl")
         for name, neutral in NEUTRAL.items():
             if isinstance(teacher[name], str) and teacher[name] == "unset":
                 if isinstance(student[name], jax.Array) or student[name] != neutral:  # no device is asked for a value
                     raise scalars.student_only_error(name, student[name], neutral)
                 teacher[name] = neutral
-        with _of_the_teacher():
+        with _name_teacher():
             teachers = _options.parse_arguments(teacher, *arrays.teacher, None, where, function="linear_kl")
         return cls(Pair(own, teachers), direction, beta, _options.check_option("implementation", given))
 
     def describe(self) -> Pair[Arguments]:
         """Each model's call with its shapes."""
         student, teacher = _describe.describe_call(self.heads.student), self.heads.teacher
-        with _of_the_teacher():
+        with _name_teacher():
             _checks.check_array("hidden", teacher.hidden)
             if tuple(teacher.hidden.shape[:-1]) != tuple(student.hidden.shape[:-1]):
                 raise ValueError(
@@ -113,7 +113,7 @@ def bind(given: KLArguments) -> Bound:
     student = _describe.bind_call(heads.student, heads.teacher[1:3])
     if heads.student.placement is not None:
         check_columns(heads, student.call.mesh.vocab_axes is not None)
-    with _of_the_teacher():
+    with _name_teacher():
         teacher = _describe.bind_call(heads.teacher, heads.student[1:3])
     call = given.of_both(student.call, teacher.call)
     rows, agree = student.rows, _collectives.join_agreement(student.agree, teacher.agree)
@@ -128,7 +128,7 @@ def bind(given: KLArguments) -> Bound:
     return Bound(call, primals, Pair(rows, teacher.rows), agree)
 
 
-def _options_of_each(given: Mapping[str, Any]) -> tuple[Any, Any]:
+def _split_options(given: Mapping[str, Any]) -> tuple[Any, Any]:
     """The options of the student's head and of the teacher's, where "same" stands for the student's.
 
     What was not given of the teacher is "same", but a scale or cap is "unset": it belongs to its model.
@@ -152,7 +152,7 @@ type Rest = tuple[Primals, Pair[Rows]]  # the teacher, and the rows of both
 
 def forward(call: Call, student: Primals, rest: Rest, differentiated: bool) -> tuple[Array, Kept]:
     """The divergence of each token, and what a backward needs. Where XLA splits the operands, no tile is kept."""
-    asked, left = differentiated and call.cache_budget > 0, _runner.is_left_to_xla(call, (student, rest))
+    asked, left = differentiated and call.cache_budget > 0, _runner.is_partitioned_by_xla(call, (student, rest))
     keeps = asked and not left
     unused = ("cache_bytes keeps nothing",) if asked and left and call.cache_bytes else ()
     call = call if keeps else call.replace(cache_bytes=0)
@@ -164,7 +164,7 @@ def forward(call: Call, student: Primals, rest: Rest, differentiated: bool) -> t
     own, others = _heads(call)
     results = ArraySharding.RESULTS, (ArraySharding.TOKENS, ArraySharding.DEVICE)
     program = Program(run, (own, (others, ArraySharding.TOKENS)), results, joins=not keeps, unused=unused)
-    return spread(call, program, student, rest)
+    return run_program(call, program, student, rest)
 
 
 def backward(call: Call, student: Primals, rest: Rest, kept: Kept, cotangent: Array) -> Primals:
@@ -176,18 +176,18 @@ def backward(call: Call, student: Primals, rest: Rest, kept: Kept, cotangent: Ar
 
     own, others = _heads(call)
     operands = own, (others, ArraySharding.TOKENS), (ArraySharding.TOKENS, ArraySharding.DEVICE), ArraySharding.RESULTS
-    return spread(call, Program(run, operands, own), student, rest, kept, cotangent)
+    return run_program(call, Program(run, operands, own), student, rest, kept, cotangent)
 
 
-def _of_no_tokens(call: Call, rest: Rest) -> Array:
+def _make_empty_results(call: Call, rest: Rest) -> Array:
     return jnp.zeros(rest[1].student.labels.shape, call.result_dtype)
 
 
-KL = Capability(forward, backward, _of_no_tokens)
+KL = Capability(forward, backward, _make_empty_results)
 
 
 def _heads(call: Call) -> tuple[Any, Any]:
-    own, others = (_runner.head(one.vocab_dim) for one in call.heads)
+    own, others = (_runner.head_sharding(one.vocab_dim) for one in call.heads)
     return own, others
 
 
@@ -200,12 +200,14 @@ def device_forward(
     stats, cache = part.statistics(keep_cache)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
-            parts, every = _collectives.gather_trees((jnp.stack(stats), _given_to(call, primals, part.rows)), axis_name)
+            parts, every = _collectives.gather_trees(
+                (jnp.stack(stats), _summarize_operands(call, primals, part.rows)), axis_name
+            )
             stats = part.merge(parts)
-            agree = _shard.agree(call, every, part.rows.student, primals.student.weight)
+            agree = _shard.find_agreeing_rows(call, every, part.rows.student, primals.student.weight)
     stats = stats if agree is None else KLStatistics(*_collectives.set_nan_where_different(agree, (*stats,)))
     sums = None
-    if part.is_of_mixture:
+    if part.has_mixture:
         sums = part.mixture_sums(stats)
         if axis_name is not None:
             with jax.named_scope("lce_merge"):
@@ -216,11 +218,11 @@ def device_forward(
     return out, (found, cache)
 
 
-def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.ShardSummary | None:
+def _summarize_operands(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.ShardSummary | None:
     """What the shard says of both heads, flat; None where it need not."""
-    start = _shard.first_column(call, primals.student.weight)
-    flat = map(_shard.flat_operands, call.heads, primals)
-    one, other = (_shard.given_to(*each, start) for each in zip(call.heads, flat, rows, strict=True))
+    start = _shard.find_first_column(call, primals.student.weight)
+    flat = map(_shard.flatten_operands, call.heads, primals)
+    one, other = (_shard.summarize_operands(*each, start) for each in zip(call.heads, flat, rows, strict=True))
     if one is None or other is None:
         return None
     tags = _collectives.compute_tags([one.tags, other.tags])
@@ -234,7 +236,7 @@ def device_backward(call: Call, primals: Pair[Primals], rows: Pair[Rows], kept: 
     if call.axis_name is not None and call.token_axes is None:
         cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
     gradients = KLPart.of(call, primals, rows).gradients(*found, cache, cotangent)
-    return _shard.reduced(call, gradients, primals.student)
+    return _shard.reduce_gradients(call, gradients, primals.student)
 
 
 class KLPart(NamedTuple):
@@ -252,11 +254,11 @@ class KLPart(NamedTuple):
         """From the arrays of this device; ``first_column`` is its global id, None that of its place in the mesh."""
         scales = Pair(*(_describe.compute_scales(own, call.result_dtype, signs_hidden=False) for own in rows))
         if first_column is None:
-            first_column = _shard.first_column(call, primals.student.weight)
-        return cls(call, rows, scales, *_shard_of(call, primals, rows, scales, first_column))
+            first_column = _shard.find_first_column(call, primals.student.weight)
+        return cls(call, rows, scales, *_make_shard(call, primals, rows, scales, first_column))
 
     @property
-    def is_of_mixture(self) -> bool:
+    def has_mixture(self) -> bool:
         """Whether the divergence needs `mixture_sums`."""
         return self.rows.student.weights is not None
 
@@ -265,7 +267,7 @@ class KLPart(NamedTuple):
         """Of these columns, [T] each, and the cache."""
         statistics = mosaic.kl_statistics if self._has_kernels else _kl_tiles.statistics
         stats, cache = statistics(self.plan, self.shard, keep_cache)
-        return self._by_token(stats), cache
+        return self._restore_order(stats), cache
 
     def merge(self, parts: Float[Array, "N 6 T"]) -> KLStatistics:
         """The whole vocabulary's statistics, from those of all its parts in their order."""
@@ -274,13 +276,13 @@ class KLPart(NamedTuple):
     @jax.named_scope("lce_kl_mixture")
     def mixture_sums(self, stats: KLStatistics) -> MixtureSums:
         """Eq. 9 over these columns, from the whole vocabulary's statistics."""
-        mixture = self._of_counted(self._mixture(stats, self.rows.student.where))
+        mixture = self._take_unmasked_rows(self._mixture(stats, self.rows.student.where))
         mixture_sums = mosaic.kl_mixture_sums if self._has_kernels else _kl_tiles.mixture_sums
-        return self._by_token(mixture_sums(self.plan, self.shard, mixture))
+        return self._restore_order(mixture_sums(self.plan, self.shard, mixture))
 
     def finish(self, stats: KLStatistics, sums: MixtureSums | None) -> Float[Array, "T"]:
         """The divergence, from statistics and sums over the whole vocabulary."""
-        where, wrong = self.rows.student.where, _wrong_temperature(self.rows)
+        where, wrong = self.rows.student.where, _find_wrong_rows(self.rows)
         if sums is None:
             out = _kl.finish(stats, self._row_scales[1], where)
         else:
@@ -292,7 +294,7 @@ class KLPart(NamedTuple):
         self, stats: KLStatistics, sums: MixtureSums | None, cache: Any, cotangent: Float[Array, "T"]
     ) -> Primals:
         """The student's part of dhidden and dbias, in the statistics' dtype, and its dweight in the weight's."""
-        live, wrong = self.rows.student.where, _wrong_temperature(self.rows)
+        live, wrong = self.rows.student.where, _find_wrong_rows(self.rows)
         counts = live if wrong is None else ~wrong if live is None else live & ~wrong
         factor = _logprobs.compute_row_factor(self.call, self.scales.student.derivative)
         coefficients: Any
@@ -303,10 +305,10 @@ class KLPart(NamedTuple):
             coefficients = _kl.mixture_coefficients(sums, stats, mixture, cotangent, factor, counts)
 
         of_head = mosaic.kl_gradients if self._has_kernels else _kl_tiles.gradients
-        found = of_head(self.plan, self.shard, self._of_counted(coefficients), cache)
+        found = of_head(self.plan, self.shard, self._take_unmasked_rows(coefficients), cache)
         if found.hidden is None:
             return found
-        dhidden = self._by_token(found.hidden)
+        dhidden = self._restore_order(found.hidden)
         return found._replace(hidden=dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0))
 
     @property
@@ -321,12 +323,12 @@ class KLPart(NamedTuple):
         assert weights is not None
         return _kl.mixture(stats, self._row_scales[1], weights, live)
 
-    def _of_counted[T](self, by_token: T) -> T:
+    def _take_unmasked_rows[T](self, by_token: T) -> T:
         """Those of the rows that count, first."""
         order = self.order
         return by_token if order is None else jax.tree.map(lambda x: x[order.source], by_token)
 
-    def _by_token(self, found: Any) -> Any:
+    def _restore_order(self, found: Any) -> Any:
         """The same, in the order of the tokens."""
         return found if self.order is None else _describe.expand(self.order, found)
 
@@ -336,17 +338,17 @@ class KLPart(NamedTuple):
         return self.call.implementation == mosaic.NAME
 
 
-def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
+def _find_wrong_rows(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
     """Rows of which one temperature is wrong: they return NaN and have no gradient."""
     student, teacher = map(_describe.find_invalid_rows, rows)
     return teacher if student is None else student if teacher is None else student | teacher
 
 
-def _shard_of(
+def _make_shard(
     call: Call, primals: Pair[Primals], rows: Pair[Rows], scales: Pair[Scales], first_column: Any
 ) -> tuple[KLPlan, Shard, _describe.Compaction | None]:
     """The arrays of this device, with the rows that count first."""
-    operands = Pair(*map(_shard.flat_operands, call.heads, primals))
+    operands = Pair(*map(_shard.flatten_operands, call.heads, primals))
     tokens = Pair(
         *(HeadTokens(x.hidden, own.inverse_temperature, own.raw_scale) for x, own in zip(operands, scales, strict=True))
     )
@@ -360,11 +362,11 @@ def _shard_of(
             for x, head in zip(operands, call.heads, strict=True)
         )
     )
-    columns, num_columns = _true_columns(call, primals, first_column)
+    columns, num_columns = _count_columns(call, primals, first_column)
     return KLPlan(Pair(*call.heads), call.direction, columns), Shard(tokens, heads, None, num_rows, num_columns), order
 
 
-def _true_columns(call: Call, primals: Pair[Primals], first_column: Any) -> tuple[int, Int[Array, ""] | None]:
+def _count_columns(call: Call, primals: Pair[Primals], first_column: Any) -> tuple[int, Int[Array, ""] | None]:
     """The columns to walk over, and how many of these are no padding if that is known only to the shard."""
     sizes = (x.weight.shape[head.vocab_dim] for x, head in zip(primals, call.heads, strict=True))
     columns = min(sizes)

@@ -54,10 +54,12 @@ class LogprobPart(NamedTuple):
         arrays = hidden[:, : weight.shape[1]], weight, labels, None, 1.0 if temperature is None else temperature
         others = bias, candidates, floor, None, None, None
         arguments = _describe.describe_call(Arguments(call, *arrays, None, None, *others))
-        call = _chosen(arguments._replace(call=arguments.call.replace(partial_rows=True, rank=rank, **fields)))
+        call = _choose_implementation(
+            arguments._replace(call=arguments.call.replace(partial_rows=True, rank=rank, **fields))
+        )
         primals, rows = _describe.make_operands(call, arguments._replace(hidden=hidden))
         primals = primals._replace(adapter=adapter)
-        return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
+        return cls(call, _shard.cast_hidden(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
 
     def statistics(self, keep_cache: bool) -> tuple[ShardStatistics, Any]:
         """Those of the shard, and the cache."""
@@ -97,7 +99,7 @@ def kl_part(
     """One shard's part of `lce_jax.linear_kl`, of student and teacher, with ``options`` of it."""
     given = KLArguments.of(Pair(*zip(hidden, weight, strict=True)), where, direction, options)
     heads = given.describe()
-    calls = Pair(*map(_chosen, heads))
+    calls = Pair(*map(_choose_implementation, heads))
     (own, rows), (others, teachers_rows) = map(_describe.make_operands, calls, heads)
     call = given.of_both(*calls)
     if given.beta is not None:
@@ -107,7 +109,7 @@ def kl_part(
     return KLPart.of(call, Pair(own, others), Pair(rows, teachers_rows), jnp.int32(vocab_start))
 
 
-def _chosen(given: Arguments) -> Call:
+def _choose_implementation(given: Arguments) -> Call:
     """Of how many shards there are, the bridge alone knows: any vocab_size may leave padding."""
     return _describe.choose_implementation(given.call, scalars.INT32_MAX).replace(
         padded=given.call.caller_vocab_size is not None

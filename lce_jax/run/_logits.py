@@ -13,7 +13,7 @@ from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import ArraySharding, Capability, Program, spread
+from lce_jax.run._runner import ArraySharding, Capability, Program, run_program
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _logits
 
@@ -28,25 +28,25 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
         z, slope = _forward(call, primals, rows)
         return z, slope if differentiated else None
 
-    operands = _runner.head(call.vocab_dim), ArraySharding.TOKENS
-    return spread(
+    operands = _runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS
+    return run_program(
         call, Program(run, operands, (ArraySharding.RESULTS, ArraySharding.TOKENS), joins=True), primals, rows
     )
 
 
 def backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """The gradients of the operands."""
-    own = _runner.head(call.vocab_dim)
+    own = _runner.head_sharding(call.vocab_dim)
     program = Program(_backward, (own, ArraySharding.TOKENS, ArraySharding.TOKENS, ArraySharding.RESULTS), own)
-    return spread(call, program, primals, rows, slope, cotangent)
+    return run_program(call, program, primals, rows, slope, cotangent)
 
 
-def _of_no_tokens(call: Call, rows: Rows) -> Array:
+def _make_empty_results(call: Call, rows: Rows) -> Array:
     assert rows.candidates is not None
     return jnp.zeros(rows.candidates.shape, call.stat_dtype)
 
 
-LOGITS = Capability(forward, backward, _of_no_tokens)
+LOGITS = Capability(forward, backward, _make_empty_results)
 
 
 def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b K"], Float[Array, "*b K"]]:
@@ -55,7 +55,7 @@ def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
     shape, dtype = rows.candidates.shape, call.stat_dtype
     rows = _describe.flatten_tokens(rows, rows.labels.ndim)
     columns, wrong = _columns(call, primals, rows), _describe.find_invalid_rows(rows)
-    hidden = _shard.flat_operands(call, primals).hidden
+    hidden = _shard.flatten_operands(call, primals).hidden
     raw = _logits.products(hidden, primals.weight, columns, call, dtype)
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(dtype)
@@ -89,17 +89,17 @@ def _backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent:
         cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
     columns = _columns(call, primals, rows)
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
-    hidden = _shard.flat_operands(call, primals).hidden
+    hidden = _shard.flatten_operands(call, primals).hidden
     dweight = _logits.dweight(terms, hidden, columns, primals.weight, call).astype(primals.weight.dtype)
     dbias = None if primals.bias is None else _logits.dbias(terms, columns, primals.bias.shape[0])
     dhidden = _logits.dhidden(terms, primals.weight, columns, call)
-    return _shard.reduced(call, Primals(dhidden, dweight, dbias), primals)
+    return _shard.reduce_gradients(call, Primals(dhidden, dweight, dbias), primals)
 
 
 def _columns(call: Call, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
     """The ids as columns of this shard; -1 where it does not own them, and in rows that do not count."""
     assert rows.candidates is not None
-    start, size = _shard.first_column(call, primals.weight), primals.weight.shape[call.vocab_dim]
+    start, size = _shard.find_first_column(call, primals.weight), primals.weight.shape[call.vocab_dim]
     columns = _describe.find_local_columns(rows.candidates, start, size)
     live = _live(rows)
     return columns if live is None else jnp.where(live[:, None], columns, -1)

@@ -23,8 +23,8 @@ from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import ArraySharding, Capability, OperandType, Program, result_axes, spread
-from lce_jax.run._token_chunks import TokenChunk, chunk_rows, describe_chunk
+from lce_jax.run._runner import ArraySharding, Capability, OperandType, Program, list_result_axes, run_program
+from lce_jax.run._token_chunks import TokenChunk, choose_chunk_rows, describe_chunk
 from lce_jax.types import _jax, scalars
 from lce_jax.types._types import Call, LogprobOutput, Primals, Results
 
@@ -60,18 +60,18 @@ class TokenLoss:
 
     @classmethod
     def of(cls, retrace: Callable[..., ClosedJaxpr], types: list[Any]) -> tuple[TokenLoss, tuple[Any, ...]]:
-        """The loss, and the traced arrays that it closes over, `untyped`."""
+        """The loss, and the traced arrays that it closes over, `unwrap_keys`."""
         closed = retrace(types)
         known = tuple(None if _is_traced(x) else x for x in closed.consts)
         empty = closed.replace(consts=[None] * len(known))
         impls = tuple(map(_impl, closed.consts))
-        return cls(retrace, empty, known, impls), tuple(untyped(x) for x in closed.consts if _is_traced(x))
+        return cls(retrace, empty, known, impls), tuple(unwrap_keys(x) for x in closed.consts if _is_traced(x))
 
     def take_arrays(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
         """The loss with all that it closes over among the inputs: a function that XLA splits closes over nothing."""
         traced = iter(inputs.constants)
         known = (None if x is None else _describe.put_on_device(x, inputs.primals.hidden) for x in self.known)
-        constants = tuple(next(traced) if x is None else untyped(x) for x in known)
+        constants = tuple(next(traced) if x is None else unwrap_keys(x) for x in known)
         return dataclasses.replace(self, known=(None,) * len(constants)), inputs._replace(constants=constants)
 
     def retrace_here(self) -> TokenLoss:
@@ -98,7 +98,7 @@ class TokenLoss:
     ) -> Float[Array, "T"]:
         """The losses of flat tokens, 0 where they do not count."""
         traced, known = iter(constants), zip(self.known, self.impls, strict=True)
-        closed = self.jaxpr.replace(consts=[_typed(next(traced), impl) if x is None else x for x, impl in known])
+        closed = self.jaxpr.replace(consts=[_wrap_keys(next(traced), impl) if x is None else x for x, impl in known])
         # The mean logit is for `lce_jax.linear_cross_entropy` alone.
         of_results = jax.tree.leaves((results.outputs[:3], results.mean_logit))
         (losses,) = jax.vmap(jaxpr_as_fun(closed))(*of_results, *per_token)
@@ -115,16 +115,16 @@ def identify(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
     loss, inputs = loss.take_arrays(inputs)
     jaxpr, impls = loss.jaxpr, loss.impls
     both = jax.value_and_grad(
-        lambda constants, given: jaxpr_as_fun(jaxpr.replace(consts=[*map(_typed, constants, impls)]))(*given)[0],
+        lambda constants, given: jaxpr_as_fun(jaxpr.replace(consts=[*map(_wrap_keys, constants, impls)]))(*given)[0],
         argnums=(0, 1),
         allow_int=True,
     )
     made = jax.make_jaxpr(both)(inputs.constants, loss.types)
-    return dataclasses.replace(loss, identity=(str(made), *_constants_of(made))), inputs
+    return dataclasses.replace(loss, identity=(str(made), *_identify_constants(made))), inputs
 
 
 def flatten_arguments(arguments: Any, labels: Any) -> tuple[tuple[Any, ...], Callable[..., Any]]:
-    """The arrays of the loss's own arguments, one for each token and `untyped`, and what makes arguments of such.
+    """The arrays of the loss's own arguments, one for each token and `unwrap_keys`, and what makes arguments of such.
 
     Numbers are no arrays: the loss gets them as they are.
     """
@@ -137,24 +137,24 @@ def flatten_arguments(arguments: Any, labels: Any) -> tuple[tuple[Any, ...], Cal
             _checks.check_array(name, x)
             scalars.check_per_token_shape(name, x.shape, shape)
             array = jnp.asarray(x)
-            data = untyped(array)
+            data = unwrap_keys(array)
             whole = (*shape, *data.shape[min(array.ndim, len(shape)) :])
             flat.append(data if data.shape == whole else jnp.broadcast_to(data, whole))
             impls.append(_impl(array))
 
-    def arguments_of_token(own: Any) -> Any:
-        arrays = map(_typed, own, impls)
+    def restore_arguments(own: Any) -> Any:
+        arrays = map(_wrap_keys, own, impls)
         return jax.tree.unflatten(tree, [next(arrays) if x is None else x for x in numbers])
 
-    return tuple(flat), arguments_of_token
+    return tuple(flat), restore_arguments
 
 
-def untyped(x: Any) -> Any:
+def unwrap_keys(x: Any) -> Any:
     """Typed random keys as the integers that they hold, which can be zero, split and sent like any array."""
     return x if _impl(x) is None else jax.random.key_data(x)
 
 
-def _typed(x: Any, impl: Any) -> Any:
+def _wrap_keys(x: Any, impl: Any) -> Any:
     return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
 
 
@@ -164,7 +164,7 @@ def _impl(x: Any) -> Any:
 
 def trace(
     loss_fn: Callable[..., Any],
-    arguments_of_token: Callable[..., Any],
+    restore_arguments: Callable[..., Any],
     call: Call,
     per_token: tuple[Any, ...],
     num_dims: int,
@@ -179,7 +179,7 @@ def trace(
     arguments = [jax.ShapeDtypeStruct(x.shape[num_dims:], x.dtype) for x in per_token]
 
     def loss_of_token(results: Any, arguments: Any) -> Any:
-        by_place, by_name = arguments_of_token(arguments)
+        by_place, by_name = restore_arguments(arguments)
         return loss_fn(*results, *by_place, **by_name)
 
     def retrace(types: list[Any]) -> ClosedJaxpr:
@@ -199,13 +199,13 @@ def trace(
     return loss, constants
 
 
-def _constants_of(jaxpr: Any) -> Iterator[bytes | int]:
+def _identify_constants(jaxpr: Any) -> Iterator[bytes | int]:
     """What tells the arrays that a program and the functions in it close over, which its text does not show."""
     yield from (x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in getattr(jaxpr, "consts", ()))
     for equation in jaxpr.eqns:
         for inner in jax.tree.leaves(list(equation.params.values())):
             if hasattr(inner, "eqns"):
-                yield from _constants_of(inner)
+                yield from _identify_constants(inner)
 
 
 def check_closure(constants: tuple[Any, ...], axes: frozenset[Any]) -> None:
@@ -230,7 +230,7 @@ def _is_traced(x: Any) -> bool:
 # In chunks of tokens
 
 
-class _Whole(NamedTuple):
+class _Accumulated(NamedTuple):
     """What the chunks fill and add to."""
 
     losses: Float[Array, "T"]
@@ -264,7 +264,7 @@ class _Chunks:
 
     @classmethod
     def of(cls, call: Call, loss: TokenLoss, inputs: Inputs, rows: Rows) -> _Chunks:
-        primals, size, tokens = inputs.primals, chunk_rows(call), rows.labels.size
+        primals, size, tokens = inputs.primals, choose_chunk_rows(call), rows.labels.size
         tracked = call.axis_name is not None and _jax.tracks_varying(call.axis_name)
         given, all_axes = _jax.varying_axes(primals.hidden), _jax.varying_axes((inputs, rows))
         names = frozenset(_jax.list_axes(call.axis_name))
@@ -275,7 +275,7 @@ class _Chunks:
         hidden_axes = weight_axes - psum
         hidden = primals.hidden.reshape(-1, primals.hidden.shape[-1])
         if call.gather_dim is not None:
-            hidden = _shard.flat_operands(call, primals).hidden
+            hidden = _shard.flatten_operands(call, primals).hidden
         flat_rows, per_token = _describe.flatten_tokens((rows, inputs.per_token), rows.labels.ndim)
         chunk = describe_chunk(call, size, rows.where is not None or tokens % size != 0)
         implementation = _dispatch.choose(chunk)[0].NAME
@@ -292,7 +292,7 @@ class _Chunks:
             tokens=tokens,
             adds=size < tokens,
             writes=size < tokens and _dispatch.writes_dweight(chunk),
-            token_axes=result_axes(call, (inputs, rows)),
+            token_axes=list_result_axes(call, (inputs, rows)),
             psum_axes=tuple(sorted(psum, key=str)),
             hidden_axes=hidden_axes,
             weight_axes=weight_axes,
@@ -300,7 +300,7 @@ class _Chunks:
             hidden_dtype=primals.hidden.dtype,
         )
 
-    def run(self) -> _Whole:
+    def run(self) -> _Accumulated:
         """All chunks that have a row that counts."""
         count: Any = -(-self.tokens // self.size)
         if self.order is not None:
@@ -308,7 +308,7 @@ class _Chunks:
             if self.call.axis_name is not None and not _jax.tracks_varying(self.call.axis_name):
                 count = lax.pmax(count, self.call.axis_name)  # or a shard given other rows would wait for ever
 
-        def steps() -> _Whole:
+        def steps() -> _Accumulated:
             empty = self._empty(lax.empty if self.writes else jnp.zeros)
             if self.adds:
                 return lax.fori_loop(0, count, lambda i, whole: self._step(i * self.size, whole), empty)
@@ -317,14 +317,14 @@ class _Chunks:
         known = self.order is None or (self.adds and not self.writes)
         return steps() if known else lax.cond(count > 0, steps, self._empty)
 
-    def _empty(self, of_dweight: Any = jnp.zeros) -> _Whole:
+    def _empty(self, of_dweight: Any = jnp.zeros) -> _Accumulated:
         call, weight = self.call, self.primals.weight
         zeros = functools.partial(jnp.zeros, dtype=call.stat_dtype)
         outputs = jax.eval_shape(lambda: _logprobs.empty_results(self.tokens, call.stat_dtype, call).outputs)
         dhidden = jnp.zeros(self.primals.hidden.shape, self.hidden_dtype if self.rounds else call.stat_dtype)
         dweight = of_dweight(weight.shape, call.stat_dtype if self.adds else call.dtype)
         of_columns = jax.tree.map(lambda x: zeros(x.shape), self.primals[2:])
-        of_tokens = _Whole(
+        of_tokens = _Accumulated(
             zeros(self.tokens),
             jax.tree.map(lambda x: zeros(x.shape), outputs),
             Primals(None, None),
@@ -336,14 +336,14 @@ class _Chunks:
         return of_tokens._replace(gradients=gradients.select(call.gradients))
 
     @jax.named_scope("chunk_of_tokens")
-    def _step(self, first: Any, whole: _Whole) -> _Whole:
+    def _step(self, first: Any, whole: _Accumulated) -> _Accumulated:
         """``whole`` with the results and gradients of the chunk that begins at ``first``."""
-        chunk, call = TokenChunk.starting_at(first, self.size, self.tokens, self.order), self.call
+        chunk, call = TokenChunk.make(first, self.size, self.tokens, self.order), self.call
         hidden, rows, per_token = jax.tree.map(
             lambda x: chunk.take(x, self.size), (self.primals.hidden, self.rows, self.per_token)
         )
         rows = rows._replace(num_rows=chunk.num_rows)
-        part = _shard.Part.of(call, _shard.as_operand(self.primals._replace(hidden=hidden)), rows)
+        part = _shard.Part.of(call, _shard.cast_hidden(self.primals._replace(hidden=hidden)), rows)
         results, stats, cache = _shard.compute_results(part, keep_cache=call.gradients.any)
         live = rows.live
         if live is not None:
@@ -356,7 +356,7 @@ class _Chunks:
                 may_round_dhidden=self.rounds and not self.psum_axes and self.hidden_dtype == call.dtype,
                 dweight=found.weight if self.adds else None, adds_dweight=first > 0 if self.writes else True,
             )  # fmt: skip
-        return _Whole(
+        return _Accumulated(
             chunk.put(whole.losses, losses),
             jax.tree.map(chunk.put, whole.outputs, results.outputs),
             self._add(chunk, whole.gradients, found),
@@ -384,7 +384,7 @@ class _Chunks:
         """``whole`` with a chunk's dhidden in its rows; dweight, which is the sum already; and the others added."""
         dhidden = found.hidden
         if self.psum_axes:
-            # As in `_shard.reduced`, the collective starts after the kernels.
+            # As in `_shard.reduce_gradients`, the collective starts after the kernels.
             found = lax.optimization_barrier(found)
             dhidden = jax.tree.map(lambda x: lax.psum(x, self.psum_axes), found.hidden)
         dweight, *others = _jax.vary_over(found[1:], self.weight_axes)
@@ -411,7 +411,7 @@ def device_forward(
     if not differentiated:
         results, _ = _shard.device_forward(call, inputs.primals, rows, keep_cache=False)
         live, flat, per_token = _describe.flatten_tokens((rows.where, results, inputs.per_token), rows.labels.ndim)
-        flat, per_token = _jax.vary_over((flat, per_token), result_axes(call, (inputs, rows)))
+        flat, per_token = _jax.vary_over((flat, per_token), list_result_axes(call, (inputs, rows)))
         return (_total(call, jnp.sum(loss(live, flat, per_token, inputs.constants))), results.outputs), None
     whole = _Chunks.of(call, loss, inputs, rows).run()
     (dhidden, dweight, *others), (hidden, weight, *_) = whole.gradients, inputs.primals
@@ -423,7 +423,7 @@ def device_forward(
     dweight = None if dweight is None else _total(call, dweight.astype(weight.dtype))
     others = jax.tree.map(functools.partial(_total, call), others)
     if dhidden is not None and call.gather_dim is not None:
-        dhidden = _shard.scattered(call, dhidden, hidden).astype(hidden.dtype)
+        dhidden = _shard.scatter_dhidden(call, dhidden, hidden).astype(hidden.dtype)
     primals = Primals(None if dhidden is None else dhidden.reshape(hidden.shape), dweight, *others)
     return (_total(call, jnp.sum(whole.losses)), outputs), Inputs(primals, per_token, constants)
 
@@ -440,22 +440,22 @@ def forward(
     call: Call, inputs: Inputs, rows: Rows, differentiated: bool, loss: TokenLoss
 ) -> tuple[tuple[Array, LogprobOutput], Inputs | None]:
     """The sum of the losses, and the results, which carry no gradient; and the gradients, if asked for."""
-    left = _runner.is_left_to_xla(call, (inputs, rows))
+    left = _runner.is_partitioned_by_xla(call, (inputs, rows))
     of_device, all_inputs = loss.take_arrays(inputs) if left else (loss, inputs)
 
     def run(share: Call, inputs: Inputs, rows: Rows) -> Any:
         own = of_device if left or call.mesh is None else of_device.retrace_here()
         return device_forward(share, own, inputs, rows, differentiated)
 
-    kinds: Any = Inputs(_runner.head(call.vocab_dim), ArraySharding.TOKENS, ArraySharding.REPLICATED)  # type: ignore[arg-type]
+    kinds: Any = Inputs(_runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS, ArraySharding.REPLICATED)  # type: ignore[arg-type]
     results = (ArraySharding.REPLICATED, ArraySharding.RESULTS), kinds if differentiated else None
-    out, found = spread(call, Program(run, (kinds, ArraySharding.TOKENS), results), all_inputs, rows)
+    out, found = run_program(call, Program(run, (kinds, ArraySharding.TOKENS), results), all_inputs, rows)
     if found is None:
         return out, None
     if left:  # XLA takes the arrays that are known too
         pairs = zip(found.constants, loss.known, strict=True)
         found = found._replace(constants=tuple(dx for dx, known in pairs if known is None))
-    found = found if call.mesh is None else _runner.split_as(found, inputs)
+    found = found if call.mesh is None else _runner.match_shardings(found, inputs)
     # An array without numbers stands for a gradient that is not asked for: what is kept has the same tree whichever
     # are, because JAX takes it from any trace, also one where other operands are differentiated.
     there = (
@@ -486,19 +486,19 @@ def backward(call: Call, types: Inputs, _: Any, gradients: Inputs, cotangent: An
     )
 
 
-def _of_no_tokens(call: Call, rows: Rows) -> tuple[Array, LogprobOutput]:
-    out = _shard.of_no_tokens(call, rows).outputs
+def _make_empty_results(call: Call, rows: Rows) -> tuple[Array, LogprobOutput]:
+    out = _shard.make_empty_results(call, rows).outputs
     return jnp.zeros((), out.lse.dtype), out
 
 
 # Of ``static=(loss,)``, a `TokenLoss`.
-LOSS = Capability(forward, backward, _of_no_tokens, keeps_gradients=True)
+LOSS = Capability(forward, backward, _make_empty_results, saves_gradients=True)
 
 
 _programs: dict[int, Any] = {}  # `_runner.compute` of each loss_fn that is alive, by its id
 
 
-def keep_program(loss_fn: Any) -> tuple[Any, Any]:
+def cache_program(loss_fn: Any) -> tuple[Any, Any]:
     """`_runner.compute` with one program per kind of call while ``loss_fn`` lives; and ``loss_fn`` held weakly."""
     owner = getattr(loss_fn, "__func__", loss_fn)  # a bound method is a new object each time
     found = _programs.get(id(owner))

@@ -43,7 +43,7 @@ def _search(jaxpr: Jaxpr, of_inputs: Sequence[str | None]) -> tuple[list[str | N
         if _reduces_a_number(equation, inputs):
             return [], _describe(equation.primitive.name, equation)
         outputs = [_kind(equation, x, inputs) for x in equation.outvars]
-        for inner in [] if equation.primitive.name in LOOPS else _jaxprs_of(equation):
+        for inner in [] if equation.primitive.name in LOOPS else _list_jaxprs(equation):
             given = inputs[len(inputs) - len(inner.invars) :]  # the first input of `cond` chooses the branch
             if len(given) != len(inner.invars):
                 continue
@@ -83,7 +83,7 @@ def _reduces_a_number(equation: Any, inputs: Sequence[str | None]) -> bool:
     return name in ADDITIONS and inputs[0] is None and inputs[2] is not None and equation.invars[2].aval.size == 1
 
 
-def _jaxprs_of(equation: Any) -> list[Jaxpr]:
+def _list_jaxprs(equation: Any) -> list[Jaxpr]:
     """The functions that an equation calls."""
     params = [x for param in equation.params.values() for x in (param if isinstance(param, tuple) else (param,))]
     return [getattr(x, "jaxpr", x) for x in params if hasattr(x, "eqns")]

@@ -23,7 +23,7 @@ from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import NOT_DIFFERENTIATED, Normalizer, expand_like, make_parts, merge_parts
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner
-from lce_jax.run._runner import ArraySharding, Capability, Program, spread
+from lce_jax.run._runner import ArraySharding, Capability, Program, run_program
 from lce_jax.types import _jax
 from lce_jax.types._types import (
     Call,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # With no collective but the one that the caller gives
 
 
-def as_operand(primals: Primals) -> Primals:
+def cast_hidden(primals: Primals) -> Primals:
     """Hidden in the weight's dtype, rounded explicitly because XLA may drop a conversion down and up again."""
     hidden, to = primals.hidden, jnp.finfo(primals.weight.dtype)
     if to.bits < jnp.finfo(hidden.dtype).bits:
@@ -51,7 +51,7 @@ def as_operand(primals: Primals) -> Primals:
     return primals._replace(hidden=hidden.astype(primals.weight.dtype))
 
 
-def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectives.ShardSummary | None:
+def summarize_operands(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectives.ShardSummary | None:
     """What the shard says of its operands, flat as in `Part`; None where it need not."""
     if rows.tags is None:
         return None
@@ -62,7 +62,9 @@ def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectiv
     return _collectives.ShardSummary(rows.tags, sketches[None], probes[None])
 
 
-def agree(call: Call, every: _collectives.ShardSummary | None, rows: Rows, weight: Array) -> Bool[Array, "T"] | None:
+def find_agreeing_rows(
+    call: Call, every: _collectives.ShardSummary | None, rows: Rows, weight: Array
+) -> Bool[Array, "T"] | None:
     """The rows that all shards were given alike, by what they say, or that do not count; None if they say nothing."""
     if every is None:
         return None
@@ -78,7 +80,7 @@ class Part(NamedTuple):
     """One device's part of a call: its columns, and all tokens, flat."""
 
     call: Call
-    primals: Primals  # hidden [T, H], as `as_operand` returns it
+    primals: Primals  # hidden [T, H], as `cast_hidden` returns it
     rows: Rows  # [T]
     start: Any  # the global id of the first column
     scales: Scales
@@ -86,9 +88,9 @@ class Part(NamedTuple):
     @classmethod
     def of(cls, call: Call, primals: Primals, rows: Rows, start: Any = None) -> Part:
         """With the factors of eq. 0 in the implementation's arithmetic. ``start``: None for that of the mesh."""
-        invert = functools.partial(_in_arithmetic_of, call, _logprobs.invert_temperature)
+        invert = functools.partial(_compute_per_token, call, _logprobs.invert_temperature)
         scales = _describe.compute_scales(rows, call.stat_dtype, call.signs_hidden, invert)
-        return cls(call, primals, rows, first_column(call, primals.weight) if start is None else start, scales)
+        return cls(call, primals, rows, find_first_column(call, primals.weight) if start is None else start, scales)
 
     @property
     def row_scale(self) -> Float[Array, "T"] | float:
@@ -107,9 +109,9 @@ class Part(NamedTuple):
 
         targets = _describe.find_local_columns(rows.labels, start, columns)
         candidates = None if rows.candidates is None else _describe.find_local_columns(rows.candidates, start, columns)
-        hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, rows.floor
+        hidden, order, num_rows, floor = _apply_sign(hidden, scales), None, rows.num_rows, rows.floor
         if floor is not None:
-            floor = _in_arithmetic_of(call, _logprobs.unscaled_floor, floor, self.row_scale)
+            floor = _compute_per_token(call, _logprobs.unscaled_floor, floor, self.row_scale)
         if rows.where is not None:
             order = _describe.plan_compaction(rows.where)
             hidden, targets, candidates, scales, floor = _describe.compact(
@@ -155,13 +157,13 @@ class Part(NamedTuple):
                 stats, cache = implementation.statistics(operands, call, keep_cache)
                 parts = make_parts(stats)
             with jax.named_scope("lce_merge"):
-                parts, every = stacked((parts, given_to(call, primals, rows, start)))
+                parts, every = stacked((parts, summarize_operands(call, primals, rows, start)))
                 if has_kernels:
                     stats = mosaic.merged(parts, call, operands.inverse_temperature, operands.num_rows)
                 else:
                     row_scale = _logprobs.compute_row_scale(call, operands.inverse_temperature)
                     stats = merge_parts(parts, call, call.num_tokens, row_scale)
-                same = agree(call, every, rows, primals.weight)
+                same = find_agreeing_rows(call, every, rows, primals.weight)
         stats = stats if order is None else _describe.expand(order, stats)
         wrong = _describe.find_invalid_rows(rows)
         if wrong is not None:
@@ -172,7 +174,7 @@ class Part(NamedTuple):
         self, stats: ShardStatistics, where: Bool[Array, "T"] | None, dropped_mass: Float[Array, "T"] | None
     ) -> Results:
         """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
-        call, per_token = self.call, functools.partial(_in_arithmetic_of, self.call)
+        call, per_token = self.call, functools.partial(_compute_per_token, self.call)
         where = _logprobs.exclude_empty_rows(where, stats.sumexp) if call.has_floor else where
         labels, vocab_size = self.rows.labels, call.vocab_size
         return _logprobs.finish(stats, self.row_scale, labels, where, vocab_size, dropped_mass, per_token)
@@ -227,7 +229,7 @@ class Part(NamedTuple):
         if found.hidden is None:
             return found
         dhidden = found.hidden if order is None else _describe.expand(order, found.hidden)
-        dhidden = _signed(dhidden, self.scales)
+        dhidden = _apply_sign(dhidden, self.scales)
         return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
 
     def _coefficients(self, stats: ShardStatistics, cotangent: Results) -> RowCoefficients:
@@ -243,13 +245,13 @@ class Part(NamedTuple):
             unread: Any = dict.fromkeys((*NOT_DIFFERENTIATED, "total"))
             read = stats._replace(**unread)
             read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
-            found = _in_arithmetic_of(call, functools.partial(of_rows, where=None), read, of_results, *factors)
+            found = _compute_per_token(call, functools.partial(of_rows, where=None), read, of_results, *factors)
             found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
         wrong = _describe.find_invalid_rows(rows)
         return found if wrong is None else _logprobs.zero_gradient(found, wrong)
 
 
-def _in_arithmetic_of(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
+def _compute_per_token(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
     """``function(*operands)`` of trees of [T] and of numbers, in the implementation's arithmetic.
 
     XLA and the kernels round logarithms and quotients differently, so a token's results keep their bits only where all
@@ -257,11 +259,11 @@ def _in_arithmetic_of(call: Call, function: Callable[..., Any], *operands: Any) 
     """
     if call.implementation != mosaic.NAME:
         return function(*operands)
-    run, arrays = of_arrays(function, operands)
+    run, arrays = close_over_numbers(function, operands)
     return mosaic.per_token(call, run, *arrays)
 
 
-def of_arrays(function: Callable[..., Any], operands: Any) -> tuple[Callable[..., Any], list[Any]]:
+def close_over_numbers(function: Callable[..., Any], operands: Any) -> tuple[Callable[..., Any], list[Any]]:
     """``function(*operands)`` as a function of the arrays among the trees ``operands``, and these."""
     leaves, tree = jax.tree.leaves(operands), jax.tree.structure(operands)
 
@@ -272,7 +274,7 @@ def of_arrays(function: Callable[..., Any], operands: Any) -> tuple[Callable[...
     return run, list(filter(is_array, leaves))
 
 
-def _signed(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:
+def _apply_sign(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:
     return hidden if scales.sign is None else hidden * scales.sign.astype(hidden.dtype)[:, None]
 
 
@@ -285,7 +287,7 @@ type Kept = tuple[ShardStatistics, Any]  # for the backward: also the implementa
 def device_forward(call: Call, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, Kept]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape = rows.labels.shape
-    part = Part.of(call, flat_operands(call, primals), _describe.flatten_tokens(rows, len(shape)))
+    part = Part.of(call, flatten_operands(call, primals), _describe.flatten_tokens(rows, len(shape)))
     out, stats, cache = compute_results(part, keep_cache)
     out, stats = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats))
     return out, (stats, cache if keep_cache else None)
@@ -322,12 +324,12 @@ def device_backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotang
     summed = call.axis_name is not None or varying != _jax.varying_axes(hidden)
     may_round = not summed and hidden.dtype == weight.dtype
     with jax.named_scope("lce_gradients"):
-        part = Part.of(call, flat_operands(call, primals), rows)
+        part = Part.of(call, flatten_operands(call, primals), rows)
         found = part.gradients(stats, cotangent, cache, may_round_dhidden=may_round)
-    return reduced(call, found, primals)
+    return reduce_gradients(call, found, primals)
 
 
-def reduced(call: Call, found: Primals, given: Primals) -> Primals:
+def reduce_gradients(call: Call, found: Primals, given: Primals) -> Primals:
     """This device's gradients summed over the devices that share an operand, in the shapes and dtypes of ``given``."""
     if call.axis_name is not None or call.token_axes or _jax.varying_axes(found):
         # A Hopper kernel occupies every multiprocessor. A collective beside it waits for it on one device and delays
@@ -336,21 +338,21 @@ def reduced(call: Call, found: Primals, given: Primals) -> Primals:
     with jax.named_scope("lce_reduce"):
         of_head = zip(found[1:], given[1:], strict=True)
         return Primals(
-            None if found.hidden is None else _total_dhidden(call, found.hidden, given.hidden),
-            *(None if dx is None else _total_dweight(call, dx, x).astype(x.dtype) for dx, x in of_head),
+            None if found.hidden is None else _sum_dhidden(call, found.hidden, given.hidden),
+            *(None if dx is None else _sum_dweight(call, dx, x).astype(x.dtype) for dx, x in of_head),
         )
 
 
-def _total_dhidden(call: Call, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
+def _sum_dhidden(call: Call, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
     """The sum over the devices that share hidden, rounded."""
     if call.gather_dim is not None:
-        dhidden = scattered(call, dhidden, hidden)
+        dhidden = scatter_dhidden(call, dhidden, hidden)
     elif call.token_axes is not None and call.axis_name is not None:
         dhidden = lax.psum(dhidden, call.axis_name)
     return _jax.psum_to_axes(dhidden.reshape(hidden.shape), _jax.varying_axes(hidden)).astype(hidden.dtype)
 
 
-def scattered(call: Call, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
+def scatter_dhidden(call: Call, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
     """The sum over the shards of the vocabulary, each keeping its own part of the sequence."""
     assert call.gather_dim is not None
     shards = lax.axis_size(call.axis_name)
@@ -358,23 +360,23 @@ def scattered(call: Call, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b
     return _collectives.scatter_sequence(dhidden.reshape(whole), call.axis_name, call.gather_dim)
 
 
-def _total_dweight(call: Call, dweight: Array, weight: Array) -> Array:
+def _sum_dweight(call: Call, dweight: Array, weight: Array) -> Array:
     """The sum over the devices that hold other tokens of the same call."""
     if call.token_axes:
         dweight = lax.psum(dweight, call.token_axes)
     return _jax.psum_to_axes(dweight, _jax.varying_axes(weight))
 
 
-def flat_operands(call: Call, primals: Primals) -> Primals:
+def flatten_operands(call: Call, primals: Primals) -> Primals:
     """The operands with hidden in the weight's dtype, gathered and flattened."""
-    primals = as_operand(primals)
+    primals = cast_hidden(primals)
     hidden = primals.hidden
     if call.gather_dim is not None:
         hidden = _collectives.gather_sequence(hidden, call.axis_name, call.gather_dim)
     return primals._replace(hidden=hidden.reshape(-1, hidden.shape[-1]))
 
 
-def first_column(call: Call, weight: Array) -> Int[Array, ""] | int:
+def find_first_column(call: Call, weight: Array) -> Int[Array, ""] | int:
     """The first global column of this shard."""
     if call.axis_name is None:
         return 0
@@ -387,20 +389,20 @@ def first_column(call: Call, weight: Array) -> Int[Array, ""] | int:
 def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Results, Kept]:
     """The results, and what a backward needs. Where XLA decides how operands are split, no tile is kept."""
     given, keeps, unused = call, differentiated, []
-    left = _runner.is_left_to_xla(call, (primals, rows))
+    left = _runner.is_partitioned_by_xla(call, (primals, rows))
     if left:
         if differentiated and given.cache_bytes:
             unused.append("cache_bytes keeps nothing")
         if differentiated and given.gradient_threshold:
             unused.append("gradient_threshold is not used, and the gradients are exact,")
-        call, keeps = _exact(call), False
+        call, keeps = _disable_threshold(call), False
     apart = keeps and (given.cache_budget > 0 or given.gradient_threshold > 0)
     call = call if keeps else call.replace(cache_bytes=0)
-    operands = _runner.head(call.vocab_dim), ArraySharding.TOKENS
+    operands = _runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS
     results = ArraySharding.RESULTS, (ArraySharding.TOKENS, ArraySharding.DEVICE)
     run = functools.partial(device_forward, keep_cache=keeps)
     program = Program(run, operands, results, joins=not apart, unused=tuple(unused))
-    out, kept = spread(call, program, primals, rows)
+    out, kept = run_program(call, program, primals, rows)
     if left and given.reports_dropped_mass:
         out = out._replace(outputs=out.outputs._replace(dropped_mass=jnp.zeros_like(out.outputs.lse)))
     return out, kept
@@ -408,22 +410,22 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
 
 def backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
     """The gradients of the operands."""
-    call = _exact(call) if _runner.is_left_to_xla(call, (primals, rows)) else call
-    own = _runner.head(call.vocab_dim)
+    call = _disable_threshold(call) if _runner.is_partitioned_by_xla(call, (primals, rows)) else call
+    own = _runner.head_sharding(call.vocab_dim)
     operands = own, ArraySharding.TOKENS, (ArraySharding.TOKENS, ArraySharding.DEVICE), ArraySharding.RESULTS
     program = Program(device_backward, operands, own)
-    return spread(call, program, primals, rows, kept, cotangent)
+    return run_program(call, program, primals, rows, kept, cotangent)
 
 
-def of_no_tokens(call: Call, rows: Rows) -> Results:
+def make_empty_results(call: Call, rows: Rows) -> Results:
     """The results of a call without tokens, in the shape of its labels."""
     shapes = jax.eval_shape(lambda: _logprobs.empty_results(0, call.stat_dtype, call))
     return jax.tree.map(lambda x: jnp.zeros(rows.labels.shape + x.shape[1:], x.dtype), shapes)
 
 
-LOGPROBS = Capability(forward, backward, of_no_tokens)
+LOGPROBS = Capability(forward, backward, make_empty_results)
 
 
-def _exact(call: Call) -> Call:
+def _disable_threshold(call: Call) -> Call:
     """The same call without a ``gradient_threshold``."""
     return dataclasses.replace(call, gradient_threshold=0.0)

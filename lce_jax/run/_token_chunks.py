@@ -25,7 +25,7 @@ ALL = 1 << 62  # cache_bytes that no chunk exceeds
 GRAIN = 128  # rows that a chunk is a multiple of: a row block of the kernels
 
 
-def chunk_rows(call: Call) -> int:
+def choose_chunk_rows(call: Call) -> int:
     """Rows per chunk: of all sizes that fit, the one that costs least.
 
     The products take the same time in any chunks. What chunks add is that each reads and writes the sum of dweight,
@@ -71,7 +71,7 @@ def chunk_bytes(given: Any, options: Mapping[str, Any]) -> int | None:
     return None if given is None else scalars.num_bytes("chunk_bytes", given)
 
 
-def chunk_bytes_of_loss(given: Any, because: str | None) -> int | None:
+def check_loss_chunk_bytes(given: Any, because: str | None) -> int | None:
     """The same of `lce_jax.linear_cross_entropy`; ``because``: why its gradients are computed in the backward."""
     if given is not None and because is not None:
         raise ValueError(
@@ -110,7 +110,7 @@ def describe_chunk(call: Call, size: int, partial_rows: bool) -> Call:
 
 def plan(call: Call) -> Plan:
     """What `explain` says of a call: the plan of one chunk, and what all chunks share."""
-    size = chunk_rows(call)
+    size = choose_chunk_rows(call)
     chunks = -(-call.num_tokens // max(size, 1))
     chunk = describe_chunk(call, size, call.partial_rows or call.num_tokens % max(size, 1) != 0)
     found = _dispatch.explain(chunk)
@@ -147,7 +147,7 @@ class TokenChunk(NamedTuple):
     num_rows: Int[Array, ""] | None  # how many count, from the first on; None: all
 
     @classmethod
-    def starting_at(cls, first: Any, size: int, tokens: int, order: Compaction | None) -> TokenChunk:
+    def make(cls, first: Any, size: int, tokens: int, order: Compaction | None) -> TokenChunk:
         """The ``size`` rows from ``first`` on, of ``tokens`` or of those that count in ``order``."""
         if order is None and tokens % size == 0:
             return cls(first, None, None, None)

@@ -29,7 +29,7 @@ def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
     shape = rows.labels.shape
     rows = _describe.flatten_tokens(rows, len(shape))
     with jax.named_scope("lce_topk"):
-        part = _shard.Part.of(call, _shard.flat_operands(call, primals), rows)
+        part = _shard.Part.of(call, _shard.flatten_operands(call, primals), rows)
         operands, order = part.operands()
         found = _products.largest(operands, call)
         found = found._replace(ids=found.ids + part.start)
@@ -38,9 +38,9 @@ def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
     agree = None
     if call.axis_name is not None:
         with jax.named_scope("lce_merge"):
-            given = _shard.given_to(call, part.primals, rows, part.start)
+            given = _shard.summarize_operands(call, part.primals, rows, part.start)
             parts, every = _collectives.gather_trees((found, given), call.axis_name)
-            found, agree = _merge(call, parts, row_scale), _shard.agree(call, every, rows, primals.weight)
+            found, agree = _merge(call, parts, row_scale), _shard.find_agreeing_rows(call, every, rows, primals.weight)
     out = _finish(rows, found, row_scale, agree)
     return jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), out)
 
