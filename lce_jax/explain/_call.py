@@ -153,7 +153,7 @@ def plan_kl(arguments: KLArguments, labels: Any, placement: MeshPlacement) -> Pl
     layout, _ = find_layout(student, [tokens if student.where is None else student.where], placement)
     names_axis = student.call.axis_name is not None
     check_columns(heads, names_axis or (layout is not None and layout.vocab_axes is not None))
-    call = arguments.of_both(*(divide_call(head.call, layout) for head in heads))
+    call = arguments.combine_calls(*(divide_call(head.call, layout) for head in heads))
     columns = min(head.columns for head in call.heads)
     if not names_axis and (layout is None or layout.vocab_shards == 1):
         columns = min(columns, call.vocab_size)
@@ -359,7 +359,7 @@ def _plan_head(
     layout, known = find_layout(arguments, [labels, *([] if where is None else [where])], placement)
     call, reason = divide_call(described, layout), None
     if gradients_in_forward:
-        limit = _token_chunks.chunk_bytes(chunk_bytes, options)
+        limit = _token_chunks.check_chunk_bytes(chunk_bytes, options)
         return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=limit))
     if loss is not None:
         reason = _token_chunks.refuse_forward_gradients(call, loss.reduction, options)

@@ -133,7 +133,7 @@ def linear_loss(
     named, own = scalars.split_loss_arguments(loss_fn, per_token, options, known, parameters)
     _options.check_names(linear_loss, own, loss_fn)
     parsed = _options.parse_arguments(own, hidden, weight, labels, where, ignore_index, function="linear_loss")
-    parsed = parsed._replace(call=parsed.call.replace(chunk_bytes=_token_chunks.chunk_bytes(chunk_bytes, own)))
+    parsed = parsed._replace(call=parsed.call.replace(chunk_bytes=_token_chunks.check_chunk_bytes(chunk_bytes, own)))
     names = {**own, **{name: x for name, x in axes.items() if x is not None}}
     refusal = functools.partial(
         scalars.mixed_tokens_error,

@@ -87,7 +87,7 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, primals: Primals, rows: Rows, start: Any = None) -> Part:
-        """Also computes the factors of eq. 0. ``start`` None: the device's place in the mesh decides the first column."""
+        """Also computes the factors of eq. 0. ``start`` None: the device's place in the mesh says the first column."""
         invert = functools.partial(_compute_per_token, call, _logprobs.invert_temperature)
         scales = _describe.compute_scales(rows, call.stat_dtype, call.signs_hidden, invert)
         return cls(call, primals, rows, find_first_column(call, primals.weight) if start is None else start, scales)
