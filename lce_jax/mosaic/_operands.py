@@ -250,7 +250,7 @@ def kept_statistics(call: Call) -> list[str]:
     return [name for name in statistic_names(call) if name not in _statistics.NOT_DIFFERENTIATED]
 
 
-class KeptFields(NamedTuple):
+class SavedLayout(NamedTuple):
     """Where `lce_jax.run.kernels` keeps what of each token: 0 is the label, 1 the temperature, if there is one."""
 
     floor: int
@@ -260,12 +260,12 @@ class KeptFields(NamedTuple):
     size: int  # how many there are
 
 
-def kept_fields(call: Call, has_temperature: bool) -> KeptFields:
+def lay_out_saved(call: Call, has_temperature: bool) -> SavedLayout:
     """Those of a call."""
     floor = 1 + has_temperature
     statistics = floor + call.has_floor + call.num_candidates
     x = statistics + len(kept_statistics(call))
-    return KeptFields(floor, floor + call.has_floor, statistics, x, x + call.num_candidates)
+    return SavedLayout(floor, floor + call.has_floor, statistics, x, x + call.num_candidates)
 
 
 def result_statistics(call: Call) -> list[str]:

@@ -110,7 +110,7 @@ def kl_part(
 
 
 def _choose_implementation(arguments: Arguments) -> Call:
-    """Chooses the implementation. Only the bridge knows the number of shards, so with a vocab_size padding may exist."""
+    """Chooses the implementation. Only the bridge knows the number of shards, so any vocab_size may leave padding."""
     return _describe.choose_implementation(arguments.call, scalars.INT32_MAX).replace(
         padded=arguments.call.caller_vocab_size is not None
     )

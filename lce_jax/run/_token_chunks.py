@@ -152,7 +152,7 @@ class TokenChunk(NamedTuple):
 
     @classmethod
     def make(cls, first: Any, size: int, tokens: int, order: Compaction | None) -> TokenChunk:
-        """Makes the chunk of the ``size`` rows from ``first`` on: of ``tokens`` rows, or of the unmasked rows in ``order``."""
+        """Makes the chunk of ``size`` rows from ``first`` on: of ``tokens`` rows, or of the unmasked in ``order``."""
         if order is None and tokens % size == 0:
             return cls(first, None, None, None)
         total = jnp.int32(tokens) if order is None else order.num_rows

@@ -20,7 +20,7 @@ from jax import lax
 
 from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist, place
-from lce_jax.mosaic._operands import KeptFields, RowFactors, kept_fields, kept_statistics
+from lce_jax.mosaic._operands import RowFactors, SavedLayout, kept_statistics, lay_out_saved
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tokens import (
     THREADS,
@@ -104,9 +104,9 @@ class _Kept(NamedTuple):
     stride: Any
 
     @property
-    def layout(self) -> KeptFields:
+    def layout(self) -> SavedLayout:
         """Where what lies."""
-        return kept_fields(self.call, self.has_temperature)
+        return lay_out_saved(self.call, self.has_temperature)
 
     def at(self, field: Any) -> Any:
         """Where the tokens' numbers of a field lie."""

@@ -26,7 +26,7 @@ from jax import lax
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mosaic import _operands, _pallas
 from lce_jax.mosaic._chunks import num_groups
-from lce_jax.mosaic._operands import LOG2E, Geometry, Marked, geometry, kept_fields
+from lce_jax.mosaic._operands import LOG2E, Geometry, Marked, geometry, lay_out_saved
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tiles import SCALED, TILE_N, TILING
 from lce_jax.types import scalars
@@ -303,7 +303,7 @@ def _finish(
             ref.at[rows.here][...] = getattr(out, name)
         if temperature is not None:
             kept.at[rows.of_field(1, stride)][...] = temperature
-        layout = kept_fields(call, has_temperature)
+        layout = lay_out_saved(call, has_temperature)
         if floor is not None:
             kept.at[rows.of_field(layout.floor, stride)][...] = floor
         for field, name in enumerate(_operands.kept_statistics(call), layout.statistics):
@@ -339,7 +339,7 @@ def _coefficients(
     seeds, of_candidates, factors = refs[: len(names)], refs[len(names) : -1], refs[-1]
     block, stride = lax.axis_index("rows"), numbers[1]
     rows, padded = BlockRows.of(block, numbers[0]), block_rows(block)
-    fields, layout = _operands.kept_statistics(call), kept_fields(call, has_temperature)
+    fields, layout = _operands.kept_statistics(call), lay_out_saved(call, has_temperature)
 
     def pad() -> None:
         for f in range(factors.shape[0]):
