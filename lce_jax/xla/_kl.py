@@ -90,7 +90,7 @@ class KLPlan:
     def cached_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
         """Of a `CachedRatios`."""
         student = self.calls.student
-        return _kl.dtypes(_walk.gradient_dtype(student), self.direction, student.logit_softcap is not None)
+        return _kl.choose_dtypes(_walk.gradient_dtype(student), self.direction, student.logit_softcap is not None)
 
     @property
     def cached_item_bytes(self) -> int:

@@ -223,9 +223,8 @@ def _sum_blocks(
 
     ``last`` is the sum of ``column`` before the chunk.
     """
-    rows = jnp.where(
-        (chunk.columns < num_columns)[:, None], hidden[chunk.tokens], 0
-    )  # NaN of a pair without a column must not spread
+    has_column = chunk.columns < num_columns  # NaN of a pair without a column must not spread
+    rows = jnp.where(has_column[:, None], hidden[chunk.tokens], 0)
     columns, terms, rows = (
         x.reshape(shape.number, shape.pairs, *x.shape[1:]) for x in (chunk.columns, chunk.terms, rows)
     )

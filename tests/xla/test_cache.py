@@ -179,7 +179,7 @@ def test_what_keeps_nothing() -> None:
     smoothed = explain(*CALL, implementation="xla", logit_softcap=3.0, label_smoothing=0.1, cache_bytes=ALL)
     assert smoothed.kept_bytes == smoothed.call.statistics_bytes
     assert smoothed.full_cache_bytes == 0
-    assert any("label smoothing needs capped logits" in note for note in smoothed.notes)
+    assert any("label smoothing needs the capped logits" in note for note in smoothed.notes)
 
 
 @pytest.mark.fast("float32")
