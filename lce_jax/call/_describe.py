@@ -396,12 +396,12 @@ def make_operands(call: Call, arguments: Arguments) -> tuple[Primals, Rows]:
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _append_adapter(call: Call, primals: Primals, where: Array | None, a: Array, b: Array, scale: Array) -> Primals:
     """With u = hidden · (scale · A)ᵀ beside hidden, and with B. JAX differentiates it in hidden and A."""
-    (hidden, weight, _), missing = primals, (0, call.rank - a.shape[0])
-    hidden, a = _jax.gather_dims(hidden, -1), _jax.gather_dims(a, -2, -1)
+    missing = (0, call.rank - a.shape[0])
+    hidden, a = _jax.gather_dims(primals.hidden, -1), _jax.gather_dims(a, -2, -1)
     a = jnp.pad(a.astype(call.stat_dtype) * lax.stop_gradient(scale).astype(call.stat_dtype), (missing, (0, 0)))
     live = hidden
     if where is not None:
         live = jnp.where(_jax.split_like(where, hidden)[..., None], hidden, jnp.zeros((), hidden.dtype))
     u = jnp.matmul(live.astype(call.dtype), a.astype(call.dtype).T, precision=call.precision)
     beside = [x.astype(call.hidden_dtype) for x in (hidden, u)]
-    return Primals(jnp.concatenate(beside, axis=-1), weight, jnp.pad(b, ((0, 0), missing)))
+    return primals._replace(hidden=jnp.concatenate(beside, axis=-1), adapter=jnp.pad(b, ((0, 0), missing)))

@@ -128,7 +128,7 @@ def _run_head(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inve
     out = _logprobs.finish(stats, scale, targets, None, V, None, per_token).outputs
     rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
     found = {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse}
-    found["dhidden"], found["dweight"], _ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)
+    found["dhidden"], found["dweight"], *_ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)
     alone, start = call.replace(gradients=RequestedGradients(hidden=False)), weight.astype(jnp.float32)
     found["dweight of a sum"] = one.gradients(operands, alone, rows, cache, dweight=start)[1] - start
     return found
@@ -146,5 +146,5 @@ def _run_two_heads(
     of_kernels = mosaic.kl_statistics, mosaic.kl_gradients
     statistics, gradients = of_kernels if one is mosaic else (xla_kl.statistics, xla_kl.gradients)
     stats, cache = statistics(plan, shard, True)
-    dhidden, dweight, _ = gradients(plan, shard, _kl.coefficients(stats, seeds[0], factor, None), cache)
+    dhidden, dweight, *_ = gradients(plan, shard, _kl.coefficients(stats, seeds[0], factor, None), cache)
     return {"kl": _kl.finish(stats, scale_of_others, None), "dhidden": dhidden, "dweight": dweight}
