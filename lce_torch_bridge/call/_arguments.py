@@ -16,7 +16,7 @@ from lce_torch_bridge.call import _checks, _dtensor
 from lce_torch_bridge.launched_directly import _passes, _way
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.tensors import _device, _tensor_parallel
-from lce_torch_bridge.tensors._device import is_readable, readable
+from lce_torch_bridge.tensors._device import check_readable, is_readable
 from lce_torch_bridge.tensors._weight import accumulate_into_main_grad, autocast
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     given = [options[i] for i in OF_CALL]
     if options.cache_bytes is None:
         given[CACHE], _ = cache_by_default(hidden, weight, options)
-    group = _tensor_parallel.NO_GROUP if tp_group is None else _tensor_parallel.name_of(tp_group)
+    group = _tensor_parallel.NO_GROUP if tp_group is None else _tensor_parallel.name_group(tp_group)
     shards = 1 if tp_group is None else tp_group.size()
     call = _cached_call(group, shards, weight.shape[0], num_candidates, has_floor, rank, *given)
     if described is not None and not known:
@@ -253,7 +253,7 @@ def _rows_of_head(
         weight = _dtensor.rows("weight", weight, tp_group, wgrad)
     if _dtensor.is_dtensor(bias):
         bias = _dtensor.rows("bias", bias, tp_group)
-    weight, bias = readable("weight", weight), readable("bias", bias)
+    weight, bias = check_readable("weight", weight), check_readable("bias", bias)
     _checks.bias(bias, weight)
     return weight, bias
 
@@ -262,7 +262,7 @@ def _check_group(group: dist.ProcessGroup, hidden: Any, ids: Any, where: Any, we
     """`_tensor_parallel.check`, in a group's first call. The operators check too, where it cannot be done here."""
     if torch.compiler.is_compiling() or not (_checks.has_values(weight) and _checks.has_values(hidden)):
         return
-    name = _tensor_parallel.name_of(group)
+    name = _tensor_parallel.name_group(group)
     if _tensor_parallel.is_new(name):
         rows = None if where is None else rows_of(where)
         size = vocab_size if scalars.is_integer(vocab_size) else None

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from lce_jax.types import scalars
 from lce_torch_bridge._types import Lora
 from lce_torch_bridge.call import _dtensor
-from lce_torch_bridge.tensors._device import GATHER, is_traced, readable
+from lce_torch_bridge.tensors._device import GATHER, check_readable, is_traced
 
 PACKAGES = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))  # what calls these checks
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,7 +45,7 @@ def tensor(name: str, x: Any, what: str = "a torch.Tensor") -> None:
             f": pass torch.as_tensor({name}, device=hidden.device)" if isinstance(x, list | tuple | np.ndarray) else ""
         )
         raise TypeError(f"{name} must be {what}, got {type(x).__name__}{write}")
-    readable(name, x)
+    check_readable(name, x)
 
 
 def floats(name: str, x: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lce_torch_bridge.tensors import _device
-from lce_torch_bridge.tensors._device import not_compiled, readable
+from lce_torch_bridge.tensors._device import check_readable, not_compiled
 
 WHY_NOT_COMPILED = "lce_torch_bridge compares the mesh of a DTensor with tp_group as it runs"
 
@@ -33,12 +33,12 @@ def is_dtensor(x: Any) -> bool:
 
 
 def tokens(**given: Any) -> tuple[Any, ...]:
-    """The per-token arguments as plain tensors, `readable`. Their gradients are whole, as the placements say.
+    """The per-token arguments as plain tensors, `check_readable`. Their gradients are whole, as the placements say.
 
     Raises:
         ValueError: a DTensor that is not replicated.
     """
-    return tuple(readable(name, _replicated(name, x) if is_dtensor(x) else x) for name, x in given.items())
+    return tuple(check_readable(name, _replicated(name, x) if is_dtensor(x) else x) for name, x in given.items())
 
 
 def spans(x: Any, group: dist.ProcessGroup | None) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from lce_jax.run import kernels
 from lce_torch_bridge.tensors import _device
-from lce_torch_bridge.tensors._device import Allocated, allocated
+from lce_torch_bridge.tensors._device import Allocation, describe_allocation
 
 ALIGNMENT = 256  # bytes
 ALIGNED_NUMBERS = 16  # int32 numbers whose bytes kernels may load at once
@@ -74,11 +74,11 @@ class Tape:
         self.inputs: list[Buffer] = []
         self.outputs: list[Buffer] = []
         self.numbers_given: dict[tuple[int, ...], Buffer] = {}
-        self.memory: list[Allocated] = []  # of each slot
+        self.memory: list[Allocation] = []  # of each slot
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Buffer:
         """Memory of its own."""
-        self.memory.append(allocated(shape, getattr(torch, jnp.dtype(dtype).name)))
+        self.memory.append(describe_allocation(shape, getattr(torch, jnp.dtype(dtype).name)))
         return Buffer(len(self.memory) - 1, tuple(shape), jnp.dtype(dtype))
 
     def input(self, shape: Sequence[int], dtype: Any) -> Buffer:
@@ -88,7 +88,7 @@ class Tape:
 
     def output(self, x: Buffer, shape: Sequence[int], dtype: torch.dtype) -> None:
         """``x`` is a result of each call, the next one, as a tensor of this shape and dtype."""
-        self.memory[x.slot] = allocated(shape, dtype)
+        self.memory[x.slot] = describe_allocation(shape, dtype)
         self.outputs.append(x)
 
     def loop[C](self, firsts: range, body: Callable[[Any, C], C], carry: C) -> C:
@@ -149,7 +149,7 @@ class Tape:
         results = []
         for x in found:
             same = [buffer for buffer, y in zip(buffers, described, strict=True) if x is y]
-            results.append(same[0] if same else self.empty(x.shape, _device.name_of(x.dtype)))
+            results.append(same[0] if same else self.empty(x.shape, _device.name_dtype(x.dtype)))
 
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
             given = map(_as, tensors, buffers)
@@ -279,7 +279,7 @@ class Memory:
     def _share(self, tape: Tape, steps: Sequence[Step]) -> None:
         """Gives each slot its own place, or that of one like it which nothing uses any more."""
         last = {slot: i for i, step in enumerate(steps) for slot in step.slots}
-        free: dict[Allocated, list[int]] = {}
+        free: dict[Allocation, list[int]] = {}
         fixed = set(self.home)
         for i, step in enumerate(steps):
             for slot in step.slots:

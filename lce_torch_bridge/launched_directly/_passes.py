@@ -21,7 +21,7 @@ from lce_torch_bridge.launched_directly import _first_call
 from lce_torch_bridge.launched_directly._host import Buffer, Launches, Tape, plan_of
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
-from lce_torch_bridge.tensors._device import name_of
+from lce_torch_bridge.tensors._device import name_dtype
 from lce_torch_bridge.tensors._weight import empty_sparse_like
 
 ODD = 0x01000193  # a product with an odd number loses nothing modulo 2³²
@@ -29,7 +29,7 @@ ODD = 0x01000193  # a product with an odd number loses nothing modulo 2³²
 
 def refusal(x: Tensors, call: TorchCall) -> str | None:
     """Why no kernels serve such calls; None if some do."""
-    reason = _device.why_not(x.hidden.device)
+    reason = _device.launch_refusal(x.hidden.device)
     if reason is not None:
         return reason
     options = {"bias": x.bias is not None and not call.jax.rank, "mean_logit": call.jax.mean_logit}
@@ -46,7 +46,7 @@ def refusal(x: Tensors, call: TorchCall) -> str | None:
 
 def launches(way: Way, device: torch.device) -> bool:
     """Whether kernels are launched on ``device``: after a card's first call, in which the ranks of a group may part."""
-    described = _device.device_of(device) if way.direct and _device.why_not(device) is None else None
+    described = _device.describe_device(device) if way.direct and _device.launch_refusal(device) is None else None
     return described is not None and _compared(described, device) is None
 
 
@@ -63,14 +63,14 @@ def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> lis
     launched = launched_call(x.hidden, x.weight, call, False)
     of_gpu = launched.call.device._replace(core_count=_first_call.BLOCKS)
     launched = dataclasses.replace(launched, call=launched.call.but(device=of_gpu))
-    given = [_device.usable(x.hidden), _device.usable(x.weight)]
+    given = [_device.make_usable(x.hidden), _device.make_usable(x.weight)]
     found = Launches(forward_tape(launched, True, names), launched.call.device).run(device, [*given, in_rows(x.labels)])
     results, saved, kept = found[: len(names)], found[len(names)], found[len(names) + 1 :]
     given += [in_rows(saved, 1), *map(in_rows, seeds)]
     tape_of = functools.partial(
-        gradients_tape, launched, names, dtype=x.hidden.dtype, kept=[*map(_device.struct, kept)]
+        gradients_tape, launched, names, dtype=x.hidden.dtype, kept=[*map(_device.describe_tensor, kept)]
     )
-    kept, total = [_device.usable(y) for y in kept], x.weight.float()
+    kept, total = [_device.make_usable(y) for y in kept], x.weight.float()
     Launches(tape_of(wanted=(False, True), adds=True), launched.call.device).run(device, [*given, total, *kept])
     last = Launches(tape_of(wanted=(True, True), owns_cache=True), launched.call.device)
     return [*results, *last.run(device, [*given, *kept]), total - x.weight.float()]
@@ -85,9 +85,9 @@ def launched_call(
         num_tokens=int(tokens),
         hidden_size=int(weight.shape[1]),
         columns=int(columns),
-        dtype=jnp.dtype(name_of(weight.dtype)),
-        given_dtype=jnp.dtype(name_of(hidden.dtype)),
-        device=_device.device_of(hidden.device),
+        dtype=jnp.dtype(name_dtype(weight.dtype)),
+        given_dtype=jnp.dtype(name_dtype(hidden.dtype)),
+        device=_device.describe_device(hidden.device),
     )
     return kernels.LaunchedCall(
         call=shaped,
@@ -114,9 +114,9 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[tor
     labels = in_rows(x.labels if x.labels.dtype is torch.int64 else x.labels.long())
     ids = None if x.candidates is None else _padding.candidate_ids(x.candidates, call.jax.vocab_size)
     per_token = [in_rows(y) for y in (x.temperature, x.floor, ids) if y is not None]
-    operands = [_device.usable(hidden), _device.usable(weight)]
+    operands = [_device.make_usable(hidden), _device.make_usable(weight)]
     if x.bias is not None:  # B of an adapter
-        operands.append(_device.usable(x.bias.to(weight.dtype)))
+        operands.append(_device.make_usable(x.bias.to(weight.dtype)))
     found = plan.run(device, [*operands, labels, *per_token])
     tokens, count = hidden.shape[0], len(call.fields)
     if tokens < kernels.THREADS:  # copies, because views are not written to
@@ -166,7 +166,9 @@ def _exchange(
 ) -> tuple[Buffer, Buffer | None]:
     """The statistics and candidates' x of all ranks. Beside them each rank sends a tag for each token."""
     (ranks, _), tokens = _tensor_parallel.size_and_rank(group), call.num_tokens
-    number = _tensor_parallel.number_of(tokens, call.columns, call.vocab_size, call.logit_scale, call.logit_softcap)
+    number = _tensor_parallel.compute_checksum(
+        tokens, call.columns, call.vocab_size, call.logit_scale, call.logit_softcap
+    )
 
     def put_tags(sent: torch.Tensor, saved: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
         """What must be the same on all ranks, in the last field of the first group."""
@@ -225,13 +227,13 @@ def gradients(
     if into or owns_cache:
         torch.autograd.graph.increment_version([*into, *cache] if owns_cache else into)  # as any change in place
     seeds = [in_rows(x) for x in cotangents.values()]
-    operands = [_device.usable(hidden), _device.usable(weight)]
-    operands += [] if b is None else [_device.usable(b.to(weight.dtype))]
-    grads = plan.run(device, [*operands, in_rows(saved, 1), *seeds, *into, *map(_device.usable, cache)])
+    operands = [_device.make_usable(hidden), _device.make_usable(weight)]
+    operands += [] if b is None else [_device.make_usable(b.to(weight.dtype))]
+    grads = plan.run(device, [*operands, in_rows(saved, 1), *seeds, *into, *map(_device.make_usable, cache)])
     if b is not None:
         grads = _of_adapter(grads, wanted, b.dtype)
     if wanted[0] and call.reduce_grad_hidden:
-        grads[0] = _tensor_parallel.total_dhidden(grads[0], hidden.dtype, call.group)
+        grads[0] = _tensor_parallel.sum_dhidden(grads[0], hidden.dtype, call.group)
     if adds is not None and wanted[1]:
         grads.pop()
     return grads if sums.main_grad is None else [*grads, empty_sparse_like(sums.main_grad, weight.dtype)]
@@ -262,7 +264,7 @@ def _plan_of_gradients(
         return "gradient_threshold: JAX ran the forward, and kept other things than kernels do"
     launched = launched_call(hidden, weight, call, has_temperature)
     dtype = torch.float32 if call.reduce_grad_hidden else hidden.dtype
-    kept = [_device.struct(x) for x in cache]
+    kept = [_device.describe_tensor(x) for x in cache]
     return Launches(gradients_tape(launched, seeds, wanted, dtype, kept, adds, owns_cache), launched.call.device)
 
 
@@ -288,7 +290,7 @@ def gradients_tape(
     total = tape.input(weight.shape, jnp.float32) if adds is not None else None
     of_forward = [tape.input(x.shape, x.dtype) for x in kept]
     dhidden, dweight, *of_adapter = kernels.backward(
-        launched, tape, hidden, weight, saved, given, of_forward, name_of(dtype), *adapter,
+        launched, tape, hidden, weight, saved, given, of_forward, name_dtype(dtype), *adapter,
         owns_cache=owns_cache, total=total, adds_total=adds is True,
     )  # fmt: skip
     if wanted[0]:
@@ -319,16 +321,16 @@ def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, in_place: b
         return None
     if in_place:
         torch.autograd.graph.increment_version(x)
-    found: torch.Tensor = plan.run(device, [x, _device.usable(factor)])[0]
+    found: torch.Tensor = plan.run(device, [x, _device.make_usable(factor)])[0]
     return found
 
 
 def _plan_of_scale(x: torch.Tensor, dtype: torch.dtype, in_place: bool) -> Launches | str:
-    device, reason = _device.device_of(x.device), _device.why_not(x.device)
+    device, reason = _device.describe_device(x.device), _device.launch_refusal(x.device)
     if device is None or reason is not None:
         return str(reason)
     refusal = kernels.refusal_to_scale(x.numel(), device)
-    return refusal or Launches(scale_tape(x.shape, name_of(x.dtype), dtype, in_place), device)
+    return refusal or Launches(scale_tape(x.shape, name_dtype(x.dtype), dtype, in_place), device)
 
 
 def scale_tape(shape: torch.Size, dtype: str, to: torch.dtype, in_place: bool = False) -> Tape:
@@ -336,7 +338,7 @@ def scale_tape(shape: torch.Size, dtype: str, to: torch.dtype, in_place: bool = 
     tape = Tape()
     x: Any = tape.input((shape.numel(),), dtype)
     factor: Any = tape.input((1,), jnp.float32)
-    found: Any = tape.launch(kernels.scale, x, factor, jnp.dtype(name_of(to)), in_place)
+    found: Any = tape.launch(kernels.scale, x, factor, jnp.dtype(name_dtype(to)), in_place)
     if in_place:
         tape.outputs.append(found)
     else:
@@ -360,7 +362,7 @@ def in_rows(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """What is per token, contiguous, with as many tokens in a dimension as kernels read."""
     tokens = x.shape[dim]
     if tokens >= kernels.THREADS:
-        return _device.usable(x)
+        return _device.make_usable(x)
     padded = x.new_zeros((*x.shape[:dim], kernels.THREADS, *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, tokens).copy_(x)
     return padded

@@ -13,7 +13,7 @@ from lce_torch_bridge._types import NO_SUMS, Sums, Tensors, TorchCall
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._way import Way, refuse_another_way, way_of
 from lce_torch_bridge.tensors import _tensor_parallel
-from lce_torch_bridge.tensors._device import is_readable, readable
+from lce_torch_bridge.tensors._device import check_readable, is_readable
 from lce_torch_bridge.through_jax import _ids, _kl, _logprobs
 
 
@@ -89,8 +89,8 @@ def gradients(
         return [y.new_zeros(y.shape) for y in those_wanted(x, wanted)]
     # The operands may have been freed since the forward.
     if not all(map(is_readable, [y for y in (*x, *cotangents.values()) if y is not None])):
-        x = Tensors(*map(readable, Tensors._fields, x))
-        cotangents = {name: readable(f"the cotangent of {name}", seed) for name, seed in cotangents.items()}
+        x = Tensors(*map(check_readable, Tensors._fields, x))
+        cotangents = {name: check_readable(f"the cotangent of {name}", seed) for name, seed in cotangents.items()}
     other = THROUGH_JAX.get(call.jax.function)
     if other is not None:
         assert other.gradients is not None

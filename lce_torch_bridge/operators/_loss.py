@@ -118,7 +118,7 @@ class LossDerivatives(NamedTuple):
 def _differentiated(
     plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor], wanted: tuple[bool, ...]
 ) -> LossDerivatives:
-    hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.without_hooks()
+    hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.disable_hooks()
     with hooks, torch.enable_grad():
         leaves = {name: fields[name].detach().requires_grad_() for name in plan.call.differentiable}
         own = [x.detach().requires_grad_(want) for x, want in zip(per_token, wanted, strict=True)]
@@ -194,13 +194,13 @@ class LossAndGradients(torch.autograd.Function):
         if ctx.main_grad is None:
             _weight.refuse_partitioned(ctx, 1)
         # One dimension: otherwise products with bfloat16 would round its float32.
-        came = _device.readable("the cotangent", cotangent).reshape(1)
+        came = _device.check_readable("the cotangent", cotangent).reshape(1)
         factor = came if ctx.cotangent is None else _relative(ctx.cotangent, came, ctx.main_grad is not None)
         of_operands = factor if unit is None else came / unit
         factors = [*[of_operands] * 3, *[factor] * (len(grads) - 3)]
-        with _device.in_turn(ctx):
+        with _device.lock_backward(ctx):
             if ctx.main_grad is not None:
-                if ctx.cotangent is None and _weight.is_asked_for(ctx, 1):
+                if ctx.cotangent is None and _weight.is_requested(ctx, 1):
                     ctx.main_grad.addcmul_(grads[1], of_operands)
                 grads[1] = None
             found = [_scaled(*each, ctx.way) for each in zip(grads, factors, ctx.dtypes, strict=True)]

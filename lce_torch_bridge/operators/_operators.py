@@ -22,7 +22,7 @@ from lce_torch_bridge._types import Sums, Tensors, TorchCall, call_with
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
-from lce_torch_bridge.tensors._device import is_differentiated, is_readable, readable
+from lce_torch_bridge.tensors._device import check_readable, is_differentiated, is_readable
 
 NAME = "lce_torch_bridge"
 KEEPS = {  # places of the operands that autograd keeps for the backward
@@ -138,7 +138,7 @@ def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.T
         found = backward(x, kept, seeds, wanted, call.text, None, False)
     else:
         watched = not _device.nothing_watches() or _device.any_is_watched(saved + grads)
-        with _device.in_turn(ctx):
+        with _device.lock_backward(ctx):
             main_grad, owns_cache = may_write(ctx, len(kept) - 1)
             told = x, kept, seeds, wanted
             if watched:
@@ -179,14 +179,14 @@ def may_write(ctx: Any, cached: int) -> tuple[torch.Tensor | None, bool]:
     """The float32 ``main_grad`` that this backward may add to, and whether it may compute in the cache's memory."""
     if ctx.call.jax.function != "linear_logprobs":
         return None, False
-    main_grad = _weight.sum_at(ctx, 1) if ctx.needs_input_grad[1] else None
+    main_grad = _weight.find_main_grad(ctx, 1) if ctx.needs_input_grad[1] else None
     return main_grad, cached > 0 and not _device.graph_is_kept()
 
 
 def call_of(text: str, weight: torch.Tensor) -> TorchCall:
     """The call of a `TorchCall.text`, with the size of the vocabulary."""
     call = call_with(text)
-    return call if call.jax.vocab_size else _tensor_parallel.with_vocabulary(call, weight)
+    return call if call.jax.vocab_size else _tensor_parallel.set_vocab_size(call, weight)
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -227,7 +227,7 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
 def forward(x: list[torch.Tensor | None], keep: bool, text: str) -> list[torch.Tensor]:
     """``TorchCall.fields``, and what is kept."""
     if not all(map(is_readable, [y for y in x if y is not None])):
-        x = list(map(readable, Tensors._fields, x))
+        x = list(map(check_readable, Tensors._fields, x))
     operands = Tensors(*x)  # type: ignore[arg-type]
     return _execute.forward(operands, call_of(text, operands.weight), keep, way_of(operands.hidden))
 

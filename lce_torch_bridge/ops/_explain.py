@@ -84,15 +84,15 @@ def explain(
         cache = f"cache_bytes=None is {cache_bytes}: {why}"
     call = given.call
     # Its shape and dtype alone count: nothing is cast.
-    weight = torch.empty_like(given.weight, dtype=_weight.dtype_of(given.weight), device="meta")
+    weight = torch.empty_like(given.weight, dtype=_weight.find_cast_dtype(given.weight), device="meta")
     operands, _ = _arguments.operands(given, weight)
     reason = refusal(operands, call)
     if _way.asks_for_jax():
         reason = 'launch_with("jax") asks for JAX'
-    described = _device.device_of(hidden.device)
+    described = _device.describe_device(hidden.device)
     with kernels.for_device(described or kernels.Device()):
         hidden = operands.hidden[:, : weight.shape[1]]
-        structs = _device.struct(hidden), _device.struct(weight), _ids(operands.labels)
+        structs = _device.describe_tensor(hidden), _device.describe_tensor(weight), _ids(operands.labels)
         frozen = given.hidden.requires_grad and not given.weight.requires_grad
         plan = lce_jax.explain(*structs, frozen_weight=frozen, **_options(operands, given))
     return Explanation("jax" if reason else "direct", reason, plan, cache)
@@ -105,12 +105,12 @@ def _options(x: Tensors, given: Arguments) -> dict[str, Any]:
     names = "logit_scale", "logit_softcap", "entropy", "stats", "cache_bytes", "gradient_threshold", "vocab_part_size"
     return {name: getattr(call.jax, name) for name in names} | {
         "implementation": call.jax.requested,
-        "lora": None if given.lora is None else (*map(_device.struct, given.lora[:2]), 1.0),
+        "lora": None if given.lora is None else (*map(_device.describe_tensor, given.lora[:2]), 1.0),
         "vocab_size": min(max(call.jax.vocab_size - rank * columns, 1), columns),  # there is no plan for padding alone
-        "bias": None if given.bias is None else _device.struct(given.bias),
-        "temperature": 1.0 if x.temperature is None else _device.struct(x.temperature),
+        "bias": None if given.bias is None else _device.describe_tensor(given.bias),
+        "temperature": 1.0 if x.temperature is None else _device.describe_tensor(x.temperature),
         "candidates": None if x.candidates is None else _ids(x.candidates),
-        "logit_floor": None if x.floor is None else _device.struct(x.floor),
+        "logit_floor": None if x.floor is None else _device.describe_tensor(x.floor),
     }
 
 

@@ -18,7 +18,7 @@ from lce_torch_bridge.operators._loss import LossAndGradients, LossPlan
 from lce_torch_bridge.ops._mixed_tokens import TokenLosses, key_of, refuse_mixed_tokens
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.tensors._device import is_differentiated
-from lce_torch_bridge.tensors._weight import main_grad_of
+from lce_torch_bridge.tensors._weight import check_main_grad
 
 if TYPE_CHECKING:
     from lce_torch_bridge._types import PerhapsWithoutEntropy
@@ -232,7 +232,7 @@ def sum_of_losses(
     if not is_differentiated(*x[:3]):
         return _loss.without_gradients(plan, x, own)
     of_chunks = call_with(plan.call.text, cache_bytes=_loss.ALL)
-    main_grad = main_grad_of(given.weight) if wgrad == "main_grad" else None
+    main_grad = check_main_grad(given.weight) if wgrad == "main_grad" else None
     plan = plan._replace(call=of_chunks, main_grad=main_grad, cotangent=cotangent)
     _refuse_recomputation(plan)
     total, *found = LossAndGradients.apply(plan, *x[:5], x.floor, *own)
@@ -260,7 +260,7 @@ def chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad
     spared = weight.numel() * 2 if sums and not (on_cpu or call.jax.gradient_threshold) else 0
     if _padding.size(tokens) * row_bytes <= given + spared:
         return max(tokens, 1)
-    return _padding.at_most(given // row_bytes)
+    return _padding.round_down(given // row_bytes)
 
 
 def _refuse_recomputation(plan: LossPlan) -> None:

@@ -52,7 +52,7 @@ def refuse_mixed_tokens(
     tried = losses()
     if tried.tokens < 2:
         return
-    hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.without_hooks()
+    hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.disable_hooks()
     with hooks, torch.compiler.set_stance("force_eager"), _keep_random_state(device) as draws_numbers:
         says_something = _compare(tried, draws_numbers, refusal)
     if says_something:

@@ -58,7 +58,7 @@ def gradients(
     if wanted[0]:
         grads[0] = grads[0][: x.hidden.shape[0]]
         if call.reduce_grad_hidden:
-            grads[0] = _tensor_parallel.total_dhidden(grads[0], x.hidden.dtype, call.group)
+            grads[0] = _tensor_parallel.sum_dhidden(grads[0], x.hidden.dtype, call.group)
     return grads
 
 
@@ -73,7 +73,7 @@ def topk(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
         floats = packed[:, k:].view(torch.float32)
         return [packed[:, :k].long(), floats[:, :k].clone(), floats[:, k].clone()]
     rows = x.weight.shape[0]
-    given = _tensor_parallel.number_of(tokens, rows, *logit_options(call))
+    given = _tensor_parallel.compute_checksum(tokens, rows, *logit_options(call))
     return _merged(packed, key.shard * rows, numbers.view(torch.int32) + given, call)  # tags: a temperature's bits
 
 
@@ -123,7 +123,7 @@ def _packed(x: Tensors, call: TorchCall, *further: torch.Tensor) -> torch.Tensor
 
 def _run_padded(run: Any, x: Tensors, per_token: torch.Tensor) -> list[torch.Tensor]:
     rows = _padding.size(len(per_token))
-    given = _padding.pad(x.hidden, rows), x.weight, x.bias, _padding.with_count(per_token, rows)
+    given = _padding.pad(x.hidden, rows), x.weight, x.bias, _padding.pack_rows(per_token, rows)
     (found,) = _programs.run(run, given)
     return found
 

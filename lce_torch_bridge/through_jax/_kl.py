@@ -88,7 +88,7 @@ def gradients(
     if wanted[0]:
         grads[0] = grads[0][: x.hidden.shape[0]]
         if call.reduce_grad_hidden:
-            grads[0] = _tensor_parallel.total_dhidden(grads[0], x.hidden.dtype, call.group)
+            grads[0] = _tensor_parallel.sum_dhidden(grads[0], x.hidden.dtype, call.group)
     return grads
 
 
@@ -107,7 +107,7 @@ def _inputs(x: Tensors, per_token: torch.Tensor) -> tuple[Any, ...]:
     rows = _padding.size(x.hidden.shape[0])
     hidden, teacher_hidden = _padding.pad(x.hidden, rows), _padding.pad(x.teacher_hidden, rows)
     operands = hidden, x.weight, x.bias, teacher_hidden, x.teacher_weight, x.teacher_bias
-    return *operands, _padding.with_count(per_token, rows)
+    return *operands, _padding.pack_rows(per_token, rows)
 
 
 def _run_one(run: Any, given: Sequence[Any]) -> list[torch.Tensor]:
@@ -118,7 +118,7 @@ def _run_one(run: Any, given: Sequence[Any]) -> list[torch.Tensor]:
 def _cache_structure(x: Tensors, call: TorchCall) -> Any:
     rows, struct = _padding.size(int(x.hidden.shape[0])), jax.ShapeDtypeStruct
     given = [x.hidden, x.weight, x.bias, x.teacher_hidden, x.teacher_weight, x.teacher_bias]
-    operands = [None if y is None else _device.struct(y) for y in given]
+    operands = [None if y is None else _device.describe_tensor(y) for y in given]
     for i in 0, 3:  # which are padded
         operands[i] = struct((rows, *operands[i].shape[1:]), operands[i].dtype)  # type: ignore[union-attr]
     key, tokens = key_of(call, x.weight, _teacher_weight(x)), struct((1 + rows * call.num_temperatures,), "int32")

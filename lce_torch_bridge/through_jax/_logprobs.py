@@ -97,7 +97,7 @@ def _tokens(x: Tensors, piece: _padding.Piece, call: TorchCall) -> torch.Tensor:
     columns += [y[piece.tokens].view(torch.int32)[:, None] for y in (x.temperature, x.floor) if y is not None]
     if x.candidates is not None:
         columns.append(_padding.candidate_ids(x.candidates[piece.tokens], call.jax.vocab_size))
-    return _padding.with_count(columns[0] if len(columns) == 1 else torch.cat(columns, 1), piece.rows)
+    return _padding.pack_rows(columns[0] if len(columns) == 1 else torch.cat(columns, 1), piece.rows)
 
 
 def structs(x: Tensors, call: TorchCall, keep_cache: bool) -> list[torch.Tensor]:
@@ -131,7 +131,7 @@ def gradients(
     run = program(pull_back, key, tuple(cotangents), wanted, not call.reduce_grad_hidden, tree, donate=(4,))
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
     per_token = torch.cat([saved, *[seed[None] if seed.ndim == 1 else seed.T for seed in seeds]])
-    given = _padding.pad(hidden, rows), weight, bias, _padding.with_count(per_token.T, rows)
+    given = _padding.pad(hidden, rows), weight, bias, _padding.pack_rows(per_token.T, rows)
     if sums.total is None:
         (grads,) = _programs.run(run, (*given, None, *cache))
     else:
@@ -139,7 +139,7 @@ def gradients(
     if wanted[0]:
         grads[0] = grads[0][: hidden.shape[0]]
         if call.reduce_grad_hidden:
-            grads[0] = _tensor_parallel.total_dhidden(grads[0], hidden.dtype, call.group)
+            grads[0] = _tensor_parallel.sum_dhidden(grads[0], hidden.dtype, call.group)
     return grads
 
 
@@ -152,9 +152,9 @@ def cache_structure(
         runtime.planned_on(hidden.device),
         _cache,
         key,
-        struct((rows, int(hidden.shape[1])), _device.name_of(hidden.dtype)),
-        _device.struct(weight),
-        None if bias is None else _device.struct(bias),
+        struct((rows, int(hidden.shape[1])), _device.name_dtype(hidden.dtype)),
+        _device.describe_tensor(weight),
+        None if bias is None else _device.describe_tensor(bias),
         struct((1 + (1 + numbers) * rows,), "int32"),
     )
 

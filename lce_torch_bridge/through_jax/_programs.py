@@ -4,7 +4,7 @@ A step of a function is plain code over `lce_jax`: ``step(key, *static, *arrays)
 
 P is the number of rows of a program. How many of them count is an operand, so that one program serves many counts of
 tokens. Each array that crosses between the libraries costs the host as much time as many kernels. So everything per
-token crosses as one int32 array, floats by their bits, as `tensors._padding.with_count` packs it.
+token crosses as one int32 array, floats by their bits, as `tensors._padding.pack_rows` packs it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def key_of(call: TorchCall, *weights: torch.Tensor) -> ProgramKey:
     shards, rank = _tensor_parallel.size_and_rank(call.group)
     precision = next(filter(None, map(precision_of, weights)), None)
     if not call.jax.vocab_size:  # where torch.compile traces
-        call = _tensor_parallel.with_vocabulary(call, weights[0])
+        call = _tensor_parallel.set_vocab_size(call, weights[0])
     return ProgramKey(call.compiled, rank, shards, precision)
 
 
@@ -64,7 +64,7 @@ def precision_of(weight: torch.Tensor) -> str | None:
 
 
 def counted(packed: Any, rows: int) -> tuple[Any, Any]:
-    """What `tensors._padding.with_count` packed: how many rows count, and ``[K, P]``."""
+    """What `tensors._padding.pack_rows` packed: how many rows count, and ``[K, P]``."""
     return packed[0], packed[1:].reshape(rows, -1).T
 
 
@@ -85,7 +85,7 @@ def tags_of(columns: Any, num_rows: Any, *of_call: object) -> Any:
     Columns that are None are left out.
     """
     columns = [x for x in columns if x is not None]
-    numbers = num_rows, jnp.int32(_tensor_parallel.number_of(*of_call))
+    numbers = num_rows, jnp.int32(_tensor_parallel.compute_checksum(*of_call))
     return _local.tags([*(jnp.broadcast_to(x, columns[0].shape[:1]) for x in numbers), *columns])
 
 

@@ -360,7 +360,7 @@ def jax_device(device: torch.device) -> jax.Device:
 
 def planned_on(device: torch.device) -> jax.Device | kernels.Device:
     """The device that programs for tensors there are planned for."""
-    described = _device.device_of(device)
+    described = _device.describe_device(device)
     return jax_device(device) if described is None else described
 
 

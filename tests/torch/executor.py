@@ -91,7 +91,7 @@ def gradients(
     hidden = x.hidden.to(x.weight.dtype).double()
     found = [(d @ x.weight.double()).to(torch.float32 if call.reduce_grad_hidden else x.hidden.dtype), d.T @ hidden]
     if wanted[0] and call.reduce_grad_hidden:
-        found[0] = _tensor_parallel.total_dhidden(found[0], x.hidden.dtype, call.group)
+        found[0] = _tensor_parallel.sum_dhidden(found[0], x.hidden.dtype, call.group)
     if sums.total is None:
         found[1] = found[1].to(x.weight.dtype)
     else:

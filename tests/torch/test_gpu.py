@@ -193,7 +193,7 @@ def test_case(test: cases.TestCase) -> None:
 @pytest.mark.parametrize("test", CASES, ids=str)
 def test_case_on_other_generations(test: cases.TestCase, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hopper GPU runs their kernels too."""
-    monkeypatch.setattr(_device, "_describe_device", described_as(capability))
+    monkeypatch.setattr(_device, "_describe_gpu", described_as(capability))
     check_case(test)
 
 

@@ -257,8 +257,8 @@ DRAWN = (300, 128, 1024)
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors are described as those of an H200."""
-    monkeypatch.setattr(_device, "device_of", lambda _: H200)
-    monkeypatch.setattr(_device, "why_not", lambda _: None)
+    monkeypatch.setattr(_device, "describe_device", lambda _: H200)
+    monkeypatch.setattr(_device, "launch_refusal", lambda _: None)
 
 
 @pytest.fixture(autouse=True)
@@ -351,7 +351,7 @@ def test_builds_of_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         x = fresh["empty"]((2, 3), (3, 1), torch.int32)
     assert (x.shape, x.stride(), x.dtype, x.device.type) == ((2, 3), (3, 1), torch.int32, "cuda")
-    assert _device.why_not(torch.device("cpu")) == "cpu is no CUDA device of this machine"
+    assert _device.launch_refusal(torch.device("cpu")) == "cpu is no CUDA device of this machine"
 
 
 def test_a_refused_name_falls_back_only_where_a_tuple_says_so() -> None:
