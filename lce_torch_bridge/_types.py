@@ -26,7 +26,7 @@ type Reduction = Literal["none", "sum", "mean"]
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors that nothing else interprets
 PER_CANDIDATE = "candidate_logprobs"  # the one result that is [T, K]; the others are [T]
 DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", PER_CANDIDATE)  # results that may have a gradient
-OF_STATS = ("max_logit", "min_logit", "sum_p_squared")  # what ``stats=True`` adds, without a gradient
+STATS_FIELDS = ("max_logit", "min_logit", "sum_p_squared")  # what ``stats=True`` adds, without a gradient
 
 
 class LogprobOutput(NamedTuple):
@@ -126,7 +126,7 @@ type Lora = tuple[torch.Tensor, torch.Tensor, float]  # A [r, H], B [V, r] and t
 class TorchCall:
     """All that is static about a call of any function: what `lce_jax` calls a call, and what torch adds to it.
 
-    Equal calls are one object, which `call_with` makes, so that comparing them costs nothing.
+    Equal calls are one object, which `make_call` makes, so that comparing them costs nothing.
     """
 
     jax: Call  # its options, without shapes: vocab_size is 0 in a trace, for every column of the weight
@@ -157,7 +157,7 @@ class TorchCall:
             differentiable = tuple(name for name in DIFFERENTIABLE if there.get(name, True))
             metric = ("entropy",) if call.entropy and self.metric_entropy else ()
             support = ("support",) if call.stats and call.has_floor else ()
-            fields = (*differentiable, *metric, *(OF_STATS if call.stats else ()), *support)
+            fields = (*differentiable, *metric, *(STATS_FIELDS if call.stats else ()), *support)
         vars(self).update(fields=fields, differentiable=differentiable)
 
     @property
@@ -172,13 +172,13 @@ class TorchCall:
 
     @property
     def options(self) -> dict[str, Any]:
-        """All that `call_with` may change, by name."""
+        """All that `make_call` may change, by name."""
         return DEFAULTS | json.loads(self.text)
 
     @functools.cached_property
     def compiled(self) -> TorchCall:
         """The call without what the compiled programs do not depend on, so that calls share them."""
-        return call_with(self.text, group="", metric_entropy=False, megatron=False, reduce_grad_hidden=False)
+        return make_call(self.text, group="", metric_entropy=False, megatron=False, reduce_grad_hidden=False)
 
     @functools.cached_property
     def exchanged(self) -> TorchCall:
@@ -187,7 +187,7 @@ class TorchCall:
         plain = {name: DEFAULTS[name] for name in (*names, "has_temperature", "has_teacher_temperature")}
         for name in "logit_scale", "logit_softcap":
             plain |= dict.fromkeys((name, f"teacher_{name}"), DEFAULTS[name])
-        return call_with(self.text, **plain)
+        return make_call(self.text, **plain)
 
 
 TORCH_FIELDS = tuple(x.name for x in dataclasses.fields(TorchCall) if x.init and x.name not in ("jax", "text"))
@@ -199,25 +199,25 @@ DEFAULTS = {
 _calls: weakref.WeakValueDictionary[str, TorchCall] = weakref.WeakValueDictionary()  # by their texts
 
 
-def call_with(text: str = "{}", **fields: Any) -> TorchCall:
+def make_call(text: str = "{}", **fields: Any) -> TorchCall:
     """The call of a `TorchCall.text` with other fields, its own or those of `Call`.
 
     ``teacher_...``: those of the teacher's `Call`. A number that torch.compile takes as an input of the graph becomes a
     constant.
     """
     if not torch.compiler.is_compiling():
-        return _call_with(text, *fields.items())
+        return _make_call(text, *fields.items())
     fields = {name: guard_scalar(x) if isinstance(x, int | float) else x for name, x in fields.items()}
-    return _constant_call_with(text, **fields)
+    return _make_constant_call(text, **fields)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant_call_with(text: str, **fields: Any) -> TorchCall:
-    return _call_with(text, *fields.items())
+def _make_constant_call(text: str, **fields: Any) -> TorchCall:
+    return _make_call(text, *fields.items())
 
 
 @functools.lru_cache(maxsize=1024)
-def _call_with(text: str, *fields: tuple[str, Any]) -> TorchCall:
+def _make_call(text: str, *fields: tuple[str, Any]) -> TorchCall:
     known = json.loads(text) | dict(fields)
     known = {name: value for name, value in known.items() if value != DEFAULTS[name.removeprefix("teacher_")]}
     text = json.dumps(known, sort_keys=True)

@@ -11,10 +11,10 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lce_jax.types import scalars
-from lce_torch_bridge._types import Entropy, Lora, OutOfVocab, Tensors, TorchCall, Wgrad, call_with
+from lce_torch_bridge._types import Entropy, Lora, OutOfVocab, Tensors, TorchCall, Wgrad, make_call
 from lce_torch_bridge.call import _checks, _dtensor
 from lce_torch_bridge.launched_directly import _passes, _way
-from lce_torch_bridge.launched_directly._way import way_of
+from lce_torch_bridge.launched_directly._way import choose_way
 from lce_torch_bridge.tensors import _device, _tensor_parallel
 from lce_torch_bridge.tensors._device import check_readable, is_readable
 from lce_torch_bridge.tensors._weight import accumulate_into_main_grad, autocast
@@ -35,7 +35,7 @@ class Arguments(NamedTuple):
     temperature: float | torch.Tensor  # broadcasts to labels
     candidates: torch.Tensor | None  # [..., K]
     floor: float | torch.Tensor | None  # broadcasts to labels
-    where: torch.Tensor | None  # a mask or an index, without ignored labels
+    where: torch.Tensor | None  # a mask or an index, exclude_label ignored labels
     lora: Lora | None
     call: TorchCall
 
@@ -66,9 +66,9 @@ class Options(NamedTuple):
     lora: Lora | None = None
 
 
-IN_NO_CALL = ("bias", "tp_group", "temperature", "candidates", "where", "ignore_index", "wgrad", "logit_floor", "lora")
-OF_CALL = [i for i, name in enumerate(Options._fields) if name not in IN_NO_CALL]  # what a `TorchCall` holds
-CACHE = OF_CALL.index(Options._fields.index("cache_bytes"))
+NOT_IN_CALL = ("bias", "tp_group", "temperature", "candidates", "where", "ignore_index", "wgrad", "logit_floor", "lora")
+CALL_OPTIONS = [i for i, name in enumerate(Options._fields) if name not in NOT_IN_CALL]  # what a `TorchCall` holds
+CACHE = CALL_OPTIONS.index(Options._fields.index("cache_bytes"))
 
 
 def check_names(
@@ -80,7 +80,7 @@ def check_names(
     """The names in a function's ``**options``: all `Options` but those ``refused``, with the reason for each."""
     for name, why in refused.items():
         if name in given:
-            raise TypeError(f"{name}={_shown(given[name])}: {why}; linear_logprobs has this option")
+            raise TypeError(f"{name}={_format_value(given[name])}: {why}; linear_logprobs has this option")
     unknown = [name for name in given if name not in Options._fields]
     if unknown:
         own = [each.name for each in inspect.signature(function).parameters.values() if each.kind == each.KEYWORD_ONLY]
@@ -96,23 +96,23 @@ def check_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> N
         check_names(function, unknown, dict.fromkeys(others, f"{function.__name__} has no such option"))
 
 
-def _shown(value: Any) -> str:
-    """A value in a message, without a tensor's numbers."""
+def _format_value(value: Any) -> str:
+    """A value in a message, exclude_label a tensor's numbers."""
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def shown(options: Mapping[str, Any]) -> str:
+def format_options(options: Mapping[str, Any]) -> str:
     """Options as they are written in a call."""
-    return ", ".join(f"{name}={_shown(value)}" for name, value in options.items())
+    return ", ".join(f"{name}={_format_value(value)}" for name, value in options.items())
 
 
-def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: Options) -> Arguments:
+def parse_arguments(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: Options) -> Arguments:
     """The arguments of a call, checked."""
     tp_group, bias, temperature = options.tp_group, options.bias, options.temperature
     where, candidates, logit_floor = options.where, options.candidates, options.logit_floor
     if tp_group is not None:
         _checks.group(tp_group)
-    described = None if torch.compiler.is_compiling() else _described(hidden, weight, labels)
+    described = None if torch.compiler.is_compiling() else _describe_operands(hidden, weight, labels)
     known = described is not None and described in _known
     if not known and _dtensor.spans(hidden, tp_group):
         options = options._replace(reduce_grad_hidden=True)  # its placement says that the gradient is whole
@@ -131,21 +131,21 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     if has_floor := logit_floor is not None:
         _checks.logit_floor(logit_floor, hidden, labels)
     if options.ignore_index is not None:
-        where = without(options.ignore_index, where, labels)
+        where = exclude_label(options.ignore_index, where, labels)
     scalars.one_of("wgrad", options.wgrad, ("return", "main_grad"))
     if not (known and bias is None and tp_group is None):
-        weight, bias = _rows_of_head(weight, bias, tp_group, options.wgrad)
+        weight, bias = _read_head(weight, bias, tp_group, options.wgrad)
     rank = 0
     if options.lora is not None:
         rank = _checks.lora(options.lora, hidden, weight, bias=bias, tp_group=tp_group, wgrad=options.wgrad)
     if tp_group is not None:
         _check_group(tp_group, hidden, labels if candidates is None else candidates, where, weight, options.vocab_size)
-    given = [options[i] for i in OF_CALL]
+    given = [options[i] for i in CALL_OPTIONS]
     if options.cache_bytes is None:
-        given[CACHE], _ = cache_by_default(hidden, weight, options)
+        given[CACHE], _ = choose_cache_bytes(hidden, weight, options)
     group = _tensor_parallel.NO_GROUP if tp_group is None else _tensor_parallel.name_group(tp_group)
     shards = 1 if tp_group is None else tp_group.size()
-    call = _cached_call(group, shards, weight.shape[0], num_candidates, has_floor, rank, *given)
+    call = _find_call(group, shards, weight.shape[0], num_candidates, has_floor, rank, *given)
     if described is not None and not known:
         if len(_known) >= MOST_KNOWN:
             _known.clear()
@@ -153,11 +153,11 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     return Arguments(hidden, weight, bias, labels, temperature, candidates, logit_floor, where, options.lora, call)
 
 
-def cache_by_default(hidden: torch.Tensor, weight: torch.Tensor, options: Options) -> tuple[int, str]:
+def choose_cache_bytes(hidden: torch.Tensor, weight: torch.Tensor, options: Options) -> tuple[int, str]:
     """What ``cache_bytes=None`` stands for, and why."""
     if not _device.is_differentiated(hidden, weight, options.bias, *(options.lora or ())[:2]):
         return 0, "no gradient is asked for"
-    if not _way.on_gpu(hidden):
+    if not _way.is_on_gpu(hidden):
         return 0, "hidden is on no GPU"
     if options.vocab_part_size is not None or options.gradient_threshold:
         return 0, "with vocab_part_size no backward uses a cache, and with gradient_threshold it saves little"
@@ -167,10 +167,10 @@ def cache_by_default(hidden: torch.Tensor, weight: torch.Tensor, options: Option
 
 
 MOST_KNOWN = 4096
-_known: set[Any] = set()  # shapes, dtypes and devices of operands that fit each other
+_known: set[Any] = set()  # shapes, dtypes and devices of flatten_operands that fit each other
 
 
-def _described(x: Any, y: Any, z: Any) -> tuple[Any, ...] | None:
+def _describe_operands(x: Any, y: Any, z: Any) -> tuple[Any, ...] | None:
     """All that their checks look at; None where they must be checked in each call."""
     try:
         if not (is_readable(x) and is_readable(y) and is_readable(z)):
@@ -182,12 +182,12 @@ def _described(x: Any, y: Any, z: Any) -> tuple[Any, ...] | None:
     return described
 
 
-def _cached_call(*given: Any) -> TorchCall:
-    """The options checked and normalised, each set of them once in a process: `_call` is slow beside a small call."""
+def _find_call(*given: Any) -> TorchCall:
+    """The options checked and normalised, each set of them once in a process: `_check_call` is slow beside a small call."""
     try:
-        return (_call if torch.compiler.is_compiling() else _checked_once)(*given)
+        return (_check_call if torch.compiler.is_compiling() else _check_call_once)(*given)
     except TypeError:  # options that have no hash, and those of a wrong type
-        return _call(*given)
+        return _check_call(*given)
 
 
 def check_values(options: Options, rows: int) -> None:
@@ -200,16 +200,16 @@ def check_values(options: Options, rows: int) -> None:
         scalars.bound("logit_floor", floor)
     if group is not None:
         _checks.group(group)
-    given = [options[i] for i in OF_CALL]
+    given = [options[i] for i in CALL_OPTIONS]
     given[CACHE] = 0 if options.cache_bytes is None else options.cache_bytes
     shards = 1 if group is None else group.size()
-    _cached_call(_tensor_parallel.NO_GROUP, shards, rows, 0, floor is not None, 0, *given)
+    _find_call(_tensor_parallel.NO_GROUP, shards, rows, 0, floor is not None, 0, *given)
 
 
-def _call(
+def _check_call(
     group: str, shards: int, rows: int, num_candidates: int, has_floor: bool, rank: int, *given: Any
 ) -> TorchCall:
-    names, columns = [Options._fields[i] for i in OF_CALL], shards * rows
+    names, columns = [Options._fields[i] for i in CALL_OPTIONS], shards * rows
     options = Options(**dict(zip(names, given, strict=True)))
     scalars.one_of("out_of_vocab", options.out_of_vocab, ("zero", "megatron"))
     cache_bytes = scalars.num_bytes("cache_bytes", options.cache_bytes)
@@ -220,7 +220,7 @@ def _call(
         scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", options.mean_logit))
     softcap, size = options.logit_softcap, _checks.vocabulary(options.vocab_size, columns)
     traced = torch.compiler.is_compiling() or type(columns) is not int
-    return call_with(
+    return make_call(
         group=group,
         vocab_size=0 if traced and options.vocab_size is None else size,
         logit_scale=scalars.number("logit_scale", options.logit_scale),
@@ -242,10 +242,12 @@ def _call(
     )
 
 
-_checked_once = functools.lru_cache(maxsize=1024, typed=True)(_call)  # typed: 1 is no flag, though it equals True
+_check_call_once = functools.lru_cache(maxsize=1024, typed=True)(
+    _check_call
+)  # typed: 1 is no flag, though it equals True
 
 
-def _rows_of_head(
+def _read_head(
     weight: Any, bias: Any, tp_group: dist.ProcessGroup | None, wgrad: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """This rank's weight and bias, plain tensors that fit each other."""
@@ -264,40 +266,40 @@ def _check_group(group: dist.ProcessGroup, hidden: Any, ids: Any, where: Any, we
         return
     name = _tensor_parallel.name_group(group)
     if _tensor_parallel.is_new(name):
-        rows = None if where is None else rows_of(where)
+        rows = None if where is None else find_rows(where)
         size = vocab_size if scalars.is_integer(vocab_size) else None
         flat, ids = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, *ids.shape[hidden.ndim - 1 :])
-        launches = functools.partial(_passes.launches, way_of(weight))
+        launches = functools.partial(_passes.launches_kernels, choose_way(weight))
         _tensor_parallel.check(name, launches, flat, ids, size, weight, rows=rows)
 
 
-def weight_of(given: Arguments, wgrad: Wgrad) -> torch.Tensor:
+def prepare_weight(given: Arguments, wgrad: Wgrad) -> torch.Tensor:
     """The weight of the products: in autocast's dtype, its gradient on its way to where ``wgrad`` says."""
     weight = accumulate_into_main_grad(given.weight) if wgrad == "main_grad" else given.weight
     return autocast(weight, given.weight)
 
 
-def operands(given: Arguments, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor | None]:
-    """The operands, flat, of the tokens that are computed.
+def flatten_operands(given: Arguments, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor | None]:
+    """The flatten_operands, flat, of the tokens that are computed.
 
     And their places: an index, or a mask that cannot be counted; None: all are computed.
     """
     hidden, labels, candidates = given.hidden, given.labels, given.candidates
-    temperature = _temperatures(given.temperature, labels)
-    floor = None if given.floor is None else _floors(given.floor, labels)
+    temperature = _expand_temperature(given.temperature, labels)
+    floor = None if given.floor is None else _expand_floor(given.floor, labels)
     if labels.ndim != 1:  # otherwise both are flat, and a view costs the host time, in the backward too
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if candidates is not None:
         candidates = candidates.reshape(-1, candidates.shape[-1])
-    rows, of = None if given.where is None else rows_of(given.where), only_rows
+    rows, of = None if given.where is None else find_rows(given.where), select_rows
     x = Tensors(hidden, weight, given.bias, labels, temperature, candidates, floor)
     if rows is not None:
         numbers = of(temperature, rows, 1.0), of(candidates, rows, -1), of(floor, rows, 0.0)
         x = Tensors(of(hidden, rows, 0.0), weight, given.bias, of(labels, rows, 0), *numbers)
-    return x if given.lora is None else _with_adapter(x, *given.lora, given.call.jax.rank), rows
+    return x if given.lora is None else _append_adapter(x, *given.lora, given.call.jax.rank), rows
 
 
-def _with_adapter(x: Tensors, a: torch.Tensor, b: torch.Tensor, scale: float, rank: int) -> Tensors:
+def _append_adapter(x: Tensors, a: torch.Tensor, b: torch.Tensor, scale: float, rank: int) -> Tensors:
     """With u = hidden · (scale · A)ᵀ beside hidden, and B, both padded. Autograd differentiates it."""
     dtype, missing = x.weight.dtype, rank - a.shape[0]
     a = torch.nn.functional.pad((a.float() * scalars.number("lora's scale", scale)).to(dtype), (0, 0, 0, missing))
@@ -305,7 +307,7 @@ def _with_adapter(x: Tensors, a: torch.Tensor, b: torch.Tensor, scale: float, ra
     return x._replace(hidden=torch.cat([x.hidden, u], 1), bias=torch.nn.functional.pad(b, (0, missing)))
 
 
-def _temperatures(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+def _expand_temperature(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
     """One temperature per token, because a number would be compiled in; None for 1.
 
     Under ``torch.compile`` a varying number is symbolic. ``torch.full`` of it, or a comparison with 1, would make it
@@ -319,15 +321,15 @@ def _temperatures(temperature: float | torch.Tensor, labels: torch.Tensor) -> to
     return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * temperature
 
 
-def _floors(floor: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _expand_floor(floor: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """One floor per token, for the same reason."""
     if isinstance(floor, torch.Tensor):
         return floor.to(torch.float32).expand(labels.shape).reshape(-1)
     return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * floor
 
 
-def without(ignore_index: int, where: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    """``where`` without the tokens that have this label."""
+def exclude_label(ignore_index: int, where: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+    """``where`` exclude_label the tokens that have this label."""
     # torch compares in the type of labels: in uint8, which does not hold -100, it would leave out 156.
     counts = labels.long() != scalars.integer("ignore_index", ignore_index)
     if where is None:
@@ -338,14 +340,14 @@ def without(ignore_index: int, where: torch.Tensor | None, labels: torch.Tensor)
     return where & counts
 
 
-def count(rows: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
+def count_tokens(rows: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
     """How many of so many tokens are computed, at least 1; of a mask that cannot be counted, a tensor."""
     if rows is None or rows.dtype != torch.bool:
         return max(tokens if rows is None else len(rows), 1)
     return rows.sum().clamp(min=1)
 
 
-def rows_of(where: torch.Tensor) -> torch.Tensor | None:
+def find_rows(where: torch.Tensor) -> torch.Tensor | None:
     """The index of the rows that are computed; None: all are. A mask that cannot be counted stays a mask."""
     if where.dtype != torch.bool:
         return where
@@ -356,7 +358,7 @@ def rows_of(where: torch.Tensor) -> torch.Tensor | None:
     return rows if compiles or len(rows) < len(where) else None
 
 
-def only_rows(x: Any, rows: torch.Tensor | None, other: float) -> Any:
+def select_rows(x: Any, rows: torch.Tensor | None, other: float) -> Any:
     """The rows of ``x`` that are computed: those of an index, or all with ``other`` in those that a mask leaves out."""
     if x is None or rows is None:
         return x
@@ -365,7 +367,7 @@ def only_rows(x: Any, rows: torch.Tensor | None, other: float) -> Any:
     return x.index_select(0, rows)
 
 
-def placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+def place_results(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
     """Results in the shape of labels (with K more for candidates), 0 on tokens that are left out."""
     if rows is not None and rows.dtype == torch.bool:
         x = x.where(rows.view(-1, *(1,) * (x.ndim - 1)), 0)
@@ -409,7 +411,7 @@ class EntropyOptions(CrossEntropyOptions, total=False):
     where: torch.Tensor | None
 
 
-class OptionsBesideEntropy(EntropyOptions, total=False):
+class OptionsExceptEntropy(EntropyOptions, total=False):
     """Of `linear_logprobs`, but one."""
 
     stats: bool
@@ -419,7 +421,7 @@ class OptionsBesideEntropy(EntropyOptions, total=False):
     out_of_vocab: OutOfVocab
 
 
-class ExplainOptions(OptionsBesideEntropy, total=False):
+class ExplainOptions(OptionsExceptEntropy, total=False):
     """Of `explain`."""
 
     entropy: Entropy

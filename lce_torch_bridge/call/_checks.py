@@ -91,16 +91,16 @@ def head(layer: Any) -> tuple[Any, Lora | None]:
     """
     kind = type(layer)
     if kind.__module__.startswith("peft.tuners.lora.") and kind.__name__ == "Linear":
-        return _adapted(layer)
-    _whole(layer, torch.nn.Linear.forward)
+        return _read_adapter(layer)
+    _refuse_wrapped(layer, torch.nn.Linear.forward)
     return layer, None
 
 
-def _adapted(layer: Any) -> tuple[Any, Lora | None]:
+def _read_adapter(layer: Any) -> tuple[Any, Lora | None]:
     """The layer in a ``peft.tuners.lora.Linear``, and the adapter that counts."""
     base, names = layer.base_layer, [name for name in layer.active_adapters if name in layer.lora_A]
-    _whole(layer, type(layer).forward)
-    _whole(base, torch.nn.Linear.forward)
+    _refuse_wrapped(layer, type(layer).forward)
+    _refuse_wrapped(base, torch.nn.Linear.forward)
     if layer.merged != layer.disable_adapters or not names:
         return base, None
     name = names[0]
@@ -115,12 +115,12 @@ def _adapted(layer: Any) -> tuple[Any, Lora | None]:
     }.items():
         if instead:
             raise NotImplementedError(f"the head's adapter has what is not served, {reason}: {instead}")
-    _whole(a, torch.nn.Linear.forward)
-    _whole(b, torch.nn.Linear.forward)
+    _refuse_wrapped(a, torch.nn.Linear.forward)
+    _refuse_wrapped(b, torch.nn.Linear.forward)
     return base, (a.weight, b.weight, layer.scaling[name])
 
 
-def _whole(layer: Any, function: Any) -> None:
+def _refuse_wrapped(layer: Any, function: Any) -> None:
     """Refuses a layer with hooks, or whose forward is another ``function``."""
     copies = getattr(layer, "modules_to_save", None)  # PEFT trains a copy, and ``layer.weight`` is the copy's
     for each in [layer] if copies is None else copies.values():
@@ -128,7 +128,7 @@ def _whole(layer: Any, function: Any) -> None:
         hooks = (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
         hooked = any(not hook.__module__.startswith("torch.distributed") for hook in hooks)
         # Bound methods are compared as a whole: torch.compile, which knows no ``__func__``, notices a change then.
-        is_own = forward == function.__get__(each) or _wraps(forward, function)
+        is_own = forward == function.__get__(each) or _is_deferring(forward, function)
         if hooked or not is_own:
             raise NotImplementedError(
                 f"the head, {type(each)}, is more than its weight and bias: leave it out of target_modules, "
@@ -137,7 +137,7 @@ def _whole(layer: Any, function: Any) -> None:
             )
 
 
-def _wraps(forward: Any, function: Any) -> bool:
+def _is_deferring(forward: Any, function: Any) -> bool:
     """Whether it is what `lce_torch_bridge.defer_logits` puts in the place of a head's forward."""
     return getattr(getattr(forward, "__func__", None), "__wrapped__", None) is function
 
@@ -153,7 +153,7 @@ def bias(x: Any, weight: torch.Tensor) -> None:
             f"({weight.shape[0]},)"
         )
     if x.device != weight.device:
-        raise ValueError(f"bias is on {x.device}, weight on {weight.device}{_load(x, weight)}")
+        raise ValueError(f"bias is on {x.device}, weight on {weight.device}{_advise_loading(x, weight)}")
 
 
 def lora(value: Any, hidden: torch.Tensor, weight: torch.Tensor, **others: Any) -> int:
@@ -190,10 +190,10 @@ def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
     """All tensors on hidden's device."""
     for name, x in others.items():
         if x.device != hidden.device:
-            raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}{_load(x, hidden)}")
+            raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}{_advise_loading(x, hidden)}")
 
 
-def _load(*tensors: torch.Tensor) -> str:
+def _advise_loading(*tensors: torch.Tensor) -> str:
     """What to write where one of these has no numbers."""
     if not any(x.is_meta for x in tensors):
         return ""
@@ -215,12 +215,12 @@ def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     if not isinstance(value, torch.Tensor):
         scalars.positive("temperature", value)
         return
-    _per_token_number("temperature", value, hidden)
-    if may_look_at(value):
+    _check_per_token_number("temperature", value, hidden)
+    if can_read_values(value):
         wrong = value[~((value >= scalars.FLOAT32_TINY) & (value <= scalars.FLOAT32_MAX))]
         if wrong.numel():
             raise ValueError(f"temperature must be positive and finite in float32, got {float(wrong[0])} in its values")
-    _broadcasts("temperature", value, labels)
+    _check_broadcast("temperature", value, labels)
 
 
 def logit_floor(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
@@ -230,13 +230,13 @@ def logit_floor(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     if not isinstance(value, torch.Tensor):
         scalars.bound("logit_floor", value)
         return
-    _per_token_number("logit_floor", value, hidden)
-    if may_look_at(value) and bool(value.isnan().any()):
+    _check_per_token_number("logit_floor", value, hidden)
+    if can_read_values(value) and bool(value.isnan().any()):
         raise ValueError(f"logit_floor must be a number or infinite, but is nan in {int(value.isnan().sum())} places")
-    _broadcasts("logit_floor", value, labels)
+    _check_broadcast("logit_floor", value, labels)
 
 
-def _per_token_number(name: str, value: torch.Tensor, hidden: torch.Tensor) -> None:
+def _check_per_token_number(name: str, value: torch.Tensor, hidden: torch.Tensor) -> None:
     if not value.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
     if value.requires_grad:
@@ -244,7 +244,7 @@ def _per_token_number(name: str, value: torch.Tensor, hidden: torch.Tensor) -> N
     same_device(hidden, **{name: value})
 
 
-def _broadcasts(name: str, value: torch.Tensor, labels: torch.Tensor) -> None:
+def _check_broadcast(name: str, value: torch.Tensor, labels: torch.Tensor) -> None:
     try:
         fits = torch.broadcast_shapes(value.shape, labels.shape) == labels.shape
     except RuntimeError:
@@ -278,7 +278,7 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
         raise TypeError(f"where must be bool, or an int64 or int32 index of rows, got {value.dtype}{hint}")
     if value.ndim != 1:
         raise ValueError(f"where as an index of rows must have one dimension, got shape {tuple(value.shape)}{hint}")
-    if not may_look_at(value):
+    if not can_read_values(value):
         return
     outside = value[(value < 0) | (value >= labels.numel())]
     if outside.numel():
@@ -288,7 +288,7 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
         raise ValueError(f"where as an index must hold each row at most once, got {repeats} repeats{hint}")
 
 
-def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def expand_per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """A tensor whose shape begins with that of labels, from one with 1 where it is the same for all, or one number."""
     scalars.given_value(name, value)
     tensor(name, value)
@@ -310,7 +310,7 @@ def warn_of_labels(
     scalars.warn_outside(ids, vocab_size, *PACKAGES, is_cross_entropy=is_cross_entropy)
 
 
-def may_look_at(x: torch.Tensor) -> bool:
+def can_read_values(x: torch.Tensor) -> bool:
     """Whether ``x`` has values, and reading them neither waits for a GPU nor breaks a trace of the call."""
     traced = torch.compiler.is_compiling() or get_proxy_mode() is not None
     return x.device.type == "cpu" and not traced and has_values(x)

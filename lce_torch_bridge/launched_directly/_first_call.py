@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 
 from lce_jax.run import kernels
-from lce_torch_bridge._types import Tensors, call_with
+from lce_torch_bridge._types import Tensors, make_call
 
 T, H, V, COLUMNS, BLOCKS = 200, 256, 1100, 1152, 2  # the last tile ends in padding, and half of it is there
-CALL = call_with(vocab_size=V, cache_bytes=300_000)
+CALL = make_call(vocab_size=V, cache_bytes=300_000)
 
 
 def compare(device: torch.device, launch: Callable[..., list[torch.Tensor]]) -> dict[str, float]:
@@ -28,12 +28,12 @@ def compare(device: torch.device, launch: Callable[..., list[torch.Tensor]]) -> 
     hidden, weight = (x.to(device, torch.bfloat16) for x in (hidden, weight * (2 / H**0.5)))
     x = Tensors(hidden, weight, None, labels.to(device))
     names = *CALL.differentiable, "dhidden", "dweight", "dweight of a sum"
-    found, wanted = launch(x, CALL, seeds), _stored(x, seeds)
+    found, wanted = launch(x, CALL, seeds), _differentiate_logits(x, seeds)
     numbers = [[y.detach().double().cpu().numpy() for y in of] for of in (found, wanted)]
     return kernels.errors(*(dict(zip(names, of, strict=True)) for of in numbers))
 
 
-def _stored(x: Tensors, seeds: torch.Tensor) -> list[torch.Tensor]:
+def _differentiate_logits(x: Tensors, seeds: torch.Tensor) -> list[torch.Tensor]:
     with torch.enable_grad():
         hidden, weight = (y.double().requires_grad_() for y in (x.hidden, x.weight))
         logits = hidden @ weight[:V].T

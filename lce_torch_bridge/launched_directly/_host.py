@@ -24,8 +24,8 @@ from lce_torch_bridge.tensors._device import Allocation, describe_allocation
 
 ALIGNMENT = 256  # bytes
 ALIGNED_NUMBERS = 16  # int32 numbers whose bytes kernels may load at once
-KEPT = 16  # runs of a plan whose launches are kept, each with a few KiB
-MOST = 4096  # plans of all shapes together; each takes a few KiB
+CACHED_BINDINGS = 16  # runs of a plan whose launches are kept, each with a few KiB
+MOST_PLANS = 4096  # plans of all shapes together; each takes a few KiB
 
 _plans: dict[Any, Any] = {}
 _captured: dict[int, torch.Tensor] = {}  # numbers that a CUDA graph reads, which outlive their plan
@@ -141,7 +141,7 @@ class Tape:
             given = list(leaves)
             for place, x in zip(places, tensors, strict=True):
                 given[place] = x
-            return function(_On(tensors[0].device), *jax.tree.unflatten(tree, given))
+            return function(_TorchOnDevice(tensors[0].device), *jax.tree.unflatten(tree, given))
 
         buffers = [leaves[place] for place in places]
         described = [torch.empty(x.shape, dtype=getattr(torch, x.dtype.name), device="meta") for x in buffers]
@@ -152,7 +152,7 @@ class Tape:
             results.append(same[0] if same else self.empty(x.shape, _device.name_dtype(x.dtype)))
 
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            given = map(_as, tensors, buffers)
+            given = map(_view_as, tensors, buffers)
             return [x.contiguous() for x in jax.tree.leaves(of_tensors(*given))]
 
         return jax.tree.unflatten(out_tree, self.call(run, buffers, *results))
@@ -174,7 +174,7 @@ class Tape:
 
 
 @functools.cache
-class _On:
+class _TorchOnDevice:
     """torch, whose new tensors lie on a device. ``with torch.device(…)`` would cost the host half of each operation."""
 
     def __init__(self, device: torch.device) -> None:
@@ -189,7 +189,7 @@ class Launches:
     """A tape, to be run on the current CUDA device: kernels in groups, between which functions of torch may stand."""
 
     def __init__(self, tape: Tape, device: kernels.Device) -> None:
-        steps = needed(tape)
+        steps = find_needed_steps(tape)
         self._inputs, self._outputs = ([x.slot for x in of] for of in (tape.inputs, tape.outputs))
         self._memory = Memory(tape, steps)
         used: Any = [step.run for step in steps if isinstance(step.run, kernels.Kernel)]
@@ -197,7 +197,7 @@ class Launches:
         self._groups: list[tuple[list[int], Any] | Step] = []
         for of_kernels, some in itertools.groupby(steps, lambda step: isinstance(step.run, kernels.Kernel)):
             group = list(some)
-            self._groups += [_launches(self._memory, group, binds)] if of_kernels else group
+            self._groups += [_bind_launches(self._memory, group, binds)] if of_kernels else group
         self._numbers: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}  # by stream; those of functions
 
     def run(self, device: int, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -210,7 +210,7 @@ class Launches:
         tensors.update(zip(self._inputs, given, strict=True))
         for group in self._groups:
             if isinstance(group, Step):
-                _call(group, tensors, memory.home)
+                _run_function(group, tensors, memory.home)
                 continue
             slots, bound = group
             of_tensors = [tensors[slot].data_ptr() for slot in slots]
@@ -233,7 +233,7 @@ class Launches:
         return found
 
 
-def needed(tape: Tape) -> list[Step]:
+def find_needed_steps(tape: Tape) -> list[Step]:
     """The steps that an output needs."""
     slots, found = {x.slot for x in tape.outputs}, []
     for step in reversed(tape.steps):
@@ -291,7 +291,7 @@ class Memory:
                     free.setdefault(tape.memory[slot], []).append(self.home[slot])
 
 
-def _launches(memory: Memory, steps: Sequence[Step], binds: dict[Any, kernels.Bind]) -> tuple[list[int], Any]:
+def _bind_launches(memory: Memory, steps: Sequence[Step], binds: dict[Any, kernels.Bind]) -> tuple[list[int], Any]:
     """The slots with a tensor that kernels use, and what binds launches to the addresses of all that they use."""
     homes = [[memory.home[x.slot] for x in (*step.operands, *step.results)] for step in steps]
     every = list(itertools.chain(*homes))
@@ -301,7 +301,7 @@ def _launches(memory: Memory, steps: Sequence[Step], binds: dict[Any, kernels.Bi
     firsts = itertools.accumulate(map(len, homes), initial=0)
     told = [(binds[step.run], 8 * first) for step, first in zip(steps, firsts, strict=False)]
 
-    @functools.lru_cache(KEPT)
+    @functools.lru_cache(CACHED_BINDINGS)
     def bound(stream: int, *given: int) -> tuple[list[Callable[[], None]], Any]:
         """The launches, given the addresses of the numbers, of the piece and of the tensors; and what they read."""
         table = (ctypes.c_uint64 * len(entries))(*[given[i] + byte for i, byte in entries])
@@ -311,26 +311,26 @@ def _launches(memory: Memory, steps: Sequence[Step], binds: dict[Any, kernels.Bi
     return slots, bound
 
 
-def _call(step: Step, tensors: dict[int, torch.Tensor], home: dict[int, int]) -> None:
+def _run_function(step: Step, tensors: dict[int, torch.Tensor], home: dict[int, int]) -> None:
     """Calls a function. No name that outlives it holds a tensor."""
     function: Any = step.run
     found = function(*[tensors[home[x.slot]] for x in step.operands])
     tensors.update((x.slot, y) for x, y in zip(step.results, found, strict=True) if x.slot in step.made)
 
 
-def _as(x: torch.Tensor, buffer: Buffer) -> torch.Tensor:
+def _view_as(x: torch.Tensor, buffer: Buffer) -> torch.Tensor:
     """``x`` of this dtype and shape; of another shape where it has fewer rows than kernels see."""
     x = x.view(getattr(torch, buffer.dtype.name))
     return x.view(buffer.shape) if x.numel() == math.prod(buffer.shape) else x
 
 
-def plan_of[T](key: Any, make: Callable[[], T]) -> T:
+def find_plan[T](key: Any, make: Callable[[], T]) -> T:
     """What ``make()`` is, or was when this key came first. A text says why kernels do not serve such calls."""
     plan: T | None = _plans.get(key)  # a key is long: its hash is taken once
     if plan is None:
         if torch.cuda.is_current_stream_capturing():
             refuse_capture()
-        if len(_plans) >= MOST:
+        if len(_plans) >= MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = make()
     return plan

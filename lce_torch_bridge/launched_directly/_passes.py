@@ -18,7 +18,7 @@ import torch
 from lce_jax.run import kernels
 from lce_torch_bridge._types import PER_CANDIDATE, Sums, Tensors, TorchCall
 from lce_torch_bridge.launched_directly import _first_call
-from lce_torch_bridge.launched_directly._host import Buffer, Launches, Tape, plan_of
+from lce_torch_bridge.launched_directly._host import Buffer, Launches, Tape, find_plan
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.tensors._device import name_dtype
@@ -38,35 +38,37 @@ def refusal(x: Tensors, call: TorchCall) -> str | None:
             return f"{name}: no kernel computes what it needs between the others"
     if call.jax.requested and call.jax.requested[0] != "mosaic_gpu":
         return f"implementation={','.join(call.jax.requested)!r}"
-    launched = launched_call(x.hidden, x.weight, call, x.temperature is not None)
+    launched = describe_launch(x.hidden, x.weight, call, x.temperature is not None)
     device, reason = launched.call.device, kernels.refusal(launched)
     is_known = reason is not None or kernels.unchecked(device) is None
-    return reason if is_known else _compared(device, x.hidden.device)
+    return reason if is_known else _compare_first_call(device, x.hidden.device)
 
 
-def launches(way: Way, device: torch.device) -> bool:
+def launches_kernels(way: Way, device: torch.device) -> bool:
     """Whether kernels are launched on ``device``: after a card's first call, in which the ranks of a group may part."""
     described = _device.describe_device(device) if way.direct and _device.launch_refusal(device) is None else None
-    return described is not None and _compared(described, device) is None
+    return described is not None and _compare_first_call(described, device) is None
 
 
-def _compared(described: kernels.Device, device: torch.device) -> str | None:
-    return kernels.checked(described, functools.partial(_first_call.compare, device, _launched))
+def _compare_first_call(described: kernels.Device, device: torch.device) -> str | None:
+    return kernels.checked(described, functools.partial(_first_call.compare, device, _launch_first_call))
 
 
-def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _launch_first_call(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What `_first_call.compare` asks for, of few blocks: each walks over several tiles."""
     device, names = x.hidden.get_device(), call.differentiable
     if device != _device.current_device():
         with torch.cuda.device(device):
-            return _launched(x, call, seeds)
-    launched = launched_call(x.hidden, x.weight, call, False)
+            return _launch_first_call(x, call, seeds)
+    launched = describe_launch(x.hidden, x.weight, call, False)
     of_gpu = launched.call.device._replace(core_count=_first_call.BLOCKS)
     launched = dataclasses.replace(launched, call=launched.call.but(device=of_gpu))
     given = [_device.make_usable(x.hidden), _device.make_usable(x.weight)]
-    found = Launches(forward_tape(launched, True, names), launched.call.device).run(device, [*given, in_rows(x.labels)])
+    found = Launches(forward_tape(launched, True, names), launched.call.device).run(
+        device, [*given, pad_tokens(x.labels)]
+    )
     results, saved, kept = found[: len(names)], found[len(names)], found[len(names) + 1 :]
-    given += [in_rows(saved, 1), *map(in_rows, seeds)]
+    given += [pad_tokens(saved, 1), *map(pad_tokens, seeds)]
     tape_of = functools.partial(
         gradients_tape, launched, names, dtype=x.hidden.dtype, kept=[*map(_device.describe_tensor, kept)]
     )
@@ -76,7 +78,7 @@ def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> lis
     return [*results, *last.run(device, [*given, *kept]), total - x.weight.float()]
 
 
-def launched_call(
+def describe_launch(
     hidden: torch.Tensor, weight: torch.Tensor, call: TorchCall, has_temperature: bool
 ) -> kernels.LaunchedCall:
     """The call with the shapes of its operands, as `lce_jax.run.kernels` takes it."""
@@ -107,13 +109,13 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[tor
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)
     options = call, ranks, keep_cache, x.bias is None, x.temperature is None, x.candidates is None
     key = "forward", device, hidden.shape, hidden.dtype, weight.shape, weight.dtype, *options
-    plan = plan_of(key, lambda: _plan_of_forward(x, call, keep_cache))
+    plan = find_plan(key, lambda: _plan_of_forward(x, call, keep_cache))
     if isinstance(plan, str):
         way.refuse(plan)
         return None
-    labels = in_rows(x.labels if x.labels.dtype is torch.int64 else x.labels.long())
+    labels = pad_tokens(x.labels if x.labels.dtype is torch.int64 else x.labels.long())
     ids = None if x.candidates is None else _padding.candidate_ids(x.candidates, call.jax.vocab_size)
-    per_token = [in_rows(y) for y in (x.temperature, x.floor, ids) if y is not None]
+    per_token = [pad_tokens(y) for y in (x.temperature, x.floor, ids) if y is not None]
     operands = [_device.make_usable(hidden), _device.make_usable(weight)]
     if x.bias is not None:  # B of an adapter
         operands.append(_device.make_usable(x.bias.to(weight.dtype)))
@@ -129,21 +131,21 @@ def _plan_of_forward(x: Tensors, call: TorchCall, keep_cache: bool) -> Launches 
     reason = refusal(x, call)
     if reason is not None:
         return reason
-    launched = launched_call(x.hidden, x.weight, call, x.temperature is not None)
+    launched = describe_launch(x.hidden, x.weight, call, x.temperature is not None)
     return Launches(forward_tape(launched, keep_cache, call.fields, call.group), launched.call.device)
 
 
 def forward_tape(launched: kernels.LaunchedCall, keep_cache: bool, fields: Sequence[str], group: str = "") -> Tape:
     """``hidden, weight, B, labels, temperature, floor, candidates -> fields, saved, kept``, those that there are."""
     tape, rows, call = Tape(), launched.rows, launched.call
-    hidden, weight, *adapter = _inputs(tape, launched)
+    hidden, weight, *adapter = _add_operands(tape, launched)
     labels = tape.input((rows, 2), jnp.int32)  # the halves of int64 numbers
     temperature, floor = (
         tape.input((rows,), jnp.float32) if there else None for there in (launched.has_temperature, call.has_floor)
     )
     ids = tape.input((rows, call.num_candidates), jnp.int32) if call.num_candidates else None
     tokens = kernels.Tokens(labels, temperature, floor, ids)
-    exchange = functools.partial(_exchange, tape, call, tokens, group) if group else None
+    exchange = functools.partial(_exchange_statistics, tape, call, tokens, group) if group else None
     found = kernels.forward(launched, tape, hidden, weight, tokens, keep_cache, exchange, *adapter)
     for name in fields:
         more = (call.num_candidates,) if name == PER_CANDIDATE else ()
@@ -153,7 +155,7 @@ def forward_tape(launched: kernels.LaunchedCall, keep_cache: bool, fields: Seque
     return tape
 
 
-def _inputs(tape: Tape, launched: kernels.LaunchedCall) -> tuple[Buffer, ...]:
+def _add_operands(tape: Tape, launched: kernels.LaunchedCall) -> tuple[Buffer, ...]:
     """Hidden and the weight, and the B of an adapter."""
     call = launched.call
     hidden = tape.input((launched.rows, call.hidden_size + call.rank), call.hidden_dtype)
@@ -161,7 +163,7 @@ def _inputs(tape: Tape, launched: kernels.LaunchedCall) -> tuple[Buffer, ...]:
     return hidden, *(tape.input((call.columns, width), call.dtype) for width in widths)
 
 
-def _exchange(
+def _exchange_statistics(
     tape: Tape, call: kernels.Call, given: kernels.Tokens, group: str, sent: Buffer, x: Buffer | None, saved: Buffer
 ) -> tuple[Buffer, Buffer | None]:
     """The statistics and candidates' x of all ranks. Beside them each rank sends a tag for each token."""
@@ -218,20 +220,20 @@ def gradients(
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, saved.shape, len(cache), ranks
     writes = sums.total is not None and not sums.total.is_begun and not call.jax.gradient_threshold
     how = call, tuple(cotangents), wanted, None if adds is None else not writes, owns_cache
-    key = "gradients", device, *shapes, *how, call.jax.gradient_threshold and are_live_tiles(cache)
-    plan = plan_of(key, lambda: _plan_of_gradients(hidden, weight, saved, cache, *how))
+    key = "gradients", device, *shapes, *how, call.jax.gradient_threshold and are_active_tiles(cache)
+    plan = find_plan(key, lambda: _plan_of_gradients(hidden, weight, saved, cache, *how))
     if isinstance(plan, str):
         way.refuse(plan)
         return None
     into: Any = [] if adds is None else [sums.main_grad if sums.total is None else sums.total.tensor(writes)]
     if into or owns_cache:
         torch.autograd.graph.increment_version([*into, *cache] if owns_cache else into)  # as any change in place
-    seeds = [in_rows(x) for x in cotangents.values()]
+    seeds = [pad_tokens(x) for x in cotangents.values()]
     operands = [_device.make_usable(hidden), _device.make_usable(weight)]
     operands += [] if b is None else [_device.make_usable(b.to(weight.dtype))]
-    grads = plan.run(device, [*operands, in_rows(saved, 1), *seeds, *into, *map(_device.make_usable, cache)])
+    grads = plan.run(device, [*operands, pad_tokens(saved, 1), *seeds, *into, *map(_device.make_usable, cache)])
     if b is not None:
-        grads = _of_adapter(grads, wanted, b.dtype)
+        grads = _join_adapter_gradients(grads, wanted, b.dtype)
     if wanted[0] and call.reduce_grad_hidden:
         grads[0] = _tensor_parallel.sum_dhidden(grads[0], hidden.dtype, call.group)
     if adds is not None and wanted[1]:
@@ -239,7 +241,9 @@ def gradients(
     return grads if sums.main_grad is None else [*grads, empty_sparse_like(sums.main_grad, weight.dtype)]
 
 
-def _of_adapter(found: list[torch.Tensor], wanted: tuple[bool, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+def _join_adapter_gradients(
+    found: list[torch.Tensor], wanted: tuple[bool, ...], dtype: torch.dtype
+) -> list[torch.Tensor]:
     """Both parts of dhidden as one, and the gradient of B; those that are wanted."""
     grads = [torch.cat([found[0], found[1].to(found[0].dtype)], 1)] if wanted[0] else []
     return [*grads, found[-1].to(dtype)] if wanted[2] else grads
@@ -260,9 +264,9 @@ def _plan_of_gradients(
     reason = refusal(Tensors(hidden, weight, None, saved[0], None, None), call)
     if reason is not None:
         return reason
-    if call.jax.gradient_threshold and not are_live_tiles(cache):
+    if call.jax.gradient_threshold and not are_active_tiles(cache):
         return "gradient_threshold: JAX ran the forward, and kept other things than kernels do"
-    launched = launched_call(hidden, weight, call, has_temperature)
+    launched = describe_launch(hidden, weight, call, has_temperature)
     dtype = torch.float32 if call.reduce_grad_hidden else hidden.dtype
     kept = [_device.describe_tensor(x) for x in cache]
     return Launches(gradients_tape(launched, seeds, wanted, dtype, kept, adds, owns_cache), launched.call.device)
@@ -283,7 +287,7 @@ def gradients_tape(
     in the weight's dtype. du and dB, of an adapter, are float32.
     """
     tape, rows = Tape(), launched.rows
-    hidden, weight, *adapter = _inputs(tape, launched)
+    hidden, weight, *adapter = _add_operands(tape, launched)
     saved = tape.input((launched.kept.size * rows,), jnp.float32)
     shapes = {name: (rows, launched.call.num_candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
     given = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}
@@ -316,7 +320,7 @@ def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, in_place: b
     plan = None
     if _device.is_usable(x):
         key = "scale", device, x.shape, x.dtype, dtype, in_place
-        plan = plan_of(key, lambda: _plan_of_scale(x, dtype, in_place))
+        plan = find_plan(key, lambda: _plan_of_scale(x, dtype, in_place))
     if plan is None or isinstance(plan, str):
         return None
     if in_place:
@@ -346,19 +350,19 @@ def scale_tape(shape: torch.Size, dtype: str, to: torch.dtype, in_place: bool = 
     return tape
 
 
-def live_shape(x: Tensors, call: TorchCall, way: Way) -> tuple[int, int] | None:
+def active_tiles_shape(x: Tensors, call: TorchCall, way: Way) -> tuple[int, int] | None:
     """The shape of the live tiles, where a forward keeps these."""
     if not (call.jax.gradient_threshold and way.direct) or refusal(x, call) is not None:
         return None
-    return kernels.live_shape(launched_call(x.hidden, x.weight, call, x.temperature is not None))
+    return kernels.live_shape(describe_launch(x.hidden, x.weight, call, x.temperature is not None))
 
 
-def are_live_tiles(cache: Sequence[torch.Tensor]) -> bool:
+def are_active_tiles(cache: Sequence[torch.Tensor]) -> bool:
     """Whether, with a threshold, kernels kept this: which tiles are live. JAX keeps the tiles' maxima, or nothing."""
     return bool(cache) and cache[0].dtype is torch.int32
 
 
-def in_rows(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+def pad_tokens(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """What is per token, contiguous, with as many tokens in a dimension as kernels read."""
     tokens = x.shape[dim]
     if tokens >= kernels.THREADS:

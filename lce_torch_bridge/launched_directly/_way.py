@@ -1,6 +1,6 @@
 """Two ways to run a pass: kernels launched directly, or JAX with tensors lent through DLPack.
 
-Each pass, a forward or a backward, asks `way_of` once, where it begins. What it calls is given the answer, a `Way`.
+Each pass, a forward or a backward, asks `choose_way` once, where it begins. What it calls is given the answer, a `Way`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import lce_jax
 from lce_jax.types import scalars
 
 _logger = logging.getLogger("lce_torch_bridge")
-_asked: Literal["direct", "jax"] | None = None
+_requested_way: Literal["direct", "jax"] | None = None
 
 
 def launch_with(way: Literal["direct", "jax"] | None) -> None:
@@ -36,10 +36,10 @@ def launch_with(way: Literal["direct", "jax"] | None) -> None:
         >>> lce_torch_bridge.launch_with("jax")
         >>> lce_torch_bridge.launch_with(None)
     """
-    global _asked
+    global _requested_way
     if way is not None:
         scalars.one_of("way", way, ("direct", "jax"))
-    _asked = way
+    _requested_way = way
 
 
 class Way(NamedTuple):
@@ -59,24 +59,24 @@ class Way(NamedTuple):
                 f'launch_with("direct"): {reason}; lce_torch_bridge.launch_with(None) lets JAX run such calls'
             )
         if self.direct:
-            _say(reason)
+            _log_reason(reason)
 
 
 JAX = Way(direct=False, must=False)
 DIRECT, ONLY_DIRECT = Way(direct=True, must=False), Way(direct=True, must=True)
 
 
-def way_of(x: torch.Tensor) -> Way:
+def choose_way(x: torch.Tensor) -> Way:
     """The way of a pass over tensors on the device of ``x``.
 
     Raises:
         lce_jax.UnsupportedError: `launch_with` asks for a direct launch, and there is no GPU.
     """
-    if _asked == "jax" or not (_asked or on_gpu(x)):
+    if _requested_way == "jax" or not (_requested_way or is_on_gpu(x)):
         return JAX
-    if _asked is None:
+    if _requested_way is None:
         return DIRECT
-    if x.numel() and not on_gpu(x):
+    if x.numel() and not is_on_gpu(x):
         ONLY_DIRECT.refuse(f"{x.device} is no CUDA device")
     return ONLY_DIRECT
 
@@ -89,16 +89,16 @@ def refuse_another_way() -> NoReturn:
     )
 
 
-def on_gpu(x: torch.Tensor) -> bool:
+def is_on_gpu(x: torch.Tensor) -> bool:
     """Whether ``x`` is in a GPU's memory."""
     return x.is_cuda
 
 
-def asks_for_jax() -> bool:
+def is_jax_requested() -> bool:
     """Whether `launch_with` does."""
-    return _asked == "jax"
+    return _requested_way == "jax"
 
 
 @functools.cache
-def _say(reason: str) -> None:
+def _log_reason(reason: str) -> None:
     _logger.info("JAX runs the programs, because they are not launched directly: %s", reason)

@@ -11,7 +11,7 @@ import torch
 
 from lce_torch_bridge._types import NO_SUMS, Sums, Tensors, TorchCall
 from lce_torch_bridge.launched_directly import _passes
-from lce_torch_bridge.launched_directly._way import Way, refuse_another_way, way_of
+from lce_torch_bridge.launched_directly._way import Way, choose_way, refuse_another_way
 from lce_torch_bridge.tensors import _tensor_parallel
 from lce_torch_bridge.tensors._device import check_readable, is_readable
 from lce_torch_bridge.through_jax import _ids, _kl, _logprobs
@@ -47,7 +47,7 @@ def forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: bool 
         _tensor_parallel.compare_options(call, x.hidden.device, in_chunks=not lend_cache, **told)
         weights = [weight for weight in (x.weight, x.teacher_weight) if weight is not None]
         ids = x.candidates if call.jax.function == "linear_logits" else x.labels
-        launches = functools.partial(_passes.launches, way)
+        launches = functools.partial(_passes.launches_kernels, way)
         _tensor_parallel.check(call.group, launches, x.hidden, ids, call.jax.vocab_size, *weights)
     if x.hidden.shape[0] == 0:
         return forward_structs(x, call, keep)
@@ -66,7 +66,7 @@ def forward_structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tenso
     if other is not None:
         return other.structs(x, call, keep)
     keep_cache = keep and call.keeps_tiles and bool(x.hidden.shape[0])
-    live = _passes.live_shape(x, call, way_of(x.hidden)) if keep_cache else None
+    live = _passes.active_tiles_shape(x, call, choose_way(x.hidden)) if keep_cache else None
     found = _logprobs.structs(x, call, keep_cache and live is None)
     return found if live is None else [*found, x.hidden.new_empty(live, dtype=torch.int32)]
 
@@ -86,7 +86,7 @@ def gradients(
     in float32 and rounded once. (With stored logits, each rank rounds before the sum.)
     """
     if x.hidden.shape[0] == 0:
-        return [y.new_zeros(y.shape) for y in those_wanted(x, wanted)]
+        return [y.new_zeros(y.shape) for y in select_requested(x, wanted)]
     # The operands may have been freed since the forward.
     if not all(map(is_readable, [y for y in (*x, *cotangents.values()) if y is not None])):
         x = Tensors(*map(check_readable, Tensors._fields, x))
@@ -105,11 +105,11 @@ def gradients(
             return grads
     elif way.must:
         way.refuse("JAX ran the forward")
-    if call.jax.gradient_threshold and _passes.are_live_tiles(cache):
+    if call.jax.gradient_threshold and _passes.are_active_tiles(cache):
         refuse_another_way()
     return _logprobs.gradients(x, kept, cotangents, wanted, call, sums)
 
 
-def those_wanted(x: Tensors, wanted: Sequence[bool]) -> list[torch.Tensor]:
+def select_requested(x: Tensors, wanted: Sequence[bool]) -> list[torch.Tensor]:
     """The operands whose gradients are wanted."""
     return [y for y, want in zip(x[:3], wanted, strict=True) if want and y is not None]

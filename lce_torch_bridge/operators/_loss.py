@@ -1,6 +1,6 @@
 """A per-token loss and its gradients in one pass: chunk of tokens by chunk of tokens, in the forward.
 
-    results of the chunk, its exponentials kept ─ loss_fn ─ its derivatives ─ gradients of the chunk
+    compute_results of the chunk, its exponentials kept ─ loss_fn ─ its derivatives ─ gradients of the chunk
     the next chunk: its dhidden in its own rows, its dweight added to one float32 sum
 
 Everything is computed for a cotangent of 1, and the backward multiplies by the one that comes; or for the one that the
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lce_torch_bridge._types import Sums, Tensors, TorchCall, call_with
+from lce_torch_bridge._types import Sums, Tensors, TorchCall, make_call
 from lce_torch_bridge.launched_directly._passes import scale
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
@@ -40,7 +40,7 @@ CLOSE = 1e-6  # relative: eight of float32's steps, where each product on a cota
 class LossPlan(NamedTuple):
     """What is static about a call."""
 
-    loss_fn: Callable[..., torch.Tensor]  # of the results by name, and of what is per token
+    loss_fn: Callable[..., torch.Tensor]  # of the compute_results by name, and of what is per token
     call: TorchCall
     rows: int  # of a chunk
     way: Way
@@ -68,14 +68,14 @@ class LossPlan(NamedTuple):
         return len(self.parts(len(x.labels))) != 1 or x.weight.dtype == torch.float16 or self.into is not None
 
 
-def results(plan: LossPlan, x: Tensors, keep: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def compute_results(plan: LossPlan, x: Tensors, keep: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """The fields of `LogprobOutput` by name, and what `_execute.gradients` needs: saved numbers and the cache."""
     found = _execute.forward(x, plan.call, keep, plan.way, lend_cache=False)
     fields = plan.call.fields
     return dict(zip(fields, found, strict=False)), found[len(fields) :]
 
 
-def losses_of(plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor]) -> torch.Tensor:
+def apply_loss(plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor]) -> torch.Tensor:
     """``loss_fn`` of these tokens, one number each."""
     losses = plan.loss_fn(fields, *per_token)
     shape = fields["lse"].shape
@@ -89,22 +89,22 @@ def losses_of(plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[t
     return losses
 
 
-def without_gradients(
+def sum_losses(
     plan: LossPlan, x: Tensors, per_token: list[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum, which autograd differentiates in what the loss uses besides results, and the fields."""
-    losses, fields = each_loss(plan, x, per_token)
+    """The sum, which autograd differentiates in what the loss uses besides compute_results, and the fields."""
+    losses, fields = compute_losses(plan, x, per_token)
     return losses.sum(dtype=torch.float32), fields
 
 
-def each_loss(
+def compute_losses(
     plan: LossPlan, x: Tensors, per_token: list[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The losses and the fields."""
     with torch.no_grad():
-        fields, _ = results(plan, x, keep=False)
+        fields, _ = compute_results(plan, x, keep=False)
     given = {name: field.clone() for name, field in fields.items()}  # loss_fn may overwrite what it gets
-    return losses_of(plan, given, per_token), fields
+    return apply_loss(plan, given, per_token), fields
 
 
 class LossDerivatives(NamedTuple):
@@ -115,18 +115,18 @@ class LossDerivatives(NamedTuple):
     per_token: list[torch.Tensor | None]
 
 
-def _differentiated(
+def _differentiate(
     plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor], wanted: tuple[bool, ...]
 ) -> LossDerivatives:
     hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.disable_hooks()
     with hooks, torch.enable_grad():
         leaves = {name: fields[name].detach().requires_grad_() for name in plan.call.differentiable}
         own = [x.detach().requires_grad_(want) for x, want in zip(per_token, wanted, strict=True)]
-        losses = losses_of(plan, fields | leaves, own)
+        losses = apply_loss(plan, fields | leaves, own)
         inputs = [*leaves.values(), *[x for x in own if x.requires_grad]]
         if not losses.requires_grad:
             return LossDerivatives(losses, {}, [None] * len(own))
-        _refuse_others(losses, inputs)
+        _refuse_closure(losses, inputs)
         grads = list(torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True))
     if plan.cotangent is not None:
         grads = [None if x is None else x * plan.cotangent for x in grads]
@@ -135,19 +135,19 @@ def _differentiated(
     return LossDerivatives(losses.detach(), given, [grads.pop(0) if x.requires_grad else None for x in own])
 
 
-def _refuse_others(losses: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+def _refuse_closure(losses: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     """Refuses a loss_fn that closes over a tensor whose gradient would be lost."""
     known = {id(x) for x in inputs}
-    for leaf in _leaves(losses):
+    for leaf in _find_leaves(losses):
         if id(leaf) not in known:
             raise ValueError(
                 f"loss_fn uses a tensor {tuple(leaf.shape)} that requires a gradient and is none of its arguments: "
                 "give it as a per-token argument, or use its .detach(); for a parameter of the loss, apply loss_fn to "
-                "the results of linear_logprobs, and sum"
+                "the compute_results of linear_logprobs, and sum"
             )
 
 
-def _leaves(x: torch.Tensor) -> Iterator[torch.Tensor]:
+def _find_leaves(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """The leaves from which ``x`` was made."""
     if x.grad_fn is None:
         yield x
@@ -167,11 +167,11 @@ class LossAndGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: LossPlan, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        """The sum, the results, and the gradients for the cotangent that is known, or 1."""
+        """The sum, the compute_results, and the gradients for the cotangent that is known, or 1."""
         (hidden, weight, bias, labels, temperature, floor), per_token = inputs[:6], inputs[6:]
         x = Tensors(hidden, weight, bias, labels, temperature, None, floor)
         run = _first_forward if _device.will_be_recomputed() else _walk
-        losses, fields, grads, unit = run(plan, _in_float32(x), per_token, ctx.needs_input_grad[1:])
+        losses, fields, grads, unit = run(plan, _cast_operands(x), per_token, ctx.needs_input_grad[1:])
         ctx.cotangent, ctx.way = plan.cotangent, plan.way
         ctx.main_grad = plan.main_grad  # not through save_for_backward: other micro-batches may change it before
         ctx.dtypes = [None if y is None else y.dtype for y in (*x[:3], *per_token)]
@@ -195,7 +195,7 @@ class LossAndGradients(torch.autograd.Function):
             _weight.refuse_partitioned(ctx, 1)
         # One dimension: otherwise products with bfloat16 would round its float32.
         came = _device.check_readable("the cotangent", cotangent).reshape(1)
-        factor = came if ctx.cotangent is None else _relative(ctx.cotangent, came, ctx.main_grad is not None)
+        factor = came if ctx.cotangent is None else _compare_cotangents(ctx.cotangent, came, ctx.main_grad is not None)
         of_operands = factor if unit is None else came / unit
         factors = [*[of_operands] * 3, *[factor] * (len(grads) - 3)]
         with _device.lock_backward(ctx):
@@ -203,7 +203,7 @@ class LossAndGradients(torch.autograd.Function):
                 if ctx.cotangent is None and _weight.is_requested(ctx, 1):
                     ctx.main_grad.addcmul_(grads[1], of_operands)
                 grads[1] = None
-            found = [_scaled(*each, ctx.way) for each in zip(grads, factors, ctx.dtypes, strict=True)]
+            found = [_scale(*each, ctx.way) for each in zip(grads, factors, ctx.dtypes, strict=True)]
             ctx.is_spent = not _device.graph_is_kept()
         if ctx.main_grad is not None:
             found[1] = _weight.empty_sparse_like(ctx.main_grad, ctx.dtypes[1])
@@ -215,9 +215,7 @@ class LossAndGradients(torch.autograd.Function):
         Uncompiled.jvp()
 
 
-def _scaled(
-    grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype, way: Way
-) -> torch.Tensor | None:
+def _scale(grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype, way: Way) -> torch.Tensor | None:
     """``factor · grad``, without a factor ``grad``, rounded to a dtype; where it lies, unless a kept graph holds it."""
     if grad is None:
         return None
@@ -232,7 +230,7 @@ def _scaled(
     return torch.mul(grad, factor, out=grad if in_place else grad.new_empty(grad.shape, dtype=dtype))
 
 
-def _relative(known: float, cotangent: torch.Tensor, added: bool) -> torch.Tensor | None:
+def _compare_cotangents(known: float, cotangent: torch.Tensor, added: bool) -> torch.Tensor | None:
     """The cotangent by the one that the gradients were computed for; None if they are the same.
 
     Raises:
@@ -250,7 +248,7 @@ def _relative(known: float, cotangent: torch.Tensor, added: bool) -> torch.Tenso
     )
 
 
-def _in_float32(x: Tensors) -> Tensors:
+def _cast_operands(x: Tensors) -> Tensors:
     """The operands whose gradients must not be rounded before the cotangent is known, in float32.
 
     float16 has few small numbers, from which loss scaling, a part of the cotangent, keeps away. And dbias is a sum over
@@ -273,14 +271,14 @@ def _walk(
     own = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[6:], strict=True)]
     losses = x.hidden.new_empty(tokens, dtype=torch.float32)
     fields = [torch.empty_like(losses) for _ in names]
-    with _saying_what_was_added(sums, tokens):
+    with _note_added_gradients(sums, tokens):
         for part in parts:
             temperature, floor = [None if y is None else y[part] for y in (x.temperature, x.floor)]
             chunk = x._replace(hidden=x.hidden[part], labels=x.labels[part], temperature=temperature, floor=floor)
-            found, kept = results(plan, chunk, keep=True)
+            found, kept = compute_results(plan, chunk, keep=True)
             for field, name in zip(fields, names, strict=True):
                 field[part] = found[name]  # before loss_fn, which may overwrite what it gets
-            given = _differentiated(plan, found, [y[part] for y in per_token], wanted[6:])
+            given = _differentiate(plan, found, [y[part] for y in per_token], wanted[6:])
             losses[part] = given.losses
             for whole, grad in zip(own, given.per_token, strict=True):
                 if whole is not None and grad is not None:
@@ -295,7 +293,7 @@ def _first_forward(
     plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
     """What `_walk` returns, but of gradients and unit only what a checkpoint compares: shapes and dtypes, no memory."""
-    losses, fields = each_loss(plan._replace(call=call_with(plan.call.text, cache_bytes=0)), x, list(per_token))
+    losses, fields = compute_losses(plan._replace(call=make_call(plan.call.text, cache_bytes=0)), x, list(per_token))
     weight = x.weight[:0].float() if plan.sums(x) else x.weight
     makers = x.hidden, None if plan.into is not None else weight, x.bias, *per_token
     shapes = [None if y is None else y.shape for y in (*x[:3], *per_token)]
@@ -307,7 +305,7 @@ def _first_forward(
 
 
 @contextlib.contextmanager
-def _saying_what_was_added(sums: ChunkSums, tokens: int) -> Iterator[None]:
+def _note_added_gradients(sums: ChunkSums, tokens: int) -> Iterator[None]:
     """Inside, errors say what ``main_grad`` holds of the tokens before."""
     try:
         yield
@@ -320,7 +318,7 @@ def _saying_what_was_added(sums: ChunkSums, tokens: int) -> Iterator[None]:
         raise
 
 
-def unit_of(cotangents: dict[str, torch.Tensor], x: Tensors, call: TorchCall) -> torch.Tensor:
+def choose_unit(cotangents: dict[str, torch.Tensor], x: Tensors, call: TorchCall) -> torch.Tensor:
     """The power of two, ``[1]``, by which the cotangents are multiplied. Bounds of dlogits make it, not dlogits.
 
     Each dlogit is at most ``|logit_scale| / temperature`` times the sum of the cotangents' absolute values. That of the
@@ -370,7 +368,7 @@ class ChunkSums:
         if not cotangents or not any(self._wanted):
             return
         if self._has_units:
-            unit = self._fitted(unit_of(cotangents, chunk, call))
+            unit = self._fitted(choose_unit(cotangents, chunk, call))
             cotangents = {name: cotangent * unit for name, cotangent in cotangents.items()}
         sums = Sums(self._total, owns_cache=True)
         grads = _execute.gradients(chunk, kept, cotangents, self._wanted, call, way, sums)

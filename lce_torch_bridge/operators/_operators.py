@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from lce_torch_bridge._types import Sums, Tensors, TorchCall, call_with
-from lce_torch_bridge.launched_directly._way import way_of
+from lce_torch_bridge._types import Sums, Tensors, TorchCall, make_call
+from lce_torch_bridge.launched_directly._way import choose_way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
 from lce_torch_bridge.tensors._device import check_readable, is_differentiated, is_readable
@@ -38,7 +38,7 @@ def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
     keep = is_differentiated(x.hidden, x.weight, x.bias)
     if _device.nothing_watches() and not _device.any_is_watched(x):
         keep = keep and bool(call.differentiable)
-        found = Eager.apply(*x, call) if keep else _execute.forward(x, call, False, way_of(x.hidden))
+        found = Eager.apply(*x, call) if keep else _execute.forward(x, call, False, choose_way(x.hidden))
         return dict(zip(call.fields, found, strict=False))
     traced = torch.compiler.is_compiling()
     if not call.differentiable or (traced and not keep):  # torch 2.11 traces no Function that nothing differentiates
@@ -102,7 +102,7 @@ class Eager(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Runs the call, and keeps what the backward needs."""
         x, call = Tensors(*inputs[:-1]), inputs[-1]
-        found = _execute.forward(x, call, True, way_of(x.hidden))
+        found = _execute.forward(x, call, True, choose_way(x.hidden))
         ctx.call, count = call, len(call.fields)
         results = tuple(found[:count])
         ctx.set_materialize_grads(False)
@@ -139,7 +139,7 @@ def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.T
     else:
         watched = not _device.nothing_watches() or _device.any_is_watched(saved + grads)
         with _device.lock_backward(ctx):
-            main_grad, owns_cache = may_write(ctx, len(kept) - 1)
+            main_grad, owns_cache = find_writable(ctx, len(kept) - 1)
             told = x, kept, seeds, wanted
             if watched:
                 found = backward(*told, call.text, main_grad, owns_cache)
@@ -175,7 +175,7 @@ class Gradients(torch.autograd.Function):
         refuse_vmap()
 
 
-def may_write(ctx: Any, cached: int) -> tuple[torch.Tensor | None, bool]:
+def find_writable(ctx: Any, cached: int) -> tuple[torch.Tensor | None, bool]:
     """The float32 ``main_grad`` that this backward may add to, and whether it may compute in the cache's memory."""
     if ctx.call.jax.function != "linear_logprobs":
         return None, False
@@ -183,9 +183,9 @@ def may_write(ctx: Any, cached: int) -> tuple[torch.Tensor | None, bool]:
     return main_grad, cached > 0 and not _device.graph_is_kept()
 
 
-def call_of(text: str, weight: torch.Tensor) -> TorchCall:
+def make_call_of_text(text: str, weight: torch.Tensor) -> TorchCall:
     """The call of a `TorchCall.text`, with the size of the vocabulary."""
-    call = call_with(text)
+    call = make_call(text)
     return call if call.jax.vocab_size else _tensor_parallel.set_vocab_size(call, weight)
 
 
@@ -229,12 +229,12 @@ def forward(x: list[torch.Tensor | None], keep: bool, text: str) -> list[torch.T
     if not all(map(is_readable, [y for y in x if y is not None])):
         x = list(map(check_readable, Tensors._fields, x))
     operands = Tensors(*x)  # type: ignore[arg-type]
-    return _execute.forward(operands, call_of(text, operands.weight), keep, way_of(operands.hidden))
+    return _execute.forward(operands, make_call_of_text(text, operands.weight), keep, choose_way(operands.hidden))
 
 
 @torch.library.register_fake(f"{NAME}::forward")  # type: ignore[untyped-decorator]
 def _(x: list[Any], keep: bool, text: str) -> list[torch.Tensor]:
-    return _execute.forward_structs(Tensors(*x), call_with(text), keep)
+    return _execute.forward_structs(Tensors(*x), make_call(text), keep)
 
 
 def run_backward(
@@ -250,7 +250,7 @@ def run_backward(
     operands = Tensors(*x)
     given = {name: seed for name, seed in zip(call.differentiable, seeds, strict=True) if seed is not None}
     sums = Sums(main_grad=main_grad, owns_cache=owns_cache)
-    return _execute.gradients(operands, kept, given, tuple(wanted), call, way_of(operands.hidden), sums)
+    return _execute.gradients(operands, kept, given, tuple(wanted), call, choose_way(operands.hidden), sums)
 
 
 @operator(
@@ -265,12 +265,12 @@ def backward(
 
     A trace, which gives neither, would make copies of what is said to be written to.
     """
-    return run_backward(x, kept, seeds, wanted, call_of(text, x[1]), main_grad, owns_cache)
+    return run_backward(x, kept, seeds, wanted, make_call_of_text(text, x[1]), main_grad, owns_cache)
 
 
 @torch.library.register_fake(f"{NAME}::backward")  # type: ignore[untyped-decorator]
 def _(x: list[Any], _kept: Any, _seeds: Any, wanted: list[bool], *_: Any) -> list[torch.Tensor]:
-    return [y.new_empty(y.shape) for y in _execute.those_wanted(Tensors(*x), wanted)]
+    return [y.new_empty(y.shape) for y in _execute.select_requested(Tensors(*x), wanted)]
 
 
 torch.library.register_autograd(f"{NAME}::backward", refuse_second_derivative)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from lce_jax.types import scalars
-from lce_torch_bridge._types import Reduction, Tensors, Wgrad, call_with
+from lce_torch_bridge._types import Reduction, Tensors, Wgrad, make_call
 from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.ops._logprobs import compute
-from lce_torch_bridge.ops._loss import chunk_rows, limit, sum_of_losses
+from lce_torch_bridge.ops._loss import chunk_rows, resolve_chunk_bytes, sum_losses
 from lce_torch_bridge.tensors import _device
 
 if TYPE_CHECKING:
     from lce_torch_bridge.call._arguments import CrossEntropyOptions, EntropyOptions
 
 NO_OUTPUTS = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")  # options of what a loss does not return
-OF_NO_LOSS = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
-OF_TORCH = {
+REFUSED = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
+ADVICE = {
     "out_features": "call linear_cross_entropy with each head's rows of the weight",
     "weight": scalars.CLASS_WEIGHTS,
     "options": "chunk_bytes= bounds the memory",
@@ -105,30 +105,30 @@ def linear_cross_entropy(
         6.908
         >>> loss.backward()
     """
-    _arguments.check_names(linear_cross_entropy, options, OF_NO_LOSS)
-    smoothing, z_loss, chunk_bytes, left = _checked(reduction, label_smoothing, z_loss, chunk_bytes, options)
+    _arguments.check_names(linear_cross_entropy, options, REFUSED)
+    smoothing, z_loss, chunk_bytes, left = _check_loss_options(reduction, label_smoothing, z_loss, chunk_bytes, options)
     told = Options(where=where, ignore_index=ignore_index, entropy=False, mean_logit=smoothing > 0, **options)
-    given = _arguments.of_call(hidden, weight, labels, told)
+    given = _arguments.parse_arguments(hidden, weight, labels, told)
     _checks.warn_of_labels(given.labels, given.where, given.call.jax.vocab_size, is_cross_entropy=True)
-    x, rows = _arguments.operands(given, _arguments.weight_of(given, told.wgrad))
-    loss_fn = functools.partial(_loss_of_token, smoothing, z_loss)
+    x, rows = _arguments.flatten_operands(given, _arguments.prepare_weight(given, told.wgrad))
+    loss_fn = functools.partial(_compute_token_loss, smoothing, z_loss)
     if reduction == "mean":
-        loss_fn = functools.partial(loss_fn, divisor=_arguments.count(rows, len(x.labels)))
+        loss_fn = functools.partial(loss_fn, divisor=_arguments.count_tokens(rows, len(x.labels)))
     if not (left or _device.is_traced() or _device.any_is_watched(x)):
         if not _fills_main_grad_at_once(given, x, told.wgrad, chunk_bytes):
-            return sum_of_losses(loss_fn, given, x, [], told.wgrad, None, chunk_bytes)[0]
-        given = given._replace(call=call_with(given.call.text, cache_bytes=limit(chunk_bytes)))
-    losses = _arguments.placed(loss_fn(_operators.apply(x, given.call)), rows, given.labels)
+            return sum_losses(loss_fn, given, x, [], told.wgrad, None, chunk_bytes)[0]
+        given = given._replace(call=make_call(given.call.text, cache_bytes=resolve_chunk_bytes(chunk_bytes)))
+    losses = _arguments.place_results(loss_fn(_operators.apply(x, given.call)), rows, given.labels)
     return losses if reduction == "none" else losses.sum()
 
 
-def _checked(
+def _check_loss_options(
     reduction: Any, label_smoothing: Any, z_loss: Any, chunk_bytes: Any, options: Mapping[str, Any]
 ) -> tuple[float, float, int | None, str | None]:
     """The smoothing, the weight of lse² and the bytes of a chunk, checked, and what is left to the backward."""
     scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.smoothing(label_smoothing), scalars.not_negative("z_loss", z_loss)
-    left = _left_to_the_backward(reduction, smoothing, Options(**options))
+    left = refuse_forward_gradients(reduction, smoothing, Options(**options))
     if chunk_bytes is not None:
         chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
         if left:
@@ -140,7 +140,7 @@ def _checked(
     return smoothing, z_loss, chunk_bytes, left
 
 
-def _loss_of_token(
+def _compute_token_loss(
     smoothing: float, z_loss: float, fields: dict[str, torch.Tensor], divisor: int | torch.Tensor = 1
 ) -> torch.Tensor:
     """The loss of each token by its results, divided by what a mean is divided by."""
@@ -152,7 +152,7 @@ def _loss_of_token(
     return loss / divisor
 
 
-def _left_to_the_backward(reduction: str, smoothing: float, told: Options) -> str | None:
+def refuse_forward_gradients(reduction: str, smoothing: float, told: Options) -> str | None:
     """The options for which the gradients are computed in the backward; None if they may be in the forward.
 
     Some ask for it. With a threshold there is little to recompute, and with the others no exponentials are kept.
@@ -216,7 +216,7 @@ def linear_entropy(
     _checks.hidden(hidden)
     labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
     told = Options(**options)
-    out = compute(_arguments.of_call(hidden, weight, labels, told), told.wgrad)
+    out = compute(_arguments.parse_arguments(hidden, weight, labels, told), told.wgrad)
     return out.entropy, out.lse
 
 
@@ -267,11 +267,11 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         super().__init__()
         for name, value in {"out_features": out_features or None, "weight": weight, "options": options}.items():
             if value is not None:
-                raise TypeError(f"LinearCrossEntropyLoss has no {name}, which torch's module has: {OF_TORCH[name]}")
+                raise TypeError(f"LinearCrossEntropyLoss has no {name}, which torch's module has: {ADVICE[name]}")
         own = linear_cross_entropy.__kwdefaults__ or {}
         others = {name: more[name] for name in more if name not in own}
-        _arguments.check_names(linear_cross_entropy, others, OF_NO_LOSS)
-        _checked(reduction, label_smoothing, more.get("z_loss", 0.0), more.get("chunk_bytes"), others)
+        _arguments.check_names(linear_cross_entropy, others, REFUSED)
+        _check_loss_options(reduction, label_smoothing, more.get("z_loss", 0.0), more.get("chunk_bytes"), others)
         self.linear = torch.nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.ignore_index = -100 if ignore_index is None else scalars.integer("ignore_index", ignore_index)
         _arguments.check_values(Options(**others), num_classes)  # type: ignore[arg-type]
@@ -281,7 +281,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     def extra_repr(self) -> str:
         """What ``repr`` says beside the head."""
         names = "reduction", "ignore_index", "label_smoothing"
-        return _arguments.shown({name: getattr(self, name) for name in names} | self.options)
+        return _arguments.format_options({name: getattr(self, name) for name in names} | self.options)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss of ``[..., H]`` and ids ``[...]``. A head that is more than its weight and bias is refused."""

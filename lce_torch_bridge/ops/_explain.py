@@ -77,17 +77,17 @@ def explain(
     """
     _arguments.check_names(explain, options, {})
     told = _arguments.Options(**options)
-    given = _arguments.of_call(hidden, weight, labels, told)
+    given = _arguments.parse_arguments(hidden, weight, labels, told)
     cache = None
     if told.cache_bytes is None:
-        cache_bytes, why = _arguments.cache_by_default(given.hidden, given.weight, told)
+        cache_bytes, why = _arguments.choose_cache_bytes(given.hidden, given.weight, told)
         cache = f"cache_bytes=None is {cache_bytes}: {why}"
     call = given.call
     # Its shape and dtype alone count: nothing is cast.
     weight = torch.empty_like(given.weight, dtype=_weight.find_cast_dtype(given.weight), device="meta")
-    operands, _ = _arguments.operands(given, weight)
+    operands, _ = _arguments.flatten_operands(given, weight)
     reason = refusal(operands, call)
-    if _way.asks_for_jax():
+    if _way.is_jax_requested():
         reason = 'launch_with("jax") asks for JAX'
     described = _device.describe_device(hidden.device)
     with kernels.for_device(described or kernels.Device()):

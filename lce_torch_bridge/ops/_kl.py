@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 import torch
 
 from lce_jax.types import scalars
-from lce_torch_bridge._types import Wgrad, call_with
+from lce_torch_bridge._types import Wgrad, make_call
 from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.operators import _operators
@@ -125,7 +125,7 @@ def linear_kl(
     _arguments.check_unknown(linear_kl, unknown)
     scalars.one_of("direction", direction, scalars.DIRECTIONS)
     beta = scalars.weight_of_jsd(beta, "direction", direction, scalars.DIRECTIONS[:2])
-    _same_tokens(hidden, teacher_hidden)
+    _check_tokens(hidden, teacher_hidden)
     shared = Options(
         tp_group=tp_group, entropy=False, implementation=implementation, vocab_size=vocab_size, where=where
     )
@@ -133,19 +133,19 @@ def linear_kl(
         bias=bias, temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap,
         reduce_grad_hidden=reduce_grad_hidden, wgrad=wgrad, cache_bytes=cache_bytes,
     )  # fmt: skip
-    own = _arguments.of_call(hidden, weight, hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64), options)
+    own = _arguments.parse_arguments(hidden, weight, hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64), options)
     options = shared._replace(
         bias=teacher_bias,
-        temperature=_or_same(teacher_temperature, temperature),
-        logit_scale=_scale_or_cap("logit_scale", teacher_logit_scale, own.call.jax.logit_scale, 1.0),
-        logit_softcap=_scale_or_cap("logit_softcap", teacher_logit_softcap, own.call.jax.logit_softcap, None),
+        temperature=_resolve_same(teacher_temperature, temperature),
+        logit_scale=_resolve_unset("logit_scale", teacher_logit_scale, own.call.jax.logit_scale, 1.0),
+        logit_softcap=_resolve_unset("logit_softcap", teacher_logit_softcap, own.call.jax.logit_softcap, None),
     )
-    with _of_the_teacher():
-        others = _arguments.of_call(teacher_hidden, teacher_weight, own.labels, options)
+    with _name_teacher_in_errors():
+        others = _arguments.parse_arguments(teacher_hidden, teacher_weight, own.labels, options)
     _check_columns(own, others, vocab_size)
-    weight, bias, teacher_weight, teacher_bias = _heads(own, others, wgrad)
-    x, rows = _arguments.operands(own, weight)
-    y, _ = _arguments.operands(others._replace(where=rows), teacher_weight)
+    weight, bias, teacher_weight, teacher_bias = _select_heads(own, others, wgrad)
+    x, rows = _arguments.flatten_operands(own, weight)
+    y, _ = _arguments.flatten_operands(others._replace(where=rows), teacher_weight)
     x = x._replace(
         bias=bias,
         teacher_hidden=y.hidden.detach(),
@@ -153,7 +153,7 @@ def linear_kl(
         teacher_bias=teacher_bias,
         teacher_temperature=y.temperature,
     )
-    call = call_with(
+    call = make_call(
         own.call.text,
         function="linear_kl",
         direction=direction,
@@ -163,12 +163,12 @@ def linear_kl(
         has_temperature=x.temperature is not None,
         has_teacher_temperature=y.temperature is not None,
     )
-    return _arguments.placed(_operators.apply(x, call)["linear_kl"], rows, own.labels)
+    return _arguments.place_results(_operators.apply(x, call)["linear_kl"], rows, own.labels)
 
 
-def _heads(own: Arguments, others: Arguments, wgrad: Wgrad) -> list[Any]:
+def _select_heads(own: Arguments, others: Arguments, wgrad: Wgrad) -> list[Any]:
     """Weight and bias of the student, then of the teacher without a gradient; the columns that both have."""
-    weight, teachers = _arguments.weight_of(own, wgrad), _arguments.weight_of(others, "return").detach()
+    weight, teachers = _arguments.prepare_weight(own, wgrad), _arguments.prepare_weight(others, "return").detach()
     heads = [weight, own.bias, teachers, None if others.bias is None else others.bias.detach()]
     least = min(weight.shape[0], teachers.shape[0])
     if own.call.group != _tensor_parallel.NO_GROUP or weight.shape[0] == teachers.shape[0]:
@@ -176,22 +176,22 @@ def _heads(own: Arguments, others: Arguments, wgrad: Wgrad) -> list[Any]:
     return [None if x is None else x[:least] for x in heads]
 
 
-def _or_same(teachers: Any, own: Any) -> Any:
+def _resolve_same(teachers: Any, own: Any) -> Any:
     return own if isinstance(teachers, str) and teachers == "same" else teachers
 
 
-def _scale_or_cap(name: str, teachers: Any, own: float | None, neutral: float | None) -> Any:
+def _resolve_unset(name: str, teachers: Any, own: float | None, neutral: float | None) -> Any:
     """The teacher's; one that is not given is the neutral one, and none if the student's is not neutral."""
     if not (isinstance(teachers, str) and teachers == "unset"):
-        return _or_same(teachers, own)
+        return _resolve_same(teachers, own)
     if own != neutral:
         raise scalars.of_the_student_alone(name, own, neutral)
     return neutral
 
 
-def _same_tokens(hidden: Any, teacher_hidden: Any) -> None:
+def _check_tokens(hidden: Any, teacher_hidden: Any) -> None:
     _checks.hidden(hidden)
-    with _of_the_teacher():
+    with _name_teacher_in_errors():
         _checks.hidden(teacher_hidden)
         if teacher_hidden.shape[:-1] != hidden.shape[:-1]:
             raise ValueError(
@@ -216,7 +216,7 @@ def _check_columns(own: Arguments, others: Arguments, vocab_size: Any) -> None:
 
 
 @contextlib.contextmanager
-def _of_the_teacher() -> Iterator[None]:
+def _name_teacher_in_errors() -> Iterator[None]:
     """Errors about the teacher's arguments say so."""
     try:
         yield

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Never
 
 import torch
 
-from lce_torch_bridge._types import LogprobOutput, Wgrad, call_with
+from lce_torch_bridge._types import LogprobOutput, Wgrad, make_call
 from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.call._arguments import Options
 from lce_torch_bridge.operators import _operators
@@ -106,10 +106,10 @@ def linear_logits(
         wgrad=wgrad,
         implementation=implementation,
     )
-    given = _arguments.of_call(hidden, weight, ids[..., 0], options)
-    x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
-    found = _operators.apply(x, call_with(given.call.text, function="linear_logits"))
-    return _arguments.placed(found["linear_logits"], rows, given.labels)
+    given = _arguments.parse_arguments(hidden, weight, ids[..., 0], options)
+    x, rows = _arguments.flatten_operands(given, _arguments.prepare_weight(given, wgrad))
+    found = _operators.apply(x, make_call(given.call.text, function="linear_logits"))
+    return _arguments.place_results(found["linear_logits"], rows, given.labels)
 
 
 def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> LogprobOutput:

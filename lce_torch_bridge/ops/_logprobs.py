@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from lce_torch_bridge._types import PerhapsWithoutEntropy
-    from lce_torch_bridge.call._arguments import OptionsBesideEntropy
+    from lce_torch_bridge.call._arguments import OptionsExceptEntropy
 
 
 @overload
 def linear_logprobs(  # type: ignore[overload-overlap]  # bool has True in it
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *,
-    entropy: Literal[True, "metric"] = True, **options: Unpack[OptionsBesideEntropy],
+    entropy: Literal[True, "metric"] = True, **options: Unpack[OptionsExceptEntropy],
 ) -> LogprobOutput: ...  # fmt: skip
 @overload
 def linear_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *,
-    entropy: Entropy, **options: Unpack[OptionsBesideEntropy],
+    entropy: Entropy, **options: Unpack[OptionsExceptEntropy],
 ) -> PerhapsWithoutEntropy: ...  # fmt: skip
 def linear_logprobs(
     hidden: torch.Tensor,
@@ -230,15 +230,15 @@ def linear_logprobs(
         implementation=implementation,
         lora=lora,
     )
-    given = _arguments.of_call(hidden, weight, labels, options)
+    given = _arguments.parse_arguments(hidden, weight, labels, options)
     _checks.warn_of_labels(given.labels, given.where, given.call.jax.vocab_size)
     return compute(given, wgrad)
 
 
 def compute(given: Arguments, wgrad: Wgrad) -> LogprobOutput:
     """The results of checked arguments."""
-    x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
+    x, rows = _arguments.flatten_operands(given, _arguments.prepare_weight(given, wgrad))
     found: dict[str, Any] = _operators.apply(x, given.call)
     if rows is not None or given.labels.ndim != 1:
-        found = {name: _arguments.placed(result, rows, given.labels) for name, result in found.items()}
+        found = {name: _arguments.place_results(result, rows, given.labels) for name, result in found.items()}
     return LogprobOutput(entropy=found.pop("entropy", None), **found)

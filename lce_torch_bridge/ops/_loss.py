@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from lce_jax.types import scalars
-from lce_torch_bridge._types import Entropy, LogprobOutput, Tensors, TorchCall, Wgrad, call_with
+from lce_torch_bridge._types import Entropy, LogprobOutput, Tensors, TorchCall, Wgrad, make_call
 from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.call._arguments import Arguments, Options
-from lce_torch_bridge.launched_directly._way import way_of
+from lce_torch_bridge.launched_directly._way import choose_way
 from lce_torch_bridge.operators import _loss
 from lce_torch_bridge.operators._loss import LossAndGradients, LossPlan
-from lce_torch_bridge.ops._mixed_tokens import TokenLosses, key_of, refuse_mixed_tokens
+from lce_torch_bridge.ops._mixed_tokens import TokenLosses, make_key, refuse_mixed_tokens
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
 from lce_torch_bridge.tensors._device import is_differentiated
 from lce_torch_bridge.tensors._weight import check_main_grad
@@ -152,7 +152,7 @@ def linear_loss(
     if chunk_bytes is not None:
         chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
     told = Options(where=where, ignore_index=ignore_index, wgrad=wgrad, **rest)
-    given = _arguments.of_call(hidden, weight, labels, told)
+    given = _arguments.parse_arguments(hidden, weight, labels, told)
     if not (_checks.has_values(given.hidden) and _checks.has_values(given.weight)):
         raise NotImplementedError(
             "linear_loss differentiates loss_fn as it runs, which meta and fake tensors and transforms of torch.func "
@@ -161,9 +161,11 @@ def linear_loss(
     _checks.warn_of_labels(given.labels, given.where, given.call.jax.vocab_size)
     if cotangent is not None:
         cotangent = scalars.number("cotangent", cotangent)
-    x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
+    x, rows = _arguments.flatten_operands(given, _arguments.prepare_weight(given, wgrad))
     arguments = {f"per_token[{i}]": y for i, y in enumerate(per_token)} | named
-    tensors = {name: _flat(name, y, given, rows) for name, y in arguments.items() if not scalars.is_number(y)}
+    tensors = {
+        name: _flatten_per_token(name, y, given, rows) for name, y in arguments.items() if not scalars.is_number(y)
+    }
 
     def of_fields(fields: dict[str, torch.Tensor], *own: torch.Tensor) -> torch.Tensor:
         found = arguments | dict(zip(tensors, own, strict=True))
@@ -171,17 +173,17 @@ def linear_loss(
         return loss_fn(fields["logprobs"], fields.get("entropy"), fields["lse"], *by_place, **by_name)
 
     own = [*tensors.values()]
-    total, fields = sum_of_losses(of_fields, given, x, own, wgrad, cotangent, chunk_bytes)
+    total, fields = sum_losses(of_fields, given, x, own, wgrad, cotangent, chunk_bytes)
     differentiable = given.call.differentiable if is_differentiated(*x[:3]) else ()
     refuse_mixed_tokens(
-        key_of(loss_fn, arguments.values()),
+        make_key(loss_fn, arguments.values()),
         x.hidden.device,
         functools.partial(TokenLosses, of_fields, fields, own, differentiable),
         functools.partial(
             _refusal, where, ignore_index, [*rest], labels, wgrad == "main_grad" and cotangent is not None
         ),
     )
-    placed: Any = {name: _arguments.placed(field, rows, given.labels) for name, field in fields.items()}
+    placed: Any = {name: _arguments.place_results(field, rows, given.labels) for name, field in fields.items()}
     return total, LogprobOutput(**{"entropy": None, **placed})
 
 
@@ -211,7 +213,7 @@ def _refusal(
     return error
 
 
-def sum_of_losses(
+def sum_losses(
     loss_fn: Callable[..., torch.Tensor],
     given: Arguments,
     x: Tensors,
@@ -222,16 +224,16 @@ def sum_of_losses(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The sum of ``loss_fn(results by name, *own)`` over the tokens of ``x``, and these results."""
     plan = LossPlan(
-        loss_fn, given.call, chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call), way_of(x.hidden)
+        loss_fn, given.call, chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call), choose_way(x.hidden)
     )
     told: Any = {
         f"{name}.requires_grad": is_differentiated(y) for name, y in (("hidden", x.hidden), ("weight", x.weight))
     }
-    told |= {"weight.dtype": x.weight.dtype, "chunk_bytes": limit(chunk_bytes), "wgrad": wgrad}
+    told |= {"weight.dtype": x.weight.dtype, "chunk_bytes": resolve_chunk_bytes(chunk_bytes), "wgrad": wgrad}
     _tensor_parallel.compare_options(given.call, x.hidden.device, in_chunks=True, bias=x.bias is not None, **told)
     if not is_differentiated(*x[:3]):
-        return _loss.without_gradients(plan, x, own)
-    of_chunks = call_with(plan.call.text, cache_bytes=_loss.ALL)
+        return _loss.sum_losses(plan, x, own)
+    of_chunks = make_call(plan.call.text, cache_bytes=_loss.ALL)
     main_grad = check_main_grad(given.weight) if wgrad == "main_grad" else None
     plan = plan._replace(call=of_chunks, main_grad=main_grad, cotangent=cotangent)
     _refuse_recomputation(plan)
@@ -239,7 +241,7 @@ def sum_of_losses(
     return total, dict(zip(given.call.fields, found, strict=True))
 
 
-def limit(chunk_bytes: int | None) -> int:
+def resolve_chunk_bytes(chunk_bytes: int | None) -> int:
     """What an option of chunk_bytes stands for."""
     return CHUNK_BYTES if chunk_bytes is None else chunk_bytes
 
@@ -254,7 +256,7 @@ def chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad
     chunk where they take no more than a chunk and what the sum has beyond dweight: it is faster and holds less. Not
     where a sum is kept anyway, where no exponentials are, or on a CPU, where they are float32.
     """
-    on_cpu, given = weight.device.type == "cpu", limit(chunk_bytes)
+    on_cpu, given = weight.device.type == "cpu", resolve_chunk_bytes(chunk_bytes)
     row_bytes = weight.shape[0] * (4 if on_cpu else weight.element_size())
     sums = wgrad == "return" and weight.requires_grad and weight.dtype == torch.bfloat16
     spared = weight.numel() * 2 if sums and not (on_cpu or call.jax.gradient_threshold) else 0
@@ -273,10 +275,10 @@ def _refuse_recomputation(plan: LossPlan) -> None:
         )
 
 
-def _flat(name: str, y: Any, given: Arguments, rows: torch.Tensor | None) -> torch.Tensor:
+def _flatten_per_token(name: str, y: Any, given: Arguments, rows: torch.Tensor | None) -> torch.Tensor:
     """A per-token argument of the tokens that are kept, flat."""
     labels = given.labels
     (plain,) = _dtensor.tokens(**{name: y})
-    whole = _checks.per_token(name, plain, given.hidden, labels)
-    flat: torch.Tensor = _arguments.only_rows(whole.reshape(labels.numel(), *whole.shape[labels.ndim :]), rows, 0.0)
+    whole = _checks.expand_per_token(name, plain, given.hidden, labels)
+    flat: torch.Tensor = _arguments.select_rows(whole.reshape(labels.numel(), *whole.shape[labels.ndim :]), rows, 0.0)
     return flat

@@ -37,7 +37,7 @@ _compared: set[Hashable] = set()
 def refuse_mixed_tokens(
     key: Hashable, device: torch.device, losses: Callable[[], TokenLosses], refusal: Callable[[str], ValueError]
 ) -> None:
-    """Refuses a function of this `key_of`, once, if the loss of a token depends on other tokens.
+    """Refuses a function of this `make_key`, once, if the loss of a token depends on other tokens.
 
     A function that draws random numbers or does not repeat itself is not compared. torch's random numbers stay as they
     are. A capture of a CUDA graph, and whatever records operators, leave the comparison to another call.
@@ -65,7 +65,7 @@ def _compare(
     tried: TokenLosses, draws_numbers: Callable[[], bool], refusal: Callable[[str], ValueError]
 ) -> bool | torch.Tensor:
     """Whether the losses need not be compared again: those of 0, as of advantages of 0, say nothing."""
-    for compute in (tried.in_parts, tried.with_others_moved):
+    for compute in (tried.split_tokens, tried.move_other_tokens):
         try:
             together, apart, change = compute()
             differs = _differ(together, apart)
@@ -98,7 +98,7 @@ class TokenLosses:
         """T."""
         return len(self.fields["lse"])
 
-    def in_parts(self) -> Compared:
+    def split_tokens(self) -> Compared:
         """A few tokens, together and in two parts.
 
         Their results are moved, up in the first part and down in the second: equal ones, as of a policy that has not
@@ -110,17 +110,23 @@ class TokenLosses:
             rows = places // 2 * (self.tokens // (MOST // 2)) + places % 2
         first = FIRST if count >= 2 * FIRST else 1
         moves = MOVE * (1 - 2 * places / (count - 1))
-        together = self._of(rows, moves)
-        apart = torch.cat([self._of(rows[part], moves[part]) for part in (slice(first), slice(first, count))])
+        together = self._compute_losses(rows, moves)
+        apart = torch.cat(
+            [self._compute_losses(rows[part], moves[part]) for part in (slice(first), slice(first, count))]
+        )
         return together, apart, f"where {count} tokens are divided into {first} and {count - first}"
 
-    def with_others_moved(self) -> Compared:
+    def move_other_tokens(self) -> Compared:
         """Every second token of all, as they are and where all real numbers of the others are moved."""
         rows = torch.arange(self.tokens, device=self.fields["lse"].device)
-        together, apart = (self._of(rows, moves, -moves / 2)[::2] for moves in (rows % 2 * 0.0, rows % 2 * -MOVE))
+        together, apart = (
+            self._compute_losses(rows, moves, -moves / 2)[::2] for moves in (rows % 2 * 0.0, rows % 2 * -MOVE)
+        )
         return together, apart, "where the numbers of other tokens are changed"
 
-    def _of(self, rows: torch.Tensor, moves: torch.Tensor, moves_of_own: torch.Tensor | None = None) -> torch.Tensor:
+    def _compute_losses(
+        self, rows: torch.Tensor, moves: torch.Tensor, moves_of_own: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Losses of these rows, from copies: the function may overwrite what it gets, and what it returned before."""
         fields = {name: x.detach()[rows] for name, x in self.fields.items()}
         for name, x in fields.items():
@@ -161,15 +167,15 @@ def _are_same(ones: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(ones, others, strict=False))
 
 
-def key_of(function: Any, numbers: Iterable[Any] = ()) -> Hashable:
+def make_key(function: Any, numbers: Iterable[Any] = ()) -> Hashable:
     """What tells functions apart: code, and the names, flags and functions that it closes over.
 
     Not tensors and other numbers, which change from step to step.
     """
-    return _part_of_key(function, set()), *(x for x in numbers if x is True or x is False)
+    return _make_key_part(function, set()), *(x for x in numbers if x is True or x is False)
 
 
-def _part_of_key(x: Any, seen: set[int]) -> Hashable:
+def _make_key_part(x: Any, seen: set[int]) -> Hashable:
     if isinstance(x, NAMES):
         return x
     if isinstance(x, NUMBERS) or id(x) in seen:
@@ -178,12 +184,12 @@ def _part_of_key(x: Any, seen: set[int]) -> Hashable:
     if isinstance(x, types.FunctionType):
         parts = [cell.cell_contents for cell in x.__closure__ or () if cell != EMPTY_CELL]
         parts += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-        return x.__code__, *[_part_of_key(part, seen) for part in parts]
+        return x.__code__, *[_make_key_part(part, seen) for part in parts]
     if isinstance(x, functools.partial | types.MethodType):
         parts = (
             [x.func, *x.args, *x.keywords.values()] if isinstance(x, functools.partial) else [x.__func__, x.__self__]
         )
-        return type(x), *[_part_of_key(part, seen) for part in parts]
+        return type(x), *[_make_key_part(part, seen) for part in parts]
     # An object, such as a module or a configuration: what stands in it, and no further.
     inside = x.values() if isinstance(x, dict) else getattr(x, "__dict__", {}).values()
     return type(x), *[y for y in inside if isinstance(y, NAMES)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Never
 import torch
 
 from lce_jax.types import scalars
-from lce_torch_bridge._types import TopK, call_with
+from lce_torch_bridge._types import TopK, make_call
 from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Options
 from lce_torch_bridge.operators import _operators
@@ -101,13 +101,15 @@ def linear_topk(
         where=where,
         implementation=implementation,
     )
-    given = _arguments.of_call(hidden, weight, hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64), options)
+    given = _arguments.parse_arguments(
+        hidden, weight, hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64), options
+    )
     columns = given.weight.shape[0] * (1 if tp_group is None else tp_group.size())
     scalars.num_largest(k, given.call.jax.vocab_size or columns)
-    x, rows = _arguments.operands(given, _arguments.weight_of(given, "return").detach())
+    x, rows = _arguments.flatten_operands(given, _arguments.prepare_weight(given, "return").detach())
     x = x._replace(hidden=x.hidden.detach(), bias=None if x.bias is None else x.bias.detach())
-    found = _operators.apply(x, call_with(given.call.text, function="linear_topk", top_k=int(k)))
+    found = _operators.apply(x, make_call(given.call.text, function="linear_topk", top_k=int(k)))
     ids, logprobs, lse = found.values()
     # The ids of tokens that are left out are -1, and `placed` gives them 0.
-    above, *others = [_arguments.placed(y, rows, given.labels) for y in (ids + 1, logprobs, lse)]
+    above, *others = [_arguments.place_results(y, rows, given.labels) for y in (ids + 1, logprobs, lse)]
     return TopK(above - 1, *others)

@@ -285,7 +285,7 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda i: t
 empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]  # shape, strides, dtype; on the GPU
 empty = getattr(_guards, "_empty_strided_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2], device="cuda"))
 
-type Allocated = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+type Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def describe_allocation(shape: Sequence[int], dtype: torch.dtype) -> Allocation:

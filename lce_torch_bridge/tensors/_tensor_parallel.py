@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lce_torch_bridge._types import TorchCall, call_with
+from lce_torch_bridge._types import TorchCall, make_call
 from lce_torch_bridge.tensors import _device
 
 NO_GROUP = ""  # the name that stands for no group
@@ -65,7 +65,7 @@ def size_and_rank(name: str) -> tuple[int, int]:
 def set_vocab_size(call: TorchCall, weight: torch.Tensor) -> TorchCall:
     """The call, which has been traced, with the size of its vocabulary."""
     shards, _ = size_and_rank(call.group)
-    return call_with(call.text, vocab_size=int(weight.shape[0]) * shards)
+    return make_call(call.text, vocab_size=int(weight.shape[0]) * shards)
 
 
 def compute_checksum(*given: object) -> int:

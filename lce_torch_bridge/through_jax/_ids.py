@@ -24,12 +24,21 @@ from lce_jax.run import _local
 from lce_torch_bridge._types import Tensors, TorchCall
 from lce_torch_bridge.tensors import _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _programs
-from lce_torch_bridge.through_jax._programs import ProgramKey, counted, key_of, logit_options, program, tags_of
+from lce_torch_bridge.through_jax._programs import (
+    ProgramKey,
+    build_program,
+    logit_options,
+    make_key,
+    make_tags,
+    unpack_rows,
+)
 
 
 def logits(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """``[T, K]``, float32; 0 where the id is none or out of vocabulary. To keep over a group: where it is NaN."""
-    found = _run_padded(program(at_ids, key_of(call, x.weight)), x, _packed(x, call))[0][: x.hidden.shape[0]]
+    found = _run_padded(build_program(compute_logits, make_key(call, x.weight)), x, _pack_tokens(x, call))[0][
+        : x.hidden.shape[0]
+    ]
     if call.group == _tensor_parallel.NO_GROUP:
         return [found.clone()]  # in torch's memory
     found = _tensor_parallel.add_parts(found, call.jax.num_candidates, call.group)
@@ -39,7 +48,7 @@ def logits(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
 def logits_structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """What `logits` returns, uninitialised."""
     dtypes = [torch.float32, *([torch.bool] if keep and call.group != _tensor_parallel.NO_GROUP else [])]
-    return [x.hidden.new_empty(_ids_of(x).shape, dtype=dtype) for dtype in dtypes]
+    return [x.hidden.new_empty(_require_ids(x).shape, dtype=dtype) for dtype in dtypes]
 
 
 def gradients(
@@ -53,8 +62,8 @@ def gradients(
     (cotangent,) = cotangents.values()
     for differs in kept:
         cotangent = cotangent.masked_fill(differs, torch.nan)
-    run = program(pull_back, key_of(call, x.weight), wanted, not call.reduce_grad_hidden)
-    grads = _run_padded(run, x, _packed(x, call, cotangent.view(torch.int32)))
+    run = build_program(pull_back, make_key(call, x.weight), wanted, not call.reduce_grad_hidden)
+    grads = _run_padded(run, x, _pack_tokens(x, call, cotangent.view(torch.int32)))
     if wanted[0]:
         grads[0] = grads[0][: x.hidden.shape[0]]
         if call.reduce_grad_hidden:
@@ -65,16 +74,16 @@ def gradients(
 def topk(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     """Ids ``[T, k]`` int64, log-probabilities ``[T, k]`` and lse ``[T]``. No backward follows."""
     del keep
-    tokens, k, key = x.hidden.shape[0], call.jax.top_k, key_of(call, x.weight)
+    tokens, k, key = x.hidden.shape[0], call.jax.top_k, make_key(call, x.weight)
     numbers = x.hidden.new_zeros((tokens, 1), dtype=torch.float32) if x.temperature is None else x.temperature[:, None]
-    run = program(most_likely, key, x.temperature is not None)
+    run = build_program(compute_topk, key, x.temperature is not None)
     packed = _run_padded(run, x, numbers.view(torch.int32))[0][:tokens]
     if key.shards == 1:
         floats = packed[:, k:].view(torch.float32)
         return [packed[:, :k].long(), floats[:, :k].clone(), floats[:, k].clone()]
     rows = x.weight.shape[0]
     given = _tensor_parallel.compute_checksum(tokens, rows, *logit_options(call))
-    return _merged(packed, key.shard * rows, numbers.view(torch.int32) + given, call)  # tags: a temperature's bits
+    return _merge_ranks(packed, key.shard * rows, numbers.view(torch.int32) + given, call)  # tags: a temperature's bits
 
 
 def topk_structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
@@ -85,7 +94,7 @@ def topk_structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     return [x.hidden.new_empty((T, k), dtype=torch.int64), *floats]
 
 
-def _merged(packed: torch.Tensor, start: int, tags: torch.Tensor, call: TorchCall) -> list[torch.Tensor]:
+def _merge_ranks(packed: torch.Tensor, start: int, tags: torch.Tensor, call: TorchCall) -> list[torch.Tensor]:
     """The k largest of all ranks, from one all-gather of 2k + 2 numbers per token."""
     k = call.jax.top_k
     ids, floats = packed[:, :k], packed[:, k:].view(torch.float32)
@@ -106,14 +115,14 @@ def _merged(packed: torch.Tensor, start: int, tags: torch.Tensor, call: TorchCal
     return [torch.where(lse.isnan()[:, None], -1, found), logprobs, lse]
 
 
-def _ids_of(x: Tensors) -> torch.Tensor:
+def _require_ids(x: Tensors) -> torch.Tensor:
     assert x.candidates is not None
     return x.candidates
 
 
-def _packed(x: Tensors, call: TorchCall, *further: torch.Tensor) -> torch.Tensor:
+def _pack_tokens(x: Tensors, call: TorchCall, *further: torch.Tensor) -> torch.Tensor:
     """Ids, ``further`` and the temperature, if there is one."""
-    ids = _ids_of(x).long()
+    ids = _require_ids(x).long()
     inside = (ids >= 0) & (ids < call.jax.vocab_size)  # before the next cast: 2³² + 3 is not 3
     columns = [ids.where(inside, -1).int(), *further]
     if x.temperature is not None:
@@ -128,14 +137,14 @@ def _run_padded(run: Any, x: Tensors, per_token: torch.Tensor) -> list[torch.Ten
     return found
 
 
-def at_ids(key: ProgramKey, hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
+def compute_logits(key: ProgramKey, hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
     """``[P, K]``. Over a group, two more columns are this shard's `lce_jax.run._local.differences`."""
-    num_rows, given = counted(per_token, hidden.shape[0])
-    columns, _, options = _given(key, given, num_rows, weight, further=0)
+    num_rows, given = unpack_rows(per_token, hidden.shape[0])
+    columns, _, options = _unpack_tokens(key, given, num_rows, weight, further=0)
     found = lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
     if key.shards == 1:
         return [found]
-    tags = tags_of([given.T], num_rows, weight.shape[0], *logit_options(key.call))
+    tags = make_tags([given.T], num_rows, weight.shape[0], *logit_options(key.call))
     return [jnp.concatenate([found, _local.differences(tags, key.shard, key.shards)], 1)]
 
 
@@ -143,8 +152,8 @@ def pull_back(
     key: ProgramKey, wanted: tuple[bool, ...], rounded: bool, hidden: Any, weight: Any, bias: Any, per_token: Any
 ) -> list[Any]:
     """``rounded``: dhidden is in hidden's dtype, because no sum over the group follows."""
-    num_rows, given = counted(per_token, hidden.shape[0])
-    columns, cotangent, options = _given(key, given, num_rows, weight, further=key.call.jax.num_candidates)
+    num_rows, given = unpack_rows(per_token, hidden.shape[0])
+    columns, cotangent, options = _unpack_tokens(key, given, num_rows, weight, further=key.call.jax.num_candidates)
 
     def call(hidden: Any, weight: Any, bias: Any) -> Any:
         return lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
@@ -153,7 +162,9 @@ def pull_back(
     return [grad for grad, want in zip(pull_back(cotangent), wanted, strict=True) if want]
 
 
-def _given(key: ProgramKey, given: Any, num_rows: Any, weight: Any, further: int) -> tuple[Any, Any, dict[str, Any]]:
+def _unpack_tokens(
+    key: ProgramKey, given: Any, num_rows: Any, weight: Any, further: int
+) -> tuple[Any, Any, dict[str, Any]]:
     """This shard's column of each id, -1 for others; the cotangents, if any; and the options."""
     call = key.call.jax
     K = call.num_candidates
@@ -170,7 +181,7 @@ def _given(key: ProgramKey, given: Any, num_rows: Any, weight: Any, further: int
     return jnp.where(owned, own, -1), rest[:, :further], options
 
 
-def most_likely(key: ProgramKey, tempered: bool, hidden: Any, weight: Any, bias: Any, per_token: Any) -> Any:
+def compute_topk(key: ProgramKey, tempered: bool, hidden: Any, weight: Any, bias: Any, per_token: Any) -> Any:
     """``[P, 2k + 1]``: ids in the shard, logprobs and lse; of a shard logits, and ln Σ e^u relative to the largest."""
     call, (rows, columns) = key.call.jax, (hidden.shape[0], weight.shape[0])
     columns = min(max(call.vocab_size - key.shard * columns, 0), columns)  # those that are no padding
@@ -181,19 +192,19 @@ def most_likely(key: ProgramKey, tempered: bool, hidden: Any, weight: Any, bias:
     given |= {"logit_scale": call.logit_scale, "logit_softcap": call.logit_softcap}
     if not columns:  # padding alone
         none = jnp.full((rows, wanted), -jnp.inf)
-        return _as_bits(jnp.zeros((rows, wanted), jnp.int32), none, none[:, 0])
+        return _pack_bits(jnp.zeros((rows, wanted), jnp.int32), none, none[:, 0])
     told: dict[str, Any] = {
         "vocab_size": columns, "precision": key.precision, "implementation": call.requested,
     }  # fmt: skip
     found = lce_jax.linear_topk(hidden, weight, k, **given, **told)
     if key.shards == 1:
-        return _as_bits(*found)
+        return _pack_bits(*found)
     z = lce_jax.linear_logits(hidden, weight, found.ids, **given)
     missing = ((0, 0), (0, wanted - k))
     log_sumexp = -jnp.max(found.logprobs, axis=1)
-    return _as_bits(jnp.pad(found.ids, missing), jnp.pad(z, missing, constant_values=-jnp.inf), log_sumexp)
+    return _pack_bits(jnp.pad(found.ids, missing), jnp.pad(z, missing, constant_values=-jnp.inf), log_sumexp)
 
 
-def _as_bits(ids: Any, floats: Any, last: Any) -> Any:
+def _pack_bits(ids: Any, floats: Any, last: Any) -> Any:
     bits = lax.bitcast_convert_type(jnp.concatenate([floats, last[:, None]], 1), jnp.int32)
     return jnp.concatenate([ids, bits], 1)

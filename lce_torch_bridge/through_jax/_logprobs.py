@@ -2,7 +2,7 @@
 
     statistics   hidden, weight, bias, tokens               ->  this shard's statistics, packed [F, P], and its cache
     results      tokens, the shards' statistics [N, F, P]   ->  outputs and what the backward needs, packed [O + S, P]
-    whole        both in one, for a vocabulary that is not split
+    single_shard        both in one, for a vocabulary that is not split
     pull_back    operands, cache and a sum of dweight       ->  those of dhidden, dweight and dbias that are wanted
 
 ``tokens`` has two columns for the halves of each int64 label, one for the temperature and one for the floor, if there
@@ -29,14 +29,14 @@ from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax import _runtime as runtime
 from lce_torch_bridge.through_jax._programs import (
     ProgramKey,
-    as_rows,
-    counted,
-    key_of,
+    append_tags,
+    build_program,
+    check_tags,
     logit_options,
-    of_equal_tags,
-    program,
-    tags_of,
-    with_tags,
+    make_key,
+    make_tags,
+    pack_arrays,
+    unpack_rows,
 )
 
 type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, what is per token
@@ -44,33 +44,35 @@ type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, w
 
 def forward(x: Tensors, call: TorchCall, keep_cache: bool, lend_cache: bool) -> list[Any]:
     """What `operators._execute.forward` returns."""
-    tokens, key, fields = x.labels.shape[0], key_of(call, x.weight), call.fields
+    tokens, key, fields = x.labels.shape[0], make_key(call, x.weight), call.fields
     # The backward takes all tokens at once, so one cache must hold all of them.
     pieces = _padding.pieces(tokens, at_once=keep_cache)
     inputs = [
-        (_padding.pad(x.hidden[piece.tokens], piece.rows), x.weight, x.bias, _tokens(x, piece, call))
+        (_padding.pad(x.hidden[piece.tokens], piece.rows), x.weight, x.bias, _pack_tokens(x, piece, call))
         for piece in pieces
     ]
     if key.shards == 1:
-        whole_of = program(whole, key, keep_cache, fields, call.megatron)
+        whole_of = build_program(single_shard, key, keep_cache, fields, call.megatron)
         found = _programs.run(whole_of, *inputs, lend=lend_cache)
         packed = [first for first, *_ in found]
     else:
-        found = _programs.run(program(statistics, key, keep_cache), *inputs, lend=lend_cache)
-        packed = _merged([first for first, *_ in found], inputs, key, call)
+        found = _programs.run(build_program(statistics, key, keep_cache), *inputs, lend=lend_cache)
+        packed = _merge_ranks([first for first, *_ in found], inputs, key, call)
     cache = found[0][1:]  # a forward that keeps one takes a single piece
-    return [*_unpacked(packed, fields, call.jax.num_candidates, tokens), *cache]
+    return [*_unpack_results(packed, fields, call.jax.num_candidates, tokens), *cache]
 
 
-def _merged(sent: list[torch.Tensor], inputs: Sequence[Inputs], key: ProgramKey, call: TorchCall) -> list[torch.Tensor]:
+def _merge_ranks(
+    sent: list[torch.Tensor], inputs: Sequence[Inputs], key: ProgramKey, call: TorchCall
+) -> list[torch.Tensor]:
     """The pieces' results from the statistics of all ranks, with one collective for all pieces."""
     gathered = _tensor_parallel.gather(sent[0] if len(sent) == 1 else torch.cat(sent, 1), call.group)
     of_pieces = zip(inputs, gathered.split(sent[0].shape[1], 2), strict=True)
-    merge = program(results, key, call.fields, call.megatron)
+    merge = build_program(results, key, call.fields, call.megatron)
     return [packed for (packed,) in _programs.run(merge, *[(given[3], every) for given, every in of_pieces], waits=1)]
 
 
-def _unpacked(
+def _unpack_results(
     parts: list[torch.Tensor], fields: tuple[str, ...], num_candidates: int, tokens: int
 ) -> list[torch.Tensor]:
     """The outputs, one by one, and what the backward needs, from the pieces' packed results without the padding.
@@ -88,7 +90,7 @@ def _unpacked(
     return [*outputs, packed[row:].clone(memory_format=torch.contiguous_format)]
 
 
-def _tokens(x: Tensors, piece: _padding.Piece, call: TorchCall) -> torch.Tensor:
+def _pack_tokens(x: Tensors, piece: _padding.Piece, call: TorchCall) -> torch.Tensor:
     """Labels, temperature, floor and candidates, packed."""
     labels = x.labels[piece.tokens].long()
     if labels.stride() != (1,):  # one token counts as contiguous with any stride, and only with 1 has it halves
@@ -106,7 +108,7 @@ def structs(x: Tensors, call: TorchCall, keep_cache: bool) -> list[torch.Tensor]
     shapes = [(tokens, call.jax.num_candidates) if name == PER_CANDIDATE else (tokens,) for name in call.fields]
     cache = []
     if keep_cache:
-        structs = jax.tree.leaves(cache_structure(x.hidden, x.weight, x.bias, x.numbers, key_of(call, x.weight)))
+        structs = jax.tree.leaves(infer_cache(x.hidden, x.weight, x.bias, x.numbers, make_key(call, x.weight)))
         cache = [x.hidden.new_empty(struct.shape, dtype=getattr(torch, struct.dtype.name)) for struct in structs]
     outputs = [x.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes]
     numbers = x.numbers + sum(merged_fields(call).values())
@@ -123,12 +125,12 @@ def gradients(
 ) -> list[torch.Tensor]:
     """What `operators._execute.gradients` returns."""
     (hidden, weight, bias, *_), (saved, *cache) = x, list[Any](kept)
-    rows, key = _padding.size(hidden.shape[0]), key_of(call, weight)
+    rows, key = _padding.size(hidden.shape[0]), make_key(call, weight)
     tree = None
     if cache:
         numbers = len(saved) - sum(merged_fields(call).values())
-        tree = jax.tree.structure(cache_structure(hidden, weight, bias, numbers, key))
-    run = program(pull_back, key, tuple(cotangents), wanted, not call.reduce_grad_hidden, tree, donate=(4,))
+        tree = jax.tree.structure(infer_cache(hidden, weight, bias, numbers, key))
+    run = build_program(pull_back, key, tuple(cotangents), wanted, not call.reduce_grad_hidden, tree, donate=(4,))
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
     per_token = torch.cat([saved, *[seed[None] if seed.ndim == 1 else seed.T for seed in seeds]])
     given = _padding.pad(hidden, rows), weight, bias, _padding.pack_rows(per_token.T, rows)
@@ -143,13 +145,13 @@ def gradients(
     return grads
 
 
-def cache_structure(
+def infer_cache(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, numbers: int, key: ProgramKey
 ) -> Any:
     """The cache of a forward whose tokens come with so many numbers: the shapes of its leaves, and its tree."""
     rows, struct = _padding.size(int(hidden.shape[0])), jax.ShapeDtypeStruct
-    return runtime.shapes_on(
-        runtime.planned_on(hidden.device),
+    return runtime.infer_shapes(
+        runtime.find_planning_device(hidden.device),
         _cache,
         key,
         struct((rows, int(hidden.shape[1])), _device.name_dtype(hidden.dtype)),
@@ -161,34 +163,34 @@ def cache_structure(
 
 @functools.cache
 def merged_fields(call: TorchCall) -> dict[str, int]:
-    """The statistics that the backward needs of the whole vocabulary, and how many numbers per token each is."""
+    """The statistics that the backward needs of the single_shard vocabulary, and how many numbers per token each is."""
     return call.jax.but(stats=False, mean_logit=False).statistics
 
 
 def statistics(key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, packed: Any) -> Any:
     """``packed statistics, cache leaves``. The last row of the packed ones are the tokens' tags."""
-    tokens = _given(key, packed, hidden.shape[0])
-    stats, leaves = _statistics(key, keep_cache, hidden, weight, bias, tokens)
+    tokens = _unpack_tokens(key, packed, hidden.shape[0])
+    stats, leaves = _compute_statistics(key, keep_cache, hidden, weight, bias, tokens)
     num_rows, *columns = tokens
-    return with_tags(stats, tags_of(columns, num_rows, weight.shape[0], *logit_options(key.call))), leaves
+    return append_tags(stats, make_tags(columns, num_rows, weight.shape[0], *logit_options(key.call))), leaves
 
 
 def results(key: ProgramKey, fields: tuple[str, ...], megatron: bool, packed: Any, gathered: Any) -> Any:
     """``fields`` of `LogprobOutput`, then S, packed; NaN where tags differ."""
-    tokens, (parts, agree) = _given(key, packed, gathered.shape[-1]), of_equal_tags(gathered)
-    found, saved = _results(key, fields, megatron, tokens, parts)
+    tokens, (parts, agree) = _unpack_tokens(key, packed, gathered.shape[-1]), check_tags(gathered)
+    found, saved = _compute_results(key, fields, megatron, tokens, parts)
     found = {name: jnp.where(agree if x.ndim == 1 else agree[:, None], x, jnp.nan) for name, x in found.items()}
-    return _packed(found, saved)
+    return _pack_results(found, saved)
 
 
-def whole(
+def single_shard(
     key: ProgramKey, keep_cache: bool, fields: tuple[str, ...], megatron: bool,
     hidden: Any, weight: Any, bias: Any, packed: Any,
 ) -> Any:  # fmt: skip
-    """``packed, cache leaves``, as `statistics` and `results` in one program."""
-    tokens = _given(key, packed, hidden.shape[0])
-    stats, cache = _statistics(key, keep_cache, hidden, weight, bias, tokens)
-    return _packed(*_results(key, fields, megatron, tokens, stats[None])), cache
+    """``packed, cache leaves``, as `statistics` and `results` in one build_program."""
+    tokens = _unpack_tokens(key, packed, hidden.shape[0])
+    stats, cache = _compute_statistics(key, keep_cache, hidden, weight, bias, tokens)
+    return _pack_results(*_compute_results(key, fields, megatron, tokens, stats[None])), cache
 
 
 def pull_back(
@@ -201,16 +203,16 @@ def pull_back(
     the entropy's part is left out. ``rounded``: dhidden is in hidden's dtype, because no sum over the group follows.
 
     With a float32 sum, which it overwrites, dweight is added to that. The results end in one number of dweight then:
-    what torch reads to know that the program is done.
+    what torch reads to know that the build_program is done.
     """
     entropy = "entropy" in cotangents
-    num_rows, saved, seeds = _seeds(key, per_token, hidden.shape[0], cotangents)
+    num_rows, saved, seeds = _unpack_seeds(key, per_token, hidden.shape[0], cotangents)
     first = len(saved) - sum(merged_fields(key.call).values())
-    tokens = ShardTokens(num_rows, saved[0], *_beside_labels(key, saved[1:first]))
+    tokens = ShardTokens(num_rows, saved[0], *_split_per_token(key, saved[1:first]))
     merged = _local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), merged_fields(key.call))
     if PER_CANDIDATE not in seeds:  # they add nothing to any gradient
         tokens, merged = tokens._replace(candidates=None), merged._replace(candidates=None)
-    part = _part(key, hidden, weight, bias, tokens, entropy=entropy, mean_logit="mean_logit" in seeds)
+    part = _make_part(key, hidden, weight, bias, tokens, entropy=entropy, mean_logit="mean_logit" in seeds)
     zero = jnp.zeros(tokens.labels.shape, jnp.float32)
     seed = _local.LogprobOutput(*(seeds.get(name, zero) for name in _local.LogprobOutput._fields[:3]))
     seed = seed._replace(candidate_logprobs=seeds.get(PER_CANDIDATE))
@@ -230,8 +232,8 @@ def pull_back(
 
 def _cache(key: ProgramKey, hidden: Any, weight: Any, bias: Any, packed: Any) -> Any:
     """The cache of `statistics`."""
-    tokens = _given(key, packed, hidden.shape[0])
-    return _part(key, hidden, weight, bias, tokens).statistics(keep_cache=True)[1]
+    tokens = _unpack_tokens(key, packed, hidden.shape[0])
+    return _make_part(key, hidden, weight, bias, tokens).statistics(keep_cache=True)[1]
 
 
 class ShardTokens(NamedTuple):
@@ -244,16 +246,16 @@ class ShardTokens(NamedTuple):
     candidates: Any  # [P, K] likewise, or None
 
 
-def _statistics(
+def _compute_statistics(
     key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: ShardTokens
 ) -> tuple[Any, list[Any]]:
     """The statistics of a shard, packed, and the cache's leaves."""
-    part = _part(key, hidden, weight, bias, tokens, mean_logit=key.call.jax.mean_logit)
+    part = _make_part(key, hidden, weight, bias, tokens, mean_logit=key.call.jax.mean_logit)
     stats, cache = part.statistics(keep_cache)
     return _local.pack(stats), jax.tree.leaves(cache) if keep_cache else []
 
 
-def _results(
+def _compute_results(
     key: ProgramKey, fields: tuple[str, ...], megatron: bool, tokens: ShardTokens, gathered: Any
 ) -> tuple[dict[str, Any], Any]:
     """``fields`` by name, and S."""
@@ -270,25 +272,25 @@ def _results(
     by_name = out._asdict() | {"mean_logit": mean}
     forward_only: dict[str, Any] = dict.fromkeys(key.call.jax.statistics.keys() - merged_fields(key.call).keys())
     kept = _local.pack(merged._replace(**forward_only))
-    saved = as_rows(*(x for x in (labels, temperature, floor, candidates) if x is not None), kept.T)
+    saved = pack_arrays(*(x for x in (labels, temperature, floor, candidates) if x is not None), kept.T)
     return {name: by_name[name] for name in fields}, saved
 
 
-def _packed(found: dict[str, Any], saved: Any) -> Any:
+def _pack_results(found: dict[str, Any], saved: Any) -> Any:
     """The results ``[O + S, P]``, those of candidates after the others."""
-    return as_rows(*(found[name] for name in sorted(found, key=PER_CANDIDATE.__eq__)), saved.T)
+    return pack_arrays(*(found[name] for name in sorted(found, key=PER_CANDIDATE.__eq__)), saved.T)
 
 
-def _given(key: ProgramKey, packed: Any, rows: int) -> ShardTokens:
+def _unpack_tokens(key: ProgramKey, packed: Any, rows: int) -> ShardTokens:
     """What is per token in a forward."""
-    num_rows, columns = counted(packed, rows)
+    num_rows, columns = unpack_rows(packed, rows)
     low, high = columns[:2]  # the halves of int64 numbers, which JAX would take modulo 2³²: 2³² + 3 would become 3
     far = jnp.where(high < 0, -1, key.call.jax.vocab_size)
     labels = jnp.where(high == low >> 31, jnp.clip(low, -1, key.call.jax.vocab_size), far)
-    return ShardTokens(num_rows, labels, *_beside_labels(key, columns[2:]))
+    return ShardTokens(num_rows, labels, *_split_per_token(key, columns[2:]))
 
 
-def _beside_labels(key: ProgramKey, bits: Any) -> tuple[Any, Any, Any]:
+def _split_per_token(key: ProgramKey, bits: Any) -> tuple[Any, Any, Any]:
     """The temperature, the floor and the candidates."""
     count, has_floor = key.call.jax.num_candidates, key.call.jax.has_floor
     floats = lax.bitcast_convert_type(bits[: len(bits) - count], jnp.float32)
@@ -296,9 +298,9 @@ def _beside_labels(key: ProgramKey, bits: Any) -> tuple[Any, Any, Any]:
     return temperature, floats[-1] if has_floor else None, bits[len(bits) - count :].T if count else None
 
 
-def _seeds(key: ProgramKey, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[Any, Any, dict[str, Any]]:
+def _unpack_seeds(key: ProgramKey, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[Any, Any, dict[str, Any]]:
     """How many rows count, S, and the cotangents by name."""
-    num_rows, columns = counted(packed, rows)
+    num_rows, columns = unpack_rows(packed, rows)
     width = sum(key.call.jax.num_candidates if name == PER_CANDIDATE else 1 for name in names)
     row, seeds = len(columns) - width, {}
     for name in names:
@@ -308,7 +310,7 @@ def _seeds(key: ProgramKey, packed: Any, rows: int, names: tuple[str, ...]) -> t
     return num_rows, columns[: len(columns) - width], seeds
 
 
-def _part(
+def _make_part(
     key: ProgramKey, hidden: Any, weight: Any, bias: Any, tokens: ShardTokens, **options: Any
 ) -> _local.LogprobPart:
     start, vocab_size = key.part(weight.shape[0])

@@ -1,8 +1,8 @@
 """What the programs of all functions share: their builder, their key, their run on torch's tensors, sums of dweight.
 
-A step of a function is plain code over `lce_jax`: ``step(key, *static, *arrays)``. `program` compiles it.
+A step of a function is plain code over `lce_jax`: ``step(key, *static, *arrays)``. `build_program` compiles it.
 
-P is the number of rows of a program. How many of them count is an operand, so that one program serves many counts of
+P is the number of rows of a build_program. How many of them count is an operand, so that one build_program serves many counts of
 tokens. Each array that crosses between the libraries costs the host as much time as many kernels. So everything per
 token crosses as one int32 array, floats by their bits, as `tensors._padding.pack_rows` packs it.
 """
@@ -26,13 +26,13 @@ from lce_torch_bridge.through_jax._runtime import to_jax, to_torch_all
 
 
 @functools.cache
-def program(step: Callable[..., Any], key: ProgramKey, *static: Any, donate: tuple[int, ...] = ()) -> Any:
+def build_program(step: Callable[..., Any], key: ProgramKey, *static: Any, donate: tuple[int, ...] = ()) -> Any:
     """``step`` for one static part, compiled: a function of its arrays. Those of the places in ``donate`` may go."""
     return jax.jit(functools.partial(step, key, *static), donate_argnums=donate)
 
 
 class ProgramKey(NamedTuple):
-    """The static part of a program, whatever its function."""
+    """The static part of a build_program, whatever its function."""
 
     call: TorchCall  # without what programs do not depend on
     shard: int  # of the vocabulary: this rank's
@@ -45,16 +45,16 @@ class ProgramKey(NamedTuple):
         return self.shard * rows, vocab_size if vocab_size < self.shards * rows else None
 
 
-def key_of(call: TorchCall, *weights: torch.Tensor) -> ProgramKey:
+def make_key(call: TorchCall, *weights: torch.Tensor) -> ProgramKey:
     """The key of a call's programs, over one head or several."""
     shards, rank = _tensor_parallel.size_and_rank(call.group)
-    precision = next(filter(None, map(precision_of, weights)), None)
+    precision = next(filter(None, map(find_precision, weights)), None)
     if not call.jax.vocab_size:  # where torch.compile traces
         call = _tensor_parallel.set_vocab_size(call, weights[0])
     return ProgramKey(call.compiled, rank, shards, precision)
 
 
-def precision_of(weight: torch.Tensor) -> str | None:
+def find_precision(weight: torch.Tensor) -> str | None:
     """The option of `lce_jax`: float32 products are as exact as torch's settings ask."""
     if weight.dtype != torch.float32:
         return None
@@ -63,12 +63,12 @@ def precision_of(weight: torch.Tensor) -> str | None:
     return "highest" if products.fp32_precision in ("none", "ieee") else None
 
 
-def counted(packed: Any, rows: int) -> tuple[Any, Any]:
+def unpack_rows(packed: Any, rows: int) -> tuple[Any, Any]:
     """What `tensors._padding.pack_rows` packed: how many rows count, and ``[K, P]``."""
     return packed[0], packed[1:].reshape(rows, -1).T
 
 
-def as_rows(*columns: Any) -> Any:
+def pack_arrays(*columns: Any) -> Any:
     """Arrays ``[P]`` and ``[P, K]`` as rows of one int32 array, floats by their bits."""
     rows = [x[None] if x.ndim == 1 else x.T for x in columns]
     return jnp.concatenate([lax.bitcast_convert_type(x, jnp.int32) for x in rows])
@@ -79,7 +79,7 @@ def logit_options(call: TorchCall) -> tuple[object, ...]:
     return call.jax.vocab_size, call.jax.logit_scale, call.jax.logit_softcap
 
 
-def tags_of(columns: Any, num_rows: Any, *of_call: object) -> Any:
+def make_tags(columns: Any, num_rows: Any, *of_call: object) -> Any:
     """`lce_jax.run._local.tags` of what tokens come with, of how many count, and of the rest of the call.
 
     Columns that are None are left out.
@@ -89,13 +89,13 @@ def tags_of(columns: Any, num_rows: Any, *of_call: object) -> Any:
     return _local.tags([*(jnp.broadcast_to(x, columns[0].shape[:1]) for x in numbers), *columns])
 
 
-def with_tags(packed: Any, tags: Any) -> Any:
+def append_tags(packed: Any, tags: Any) -> Any:
     """``packed [F, P]``, and a row with the tags, by their bits."""
     return jnp.concatenate([packed, lax.bitcast_convert_type(tags[None], packed.dtype)])
 
 
-def of_equal_tags(gathered: Any) -> tuple[Any, Any]:
-    """What `with_tags` made of all shards, without the tags, and in which rows these are equal; NaN in the others."""
+def check_tags(gathered: Any) -> tuple[Any, Any]:
+    """What `append_tags` made of all shards, without the tags, and in which rows these are equal; NaN in the others."""
     tags = lax.bitcast_convert_type(gathered[:, -1], jnp.int32)
     agree = (tags == tags[:1]).all(0)
     return jnp.where(agree, gathered[:, :-1], jnp.nan), agree
@@ -113,12 +113,12 @@ def run(function: Callable[..., Any], *calls: Inputs, waits: int = WAITS, lend: 
     to use. Without ``lend``, only the first result is a tensor: the others are JAX's arrays.
     """
     arrays: dict[int, jax.Array] = {}
-    with runtime.beside(calls[0][0]):
-        found = [jax.tree.leaves(function(*as_arrays(inputs, waits, arrays))) for inputs in calls]
+    with runtime.enter_device(calls[0][0]):
+        found = [jax.tree.leaves(function(*import_tensors(inputs, waits, arrays))) for inputs in calls]
         return [to_torch_all(results) if lend else [*to_torch_all(results[:1]), *results[1:]] for results in found]
 
 
-def as_arrays(inputs: Inputs, waits: int, known: dict[int, jax.Array]) -> list[jax.Array | None]:
+def import_tensors(inputs: Inputs, waits: int, known: dict[int, jax.Array]) -> list[jax.Array | None]:
     """Tensors as JAX's arrays, each imported once: ``known`` has the others. One waits for torch's stream."""
     arrays = []
     for i, x in enumerate(inputs):
@@ -147,8 +147,8 @@ class DweightSum:
         self, function: Callable[..., list[jax.Array]], inputs: Inputs, operand: int, place: int
     ) -> list[torch.Tensor]:
         """What JAX's function returns besides the sum, its operand of that index and the result at ``place``."""
-        with runtime.beside(inputs[0]):
-            operands = as_arrays(inputs, waits=WAITS, known={})
+        with runtime.enter_device(inputs[0]):
+            operands = import_tensors(inputs, waits=WAITS, known={})
             if self._array is None:
                 self._array = _zeros(self._shape, operands[WAITS])
                 if self._tensor is not None and self._tensor is not self._into:
@@ -165,7 +165,7 @@ class DweightSum:
     def mul_(self, factor: torch.Tensor) -> None:
         """Multiplies what has been added so far, in its memory; not what was given."""
         if self._array is not None:
-            with runtime.beside(factor):
+            with runtime.enter_device(factor):
                 self._array, used = _multiplied(self._array, to_jax(factor))
                 to_torch_all([used])  # afterwards torch may write to the factor's memory
         elif self._tensor is not None:

@@ -13,7 +13,7 @@ Three rules, each with its reason:
 * Do not donate an imported buffer: it is torch's.
 
 JAX reuses its memory as soon as nothing holds it, even if torch's streams have yet to read it. So what JAX lends to
-torch on a GPU is held here until torch has dropped it, and given back only in `beside`, before the imports of the next
+torch on a GPU is held here until torch has dropped it, and given back only in `enter_device`, before the imports of the next
 program. Every program that JAX runs for torch, be it one that makes zeros, takes an import that waits for all streams
 on which JAX's memory was exported, and one thread at a time goes from there to the program's launch: what another
 thread drops meanwhile is still held. A gradient that still another stream reads must be copied there first, because
@@ -66,7 +66,7 @@ def to_jax(x: torch.Tensor, *, wait: bool = True) -> jax.Array:
         >>> to_jax(torch.arange(3, dtype=torch.int32)).tolist()
         [0, 1, 2]
     """
-    x = _for_xla(x)
+    x = _make_importable(x)
     with torch.cuda.device(x.get_device()):  # torch exports from its current device only, and JAX may have changed it
         take = _quick_import(x.device)
         return jax.dlpack.from_dlpack(x) if take is None else take(x, wait=wait)
@@ -88,7 +88,7 @@ def _quick_import(device: torch.device) -> _Import | None:
     def take(x: torch.Tensor, *, wait: bool) -> jax.Array:
         stream = place.get_stream_for_external_ready_events() if wait and x.is_cuda else None
         if stream is not None:
-            _let_wait(stream, x.device)
+            _make_wait(stream, x.device)
         return to_buffer(to_dlpack(x), place, stream, None, kind)
 
     try:
@@ -112,10 +112,10 @@ _events = _Events()
 _external = functools.cache(torch.cuda.ExternalStream)
 _readers: defaultdict[torch.device, dict[int, torch.cuda.Stream]] = defaultdict(dict)  # streams exported on, by handle
 _lent: list[tuple[StorageWeakRef, jax.Array]] = []  # torch's storage of each array of a GPU that torch has
-_turn = threading.RLock()  # from `_take_back` to the launch of the program that may reuse the memory
+_launch_lock = threading.RLock()  # from `_take_back` to the launch of the program that may reuse the memory
 
 
-def _let_wait(stream: int, device: torch.device) -> None:
+def _make_wait(stream: int, device: torch.device) -> None:
     """``stream`` waits for everything queued so far on torch's current stream and on all readers.
 
     ``torch.Tensor.__dlpack__`` does so for one stream, with a new event each time, which costs the host 50 µs.
@@ -126,7 +126,7 @@ def _let_wait(stream: int, device: torch.device) -> None:
         _external(stream, device).wait_event(event)
 
 
-def _for_xla(x: torch.Tensor) -> torch.Tensor:
+def _make_importable(x: torch.Tensor) -> torch.Tensor:
     """``x`` in a layout that XLA takes."""
     if x.dtype not in DTYPES:
         raise TypeError(f"{x.dtype} does not pass to JAX unchanged; known: {', '.join(map(str, DTYPES))}")
@@ -151,14 +151,14 @@ def to_torch_all(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
         stream = current.cuda_stream or LEGACY_STREAM
     tensors = [torch.utils.dlpack.from_dlpack(x.__dlpack__(stream=stream)) for x in arrays]  # type: ignore[call-arg]
     if stream is not None:
-        with _turn:
+        with _launch_lock:
             _lent.extend((StorageWeakRef(x.untyped_storage()), array) for x, array in zip(tensors, arrays, strict=True))
     return tensors
 
 
 def _take_back() -> None:
     """Drops the arrays that torch has dropped."""
-    with _turn:
+    with _launch_lock:
         _lent[:] = [(storage, array) for storage, array in _lent if not storage.expired()]
 
 
@@ -172,7 +172,7 @@ def forget() -> None:
     _quick_import.cache_clear()
 
 
-# JAX beside torch in one process
+# JAX enter_device torch in one process
 
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -188,7 +188,7 @@ _started_in: int | None = None  # process id
 def init(
     *, allocator: Literal["bfc", "platform", "cuda_async"] | None = None, mem_fraction: float | None = None
 ) -> None:
-    """Starts JAX now, beside PyTorch on the same devices. Optional: the first call starts it with the defaults.
+    """Starts JAX now, enter_device PyTorch on the same devices. Optional: the first call starts it with the defaults.
 
     By itself JAX would take 75 % of each GPU at once. Here it takes what it needs, and keeps it in its own pool.
 
@@ -212,7 +212,7 @@ def init(
     if mem_fraction is not None and not 0 < mem_fraction <= 1:
         raise ValueError(f"mem_fraction must lie in (0, 1], got {mem_fraction!r}")
     if (allocator, mem_fraction) != (None, None):
-        if _jax_has_started():
+        if _has_jax_started():
             raise RuntimeError(
                 "JAX has already started, with its allocator chosen: call lce_torch_bridge.init() before anything that "
                 f"uses JAX, or set {ALLOCATOR} and {MEM_FRACTION} in the environment"
@@ -252,7 +252,7 @@ def _finish() -> None:
 
     Or while a GPU still runs a program: JAX gives up torch's tensors after it, on a thread of its own.
     """
-    if torch.cuda.is_initialized() and _jax_has_started():
+    if torch.cuda.is_initialized() and _has_jax_started():
         for device in jax.local_devices():
             if device.platform == "gpu":
                 torch.cuda.synchronize(device.local_hardware_id)
@@ -282,7 +282,7 @@ def _remedy(cuda: bool) -> str:
     return remedy
 
 
-def _jax_has_started() -> bool:
+def _has_jax_started() -> bool:
     from jax._src import xla_bridge  # no public function tells
 
     return xla_bridge.backends_are_initialized()
@@ -302,7 +302,7 @@ def warn_of_preallocation(devices: list[jax.Device]) -> None:
 
 
 @contextlib.contextmanager
-def beside(x: torch.Tensor) -> Iterator[None]:
+def enter_device(x: torch.Tensor) -> Iterator[None]:
     """Makes the device of ``x`` current in both libraries: torch exports to JAX from its current device only.
 
     On a GPU one thread at a time, after memory that torch has dropped went back to JAX (see the module's docstring).
@@ -318,9 +318,9 @@ def beside(x: torch.Tensor) -> Iterator[None]:
             "language-model head out of the captured region"
         )
     with (
-        _turn if x.is_cuda else contextlib.nullcontext(),
+        _launch_lock if x.is_cuda else contextlib.nullcontext(),
         torch.cuda.device(x.get_device()),  # -1, the CPU's, changes nothing
-        jax.default_device(jax_device(x.device)),
+        jax.default_device(find_jax_device(x.device)),
         jax.disable_jit(False),
         contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(NO_MESH),
     ):
@@ -330,8 +330,8 @@ def beside(x: torch.Tensor) -> Iterator[None]:
 
 
 @functools.cache
-def jax_device(device: torch.device) -> jax.Device:
-    """The JAX device with the memory of ``device``: for CPU tensors the CPU, even beside a GPU.
+def find_jax_device(device: torch.device) -> jax.Device:
+    """The JAX device with the memory of ``device``: for CPU tensors the CPU, even enter_device a GPU.
 
     Raises:
         RuntimeError: JAX has no such backend, or does not see that GPU.
@@ -358,14 +358,14 @@ def jax_device(device: torch.device) -> jax.Device:
     )
 
 
-def planned_on(device: torch.device) -> jax.Device | kernels.Device:
+def find_planning_device(device: torch.device) -> jax.Device | kernels.Device:
     """The device that programs for tensors there are planned for."""
     described = _device.describe_device(device)
-    return jax_device(device) if described is None else described
+    return find_jax_device(device) if described is None else described
 
 
 @functools.cache
-def shapes_on(
+def infer_shapes(
     device: jax.Device | kernels.Device, step: Callable[..., Any], key: Any, *inputs: jax.ShapeDtypeStruct | None
 ) -> Any:
     """The shapes of ``step(key, *inputs)`` where it is planned for ``device``, whatever mesh the caller has set."""
@@ -396,11 +396,11 @@ def release() -> None:
         >>> lce_torch_bridge.release()  # doctest: +SKIP
     """
     global _started_in
-    if not _jax_has_started():
+    if not _has_jax_started():
         return
     start()  # raises in a fork
     clients = jax.extend.backend.backends()
-    left = _what_stays(clients)
+    left = _find_remaining_arrays(clients)
     if left:
         some = ", ".join(f"{array.dtype}{list(array.shape)}" for array in left[:SHOWN])
         raise RuntimeError(
@@ -411,8 +411,8 @@ def release() -> None:
     ended = {name: weakref.ref(client) for name, client in clients.items()}
     del clients, left
     _started_in = None
-    jax_device.cache_clear()
-    shapes_on.cache_clear()
+    find_jax_device.cache_clear()
+    infer_shapes.cache_clear()
     jax.extend.backend.clear_backends()
     gc.collect()
     alive = [name for name, client in ended.items() if client() is not None]
@@ -423,7 +423,7 @@ def release() -> None:
         )
 
 
-def _what_stays(clients: dict[str, Any]) -> list[jax.Array]:
+def _find_remaining_arrays(clients: dict[str, Any]) -> list[jax.Array]:
     """The arrays in JAX's memory after its work is done and its threads have dropped what that work read.
 
     They leave it to the next collection of garbage.

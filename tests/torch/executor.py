@@ -162,7 +162,7 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, call: TorchCall) -> tor
 def launched_directly() -> Iterator[None]:
     """Inside, all calls are run as if their kernels were launched directly."""
     with (
-        mock.patch.object(_way, "on_gpu", return_value=True),
+        mock.patch.object(_way, "is_on_gpu", return_value=True),
         mock.patch.object(_passes, "forward", direct_forward),
         mock.patch.object(_passes, "gradients", direct_gradients),
     ):

@@ -229,7 +229,7 @@ def test_threads_have_events_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     def waited_for(name: str) -> list[str]:
         mine.stream, mine.external = StandIn(name), StandIn()
         for _ in range(3):
-            dlpack._let_wait(77, torch.device("cuda", 0))
+            dlpack._make_wait(77, torch.device("cuda", 0))
         return mine.external.waited_for
 
     with ThreadPoolExecutor(2) as threads:
@@ -245,7 +245,7 @@ def test_jax_waits_for_all_streams_that_may_read_its_memory(monkeypatch: pytest.
     monkeypatch.setattr(dlpack, "_external", lambda *_: external)
     readers = {device: {"here": here, "there": there}, other: {"elsewhere": StandIn("elsewhere")}}
     monkeypatch.setattr(dlpack, "_readers", defaultdict(dict, readers))
-    dlpack._let_wait(77, device)
+    dlpack._make_wait(77, device)
     assert external.waited_for == ["here", "there"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lce_torch_bridge import launch_with, linear_logprobs
-from lce_torch_bridge.launched_directly._way import way_of
+from lce_torch_bridge.launched_directly._way import choose_way
 from lce_torch_bridge.operators import _execute
 from tests.torch import problem as p
 from tests.torch import test_kernels as of_kernels
@@ -171,7 +171,7 @@ def test_a_split_vocabulary(
     for ranks.rank in turns:
         kept, live = saved[ranks.rank]
         x = parts[ranks.rank]
-        dhidden, part = _execute.gradients(x, [kept, live], seeds, (True, True, False), call, way_of(kept))
+        dhidden, part = _execute.gradients(x, [kept, live], seeds, (True, True, False), call, choose_way(kept))
         dweight.append(part)
     want = oracle(problem, true, given)
     live = torch.cat([saved[rank][1][:, :2] for rank in range(size)])
