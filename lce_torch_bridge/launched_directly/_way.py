@@ -1,6 +1,6 @@
-"""Two ways to run a pass: kernels launched directly, or JAX with tensors lent through DLPack.
+"""The two ways to run a pass: kernels launched directly, or JAX with tensors lent through DLPack.
 
-Each pass, a forward or a backward, asks `choose_way` once, where it begins. What it calls is given the answer, a `Way`.
+Each pass, a forward or a backward, calls `choose_way` once, at its beginning, and passes the result on, a `Way`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _requested_way: Literal["direct", "jax"] | None = None
 
 
 def launch_with(way: Literal["direct", "jax"] | None) -> None:
-    """Says how calls are run, from now on and in this process.
+    """Sets how calls are run from now on in this process.
 
     Args:
-        way: "direct" launches the kernels on torch's current stream with torch's memory, and JAX starts
-            no client on the GPU. A call that cannot be served so raises. "jax" lends the tensors to JAX, which keeps a
-            pool of GPU memory of its own (`init`). None, as in the beginning, is "direct" where it can be, else "jax";
-            the logger ``lce_torch_bridge`` says once why not. Where the kernels run, each token's results have the same
-            bits in both ways.
+        way: "direct" launches the kernels on torch's current stream with torch's memory, and JAX starts no client on
+            the GPU. A call that cannot be launched directly raises. "jax" lends the tensors to JAX, which keeps its own
+            pool of GPU memory (`init`). None, the default, launches directly where that is possible and uses JAX
+            elsewhere; the logger ``lce_torch_bridge`` says once why not. If the kernels run, each token's results have
+            the same bits in both ways.
 
     Raises:
         ValueError: another value.
@@ -43,18 +43,18 @@ def launch_with(way: Literal["direct", "jax"] | None) -> None:
 
 
 class Way(NamedTuple):
-    """How a pass is run: what `launch_with` says, on the device of its tensors."""
+    """How a pass is run: what `launch_with` has set, for the device of the pass's tensors."""
 
-    direct: bool  # its kernels are launched directly if they can be
-    must: bool  # and if they cannot be, the call is refused
+    direct: bool  # kernels are launched directly if they can be
+    required: bool  # the call is refused if they cannot be
 
     def refuse(self, reason: str) -> None:
-        """JAX runs what might have been launched directly, for that reason.
+        """Leaves a call that might have been launched directly to JAX, for ``reason``.
 
         Raises:
             lce_jax.UnsupportedError: `launch_with` asks for a direct launch.
         """
-        if self.must:
+        if self.required:
             raise lce_jax.UnsupportedError(
                 f'launch_with("direct"): {reason}; lce_torch_bridge.launch_with(None) lets JAX run such calls'
             )
@@ -62,12 +62,12 @@ class Way(NamedTuple):
             _log_reason(reason)
 
 
-JAX = Way(direct=False, must=False)
-DIRECT, ONLY_DIRECT = Way(direct=True, must=False), Way(direct=True, must=True)
+JAX = Way(direct=False, required=False)
+DIRECT, ONLY_DIRECT = Way(direct=True, required=False), Way(direct=True, required=True)
 
 
 def choose_way(x: torch.Tensor) -> Way:
-    """The way of a pass over tensors on the device of ``x``.
+    """Returns the way of a pass over tensors on the device of ``x``.
 
     Raises:
         lce_jax.UnsupportedError: `launch_with` asks for a direct launch, and there is no GPU.
@@ -81,8 +81,8 @@ def choose_way(x: torch.Tensor) -> Way:
     return ONLY_DIRECT
 
 
-def refuse_another_way() -> NoReturn:
-    """Refuses a backward by JAX where kernels have saved live tiles, which JAX does not know."""
+def refuse_other_way() -> NoReturn:
+    """Refuses a backward by JAX after kernels have saved which tiles are active, which JAX cannot read."""
     raise RuntimeError(
         "gradient_threshold: the forward was launched directly, so its backward must be too: "
         "call lce_torch_bridge.launch_with before a forward, not between it and its backward"
@@ -95,7 +95,7 @@ def is_on_gpu(x: torch.Tensor) -> bool:
 
 
 def is_jax_requested() -> bool:
-    """Whether `launch_with` does."""
+    """Whether `launch_with` has been called with "jax"."""
     return _requested_way == "jax"
 
 

@@ -1,9 +1,9 @@
 """Devices, tensors as kernels read them, and what torch is doing while a call runs.
 
 - `describe_device` and `launch_refusal` describe a device to `lce_jax`, and say whether kernels are launched on it.
-- `check_readable` and `make_usable` check a tensor before kernels read it by its address: that it is dense, has memory, and has no
-  negative or conjugate bit. torch does not check this. Some of its own kernels read freed memory, and a tensor with one
-  of these bits has other values than its memory holds.
+- `check_readable` and `make_usable` check a tensor before kernels read it by its address: that it is dense, has memory,
+  and has no negative or conjugate bit. torch does not check this. Some of its own kernels read freed memory, and a
+  tensor with one of these bits has other values than its memory holds.
 - The others tell whether a call is traced, recorded for a backward, inside a checkpoint, or run again.
 
 This module holds most private names of torch that the bridge uses; they exist in torch 2.11 and 2.14.1. Either no
@@ -128,7 +128,7 @@ def _freed_by(x: torch.Tensor) -> str:
 
 
 def is_readable(x: Any) -> bool:
-    """Whether ``x`` certainly needs no call of `check_readable`, or is nested. Fast. Not for use while torch compiles."""
+    """Whether ``x`` certainly needs no `check_readable`, or is nested. Fast. Not for use while torch compiles."""
     if type(x) not in PLAIN:
         return False
     try:

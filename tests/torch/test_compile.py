@@ -152,7 +152,7 @@ def test_opcheck(name: str) -> None:
     hidden, weight, labels = p.draw()
     told, x = p.told(**{"V": options.get("vocab_size", 104)} | options), Tensors(hidden, weight, None, labels)
     x, text = x._replace(**given), told.text
-    assert _operators.make_call_of_text(text, weight) is told
+    assert _operators.read_call(text, weight) is told
     torch.library.opcheck(_operators.forward, (list(x), bool(told.differentiable), text))
     if not told.differentiable:
         return

@@ -79,7 +79,7 @@ def test_ranks_tell_each_other_what_it_finds(monkeypatch: pytest.MonkeyPatch) ->
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(_first_call, "compare", raising)
-    assert not _passes.launches_kernels(Way(direct=True, must=False), torch.device("cpu"))
+    assert not _passes.launches_kernels(Way(direct=True, required=False), torch.device("cpu"))
     (found,) = _generations.FOUND.values()
     assert found is not None
     assert "raised OutOfMemoryError: no room" in found

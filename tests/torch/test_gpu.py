@@ -133,7 +133,8 @@ def test_a_process_may_end_while_the_gpu_works(way: str) -> None:
             torch.autograd.grad(total, (hidden, weight))
         peak = torch.cuda.max_memory_allocated() - held
         if "{way}" == "jax":
-            peak = lce_torch_bridge.through_jax._runtime.find_jax_device(hidden.device).memory_stats()["peak_bytes_in_use"]
+            device = lce_torch_bridge.through_jax._runtime.find_jax_device(hidden.device)
+            peak = device.memory_stats()["peak_bytes_in_use"]
         print("peak", peak >> 20)
         assert peak < 4 << 30, peak  # one chunk's exponentials, 1 GiB of four, and dweight in float32, 2 GiB
         """,

@@ -14,7 +14,7 @@ from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.call import _checks
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._way import choose_way
-from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
 from tests.torch import sanitized
 from tests.torch.as_gpu import Program, Ranks, emulated
@@ -39,7 +39,7 @@ def parts_of(problem: p.Problem, size: int = 2, **given: torch.Tensor) -> list[T
 
 
 def forward(x: Tensors, call: Any, keep: bool = False) -> list[torch.Tensor]:
-    return _execute.forward(x, call, keep, choose_way(x.hidden))
+    return _operators.run_forward(x, call, keep, choose_way(x.hidden))
 
 
 def of_results(problem: p.Problem, seeds: list[torch.Tensor], **options: Any) -> tuple[Any, Any]:
@@ -195,7 +195,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
             *out, saved = forward(x, call)
             if step:
                 found.append(
-                    [*out, *_execute.gradients(x, [saved], named, (True, True, False), call, choose_way(saved))]
+                    [*out, *_operators.run_backward(x, [saved], named, (True, True, False), call, choose_way(saved))]
                 )
         return found
 

@@ -302,10 +302,10 @@ RELEASE = """
 def test_release_and_the_next_call() -> None:
     said = succeed(RELEASE).splitlines()
     assert said[0] == "released False"
-    assert re.match(r"JAX's memory still holds arrays, 2 in number, of them float32\[.* optimizer.zero_grad", said[1])
+    assert re.match(r"JAX's memory still holds arrays, float32\[.* \(2 in all\): .* optimizer.zero_grad", said[1])
     assert said[2] == "released False None"
     assert said[3] == "released"
-    assert said[4].startswith("JAX's memory still holds arrays, 1 in number, of them float32[3]: drop them first")
+    assert said[4].startswith("JAX's memory still holds arrays, float32[3] (1 in all): drop them first")
     assert said[5].startswith("JAX's memory is not given back, because something holds its cpu client: drop devices")
     assert said[6] == "released"
     assert "after JAX had started there" in said[7]
