@@ -207,7 +207,7 @@ def _take(x: torch.Tensor, axis: int, *arguments: Any, **more: Any) -> torch.Ten
 _TORCH = sequences.Library(
     count_rows=_count_rows,
     check_integers=_checks.integers,
-    read_values=lambda x: x.tolist() if _checks.may_look_at(x) else None,
+    read_values=lambda x: x.tolist() if _checks.can_read_values(x) else None,
     describe_dtype=_describe_dtype,
     shift_array=_shift_array,
     compute_positions=_compute_positions,

@@ -1,4 +1,8 @@
-"""Validation in the public functions, once, before anything is computed. The errors carry the values."""
+"""Checks of the arguments of public functions, once, before anything is computed. The errors show the values.
+
+A check of this module is named after its argument: `temperature` checks ``temperature``. `lce_jax.types.scalars` has
+the checks of numbers and flags.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,23 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from lce_jax.types import scalars
 from lce_torch_bridge._types import Lora
 from lce_torch_bridge.call import _dtensor
-from lce_torch_bridge.tensors._device import GATHER, is_traced, readable
+from lce_torch_bridge.tensors._device import GATHER, check_readable, is_traced
 
-PACKAGES = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))  # what calls these checks
+PACKAGES = (
+    os.path.dirname(os.path.dirname(__file__)),
+    os.path.dirname(torch.__file__),
+)  # a warning names the line that calls these
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def tensors(hidden: Any, weight: Any, labels: Any) -> None:
-    """The three tensors of a call against each other."""
+    """Checks the three tensors of a call, each and together."""
     floats("hidden", hidden)
     floats("weight", weight)
     scalars.require_labels(labels, "linear_entropy serves tokens without labels")
     integers("labels", labels)
     if weight.ndim != 2 or 0 in weight.shape:
-        part = f". {GATHER}" if weight.ndim == 1 or 0 in weight.shape else ""  # what FSDP leaves a rank has such shapes
+        part = f". {GATHER}" if weight.ndim == 1 or 0 in weight.shape else ""  # FSDP leaves such shapes
         raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}{part}")
     if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
         hint = scalars.hint_at_logits(hidden.shape, weight.shape, weight.shape[0], "weight.T")
@@ -39,17 +46,17 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
 
 
 def tensor(name: str, x: Any, what: str = "a torch.Tensor") -> None:
-    """A tensor that can be read."""
+    """Checks that ``x`` is a tensor whose memory can be read."""
     if not isinstance(x, torch.Tensor):
         write = (
             f": pass torch.as_tensor({name}, device=hidden.device)" if isinstance(x, list | tuple | np.ndarray) else ""
         )
         raise TypeError(f"{name} must be {what}, got {type(x).__name__}{write}")
-    readable(name, x)
+    check_readable(name, x)
 
 
 def floats(name: str, x: Any) -> None:
-    """A tensor of floats that JAX takes without conversion."""
+    """Checks that ``x`` is a tensor of a floating-point dtype that JAX takes without conversion."""
     tensor(name, x)
     if x.dtype not in FLOATS:
         reason = ", which JAX would round to float32" if x.dtype == torch.float64 else ""
@@ -57,93 +64,94 @@ def floats(name: str, x: Any) -> None:
 
 
 def integers(name: str, x: Any) -> None:
-    """A tensor of vocabulary ids."""
+    """Checks that ``x`` is a tensor of integers."""
     tensor(name, x)
     if x.dtype != torch.int64 and (x.dtype == torch.bool or x.is_floating_point() or x.is_complex()):
         raise TypeError(f"{name} must be integers, got {x.dtype}: write {name}.long()")
 
 
 def candidates(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> int:
-    """The K of ids ``[..., K]`` with the shape of labels before it."""
+    """Returns the K of candidates ``[..., K]``, after checking them."""
     return ids("candidates", value, hidden, labels.shape, "labels")
 
 
-def ids(name: str, value: Any, hidden: torch.Tensor, leading: torch.Size, of: str) -> int:
-    """The K of ids ``[*leading, K]``, where ``leading`` is the shape of ``of``."""
+def ids(name: str, value: Any, hidden: torch.Tensor, leading: torch.Size, operand: str) -> int:
+    """Returns the K of ids ``[*leading, K]``, after checking them. ``leading`` is the shape of ``operand``."""
     integers(name, value)
     count = scalars.count_candidates(name, value.shape)
-    scalars.check_candidate_shape(name, value.shape, leading, of)
+    scalars.check_candidate_shape(name, value.shape, leading, operand)
     same_device(hidden, **{name: value})
     return count
 
 
 def hidden(x: Any) -> None:
-    """Hidden states alone: floats that end in some H."""
+    """Checks hidden states without a weight: floats of shape ``[..., H]``."""
     floats("hidden", x)
     if x.ndim < 1:
         raise ValueError("hidden must be [..., H], got a tensor without dimensions")
 
 
 def head(layer: Any) -> tuple[Any, Lora | None]:
-    """A linear layer that is its weight and bias, which alone are read, and PEFT's LoRA around it, if there is one.
+    """Returns a linear layer, and PEFT's LoRA around it, if there is one.
 
-    Anything else that is put around it would not train.
+    Only weight, bias and the adapter's A and B are used. So a layer with hooks, or with another module around it, is
+    refused: these would have no effect and not train.
     """
     kind = type(layer)
     if kind.__module__.startswith("peft.tuners.lora.") and kind.__name__ == "Linear":
-        return _adapted(layer)
-    _whole(layer, torch.nn.Linear.forward)
+        return _read_adapter(layer)
+    _refuse_wrapped(layer, torch.nn.Linear.forward)
     return layer, None
 
 
-def _adapted(layer: Any) -> tuple[Any, Lora | None]:
-    """The layer in a ``peft.tuners.lora.Linear``, and the adapter that counts."""
+def _read_adapter(layer: Any) -> tuple[Any, Lora | None]:
+    """Returns the layer in a ``peft.tuners.lora.Linear``, and the active adapter; None if no adapter is active."""
     base, names = layer.base_layer, [name for name in layer.active_adapters if name in layer.lora_A]
-    _whole(layer, type(layer).forward)
-    _whole(base, torch.nn.Linear.forward)
+    _refuse_wrapped(layer, type(layer).forward)
+    _refuse_wrapped(base, torch.nn.Linear.forward)
     if layer.merged != layer.disable_adapters or not names:
         return base, None
     name = names[0]
     a, b, dropout = layer.lora_A[name], layer.lora_B[name], getattr(layer.lora_dropout[name], "p", 0.0)
-    variants = {one for one, asked in layer.use_dora.items() if asked} | {*getattr(layer, "lora_variant", {})}
-    for reason, instead in {
-        f"{len(names)} adapters at once": "set_adapter of one" if len(names) > 1 else "",
+    variants = {name for name, is_used in layer.use_dora.items() if is_used} | {*getattr(layer, "lora_variant", {})}
+    for reason, advice in {
+        f"{len(names)} active adapters": "call set_adapter with one of them" if len(names) > 1 else "",
         f"lora_dropout={dropout}": "give LoraConfig(lora_dropout=0)" if dropout and layer.training else "",
         "a variant of LoRA": "give LoraConfig(use_dora=False)" if name in variants else "",
         "a bias": "merge_and_unload() it" if base.bias is not None or b.bias is not None else "",
-        "merged, and disabled": "unmerge_adapter() first" if layer.merged else "",
+        "been merged and disabled": "unmerge_adapter() first" if layer.merged else "",
     }.items():
-        if instead:
-            raise NotImplementedError(f"the head's adapter has what is not served, {reason}: {instead}")
-    _whole(a, torch.nn.Linear.forward)
-    _whole(b, torch.nn.Linear.forward)
+        if advice:
+            raise NotImplementedError(f"the head's adapter is not supported, because it has {reason}: {advice}")
+    _refuse_wrapped(a, torch.nn.Linear.forward)
+    _refuse_wrapped(b, torch.nn.Linear.forward)
     return base, (a.weight, b.weight, layer.scaling[name])
 
 
-def _whole(layer: Any, function: Any) -> None:
-    """Refuses a layer with hooks, or whose forward is another ``function``."""
+def _refuse_wrapped(layer: Any, function: Any) -> None:
+    """Refuses a layer that has hooks, or whose forward is not ``function``."""
     copies = getattr(layer, "modules_to_save", None)  # PEFT trains a copy, and ``layer.weight`` is the copy's
-    for each in [layer] if copies is None else copies.values():
-        forward = getattr(each, "_old_forward", each.forward)  # accelerate puts its own around it
-        hooks = (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
+    for module in [layer] if copies is None else copies.values():
+        forward = getattr(module, "_old_forward", module.forward)  # accelerate wraps the forward
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         hooked = any(not hook.__module__.startswith("torch.distributed") for hook in hooks)
-        # Bound methods are compared as a whole: torch.compile, which knows no ``__func__``, notices a change then.
-        is_own = forward == function.__get__(each) or _wraps(forward, function)
-        if hooked or not is_own:
+        # This compares bound methods: torch.compile does not know ``__func__``, and would not notice a change of it.
+        is_unchanged = forward == function.__get__(module) or _is_deferring(forward, function)
+        if hooked or not is_unchanged:
             raise NotImplementedError(
-                f"the head, {type(each)}, is more than its weight and bias: leave it out of target_modules, "
+                f"the head, {type(module)}, is more than its weight and bias: leave it out of target_modules, "
                 "target_parameters (modules_to_save trains all of it), trainable_token_indices, quantization and "
-                "hooks, or merge_and_unload() an adapter; of adapters PEFT's lora.Linear alone is served"
+                "hooks, or merge_and_unload() an adapter; the only supported adapter is PEFT's lora.Linear"
             )
 
 
-def _wraps(forward: Any, function: Any) -> bool:
-    """Whether it is what `lce_torch_bridge.defer_logits` puts in the place of a head's forward."""
+def _is_deferring(forward: Any, function: Any) -> bool:
+    """Whether `lce_torch_bridge.defer_logits` has replaced a head's forward by this one."""
     return getattr(getattr(forward, "__func__", None), "__wrapped__", None) is function
 
 
 def bias(x: Any, weight: torch.Tensor) -> None:
-    """One number for each of this rank's rows of the weight, or None."""
+    """Checks a bias: one number for each of this rank's rows of the weight, or None."""
     if x is None:
         return
     floats("bias", x)
@@ -153,11 +161,14 @@ def bias(x: Any, weight: torch.Tensor) -> None:
             f"({weight.shape[0]},)"
         )
     if x.device != weight.device:
-        raise ValueError(f"bias is on {x.device}, weight on {weight.device}{_load(x, weight)}")
+        raise ValueError(f"bias is on {x.device}, weight on {weight.device}{_advise_loading(x, weight)}")
 
 
 def lora(value: Any, hidden: torch.Tensor, weight: torch.Tensor, **others: Any) -> int:
-    """`scalars.padded_rank` of an adapter that fits its frozen weight; ``others``: options not served beside it."""
+    """Returns `scalars.padded_rank` of an adapter, after checking it against its frozen weight.
+
+    ``others`` are options that an adapter does not support.
+    """
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise TypeError(f"lora must be a tuple (A [r, H], B [V, r], scale), got {type(value).__name__}")
     a, b, scale = value
@@ -175,9 +186,10 @@ def lora(value: Any, hidden: torch.Tensor, weight: torch.Tensor, **others: Any) 
     same_device(hidden, **{"lora's A": a, "lora's B": b})
     for name, x in others.items():
         if x is not None and x != "return":
-            instead = "give weight + scale * B @ A, which has the adapter in it"
             shown = repr(x) if isinstance(x, str) else type(x).__name__
-            raise ValueError(f"{name}={shown} with lora: leave {name} out, or {instead}")
+            raise ValueError(
+                f"{name}={shown} with lora: leave {name} out, or give weight + scale * B @ A as weight, without lora"
+            )
     if weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "lora is an adapter of a frozen weight, and weight requires a gradient: give weight.detach(), or call "
@@ -187,21 +199,21 @@ def lora(value: Any, hidden: torch.Tensor, weight: torch.Tensor, **others: Any) 
 
 
 def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
-    """All tensors on hidden's device."""
+    """Checks that tensors are on hidden's device."""
     for name, x in others.items():
         if x.device != hidden.device:
-            raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}{_load(x, hidden)}")
+            raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}{_advise_loading(x, hidden)}")
 
 
-def _load(*tensors: torch.Tensor) -> str:
-    """What to write where one of these has no numbers."""
+def _advise_loading(*tensors: torch.Tensor) -> str:
+    """Returns what to write if one of the tensors is on the meta device."""
     if not any(x.is_meta for x in tensors):
         return ""
     return ": a meta tensor has no numbers. Call model.to_empty(device=...) and load_state_dict before the first step"
 
 
 def group(tp_group: Any) -> None:
-    """A process group with this rank in it."""
+    """Checks that ``tp_group`` is a process group with this rank in it."""
     if not isinstance(tp_group, torch.distributed.ProcessGroup):
         raise TypeError(
             f"tp_group must be a torch.distributed.ProcessGroup with this rank in it, or None, got {tp_group!r}"
@@ -209,42 +221,42 @@ def group(tp_group: Any) -> None:
 
 
 def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
-    """A positive number, or a float tensor that broadcasts to labels."""
+    """Checks a temperature: a positive number, or a float tensor that broadcasts to labels."""
     if isinstance(value, list | tuple | np.ndarray):
         tensor("temperature", value, "a number or a torch.Tensor")
     if not isinstance(value, torch.Tensor):
         scalars.positive("temperature", value)
         return
-    _per_token_number("temperature", value, hidden)
-    if may_look_at(value):
+    _check_per_token_number("temperature", value, hidden)
+    if can_read_values(value):
         wrong = value[~((value >= scalars.FLOAT32_TINY) & (value <= scalars.FLOAT32_MAX))]
         if wrong.numel():
             raise ValueError(f"temperature must be positive and finite in float32, got {float(wrong[0])} in its values")
-    _broadcasts("temperature", value, labels)
+    _check_broadcast("temperature", value, labels)
 
 
 def logit_floor(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
-    """A number that may be infinite, or a float tensor that broadcasts to labels."""
+    """Checks a floor: a number, which may be infinite, or a float tensor that broadcasts to labels."""
     if isinstance(value, list | tuple | np.ndarray):
         tensor("logit_floor", value, "a number or a torch.Tensor")
     if not isinstance(value, torch.Tensor):
         scalars.bound("logit_floor", value)
         return
-    _per_token_number("logit_floor", value, hidden)
-    if may_look_at(value) and bool(value.isnan().any()):
+    _check_per_token_number("logit_floor", value, hidden)
+    if can_read_values(value) and bool(value.isnan().any()):
         raise ValueError(f"logit_floor must be a number or infinite, but is nan in {int(value.isnan().sum())} places")
-    _broadcasts("logit_floor", value, labels)
+    _check_broadcast("logit_floor", value, labels)
 
 
-def _per_token_number(name: str, value: torch.Tensor, hidden: torch.Tensor) -> None:
+def _check_per_token_number(name: str, value: torch.Tensor, hidden: torch.Tensor) -> None:
     if not value.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
     if value.requires_grad:
-        raise ValueError(f"{name} requires a gradient, and none is computed: pass {name}.detach()")
+        raise ValueError(f"{name} requires a gradient, but gets none: pass {name}.detach()")
     same_device(hidden, **{name: value})
 
 
-def _broadcasts(name: str, value: torch.Tensor, labels: torch.Tensor) -> None:
+def _check_broadcast(name: str, value: torch.Tensor, labels: torch.Tensor) -> None:
     try:
         fits = torch.broadcast_shapes(value.shape, labels.shape) == labels.shape
     except RuntimeError:
@@ -256,14 +268,14 @@ def _broadcasts(name: str, value: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 def entropy(value: Any) -> bool:
-    """Whether there is an entropy, with or without a gradient."""
+    """Returns whether an entropy is computed, with or without a gradient."""
     if isinstance(value, bool) or (isinstance(value, str) and value == "metric"):
         return bool(value)
     raise TypeError(f'entropy must be True, False or "metric", got {value!r}')
 
 
 def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
-    """A bool tensor of labels' shape, or a one-dimensional index of its entries."""
+    """Checks ``where``: a bool tensor of labels' shape, or a one-dimensional index of the flattened labels."""
     tensor("where", value)
     same_device(hidden, where=value)
     if value.dtype == torch.bool:
@@ -278,7 +290,7 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
         raise TypeError(f"where must be bool, or an int64 or int32 index of rows, got {value.dtype}{hint}")
     if value.ndim != 1:
         raise ValueError(f"where as an index of rows must have one dimension, got shape {tuple(value.shape)}{hint}")
-    if not may_look_at(value):
+    if not can_read_values(value):
         return
     outside = value[(value < 0) | (value >= labels.numel())]
     if outside.numel():
@@ -288,8 +300,11 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
         raise ValueError(f"where as an index must hold each row at most once, got {repeats} repeats{hint}")
 
 
-def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """A tensor whose shape begins with that of labels, from one with 1 where it is the same for all, or one number."""
+def expand_per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Returns a per-token argument of a loss expanded to a shape that begins with labels' shape.
+
+    In place of a size of labels it may have 1, and its shape may be ().
+    """
     scalars.require_value(name, value)
     tensor(name, value)
     scalars.check_per_token_shape(name, value.shape, labels.shape)
@@ -300,7 +315,7 @@ def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor)
 def warn_of_labels(
     labels: torch.Tensor, where: torch.Tensor | None, vocab_size: int, is_cross_entropy: bool = False
 ) -> None:
-    """`scalars.warn_outside`, of labels on the CPU; ``where``: the tokens that count, without ignored labels."""
+    """Calls `scalars.warn_outside` for labels on the CPU. ``where`` leaves ignored labels out."""
     if labels.device.type != "cpu" or is_traced() or not has_values(labels) or not labels.numel():
         return
     ids = labels.reshape(-1).long()
@@ -310,14 +325,14 @@ def warn_of_labels(
     scalars.warn_outside(ids, vocab_size, *PACKAGES, is_cross_entropy=is_cross_entropy)
 
 
-def may_look_at(x: torch.Tensor) -> bool:
-    """Whether ``x`` has values, and reading them neither waits for a GPU nor breaks a trace of the call."""
+def can_read_values(x: torch.Tensor) -> bool:
+    """Whether ``x`` has values that can be read without waiting for a GPU or breaking a trace of the call."""
     traced = torch.compiler.is_compiling() or get_proxy_mode() is not None
     return x.device.type == "cpu" and not traced and has_values(x)
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Whether ``x`` has values of its own: not a meta or fake tensor, nor one inside a transform of torch.func."""
+    """Whether ``x`` has values: it is no meta or fake tensor, and not inside a transform of torch.func."""
     try:
         return x.untyped_storage().device.type != "meta"
     except NotImplementedError:  # inside a transform of torch.func
@@ -325,9 +340,9 @@ def has_values(x: torch.Tensor) -> bool:
 
 
 def vocabulary(value: Any, columns: int) -> int:
-    """The true vocabulary against the columns of all shards."""
+    """Returns the size of the true vocabulary, after checking it against the columns of all shards."""
     if columns > scalars.INT32_MAX:
-        raise ValueError(f"{columns} vocabulary columns are more than an int32 counts")
+        raise ValueError(f"{columns} vocabulary columns are more than an int32 can count")
     if value is None:
         return columns
     value = scalars.integer("vocab_size", value)
@@ -337,7 +352,7 @@ def vocabulary(value: Any, columns: int) -> int:
 
 
 def implementation(value: Any) -> tuple[str, ...] | None:
-    """The names, which lce_jax checks."""
+    """Returns the names of implementations as a tuple. lce_jax checks the names themselves."""
     names = (value,) if isinstance(value, str) else value
     if names is None:
         return None

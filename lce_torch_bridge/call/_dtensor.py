@@ -1,13 +1,14 @@
-"""DTensors as arguments: this rank's plain tensors if the placements determine them, otherwise a refusal.
+"""DTensors as arguments: this rank's plain tensors if the placements determine them, otherwise an error.
 
-A weight or bias is gathered over all dimensions of its mesh but that of ``tp_group``, over which it stays split. Its
-gradient is the mean over the ranks that gathered it. That is right in three cases:
+A weight or bias is gathered over all dimensions of its mesh except that of ``tp_group``, over which it stays split. Its
+gradient is the mean over the ranks that gathered it. This is correct in three cases:
 
 * Ranks of FSDP2, HSDP and ``replicate`` hold different tokens. By default these take the mean of the ranks' gradients.
 * Ranks that hold the same tokens have equal gradients, and the mean of equal numbers is that number.
-* If a wrapper takes the mean once more, the mean of equal means is that mean.
+* A wrapper takes the mean once more: the mean of equal means is that mean.
 
-With a sum over different tokens it would be wrong. FSDP2 has one, ``set_gradient_divide_factor``, which is refused.
+For a sum over different tokens it would be wrong. FSDP2's ``set_gradient_divide_factor`` makes such a sum, and is
+refused.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ import torch
 import torch.distributed as dist
 
 from lce_torch_bridge.tensors import _device
-from lce_torch_bridge.tensors._device import not_compiled, readable
+from lce_torch_bridge.tensors._device import check_readable, not_compiled
 
 WHY_NOT_COMPILED = "lce_torch_bridge compares the mesh of a DTensor with tp_group as it runs"
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether ``x`` is a DTensor. If their module (half a second) is not imported, there are none."""
+    """Whether ``x`` is a DTensor. Does not import their module, which takes half a second."""
     if type(x) is torch.Tensor:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
-def tokens(**given: Any) -> tuple[Any, ...]:
-    """The per-token arguments as plain tensors, `readable`. Their gradients are whole, as the placements say.
+def tokens(**arguments: Any) -> tuple[Any, ...]:
+    """Returns per-token arguments as plain tensors, after `check_readable`. Their gradients are replicated too.
 
     Raises:
         ValueError: a DTensor that is not replicated.
     """
-    return tuple(readable(name, _replicated(name, x) if is_dtensor(x) else x) for name, x in given.items())
+    return tuple(check_readable(name, _replicated(name, x) if is_dtensor(x) else x) for name, x in arguments.items())
 
 
 def spans(x: Any, group: dist.ProcessGroup | None) -> bool:
@@ -48,10 +49,10 @@ def spans(x: Any, group: dist.ProcessGroup | None) -> bool:
 
 @not_compiled(WHY_NOT_COMPILED)
 def rows(name: str, x: Any, group: dist.ProcessGroup | None, wgrad: str = "return") -> torch.Tensor:
-    """This rank's part of the vocabulary, ``[V, H]`` or ``[V]``, of a DTensor. To gather it is a collective.
+    """Returns this rank's part of the vocabulary, ``[V, H]`` or ``[V]``, of a DTensor. Gathering it is a collective.
 
     Raises:
-        ValueError: placements that cannot be served, or a gradient that goes elsewhere than to autograd.
+        ValueError: placements that are not supported, or a gradient that does not go to autograd.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -59,23 +60,23 @@ def rows(name: str, x: Any, group: dist.ProcessGroup | None, wgrad: str = "retur
         raise ValueError(f'wgrad={wgrad!r}: {name} is a DTensor, whose gradient autograd returns: use wgrad="return"')
     mesh = x.device_mesh
     split = _dimension_of(group, mesh, name)
-    served = [Shard(0) if dim == split else Replicate() for dim in range(mesh.ndim)]
-    _refuse_placements(name, x, split, served)
+    supported = [Shard(0) if dim == split else Replicate() for dim in range(mesh.ndim)]
+    _refuse_placements(name, x, split, supported)
     if mesh.ndim > (split is not None):
         _refuse_other_reductions(name, x)
     grads = [Shard(0) if dim == split else Partial("avg") for dim in range(mesh.ndim)]
-    return x.redistribute(placements=served).to_local(grad_placements=grads)
+    return x.redistribute(placements=supported).to_local(grad_placements=grads)
 
 
-def _refuse_placements(name: str, x: Any, split: int | None, served: list[Any]) -> None:
+def _refuse_placements(name: str, x: Any, split: int | None, supported: list[Any]) -> None:
     mesh = x.device_mesh
     for dim, placement in enumerate(x.placements):
         if placement.is_partial() or (dim == split and getattr(placement, "dim", None) != 0):
             dimension = dim if mesh.mesh_dim_names is None else repr(mesh.mesh_dim_names[dim])
-            wanted = "Shard(dim=0), as tp_group splits the vocabulary" if dim == split else "sharded or replicated"
+            expected = "Shard(dim=0), as tp_group splits the vocabulary" if dim == split else "sharded or replicated"
             raise ValueError(
                 f"{name} {tuple(x.shape)} is a DTensor with {placement!r} over mesh dimension {dimension}, but must be "
-                f"{wanted}: pass {name}.redistribute(placements={served})"
+                f"{expected}: pass {name}.redistribute(placements={supported})"
             )
     if split is not None and x.shape[0] % mesh.size(split):
         raise ValueError(
@@ -85,7 +86,7 @@ def _refuse_placements(name: str, x: Any, split: int | None, served: list[Any]) 
 
 
 def _refuse_other_reductions(name: str, x: Any) -> None:
-    """Refuses a parameter of FSDP2 whose gradients are not reduced to their mean."""
+    """Refuses a parameter of FSDP2 whose gradients are summed, not averaged."""
     parameter = _parameter_of(x)
     for _, group in _device.fsdp2_groups():
         factor = group.gradient_divide_factor
@@ -97,10 +98,10 @@ def _refuse_other_reductions(name: str, x: Any) -> None:
 
 
 def _parameter_of(x: torch.Tensor) -> torch.Tensor:
-    """The leaf from which ``x`` was made, by a cast for example; ``x`` itself if it is a leaf."""
+    """Returns the leaf from which ``x`` was computed, for example by a cast; ``x`` itself if it is a leaf."""
     node: Any = x.grad_fn
     while node is not None and not hasattr(node, "variable"):
-        node = next((before for before, _ in node.next_functions if before is not None), None)
+        node = next((other for other, _ in node.next_functions if other is not None), None)
     return x if node is None else node.variable
 
 
@@ -117,10 +118,10 @@ def _replicated(name: str, x: Any) -> torch.Tensor:
 
 @not_compiled(WHY_NOT_COMPILED)
 def _dimension_of(group: dist.ProcessGroup | None, mesh: Any, name: str) -> int | None:
-    """The dimension of ``mesh`` whose ranks are those of ``group``; None where the two share this rank alone.
+    """Returns the dimension of ``mesh`` with the ranks of ``group``; None if mesh and group share this rank only.
 
     Raises:
-        ValueError: they share several, which are no dimension of the mesh.
+        ValueError: they share several ranks, and these are no dimension of the mesh.
     """
     if group is None or group.size() == 1:
         return None
@@ -128,7 +129,7 @@ def _dimension_of(group: dist.ProcessGroup | None, mesh: Any, name: str) -> int 
     if coordinate is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh of {name}, {mesh.mesh.tolist()}")
     for dim in range(mesh.ndim):
-        line = mesh.mesh[tuple(slice(None) if i == dim else at for i, at in enumerate(coordinate))]
+        line = mesh.mesh[tuple(slice(None) if i == dim else index for i, index in enumerate(coordinate))]
         if line.tolist() == ranks:
             return dim
     if set(ranks) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:

@@ -143,7 +143,7 @@ def _probe_cast(func: Any, args: tuple[Any, ...], dtype: torch.dtype, device: to
     return out.dtype if is_cast else None
 
 
-_probe_cast_once = _device.once(_probe_cast)
+_probe_cast_once = _device.cache_results(_probe_cast)
 
 
 def _keep_statistics(recipe: Recipe) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _contiguous(x: Deferred, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return x if after is layout else _add_step(x, func, args, kwargs, after, **_keep_statistics(x.recipe))
 
 
-@_device.once
+@_device.cache_results
 def _apply_once(func: Any, layout: torch.Tensor) -> Any:
     return func(layout)
 

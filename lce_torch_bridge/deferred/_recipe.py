@@ -133,7 +133,7 @@ class Source:
 
     def suspend_checkpoint(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context to compute statistics that are saved with the logits, outside of any other checkpoint."""
-        return _device.without_hooks() if self.is_in_other_checkpoint() else NO_CONTEXT
+        return _device.disable_hooks() if self.is_in_other_checkpoint() else NO_CONTEXT
 
     def record_logits(self, needed_for: str) -> None:
         """Counts and logs that these logits are computed. Does nothing in a compiled graph."""
@@ -346,13 +346,13 @@ def _requires_grad(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad
 
 
-@_device.once
+@_device.cache_results
 def make_layout(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Returns a dense tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@_device.once
+@_device.cache_results
 def make_layout_like(layout: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns the layout of an elementwise result. Cached by the layout object, because a tensor hashes by identity."""
     return torch.empty_like(layout, dtype=dtype)

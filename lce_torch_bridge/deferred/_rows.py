@@ -108,7 +108,7 @@ def _trace_step(
     return tuple([_make_row_step(before, x, parts[i], select)._replace(part=i) for i, x in enumerate(after)])
 
 
-_trace_step_once = _device.once(_trace_step)
+_trace_step_once = _device.cache_results(_trace_step)
 
 
 def _make_row_step(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None, select: Any) -> _RowStep:
@@ -225,7 +225,7 @@ def _take_columns(layout: torch.Tensor, columns: slice) -> torch.Tensor:
     return layout[..., columns]
 
 
-_take_columns_once = _device.once(_take_columns)
+_take_columns_once = _device.cache_results(_take_columns)
 
 
 def _choose_rows(x: Deferred, func: Any, index: Any, rows: tuple[Any, ...]) -> Any:

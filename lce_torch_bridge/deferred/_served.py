@@ -45,7 +45,7 @@ def _count_served(x: Deferred) -> None:
         x.recipe.source.deferral.served += 1
 
 
-@_device.once
+@_device.cache_results
 def _probe_dtype(function: Callable[..., torch.Tensor], dtype: torch.dtype, device: str, _autocast: Any) -> torch.dtype:
     return function(torch.zeros(1, 2, dtype=dtype, device=device)).dtype
 

@@ -1,5 +1,5 @@
 """Kernels on torch's current stream, in torch's memory.
 
-`_way` says whether a pass may be launched so. `_passes` are the two passes, and which calls have them. `_host` runs
-them: the host code of `lce_jax.run.kernels` with torch as its host.
+`_way` decides whether a pass is launched directly. `_passes` has the two passes, and the reasons why a call has none.
+`_host` runs a pass: it executes the host code of `lce_jax.run.kernels` with torch as its host.
 """

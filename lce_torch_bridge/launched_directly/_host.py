@@ -1,7 +1,7 @@
-"""torch as the host of a pass: its memory, its current stream, and Python's own loop.
+"""torch as the host of a pass: torch's memory, torch's current stream, and Python's own loop.
 
-The host code of `lce_jax.run.kernels` runs once for calls of the same shapes and options. A `Tape` writes down what it
-asks for: kernels, and functions of torch between them. `Launches` run that for each call.
+The host code of `lce_jax.run.kernels` runs once for all calls of the same shapes and options. A `Tape` records the
+steps that it asks for: kernels, and functions of torch between them. `Launches` runs these steps for each call.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ import torch
 
 from lce_jax.run import kernels
 from lce_torch_bridge.tensors import _device
-from lce_torch_bridge.tensors._device import Allocated, allocated
+from lce_torch_bridge.tensors._device import Allocation, describe_allocation
 
 ALIGNMENT = 256  # bytes
 ALIGNED_NUMBERS = 16  # int32 numbers whose bytes kernels may load at once
-KEPT = 16  # runs of a plan whose launches are kept, each with a few KiB
-MOST = 4096  # plans of all shapes together; each takes a few KiB
+CACHED_BINDINGS = 16  # sets of addresses for which a plan caches its launches; each set takes a few KiB
+MOST_PLANS = 4096  # plans of all shapes together; each takes a few KiB
 
 _plans: dict[Any, Any] = {}
-_captured: dict[int, torch.Tensor] = {}  # numbers that a CUDA graph reads, which outlive their plan
+_captured: dict[int, torch.Tensor] = {}  # numbers that CUDA graphs read: they must outlive their plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Buffer:
-    """An array that a step is given, at the beginning of what is in a slot."""
+    """An array that a step reads or writes. It begins where the memory of its slot begins."""
 
     slot: int
-    shape: tuple[int, ...]  # as the kernels see it: the caller's arrays may have fewer rows
+    shape: tuple[int, ...]  # in the kernels; the caller's tensor may have fewer rows
     dtype: Any  # JAX's
 
     def __len__(self) -> int:
-        """The size of its first dimension."""
+        """Returns the size of the first dimension."""
         return self.shape[0]
 
     def view(self, shape: Sequence[int], dtype: Any = None) -> Buffer:
-        """The same memory, seen otherwise."""
+        """Returns a buffer over the same memory with another shape and dtype."""
         return Buffer(self.slot, tuple(shape), jnp.dtype(dtype or self.dtype))
 
 
 class Step(NamedTuple):
-    """A kernel or a function, and the slots of what it is given and what it returns, which may be the same."""
+    """A kernel or a function of torch, with its operands and results. A result may be an operand that it updates."""
 
     run: kernels.Kernel | Callable[..., Sequence[torch.Tensor]]
     operands: tuple[Buffer, ...]
@@ -57,125 +57,127 @@ class Step(NamedTuple):
 
     @property
     def slots(self) -> dict[int, None]:
-        """All of them, in order."""
+        """The slots of operands and results, in order."""
         return dict.fromkeys(x.slot for x in (*self.operands, *self.results))
 
     @property
-    def made(self) -> set[int]:
-        """Those of results that are no operands."""
+    def created(self) -> set[int]:
+        """The slots of results that are not operands."""
         return {x.slot for x in self.results} - {x.slot for x in self.operands}
 
 
 class Tape:
-    """A `lce_jax.mosaic._host.Host` that writes down steps. The memory of each is described, and not there."""
+    """A `lce_jax.mosaic._host.Host` that records steps. Their memory is described, not allocated."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.inputs: list[Buffer] = []
         self.outputs: list[Buffer] = []
-        self.numbers_given: dict[tuple[int, ...], Buffer] = {}
-        self.memory: list[Allocated] = []  # of each slot
+        self.numbers_by_value: dict[tuple[int, ...], Buffer] = {}
+        self.memory: list[Allocation] = []  # of each slot
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Buffer:
-        """Memory of its own."""
-        self.memory.append(allocated(shape, getattr(torch, jnp.dtype(dtype).name)))
+        """Returns a buffer in a new slot."""
+        self.memory.append(describe_allocation(shape, getattr(torch, jnp.dtype(dtype).name)))
         return Buffer(len(self.memory) - 1, tuple(shape), jnp.dtype(dtype))
 
     def input(self, shape: Sequence[int], dtype: Any) -> Buffer:
-        """An operand of each call, the next one."""
+        """Adds an input: the next tensor of each call's operands."""
         self.inputs.append(self.empty(shape, dtype))
         return self.inputs[-1]
 
     def output(self, x: Buffer, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """``x`` is a result of each call, the next one, as a tensor of this shape and dtype."""
-        self.memory[x.slot] = allocated(shape, dtype)
+        """Adds an output: ``x`` is the next result of each call, a tensor of this shape and dtype."""
+        self.memory[x.slot] = describe_allocation(shape, dtype)
         self.outputs.append(x)
 
     def loop[C](self, firsts: range, body: Callable[[Any, C], C], carry: C) -> C:
-        """One after the other."""
+        """Runs the iterations one after another, while the tape records."""
         return functools.reduce(lambda carry, first: body(first, carry), firsts, carry)
 
     def numbers(self, *numbers: Any) -> Buffer:
-        """Written to the GPU's memory before the first call on a stream."""
-        if numbers not in self.numbers_given:
-            self.numbers_given[numbers] = self.empty((len(numbers),), jnp.int32)
-        return self.numbers_given[numbers]
+        """Returns a buffer of constants. They are written to the GPU's memory before the first call on a stream."""
+        if numbers not in self.numbers_by_value:
+            self.numbers_by_value[numbers] = self.empty((len(numbers),), jnp.int32)
+        return self.numbers_by_value[numbers]
 
     def prefix(self, x: Buffer, size: int, dim: int) -> Buffer:
-        """Where it lies, if that is where ``x`` lies."""
+        """Returns a view of the first ``size`` elements of a dimension."""
         assert dim == 0 or size == x.shape[dim], "columns that are not contiguous"
         return x.view((*x.shape[:dim], size, *x.shape[dim + 1 :]))
 
     def reshape(self, x: Buffer, shape: Sequence[int]) -> Buffer:
-        """Where it lies."""
+        """Returns a view."""
         return x.view(shape)
 
     def vary_like[T](self, tree: T, like: Any) -> T:
-        """As it is."""
+        """Returns ``tree``: types that vary over a mesh are JAX's alone."""
         del like
         return tree
 
     def launch[**P, R](self, kernel: Callable[P, R], *operands: P.args, **more: P.kwargs) -> R:
-        """A step that is a kernel."""
+        """Adds a kernel as a step. Returns its results."""
         assert not more
         leaves, tree = jax.tree.flatten(operands)
-        arrays = [x for x in leaves if isinstance(x, Buffer)]
+        buffers = [x for x in leaves if isinstance(x, Buffer)]
         static = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Buffer) else x for x in leaves]
         traced = kernels.traced(kernel, tree, tuple(static))
-        given, results = tuple(arrays[i] for i in traced.operands), []
+        inputs, results = tuple(buffers[i] for i in traced.operands), []
         for i, x in enumerate(traced.results):
-            results.append(given[traced.updated[i]] if i in traced.updated else self.empty(x.shape, x.dtype))
-        self.steps.append(Step(traced, given, tuple(results)))
-        found: R = jax.tree.unflatten(traced.tree, [results[i] for i in traced.returned])
-        return found
+            results.append(inputs[traced.updated[i]] if i in traced.updated else self.empty(x.shape, x.dtype))
+        self.steps.append(Step(traced, inputs, tuple(results)))
+        returned: R = jax.tree.unflatten(traced.tree, [results[i] for i in traced.returned])
+        return returned
 
     def compute(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """A step that is ``function(xp, *operands)`` over torch. A result that is an operand has been updated in place.
+        """Adds ``function(xp, *operands)`` as a step, where ``xp`` is torch. Returns its results.
 
-        All others live as long as the pass.
+        A result that is an operand has been updated in place. All other results live as long as the pass.
         """
         leaves, tree = jax.tree.flatten(operands)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Buffer)]
 
-        def of_tensors(*tensors: torch.Tensor) -> Any:
-            given = list(leaves)
+        def call_function(*tensors: torch.Tensor) -> Any:
+            arguments = list(leaves)
             for place, x in zip(places, tensors, strict=True):
-                given[place] = x
-            return function(_On(tensors[0].device), *jax.tree.unflatten(tree, given))
+                arguments[place] = x
+            return function(_TorchOnDevice(tensors[0].device), *jax.tree.unflatten(tree, arguments))
 
         buffers = [leaves[place] for place in places]
-        described = [torch.empty(x.shape, dtype=getattr(torch, x.dtype.name), device="meta") for x in buffers]
-        found, out_tree = jax.tree.flatten(of_tensors(*described))
+        meta_tensors = [torch.empty(x.shape, dtype=getattr(torch, x.dtype.name), device="meta") for x in buffers]
+        outputs, out_tree = jax.tree.flatten(call_function(*meta_tensors))
         results = []
-        for x in found:
-            same = [buffer for buffer, y in zip(buffers, described, strict=True) if x is y]
-            results.append(same[0] if same else self.empty(x.shape, _device.name_of(x.dtype)))
+        for x in outputs:
+            updated = [buffer for buffer, y in zip(buffers, meta_tensors, strict=True) if x is y]
+            results.append(updated[0] if updated else self.empty(x.shape, _device.name_dtype(x.dtype)))
 
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            given = map(_as, tensors, buffers)
-            return [x.contiguous() for x in jax.tree.leaves(of_tensors(*given))]
+            return [x.contiguous() for x in jax.tree.leaves(call_function(*map(_view_as, tensors, buffers)))]
 
         return jax.tree.unflatten(out_tree, self.call(run, buffers, *results))
 
     def products(self, hidden: Buffer, weight: Buffer, columns: Buffer, options: Any, num_rows: int) -> Any:
-        """A kernel, which gathers no copy of the rows."""
+        """Adds the kernel of candidates' products, which copies no rows of the weight."""
         del options  # the weight is [V, H]
-        given: Any = hidden, weight, columns, self.numbers(num_rows)
-        return self.launch(kernels.products, *given)
+        arguments: Any = hidden, weight, columns, self.numbers(num_rows)
+        return self.launch(kernels.products, *arguments)
 
     def put(self, *operands: Any) -> Any:
-        """A kernel."""
+        """Adds the kernel that writes values to columns."""
         return self.launch(kernels.put, *operands)
 
     def call(self, function: Callable[..., Any], operands: Sequence[Buffer], *results: Buffer) -> tuple[Buffer, ...]:
-        """A step that is a function of tensors. It returns ``results``, its own or what it updated."""
+        """Adds a function of tensors as a step. It returns ``results``: new tensors, or operands that it updated."""
         self.steps.append(Step(function, tuple(operands), results))
         return results
 
 
 @functools.cache
-class _On:
-    """torch, whose new tensors lie on a device. ``with torch.device(…)`` would cost the host half of each operation."""
+class _TorchOnDevice:
+    """torch with a default device for new tensors.
+
+    ``with torch.device(…)`` would cost the host half as much time as an operation itself.
+    """
 
     def __init__(self, device: torch.device) -> None:
         for make in (torch.arange, torch.zeros, torch.ones):
@@ -186,158 +188,166 @@ class _On:
 
 
 class Launches:
-    """A tape, to be run on the current CUDA device: kernels in groups, between which functions of torch may stand."""
+    """A tape, to be run on the current CUDA device: groups of kernels, with functions of torch between them."""
 
     def __init__(self, tape: Tape, device: kernels.Device) -> None:
-        steps = needed(tape)
-        self._inputs, self._outputs = ([x.slot for x in of] for of in (tape.inputs, tape.outputs))
+        steps = find_needed_steps(tape)
+        self._inputs, self._outputs = ([x.slot for x in buffers] for buffers in (tape.inputs, tape.outputs))
         self._memory = Memory(tape, steps)
-        used: Any = [step.run for step in steps if isinstance(step.run, kernels.Kernel)]
-        binds = dict(zip(used, kernels.compiled(used, device, torch.cuda.current_device()), strict=True))
+        launched: Any = [step.run for step in steps if isinstance(step.run, kernels.Kernel)]
+        binds = dict(zip(launched, kernels.compiled(launched, device, torch.cuda.current_device()), strict=True))
         self._groups: list[tuple[list[int], Any] | Step] = []
-        for of_kernels, some in itertools.groupby(steps, lambda step: isinstance(step.run, kernels.Kernel)):
+        for are_kernels, some in itertools.groupby(steps, lambda step: isinstance(step.run, kernels.Kernel)):
             group = list(some)
-            self._groups += [_launches(self._memory, group, binds)] if of_kernels else group
-        self._numbers: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}  # by stream; those of functions
+            self._groups += [_bind_launches(self._memory, group, binds)] if are_kernels else group
+        # By stream: the constants in the GPU's memory, and those that functions read, by slot.
+        self._numbers: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
 
-    def run(self, device: int, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs, given the inputs."""
+    def run(self, device: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the outputs for these inputs."""
         stream, memory, empty = _device.current_stream(device), self._memory, _device.empty
         numbers = None if torch.cuda.is_current_stream_capturing() else self._numbers.get(stream)
-        written, of_functions = self._written(stream, given[0]) if numbers is None else numbers
-        piece = empty((memory.num_bytes,), (1,), torch.uint8)
-        tensors = {slot: empty(*of) for slot, of in memory.own} | of_functions
-        tensors.update(zip(self._inputs, given, strict=True))
+        constants, constants_by_slot = self._write_numbers(stream, inputs[0]) if numbers is None else numbers
+        workspace = empty((memory.num_bytes,), (1,), torch.uint8)
+        tensors = {slot: empty(*allocation) for slot, allocation in memory.separate} | constants_by_slot
+        tensors.update(zip(self._inputs, inputs, strict=True))
         for group in self._groups:
             if isinstance(group, Step):
-                _call(group, tensors, memory.home)
+                _run_function(group, tensors, memory.home)
                 continue
-            slots, bound = group
-            of_tensors = [tensors[slot].data_ptr() for slot in slots]
-            for launch in bound(stream, written.data_ptr(), piece.data_ptr(), *of_tensors)[0]:
+            slots, bind = group
+            addresses = [tensors[slot].data_ptr() for slot in slots]
+            for launch in bind(stream, constants.data_ptr(), workspace.data_ptr(), *addresses)[0]:
                 launch()
         return [tensors[slot] for slot in self._outputs]
 
-    def _written(self, stream: int, like: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """The numbers, written beside ``like`` on the stream that reads them: nothing waits."""
+    def _write_numbers(self, stream: int, like: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Writes the constants to the device of ``like``, on the stream that reads them, so that nothing waits."""
         if torch.cuda.is_current_stream_capturing():
             if not self._numbers:
                 refuse_capture()
-            # Written by an earlier call on any stream: a capture begins when all of it is done.
-            found = next(iter(self._numbers.values()))
-            _captured[found[0].data_ptr()] = found[0]
-            return found
-        given = torch.tensor(self._memory.numbers, dtype=torch.int32, pin_memory=like.is_cuda)
-        written = given.to(like.device, non_blocking=True)
-        found = self._numbers[stream] = written, {slot: written[part] for slot, part in self._memory.of_functions}
-        return found
+            # An earlier call on any stream has written them: a capture begins after all of its work is done.
+            numbers = next(iter(self._numbers.values()))
+            _captured[numbers[0].data_ptr()] = numbers[0]
+            return numbers
+        values = torch.tensor(self._memory.numbers, dtype=torch.int32, pin_memory=like.is_cuda)
+        written = values.to(like.device, non_blocking=True)
+        numbers = written, {slot: written[part] for slot, part in self._memory.function_numbers}
+        self._numbers[stream] = numbers
+        return numbers
 
 
-def needed(tape: Tape) -> list[Step]:
-    """The steps that an output needs."""
-    slots, found = {x.slot for x in tape.outputs}, []
+def find_needed_steps(tape: Tape) -> list[Step]:
+    """Returns the steps that an output depends on."""
+    slots, steps = {x.slot for x in tape.outputs}, []
     for step in reversed(tape.steps):
         if not slots.isdisjoint(x.slot for x in step.results):
             slots.update(step.slots)
-            found.append(step)
-    return found[::-1]
+            steps.append(step)
+    return steps[::-1]
 
 
 class Memory:
-    """Where the slots of a tape are.
+    """Where the slots of a tape lie.
 
-    What kernels alone use lies in one piece, because each piece costs the host time. Arrays of the same shape have the
-    same place, if the last step that uses one comes before the first that uses the other: those of chunks.
+    Slots that only kernels use lie in one workspace, because each tensor costs the host time. Two slots of the same
+    shape share memory if the last step that uses one comes before the first that uses the other, as in a loop over
+    chunks.
     """
 
     def __init__(self, tape: Tape, steps: Sequence[Step]) -> None:
         functions = [step for step in steps if not isinstance(step.run, kernels.Kernel)]
-        made = {slot for step in functions for slot in step.made}
-        fixed = [*made, *(x.slot for x in (*tape.inputs, *tape.outputs, *tape.numbers_given.values()))]
-        self.home = dict(zip(fixed, fixed, strict=True))
-        given = {*made, *(x.slot for x in tape.inputs)}
-        apart = {x.slot for x in tape.outputs} - given
+        created = {slot for step in functions for slot in step.created}
+        fixed = [*created, *(x.slot for x in (*tape.inputs, *tape.outputs, *tape.numbers_by_value.values()))]
+        self.home = dict(zip(fixed, fixed, strict=True))  # the slot whose memory each slot uses
+        provided = {*created, *(x.slot for x in tape.inputs)}
+        separate = {x.slot for x in tape.outputs} - provided
         self._share(tape, steps)
         read = {self.home[slot] for step in functions for slot in step.slots}
-        apart |= read - given - {x.slot for x in tape.numbers_given.values()}
-        self.own = [(slot, tape.memory[slot]) for slot in apart]  # with a tensor each
+        separate |= read - provided - {x.slot for x in tape.numbers_by_value.values()}
+        self.separate = [(slot, tape.memory[slot]) for slot in separate]  # each is a tensor
         self.numbers: list[int] = []
-        self.places: dict[int, tuple[int, int]] = {}  # 0 and a byte of the numbers, 1 and a byte of the piece
-        self.of_functions: list[tuple[int, slice]] = []
-        for numbers, x in tape.numbers_given.items():
+        self.places: dict[int, tuple[int, int]] = {}  # 0 and a byte of the numbers, or 1 and a byte of the workspace
+        self.function_numbers: list[tuple[int, slice]] = []  # constants that functions read
+        for numbers, x in tape.numbers_by_value.items():
             first = len(self.numbers)
             self.places[x.slot] = 0, 4 * first
-            self.of_functions += [(x.slot, slice(first, first + len(numbers)))] if x.slot in read else []
+            self.function_numbers += [(x.slot, slice(first, first + len(numbers)))] if x.slot in read else []
             self.numbers += [*numbers, *[0] * (-len(numbers) % ALIGNED_NUMBERS)]
         self.num_bytes = 0
         for slot in dict.fromkeys(self.home.values()):
-            if slot not in self.places and slot not in apart and slot not in given:
+            if slot not in self.places and slot not in separate and slot not in provided:
                 shape, _, dtype = tape.memory[slot]
                 self.places[slot] = 1, self.num_bytes
                 self.num_bytes += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
     def _share(self, tape: Tape, steps: Sequence[Step]) -> None:
-        """Gives each slot its own place, or that of one like it which nothing uses any more."""
-        last = {slot: i for i, step in enumerate(steps) for slot in step.slots}
-        free: dict[Allocated, list[int]] = {}
+        """Finds the home of each slot: its own memory, or that of a slot of the same shape that is no longer used."""
+        last_use = {slot: i for i, step in enumerate(steps) for slot in step.slots}
+        free: dict[Allocation, list[int]] = {}
         fixed = set(self.home)
         for i, step in enumerate(steps):
             for slot in step.slots:
                 if slot not in self.home:
-                    left = free.get(tape.memory[slot])
-                    self.home[slot] = left.pop() if left else slot
+                    unused = free.get(tape.memory[slot])
+                    self.home[slot] = unused.pop() if unused else slot
             for slot in step.slots:
-                if last[slot] == i and slot not in fixed:
+                if last_use[slot] == i and slot not in fixed:
                     free.setdefault(tape.memory[slot], []).append(self.home[slot])
 
 
-def _launches(memory: Memory, steps: Sequence[Step], binds: dict[Any, kernels.Bind]) -> tuple[list[int], Any]:
-    """The slots with a tensor that kernels use, and what binds launches to the addresses of all that they use."""
+def _bind_launches(
+    memory: Memory, steps: Sequence[Step], binds: dict[Any, kernels.Bind]
+) -> tuple[list[int], Callable[..., tuple[list[Callable[[], None]], Any]]]:
+    """Returns the slots of the tensors that some kernels use, and a function that binds launches to addresses."""
     homes = [[memory.home[x.slot] for x in (*step.operands, *step.results)] for step in steps]
-    every = list(itertools.chain(*homes))
-    slots = [slot for slot in dict.fromkeys(every) if slot not in memory.places]
+    all_homes = list(itertools.chain(*homes))
+    slots = [slot for slot in dict.fromkeys(all_homes) if slot not in memory.places]
     places = memory.places | {slot: (2 + i, 0) for i, slot in enumerate(slots)}
-    entries = [places[slot] for slot in every]  # an index into what `bound` is given, and a byte
+    entries = [places[slot] for slot in all_homes]  # an index into the arguments of `bind`, and a byte
     firsts = itertools.accumulate(map(len, homes), initial=0)
-    told = [(binds[step.run], 8 * first) for step, first in zip(steps, firsts, strict=False)]
+    offsets = [(binds[step.run], 8 * first) for step, first in zip(steps, firsts, strict=False)]
 
-    @functools.lru_cache(KEPT)
-    def bound(stream: int, *given: int) -> tuple[list[Callable[[], None]], Any]:
-        """The launches, given the addresses of the numbers, of the piece and of the tensors; and what they read."""
-        table = (ctypes.c_uint64 * len(entries))(*[given[i] + byte for i, byte in entries])
+    @functools.lru_cache(CACHED_BINDINGS)
+    def bind(stream: int, *addresses: int) -> tuple[list[Callable[[], None]], Any]:
+        """Returns the launches, and the table of addresses that they read.
+
+        ``addresses`` are those of the constants, of the workspace, and of the tensors.
+        """
+        table = (ctypes.c_uint64 * len(entries))(*[addresses[i] + byte for i, byte in entries])
         start = ctypes.addressof(table)  # nothing writes to it, so threads may share it
-        return [bind(stream, start + byte) for bind, byte in told], table
+        return [bind_kernel(stream, start + byte) for bind_kernel, byte in offsets], table
 
-    return slots, bound
+    return slots, bind
 
 
-def _call(step: Step, tensors: dict[int, torch.Tensor], home: dict[int, int]) -> None:
-    """Calls a function. No name that outlives it holds a tensor."""
+def _run_function(step: Step, tensors: dict[int, torch.Tensor], home: dict[int, int]) -> None:
+    """Runs a step that is a function. After it returns, only ``tensors`` holds the results."""
     function: Any = step.run
-    found = function(*[tensors[home[x.slot]] for x in step.operands])
-    tensors.update((x.slot, y) for x, y in zip(step.results, found, strict=True) if x.slot in step.made)
+    results = function(*[tensors[home[x.slot]] for x in step.operands])
+    tensors.update((x.slot, y) for x, y in zip(step.results, results, strict=True) if x.slot in step.created)
 
 
-def _as(x: torch.Tensor, buffer: Buffer) -> torch.Tensor:
-    """``x`` of this dtype and shape; of another shape where it has fewer rows than kernels see."""
+def _view_as(x: torch.Tensor, buffer: Buffer) -> torch.Tensor:
+    """Returns ``x`` in the buffer's dtype and shape; in its own shape if it has fewer rows than the kernels' array."""
     x = x.view(getattr(torch, buffer.dtype.name))
     return x.view(buffer.shape) if x.numel() == math.prod(buffer.shape) else x
 
 
-def plan_of[T](key: Any, make: Callable[[], T]) -> T:
-    """What ``make()`` is, or was when this key came first. A text says why kernels do not serve such calls."""
+def find_plan[T](key: Any, make: Callable[[], T]) -> T:
+    """Returns what ``make()`` returned when the key was new. A text says why kernels do not serve such calls."""
     plan: T | None = _plans.get(key)  # a key is long: its hash is taken once
     if plan is None:
         if torch.cuda.is_current_stream_capturing():
             refuse_capture()
-        if len(_plans) >= MOST:
+        if len(_plans) >= MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = make()
     return plan
 
 
 def refuse_capture() -> NoReturn:
-    """Refuses what is done once for all calls of the same shapes and options."""
+    """Refuses to capture a call that has not run before: its plan must be made outside of the capture."""
     raise RuntimeError(
         "lce_torch_bridge has not run such a call, which a CUDA graph cannot capture for the first time: make the call "
         "once before the capture, with tensors of the same shapes, and its backward"

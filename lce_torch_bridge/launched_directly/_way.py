@@ -1,6 +1,6 @@
-"""Two ways to run a pass: kernels launched directly, or JAX with tensors lent through DLPack.
+"""The two ways to run a pass: kernels launched directly, or JAX with tensors lent through DLPack.
 
-Each pass, a forward or a backward, asks `way_of` once, where it begins. What it calls is given the answer, a `Way`.
+Each pass, a forward or a backward, calls `choose_way` once, at its beginning, and passes the result on, a `Way`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import lce_jax
 from lce_jax.types import scalars
 
 _logger = logging.getLogger("lce_torch_bridge")
-_asked: Literal["direct", "jax"] | None = None
+_requested_way: Literal["direct", "jax"] | None = None
 
 
 def launch_with(way: Literal["direct", "jax"] | None) -> None:
-    """Says how calls are run, from now on and in this process.
+    """Sets how calls are run from now on in this process.
 
     Args:
-        way: "direct" launches the kernels on torch's current stream with torch's memory, and JAX starts
-            no client on the GPU. A call that cannot be served so raises. "jax" lends the tensors to JAX, which keeps a
-            pool of GPU memory of its own (`init`). None, as in the beginning, is "direct" where it can be, else "jax";
-            the logger ``lce_torch_bridge`` says once why not. Where the kernels run, each token's results have the same
-            bits in both ways.
+        way: "direct" launches the kernels on torch's current stream with torch's memory, and JAX starts no client on
+            the GPU. A call that cannot be launched directly raises. "jax" lends the tensors to JAX, which keeps its own
+            pool of GPU memory (`init`). None, the default, launches directly where that is possible and uses JAX
+            elsewhere; the logger ``lce_torch_bridge`` says once why not. If the kernels run, each token's results have
+            the same bits in both ways.
 
     Raises:
         ValueError: another value.
@@ -36,69 +36,69 @@ def launch_with(way: Literal["direct", "jax"] | None) -> None:
         >>> lce_torch_bridge.launch_with("jax")
         >>> lce_torch_bridge.launch_with(None)
     """
-    global _asked
+    global _requested_way
     if way is not None:
         scalars.check_choice("way", way, ("direct", "jax"))
-    _asked = way
+    _requested_way = way
 
 
 class Way(NamedTuple):
-    """How a pass is run: what `launch_with` says, on the device of its tensors."""
+    """How a pass is run: what `launch_with` has set, for the device of the pass's tensors."""
 
-    direct: bool  # its kernels are launched directly if they can be
-    must: bool  # and if they cannot be, the call is refused
+    direct: bool  # kernels are launched directly if they can be
+    required: bool  # the call is refused if they cannot be
 
     def refuse(self, reason: str) -> None:
-        """JAX runs what might have been launched directly, for that reason.
+        """Leaves a call that might have been launched directly to JAX, for ``reason``.
 
         Raises:
             lce_jax.UnsupportedError: `launch_with` asks for a direct launch.
         """
-        if self.must:
+        if self.required:
             raise lce_jax.UnsupportedError(
                 f'launch_with("direct"): {reason}; lce_torch_bridge.launch_with(None) lets JAX run such calls'
             )
         if self.direct:
-            _say(reason)
+            _log_reason(reason)
 
 
-JAX = Way(direct=False, must=False)
-DIRECT, ONLY_DIRECT = Way(direct=True, must=False), Way(direct=True, must=True)
+JAX = Way(direct=False, required=False)
+DIRECT, ONLY_DIRECT = Way(direct=True, required=False), Way(direct=True, required=True)
 
 
-def way_of(x: torch.Tensor) -> Way:
-    """The way of a pass over tensors on the device of ``x``.
+def choose_way(x: torch.Tensor) -> Way:
+    """Returns the way of a pass over tensors on the device of ``x``.
 
     Raises:
         lce_jax.UnsupportedError: `launch_with` asks for a direct launch, and there is no GPU.
     """
-    if _asked == "jax" or not (_asked or on_gpu(x)):
+    if _requested_way == "jax" or not (_requested_way or is_on_gpu(x)):
         return JAX
-    if _asked is None:
+    if _requested_way is None:
         return DIRECT
-    if x.numel() and not on_gpu(x):
+    if x.numel() and not is_on_gpu(x):
         ONLY_DIRECT.refuse(f"{x.device} is no CUDA device")
     return ONLY_DIRECT
 
 
-def refuse_another_way() -> NoReturn:
-    """Refuses a backward by JAX where kernels have saved live tiles, which JAX does not know."""
+def refuse_other_way() -> NoReturn:
+    """Refuses a backward by JAX after kernels have saved which tiles are active, which JAX cannot read."""
     raise RuntimeError(
         "gradient_threshold: the forward was launched directly, so its backward must be too: "
         "call lce_torch_bridge.launch_with before a forward, not between it and its backward"
     )
 
 
-def on_gpu(x: torch.Tensor) -> bool:
+def is_on_gpu(x: torch.Tensor) -> bool:
     """Whether ``x`` is in a GPU's memory."""
     return x.is_cuda
 
 
-def asks_for_jax() -> bool:
-    """Whether `launch_with` does."""
-    return _asked == "jax"
+def is_jax_requested() -> bool:
+    """Whether `launch_with` has been called with "jax"."""
+    return _requested_way == "jax"
 
 
 @functools.cache
-def _say(reason: str) -> None:
+def _log_reason(reason: str) -> None:
     _logger.info("JAX runs the programs, because they are not launched directly: %s", reason)

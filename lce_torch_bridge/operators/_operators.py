@@ -1,31 +1,53 @@
-"""The two operators of torch that run all functions, and their derivative, one ``torch.autograd.Function``.
+"""The forward and the backward of a call of any function, as operators of torch and as an autograd Function.
 
-    forward    Operands, keep, TorchCall.text                          ->  TorchCall.fields, and what is kept
-    backward   Operands, kept, cotangents, which are wanted, the text  ->  dhidden, dweight, dbias, as wanted
+    forward    Tensors, keep, TorchCall.text                                      ->  TorchCall.fields, saved tensors
+    backward   Tensors, saved tensors, cotangents, requested gradients, text      ->  dhidden, dweight, dbias
 
-The operators are opaque to ``torch.compile``, which traces the Function and would otherwise trace into DLPack.
-Everything that the backward needs is a tensor: autograd owns it, frees it, and notices if an operand has changed.
+`run_forward` and `run_backward` do the work: by kernels that are launched directly, or by programs of JAX. `apply` is
+what the public functions call. The operators are opaque to ``torch.compile``, which traces the Function and would
+otherwise trace into DLPack. Everything that the backward needs is a tensor: autograd owns it, frees it, and notices if
+an operand has changed.
 
-The operators take a call's text and no number that stands for it. A graph may run in a process that has traced no call:
-``torch.export`` saves it, and Inductor's cache on disk, whose keys hold the operators' arguments, serves all processes.
+The operators take a call's text, not a number that stands for the call. A graph may run in a process that has traced no
+call: ``torch.export`` saves graphs, and so does Inductor's cache on disk, whose keys contain the operators' arguments.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
+import jax
 import torch
 
-from lce_torch_bridge._types import Sums, Tensors, TorchCall, call_with
-from lce_torch_bridge.launched_directly._way import way_of
-from lce_torch_bridge.operators import _execute
+from lce_torch_bridge._types import NO_SUMS, Sums, Tensors, TorchCall, make_call
+from lce_torch_bridge.launched_directly import _passes
+from lce_torch_bridge.launched_directly._way import Way, choose_way, refuse_other_way
 from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
-from lce_torch_bridge.tensors._device import is_differentiated, is_readable, readable
+from lce_torch_bridge.tensors._device import check_readable, is_differentiated, is_readable
+from lce_torch_bridge.through_jax import _ids, _kl, _logprobs
+
+
+class JaxFunction(NamedTuple):
+    """A function that only JAX runs: no kernels that are launched directly compute it."""
+
+    reason: str  # why not
+    forward: Callable[[Tensors, TorchCall, bool], list[Any]]
+    make_empty: Callable[[Tensors, TorchCall, bool], list[torch.Tensor]]
+    gradients: Callable[..., list[torch.Tensor]] | None  # None: the function has no backward
+
 
 NAME = "lce_torch_bridge"
-KEEPS = {  # places of the operands that autograd keeps for the backward
+JAX_FUNCTIONS = {
+    "linear_kl": JaxFunction("linear_kl is a program of JAX", _kl.forward, _kl.make_empty, _kl.gradients),
+    "linear_logits": JaxFunction(
+        "linear_logits runs no kernel", _ids.run_logits, _ids.make_empty_logits, _ids.gradients
+    ),
+    "linear_topk": JaxFunction("linear_topk runs no kernel", _ids.run_topk, _ids.make_empty_topk, None),
+}
+SAVED_OPERANDS = {  # the indices of the operands that autograd saves for the backward
     "linear_logprobs": (0, 1, 2),
     "linear_kl": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", *Tensors._fields[7:10]))),
     "linear_logits": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", "candidates", "temperature"))),
@@ -33,42 +55,126 @@ KEEPS = {  # places of the operands that autograd keeps for the backward
 _library = torch.library.Library(NAME, "FRAGMENT")  # registrations last as long as this object
 
 
+def run_forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: bool = True) -> list[Any]:
+    """Returns ``TorchCall.fields``, then what the backward needs besides operands.
+
+    `linear_logprobs` needs ``[S, T]`` saved numbers and the cache. ``keep`` says whether a backward may follow.
+
+    Autograd saves the cache as tensors. A caller that runs the backward at once passes ``lend_cache=False``. If JAX
+    runs the call, the cache then consists of JAX's own arrays. JAX reuses their memory as soon as they are dropped, in
+    stream order. It holds a tensor that it was lent until the GPU is done, and the host may be many programs ahead.
+    """
+    if call.group != _tensor_parallel.NO_GROUP:
+        sums_dhidden = keep and call.reduce_grad_hidden and x.hidden.requires_grad
+        options: Any = {"bias": x.bias is not None, "hidden.requires_grad": sums_dhidden}
+        options |= {"launched directly": way.direct, "in_chunks": not lend_cache}
+        _tensor_parallel.compare_options(call, x.hidden.device, **options)
+        weights = [weight for weight in (x.weight, x.teacher_weight) if weight is not None]
+        ids = x.candidates if call.jax.function == "linear_logits" else x.labels
+        launches = functools.partial(_passes.launches_kernels, way)
+        _tensor_parallel.check(call.group, launches, x.hidden, ids, call.jax.vocab_size, *weights)
+    if x.hidden.shape[0] == 0:
+        return make_empty_results(x, call, keep)
+    by_jax = JAX_FUNCTIONS.get(call.jax.function)
+    if by_jax is not None:
+        way.refuse(by_jax.reason)
+        return by_jax.forward(x, call, keep)
+    keep = keep and call.keeps_tiles
+    results = _passes.forward(x, call, keep, way) if way.direct else None
+    return _logprobs.forward(x, call, keep, lend_cache) if results is None else results
+
+
+def make_empty_results(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
+    """Returns uninitialised tensors of the shapes and dtypes that `run_forward` returns."""
+    by_jax = JAX_FUNCTIONS.get(call.jax.function)
+    if by_jax is not None:
+        return by_jax.make_empty(x, call, keep)
+    keep_cache = keep and call.keeps_tiles and bool(x.hidden.shape[0])
+    active_tiles = _passes.active_tiles_shape(x, call, choose_way(x.hidden)) if keep_cache else None
+    results = _logprobs.make_empty(x, call, keep_cache and active_tiles is None)
+    return results if active_tiles is None else [*results, x.hidden.new_empty(active_tiles, dtype=torch.int32)]
+
+
+def run_backward(
+    x: Tensors,
+    kept: Sequence[torch.Tensor | jax.Array],
+    cotangents: dict[str, torch.Tensor],
+    requested: tuple[bool, ...],
+    call: TorchCall,
+    way: Way,
+    sums: Sums = NO_SUMS,
+) -> list[torch.Tensor]:
+    """Returns the requested gradients among dhidden, dweight and dbias, in their operands' dtypes.
+
+    ``kept`` is what `run_forward` returned after the fields. With ``reduce_grad_hidden``, dhidden is summed over the
+    group in float32 and rounded once. (With stored logits, each rank rounds before the sum.)
+    """
+    if x.hidden.shape[0] == 0:
+        return [y.new_zeros(y.shape) for y in select_requested(x, requested)]
+    # The operands may have been freed since the forward.
+    if not all(map(is_readable, [y for y in (*x, *cotangents.values()) if y is not None])):
+        x = Tensors(*map(check_readable, Tensors._fields, x))
+        cotangents = {name: check_readable(f"the cotangent of {name}", seed) for name, seed in cotangents.items()}
+    by_jax = JAX_FUNCTIONS.get(call.jax.function)
+    if by_jax is not None:
+        assert by_jax.gradients is not None
+        way.refuse(by_jax.reason)
+        return by_jax.gradients(x, kept, cotangents, requested, call)
+    kept_tensors = [y for y in kept if isinstance(y, torch.Tensor)]
+    saved, *cache = kept_tensors
+    if way.direct and (x.bias is None or call.jax.rank) and len(kept_tensors) == len(kept):
+        adapter = [x.bias] if call.jax.rank else []
+        grads = _passes.gradients(x.hidden, x.weight, saved, cache, cotangents, requested, call, sums, way, *adapter)
+        if grads is not None:
+            return grads
+    elif way.required:
+        way.refuse("JAX ran the forward")
+    if call.jax.gradient_threshold and _passes.are_active_tiles(cache):
+        refuse_other_way()
+    return _logprobs.gradients(x, kept, cotangents, requested, call, sums)
+
+
+def select_requested(x: Tensors, requested: Sequence[bool]) -> list[torch.Tensor]:
+    """Returns the operands whose gradients are requested."""
+    return [y for y, is_requested in zip(x[:3], requested, strict=True) if is_requested and y is not None]
+
+
 def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
-    """The call's results by name, differentiable."""
+    """Returns the call's results by name, differentiable."""
     keep = is_differentiated(x.hidden, x.weight, x.bias)
     if _device.nothing_watches() and not _device.any_is_watched(x):
         keep = keep and bool(call.differentiable)
-        found = Eager.apply(*x, call) if keep else _execute.forward(x, call, False, way_of(x.hidden))
-        return dict(zip(call.fields, found, strict=False))
+        results = Eager.apply(*x, call) if keep else run_forward(x, call, False, choose_way(x.hidden))
+        return dict(zip(call.fields, results, strict=False))
     traced = torch.compiler.is_compiling()
     if not call.differentiable or (traced and not keep):  # torch 2.11 traces no Function that nothing differentiates
-        found = forward(list(x), keep, call.text)
+        results = forward(list(x), keep, call.text)
     else:
-        found = (Pass if traced else Uncompiled).apply(*x, keep, call)
-    return dict(zip(call.fields, found, strict=False))
+        results = (Pass if traced else Uncompiled).apply(*x, keep, call)
+    return dict(zip(call.fields, results, strict=False))
 
 
 class Pass(torch.autograd.Function):
-    """``(*Operands, keep, TorchCall)`` to the results, and what the backward needs."""
+    """``(*Tensors, keep, TorchCall)`` to the results, and what the backward needs."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Runs the operator."""
+        """Calls the operator."""
         *x, keep, call = inputs
         return tuple(forward(x, keep, call.text))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        """Keeps what the backward needs."""
+        """Saves what the backward needs."""
         ctx.call = call = inputs[-1]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[len(call.differentiable) :])
-        ctx.save_for_backward(*[inputs[i] for i in KEEPS[call.jax.function]], *output[len(call.fields) :])
+        ctx.save_for_backward(*[inputs[i] for i in SAVED_OPERANDS[call.jax.function]], *output[len(call.fields) :])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Those of dhidden, dweight and dbias that are wanted."""
-        return *derivative(ctx, grads), *[None] * (len(Tensors._fields) - 1)
+        """Returns dhidden, dweight and dbias, those that are requested."""
+        return *differentiate(ctx, grads), *[None] * (len(Tensors._fields) - 1)
 
     @staticmethod
     def vmap(*_: Any) -> Any:
@@ -76,16 +182,17 @@ class Pass(torch.autograd.Function):
         refuse_vmap()
 
 
-# What torch binds the arguments of each call by. To find it takes torch longer than the rest of a Function.
+# torch binds each call's arguments by this signature. Without it, torch spends more time on the signature than on the
+# rest of a Function.
 Pass.forward.__signature__ = inspect.signature(Pass.forward)  # type: ignore[attr-defined]
 
 
 class Uncompiled(Pass):
-    """The same outside of ``torch.compile``, which takes no Function that has a ``jvp``."""
+    """`Pass` outside of ``torch.compile``, which takes no Function that has a ``jvp``."""
 
     @staticmethod
     def jvp(*_: Any) -> Any:
-        """Refuses the derivative along tangents."""
+        """Refuses forward-mode derivatives."""
         raise NotImplementedError(
             "lce_torch_bridge has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, forward_ad): use "
             "reverse mode, torch.func.vjp or torch.autograd.grad"
@@ -93,76 +200,86 @@ class Uncompiled(Pass):
 
 
 class Eager(torch.autograd.Function):
-    """``(*Operands, TorchCall)`` to the results where nothing watches: what it runs is no operator.
+    """``(*Tensors, TorchCall)`` to the results, without operators: for calls that nothing watches.
 
-    A Function without ``setup_context`` costs the host less, and is not for torch.func.
+    A Function without ``setup_context`` costs the host less, but torch.func does not take it.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Runs the call, and keeps what the backward needs."""
+        """Runs the call, and saves what the backward needs."""
         x, call = Tensors(*inputs[:-1]), inputs[-1]
-        found = _execute.forward(x, call, True, way_of(x.hidden))
+        outputs = run_forward(x, call, True, choose_way(x.hidden))
         ctx.call, count = call, len(call.fields)
-        results = tuple(found[:count])
+        results = tuple(outputs[:count])
         ctx.set_materialize_grads(False)
         if len(call.differentiable) < count:
             ctx.mark_non_differentiable(*results[len(call.differentiable) :])
-        ctx.save_for_backward(*[x[i] for i in KEEPS[call.jax.function]], *found[count:])
+        ctx.save_for_backward(*[x[i] for i in SAVED_OPERANDS[call.jax.function]], *outputs[count:])
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Those of dhidden, dweight and dbias that are wanted."""
-        return *derivative(ctx, grads), *[None] * (len(Tensors._fields) - 2)
+        """Returns dhidden, dweight and dbias, those that are requested."""
+        return *differentiate(ctx, grads), *[None] * (len(Tensors._fields) - 2)
 
     @staticmethod
     def jvp(*_: Any) -> Any:
-        """Refuses forward mode."""
+        """Refuses forward-mode derivatives."""
         Uncompiled.jvp()
 
 
-def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
-    """dhidden, dweight and dbias, None where it is not wanted."""
-    call, saved = ctx.call, ctx.saved_tensors
-    places, seeds = KEEPS[call.jax.function], list(grads[: len(call.differentiable)])
-    if not [seed for seed in seeds if seed is not None]:
+def differentiate(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+    """Returns dhidden, dweight and dbias; None in place of a gradient that is not requested."""
+    call, tensors = ctx.call, ctx.saved_tensors
+    places, seeds = SAVED_OPERANDS[call.jax.function], grads[: len(call.differentiable)]
+    cotangents = name_cotangents(call, seeds)
+    if not cotangents:
         return [None] * 3
     x: list[Any] = [None] * len(Tensors._fields)
-    for place, operand in zip(places, saved, strict=False):
+    for place, operand in zip(places, tensors, strict=False):
         x[place] = operand
-    kept, requested_gradients = list(saved[len(places) :]), list(ctx.needs_input_grad[:3])
+    kept, requested = list(tensors[len(places) :]), list(ctx.needs_input_grad[:3])
     if torch.is_grad_enabled():  # as always in torch.func: a second derivative may be asked for
-        found = Gradients.apply((len(x), len(kept)), requested_gradients, call.text, *x, *kept, *seeds)
+        results = Gradients.apply((len(x), len(kept)), requested, call.text, *x, *kept, *seeds)
     elif torch.compiler.is_compiling():
-        found = backward(x, kept, seeds, requested_gradients, call.text, None, False)
+        results = backward(x, kept, list(seeds), requested, call.text, None, False)
     else:
-        watched = not _device.nothing_watches() or _device.any_is_watched(saved + grads)
-        with _device.in_turn(ctx):
-            main_grad, owns_cache = may_write(ctx, len(kept) - 1)
-            told = x, kept, seeds, requested_gradients
+        watched = not _device.nothing_watches() or _device.any_is_watched(tensors + grads)
+        with _device.lock_backward(ctx):
+            sums = find_writable(ctx, len(kept) - 1)
             if watched:
-                found = backward(*told, call.text, main_grad, owns_cache)
+                results = backward(x, kept, list(seeds), requested, call.text, sums.main_grad, sums.owns_cache)
             else:
-                found = run_backward(*told, call, main_grad, owns_cache)
-            ctx.is_spent = owns_cache
-    left = iter(found)
-    return [next(left) if want else None for want in requested_gradients]
+                operands = Tensors(*x)
+                way = choose_way(operands.hidden)
+                results = run_backward(operands, kept, cotangents, tuple(requested), call, way, sums)
+            ctx.is_spent = sums.owns_cache
+    remaining = iter(results)
+    return [next(remaining) if is_requested else None for is_requested in requested]
+
+
+def name_cotangents(call: TorchCall, seeds: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """Returns the cotangents that are not None, by the names of the call's results."""
+    return {name: seed for name, seed in zip(call.differentiable, seeds, strict=True) if seed is not None}
 
 
 class Gradients(torch.autograd.Function):
-    """`backward` where its own derivative may be asked for, which is refused: torch.func knows no rule of operators."""
+    """`backward` as a Function, where its derivative may be asked for: torch.func knows no rules of operators.
+
+    The derivative is refused.
+    """
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Runs the operator."""
-        (first, second), requested_gradients, text, *tensors = inputs
-        last = first + second
-        return tuple(backward(tensors[:first], tensors[first:last], tensors[last:], requested_gradients, text))
+        """Calls the operator."""
+        (num_operands, num_kept), requested, text, *tensors = inputs
+        last = num_operands + num_kept
+        return tuple(backward(tensors[:num_operands], tensors[num_operands:last], tensors[last:], requested, text))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        """Keeps nothing."""
+        """Saves nothing."""
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -175,30 +292,31 @@ class Gradients(torch.autograd.Function):
         refuse_vmap()
 
 
-def may_write(ctx: Any, cached: int) -> tuple[torch.Tensor | None, bool]:
-    """The float32 ``main_grad`` that this backward may add to, and whether it may compute in the cache's memory."""
+def find_writable(ctx: Any, num_cached: int) -> Sums:
+    """Returns what this backward may write to: a float32 ``main_grad``, if there is one, and the cache's memory."""
     if ctx.call.jax.function != "linear_logprobs":
-        return None, False
-    main_grad = _weight.sum_at(ctx, 1) if ctx.needs_input_grad[1] else None
-    return main_grad, cached > 0 and not _device.graph_is_kept()
+        return NO_SUMS
+    main_grad = _weight.find_main_grad(ctx, 1) if ctx.needs_input_grad[1] else None
+    return Sums(main_grad=main_grad, owns_cache=num_cached > 0 and not _device.graph_is_kept())
 
 
-def call_of(text: str, weight: torch.Tensor) -> TorchCall:
-    """The call of a `TorchCall.text`, with the size of the vocabulary."""
-    call = call_with(text)
-    return call if call.jax.vocab_size else _tensor_parallel.with_vocabulary(call, weight)
+def read_call(text: str, weight: torch.Tensor) -> TorchCall:
+    """Returns the call of a `TorchCall.text`, with the size of the vocabulary."""
+    call = make_call(text)
+    return call if call.jax.vocab_size else _tensor_parallel.set_vocab_size(call, weight)
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function of tensors an operator on every device, which has no rule for ``torch.func.vmap``.
+    """Returns a decorator that registers a function of tensors as an operator on every device.
 
-    Like ``torch.library.custom_op`` without its checks of what the function returns, which cost the host 20 µs a call.
+    The operator has no rule for ``torch.func.vmap``. ``torch.library.custom_op`` would also check what the function
+    returns, which costs the host 20 µs a call.
     """
 
     def register(function: Callable[..., Any]) -> Any:
         torch.library.define(f"{NAME}::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-        undisturbed = torch.compiler.disable(function)  # the compiler of the caller's frames skips this one
-        torch.library.impl(f"{NAME}::{name}", "default", undisturbed)
+        uncompiled = torch.compiler.disable(function)  # the compiler of the caller's frames skips this one
+        torch.library.impl(f"{NAME}::{name}", "default", uncompiled)
         torch.library.register_vmap(f"{NAME}::{name}", refuse_vmap)
         return getattr(getattr(torch.ops, NAME), name).default
 
@@ -206,7 +324,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def refuse_vmap(*_: Any) -> NoReturn:
-    """Refuses ``torch.func.vmap``, and says what to do instead."""
+    """Refuses ``torch.func.vmap``. The message says what to do instead."""
     raise NotImplementedError(
         "lce_torch_bridge does not run under torch.func.vmap, nor under what uses it (jacrev, jacobian with "
         "vectorize=True, grad with is_grads_batched=True): hidden takes any leading shape, so give it the whole batch, "
@@ -225,32 +343,16 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
 
 @operator("forward", "(Tensor?[] x, bool keep, str call) -> Tensor[]")
 def forward(x: list[torch.Tensor | None], keep: bool, text: str) -> list[torch.Tensor]:
-    """``TorchCall.fields``, and what is kept."""
+    """Calls `run_forward` with operands whose memory is checked."""
     if not all(map(is_readable, [y for y in x if y is not None])):
-        x = list(map(readable, Tensors._fields, x))
+        x = list(map(check_readable, Tensors._fields, x))
     operands = Tensors(*x)  # type: ignore[arg-type]
-    return _execute.forward(operands, call_of(text, operands.weight), keep, way_of(operands.hidden))
+    return run_forward(operands, read_call(text, operands.weight), keep, choose_way(operands.hidden))
 
 
 @torch.library.register_fake(f"{NAME}::forward")  # type: ignore[untyped-decorator]
 def _(x: list[Any], keep: bool, text: str) -> list[torch.Tensor]:
-    return _execute.forward_structs(Tensors(*x), call_with(text), keep)
-
-
-def run_backward(
-    x: list[Any],
-    kept: list[torch.Tensor],
-    seeds: list[torch.Tensor | None],
-    requested_gradients: list[bool],
-    call: TorchCall,
-    main_grad: torch.Tensor | None,
-    owns_cache: bool,
-) -> list[torch.Tensor]:
-    """Those of dhidden, dweight and dbias that are wanted."""
-    operands = Tensors(*x)
-    given = {name: seed for name, seed in zip(call.differentiable, seeds, strict=True) if seed is not None}
-    sums = Sums(main_grad=main_grad, owns_cache=owns_cache)
-    return _execute.gradients(operands, kept, given, tuple(requested_gradients), call, way_of(operands.hidden), sums)
+    return make_empty_results(Tensors(*x), make_call(text), keep)
 
 
 @operator(
@@ -259,24 +361,20 @@ def run_backward(
     "bool owns_cache=False) -> Tensor[]",
 )
 def backward(
-    x: list[Any],
-    kept: Any,
-    seeds: Any,
-    requested_gradients: Any,
-    text: str,
-    main_grad: Any = None,
-    owns_cache: bool = False,
+    x: list[Any], kept: Any, seeds: Any, requested: Any, text: str, main_grad: Any = None, owns_cache: bool = False
 ) -> list[torch.Tensor]:
-    """`run_backward`. It may write to main_grad and the cache, which the schema does not say.
+    """Calls `run_backward`. It may write to main_grad and to the cache, which the schema does not say.
 
-    A trace, which gives neither, would make copies of what is said to be written to.
+    A trace passes neither. If the schema named them as written to, the trace would copy them.
     """
-    return run_backward(x, kept, seeds, requested_gradients, call_of(text, x[1]), main_grad, owns_cache)
+    operands, call = Tensors(*x), read_call(text, x[1])
+    cotangents, sums = name_cotangents(call, seeds), Sums(main_grad=main_grad, owns_cache=owns_cache)
+    return run_backward(operands, kept, cotangents, tuple(requested), call, choose_way(operands.hidden), sums)
 
 
 @torch.library.register_fake(f"{NAME}::backward")  # type: ignore[untyped-decorator]
-def _(x: list[Any], _kept: Any, _seeds: Any, requested_gradients: list[bool], *_: Any) -> list[torch.Tensor]:
-    return [y.new_empty(y.shape) for y in _execute.those_wanted(Tensors(*x), requested_gradients)]
+def _(x: list[Any], _kept: Any, _seeds: Any, requested: list[bool], *_: Any) -> list[torch.Tensor]:
+    return [y.new_empty(y.shape) for y in select_requested(Tensors(*x), requested)]
 
 
 torch.library.register_autograd(f"{NAME}::backward", refuse_second_derivative)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How a call would be run. ``str()`` of it is for reading.
+    """How a call would be run. ``str()`` returns it as text.
 
     Attributes:
         way: "direct" or "jax", as in `launch_with`.
-        why_not_direct: why the call is not launched so; None if it is.
-        plan: what `lce_jax.explain` says of this rank's part: implementation, tiles, bytes.
-        cache: the bytes that ``cache_bytes=None`` stands for in this call, and why; None if the call says how many.
+        why_not_direct: why the call is not launched directly; None if it is.
+        plan: the result of `lce_jax.explain` for this rank's part: implementation, tiles, bytes.
+        cache: the bytes that ``cache_bytes=None`` stands for in this call, and why; None if the call has a number.
     """
 
     way: str
@@ -38,7 +38,7 @@ class Explanation:
     cache: str | None = None
 
     def __str__(self) -> str:
-        """A line about the launch, the plan, and a line about the cache."""
+        """Returns a line about the launch, the plan, and a line about the cache."""
         ways = {
             "direct": "launched directly, in torch's stream and memory",
             "jax": f"run by JAX, not launched directly: {self.why_not_direct}",
@@ -49,13 +49,13 @@ class Explanation:
 def explain(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Unpack[ExplainOptions]
 ) -> Explanation:
-    """How `linear_logprobs` would run a call: launched directly or by JAX, and why; which implementation, what memory.
+    """Returns how `linear_logprobs` would run a call: directly or by JAX, and why; its implementation and its memory.
 
-    Nothing is computed and nothing compiled.
+    Nothing is computed or compiled.
 
     Args:
-        hidden, weight, labels: as in `linear_logprobs`. A weight that does not require a gradient is planned as frozen
-            if hidden requires one.
+        hidden, weight, labels: as in `linear_logprobs`. If hidden requires a gradient and weight does not, the plan is
+            for a frozen weight.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``mean_logit``, ``candidates``, ``where``, ``ignore_index``, ``out_of_vocab``,
             ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
@@ -65,8 +65,8 @@ def explain(
         An `Explanation`.
 
     Raises:
-        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values.
+        lce_jax.UnsupportedError: an implementation requested by name cannot run the call; the message says why.
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values.
 
     Example:
         >>> import torch
@@ -76,43 +76,43 @@ def explain(
         ('jax', 'cpu is no CUDA device of this machine', 'xla')
     """
     _arguments.check_names(explain, options, {})
-    told = _arguments.Options(**options)
-    given = _arguments.of_call(hidden, weight, labels, told)
+    all_options = _arguments.Options(**options)
+    arguments = _arguments.parse_arguments(hidden, weight, labels, all_options)
     cache = None
-    if told.cache_bytes is None:
-        cache_bytes, why = _arguments.cache_by_default(given.hidden, given.weight, told)
+    if all_options.cache_bytes is None:
+        cache_bytes, why = _arguments.choose_cache_bytes(arguments.hidden, arguments.weight, all_options)
         cache = f"cache_bytes=None is {cache_bytes}: {why}"
-    call = given.call
-    # Its shape and dtype alone count: nothing is cast.
-    weight = torch.empty_like(given.weight, dtype=_weight.dtype_of(given.weight), device="meta")
-    operands, _ = _arguments.operands(given, weight)
-    reason = refusal(operands, call)
-    if _way.asks_for_jax():
+    # Only its shape and dtype count: nothing is cast.
+    dtype = _weight.find_cast_dtype(arguments.weight)
+    weight = torch.empty_like(arguments.weight, dtype=dtype, device="meta")
+    operands, _ = _arguments.flatten_operands(arguments, weight)
+    reason = refusal(operands, arguments.call)
+    if _way.is_jax_requested():
         reason = 'launch_with("jax") asks for JAX'
-    described = _device.device_of(hidden.device)
+    described = _device.describe_device(hidden.device)
     with kernels.trace_for_device(described or kernels.Device()):
         hidden = operands.hidden[:, : weight.shape[1]]
-        structs = _device.struct(hidden), _device.struct(weight), _ids(operands.labels)
-        frozen = given.hidden.requires_grad and not given.weight.requires_grad
-        plan = lce_jax.explain(*structs, frozen_weight=frozen, **_options(operands, given))
+        structs = _device.describe_tensor(hidden), _device.describe_tensor(weight), _describe_ids(operands.labels)
+        frozen = arguments.hidden.requires_grad and not arguments.weight.requires_grad
+        plan = lce_jax.explain(*structs, frozen_weight=frozen, **_list_options(operands, arguments))
     return Explanation("jax" if reason else "direct", reason, plan, cache)
 
 
-def _options(x: Tensors, given: Arguments) -> dict[str, Any]:
-    """This rank's part of the call as keyword options of `lce_jax.explain`, its tensors as shapes."""
-    call, columns = given.call, x.weight.shape[0]
+def _list_options(x: Tensors, arguments: Arguments) -> dict[str, Any]:
+    """Returns this rank's part of the call as options of `lce_jax.explain`, with shapes in place of tensors."""
+    call, columns, lora = arguments.call, x.weight.shape[0], arguments.lora
     _, rank = _tensor_parallel.size_and_rank(call.group)
     names = "logit_scale", "logit_softcap", "entropy", "stats", "cache_bytes", "gradient_threshold", "vocab_part_size"
     return {name: getattr(call.jax, name) for name in names} | {
         "implementation": call.jax.requested,
-        "lora": None if given.lora is None else (*map(_device.struct, given.lora[:2]), 1.0),
-        "vocab_size": min(max(call.jax.vocab_size - rank * columns, 1), columns),  # there is no plan for padding alone
-        "bias": None if given.bias is None else _device.struct(given.bias),
-        "temperature": 1.0 if x.temperature is None else _device.struct(x.temperature),
-        "candidates": None if x.candidates is None else _ids(x.candidates),
-        "logit_floor": None if x.floor is None else _device.struct(x.floor),
+        "lora": None if lora is None else (*map(_device.describe_tensor, lora[:2]), 1.0),
+        "vocab_size": min(max(call.jax.vocab_size - rank * columns, 1), columns),  # padding alone has no plan
+        "bias": None if arguments.bias is None else _device.describe_tensor(arguments.bias),
+        "temperature": 1.0 if x.temperature is None else _device.describe_tensor(x.temperature),
+        "candidates": None if x.candidates is None else _describe_ids(x.candidates),
+        "logit_floor": None if x.floor is None else _device.describe_tensor(x.floor),
     }
 
 
-def _ids(x: torch.Tensor) -> jax.ShapeDtypeStruct:
+def _describe_ids(x: torch.Tensor) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(x.shape), "int32")

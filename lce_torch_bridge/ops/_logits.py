@@ -1,4 +1,4 @@
-"""Logits at chosen ids alone, without a pass over the vocabulary, and the softmax over a set of them."""
+"""`linear_logits`, logits at chosen ids without a pass over the vocabulary; `masked_logprobs`, a softmax over them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Never
 
 import torch
 
-from lce_torch_bridge._types import LogprobOutput, Wgrad, call_with
+from lce_torch_bridge._types import LogprobOutput, Wgrad, make_call
 from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.call._arguments import Options
 from lce_torch_bridge.operators import _operators
@@ -32,51 +32,52 @@ def linear_logits(
     implementation: str | tuple[str, ...] | None = None,
     **unknown: Never,
 ) -> torch.Tensor:
-    """Logits at chosen ids, without a pass over the vocabulary.
+    """Returns logits at chosen ids, without a pass over the vocabulary.
 
     ``z[k] = cap(logit_scale · (hidden · weight[ids[k]] + bias[ids[k]])) / temperature`` in float32, T·K dot products.
-    Differentiable, once, in ``hidden``, ``weight`` and ``bias``. `masked_logprobs` makes a softmax over them; for
-    log-probabilities under the whole vocabulary use ``linear_logprobs(..., candidates=ids)``.
+    Differentiable, once, in ``hidden``, ``weight`` and ``bias``. `masked_logprobs` computes a softmax over these
+    logits. For log-probabilities under the full vocabulary use ``linear_logprobs(..., candidates=ids)``.
 
     Args:
         hidden, weight, logit_scale, logit_softcap, vocab_size, reduce_grad_hidden: as in `linear_logprobs`.
-        ids: ``[..., K]`` integers of any type: vocabulary ids per token, global also when the vocabulary is split; K
-            from 1 to 512. -1 stands for none.
-        bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
-            autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. None: no bias.
-        tp_group: the process group over which the vocabulary is split into parts of the same size; rank r holds the
-            r-th. All ranks pass the same ``hidden`` and ``ids`` and get bitwise-equal results. None: ``weight`` is
-            whole.
-        temperature: divides the float32 logits: a positive number, or a float tensor that broadcasts to ``[...]`` (one
-            value per token, or per sequence as ``[b, 1]``). No gradient. A tensor's values are looked at only on the
-            CPU and outside ``torch.compile``: there, one that is not positive and finite is refused. Elsewhere its
-            token's results are NaN without a gradient, and the other tokens are not affected.
-        where: the tokens that count: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
-            once (int64 or int32). The others are 0 and have no gradient, as if all their ids were -1, and cost nothing.
-            The host waits for the GPU to count a bool tensor, but not for an index. None: all.
+        ids: ``[..., K]`` integers of any type, K from 1 to 512: vocabulary ids of each token, global also when the
+            vocabulary is split. -1 stands for no id.
+        bias: ``[V]``, this rank's part; bfloat16, float16 or float32. It is added to the products in float32, also
+            under autocast, which does not cast it. Its gradient goes to autograd, whatever ``wgrad`` is. None: no bias.
+        tp_group: the process group over which the vocabulary is split into parts of the same size. Rank r holds part r.
+            All ranks pass the same ``hidden`` and ``ids`` and get bitwise-equal results. None: ``weight`` is the full
+            weight.
+        temperature: divides the float32 logits. It is a positive number, or a float tensor that broadcasts to ``[...]``
+            (one value per token, or per sequence as ``[b, 1]``), and has no gradient. A tensor's values are checked
+            only on the CPU and outside of ``torch.compile``: they must be positive and finite. Elsewhere a token whose
+            temperature is not gets NaN as results and no gradient, and other tokens are not affected.
+        where: the tokens that count: a bool tensor of the shape ``[...]``, or the row indices of the flattened tokens,
+            each at most once (int64 or int32). Other tokens have 0 as results and no gradient, as if all their ids were
+            -1, and cost nothing. The host waits for the GPU to count a bool tensor, but not for an index. None: all
+            tokens count.
         wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
             ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``. Not under ``torch.compile``.
-        implementation: None or "xla": there are no kernels for it.
-        **unknown: refused; the message names the option that may be meant.
+        implementation: None or "xla": there are no kernels for this function.
+        **unknown: an error; the message names the option that may be meant.
 
     Returns:
-        ``[..., K]`` in float32; 0, without a gradient, where the id is none or out of vocabulary.
+        Logits ``[..., K]`` in float32; 0, without a gradient, where the id is negative or out of vocabulary.
 
     Raises:
-        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Over a
-            ``tp_group`` also, in its first call, ranks whose parts of the vocabulary are of different sizes or the same
-            columns, or whose tokens or options differ. In later calls results and gradients are NaN on all ranks: in
-            rows whose ids or temperatures differ between ranks, and in all rows if the sizes do.
+        lce_jax.UnsupportedError: an implementation requested by name cannot run the call; the message says why.
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. In the first
+            call of a ``tp_group`` also if ranks have parts of the vocabulary of different sizes or with the same
+            columns, or different tokens or options. In later calls, results and gradients are NaN on all
+            ranks: in rows whose ids or temperatures differ between ranks, and in all rows if the sizes differ.
         NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
             (``torch.func.grad`` and ``vjp`` work).
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
         A few chunks of gathered rows of 32 MiB each, O(T·K), and copies of hidden and dhidden, padded to 128, 512, or
-        the next power of two of tokens from 2048 on (from 32,768 on, or to halfway there). The gradient of ``weight``
-        is as large as the weight.
+        the next power of two of tokens from 2048 on (from 32,768 on, also to the numbers halfway between them). The
+        gradient of ``weight`` is as large as the weight.
 
     Numerics:
         Every sum is float32, and each gradient is rounded once. Two runs are bitwise equal: the gradients of an id that
@@ -106,32 +107,32 @@ def linear_logits(
         wgrad=wgrad,
         implementation=implementation,
     )
-    given = _arguments.of_call(hidden, weight, ids[..., 0], options)
-    x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
-    found = _operators.apply(x, call_with(given.call.text, function="linear_logits"))
-    return _arguments.placed(found["linear_logits"], rows, given.labels)
+    arguments = _arguments.parse_arguments(hidden, weight, ids[..., 0], options)
+    x, rows = _arguments.flatten_operands(arguments, _arguments.prepare_weight(arguments, wgrad))
+    results = _operators.apply(x, make_call(arguments.call.text, function="linear_logits"))
+    return _arguments.place_results(results["linear_logits"], rows, arguments.labels)
 
 
 def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> LogprobOutput:
-    """Log-probability and entropy of a softmax over a set of ids: what top-k, top-p or min-p sampling left.
+    """Returns log-probability and entropy of a softmax over a set of ids, as top-k, top-p or min-p sampling leaves.
 
     ``logprobs = z[label] - lse`` with ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])`` and the z of `linear_logits`, and the
-    entropy ``-Σ p ln p`` over the set. Plain PyTorch, which differentiates them in ``logits`` any number of times.
+    entropy ``-Σ p ln p`` over the set. This is plain PyTorch, differentiable in ``logits`` any number of times.
 
     Args:
-        logits: ``[..., K]``, those of `linear_logits` at ``ids``.
-        ids: ``[..., K]`` the set of each token, its ids all different; -1 stands for none. An id out of vocabulary
-            must be -1 too.
+        logits: ``[..., K]``, the result of `linear_logits` at ``ids``.
+        ids: ``[..., K]``, the set of each token, without repetitions; -1 stands for no id. Write -1 for an id out of
+            vocabulary too.
         labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
 
     Returns:
         A `LogprobOutput` with ``logprobs``, ``entropy`` and ``lse``, ``[...]`` in the dtype of the logits. A logprob
-        is -inf, without a gradient, where the label is not in the set: sampling could not have drawn it. It is 0,
-        without a gradient, where the label is negative, as in a prompt: `linear_logprobs` gives 0 for such a label too.
-        All are 0 where the set has no id.
+        is -inf, without a gradient, where the label is not in the set: sampling cannot have drawn it. It is 0, without
+        a gradient, where the label is negative, as in a prompt; so it is in `linear_logprobs`. All are 0 where the set
+        is empty.
 
     Raises:
-        ValueError, TypeError: shapes or dtypes that do not fit, with the offending values.
+        ValueError, TypeError: shapes or dtypes do not fit; the message has their values.
 
     Example:
         >>> import torch
@@ -154,10 +155,10 @@ def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tenso
     ids, labels = ids.long(), labels.long()  # torch compares only some of the unsigned types
     in_set = ids >= 0
     is_label = in_set & (ids == labels.unsqueeze(-1))
-    found, some = is_label.any(-1), in_set.any(-1)
-    # Where the set has no id, the softmax is that of zeros: NaN cannot reach the gradient.
-    z = logits.masked_fill(~in_set, -torch.inf).where(some.unsqueeze(-1), 0.0)
+    has_label, has_ids = is_label.any(-1), in_set.any(-1)
+    # For an empty set this is the softmax of zeros, so that no NaN reaches the gradient.
+    z = logits.masked_fill(~in_set, -torch.inf).where(has_ids.unsqueeze(-1), 0.0)
     log_p = z.log_softmax(-1)
-    logprobs = log_p.where(is_label, 0.0).sum(-1).masked_fill(~found & some & (labels >= 0), -torch.inf)
+    logprobs = log_p.where(is_label, 0.0).sum(-1).masked_fill(~has_label & has_ids & (labels >= 0), -torch.inf)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
-    return LogprobOutput(logprobs, entropy.where(some, 0.0), z.logsumexp(-1).where(some, 0.0))
+    return LogprobOutput(logprobs, entropy.where(has_ids, 0.0), z.logsumexp(-1).where(has_ids, 0.0))

@@ -1,4 +1,4 @@
-"""`linear_logprobs`: validate, flatten, call the operator."""
+"""`linear_logprobs`: checks and flattens its arguments, and calls the operator."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from lce_torch_bridge._types import PerhapsWithoutEntropy
-    from lce_torch_bridge.call._arguments import OptionsWithoutEntropy
+    from lce_torch_bridge.call._arguments import OptionsExceptEntropy
 
 
 @overload
 def linear_logprobs(  # type: ignore[overload-overlap]  # bool has True in it
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *,
-    entropy: Literal[True, "metric"] = True, **options: Unpack[OptionsWithoutEntropy],
+    entropy: Literal[True, "metric"] = True, **options: Unpack[OptionsExceptEntropy],
 ) -> LogprobOutput: ...  # fmt: skip
 @overload
 def linear_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *,
-    entropy: Entropy, **options: Unpack[OptionsWithoutEntropy],
+    entropy: Entropy, **options: Unpack[OptionsExceptEntropy],
 ) -> PerhapsWithoutEntropy: ...  # fmt: skip
 def linear_logprobs(
     hidden: torch.Tensor,
@@ -56,7 +56,7 @@ def linear_logprobs(
     lora: Lora | None = None,
     **unknown: Never,
 ) -> LogprobOutput:
-    """Per-token log-probability and entropy of a language-model head, without storing the logits.
+    """Returns per-token log-probability and entropy of a language-model head, without storing the logits.
 
     With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the
     vocabulary: ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per token, all in nats.
@@ -64,129 +64,134 @@ def linear_logprobs(
     ``weight`` and ``bias`` through all of them.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
-            or the CPU.
-        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
-            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
+        hidden: ``[..., H]`` hidden states with any leading shape, also an empty one. bfloat16, float16 or float32, on a
+            GPU or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head. A weight that is not contiguous is copied in each call. The
+            matrix products have its dtype. Under ``torch.autocast`` it is first cast to autocast's dtype, and all calls
             of the context share the copy, as with ``torch.nn.functional.linear``.
         labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
-        bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
-            autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels do
-            not serve it: ``implementation=None`` then takes "xla". None: no bias.
-        tp_group: the process group over which the vocabulary is split into parts of the same size; rank r holds the
-            r-th. All ranks pass the same ``hidden``, ``labels`` and options, and get bitwise-equal results. None:
-            ``weight`` is whole.
-        temperature: divides the float32 logits: a positive number, or a float tensor that broadcasts to ``labels`` (one
-            value per token, or per sequence as ``[b, 1]``). No gradient. A tensor's values are looked at only on the
-            CPU and outside ``torch.compile``: there, one that is not positive and finite is refused. Elsewhere its
-            token's results are NaN without a gradient, and the other tokens are not affected.
+        bias: ``[V]``, this rank's part; bfloat16, float16 or float32. It is added to the products in float32, also
+            under autocast, which does not cast it. Its gradient goes to autograd, whatever ``wgrad`` is. The kernels do
+            not support a bias: ``implementation=None`` then uses "xla". None: no bias.
+        tp_group: the process group over which the vocabulary is split into parts of the same size. Rank r holds part r.
+            All ranks pass the same ``hidden``, ``labels`` and options, and get bitwise-equal results. None: ``weight``
+            is the full weight.
+        temperature: divides the float32 logits. It is a positive number, or a float tensor that broadcasts to
+            ``labels`` (one value per token, or per sequence as ``[b, 1]``), and has no gradient. A tensor's values are
+            checked only on the CPU and outside of ``torch.compile``: they must be positive and finite. Elsewhere a
+            token whose temperature is not gets NaN as results and no gradient, and other tokens are not affected.
         logit_scale: multiplies the float32 logits first (MuP, Cohere).
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
-        vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: in no sum,
-            with zero gradient, whatever they hold. None: every column counts, as in Megatron's own cross entropy.
+        vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: they are in
+            no sum and have a gradient of zero, whatever they hold. None: every column counts, as in Megatron's own
+            cross entropy.
         entropy: True; "metric" computes it without a gradient, which makes the backward cheaper; False: ``.entropy`` is
             None and costs nothing.
-        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, and ``.sum_p_squared``, Σ p² over the
-            vocabulary (verl's ``sum_pi_squared``). They have no gradient.
+        stats: True fills ``.max_logit`` and ``.min_logit``, the extremes of ``z``, and ``.sum_p_squared``, Σ p² over
+            the vocabulary (verl's ``sum_pi_squared``). They have no gradient.
         mean_logit: True fills ``.mean_logit``, the mean of ``z`` over the true vocabulary, with a gradient. Label
-            smoothing needs it (`linear_cross_entropy`). The kernels do not serve it together with a cap.
-        candidates: ``[..., K]`` integers of any type: vocabulary ids per token, global also when the vocabulary is
-            split, whose log-probabilities under the whole vocabulary are wanted too, such as a teacher's most likely
-            tokens; K from 1 to 512. -1 stands for none. None: ``.candidate_logprobs`` is None and costs nothing.
-        where: the tokens that count: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
-            (int64 or int32). The others are 0 and have no gradient. Time and memory fall with the tokens that count,
-            whose results have the same bits as without ``where``. The host waits for the GPU to count a bool tensor,
-            and copies no rows where it leaves none out. It does not wait for an index on a GPU, nor check it: a row
-            that is named twice counts twice in the gradients.
-            A bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
-        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as with a bool ``where``; the host waits
-            for their count. None: no label leaves its token out, not even one outside the vocabulary.
+            smoothing needs it (`linear_cross_entropy`). The kernels do not support it together with a cap.
+        candidates: ``[..., K]`` integers of any type, K from 1 to 512: vocabulary ids of each token, global also when
+            the vocabulary is split. Their log-probabilities under the full vocabulary are computed too, for example of
+            a teacher's most likely tokens. -1 stands for no id. None: ``.candidate_logprobs`` is None and costs
+            nothing.
+        where: the tokens that count: a bool tensor of ``labels``' shape, or the row indices of the flattened tokens,
+            each at most once (int64 or int32). Other tokens have 0 as results and no gradient. Time and memory
+            decrease with the number of tokens that count, whose results have the same bits as without ``where``. The
+            host waits for the GPU to count a bool tensor. If it masks no token, no rows are copied. The host does not
+            wait for an index on a GPU, and does not check it: a row that occurs twice counts twice in the gradients. A
+            bool tensor without values (meta, fake) cannot be counted: the call then costs as much as all tokens.
+            None: all tokens count.
+        ignore_index: tokens with this label (-100 is PyTorch's) do not count, as with a bool ``where``. The host waits
+            for their number. None: tokens count whatever their label, even one outside the vocabulary.
         out_of_vocab: the logprob of a label outside the vocabulary (negative, -100, ≥ vocab_size): 0 with "zero",
-            ``max_logit - lse`` with "megatron", as in Megatron's cross entropy. Either way the gradient is the gradient
-            of ``-lse``, as in Megatron.
-        reduce_grad_hidden: True sums dhidden, the gradient of ``hidden``, over ``tp_group`` in float32, rounded once:
-            for tensor parallelism without sequence parallelism, where no later step sums it. False: each rank's dhidden
-            is its own part of the sum.
+            ``max_logit - lse`` with "megatron", as in Megatron's cross entropy. In both cases its gradient is the
+            gradient of ``-lse``, as in Megatron.
+        reduce_grad_hidden: True sums dhidden, the gradient of ``hidden``, over ``tp_group`` in float32, and rounds it
+            once. This is for tensor parallelism without sequence parallelism, where no later step sums it. False: each
+            rank's dhidden is its own term of the sum.
         wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad``, as Megatron's
             gradient-accumulation fusion does, and sets ``grad_added_to_main_grad``. A call that is launched directly
-            (`explain`) adds the gradient to a float32 ``main_grad`` as it computes, if ``main_grad`` is contiguous,
-            aligned to 16 bytes and autocast does not cast the weight. Otherwise the gradient is rounded to the weight's
-            dtype first. Not under ``torch.compile``.
-        cache_bytes: bytes that the forward may keep, so that the backward recomputes less. 0 keeps nothing. None: 1 GiB
-            on a GPU where a gradient is asked for, nothing elsewhere, nor with ``gradient_threshold`` or
-            ``vocab_part_size``, nor in what is traced (`explain` says which). A non-reentrant activation checkpoint
-            drops it until it runs the forward again. A forward that keeps something takes all tokens at once, and its
-            results may differ in the last bits from one that does not, if JAX runs it. Under ``torch.compile`` each
-            count of tokens then has a graph of its own, and ``where`` must be an index.
+            (`explain`) adds it as it computes, if ``main_grad`` is float32, contiguous and aligned to 16 bytes and
+            autocast does not cast the weight. Otherwise the gradient is first rounded to the weight's dtype. Not under
+            ``torch.compile``.
+        cache_bytes: bytes that the forward may cache, so that the backward recomputes less. 0: no cache. None: 1 GiB on
+            a GPU if a gradient is requested, otherwise 0. It is also 0 with ``gradient_threshold`` or
+            ``vocab_part_size``, and in a traced call (`explain` shows the value). A non-reentrant activation checkpoint
+            drops the cache until it runs the forward again. A forward with a cache processes all tokens at once. If JAX
+            runs it, its results may differ in the last bits from those without a cache. Under ``torch.compile`` each
+            number of tokens then has its own graph, and ``where`` must be an index.
         gradient_threshold: a number in [0, 1). A tile (128 tokens by 256 vocabulary columns) is left out of the
             gradients if all its probabilities are below the threshold and it holds no label and no candidate. Results
-            never change. 0 is exact. "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per
-            token. `lce_jax` tells how much probability was left out (``dropped_mass``). Under ``torch.compile``: as
-            ``cache_bytes``.
-        vocab_part_size: columns of a part of the vocabulary, a multiple of 8 (128 before Hopper). The kernels' tiles
-            begin anew at each part's first column, so calls that are launched directly (`explain`) have the same bits
-            over any number of ranks. Give the rows of the smallest shard that any ``tp_group`` has. Ranks must have
-            whole parts; only a vocabulary that is not split may end inside one. Not with ``cache_bytes`` or
-            ``gradient_threshold``. None: each rank's rows are one part.
+            never change. 0 is exact. Only "mosaic_gpu" leaves tiles out; its forward then saves V / 64 bytes per token.
+            `lce_jax` reports how much probability was left out (``dropped_mass``). Under ``torch.compile`` the limits
+            of ``cache_bytes`` apply.
+        vocab_part_size: the number of columns of a part of the vocabulary, a multiple of 8 (128 before Hopper). The
+            kernels' tiles start again at each part's first column, so calls that are launched directly (`explain`) have
+            the same bits for any number of ranks. Pass the number of rows of the smallest shard of any ``tp_group``.
+            Shards must consist of full parts; only a vocabulary that is not split may end inside a part. Not with
+            ``cache_bytes`` or ``gradient_threshold``. None: each rank's rows are one part.
         logit_floor: a number f, or a float tensor that broadcasts to ``labels``, in logits. The distribution is then
-            over the set of the tokens v with ``z[v] >= f`` and the label, as top-k, top-p or min-p sampling leaves it.
-            -inf leaves all. Gradients are 0 outside of the set, and ``stats=True`` fills ``support``, the number of
-            tokens in it. An empty set, of a label out of vocabulary, has 0 in outputs and gradients. A NaN is refused
-            where its value is known; elsewhere its row returns NaN. Not with ``candidates`` or ``mean_logit``. No
-            gradient. `lce_jax.floors` says where floors come from. None: every token.
+            over the set of the vocabulary tokens v with ``z[v] >= f`` and the label, as top-k, top-p or min-p sampling
+            leaves it. -inf leaves all. Gradients are 0 outside of the set, and ``stats=True`` fills ``support``, the
+            size of the set. A row with an empty set, whose label is out of vocabulary, has 0 in outputs and gradients.
+            A NaN is an error if its value is known; elsewhere its row returns NaN. Not with ``candidates`` or
+            ``mean_logit``. It has no gradient. `lce_jax.floors` computes floors. None: no floor.
         implementation: "mosaic_gpu" (kernels for NVIDIA GPUs), "xla" (every device), or a tuple of both, tried in
-            order. None: the best one that can serve the call.
+            order. None: the best one that supports the call.
         lora: ``(A, B, scale)``, an adapter of a weight that requires no gradient: A ``[r, H]`` and B ``[V, r]``, as
             PEFT's ``lora_A.weight`` and ``lora_B.weight``, and a number. The products are ``hidden · weightᵀ + u · Bᵀ``
-            with ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient; A and B have theirs in their
-            own dtypes. ``scale · A``, B and u are rounded to the weight's dtype; r is padded to whole 64, and hidden is
-            copied beside u. Not with ``bias``, ``tp_group`` or ``wgrad="main_grad"``. None: no adapter.
-        **unknown: refused; the message names the option that may be meant.
+            with ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient. A and B have gradients in
+            their own dtypes. ``scale · A``, B and u are rounded to the weight's dtype, r is padded to a multiple of 64,
+            and hidden and u are copied into one tensor. Not with ``bias``, ``tp_group`` or ``wgrad="main_grad"``. None:
+            no adapter.
+        **unknown: an error; the message names the option that may be meant.
 
     Returns:
         A `LogprobOutput`, each field float32 of ``labels.shape`` (``[..., K]`` for candidates) or None.
 
     Raises:
-        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Over a
-            ``tp_group`` also, in its first call, ranks whose parts of the vocabulary are of different sizes or the same
-            columns, or whose tokens differ. In later calls results and gradients are NaN on all ranks: in rows whose
-            labels, temperatures, floors or candidates differ between ranks, and in all rows if the sizes do. Ranks
-            whose options differ raise in the group's first call, in the first call of each function, and whenever every
-            rank's options are new to the group. A rank that repeats options while another has new ones is not noticed.
+        lce_jax.UnsupportedError: an implementation requested by name cannot run the call; the message says why.
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. In the first
+            call of a ``tp_group`` also if ranks have parts of the vocabulary of different sizes or with the same
+            columns, or different tokens. In later calls, results and gradients are NaN on all ranks: in rows whose
+            labels, temperatures, floors or candidates differ between ranks, and in all rows if the sizes differ. Ranks
+            with different options raise in the group's first call, in the first call of each function, and whenever
+            every rank's options are new to the group. If one rank repeats options while another has new ones, the
+            difference is not noticed.
         NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
             (``torch.func.grad`` and ``vjp`` work).
         RuntimeError: under CUDA graph capture, unless the call is launched directly (`explain`) and has run before with
-            tensors of these shapes; in a forked child of a process that has used JAX; if ``weight`` or
-            ``hidden`` was changed in place between forward and backward; if the memory of a tensor was freed, as FSDP
-            and ZeRO free parameters that are not in use; if two threads differentiate one graph, not both with
-            ``retain_graph``.
-        RuntimeWarning: no label that counts lies in the vocabulary, of a call whose labels can be read without waiting:
-            they are on the CPU, and nothing traces the call. -100 alone is padding, and does not warn.
+            tensors of these shapes; in a forked child of a process that has used JAX; if ``weight`` or ``hidden`` was
+            changed in place between forward and backward; if the memory of a tensor was freed, as FSDP and ZeRO free
+            parameters that are not in use; if two threads differentiate one graph, unless both use ``retain_graph``.
+        RuntimeWarning: no label that counts lies in the vocabulary. Only in calls whose labels can be read without
+            waiting: they are on the CPU, and nothing traces the call. Labels of -100 alone are padding, and do not
+            warn.
 
     Memory:
-        The forward holds a tile of logits and two copies of 8192 tokens' hidden. There are no copies of exactly 4096 or
-        8192 tokens that are launched directly without ``tp_group``. Between forward and backward the call keeps the
-        operands (of a DTensor, what was gathered), four to six numbers of four bytes per token, two more per candidate,
-        and the cache. The backward holds, beyond the gradients, a tile of logits and dhidden in float32. If the count
-        of tokens is no power of two, it also holds copies of hidden and dhidden, padded to 128, 512, or the next power
-        of two from 2048 on (from 32,768 on, or to halfway there).
+        The forward holds a tile of logits and two copies of hidden for 8192 tokens. A call of exactly 4096 or 8192
+        tokens that is launched directly without ``tp_group`` makes no copies. Between forward and backward the call
+        saves the operands (for a DTensor, what was gathered), four to six numbers of four bytes per token, two more per
+        candidate, and the cache. The backward holds, besides the gradients, a tile of logits and dhidden in float32. If
+        the number of tokens is no power of two, it also holds copies of hidden and dhidden, padded to 128, 512, or the
+        next power of two from 2048 on (from 32,768 on, also to the numbers halfway between them).
         If the call is launched directly, torch's allocator gives all memory, and a backward without ``retain_graph``
         computes in the memory of the cache. Otherwise JAX keeps its own pool of GPU memory (`init`), which also holds
         the gradients. Before JAX reuses a gradient that torch has dropped, this function waits for the streams that may
         still read the gradient; JAX code of your own does not.
 
     DTensors:
-        ``weight`` is gathered in its own dtype over all dimensions of its mesh but that of ``tp_group``, over which it
-        must be ``Shard(0)``; ``bias`` likewise. Their gradients are the mean over the ranks that gathered them: what
-        FSDP2 and HSDP give their parameters, and the gradient itself if all ranks have the same tokens. Each rank of
-        the mesh must make the call, and the backward. ``hidden`` and the per-token arguments must be replicated; the
-        gradient of ``hidden`` is then whole on every rank, whatever ``reduce_grad_hidden`` says. Results are plain
+        ``weight`` is gathered in its own dtype over all dimensions of its mesh except that of ``tp_group``, over which
+        it must be ``Shard(0)``; so is ``bias``. Their gradients are the mean over the ranks that gathered them. This is
+        what FSDP2 and HSDP give their parameters, and the gradient itself if all ranks have the same tokens. Each rank
+        of the mesh must make the call and run the backward. ``hidden`` and the per-token arguments must be replicated.
+        The gradient of ``hidden`` is then replicated too, whatever ``reduce_grad_hidden`` is. Results are plain
         tensors. A DTensor breaks the graph of ``torch.compile``.
 
     Numerics:
-        Every sum and softmax is float32, each gradient is rounded once. float32 products are as exact as
-        ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` says. Two runs are bitwise equal.
+        Every sum and softmax is float32, and each gradient is rounded once. float32 products are as exact as
+        ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` asks. Two runs are bitwise equal.
 
     Compilation:
         Programs are compiled when they are first needed. Each set of options has one program for the forward (two with
@@ -230,15 +235,15 @@ def linear_logprobs(
         implementation=implementation,
         lora=lora,
     )
-    given = _arguments.of_call(hidden, weight, labels, options)
-    _checks.warn_of_labels(given.labels, given.where, given.call.jax.vocab_size)
-    return compute(given, wgrad)
+    arguments = _arguments.parse_arguments(hidden, weight, labels, options)
+    _checks.warn_of_labels(arguments.labels, arguments.where, arguments.call.jax.vocab_size)
+    return compute(arguments, wgrad)
 
 
-def compute(given: Arguments, wgrad: Wgrad) -> LogprobOutput:
-    """The results of checked arguments."""
-    x, rows = _arguments.operands(given, _arguments.weight_of(given, wgrad))
-    found: dict[str, Any] = _operators.apply(x, given.call)
-    if rows is not None or given.labels.ndim != 1:
-        found = {name: _arguments.placed(result, rows, given.labels) for name, result in found.items()}
-    return LogprobOutput(entropy=found.pop("entropy", None), **found)
+def compute(arguments: Arguments, wgrad: Wgrad) -> LogprobOutput:
+    """Returns the results of checked arguments."""
+    x, rows = _arguments.flatten_operands(arguments, _arguments.prepare_weight(arguments, wgrad))
+    results: dict[str, Any] = _operators.apply(x, arguments.call)
+    if rows is not None or arguments.labels.ndim != 1:
+        results = {name: _arguments.place_results(y, rows, arguments.labels) for name, y in results.items()}
+    return LogprobOutput(entropy=results.pop("entropy", None), **results)

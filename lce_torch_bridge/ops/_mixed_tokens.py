@@ -1,10 +1,10 @@
-"""Whether a ``loss_fn`` mixes tokens, where each loss is to be made of its own token's numbers alone.
+"""The check that a ``loss_fn`` does not mix tokens: each loss must depend on the numbers of its own token only.
 
-Chunks of tokens end anywhere, so a mean over tokens would be one over a chunk. After the first call of a function, the
-losses of a few tokens are computed together and in two parts, and compared. A function that takes nothing but all
-tokens of the call is given these twice, with other numbers for every second token. A call is the first one with a
-function's code, and with the names, flags and functions that the code closes over. So a lambda that each step makes
-anew is one function.
+Chunks of tokens end anywhere, so a mean over tokens would be a mean over a chunk. After the first call of a function,
+the losses of a few tokens are computed together and in two parts, and compared. If the function takes only all tokens
+of the call, it is called with all of them twice, with other numbers for every second token. A call is a first one if
+the function's code, or a name, flag or function that it closes over, is new. So a lambda that each step makes anew is
+one function.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 
 from lce_torch_bridge.tensors import _device
 
-MOST = 16  # tokens that are compared: pairs of neighbours, from all over the call
-FIRST = 3  # of them in the first part, so that it divides a pair
-MOVE = 3.0  # nats, at most, of the results of tokens
-CLOSE = 2.0**-6  # relative: products inside, of other numbers of tokens, may be rounded to bfloat16 otherwise
+MOST = 16  # tokens that are compared: pairs of neighbours, from everywhere in the call
+FIRST = 3  # tokens in the first part, so that it divides a pair
+MOVE = 3.0  # nats, by which results are moved at most
+CLOSE = 2.0**-6  # relative: products inside may be rounded to bfloat16 differently for other numbers of tokens
 MOST_KNOWN = 1024  # functions
 
-NAMES = (str, bool, types.NoneType, enum.Enum, type)  # what chooses a path through a function
+NAMES = (str, bool, types.NoneType, enum.Enum, type)  # values that choose a path through a function
 NUMBERS = (float, int, torch.Tensor)
 EMPTY_CELL = types.CellType()
 
@@ -37,40 +37,41 @@ _compared: set[Hashable] = set()
 def refuse_mixed_tokens(
     key: Hashable, device: torch.device, losses: Callable[[], TokenLosses], refusal: Callable[[str], ValueError]
 ) -> None:
-    """Refuses a function of this `key_of`, once, if the loss of a token depends on other tokens.
+    """Refuses the function with this `make_key` if the loss of a token depends on other tokens. Compares once.
 
-    A function that draws random numbers or does not repeat itself is not compared. torch's random numbers stay as they
-    are. A capture of a CUDA graph, and whatever records operators, leave the comparison to another call.
+    A function that draws random numbers or does not repeat itself is not compared. torch's random numbers do not
+    change. During a capture of a CUDA graph, and while operators are recorded, nothing is compared.
 
     Raises:
-        ValueError: ``refusal`` of what was found.
+        ValueError: ``refusal`` of the difference between two losses.
     """
     if key in _compared or _device.is_traced():
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    tried = losses()
-    if tried.tokens < 2:
+    token_losses = losses()
+    if token_losses.tokens < 2:
         return
-    hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.without_hooks()
+    hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.disable_hooks()
     with hooks, torch.compiler.set_stance("force_eager"), _keep_random_state(device) as draws_numbers:
-        says_something = _compare(tried, draws_numbers, refusal)
-    if says_something:
+        is_conclusive = _compare(token_losses, draws_numbers, refusal)
+    if is_conclusive:
         if len(_compared) >= MOST_KNOWN:
             _compared.clear()
         _compared.add(key)
 
 
 def _compare(
-    tried: TokenLosses, draws_numbers: Callable[[], bool], refusal: Callable[[str], ValueError]
+    token_losses: TokenLosses, draws_numbers: Callable[[], bool], refusal: Callable[[str], ValueError]
 ) -> bool | torch.Tensor:
-    """Whether the losses need not be compared again: those of 0, as of advantages of 0, say nothing."""
-    for compute in (tried.in_parts, tried.with_others_moved):
+    """Whether the comparison was conclusive. It is not if all losses are 0, for example because all advantages are."""
+    for compute in (token_losses.split_tokens, token_losses.move_other_tokens):
         try:
             together, apart, change = compute()
             differs = _differ(together, apart)
-            repeats = not draws_numbers() and (not differs.any() or _are_same(compute(), (together, apart)))  # waits
-        except Exception:  # it divides the tokens, or closes over a tensor of all of them
+            # The host waits here.
+            repeats = not draws_numbers() and (not differs.any() or _are_same(compute(), (together, apart)))
+        except Exception:  # loss_fn may reshape the tokens, or close over a tensor of all tokens
             continue
         if not repeats:
             return True
@@ -81,28 +82,28 @@ def _compare(
     return True
 
 
-type Compared = tuple[torch.Tensor, torch.Tensor, str]  # losses of some tokens, twice, and what was changed
+type Compared = tuple[torch.Tensor, torch.Tensor, str]  # losses of some tokens, computed twice, and the difference
 
 
 @dataclasses.dataclass
 class TokenLosses:
-    """The losses of the tokens of a call, computed anew."""
+    """Computes losses of tokens of a call again."""
 
-    losses_of: Callable[..., torch.Tensor]  # of results by name, and of per-token arguments
+    compute: Callable[..., torch.Tensor]  # takes results by name, and per-token arguments
     fields: Mapping[str, torch.Tensor]  # [T]
     per_token: Collection[torch.Tensor]  # [T, ...]
-    differentiable: Collection[str]  # results that the call differentiates
+    differentiable: Collection[str]  # the names of results that the call differentiates
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """The number of tokens."""
         return len(self.fields["lse"])
 
-    def in_parts(self) -> Compared:
-        """A few tokens, together and in two parts.
+    def split_tokens(self) -> Compared:
+        """Returns losses of a few tokens, computed together and in two parts.
 
-        Their results are moved, up in the first part and down in the second: equal ones, as of a policy that has not
-        moved, are their own mean.
+        Results of the first part are moved up, and of the second part down. Equal results, such as ratios of a policy
+        that has not moved, would equal their own mean.
         """
         count, device = min(self.tokens, MOST), self.fields["lse"].device
         rows = places = torch.arange(count, device=device)
@@ -110,38 +111,45 @@ class TokenLosses:
             rows = places // 2 * (self.tokens // (MOST // 2)) + places % 2
         first = FIRST if count >= 2 * FIRST else 1
         moves = MOVE * (1 - 2 * places / (count - 1))
-        together = self._of(rows, moves)
-        apart = torch.cat([self._of(rows[part], moves[part]) for part in (slice(first), slice(first, count))])
+        together = self._compute_losses(rows, moves)
+        apart = torch.cat(
+            [self._compute_losses(rows[part], moves[part]) for part in (slice(first), slice(first, count))]
+        )
         return together, apart, f"where {count} tokens are divided into {first} and {count - first}"
 
-    def with_others_moved(self) -> Compared:
-        """Every second token of all, as they are and where all real numbers of the others are moved."""
+    def move_other_tokens(self) -> Compared:
+        """Returns losses of every second token, before and after all real numbers of the other tokens are moved."""
         rows = torch.arange(self.tokens, device=self.fields["lse"].device)
-        together, apart = (self._of(rows, moves, -moves / 2)[::2] for moves in (rows % 2 * 0.0, rows % 2 * -MOVE))
+        together, apart = (
+            self._compute_losses(rows, moves, -moves / 2)[::2] for moves in (rows % 2 * 0.0, rows % 2 * -MOVE)
+        )
         return together, apart, "where the numbers of other tokens are changed"
 
-    def _of(self, rows: torch.Tensor, moves: torch.Tensor, moves_of_own: torch.Tensor | None = None) -> torch.Tensor:
-        """Losses of these rows, from copies: the function may overwrite what it gets, and what it returned before."""
+    def _compute_losses(
+        self, rows: torch.Tensor, moves: torch.Tensor, argument_moves: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns losses of some rows, from copies: loss_fn may overwrite its arguments and earlier results."""
         fields = {name: x.detach()[rows] for name, x in self.fields.items()}
         for name, x in fields.items():
             if name == "logprobs":
                 fields[name] = torch.minimum(x + moves, x.clamp(min=0))  # probabilities stay at most 1
             elif name in ("entropy", "lse"):
                 fields[name] = x + MOVE + moves  # and entropies at least 0
-        own = [x.detach()[rows] for x in self.per_token]
-        if moves_of_own is not None:
-            own = [
-                x + moves_of_own.view(-1, *[1] * (x.ndim - 1)).to(x.dtype) if x.is_floating_point() else x for x in own
+        arguments = [x.detach()[rows] for x in self.per_token]
+        if argument_moves is not None:
+            arguments = [
+                x + argument_moves.view(-1, *[1] * (x.ndim - 1)).to(x.dtype) if x.is_floating_point() else x
+                for x in arguments
             ]
         fields = {name: x.requires_grad_(name in self.differentiable) for name, x in fields.items()}
-        for x, y in zip(own, self.per_token, strict=True):
+        for x, y in zip(arguments, self.per_token, strict=True):
             x.requires_grad_(y.requires_grad and bool(self.differentiable))
-        return self.losses_of(fields, *own).detach().clone().reshape(len(rows))
+        return self.compute(fields, *arguments).detach().clone().reshape(len(rows))
 
 
 @contextlib.contextmanager
 def _keep_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Afterwards torch's generators are as before; inside, a function that says whether they have drawn anything."""
+    """Restores torch's generators at the end. Yields a function that tells whether they have drawn numbers."""
     states: list[Callable[[], torch.Tensor]] = [torch.get_rng_state]
     if device.type == "cuda":
         states.append(functools.partial(torch.cuda.get_rng_state, device))
@@ -151,7 +159,7 @@ def _keep_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
 
 
 def _differ(together: torch.Tensor, apart: torch.Tensor) -> torch.Tensor:
-    """Which losses differ by more than rounding."""
+    """Returns which losses differ by more than rounding."""
     size = together.abs().nan_to_num(0.0, 0.0)
     near = (together - apart).abs() <= CLOSE * (size + size.mean())
     return ~(near | (together == apart) | (together.isnan() & apart.isnan()))
@@ -161,15 +169,15 @@ def _are_same(ones: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(ones, others, strict=False))
 
 
-def key_of(function: Any, numbers: Iterable[Any] = ()) -> Hashable:
-    """What tells functions apart: code, and the names, flags and functions that it closes over.
+def make_key(function: Any, numbers: Iterable[Any] = ()) -> Hashable:
+    """Returns a key of a function: its code, and the names, flags and functions that it closes over.
 
-    Not tensors and other numbers, which change from step to step.
+    Tensors and other numbers are left out, because they change from step to step.
     """
-    return _part_of_key(function, set()), *(x for x in numbers if x is True or x is False)
+    return _make_key_part(function, set()), *(x for x in numbers if x is True or x is False)
 
 
-def _part_of_key(x: Any, seen: set[int]) -> Hashable:
+def _make_key_part(x: Any, seen: set[int]) -> Hashable:
     if isinstance(x, NAMES):
         return x
     if isinstance(x, NUMBERS) or id(x) in seen:
@@ -178,12 +186,12 @@ def _part_of_key(x: Any, seen: set[int]) -> Hashable:
     if isinstance(x, types.FunctionType):
         parts = [cell.cell_contents for cell in x.__closure__ or () if cell != EMPTY_CELL]
         parts += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-        return x.__code__, *[_part_of_key(part, seen) for part in parts]
+        return x.__code__, *[_make_key_part(part, seen) for part in parts]
     if isinstance(x, functools.partial | types.MethodType):
         parts = (
             [x.func, *x.args, *x.keywords.values()] if isinstance(x, functools.partial) else [x.__func__, x.__self__]
         )
-        return type(x), *[_part_of_key(part, seen) for part in parts]
-    # An object, such as a module or a configuration: what stands in it, and no further.
-    inside = x.values() if isinstance(x, dict) else getattr(x, "__dict__", {}).values()
-    return type(x), *[y for y in inside if isinstance(y, NAMES)]
+        return type(x), *[_make_key_part(part, seen) for part in parts]
+    # An object, such as a module or a configuration: its attributes, but not theirs.
+    attributes = x.values() if isinstance(x, dict) else getattr(x, "__dict__", {}).values()
+    return type(x), *[y for y in attributes if isinstance(y, NAMES)]

@@ -1,4 +1,4 @@
-"""`linear_topk`: the most likely tokens of each distribution, without storing the logits."""
+"""`linear_topk`: the most likely ids of each token's distribution, without storing the logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Never
 import torch
 
 from lce_jax.types import scalars
-from lce_torch_bridge._types import TopK, call_with
+from lce_torch_bridge._types import TopK, make_call
 from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Options
 from lce_torch_bridge.operators import _operators
@@ -31,51 +31,52 @@ def linear_topk(
     implementation: str | tuple[str, ...] | None = None,
     **unknown: Never,
 ) -> TopK:
-    """The k most likely tokens and their log-probabilities: the teacher's side of a distillation.
+    """Returns the k most likely ids and their log-probabilities: the teacher's part of a distillation.
 
-    The k largest of ``logprobs[v] = z[v] - ln Σ_u exp(z[u])``, exactly, the largest first, with ``z = cap(logit_scale ·
-    (hidden · weight + bias)) / temperature`` in float32. Of equal logits the smaller id comes first. No gradient flows
-    through the results: give the ids to ``linear_logprobs(..., candidates=ids)`` for one.
+    They are exactly the k largest of ``logprobs[v] = z[v] - ln Σ_u exp(z[u])``, the largest first, with
+    ``z = cap(logit_scale · (hidden · weight + bias)) / temperature`` in float32. Of equal logits the smaller id comes
+    first. No gradient flows through the results. For a gradient, pass the ids to
+    ``linear_logprobs(..., candidates=ids)``.
 
     Args:
         hidden, weight, logit_scale, logit_softcap: as in `linear_logprobs`.
-        k: how many, from 1 to 512 and at most the vocabulary; a Python integer.
-        bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
-            autocast, which leaves it as it is. None: no bias.
-        tp_group: the process group over which the vocabulary is split into parts of the same size; rank r holds the
-            r-th. All ranks pass the same ``hidden`` and get bitwise-equal results. None: ``weight`` is whole.
-        temperature: divides the float32 logits: a positive number, or a float tensor that broadcasts to ``[...]`` (one
-            value per token, or per sequence as ``[b, 1]``). A tensor's values are looked at only on the CPU and outside
-            ``torch.compile``: there, one that is not positive and finite is refused. Elsewhere its token has ids -1 and
-            NaN, and the other tokens are not affected.
+        k: the number of ids, from 1 to 512 and at most the size of the vocabulary; a Python integer.
+        bias: ``[V]``, this rank's part; bfloat16, float16 or float32. It is added to the products in float32, also
+            under autocast, which does not cast it. None: no bias.
+        tp_group: the process group over which the vocabulary is split into parts of the same size. Rank r holds part r.
+            All ranks pass the same ``hidden`` and get bitwise-equal results. None: ``weight`` is the full weight.
+        temperature: divides the float32 logits. It is a positive number, or a float tensor that broadcasts to ``[...]``
+            (one value per token, or per sequence as ``[b, 1]``). A tensor's values are checked only on the CPU and
+            outside of ``torch.compile``: they must be positive and finite. Elsewhere a token whose temperature is not
+            gets ids of -1 and NaN, and other tokens are not affected.
         vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding, which is
             never among the results. None: every column counts.
-        where: the tokens that count: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
-            once (int64 or int32). The others have ids -1 and zeros, and cost no work. The host waits for the GPU to
-            count a bool tensor, but not for an index. None: all.
-        implementation: None or "xla": the kernels do not serve it, because XLA's own product takes the same time.
-        **unknown: refused; the message names the option that may be meant.
+        where: the tokens that count: a bool tensor of the shape ``[...]``, or the row indices of the flattened tokens,
+            each at most once (int64 or int32). Other tokens have ids of -1 and zeros, and cost nothing. The host waits
+            for the GPU to count a bool tensor, but not for an index. None: all tokens count.
+        implementation: None or "xla": there are no kernels for this function, because XLA's product is as fast.
+        **unknown: an error; the message names the option that may be meant.
 
     Returns:
         A `TopK`: ids and logprobs ``[..., k]``, lse ``[...]``.
 
     Raises:
-        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Over a
-            ``tp_group`` also, in its first call, ranks whose parts of the vocabulary are of different sizes or the same
-            columns, or whose tokens or options differ. In later calls lse and logprobs are NaN and ids -1 on all ranks:
-            in rows whose temperatures differ between ranks, and in all rows if the sizes do.
+        lce_jax.UnsupportedError: an implementation requested by name cannot run the call; the message says why.
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message has their values. In the first
+            call of a ``tp_group`` also if ranks have parts of the vocabulary of different sizes or with the same
+            columns, or different tokens or options. In later calls, lse and logprobs are NaN and ids are
+            -1 on all ranks: in rows whose temperatures differ between ranks, and in all rows if the sizes differ.
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        The logits of one chunk of tokens, 160 MiB or 256 tokens if these are more (on a CPU 32 MiB or 128 tokens),
+        The logits of one chunk of tokens, 160 MiB or 256 tokens, whichever is more (on a CPU 32 MiB or 128 tokens),
         O(T·k), and a copy of hidden, padded to 128, 512, or the next power of two of tokens from 2048 on (from 32,768
-        on, or to halfway there).
+        on, also to the numbers halfway between them).
 
     Numerics:
-        float32 products are as exact as ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` says. With
-        ``tp_group``, one all-gather of 2k + 2 numbers per token merges the ranks' own k largest by their logits, which
-        are computed once more as dot products: logits that differ by rounding alone may change places.
+        float32 products are as exact as ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` asks. With
+        ``tp_group``, one all-gather of 2k + 2 numbers per token collects each rank's k largest. They are merged by
+        logits that are computed once more as dot products, so logits that differ only by rounding may change places.
 
     Example:
         >>> import torch
@@ -101,13 +102,14 @@ def linear_topk(
         where=where,
         implementation=implementation,
     )
-    given = _arguments.of_call(hidden, weight, hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64), options)
-    columns = given.weight.shape[0] * (1 if tp_group is None else tp_group.size())
-    scalars.check_k(k, given.call.jax.vocab_size or columns)
-    x, rows = _arguments.operands(given, _arguments.weight_of(given, "return").detach())
+    no_labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
+    arguments = _arguments.parse_arguments(hidden, weight, no_labels, options)
+    columns = arguments.weight.shape[0] * (1 if tp_group is None else tp_group.size())
+    scalars.check_k(k, arguments.call.jax.vocab_size or columns)
+    x, rows = _arguments.flatten_operands(arguments, _arguments.prepare_weight(arguments, "return").detach())
     x = x._replace(hidden=x.hidden.detach(), bias=None if x.bias is None else x.bias.detach())
-    found = _operators.apply(x, call_with(given.call.text, function="linear_topk", top_k=int(k)))
-    ids, logprobs, lse = found.values()
-    # The ids of tokens that are left out are -1, and `placed` gives them 0.
-    above, *others = [_arguments.placed(y, rows, given.labels) for y in (ids + 1, logprobs, lse)]
-    return TopK(above - 1, *others)
+    results = _operators.apply(x, make_call(arguments.call.text, function="linear_topk", top_k=int(k)))
+    ids, logprobs, lse = results.values()
+    # Masked tokens have ids of -1, and `place_results` fills in 0.
+    ids_above, *others = [_arguments.place_results(y, rows, arguments.labels) for y in (ids + 1, logprobs, lse)]
+    return TopK(ids_above - 1, *others)

@@ -1,9 +1,9 @@
 """Devices, tensors as kernels read them, and what torch is doing while a call runs.
 
-- `device_of` and `why_not` describe a device to `lce_jax`, and say whether kernels are launched on it.
-- `readable` and `usable` check a tensor before kernels read it by its address: that it is dense, has memory, and has no
-  negative or conjugate bit. torch does not check this. Some of its own kernels read freed memory, and a tensor with one
-  of these bits has other values than its memory holds.
+- `describe_device` and `launch_refusal` describe a device to `lce_jax`, and say whether kernels are launched on it.
+- `check_readable` and `make_usable` check a tensor before kernels read it by its address: that it is dense, has memory,
+  and has no negative or conjugate bit. torch does not check this. Some of its own kernels read freed memory, and a
+  tensor with one of these bits has other values than its memory holds.
 - The others tell whether a call is traced, recorded for a backward, inside a checkpoint, or run again.
 
 This module holds most private names of torch that the bridge uses; they exist in torch 2.11 and 2.14.1. Either no
@@ -53,39 +53,39 @@ def not_compiled[**P, R](reason: str) -> Callable[[Callable[P, R]], Callable[P, 
     return torch.compiler.disable(reason=reason)
 
 
-def device_of(device: torch.device) -> kernels.Device | None:
+def describe_device(device: torch.device) -> kernels.Device | None:
     """Returns ``device`` as `lce_jax` describes it; None if it is not a CUDA device of this machine."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return _describe_device(torch.cuda.current_device() if device.index is None else device.index)
+    return _describe_gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
-def _describe_device(index: int) -> kernels.Device:
+def _describe_gpu(index: int) -> kernels.Device:
     properties = torch.cuda.get_device_properties(index)
     capability = f"{properties.major}.{properties.minor}"
     return kernels.Device("gpu", properties.name, capability, properties.multi_processor_count)
 
 
-def why_not(device: torch.device) -> str | None:
+def launch_refusal(device: torch.device) -> str | None:
     """Returns why no kernel can be launched on ``device``; None if kernels can."""
-    described = device_of(device)
+    described = describe_device(device)
     if described is None:
         return f"{device} is no CUDA device of this machine"
     return kernels.device_refusal(described) or kernels.why_not()
 
 
-def struct(x: torch.Tensor) -> jax.ShapeDtypeStruct:
+def describe_tensor(x: torch.Tensor) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of a tensor, as JAX describes them."""
-    return jax.ShapeDtypeStruct(tuple(map(int, x.shape)), name_of(x.dtype))
+    return jax.ShapeDtypeStruct(tuple(map(int, x.shape)), name_dtype(x.dtype))
 
 
-def name_of(dtype: torch.dtype) -> str:
+def name_dtype(dtype: torch.dtype) -> str:
     """Returns JAX's name of a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
-def usable(x: torch.Tensor) -> torch.Tensor:
+def make_usable(x: torch.Tensor) -> torch.Tensor:
     """Returns ``x``, or a copy of it, that kernels can read: contiguous and aligned."""
     fits = x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
@@ -96,7 +96,7 @@ def is_usable(x: torch.Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
-def readable(name: str, x: Any) -> Any:
+def check_readable(name: str, x: Any) -> Any:
     """Returns a tensor without negative and conjugate bits, after checking its memory. Returns other objects unchanged.
 
     Raises:
@@ -128,7 +128,7 @@ def _freed_by(x: torch.Tensor) -> str:
 
 
 def is_readable(x: Any) -> bool:
-    """Whether ``x`` certainly needs no call of `readable`, or is nested. Fast. Not for use while torch compiles."""
+    """Whether ``x`` certainly needs no `check_readable`, or is nested. Fast. Not for use while torch compiles."""
     if type(x) not in PLAIN:
         return False
     try:
@@ -154,7 +154,7 @@ def is_traced() -> bool:
     return depth > 0 and any(type(torch._C._get_dispatch_stack_at(i)).__module__ in RECORDING for i in range(depth))
 
 
-def once[R](function: Callable[..., R]) -> Callable[..., R]:
+def cache_results[R](function: Callable[..., R]) -> Callable[..., R]:
     """Decorates a function so that results are cached by the arguments, to save the host's time. Not while traced."""
     cached = functools.lru_cache(maxsize=1024)(function)
 
@@ -203,7 +203,7 @@ def graph_is_kept() -> bool:
 
 
 @contextlib.contextmanager
-def in_turn(node: Any) -> Iterator[None]:
+def lock_backward(node: Any) -> Iterator[None]:
     """Locks the backward of ``node``, a Function's ``ctx``, against other threads: it may write to saved tensors.
 
     Threads that differentiate the same graph share its saved tensors. A backward that has written to them sets
@@ -224,7 +224,7 @@ def in_turn(node: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_hooks() -> Iterator[None]:
+def disable_hooks() -> Iterator[None]:
     """Disables hooks on what autograd saves. A checkpoint's hook would run the head again for each chunk's loss_fn."""
     hooks: list[Any] = []
     while (top := top_hooks(False)) is not None:
@@ -259,7 +259,7 @@ def unshard_weight(weight: torch.Tensor) -> Iterator[None]:
         return
     module = _find_fsdp2_module(weight)
     if module is None:
-        readable("weight", weight)
+        check_readable("weight", weight)
         raise RuntimeError(f"weight {tuple(weight.shape)} has no memory. {GATHER}")
     module.unshard()
     try:
@@ -285,16 +285,16 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda i: t
 empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]  # shape, strides, dtype; on the GPU
 empty = getattr(_guards, "_empty_strided_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2], device="cuda"))
 
-type Allocated = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+type Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-def allocated(shape: Sequence[int], dtype: torch.dtype) -> Allocated:
+def describe_allocation(shape: Sequence[int], dtype: torch.dtype) -> Allocation:
     """Returns the arguments of `empty` for a contiguous tensor: shape, strides and dtype.
 
     Example:
         >>> import torch
-        >>> from lce_torch_bridge.tensors._device import allocated
-        >>> allocated((5, 3, 2), torch.float32)[:2]
+        >>> from lce_torch_bridge.tensors._device import describe_allocation
+        >>> describe_allocation((5, 3, 2), torch.float32)[:2]
         ((5, 3, 2), (6, 2, 1))
     """
     return tuple(shape), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))), dtype

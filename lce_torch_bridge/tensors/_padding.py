@@ -52,12 +52,12 @@ def size(tokens: int) -> int:
     return halfway if halfway > HALFWAY_FROM and tokens <= halfway else power
 
 
-def at_most(rows: int) -> int:
+def round_down(rows: int) -> int:
     """Returns the largest `size` that is at most ``rows``; the smallest size if all are larger.
 
     Example:
-        >>> from lce_torch_bridge.tensors._padding import at_most
-        >>> [at_most(n) for n in (1, 2047, 4832, 65535, 65536)]
+        >>> from lce_torch_bridge.tensors._padding import round_down
+        >>> [round_down(n) for n in (1, 2047, 4832, 65535, 65536)]
         [128, 512, 4096, 49152, 65536]
     """
     if rows < SMALLEST:
@@ -88,15 +88,15 @@ def candidate_ids(candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return candidates.long().clamp(-1, vocab_size).int()
 
 
-def with_count(x: torch.Tensor, rows: int) -> torch.Tensor:
+def pack_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Returns the number n and ``x [n, K]``, padded to ``rows`` rows, as one flat tensor ``[1 + rows K]``.
 
     One tensor, because each tensor that is passed to JAX costs the host time. torch owns it, in stream order.
 
     Example:
         >>> import torch
-        >>> from lce_torch_bridge.tensors._padding import with_count
-        >>> with_count(torch.tensor([[5, 6]]), rows=2).tolist()  # the last two: padding
+        >>> from lce_torch_bridge.tensors._padding import pack_rows
+        >>> pack_rows(torch.tensor([[5, 6]]), rows=2).tolist()  # the last two: padding
         [1, 5, 6, 1, 1]
     """
     packed = x.new_full((1 + rows * x.shape[1],), len(x))

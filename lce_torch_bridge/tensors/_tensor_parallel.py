@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lce_torch_bridge._types import TorchCall, call_with
+from lce_torch_bridge._types import TorchCall, make_call
 from lce_torch_bridge.tensors import _device
 
 NO_GROUP = ""  # the name that stands for no group
@@ -49,7 +49,7 @@ NAMES = {  # of the fields of a call that are not called as the option
 }
 
 
-def name_of(group: dist.ProcessGroup | None) -> str:
+def name_group(group: dist.ProcessGroup | None) -> str:
     """Returns the name of ``group``; `NO_GROUP` for None and for a group of one rank."""
     return NO_GROUP if group is None or group.size() == 1 else group.group_name
 
@@ -62,13 +62,13 @@ def size_and_rank(name: str) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
-def with_vocabulary(call: TorchCall, weight: torch.Tensor) -> TorchCall:
+def set_vocab_size(call: TorchCall, weight: torch.Tensor) -> TorchCall:
     """The call, which has been traced, with the size of its vocabulary."""
     shards, _ = size_and_rank(call.group)
-    return call_with(call.text, vocab_size=int(weight.shape[0]) * shards)
+    return make_call(call.text, vocab_size=int(weight.shape[0]) * shards)
 
 
-def number_of(*given: object) -> int:
+def compute_checksum(*given: object) -> int:
     """Returns an int32 checksum of the arguments, by which ranks compare the options of a call."""
     (number,) = struct.unpack("i", struct.pack("I", zlib.crc32(repr(given).encode())))
     return int(number)
@@ -144,7 +144,7 @@ def compare_options(call: TorchCall, device: torch.device, **others: object) -> 
         return
     # Tags tell whether the vocabularies are the same, and a cache is each rank's own.
     options = call.options | {"group": "", "vocab_size": 0, "cache_bytes": 0} | others
-    numbers = gather(torch.tensor([number_of(options)], dtype=torch.int32, device=device), call.group)
+    numbers = gather(torch.tensor([compute_checksum(options)], dtype=torch.int32, device=device), call.group)
     if len(set(numbers.flatten().tolist())) > 1:
         _refuse_other_options(options, call.group, device)
     seen.add((kind, *others.values()))
@@ -248,7 +248,7 @@ def all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
     return x
 
 
-def total_dhidden(dhidden: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def sum_dhidden(dhidden: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Returns ``dhidden`` summed over the group in float32, and rounded once."""
     return all_reduce(dhidden.contiguous(), name).to(dtype)
 

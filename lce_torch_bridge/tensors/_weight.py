@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lce_torch_bridge.tensors._device import (
     autocast_dtype,
+    check_readable,
     current_graph_task_id,
     is_usable,
     not_compiled,
-    readable,
     will_be_run,
 )
 
@@ -32,11 +32,11 @@ def accumulate_into_main_grad(weight: torch.Tensor) -> torch.Tensor:
     placeholder for the gradient, which is zero with ``zero_out_wgrad`` and arbitrary without. If a kernel has already
     added the gradient, the placeholder is sparse and empty: zeros without memory.
     """
-    main_grad = main_grad_of(weight)
+    main_grad = check_main_grad(weight)
     return weight if main_grad is None else _AccumulateIntoMainGrad.apply(weight, main_grad)
 
 
-def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
+def check_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
     """Returns ``weight.main_grad``, after checking it; None if the weight needs no gradient."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return None
@@ -59,7 +59,7 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
         raise ValueError(f"main_grad {tuple(main_grad.shape)} must have the shape of weight {tuple(weight.shape)}")
     if main_grad.device != weight.device:
         raise ValueError(f"main_grad is on {main_grad.device}, weight on {weight.device}")
-    readable("weight.main_grad", main_grad)
+    check_readable("weight.main_grad", main_grad)
     return main_grad
 
 
@@ -86,7 +86,7 @@ def _silence_warning() -> None:
         torch.sparse_coo_tensor(torch.zeros((1, 0), dtype=torch.int64), torch.zeros(0), (1,), check_invariants=False)
 
 
-def sum_at(node: Any, edge: int) -> torch.Tensor | None:
+def find_main_grad(node: Any, edge: int) -> torch.Tensor | None:
     """Returns the ``main_grad`` to which kernels can add the weight's gradient in place; None if they cannot.
 
     ``edge`` is the weight's index among the tensors of the Function whose ``ctx`` is ``node``. A kernel that has added
@@ -96,10 +96,10 @@ def sum_at(node: Any, edge: int) -> torch.Tensor | None:
     if getattr(next_node, "_forward_cls", None) is not _AccumulateIntoMainGrad:
         return None
     can_add = next_node.main_grad.dtype == torch.float32 and is_usable(next_node.main_grad)
-    return next_node.main_grad if can_add and is_asked_for(node, edge) else None
+    return next_node.main_grad if can_add and is_requested(node, edge) else None
 
 
-def is_asked_for(node: Any, edge: int) -> bool:
+def is_requested(node: Any, edge: int) -> bool:
     """Whether this backward computes the gradient of that edge of ``node``."""
     next_node, _ = node.next_functions[edge]
     return bool(will_be_run(next_node))
@@ -111,12 +111,12 @@ def refuse_partitioned(node: Any, edge: int) -> None:
     ``edge`` is the weight's index among the tensors of the Function whose ``ctx`` is ``node``.
 
     Raises:
-        RuntimeError: as in `readable`.
+        RuntimeError: as in `check_readable`.
     """
     next_node, _ = node.next_functions[edge]
     parameter = getattr(next_node, "variable", None)
     if parameter is not None and not parameter.numel():
-        readable("weight", parameter)
+        check_readable("weight", parameter)
 
 
 class _AccumulateIntoMainGrad(torch.autograd.Function):
@@ -144,7 +144,7 @@ def autocast(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     context ends, or until ``torch.clear_autocast_cache``. Each call's gradient is cast back separately, so that the
     gradients are summed in float32.
     """
-    dtype = dtype_of(weight)
+    dtype = find_cast_dtype(weight)
     if dtype is None:
         return weight
     if weight.dtype == dtype or torch.compiler.is_compiling():
@@ -152,7 +152,7 @@ def autocast(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return _Cast.apply(weight, _find_torch_copy(parameter, dtype))
 
 
-def dtype_of(weight: torch.Tensor) -> torch.dtype | None:
+def find_cast_dtype(weight: torch.Tensor) -> torch.dtype | None:
     """Returns the dtype to which autocast casts ``weight``; None outside of a context."""
     return None if weight.is_meta else autocast_dtype(weight.device.type)
 

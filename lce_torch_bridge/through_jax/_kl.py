@@ -1,15 +1,17 @@
 """`linear_kl` and its gradients by programs of JAX.
 
-    statistics   operands, tokens                                ->  this shard's statistics, [7, P], and its cache
-    mixture      operands, tokens, every shard's statistics      ->  this shard's sums of a mixture, [2, P]
-    finish       the same, and every shard's sums                ->  the divergence and S, [1 + S, P]
-    whole        all in one, for a vocabulary that is not split
-    pull_back    operands, tokens with S and a cotangent, cache  ->  those of dhidden, dweight and dbias that are wanted
+    statistics     operands, tokens                             ->  this shard's statistics, [7, P], and its cache
+    mixture        operands, tokens, all shards' statistics     ->  this shard's sums of a mixture, [2, P]
+    finish         the same, and all shards' sums               ->  the divergence and S, [1 + S, P]
+    single_shard   all of them in one program, for a vocabulary that is not split
+    pull_back      operands, tokens with S and the cotangent, cache  ->  the requested ones of dhidden, dweight, dbias
+
+`operators._operators` calls `forward`, `make_empty` and `gradients`.
 
 The operands are hidden, weight and bias of the student, then of the teacher. ``tokens`` has the temperatures. S is the
-merged statistics and, of a "jsd", the sums. The last row of a shard's statistics are the tokens' tags, the same on all
-shards. Over a group, one all-gather of seven numbers per token merges the shards' statistics, and of a "jsd" one of two
-numbers their sums. Every rank merges them alike.
+merged statistics and, of a "jsd", the sums. The last row of a shard's statistics holds the tokens' tags, which must be
+the same on all shards. Over a group, one all-gather of seven numbers per token collects the shards' statistics, and for
+a "jsd" another one of two numbers collects their sums. All ranks merge them in the same way.
 """
 
 from __future__ import annotations
@@ -29,40 +31,40 @@ from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax import _runtime as runtime
 from lce_torch_bridge.through_jax._programs import (
     ProgramKey,
-    as_rows,
-    counted,
-    key_of,
-    of_equal_tags,
-    program,
-    tags_of,
-    with_tags,
+    append_tags,
+    build_program,
+    check_tags,
+    make_key,
+    make_tags,
+    pack_arrays,
+    unpack_rows,
 )
 
 NUM_OPERANDS = 6
 
 
 def forward(x: Tensors, call: TorchCall, keep: bool) -> list[Any]:
-    """The divergence ``[T]`` in float32, ``[T, S]`` with the temperatures first, and the leaves of the cache."""
-    tokens, key, keep_cache = x.hidden.shape[0], key_of(call, x.weight, _teacher_weight(x)), keep and call.keeps_tiles
+    """Returns the divergence ``[T]`` in float32, temperatures and S ``[T, …]``, and the leaves of the cache."""
+    tokens, key, keep_cache = x.hidden.shape[0], make_key(call, x.weight, _teacher_weight(x)), keep and call.keeps_tiles
     bits = torch.cat([x.hidden.new_empty((tokens, 0), dtype=torch.float32), *_temperatures(x)], 1).view(torch.int32)
-    given = _inputs(x, bits)
+    inputs = _pad_inputs(x, bits)
     if key.shards == 1:
-        packed, *cache = _run_one(program(whole, key, keep_cache), given)
+        packed, *cache = _run_one(build_program(single_shard, key, keep_cache), inputs)
     else:
-        stats, *cache = _run_one(program(statistics, key, keep_cache), given)
-        every, sums = _tensor_parallel.gather(stats, call.group), None
+        stats, *cache = _run_one(build_program(statistics, key, keep_cache), inputs)
+        all_ranks, sums = _tensor_parallel.gather(stats, call.group), None
         if call.jax.direction == "jsd":
-            (part,) = _run_one(program(mixture, key), (*given, every))
+            (part,) = _run_one(build_program(mixture, key), (*inputs, all_ranks))
             sums = _tensor_parallel.gather(part, call.group)
-        (packed,) = _run_one(program(finish, key), (*given, every, sums))
-    found = packed[:, :tokens]
-    return [found[0].view(torch.float32).clone(), torch.cat([bits, found[1:].T], 1), *cache]
+        (packed,) = _run_one(build_program(finish, key), (*inputs, all_ranks, sums))
+    packed = packed[:, :tokens]
+    return [packed[0].view(torch.float32).clone(), torch.cat([bits, packed[1:].T], 1), *cache]
 
 
-def structs(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
-    """What `forward` returns, uninitialised."""
+def make_empty(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
+    """Returns uninitialised tensors of the shapes and dtypes that `forward` returns."""
     tokens = x.hidden.shape[0]
-    cache = jax.tree.leaves(_cache_structure(x, call)) if keep and call.keeps_tiles and tokens else []
+    cache = jax.tree.leaves(_infer_cache(x, call)) if keep and call.keeps_tiles and tokens else []
     numbers = call.num_temperatures + (8 if call.jax.direction == "jsd" else 6)
     return [
         x.hidden.new_empty((tokens,), dtype=torch.float32),
@@ -75,20 +77,20 @@ def gradients(
     x: Tensors,
     kept: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
-    requested_gradients: tuple[bool, ...],
+    requested: tuple[bool, ...],
     call: TorchCall,
 ) -> list[torch.Tensor]:
-    """Those of dhidden, dweight and dbias that are wanted."""
+    """Returns dhidden, dweight and dbias, those that are requested."""
     (saved, *cache), (cotangent,) = kept, cotangents.values()
-    tree = jax.tree.structure(_cache_structure(x, call)) if cache else None
-    key = key_of(call, x.weight, _teacher_weight(x))
-    run = program(pull_back, key, requested_gradients, not call.reduce_grad_hidden, tree)
+    tree = jax.tree.structure(_infer_cache(x, call)) if cache else None
+    key = make_key(call, x.weight, _teacher_weight(x))
+    run = build_program(pull_back, key, requested, not call.reduce_grad_hidden, tree)
     per_token = torch.cat([saved, cotangent.contiguous().view(torch.int32)[:, None]], 1)
-    grads = _run_one(run, (*_inputs(x, per_token), *cache))
-    if requested_gradients[0]:
+    grads = _run_one(run, (*_pad_inputs(x, per_token), *cache))
+    if requested[0]:
         grads[0] = grads[0][: x.hidden.shape[0]]
         if call.reduce_grad_hidden:
-            grads[0] = _tensor_parallel.total_dhidden(grads[0], x.hidden.dtype, call.group)
+            grads[0] = _tensor_parallel.sum_dhidden(grads[0], x.hidden.dtype, call.group)
     return grads
 
 
@@ -101,98 +103,99 @@ def _temperatures(x: Tensors) -> list[torch.Tensor]:
     return [y[:, None] for y in (x.temperature, x.teacher_temperature) if y is not None]
 
 
-def _inputs(x: Tensors, per_token: torch.Tensor) -> tuple[Any, ...]:
-    """The inputs of a program, padded to its rows."""
+def _pad_inputs(x: Tensors, per_token: torch.Tensor) -> tuple[Any, ...]:
+    """Returns the inputs of a program, padded to its rows."""
     assert x.teacher_hidden is not None
     rows = _padding.size(x.hidden.shape[0])
     hidden, teacher_hidden = _padding.pad(x.hidden, rows), _padding.pad(x.teacher_hidden, rows)
     operands = hidden, x.weight, x.bias, teacher_hidden, x.teacher_weight, x.teacher_bias
-    return *operands, _padding.with_count(per_token, rows)
+    return *operands, _padding.pack_rows(per_token, rows)
 
 
-def _run_one(run: Any, given: Sequence[Any]) -> list[torch.Tensor]:
-    (found,) = _programs.run(run, given, waits=NUM_OPERANDS)
-    return found
+def _run_one(run: Any, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    (results,) = _programs.run(run, inputs, waits=NUM_OPERANDS)
+    return results
 
 
-def _cache_structure(x: Tensors, call: TorchCall) -> Any:
+def _infer_cache(x: Tensors, call: TorchCall) -> Any:
+    """Returns the shapes of a forward's cache, as a tree."""
     rows, struct = _padding.size(int(x.hidden.shape[0])), jax.ShapeDtypeStruct
-    given = [x.hidden, x.weight, x.bias, x.teacher_hidden, x.teacher_weight, x.teacher_bias]
-    operands = [None if y is None else _device.struct(y) for y in given]
-    for i in 0, 3:  # which are padded
+    tensors = [x.hidden, x.weight, x.bias, x.teacher_hidden, x.teacher_weight, x.teacher_bias]
+    operands = [None if y is None else _device.describe_tensor(y) for y in tensors]
+    for i in 0, 3:  # both hidden states are padded
         operands[i] = struct((rows, *operands[i].shape[1:]), operands[i].dtype)  # type: ignore[union-attr]
-    key, tokens = key_of(call, x.weight, _teacher_weight(x)), struct((1 + rows * call.num_temperatures,), "int32")
-    return runtime.shapes_on(runtime.planned_on(x.hidden.device), _cache, key, *operands, tokens)
+    key, tokens = make_key(call, x.weight, _teacher_weight(x)), struct((1 + rows * call.num_temperatures,), "int32")
+    device = runtime.find_planning_device(x.hidden.device)
+    return runtime.infer_shapes(device, _compute_cache, key, *operands, tokens)
 
 
-def statistics(key: ProgramKey, keep_cache: bool, *given: Any) -> Any:
-    """``(*operands, tokens) -> [7, P], cache leaves``."""
-    stats, cache = _unpacked(key, given).part.statistics(keep_cache)
-    num_rows, columns = counted(given[-1], given[0].shape[0])
-    of_call = given[1].shape[0], given[4].shape[0], key.call.text
-    return with_tags(jnp.stack(stats), tags_of([columns.T], num_rows, *of_call)), jax.tree.leaves(cache)
+def statistics(key: ProgramKey, keep_cache: bool, *inputs: Any) -> Any:
+    """``*operands, tokens -> [7, P], cache leaves``."""
+    stats, cache = _unpack(key, inputs).part.statistics(keep_cache)
+    num_rows, columns = unpack_rows(inputs[-1], inputs[0].shape[0])
+    options = inputs[1].shape[0], inputs[4].shape[0], key.call.text
+    return append_tags(jnp.stack(stats), make_tags([columns.T], num_rows, *options)), jax.tree.leaves(cache)
 
 
-def mixture(key: ProgramKey, *given: Any) -> Any:
-    """``(*operands, tokens, [N, 7, P]) -> [2, P]``."""
-    *operands, gathered = given
-    part = _unpacked(key, operands).part
-    return jnp.stack(part.mixture_sums(_merged(part, gathered)))
+def mixture(key: ProgramKey, *inputs: Any) -> Any:
+    """``*operands, tokens, [N, 7, P] -> [2, P]``."""
+    *operands, gathered = inputs
+    part = _unpack(key, operands).part
+    return jnp.stack(part.mixture_sums(_merge_shards(part, gathered)))
 
 
-def finish(key: ProgramKey, *given: Any) -> Any:
-    """``(*operands, tokens, [N, 7, P], [N, 2, P] or None) -> [1 + S, P]``; NaN where tags differ."""
-    *operands, gathered, sums = given
-    part = _unpacked(key, operands).part
+def finish(key: ProgramKey, *inputs: Any) -> Any:
+    """``*operands, tokens, [N, 7, P], [N, 2, P] or None -> [1 + S, P]``; NaN where tags differ."""
+    *operands, gathered, sums = inputs
+    part = _unpack(key, operands).part
     total = None if sums is None else _local.MixtureSums(*sums.sum(0))
-    return _results(part, _merged(part, gathered), total)
+    return _pack_results(part, _merge_shards(part, gathered), total)
 
 
-def whole(key: ProgramKey, keep_cache: bool, *given: Any) -> Any:
-    """``(*operands, tokens) -> [1 + S, P], cache leaves``."""
-    part = _unpacked(key, given).part
+def single_shard(key: ProgramKey, keep_cache: bool, *inputs: Any) -> Any:
+    """``*operands, tokens -> [1 + S, P], cache leaves``."""
+    part = _unpack(key, inputs).part
     stats, cache = part.statistics(keep_cache)
     sums = part.mixture_sums(stats) if part.has_mixture else None
-    return _results(part, stats, sums), jax.tree.leaves(cache)
+    return _pack_results(part, stats, sums), jax.tree.leaves(cache)
 
 
-def pull_back(
-    key: ProgramKey, requested_gradients: tuple[bool, ...], rounded: bool, cache: Any, *given: Any
-) -> list[Any]:
-    """``(*operands, tokens with S and the cotangent, *cache leaves) -> [dhidden, dweight, dbias]``, if wanted.
+def pull_back(key: ProgramKey, requested: tuple[bool, ...], rounded: bool, cache: Any, *inputs: Any) -> list[Any]:
+    """``*operands, tokens with S and the cotangent, *cache leaves -> dhidden, dweight, dbias``, if requested.
 
-    ``rounded``: dhidden is in hidden's dtype, because no sum over the group follows.
+    With ``rounded``, dhidden has hidden's dtype, because no sum over the group follows.
     """
-    operands, leaves = given[: NUM_OPERANDS + 1], given[NUM_OPERANDS + 1 :]
-    part, columns = _unpacked(key, operands)
+    operands, leaves = inputs[: NUM_OPERANDS + 1], inputs[NUM_OPERANDS + 1 :]
+    part, columns = _unpack(key, operands)
     *saved, cotangent = columns
     merged = _local.KLStatistics(*saved[:6])
     sums = _local.MixtureSums(*saved[6:]) if saved[6:] else None
     kept = None if cache is None else jax.tree.unflatten(cache, leaves)
-    found = part.gradients(merged, sums, kept, cotangent)
-    dhidden = found.hidden.astype(operands[0].dtype) if rounded else found.hidden
-    left = operands[1].shape[0] - found.weight.shape[0]
-    of_head = [found.weight, *([] if found.bias is None else [found.bias.astype(operands[2].dtype)])]
-    grads = [dhidden, *(jnp.pad(x, ((0, left), *((0, 0),) * (x.ndim - 1))) for x in of_head)]
-    return [grad for grad, want in zip(grads, requested_gradients, strict=False) if want]  # without a bias, no dbias
+    primals = part.gradients(merged, sums, kept, cotangent)
+    dhidden = primals.hidden.astype(operands[0].dtype) if rounded else primals.hidden
+    missing = operands[1].shape[0] - primals.weight.shape[0]
+    head_grads = [primals.weight, *([] if primals.bias is None else [primals.bias.astype(operands[2].dtype)])]
+    grads = [dhidden, *(jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) for x in head_grads)]
+    return [grad for grad, flag in zip(grads, requested, strict=False) if flag]  # a call without a bias has no dbias
 
 
-def _cache(key: ProgramKey, *given: Any) -> Any:
-    """The cache of `statistics`."""
-    return _unpacked(key, given).part.statistics(keep_cache=True)[1]
+def _compute_cache(key: ProgramKey, *inputs: Any) -> Any:
+    """Returns the cache of `statistics`."""
+    return _unpack(key, inputs).part.statistics(keep_cache=True)[1]
 
 
 class _Unpacked(NamedTuple):
     part: _local.KLPart
-    columns: Any  # [K, P] float32, what tokens hold besides temperatures
+    columns: Any  # [K, P] float32, the per-token numbers after the temperatures
 
 
-def _unpacked(key: ProgramKey, given: Any) -> _Unpacked:
-    hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, tokens = given
+def _unpack(key: ProgramKey, inputs: Any) -> _Unpacked:
+    """Returns this shard's part of the call, as `lce_jax.run._local` takes it, and further per-token numbers."""
+    hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, tokens = inputs
     rows, call = hidden.shape[0], key.call
-    num_rows, bits = counted(tokens, rows)
+    num_rows, bits = unpack_rows(tokens, rows)
     columns, size = lax.bitcast_convert_type(bits, jnp.float32), weight.shape[0]
-    # Weights with different rows are those of a group whose parts are uneven: all results are NaN (`finish`).
+    # Weights with different numbers of rows: parts of a group are uneven, and all results are NaN (`finish`).
     least = min(size, teacher_weight.shape[0])
     (weight, bias), (teacher_weight, teacher_bias) = (
         (w[:least], None if b is None else b[:least]) for w, b in ((weight, bias), (teacher_weight, teacher_bias))
@@ -210,10 +213,10 @@ def _unpacked(key: ProgramKey, given: Any) -> _Unpacked:
     return _Unpacked(part, columns[call.num_temperatures :])
 
 
-def _merged(part: _local.KLPart, gathered: Any) -> Any:
-    """The statistics of all shards; NaN where their tags differ."""
-    return part.merge(of_equal_tags(gathered)[0])
+def _merge_shards(part: _local.KLPart, gathered: Any) -> Any:
+    """Returns the merged statistics of all shards; NaN where their tags differ."""
+    return part.merge(check_tags(gathered)[0])
 
 
-def _results(part: _local.KLPart, merged: Any, sums: Any) -> Any:
-    return as_rows(part.finish(merged, sums), *merged, *(sums or ()))
+def _pack_results(part: _local.KLPart, merged: Any, sums: Any) -> Any:
+    return pack_arrays(part.finish(merged, sums), *merged, *(sums or ()))

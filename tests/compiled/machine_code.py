@@ -33,7 +33,7 @@ from lce_jax.mosaic._pallas import lowering_for
 from lce_jax.run.kernels import Call, LaunchedCall, trace_for_device
 from lce_jax.types._types import Device
 from lce_torch_bridge.launched_directly import _passes
-from lce_torch_bridge.launched_directly._host import Tape, needed
+from lce_torch_bridge.launched_directly._host import Tape, find_needed_steps
 from lce_torch_bridge.tensors import _tensor_parallel
 from tests.devices import A100, H200
 
@@ -126,7 +126,7 @@ def kernels(device: Device) -> list[tuple[Kernel, str]]:
     found: dict[bytes, tuple[Kernel, str]] = {}  # calls of other shapes may share one
     for name, of in calls(device).items():
         for tape in tapes(of):
-            for kernel in (step.run for step in needed(tape) if isinstance(step.run, Kernel)):
+            for kernel in (step.run for step in find_needed_steps(tape) if isinstance(step.run, Kernel)):
                 found.setdefault(_compiler.module(kernel, device), (kernel, name))
     scale = _passes.scale_tape(torch.Size([4096 * 151936]), "float32", torch.bfloat16).steps[0].run
     assert isinstance(scale, Kernel)

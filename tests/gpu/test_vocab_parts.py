@@ -43,8 +43,8 @@ def by_lists(given: Drawn, shards: int, **options: Any) -> Any:
     torch = pytest.importorskip("torch")
     import lce_torch_bridge as lb
     from lce_torch_bridge._types import Tensors
-    from lce_torch_bridge.launched_directly._way import way_of
-    from lce_torch_bridge.operators import _execute
+    from lce_torch_bridge.launched_directly._way import choose_way
+    from lce_torch_bridge.operators import _operators
     from tests.torch import problem
     from tests.torch.as_gpu import Ranks
 
@@ -58,7 +58,7 @@ def by_lists(given: Drawn, shards: int, **options: Any) -> Any:
             ranks = Ranks(patch, shards)
             for ranks.rank in (*range(shards), 0):  # what all send, the first one receives
                 own = Tensors(hidden, weight.chunk(shards)[ranks.rank], None, labels, temperature, None)
-                found = _execute.forward(own, call, False, way_of(own.hidden))
+                found = _operators.run_forward(own, call, False, choose_way(own.hidden))
         return lb.LogprobOutput(**dict(zip(call.fields, found, strict=False)))
     finally:
         lb.launch_with(None)

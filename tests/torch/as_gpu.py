@@ -41,9 +41,9 @@ def as_gpu(
         return compiled(programs[-1])
 
     monkeypatch.setattr(_host, "_plans", {})
-    monkeypatch.setattr(_device, "device_of", lambda _: device)
-    monkeypatch.setattr(_device, "why_not", lambda _: None)
-    monkeypatch.setattr(_way, "on_gpu", lambda _: True)
+    monkeypatch.setattr(_device, "describe_device", lambda _: device)
+    monkeypatch.setattr(_device, "launch_refusal", lambda _: None)
+    monkeypatch.setattr(_way, "is_on_gpu", lambda _: True)
     monkeypatch.setattr(_device, "current_device", lambda: -1)
     monkeypatch.setattr(_device, "current_stream", lambda _: 0)
     monkeypatch.setattr(_device, "empty", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
@@ -59,15 +59,15 @@ def emulated(monkeypatch: pytest.MonkeyPatch, device: Device = SMALL) -> Iterato
     afresh()
     monkeypatch.setattr(_padding, "SMALLEST", 128)
     # A kernel touches the rows that are there. What emulates it copies as many as its program may have.
-    empty, usable, in_rows, call = _device.empty, _device.usable, _passes.in_rows, _host.Tape.call
+    empty, usable, in_rows, call = _device.empty, _device.make_usable, _passes.pad_tokens, _host.Tape.call
 
     def with_room(tape: _host.Tape, function: Any, *told: Any) -> Any:
         return call(tape, lambda *given: [with_slack(x) for x in function(*given)], *told)
 
     monkeypatch.setattr(_host.Tape, "call", with_room)
-    monkeypatch.setattr(_device, "usable", lambda x: with_slack(usable(x)))
+    monkeypatch.setattr(_device, "make_usable", lambda x: with_slack(usable(x)))
     monkeypatch.setattr(_device, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
-    monkeypatch.setattr(_passes, "in_rows", lambda *told: with_slack(in_rows(*told)))
+    monkeypatch.setattr(_passes, "pad_tokens", lambda *told: with_slack(in_rows(*told)))
     launch_with("direct")
     yield programs
     launch_with(None)

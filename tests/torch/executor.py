@@ -17,7 +17,7 @@ import torch
 from lce_torch_bridge._types import NO_SUMS, Sums, Tensors, TorchCall
 from lce_torch_bridge.launched_directly import _passes, _way
 from lce_torch_bridge.launched_directly._way import Way
-from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.tensors import _padding, _tensor_parallel
 from lce_torch_bridge.tensors._weight import empty_sparse_like
 from lce_torch_bridge.through_jax import _logprobs
@@ -30,21 +30,21 @@ def in_float64() -> Iterator[None]:
     """Inside, nothing is run by JAX."""
     others = {
         name: other._replace(forward=forward, gradients=other.gradients and gradients)
-        for name, other in _execute.THROUGH_JAX.items()
+        for name, other in _operators.JAX_FUNCTIONS.items()
     }
     with (
         mock.patch.object(_logprobs, "forward", forward),
         mock.patch.object(_logprobs, "gradients", gradients),
-        mock.patch.dict(_execute.THROUGH_JAX, others),
+        mock.patch.dict(_operators.JAX_FUNCTIONS, others),
     ):
         yield
 
 
 def forward(x: Tensors, call: TorchCall, keep: bool, lend_cache: bool = True) -> list[Any]:
-    """As `_execute.forward`. What is kept holds what each token comes with; a cache holds zeros."""
+    """As `_operators.run_forward`. What is kept holds what each token comes with; a cache holds zeros."""
     del lend_cache
-    other = _execute.THROUGH_JAX.get(call.jax.function)
-    found = _logprobs.structs(x, call, keep) if other is None else other.structs(x, call, keep)
+    other = _operators.JAX_FUNCTIONS.get(call.jax.function)
+    found = _logprobs.make_empty(x, call, keep) if other is None else other.make_empty(x, call, keep)
     with torch.no_grad():
         for name, out in zip(call.fields, found, strict=False):
             out.copy_(results(products(x.hidden, x.weight, call), x, call)[name])
@@ -82,7 +82,7 @@ def gradients(
     x: Tensors, kept: Sequence[Any], cotangents: dict[str, torch.Tensor], wanted: tuple[bool, ...], call: TorchCall,
     sums: Sums = NO_SUMS,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """As `_execute.gradients`: this rank's columns alone, dhidden summed over the group if that is asked for."""
+    """As `_operators.run_backward`: this rank's columns alone, dhidden summed over the group if that is asked for."""
     x = unpacked(x, kept[0], call) if call.jax.function in ("linear_logprobs", "linear_kl") else x
     _, rank = _tensor_parallel.size_and_rank(call.group)
     with concurrent.futures.ThreadPoolExecutor(1) as other:  # what watches or transforms this thread does not there
@@ -91,7 +91,7 @@ def gradients(
     hidden = x.hidden.to(x.weight.dtype).double()
     found = [(d @ x.weight.double()).to(torch.float32 if call.reduce_grad_hidden else x.hidden.dtype), d.T @ hidden]
     if wanted[0] and call.reduce_grad_hidden:
-        found[0] = _tensor_parallel.total_dhidden(found[0], x.hidden.dtype, call.group)
+        found[0] = _tensor_parallel.sum_dhidden(found[0], x.hidden.dtype, call.group)
     if sums.total is None:
         found[1] = found[1].to(x.weight.dtype)
     else:
@@ -162,7 +162,7 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, call: TorchCall) -> tor
 def launched_directly() -> Iterator[None]:
     """Inside, all calls are run as if their kernels were launched directly."""
     with (
-        mock.patch.object(_way, "on_gpu", return_value=True),
+        mock.patch.object(_way, "is_on_gpu", return_value=True),
         mock.patch.object(_passes, "forward", direct_forward),
         mock.patch.object(_passes, "gradients", direct_gradients),
     ):
@@ -170,7 +170,7 @@ def launched_directly() -> Iterator[None]:
 
 
 def direct_forward(x: Tensors, call: TorchCall, keep_cache: bool, _: Way) -> list[Any]:
-    return _execute.forward(x, call, keep_cache, _way.JAX)
+    return _operators.run_forward(x, call, keep_cache, _way.JAX)
 
 
 def direct_gradients(
@@ -188,9 +188,9 @@ def direct_gradients(
     into = sums.main_grad if sums.total is None else sums.total.tensor()
     own = None if into is None else DweightSum(weight)
     x: Any = Tensors(hidden, weight, None, None)  # type: ignore[arg-type]
-    found = _execute.gradients(x, [saved, *cache], cotangents, wanted, call, _way.JAX, Sums(own))
+    found = _operators.run_backward(x, [saved, *cache], cotangents, wanted, call, _way.JAX, Sums(own))
     if own is not None and into is not None:
-        into.add_(own.taken())
+        into.add_(own.finish())
     if sums.owns_cache:
         for x in cache:
             if x.is_floating_point():

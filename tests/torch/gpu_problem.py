@@ -15,6 +15,6 @@ def draw(T: int, H: int, V: int, dtype: torch.dtype = torch.bfloat16) -> p.Probl
 
 def skip_unless_direct() -> None:
     """Skips a test where nothing is launched directly."""
-    reason = _device.why_not(torch.device("cuda"))
+    reason = _device.launch_refusal(torch.device("cuda"))
     if reason is not None:
         pytest.skip(reason)

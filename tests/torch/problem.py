@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lce_torch_bridge import LogprobOutput, linear_logprobs
-from lce_torch_bridge._types import TorchCall, call_with
+from lce_torch_bridge._types import TorchCall, make_call
 from tests import cases
 
 
@@ -46,7 +46,7 @@ THREE_CHUNKS = bytes_of(2048, draw().weight)  # of 5,000 tokens
 
 def told(V: int = 104, **options: Any) -> TorchCall:
     """What the operators get on one rank; by default the one from `linear_logprobs` with its defaults."""
-    return call_with(**{"vocab_size": V} | options)
+    return make_call(**{"vocab_size": V} | options)
 
 
 def from_case(test: cases.TestCase) -> tuple[Problem, dict[str, Any], list[torch.Tensor]]:

@@ -162,8 +162,8 @@ def filled(check: Callable[[], list[torch.Tensor]]) -> None:
 
 
 def described_as(capability: str) -> Callable[[int], Any]:
-    """A `_device._describe_device` for which a GPU has this compute capability."""
-    described = _device._describe_device
+    """A `_device._describe_gpu` for which a GPU has this compute capability."""
+    described = _device._describe_gpu
     return lambda index: described(index)._replace(compute_capability=capability)
 
 
@@ -171,7 +171,7 @@ def main() -> None:
     launch_with("direct")
     for word in sys.argv[1:]:
         if word.startswith("as="):
-            _device._describe_device = described_as(word.removeprefix("as="))
+            _device._describe_gpu = described_as(word.removeprefix("as="))
     # Without padding in it, a small call would be as large as any: the sanitizer watches every row.
     _padding.SMALLEST = 512
     for name, check in checks(sys.argv[1:]):

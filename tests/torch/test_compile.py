@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lce_torch_bridge import LogprobOutput, linear_logprobs
-from lce_torch_bridge._types import Tensors, call_with
+from lce_torch_bridge._types import Tensors, make_call
 from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
 from tests.torch.processes import succeed
@@ -100,10 +100,10 @@ class Calls(torch.nn.Module):
 
 def test_equal_calls_are_one_object() -> None:
     """However they are made: what is kept for one is found by the other."""
-    made = call_with(vocab_size=97, stats=True, requested=("xla", "mosaic_gpu"), entropy=True)
-    assert call_with(made.text) is made
-    assert call_with(call_with(stats=True, vocab_size=5).text, vocab_size=97, requested=("xla", "mosaic_gpu")) is made
-    assert call_with(made.text, cache_bytes=1) is not made
+    made = make_call(vocab_size=97, stats=True, requested=("xla", "mosaic_gpu"), entropy=True)
+    assert make_call(made.text) is made
+    assert make_call(make_call(stats=True, vocab_size=5).text, vocab_size=97, requested=("xla", "mosaic_gpu")) is made
+    assert make_call(made.text, cache_bytes=1) is not made
 
 
 @pytest.mark.fast("True-None")
@@ -152,7 +152,7 @@ def test_opcheck(name: str) -> None:
     hidden, weight, labels = p.draw()
     told, x = p.told(**{"V": options.get("vocab_size", 104)} | options), Tensors(hidden, weight, None, labels)
     x, text = x._replace(**given), told.text
-    assert _operators.call_of(text, weight) is told
+    assert _operators.read_call(text, weight) is told
     torch.library.opcheck(_operators.forward, (list(x), bool(told.differentiable), text))
     if not told.differentiable:
         return
@@ -308,7 +308,7 @@ def asked_precision(*ways: list[str]) -> list[str]:
     """The precision of the programs after each setting of a way. A process for each way: torch keeps its settings."""
     code = """
         import os, torch
-        from lce_torch_bridge.through_jax._programs import key_of
+        from lce_torch_bridge.through_jax._programs import make_key
         from tests.torch import problem as p
         weight, call = torch.zeros(3, 2), p.told(3)
         for way in WAYS:
@@ -318,7 +318,7 @@ def asked_precision(*ways: list[str]) -> list[str]:
             asked = []
             for setting in way:
                 exec(setting)
-                asked.append(key_of(call, weight).precision)
+                asked.append(make_key(call, weight).precision)
             print(*asked, flush=True)
             break
     """

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lce_torch_bridge import LinearCrossEntropyLoss, explain, linear_cross_entropy, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Tensors, TorchCall
-from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.operators._loss import LossAndGradients
 from tests.pairs import combined
 from tests.torch import problem as p
@@ -104,7 +104,7 @@ def test_each_gradient_is_rounded_once(T: int, factor: float, dtypes: tuple[str,
 def products() -> Iterator[list[str]]:
     """The matrix products that are computed inside, in order. "kept": logits whose exponentials are."""
     run: list[str] = []
-    forward, gradients = _execute.forward, _execute.gradients
+    forward, gradients = _operators.run_forward, _operators.run_backward
 
     def noted(x: Tensors, call: TorchCall, keep: bool, *more: Any, **told: Any) -> Any:
         run.append("kept" if keep and call.jax.cache_bytes else "logits")
@@ -115,7 +115,10 @@ def products() -> Iterator[list[str]]:
         run.extend(name for name, want in zip(("dhidden", "dweight"), wanted, strict=False) if want)
         return gradients(x, kept, seeds, wanted, call, *more)
 
-    with mock.patch.object(_execute, "forward", noted), mock.patch.object(_execute, "gradients", noted_gradients):
+    with (
+        mock.patch.object(_operators, "run_forward", noted),
+        mock.patch.object(_operators, "run_backward", noted_gradients),
+    ):
         yield run
 
 
@@ -335,9 +338,9 @@ def test_chunks_are_of_gradients_in_the_forward() -> None:
 
 GIB = 1 << 30
 DEFAULTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "trained": (GIB, "a gradient is asked for, on a GPU", {}),
-    "one gradient": (GIB, "a gradient is asked for, on a GPU", {"trained": (False, True)}),
-    "frozen": (0, "no gradient is asked for", {"trained": (False, False)}),
+    "trained": (GIB, "a gradient is requested, on a GPU", {}),
+    "one gradient": (GIB, "a gradient is requested, on a GPU", {"trained": (False, True)}),
+    "frozen": (0, "no gradient is requested", {"trained": (False, False)}),
     "a CPU": (0, "hidden is on no GPU", {"gpu": False}),
     "a threshold": (0, "saves little", {"gradient_threshold": 0.1}),
     "parts": (0, "with vocab_part_size no backward", {"vocab_part_size": 8}),
@@ -354,13 +357,13 @@ def test_the_cache_by_default(name: str) -> None:
     told, problem, calls = dict(options), p.draw(), []
     wanted, gpu = told.pop("trained", (True, True)), told.pop("gpu", True)
     operands = [x.clone().requires_grad_(want) for x, want in zip(problem[:2], wanted, strict=True)]
-    forward = _execute.forward
+    forward = _operators.run_forward
 
     def noted(x: Tensors, call: TorchCall, *more: Any, **others: Any) -> Any:
         calls.append(call.jax.cache_bytes)
         return forward(x, call, *more, **others)
 
-    with launched_directly() if gpu else contextlib.nullcontext(), mock.patch.object(_execute, "forward", noted):
+    with launched_directly() if gpu else contextlib.nullcontext(), mock.patch.object(_operators, "run_forward", noted):
         linear_logprobs(*operands, problem.labels, **told)
         with torch.no_grad():
             linear_logprobs(*operands, problem.labels, **told)

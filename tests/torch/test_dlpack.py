@@ -229,7 +229,7 @@ def test_threads_have_events_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     def waited_for(name: str) -> list[str]:
         mine.stream, mine.external = StandIn(name), StandIn()
         for _ in range(3):
-            dlpack._let_wait(77, torch.device("cuda", 0))
+            dlpack._make_wait(77, torch.device("cuda", 0))
         return mine.external.waited_for
 
     with ThreadPoolExecutor(2) as threads:
@@ -240,12 +240,12 @@ def test_jax_waits_for_all_streams_that_may_read_its_memory(monkeypatch: pytest.
     """Torch may drop JAX's memory before another stream, which was given it, has read it."""
     external, here, there = StandIn(), StandIn("here"), StandIn("there")
     device, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    monkeypatch.setattr(dlpack, "_events", SimpleNamespace(of=defaultdict(StandIn)))
+    monkeypatch.setattr(dlpack, "_events", SimpleNamespace(by_device=defaultdict(StandIn)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: here)
     monkeypatch.setattr(dlpack, "_external", lambda *_: external)
     readers = {device: {"here": here, "there": there}, other: {"elsewhere": StandIn("elsewhere")}}
     monkeypatch.setattr(dlpack, "_readers", defaultdict(dict, readers))
-    dlpack._let_wait(77, device)
+    dlpack._make_wait(77, device)
     assert external.waited_for == ["here", "there"]
 
 
@@ -278,7 +278,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return run
 
-    run, after, zeros = _programs.run, _programs.DweightSum.after, _programs._zeros
+    run, after, zeros = _programs.run, _programs.DweightSum.add_in_jax, _programs._make_zeros
 
     def run_checked(function: Any, *calls: Any, waits: int = _programs.WAITS, lend: bool = True) -> Any:
         return run(checked(function, waits), *calls, waits=waits, lend=lend)
@@ -292,8 +292,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return zeros(shape, array)
 
     monkeypatch.setattr(_programs, "run", run_checked)
-    monkeypatch.setattr(_programs.DweightSum, "after", after_checked)
-    monkeypatch.setattr(_programs, "_zeros", zeros_checked)
+    monkeypatch.setattr(_programs.DweightSum, "add_in_jax", after_checked)
+    monkeypatch.setattr(_programs, "_make_zeros", zeros_checked)
     return found
 
 
@@ -382,6 +382,6 @@ def test_no_program_runs_by_itself(dtype: torch.dtype) -> None:
         torch.autograd.grad(total, problem[:2])
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert names == {"jit(whole)", "jit(pull_back)", "jit(_zeros)"} | (
-        {"jit(_multiplied)"} if dtype == torch.float16 else set()
+    assert names == {"jit(single_shard)", "jit(pull_back)", "jit(_make_zeros)"} | (
+        {"jit(_multiply)"} if dtype == torch.float16 else set()
     )

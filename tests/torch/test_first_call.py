@@ -68,7 +68,7 @@ def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 @pytest.mark.slow  # as JAX's, in tests/mosaic
 def test_tiles_after_a_blocks_first_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """On as many multiprocessors as the card has."""
-    monkeypatch.setattr(_device, "device_of", lambda _: A100)
+    monkeypatch.setattr(_device, "describe_device", lambda _: A100)
     monkeypatch.setattr(_pipeline, "_multiply", doubled_later)
     with pytest.raises(lce_jax.UnsupportedError, match="is off by logprobs"):
         linear_logprobs(*p.draw(9, 128, 1024, torch.bfloat16))
@@ -79,7 +79,7 @@ def test_ranks_tell_each_other_what_it_finds(monkeypatch: pytest.MonkeyPatch) ->
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(_first_call, "compare", raising)
-    assert not _passes.launches(Way(direct=True, must=False), torch.device("cpu"))
+    assert not _passes.launches_kernels(Way(direct=True, required=False), torch.device("cpu"))
     (found,) = _generations.FOUND.values()
     assert found is not None
     assert "raised OutOfMemoryError: no room" in found

@@ -75,7 +75,7 @@ def test_zero_copy_and_alignment() -> None:
 def test_memory_is_flat_over_fifty_steps(implementation: str) -> None:
     problem = draw(2048, 512, 32768)
     seeds = p.seeds_like(problem.labels)
-    device = runtime.jax_device(problem.hidden.device)
+    device = runtime.find_jax_device(problem.hidden.device)
     torches, jaxes = [], []
     for _ in range(50):
         p.gradients(problem, seeds, implementation=implementation)
@@ -106,7 +106,7 @@ def test_nothing_is_preallocated_and_the_process_ends_well(way: str, last: str) 
             out = lce_torch_bridge.linear_logprobs(hidden, weight, torch.arange(1000, device="cuda"))
             (out.logprobs.sum() + out.entropy.sum()).backward()
         assert torch.cuda.current_device() == torch.cuda.device_count() - 1
-        stats = lce_torch_bridge.through_jax._runtime.jax_device(hidden.device).memory_stats()
+        stats = lce_torch_bridge.through_jax._runtime.find_jax_device(hidden.device).memory_stats()
         assert stats.get("pool_bytes", 0) < 4 << 30, stats
         lce_torch_bridge.launch_with(None)
         cpu = lce_torch_bridge.linear_logprobs(hidden.detach().cpu(), weight.detach().cpu(), torch.arange(1000))
@@ -133,7 +133,8 @@ def test_a_process_may_end_while_the_gpu_works(way: str) -> None:
             torch.autograd.grad(total, (hidden, weight))
         peak = torch.cuda.max_memory_allocated() - held
         if "{way}" == "jax":
-            peak = lce_torch_bridge.through_jax._runtime.jax_device(hidden.device).memory_stats()["peak_bytes_in_use"]
+            device = lce_torch_bridge.through_jax._runtime.find_jax_device(hidden.device)
+            peak = device.memory_stats()["peak_bytes_in_use"]
         print("peak", peak >> 20)
         assert peak < 4 << 30, peak  # one chunk's exponentials, 1 GiB of four, and dweight in float32, 2 GiB
         """,
@@ -193,7 +194,7 @@ def test_case(test: cases.TestCase) -> None:
 @pytest.mark.parametrize("test", CASES, ids=str)
 def test_case_on_other_generations(test: cases.TestCase, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hopper GPU runs their kernels too."""
-    monkeypatch.setattr(_device, "_describe_device", described_as(capability))
+    monkeypatch.setattr(_device, "_describe_gpu", described_as(capability))
     check_case(test)
 
 

@@ -230,7 +230,7 @@ def test_the_whole_call_is_as_fast_as_from_jax(implementation: str, cache_bytes:
         out = linear_logprobs(*leaves, **options)
         return torch.autograd.grad(out[:3], leaves[:2], seeds)
 
-    device = runtime.jax_device(problem.hidden.device)
+    device = runtime.find_jax_device(problem.hidden.device)
     operands = [jax.device_put(np.asarray(to_jax(problem.labels.int())), device), [to_jax(seed) + 0 for seed in seeds]]
     operands = [to_jax(problem.hidden) + 0, to_jax(problem.weight) + 0, *operands]
     jax.block_until_ready(from_jax(*operands))

@@ -23,7 +23,7 @@ from lce_jax.run.kernels import Call, Kernel, LaunchedCall
 from lce_torch_bridge import explain, launch_with, linear_logprobs
 from lce_torch_bridge._types import PER_CANDIDATE
 from lce_torch_bridge.launched_directly import _host, _passes, _way
-from lce_torch_bridge.launched_directly._host import Memory, Tape, needed
+from lce_torch_bridge.launched_directly._host import Memory, Tape, find_needed_steps
 from lce_torch_bridge.tensors import _device
 from tests.devices import A100, B200
 from tests.torch import problem as p
@@ -54,7 +54,7 @@ def backward(
 
 def launched(tape: Tape) -> list[Kernel]:
     """The kernels in order."""
-    return [step.run for step in needed(tape) if isinstance(step.run, Kernel)]
+    return [step.run for step in find_needed_steps(tape) if isinstance(step.run, Kernel)]
 
 
 def names(tape: Tape) -> list[str]:
@@ -107,7 +107,7 @@ def test_nothing_is_launched_twice(name: str) -> None:
     of = head(**CALLS[name])
     seeds = ("logprobs", "entropy", *[PER_CANDIDATE] * (of.call.num_candidates > 0))
     for tape in (forward(of, keep_cache=True), backward(of, seeds=seeds, owns_cache=bool(of.call.cache_bytes))):
-        steps = [(step.run, *((x.slot, x.shape) for x in step.operands)) for step in needed(tape)]
+        steps = [(step.run, *((x.slot, x.shape) for x in step.operands)) for step in find_needed_steps(tape)]
         assert len(steps) == len(set(steps))
 
 
@@ -120,7 +120,7 @@ def test_a_sum_of_dweight_begins_with_the_kernels_that_go_on() -> None:
 def test_memory_is_shared_only_after_its_last_use() -> None:
     """By chunks of the vocabulary, so that a pass takes less than 0.7 GiB."""
     tape = backward(head(num_tokens=8192, vocab_size=151643))
-    steps = needed(tape)
+    steps = find_needed_steps(tape)
     memory = Memory(tape, steps)
     life: dict[int, list[int]] = {}
     for i, step in enumerate(steps):
@@ -134,7 +134,7 @@ def test_memory_is_shared_only_after_its_last_use() -> None:
 
 def held_bytes(tape: Tape) -> int:
     """What a pass holds besides what it is given and returns."""
-    return Memory(tape, needed(tape)).num_bytes
+    return Memory(tape, find_needed_steps(tape)).num_bytes
 
 
 T, H, V = 300, 128, 1008
@@ -205,14 +205,14 @@ def test_options_that_were_right_once_are_still_checked() -> None:
 def test_a_reason_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX runs such calls, and nothing is planned for the second one. Plans of many shapes do not pile up."""
     as_gpu(monkeypatch)
-    monkeypatch.setattr(_host, "MOST", 2)
+    monkeypatch.setattr(_host, "MOST_PLANS", 2)
     made = []
     for _ in range(2):
-        assert _host.plan_of("float32", lambda: made.append(1) or "no kernel") == "no kernel"
+        assert _host.find_plan("float32", lambda: made.append(1) or "no kernel") == "no kernel"
     assert made == [1]
-    assert _host.plan_of("plain", lambda: (7,)) == (7,)
-    assert _host.plan_of("plain", list) == (7,)
-    assert _host.plan_of("others", lambda: (8,)) == (8,)
+    assert _host.find_plan("plain", lambda: (7,)) == (7,)
+    assert _host.find_plan("plain", list) == (7,)
+    assert _host.find_plan("others", lambda: (8,)) == (8,)
     assert list(_host._plans) == ["others"]
 
 
@@ -235,7 +235,7 @@ def test_jax_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_why_jax_runs_a_call_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     as_gpu(monkeypatch)
-    _way._say.cache_clear()
+    _way._log_reason.cache_clear()
     with caplog.at_level(logging.INFO, "lce_torch_bridge"):
         for _ in range(2):
             linear_logprobs(*p.draw(T, H, V, torch.bfloat16), bias=torch.zeros(V))
@@ -257,8 +257,8 @@ DRAWN = (300, 128, 1024)
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors are described as those of an H200."""
-    monkeypatch.setattr(_device, "device_of", lambda _: H200)
-    monkeypatch.setattr(_device, "why_not", lambda _: None)
+    monkeypatch.setattr(_device, "describe_device", lambda _: H200)
+    monkeypatch.setattr(_device, "launch_refusal", lambda _: None)
 
 
 @pytest.fixture(autouse=True)
@@ -351,7 +351,7 @@ def test_builds_of_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         x = fresh["empty"]((2, 3), (3, 1), torch.int32)
     assert (x.shape, x.stride(), x.dtype, x.device.type) == ((2, 3), (3, 1), torch.int32, "cuda")
-    assert _device.why_not(torch.device("cpu")) == "cpu is no CUDA device of this machine"
+    assert _device.launch_refusal(torch.device("cpu")) == "cpu is no CUDA device of this machine"
 
 
 def test_a_refused_name_falls_back_only_where_a_tuple_says_so() -> None:

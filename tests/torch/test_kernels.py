@@ -13,8 +13,8 @@ from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Tensors
 from lce_torch_bridge.call import _checks
 from lce_torch_bridge.launched_directly import _passes
-from lce_torch_bridge.launched_directly._way import way_of
-from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.launched_directly._way import choose_way
+from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
 from tests.torch import sanitized
 from tests.torch.as_gpu import Program, Ranks, emulated
@@ -39,7 +39,7 @@ def parts_of(problem: p.Problem, size: int = 2, **given: torch.Tensor) -> list[T
 
 
 def forward(x: Tensors, call: Any, keep: bool = False) -> list[torch.Tensor]:
-    return _execute.forward(x, call, keep, way_of(x.hidden))
+    return _operators.run_forward(x, call, keep, choose_way(x.hidden))
 
 
 def of_results(problem: p.Problem, seeds: list[torch.Tensor], **options: Any) -> tuple[Any, Any]:
@@ -194,7 +194,9 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
             x = operands[ranks.rank]
             *out, saved = forward(x, call)
             if step:
-                found.append([*out, *_execute.gradients(x, [saved], named, (True, True, False), call, way_of(saved))])
+                found.append(
+                    [*out, *_operators.run_backward(x, [saved], named, (True, True, False), call, choose_way(saved))]
+                )
         return found
 
     second, first = on_both()
@@ -275,7 +277,7 @@ def test_memory_may_hold_anything(part: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_a_wrong_temperature(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in its row, and no gradient from it. On a GPU nobody looks at the values."""
-    monkeypatch.setattr(_checks, "may_look_at", lambda _: False)
+    monkeypatch.setattr(_checks, "can_read_values", lambda _: False)
     problem = p.draw(6, H, 784, torch.bfloat16)
     ids, seeds = p.candidates_like(problem.labels, 3, 784), p.seeds_like(problem.labels, K=3)
     options: Any = {"temperature": torch.tensor([1.0, 0.5, -1.0, 2.0, 1.0, 1.0]), "candidates": ids}
@@ -302,7 +304,7 @@ def test_a_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     floor = ((z[:, -30] + z[:, -31]) / 2 / temperature).float()
     floor[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
     floor[5] = float("inf")
-    monkeypatch.setattr(_checks, "may_look_at", lambda _: False)
+    monkeypatch.setattr(_checks, "can_read_values", lambda _: False)
     options: Any = dict(logit_floor=floor, temperature=temperature, stats=True, vocab_size=510)
     seeds = p.seeds_like(problem.labels)
     want, of_jax = of_results(problem, seeds, implementation="xla", **options)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lce_torch_bridge import launch_with, linear_logprobs
-from lce_torch_bridge.launched_directly._way import way_of
-from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.launched_directly._way import choose_way
+from lce_torch_bridge.operators import _operators
 from tests.torch import problem as p
 from tests.torch import test_kernels as of_kernels
 from tests.torch.as_gpu import Ranks
@@ -171,7 +171,7 @@ def test_a_split_vocabulary(
     for ranks.rank in turns:
         kept, live = saved[ranks.rank]
         x = parts[ranks.rank]
-        dhidden, part = _execute.gradients(x, [kept, live], seeds, (True, True, False), call, way_of(kept))
+        dhidden, part = _operators.run_backward(x, [kept, live], seeds, (True, True, False), call, choose_way(kept))
         dweight.append(part)
     want = oracle(problem, true, given)
     live = torch.cat([saved[rank][1][:, :2] for rank in range(size)])
@@ -208,6 +208,6 @@ def test_what_a_forward_keeps_is_foreseen(programs: list[Any]) -> None:
     """For ``torch.compile``, which asks for the shapes before there is anything."""
     problem, call = peaked(5, 784, 784), p.told(784, gradient_threshold=THRESHOLD)
     x = of_kernels.tensors(problem)
-    found, told = of_kernels.forward(x, call, keep=True), _execute.forward_structs(x, call, True)
+    found, told = of_kernels.forward(x, call, keep=True), _operators.make_empty_results(x, call, True)
     assert programs
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in told]

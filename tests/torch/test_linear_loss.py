@@ -17,7 +17,7 @@ from lce_torch_bridge import linear_entropy, linear_logprobs, linear_loss
 from lce_torch_bridge.ops import _loss
 from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.through_jax._logprobs import pull_back
-from lce_torch_bridge.through_jax._programs import ProgramKey, program
+from lce_torch_bridge.through_jax._programs import ProgramKey, build_program
 from tests import cases
 from tests.pairs import combined
 from tests.torch import problem as p
@@ -189,7 +189,7 @@ def test_the_sum_of_dweight_is_overwritten() -> None:
     key = ProgramKey(p.told(V, requested=("xla",)), 0, 1, precision=None)
     per_token = struct((1 + T * (1 + 4 + 2),), "int32")
     shapes = (struct((T, H), "bfloat16"), struct((V, H), "bfloat16"), None, per_token, struct((V, H), "float32"))
-    run = program(pull_back, key, ("logprobs", "entropy"), (True, True, False), True, None, donate=(4,))
+    run = build_program(pull_back, key, ("logprobs", "entropy"), (True, True, False), True, None, donate=(4,))
     memory = run.lower(*shapes).compile().memory_analysis()
     assert memory.alias_size_in_bytes == V * H * 4
     assert memory.temp_size_in_bytes < T * V * 2

@@ -237,13 +237,13 @@ def test_torchs_loss_module_with_pefts_lora() -> None:
 
 OTHERS: dict[str, tuple[Any, str]] = {
     "lora_dropout=0.5: give LoraConfig(lora_dropout=0)": (lambda head: PeftLinear(head, dropout=0.5), ""),
-    "2 adapters at once: set_adapter of one": (lambda head: PeftLinear(head, names=("a", "b")), ""),
+    "2 active adapters: call set_adapter": (lambda head: PeftLinear(head, names=("a", "b")), ""),
     "a variant of LoRA: give LoraConfig(use_dora=False)": (PeftLinear, "layer.use_dora['default'] = True"),
     "a variant of LoRA: give": (PeftLinear, "layer.lora_variant['default'] = None"),
     "a bias: merge_and_unload() it": (PeftLinear, "layer.base_layer.bias = torch.nn.Parameter(torch.ones(64))"),
-    "merged, and disabled: unmerge_adapter() first": (PeftLinear,
+    "merged and disabled: unmerge_adapter() first": (PeftLinear,
         "layer.merged = layer.disable_adapters = True; layer.requires_grad_(False); layer.base_layer.requires_grad_()"),
-    "of adapters PEFT's lora.Linear alone is served": (PeftLinear,
+    "the only supported adapter is PEFT's lora.Linear": (PeftLinear,
         "layer.lora_A['default'].forward = lambda x: 2 * (x @ layer.lora_A['default'].weight.T)"),
 }  # fmt: skip
 

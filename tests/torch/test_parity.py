@@ -28,7 +28,7 @@ from lce_torch_bridge import (
 )
 from lce_torch_bridge.call import _checks
 from lce_torch_bridge.through_jax._logprobs import pull_back
-from lce_torch_bridge.through_jax._programs import ProgramKey, program
+from lce_torch_bridge.through_jax._programs import ProgramKey, build_program
 from tests import cases, oracle
 from tests.kl_cases import CALLS, Call, call, draw, expected
 from tests.pairs import combined, values_of
@@ -434,7 +434,7 @@ def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str) -> None:
     shapes = (struct((T, H), dtype), struct((V, H), dtype), None, struct((1 + T * (1 + 4 + 2),), "int32"), None)
 
     def compiled(wanted: tuple[bool, bool, bool]) -> jax.stages.Compiled:
-        run = program(pull_back, key, ("logprobs", "entropy"), wanted, True, None)
+        run = build_program(pull_back, key, ("logprobs", "entropy"), wanted, True, None)
         return run.lower(*shapes).compile()
 
     frozen, both = compiled((True, False, False)), compiled((True, True, False))
@@ -471,7 +471,7 @@ SMALL = p.draw(T=6, H=8, V=10)
 
 @pytest.mark.parametrize("wrong", [0.0, -0.5, float("nan"), float("inf"), 1e-42], ids=str)
 def test_a_temperature_that_is_not_looked_at_stays_in_its_token(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checks, "may_look_at", lambda _: False)  # as on a GPU
+    monkeypatch.setattr(_checks, "can_read_values", lambda _: False)  # as on a GPU
     damaged, rest = torch.tensor([1, 3]), torch.tensor([0, 2, 4, 5])
     temperature = torch.tensor([1.0, 0.7, 1.0, 2.0, 0.5, 1.0])
     seeds = p.seeds_like(SMALL.labels, K=3)

@@ -123,7 +123,7 @@ def test_a_backend_that_is_not_there(
     platforms("tpu")
     monkeypatch.setattr(runtime.jax, "local_devices", refuse)
     with pytest.raises(RuntimeError, match=message):
-        runtime.jax_device.__wrapped__(torch.device(device))
+        runtime.find_jax_device.__wrapped__(torch.device(device))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="JAX starts with cuda where there is a GPU")
@@ -200,7 +200,7 @@ def test_a_preallocated_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 def test_gpus_are_matched_by_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [FakeGPU(1), FakeGPU(0)]
     monkeypatch.setattr(runtime.jax, "local_devices", lambda backend: devices if backend == "cuda" else [])
-    find = runtime.jax_device.__wrapped__
+    find = runtime.find_jax_device.__wrapped__
     assert find(torch.device("cuda:0")) is devices[1]
     assert find(torch.device("cuda:1")) is devices[0]
     with pytest.raises(RuntimeError, match=r"JAX sees GPUs \[1, 0\], not cuda:2"):
@@ -212,7 +212,7 @@ def test_cuda_graph_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         is_cuda = True
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="cannot run under CUDA graph capture"), runtime.beside(OnGPU()):
+    with pytest.raises(RuntimeError, match="cannot run under CUDA graph capture"), runtime.enter_device(OnGPU()):
         pass
     lce_torch_bridge.linear_logprobs(*p.draw())  # CPU tensors are never captured
 
@@ -265,7 +265,7 @@ RELEASE = """
         p.objective(out, p.seeds_like(leaves.labels)).backward()
         return [x.detach().clone() for x in (*out[:3], leaves.hidden.grad, leaves.weight.grad)]
 
-    print(attempt(), runtime._jax_has_started())
+    print(attempt(), runtime._has_jax_started())
     first = step()
     print(attempt())
     kept = leaves.weight.grad
@@ -274,7 +274,7 @@ RELEASE = """
     del kept
     optimizer.zero_grad(set_to_none=True)
     client = weakref.ref(jax.devices()[0].client)
-    print(attempt(), runtime._jax_has_started(), client())
+    print(attempt(), runtime._has_jax_started(), client())
     lce_torch_bridge.init(allocator="platform")
     assert all(map(torch.equal, step(), first))
     optimizer.zero_grad(set_to_none=True)
@@ -302,10 +302,10 @@ RELEASE = """
 def test_release_and_the_next_call() -> None:
     said = succeed(RELEASE).splitlines()
     assert said[0] == "released False"
-    assert re.match(r"JAX's memory still holds arrays, 2 in number, of them float32\[.* optimizer.zero_grad", said[1])
+    assert re.match(r"JAX's memory still holds arrays, float32\[.* \(2 in all\): .* optimizer.zero_grad", said[1])
     assert said[2] == "released False None"
     assert said[3] == "released"
-    assert said[4].startswith("JAX's memory still holds arrays, 1 in number, of them float32[3]: drop them first")
+    assert said[4].startswith("JAX's memory still holds arrays, float32[3] (1 in all): drop them first")
     assert said[5].startswith("JAX's memory is not given back, because something holds its cpu client: drop devices")
     assert said[6] == "released"
     assert "after JAX had started there" in said[7]
@@ -367,7 +367,7 @@ def in_context(
 def test_the_bits_of_a_call_outside(call: Any, context: str) -> None:
     want, inside = in_context(call), CONTEXTS[context]
     for passes in ({"forward": inside}, {"backward": inside}, {"forward": inside, "backward": inside}):
-        runtime.shapes_on.cache_clear()
+        runtime.infer_shapes.cache_clear()
         found = in_context(call, **passes)
         assert all(map(torch.equal, found, want)), passes
 
