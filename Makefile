@@ -18,7 +18,7 @@ help:
 	@echo "make test-site the documentation's code blocks, doctests, notebooks, examples, the wheel, the demo and the bench"
 	@echo "make test-all  both, and the slow tests: more combinations of parameters"
 	@echo "make test-gpu  the tests that need GPUs"
-	@echo "make test-frameworks  Tunix, Transformers, TRL, verl, SkyRL, Levanter, MaxText, AReaL and torchtitan with our head, and Liger and CCE, each in its own environment"
+	@echo "make test-frameworks  Tunix, Transformers, TRL, verl, SkyRL, Levanter, MaxText, AReaL and torchtitan with our head, and Liger and CCE, in separate environments"
 	@echo "make test-compile  the kernels, compiled to machine code for every GPU generation, on any machine, in its own environment"
 	@echo "make test-tpu  every public function, compiled for TPUs, on any machine, in its own environment"
 	@echo "make lint      ruff, mypy and the layer contracts"

@@ -23,7 +23,7 @@ from lce_jax.explain.__main__ import parser as explain_parser
 from lce_jax.flax import linen, nnx
 from lce_jax.mosaic._call import Generation
 from lce_torch_bridge import areal, megatron, nemo_rl, skyrl, torchtitan, transformers, trl, verl
-from tests.doc_blocks import HUGGING_FACE, IN_ORDER, PAGES, ROOT, WITHOUT_A_GPU, in_order, parts
+from tests.doc_blocks import HUGGING_FACE, IN_ORDER, PAGES, ROOT, WITHOUT_A_GPU, parts, runs_in_order
 from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
@@ -31,7 +31,7 @@ LANGUAGES = {"python", "sh", "text", "diff"}  # tests/recipes/test_migration.py 
 FIRST_PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("index", "quick-start", "memory"))]
 TRACKED = set(subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split())
 BLOCKS = {page: [block for block in parts(page) if block.language == "python"] for page in PAGES}
-TOGETHER = [page for page in PAGES if in_order(page)]
+TOGETHER = [page for page in PAGES if runs_in_order(page)]
 ALONE = [
     pytest.param(block, id=f"{page.name}:{block.line}")
     for page in PAGES
