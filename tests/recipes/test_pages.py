@@ -24,7 +24,7 @@ programs = script("programs")
 @pytest.mark.parametrize("page", programs.PAGES, ids=lambda page: page.stem)
 def test_a_page_shows_its_programs(page: Path) -> None:
     text = page.read_text()
-    assert text == programs.written(page), "run: python docs/_build/programs.py"
+    assert text == programs.render(page), "run: python docs/_build/programs.py"
     line = r"^```python\nimport lce_torch_bridge\.(\w+)\n\nlce_torch_bridge\.\1\.(\w+)\((?:model)?\)\n```$"
     lines = re.findall(line, text, re.MULTILINE)
     assert text.count("```python") == len(programs.PLACE.findall(text)) + len(lines)

@@ -200,11 +200,11 @@ def test_api_pages_are_of_the_modules_that_are_tested():
 
 def test_names_in_docstrings_are_links():
     pytest.importorskip("griffe", reason="needs the extra docs")
-    with_links, public = script("docstrings").with_links, json.loads(api.pages()["names.json"])
+    add_links, public = script("docstrings").add_links, json.loads(api.pages()["names.json"])
     text = "As `linear_logprobs`, with `explain`, ``linear_loss`` and `temperature`."
     jax = "As [`linear_logprobs`][lce_jax.linear_logprobs], with [`explain`][lce_jax.explain.explain], "
-    assert with_links(text, "lce_jax.losses", public) == jax + "``linear_loss`` and `temperature`."
-    assert with_links(text, "lce_torch_bridge", public).count("][lce_torch_bridge.") == 2
+    assert add_links(text, "lce_jax.losses", public) == jax + "``linear_loss`` and `temperature`."
+    assert add_links(text, "lce_torch_bridge", public).count("][lce_torch_bridge.") == 2
 
 
 def test_the_page_on_gpu_generations_names_every_field():

@@ -31,7 +31,7 @@ DRAWN = {"speed-and-memory": figures.RECORDED, "step": figures.FILE}  # "way" is
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_tables_show_the_data(page):
-    assert page.read_text() == tables.written(page, tables.tables()), "run: python docs/_build/tables.py"
+    assert page.read_text() == tables.render(page, tables.tables()), "run: python docs/_build/tables.py"
 
 
 def test_every_table_is_shown():

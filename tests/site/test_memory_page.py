@@ -22,7 +22,7 @@ def test_its_numbers_are_those_of_the_command(
     arguments = ["--model", model, "--tokens", str(tokens), "--tensor-parallel", str(shards), "--spare-gib", "1000"]
     assert command.main(arguments) == 0
     printed = capsys.readouterr().out.splitlines()
-    sizes = iter(map(format_bytes, memory.of_call(model, tokens, shards)))
+    sizes = iter(map(format_bytes, memory.compute_bytes(model, tokens, shards)))
     for way, forward, both in zip(memory.WAYS, sizes, sizes, strict=False):
         name = way.replace(", full cache", r", cache_bytes=\d\d+").replace(", no cache", ", cache_bytes=0")
         (line,) = [x for x in printed if re.match(rf"{name}(, linear_cross_entropy)?  ", x)]
