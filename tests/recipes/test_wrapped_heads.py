@@ -92,7 +92,5 @@ def test_marin(recipe: Callable[[str], Any]) -> None:
     with_bias.bias, scaled.reparam = 1.0, types.SimpleNamespace(active_scale=0.5)
     for head in (with_bias, scaled, types.SimpleNamespace(wrapped=linear())):
         model.lm_head = head
-        with pytest.raises(
-            NotImplementedError, match="is more than its weight, which alone is read: no LoRA, bias or scale"
-        ):
+        with pytest.raises(NotImplementedError, match="no LoRA, bias or scale"):
             model.compute_next_token_loss(3)
