@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-IN_ORDER = "Paste the blocks of this page in order: each goes on from those above it."
+IN_ORDER = "Paste the blocks of this page in order: each needs the blocks above it."
 HUGGING_FACE = "from transformers import AutoModelForCausalLM\n"
 SMALL_MODEL = """
 import sys, types, torch
