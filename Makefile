@@ -8,19 +8,19 @@ ON_GPU := $(if $(HAS_GPU),$(comma)cuda13)
 WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
-# The link of the documentation to its sources: the address that this clone came from.
+# The address that this clone came from, which the documentation links to.
 REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -E 's,^git@([^:]+):,https://\1/,; s,\.git$$,,; /^https/!d')
 
 .PHONY: demo test test-site test-all test-gpu test-frameworks test-compile test-tpu lint docs bench clean help
 help:
 	@echo "make demo      train a small transformer, in a minute on two cores, and compare with stored logits"
-	@echo "make test      the packages' tests that need no GPU: each mechanism once, in eight minutes on two cores, in five when run again"
-	@echo "make test-site the documentation's blocks, doctests, notebooks, examples, the wheel, the demo and the bench"
-	@echo "make test-all  both, every combination of parameters, and what tests of make test show too"
+	@echo "make test      the packages' tests that need no GPU: each mechanism once, eight minutes on two cores, five when run again"
+	@echo "make test-site the documentation's code blocks, doctests, notebooks, examples, the wheel, the demo and the bench"
+	@echo "make test-all  both, and the slow tests: more combinations of parameters"
 	@echo "make test-gpu  the tests that need GPUs"
-	@echo "make test-frameworks  Tunix, Transformers, TRL, verl, SkyRL, Levanter, MaxText, AReaL and torchtitan with our head, Liger and CCE beside it, in environments of their own"
-	@echo "make test-compile  the kernels down to machine code for GPUs that need not be there, in an environment of its own"
-	@echo "make test-tpu  every public function compiled for TPUs that need not be there, in an environment of its own"
+	@echo "make test-frameworks  Tunix, Transformers, TRL, verl, SkyRL, Levanter, MaxText, AReaL and torchtitan with our head, and Liger and CCE, in separate environments"
+	@echo "make test-compile  the kernels, compiled to machine code for every GPU generation, on any machine, in its own environment"
+	@echo "make test-tpu  every public function, compiled for TPUs, on any machine, in its own environment"
 	@echo "make lint      ruff, mypy and the layer contracts"
 	@echo "make docs      the documentation, into site/; a warning is an error"
 	@echo "make bench     speed and memory on this machine"
@@ -40,11 +40,11 @@ test-all: test test-site
 test-gpu: $(VENV)/.ready
 	JAX_PLATFORMS=cuda,cpu XLA_FLAGS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -m "gpu or multi_gpu"
 
-# What AReaL imports to train under FSDP, without what it pins for its servers: its PyTorch is older than the bridge's.
+# What AReaL imports to train under FSDP. AReaL also pins packages for its servers, with a PyTorch that is too old here.
 AREAL := aiofiles aiohttp blosc colorlog datasets einops fastapi flask httpx hydra-core==1.4.0.dev1 lark numba nvidia-ml-py \
 	omegaconf==2.4.0.dev2 openai orjson pebble peft psutil pybase64 python-dateutil pyzmq ray setproctitle swanlab==0.6.12 \
 	tabulate tenacity tensorboardx torchdata trackio transformers==5.3.0 uvicorn uvloop wandb
-# What MaxText imports to train on synthetic data; its wheel names no dependencies, and its extras bring a GPU's or a TPU's.
+# What MaxText imports to train on synthetic data. Its wheel names no dependencies; its extras install a GPU's or a TPU's.
 MAXTEXT := absl-py aqtp array_record chex cloudpickle drjax grain jaxtyping jinja2 ml-collections omegaconf optax \
 	orbax-checkpoint pathwaysutils pillow portpicker pydantic qwix sentencepiece sympy tensorboardX tiktoken tokamax transformers
 test-frameworks:
@@ -73,7 +73,7 @@ test-frameworks:
 	.venv-torchtitan/bin/python -m pip install --quiet --editable '.[torch]' pytest 'torchtitan==0.3.0'
 	.venv-torchtitan/bin/python -m pytest examples/frameworks/test_torchtitan.py
 
-# No driver and no GPU: JAX's plugin and NVIDIA's compiler alone, beside what .venv has. JAX=, FLAX=: other versions.
+# JAX's plugin and NVIDIA's compiler, added to what .venv has; no driver and no GPU. JAX=, FLAX= choose other versions.
 CUDA := nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-nvrtc nvidia-nvjitlink
 CUDA_VERSION := 13.5.37
 COMPILE := .venv-compile$(JAX)
@@ -87,7 +87,7 @@ test-compile: $(VENV)/.ready
 	export PATH=$$site/nvidia/cu13/bin:$$PATH JAX_PLATFORMS=cpu; \
 	$(COMPILE)/bin/python -m pytest tests/compiled
 
-# Google's compiler alone (484 MB), in the versions that JAX itself asks for, beside what .venv has.
+# Google's compiler (484 MB) in the version that JAX asks for, added to what .venv has.
 TPU := .venv-tpu
 test-tpu: $(VENV)/.ready
 	$(PYTHON) -m venv $(TPU)
@@ -118,7 +118,7 @@ bench: $(VENV)/.ready
 clean:
 	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-areal .venv-marin .venv-maxtext .venv-torchtitan .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/api docs/notebooks docs/assets/memory-numbers.js site
 
-# One environment, which only grows: the demo's packages, then the tests' and linters', then the documentation's.
+# One environment, to which each command adds: the demo's packages, then the tests' and linters', then the documentation's.
 $(VENV)/.ready-demo: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
 		echo "lce-jax needs Python 3.12 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \

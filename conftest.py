@@ -1,15 +1,15 @@
-"""Before JAX is imported: eight CPU devices for meshes, unless the run is for GPUs (``make test-gpu``).
+"""Settings before JAX is imported: eight CPU devices for meshes, unless the run is for GPUs (``make test-gpu``).
 
-Most of the suite's time is XLA's, to compile small programs. On CPUs, two settings shorten it:
+Most of the suite's time goes to XLA, which compiles small programs. On CPUs, two settings shorten it:
 
-* JAX asks LLVM for no optimization: a quarter less CPU time. What XLA itself does with a program stays: fusion,
-  layouts, partitioning, scheduling. Modules that judge the rounding of results ask for the fixture `optimized` instead.
-* A program that has been compiled is read from ``.pytest_cache/programs``: one in seven that another test of a first
-  run has compiled, and in a later run all that did not change. XLA's version and options are part of each name there.
-  ``make clean`` removes them; what no run has read for a month goes by itself.
+* JAX asks LLVM for no optimization, which saves a quarter of the CPU time. XLA still does its own part: fusion,
+  layouts, partitioning, scheduling. Modules that judge the rounding of results use the fixture `optimized` instead.
+* Compiled programs are read from ``.pytest_cache/programs``. In a first run one program in seven was compiled by
+  another test before; a later run finds all programs that did not change. A program's name there contains XLA's version
+  and options. ``make clean`` removes the programs; those that no run reads for a month are removed automatically.
 
-The workers fill the cores: libraries start no threads of their own. What a worker has imported and collected is not
-searched for garbage again, and the rest seldom: tracing makes millions of objects, of which few are garbage.
+The workers fill the cores, so libraries start no threads. The garbage collector skips what a worker has imported and
+collected, and runs seldom, because tracing makes millions of objects, of which few are garbage.
 """
 
 import os
@@ -50,7 +50,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
-    """A file of whose tests none will run is not imported: each says so itself."""
+    """Skips the import of a file if the marks in its text say that none of its tests will run."""
     expression = config.option.markexpr
     if not expression or collection_path.suffix != ".py":
         return None
@@ -59,13 +59,13 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
         return None if re.search(r"pytest\.mark\.site|^ *>>> ", text, re.MULTILINE) else True
     if expression.startswith("gpu"):  # other files build meshes of eight CPU devices when they are imported
         return None if re.search(r"pytest\.mark\.(multi_)?gpu\b", text) else True
-    whole = re.search(r"^pytestmark = \[?pytest\.mark\.(site|slow|gpu|multi_gpu)\b", text, re.MULTILINE)
-    return True if whole and f"not {whole[1]}" in expression else None
+    mark = re.search(r"^pytestmark = \[?pytest\.mark\.(site|slow|gpu|multi_gpu)\b", text, re.MULTILINE)
+    return True if mark and f"not {mark[1]}" in expression else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Doctests are of the site. Skip what this machine cannot run, and leave combinations to `make test-all`."""
+    """Marks doctests as ``site`` and combinations as ``slow``, and skips what this machine cannot run."""
     import jax
 
     from tests.pairs import mark_slow
@@ -81,20 +81,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What there is now stays."""
+    """Excludes all objects so far from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_unconfigure() -> None:
-    """Else libraries report leaks at the end."""
+    """Includes all objects again: otherwise libraries would report leaks."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
 def optimized() -> Iterator[None]:
-    """Programs are compiled anew, as users compile them."""
+    """Compiles programs anew, with the optimizations that users have."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")

@@ -33,24 +33,24 @@ class Model(nnx.Module):
 
 
 def from_labels(model: Model, tokens: jax.Array, _: Any) -> jax.Array:
-    """No teacher: the cross entropy of the text."""
+    """Returns the cross entropy of the text, without a teacher."""
     return model.head.loss(model(tokens[:, :-1]), tokens[:, 1:])
 
 
 def from_topk(student: Model, tokens: jax.Array, teacher: Model) -> jax.Array:
-    """Half of it what the teacher says of its top k, with the rest of the mass as one more bin; half the text."""
+    """Returns the mean of the cross entropy and of the divergence over the teacher's top k, the rest as one bin."""
     top = teacher.head.topk(teacher(tokens[:, :-1]), K)
     out = student.head.logprobs(student(tokens[:, :-1]), tokens[:, 1:], candidates=top.ids, entropy=False)
     return jnp.mean(0.5 * distillation_loss(out.candidate_logprobs, top.logprobs, top.ids) - 0.5 * out.logprobs)
 
 
 def from_both_heads(student: Model, tokens: jax.Array, teacher: Model) -> jax.Array:
-    """Both models at hand: the divergence over the whole vocabulary, the logits of neither stored."""
+    """Returns the divergence over the whole vocabulary from both heads, without storing logits."""
     return student.head.kl(student(tokens[:, :-1]), teacher.head, teacher(tokens[:, :-1])).mean()
 
 
 def train(model: Model, objective: Callable[..., jax.Array], corpus: Corpus, steps: int, teacher: Any) -> None:
-    """The same text in the same order, whatever the objective."""
+    """Trains on the same text in the same order with any objective."""
     optimizer = nnx.Optimizer(model, optax.adam(optax.cosine_decay_schedule(1e-2, steps)), wrt=nnx.Param)
 
     @nnx.jit
@@ -64,7 +64,7 @@ def train(model: Model, objective: Callable[..., jax.Array], corpus: Corpus, ste
 
 
 def main(vocab_size: int = 4000, steps: int = 100) -> dict[str, tuple[float, float]]:
-    """Of each model on held-out text, in nats per token: the loss, and the exact KL from the teacher to it."""
+    """Returns each model's loss and exact KL from the teacher, on held-out text in nats per token."""
     corpus = load_corpus(vocab_size)
     held_out = jnp.asarray(sample_windows(corpus.held_out, np.random.default_rng(1), 64, 65))
     teacher = Model(corpus.vocab_size, 192, seed=0)
@@ -74,12 +74,12 @@ def main(vocab_size: int = 4000, steps: int = 100) -> dict[str, tuple[float, flo
     def measure(model: Model, teacher: Model) -> tuple[jax.Array, jax.Array]:
         return from_labels(model, held_out, None), from_both_heads(model, held_out, teacher)
 
-    found = {"student, untrained": measure(Model(corpus.vocab_size, 48, seed=1), teacher)}
+    results = {"student, untrained": measure(Model(corpus.vocab_size, 48, seed=1), teacher)}
     for objective in (from_labels, from_topk, from_both_heads):
         student = Model(corpus.vocab_size, 48, seed=1)
         train(student, objective, corpus, steps, teacher)
-        found[f"student, {objective.__name__}"] = measure(student, teacher)
-    return {name: (float(loss), float(kl)) for name, (loss, kl) in found.items()}
+        results[f"student, {objective.__name__}"] = measure(student, teacher)
+    return {name: (float(loss), float(kl)) for name, (loss, kl) in results.items()}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from lce_jax.flax.linen import LMHead
 
 
 class Model(nn.Module):
-    """Any trunk, and a head with a weight of its own. ``LMHead.tied(self.embed)`` shares the embedding."""
+    """Any trunk, and a head with its own weight. ``LMHead.tied(self.embed)`` shares the embedding."""
 
     vocab: int
     size: int

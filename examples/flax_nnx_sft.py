@@ -14,7 +14,7 @@ from lce_jax.flax.nnx import LMHead
 
 
 class Model(nnx.Module):
-    """Any trunk; the head is tied to the embedding. ``LMHead(size, vocab, rngs=rngs)`` has a weight of its own."""
+    """Any trunk; the head is tied to the embedding. ``LMHead(size, vocab, rngs=rngs)`` has its own weight."""
 
     def __init__(self, vocab: int, size: int, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(vocab, size, rngs=rngs)

@@ -26,14 +26,14 @@ class Model(nn.Module):
 
 
 def shard(model: Model) -> Model:
-    """Each module a unit: in the model's forward the head's weight is then a DTensor, which the call gathers."""
+    """Makes each module a unit. In the forward the head's weight is then a DTensor, which the call gathers."""
     for unit in (model.embed, model.trunk, model.head, model):
         fully_shard(unit)
     return model
 
 
 def main(steps: int = 3) -> tuple[list[float], Model]:
-    """The losses of this rank's tokens, and the model after the steps."""
+    """Trains; returns the losses of this rank's tokens, and the model."""
     torch.manual_seed(0)
     rank, device = torch.distributed.get_rank(), "cuda" if torch.cuda.is_available() else "cpu"
     model = shard(Model(512, 64).to(device))

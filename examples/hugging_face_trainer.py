@@ -24,11 +24,11 @@ def main(steps: int = 4, patch: Any = lce_torch_bridge.transformers.patch) -> li
     labels = tokens.where(torch.arange(16) >= 2 + torch.arange(16)[:, None] // 2, -100)  # the prompts do not count
     rows = [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
-        told = TrainingArguments(
+        arguments = TrainingArguments(
             folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=steps, logging_steps=1,
             learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True, seed=0,
         )  # fmt: skip
-        trainer = Trainer(model, told, train_dataset=rows)
+        trainer = Trainer(model, arguments, train_dataset=rows)
         trainer.train()
     assert patched.served >= 2 * steps, "the Trainer computes the loss of the model's logits by itself"
     assert not patched.stored, patched.places

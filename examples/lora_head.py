@@ -1,6 +1,6 @@
 """LoRA on the head: logits h·Wᵀ + s·(h·Aᵀ)·Bᵀ, with the weight frozen.
 
-Adding s·B·A to the weight would do too, but in bfloat16 the sum would round away most of a small update.
+Adding s·B·A to the weight would also work, but in bfloat16 the sum would round away most of a small update.
 
 python examples/lora_head.py
 """

@@ -1,4 +1,4 @@
-"""Marin's Levanter without logits: its next-token loss is this package's, for every model of `levanter.models`.
+"""Marin's Levanter without logits: this package computes the next-token loss of every model of `levanter.models`.
 
     import marin_head
     marin_head.install()  # before the trainer is built
@@ -34,7 +34,7 @@ def next_token_loss(
     reduction_axis: Any = None, logsumexp_weight: float | None = None, block_size: int | None = None,
     dtype: Any = jnp.float32, logit_soft_cap: float | None = None, precision: Any = None,
 ) -> hax.NamedArray:  # fmt: skip
-    """In place of ``maybe_fused_next_token_loss``, whose arguments it takes."""
+    """Replaces ``maybe_fused_next_token_loss``, and takes its arguments."""
     global calls
     calls += 1
     del block_size, dtype  # the tiles are ours, and every sum is float32
@@ -57,17 +57,17 @@ def next_token_loss(
 
 
 def check_head(model: Any) -> None:
-    """Refuses a head that is more than its weight: nothing else of it reaches `next_token_loss`."""
+    """Refuses a head that is more than a weight, because `next_token_loss` gets only the weight."""
     head = getattr(model, "lm_head", None)  # None: tied
     if head is not None and not (type(head) is hax.nn.Linear and head.bias is None and head.reparam.active_scale == 1):
         raise NotImplementedError(
-            f"lm_head, {type(head)}, is more than its weight, which alone is read: no LoRA, bias or scale. "
+            f"lm_head, {type(head)}, is more than a weight, which is all that this loss reads: no LoRA, bias or scale. "
             "Keep lm_head in LoraConfig's exclude_modules"
         )
 
 
 def install() -> None:
-    """From now on Levanter's models compute their loss without logits."""
+    """Makes Levanter's models compute their loss without logits."""
     stock = lm_model.LmHeadModel.compute_next_token_loss
 
     @functools.wraps(stock)
@@ -80,7 +80,7 @@ def install() -> None:
 
 
 def main(steps: int = 5, **options: Any) -> list[float]:
-    """The losses of a small Llama on tokens that count upwards."""
+    """Trains a small Llama on ascending tokens; returns the losses."""
     Batch, Vocab = hax.Axis("batch", 4), hax.Axis("vocab", 512)
     config = LlamaConfig(max_seq_len=32, hidden_dim=64, intermediate_dim=128, num_layers=2, num_heads=4, num_kv_heads=4)
     model = config.build(Vocab, key=jax.random.key(0))

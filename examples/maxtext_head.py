@@ -1,6 +1,6 @@
-"""MaxText (0.2.5) without logits: its loss in tiles, which ``num_vocab_tiling`` selects, is this package's.
+"""MaxText (0.2.5) without logits: this package computes the loss that ``num_vocab_tiling`` selects.
 
-In place of ``python -m maxtext.trainers.pre_train.train``, with its arguments:
+Run this in place of ``python -m maxtext.trainers.pre_train.train``, with its arguments:
 
     PYTHONPATH=$PWD/examples python -m maxtext_head base.yml run_name=... num_vocab_tiling=2
 """
@@ -22,12 +22,12 @@ calls = 0  # traced in this process
 
 
 def head(model: Any, config: Any, dtype: Any) -> dict[str, Any]:
-    """The weight in the dtype of its products, and the options of MaxText's head."""
+    """Returns the weight in the dtype of its products, and the options of MaxText's head."""
     if config.parameter_memory_host_offload:
         raise NotImplementedError("parameter_memory_host_offload=true: this recipe takes the head from the device")
     layer = model.token_embedder if config.logits_via_embedding else model.decoder.logits_dense
-    held = [name for name, x in vars(layer).items() if isinstance(x, nnx.Variable | nnx.Module)]
-    if more := [name for name in held if name not in ("embedding", "kernel")]:
+    fields = [name for name, x in vars(layer).items() if isinstance(x, nnx.Variable | nnx.Module)]
+    if more := [name for name in fields if name not in ("embedding", "kernel")]:
         raise NotImplementedError(
             f"the head holds {' and '.join(more)}, which this loss does not read: leave it out of LoRA "
             "(lora.lora_module_path) and of quantization (quantize_logits_proj=false)"
@@ -46,7 +46,7 @@ def head(model: Any, config: Any, dtype: Any) -> dict[str, Any]:
 
 
 def loss(model: Any, hidden_states: jax.Array, data: Any, config: Any, is_train: bool) -> tuple[jax.Array, jax.Array]:
-    """In place of ``vocab_tiling_nnx_loss``: the sums of the cross entropy with z-loss, and of the z-loss."""
+    """Replaces ``vocab_tiling_nnx_loss``: returns the sums of the cross entropy with z-loss, and of the z-loss."""
     global calls
     if calls == 0:
         print("maxtext_head: the loss comes from lce_jax", flush=True)
@@ -63,7 +63,7 @@ def loss(model: Any, hidden_states: jax.Array, data: Any, config: Any, is_train:
 
 
 def refuse_logits(*_: Any, **__: Any) -> Any:
-    """In place of the function that MaxText's trainer calls without ``num_vocab_tiling``."""
+    """Replaces the function that MaxText's trainer calls without ``num_vocab_tiling``."""
     raise RuntimeError("MaxText computes logits: set num_vocab_tiling=2")
 
 

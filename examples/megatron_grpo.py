@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node=2 examples/megatron_grpo.py
 
-With a GPU for each rank it runs on NCCL; on a machine without one, on CPUs with gloo, which shows that it works.
+With a GPU for each rank it runs on NCCL. Without a GPU it runs on CPUs with gloo, which shows that it works.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rollout(NamedTuple):
 
 
 def score(model: torch.nn.Module, rollout: Rollout, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy [b, s] of the next tokens, 0 outside the response; the same bits on all TP ranks."""
+    """Returns log-probability and entropy [b, s] of the next tokens, 0 outside the response; equal bits on TP ranks."""
     labels = rows.next_tokens(rollout.tokens)
     with fused_output_layer(model, labels, temperature=temperature, where=rollout.response):
         logprobs, entropy, *_ = model(*rollout[:3])
@@ -41,7 +41,7 @@ def score(model: torch.nn.Module, rollout: Rollout, temperature: float) -> tuple
 def grpo_step(
     model: torch.nn.Module, optimizer: Any, rollout: Rollout, old_logprobs: torch.Tensor, temperature: float
 ) -> float:
-    """One clipped step with an entropy bonus; returns the loss."""
+    """Takes one clipped step with an entropy bonus; returns the loss."""
     logprobs, entropy = score(model, rollout, temperature)
     ratio = torch.exp(logprobs - old_logprobs)
     gain = torch.minimum(ratio * rollout.advantages, ratio.clamp(0.8, 1.2) * rollout.advantages)
@@ -53,7 +53,7 @@ def grpo_step(
 
 
 def build(tensor_parallel: int) -> GPTModel:
-    """A HybridModel is scored alike, but its layers need Transformer Engine."""
+    """Builds a GPTModel. A HybridModel is scored in the same way, but its layers need Transformer Engine."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     megatron_random.model_parallel_cuda_manual_seed(0)
     config = TransformerConfig(
@@ -65,7 +65,7 @@ def build(tensor_parallel: int) -> GPTModel:
 
 
 def random_rollout() -> Rollout:
-    """What a sampler and a reward would give."""
+    """Draws what a sampler and a reward would give."""
     device, generator = torch.cuda.current_device(), torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 512, (4, 32), generator=generator).to(device)
     positions = torch.arange(32, device=device).expand(4, 32)
@@ -75,7 +75,7 @@ def random_rollout() -> Rollout:
 
 
 def main(steps: int = 3, temperature: float = 0.7) -> tuple[list[float], GPTModel]:
-    """The losses, and the model after the steps."""
+    """Trains; returns the losses and the model."""
     torch.manual_seed(0)
     model = build(torch.distributed.get_world_size())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -86,7 +86,7 @@ def main(steps: int = 3, temperature: float = 0.7) -> tuple[list[float], GPTMode
 
 
 def stand_in_for_cuda() -> None:
-    """For a CPU: megatron-core asks ``torch.cuda`` where to allocate, and keeps random states and masks there."""
+    """Replaces functions of ``torch.cuda`` on a CPU: megatron-core asks them for a device and random states."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()

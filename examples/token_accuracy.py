@@ -13,7 +13,7 @@ from lce_jax import linear_logprobs
 
 @jax.jit
 def evaluate(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-    """Means over the tokens whose label is not -100."""
+    """Returns means over the tokens whose label is not -100."""
     counts = labels != -100
     out = linear_logprobs(hidden, weight, labels, where=counts, stats=True)  # `correct` is one of the statistics
     total = jnp.maximum(counts.sum(), 1)
@@ -25,7 +25,7 @@ def evaluate(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> dict[st
 
 
 def main() -> dict[str, float]:
-    """Of hidden states that point at their labels, with noise."""
+    """Evaluates hidden states that point at their labels, with noise."""
     keys = jax.random.split(jax.random.key(0), 3)
     weight = jax.random.normal(keys[0], (512, 32))
     labels = jax.random.randint(keys[1], (4, 64), 0, 512)

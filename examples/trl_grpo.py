@@ -17,12 +17,12 @@ import lce_torch_bridge.trl
 
 
 def odd_words(completions: list[str], **_: Any) -> list[float]:
-    """The reward of each answer."""
+    """Returns the reward of each answer, its number of odd words."""
     return [float(sum(word[-1] in "13579" for word in text.split())) for text in completions]
 
 
 def main(steps: int = 2) -> list[float]:
-    """Steps of `GRPOTrainer` on a small Qwen 3, rewarded for odd words; returns the losses."""
+    """Trains a small Qwen 3 with `GRPOTrainer`, rewarded for odd words; returns the losses."""
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(254))]
     vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -32,13 +32,13 @@ def main(steps: int = 2) -> list[float]:
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=1))
 
     installed = lce_torch_bridge.trl.install()
-    told = GRPOConfig(
+    config = GRPOConfig(
         output_dir="trl-out", per_device_train_batch_size=4, num_generations=4, max_completion_length=8,
         max_steps=steps, logging_steps=1, learning_rate=1e-3, report_to=[], save_strategy="no",
         disable_tqdm=True, bf16=False,
     )  # fmt: skip
     trainer = GRPOTrainer(
-        model, odd_words, told, datasets.Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(8)]}),
+        model, odd_words, config, datasets.Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(8)]}),
         processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()

@@ -26,14 +26,14 @@ from lce_jax import linear_cross_entropy, linear_logprobs, rows
 
 
 def hidden_states(model: nnx.Module, *inputs: Any, **more: Any) -> jax.Array:
-    """Final hidden states [B, L, D]. Nothing reads the logits that the model returns, so XLA leaves them out."""
+    """Returns final hidden states [B, L, D]. XLA leaves out the logits, because nothing reads them."""
     model(*inputs, **more, output_hidden_states=True)
     (sown,) = nnx.pop(model, nnx.Intermediate)["all_hidden_states"].get_value()
     return sown
 
 
 def head(model: nnx.Module) -> tuple[jax.Array, dict[str, Any]]:
-    """The head's weight in the dtype of the model's products, and the options that say how it lies."""
+    """Returns the head's weight in the dtype of the model's products, and options for its layout and softcap."""
     options: dict[str, Any] = {"logit_softcap": getattr(model.config, "final_logit_softcap", None)}
     layer = model.lm_head if hasattr(model, "lm_head") else model.embedder
     if adapters := [name for name, x in vars(layer).items() if isinstance(x, nnx.LoRAParam)]:
@@ -49,7 +49,7 @@ def head(model: nnx.Module) -> tuple[jax.Array, dict[str, Any]]:
 def loss(
     model: nnx.Module, input_tokens: jax.Array, input_mask: jax.Array, positions: jax.Array, attention_mask: jax.Array
 ) -> jax.Array:
-    """What `PeftTrainer` minimizes by default: the mean over the tokens that ``input_mask`` names."""
+    """Returns what `PeftTrainer` minimizes by default: the mean over the tokens in ``input_mask``."""
     hidden = hidden_states(model, input_tokens, positions, None, attention_mask)
     weight, options = head(model)
     return linear_cross_entropy(hidden[:, :-1], weight, input_tokens[:, 1:], where=input_mask[:, 1:] > 0, **options)
@@ -61,7 +61,7 @@ def per_token_logps(
     images: None = None, stop_gradient: bool = True, return_logits: bool = False, segment_ids: jax.Array | None = None,
     segment_positions: jax.Array | None = None, temperature: float = 1.0,
 ) -> Any:  # fmt: skip
-    """`tunix.rl.common.compute_per_token_logps`, which returns the entropy [B, L] in place of the logits.
+    """Replaces `tunix.rl.common.compute_per_token_logps`. It returns the entropy [B, L] in place of the logits.
 
     Packed sequences come with ``segment_ids`` and without prompts. The first token of each has a log-probability of 0.
     """
@@ -71,8 +71,8 @@ def per_token_logps(
     packing = segment_ids, segment_positions
     tokens, positions, mask, seen = common.process_ids(prompt_tokens, completion_tokens, pad_id, eos_id, *packing)
     takes_segments = "segment_ids" in inspect.signature(model.__call__).parameters  # for its attention
-    told = {"segment_ids": seen if segment_ids is None else segment_ids} if takes_segments else {}
-    hidden = hidden_states(model, tokens, positions, None, mask, **told)
+    segments = {"segment_ids": seen if segment_ids is None else segment_ids} if takes_segments else {}
+    hidden = hidden_states(model, tokens, positions, None, mask, **segments)
     weight, options = head(model)
     first = max(prompt_tokens.shape[1] - 1, 0)  # the row that predicts the first token of the completion
     labels = rows.next_tokens(tokens, segment_ids=segment_ids)[:, first:]
@@ -83,15 +83,15 @@ def per_token_logps(
     if stop_gradient:
         out = jax.lax.stop_gradient(out)
 
-    def at_tokens(x: jax.Array) -> jax.Array:
+    def to_tokens(x: jax.Array) -> jax.Array:
         return rows.at_tokens(x, segment_ids=segment_ids)[:, -completion_tokens.shape[1] :]
 
-    return (at_tokens(out.logprobs), at_tokens(out.entropy)) if return_logits else at_tokens(out.logprobs)
+    return (to_tokens(out.logprobs), to_tokens(out.entropy)) if return_logits else to_tokens(out.logprobs)
 
 
 @contextlib.contextmanager
 def without_logits() -> Iterator[None]:
-    """Within it, GRPO's policy, old policy and reference take their log-probabilities from `per_token_logps`."""
+    """Makes GRPO's policy, old policy and reference take their log-probabilities from `per_token_logps`."""
     calls = 0
 
     def counted(*arguments: Any, **named: Any) -> Any:
@@ -108,7 +108,7 @@ def without_logits() -> Iterator[None]:
 
 
 def main(steps: int = 3) -> list[float]:
-    """A few steps of `PeftTrainer` on a small Qwen3; returns the losses in nats per token."""
+    """Trains a small Qwen 3 with `PeftTrainer`; returns the losses in nats per token."""
     import optax
     from tunix.models.qwen3 import model as qwen3
     from tunix.sft import peft_trainer, utils
@@ -130,8 +130,8 @@ def main(steps: int = 3) -> list[float]:
 
     tokens = jax.random.randint(jax.random.key(1), (4, 32), 1, 512)
     batch = peft_trainer.TrainingInput(input_tokens=tokens, input_mask=jnp.arange(32) >= 8 + jnp.zeros_like(tokens))
-    told = peft_trainer.TrainingConfig(eval_every_n_steps=steps + 1, max_steps=steps)
-    trainer = peft_trainer.PeftTrainer(model, optax.adam(1e-3), told)
+    training = peft_trainer.TrainingConfig(eval_every_n_steps=steps + 1, max_steps=steps)
+    trainer = peft_trainer.PeftTrainer(model, optax.adam(1e-3), training)
     trainer.with_gen_model_input_fn(inputs).with_loss_fn(loss).train([batch] * steps)
     return [float(x) for x in trainer.metrics_logger.get_metric_history("", "loss", "train")]
 

@@ -1,4 +1,4 @@
-"""An actor's steps under the switch of verl's FSDP engine, without logits: one line, or a variable for whole runs.
+"""Steps of an actor with the option of verl's FSDP engine, without logits: one line, or a variable for whole runs.
 
 python examples/verl_actor.py
 """
@@ -13,7 +13,7 @@ import lce_torch_bridge.verl
 
 
 def main(steps: int = 3) -> list[float]:
-    """Trains a small Qwen 3 by verl's own patch, on one process; returns the losses in nats per token."""
+    """Trains a small Qwen 3 with verl's own patch in one process; returns the losses in nats per token."""
     installed = lce_torch_bridge.verl.install()
     torch.manual_seed(0)
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}

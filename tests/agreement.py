@@ -1,4 +1,4 @@
-"""Results and gradients of one case at two places, one device and a mesh, and whether they agree."""
+"""Calls of one case on a device and on a mesh, and the comparison of their results and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sharding_cases import LAYOUTS, mesh_of
 
 
 def evaluate(test: cases.TestCase, function: Any = linear_logprobs, place: Any = None, **more: Any) -> Any:
-    """Results and the gradients in hidden, weight and the bias, if there is one."""
+    """Returns results, and the gradients in hidden, weight and the bias, if there is one."""
     hidden, weight, labels, options, seeds = cases.draw(test)
     operands = (hidden, weight, options.pop("bias")) if "bias" in options else (hidden, weight)
     if place is not None:
@@ -31,18 +31,18 @@ def evaluate(test: cases.TestCase, function: Any = linear_logprobs, place: Any =
     return out, grads
 
 
-on_one_device = functools.cache(evaluate)
+call_on_one_device = functools.cache(evaluate)
 
 
-def over_named_axes(test: cases.TestCase, layout: str, axis_type: AxisType) -> Any:
-    """By ``sharded_linear_logprobs``, from operands that no device has a part of."""
+def call_over_named_axes(test: cases.TestCase, layout: str, axis_type: AxisType) -> Any:
+    """Calls ``sharded_linear_logprobs`` with operands that are not split yet."""
     mesh = mesh_of(layout, axis_type)
     with jax.set_mesh(mesh):
         return evaluate(test, functools.partial(sharded_linear_logprobs, mesh=mesh, **LAYOUTS[layout][2]))
 
 
-def where_operands_are(test: cases.TestCase, layout: str, axis_type: AxisType) -> Any:
-    """By ``linear_logprobs``, from operands that are split over "data" and "tensor"."""
+def call_on_split_operands(test: cases.TestCase, layout: str, axis_type: AxisType) -> Any:
+    """Calls ``linear_logprobs`` with operands that are split over "data" and "tensor"."""
     mesh = mesh_of(layout, axis_type)
 
     def put(x: Any, spec: P) -> Any:
@@ -51,15 +51,15 @@ def where_operands_are(test: cases.TestCase, layout: str, axis_type: AxisType) -
     def place(operands: Any, labels: Any, options: Any) -> Any:
         if "candidates" in options:
             options["candidates"] = put(options["candidates"], P("data"))
-        specs = P("data"), vocabulary_of(test), P("tensor")
+        specs = P("data"), weight_spec(test), P("tensor")
         return [put(x, spec) for x, spec in zip(operands, specs, strict=False)], put(labels, P("data"))
 
     with jax.set_mesh(mesh):
         return evaluate(test, place=place)
 
 
-def inside_shard_map(test: cases.TestCase, layout: str, check_vma: bool) -> Any:
-    """By each shard, with ``axis_name``. The gradient is taken outside: the transpose sums what was replicated."""
+def call_inside_shard_map(test: cases.TestCase, layout: str, check_vma: bool) -> Any:
+    """Calls ``linear_logprobs`` in each shard, with ``axis_name``. The gradient is that of the ``shard_map``."""
     per_token = "where", "temperature", "candidates", "logit_floor"
 
     def mapped(hidden: Any, weight: Any, labels: Any, bias: Any = None, **options: Any) -> Any:
@@ -68,22 +68,22 @@ def inside_shard_map(test: cases.TestCase, layout: str, check_vma: bool) -> Any:
         def body(hidden: Any, weight: Any, bias: Any, labels: Any, rows: Any) -> Any:
             return linear_logprobs(hidden, weight, labels, bias=bias, axis_name="tensor", **rows, **options)
 
-        specs = P("data"), vocabulary_of(test), P("tensor"), P("data"), P("data")
-        of = jax.shard_map(
+        specs = P("data"), weight_spec(test), P("tensor"), P("data"), P("data")
+        mapped_body = jax.shard_map(
             body, mesh=mesh_of(layout, AxisType.Auto), in_specs=specs, out_specs=P("data"), check_vma=check_vma
         )
-        return of(hidden, weight, bias, labels, rows)
+        return mapped_body(hidden, weight, bias, labels, rows)
 
     return evaluate(test, mapped)
 
 
-def vocabulary_of(test: cases.TestCase) -> P:
-    """How a weight is split."""
+def weight_spec(test: cases.TestCase) -> P:
+    """Returns how the case's weight is split."""
     return P("tensor") if dict(test.options).get("weight_layout") != "hv" else P(None, "tensor")
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """To a few roundings of float32; partial sums in 16 bits round anew, by half a unit in 2^8."""
+    """Compares up to a few roundings of float32. Partial sums in 16 bits round once more, by half a unit in 2^8."""
     for name, field in got[0]._asdict().items():
         true = getattr(want[0], name)
         assert (field is None) == (true is None), name

@@ -14,7 +14,7 @@ from tests import oracle
 
 @dataclasses.dataclass(frozen=True)
 class TestCase:
-    """One call. ``where``, ``temperature`` and ``labels`` say how arrays are drawn; the other fields are passed on."""
+    """One call. ``where``, ``temperature`` and ``labels`` say how arrays are drawn; ``options`` go to the function."""
 
     __test__ = False
 
@@ -25,7 +25,7 @@ class TestCase:
     dtype: str = "float32"
     hidden_dtype: str | None = None
     spread: float = 1.0  # standard deviation of the logits
-    where: str | None = None  # "some" | "none" | "all" | "nan": rows left out hold NaN
+    where: str | None = None  # "some" | "none" | "all" | "nan": masked rows hold NaN
     temperature: Any = 1.0  # a number, or "token" | "sequence"
     bias: str | None = None  # the bias's dtype
     labels: str = "valid"  # "valid" | "foreign": a third are out of vocabulary
@@ -39,9 +39,9 @@ class TestCase:
 
 def case(name: str, **kwargs: Any) -> TestCase:
     fields = {field.name for field in dataclasses.fields(TestCase)}
-    own = {key: value for key, value in kwargs.items() if key in fields}
+    case_fields = {key: value for key, value in kwargs.items() if key in fields}
     options = tuple((key, value) for key, value in kwargs.items() if key not in fields)
-    return TestCase(name, options=options, **own)
+    return TestCase(name, options=options, **case_fields)
 
 
 MATRIX = [
@@ -55,8 +55,8 @@ MATRIX = [
     case("vocabulary of GPT-2's remainder", V=50257 % 4096),
     case("foreign labels", labels="foreign"),
     case("where", where="some"),
-    case("where with nothing live", where="none"),
-    case("where with everything live", where="all"),
+    case("where false everywhere", where="none"),
+    case("where true everywhere", where="all"),
     case("where hides NaN", where="nan", labels="foreign"),
     case("temperature", temperature=0.7),
     case("temperature per token", temperature="token"),
@@ -86,7 +86,7 @@ MATRIX = [
     case("bfloat16 hidden, float32 weight", hidden_dtype="bfloat16"),
 ]  # fmt: skip
 
-# Not every implementation serves a bias.
+# Calls with a bias, which not every implementation serves.
 BIASED = [
     case("bias", bias="float32"),
     case("bias, padded vocabulary, foreign labels", bias="float32", vocab_size=97, labels="foreign", stats=True),
@@ -108,7 +108,7 @@ CANDIDATES = [
     case("candidates, no leading dimension", K=3, leading=()),
     case("candidates of no tokens", K=3, leading=(2, 0)),
     case("candidates and where", K=5, leading=(3, 50), V=600, where="nan", labels="foreign", entropy=False),
-    case("candidates, where with nothing live", K=5, where="none"),
+    case("candidates, where false everywhere", K=5, where="none"),
     case("candidates, negative scale, padded", K=5, logit_scale=-1.5, vocab_size=97, stats=True),
     case("candidates, scale 0", K=5, logit_scale=0.0),
     case("candidates, bias", K=5, bias="float32", vocab_size=97, weight_layout="hv"),
@@ -135,26 +135,26 @@ FLOORS = [
 ]  # fmt: skip
 
 
-# What "everything" of their list has too, or another case together with more.
+# Cases whose options are also in "everything" of the same list, or together with more in another case.
 _SLOW = {
     "ragged", "vocabulary of GPT-2's remainder", "softcap", "scale", "negative scale", "padded vocabulary", "hv",
-    "hv padded", "stats", "stats and where", "where with nothing live", "temperature", "bias", "one candidate",
+    "hv padded", "stats", "stats and where", "where false everywhere", "temperature", "bias", "one candidate",
     "64 candidates, ragged", "candidates, no leading dimension", "candidates and where", "candidates, bias",
-    "candidates, where with nothing live", "candidates, scale 0", "candidates, negative scale, padded",
+    "candidates, where false everywhere", "candidates, scale 0", "candidates, negative scale, padded",
     "candidates, bfloat16", "candidates, bfloat16 hidden, float32 weight", "bfloat16 peaked", "floor",
 }  # fmt: skip
 SLOW = [case for case in (*MATRIX, *BIASED, *CANDIDATES, *FLOORS) if case.name in _SLOW]
 
 
 def draw_floor(test: TestCase, operands: Any, options: dict[str, Any]) -> jax.Array:
-    """Floors that so many logits reach, in the middle between two: no rounding moves a token over them."""
+    """Draws floors that ``test.floor`` logits of a token reach. Each is halfway between two logits."""
     hidden, weight, labels = operands
     z = np.sort(oracle.logits(hidden.astype(weight.dtype), weight, labels, **options), axis=-1)
     return jnp.asarray((z[..., -test.floor] + z[..., -test.floor - 1]) / 2, jnp.float32)
 
 
 def draw_candidates(test: TestCase, labels: np.ndarray, seed: int) -> np.ndarray:
-    """Ids of which some are none, out of vocabulary, in the last column, equal to the label, or occur twice."""
+    """Draws ids. Some are -1, out of vocabulary, in the last column, equal to the label, or occur twice."""
     rng = np.random.default_rng(seed + 2)
     vocab_size = dict(test.options).get("vocab_size") or test.V
     ids = rng.integers(0, vocab_size, (*test.leading, test.K))
@@ -167,7 +167,7 @@ def draw_candidates(test: TestCase, labels: np.ndarray, seed: int) -> np.ndarray
 
 
 def draw(test: TestCase, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, Any], list[jax.Array]]:
-    """(hidden, weight, labels, options, seeds): the call, and a cotangent for each differentiable output."""
+    """Draws hidden, weight, labels and options of a call, and seeds: a cotangent for each differentiable output."""
     rng = np.random.default_rng(seed)
     options: dict[str, Any] = dict(test.options)
     dtype, hidden_dtype = jnp.dtype(test.dtype), jnp.dtype(test.hidden_dtype or test.dtype)
@@ -179,10 +179,10 @@ def draw(test: TestCase, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array
         labels = np.where(rng.random(test.leading) < 0.3, foreign, labels)
     if test.where is not None:
         share = {"some": 0.5, "nan": 0.5, "none": 0.0, "all": 1.0}[test.where]
-        live = rng.random(test.leading) < share
-        options["where"] = jnp.asarray(live)
+        unmasked = rng.random(test.leading) < share
+        options["where"] = jnp.asarray(unmasked)
         if test.where == "nan":
-            hidden = np.where(live[..., None], hidden, rng.choice([np.nan, np.inf, -np.inf]))
+            hidden = np.where(unmasked[..., None], hidden, rng.choice([np.nan, np.inf, -np.inf]))
     if isinstance(test.temperature, str):
         shape = test.leading if test.temperature == "token" else (test.leading[0], *(1,) * (len(test.leading) - 1))
         options["temperature"] = jnp.asarray(rng.uniform(0.5, 2.0, shape), jnp.float32)
@@ -197,8 +197,8 @@ def draw(test: TestCase, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array
     seeds = [jnp.asarray(rng.standard_normal(test.leading), jnp.float32) for _ in range(3)]
     if test.K:
         options["candidates"] = jnp.asarray(draw_candidates(test, labels, seed), jnp.int32)
-        of_candidates = np.random.default_rng(seed + 3).standard_normal((*test.leading, test.K))
-        seeds.append(jnp.asarray(of_candidates, jnp.float32))
+        candidate_seeds = np.random.default_rng(seed + 3).standard_normal((*test.leading, test.K))
+        seeds.append(jnp.asarray(candidate_seeds, jnp.float32))
     arrays = (jnp.asarray(hidden, hidden_dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
     if test.floor:
         options["logit_floor"] = draw_floor(test, arrays, options)
@@ -206,6 +206,6 @@ def draw(test: TestCase, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array
 
 
 def objective(out: Any, seeds: list[jax.Array]) -> jax.Array:
-    """Σ seed · field over the differentiable outputs that exist."""
+    """Returns Σ seed · output over the differentiable outputs that exist."""
     fields = out[:3] if len(seeds) == 3 else (*out[:3], out.candidate_logprobs)
     return sum(jnp.sum(seed * field) for seed, field in zip(seeds, fields, strict=True) if field is not None)

@@ -10,7 +10,7 @@ from lce_jax.call import _dispatch
 from lce_jax.mosaic._generations import JAX_OF_THE_KERNELS
 from tests.devices import H200
 
-if jax.__version_info__ >= JAX_OF_THE_KERNELS:  # an older one has no interpreter of their language
+if jax.__version_info__ >= JAX_OF_THE_KERNELS:  # an older JAX has no interpreter of the kernels' language
     from tests import mosaic_interpreter
 
     mosaic_interpreter.prepare()
@@ -18,11 +18,11 @@ if jax.__version_info__ >= JAX_OF_THE_KERNELS:  # an older one has no interprete
 
 @pytest.fixture
 def short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bench calls each program a few times, in place of for a quarter of a second."""
+    """The bench calls each program a few times, not for a quarter of a second."""
     monkeypatch.setattr(measure, "SAMPLE_SECONDS", 0.005)
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are traced and planned as on an H200."""
+    """Traces and plans calls as on an H200."""
     monkeypatch.setattr(_dispatch, "current_device", lambda *_, **__: H200)

@@ -1,4 +1,4 @@
-"""GPUs that tests claim to have: their kernels are planned and lowered, not run."""
+"""GPUs for which tests plan and lower kernels without running them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of results and gradients on a CPU: what a change of structure must not move by a bit.
+"""Digests of results and gradients on a CPU. A change of structure must not change a bit of them.
 
     python -m tests.digests > before.json          # on one commit
     python -m tests.digests before.json            # on another: prints what differs
@@ -64,36 +64,36 @@ def digest(x: Any) -> str:
 
 
 def total(out: Any) -> Any:
-    """A sum that gives every differentiable result a cotangent of its own."""
+    """Returns a sum that gives each differentiable result another cotangent."""
     fields = [out.logprobs, out.entropy, out.lse, out.candidate_logprobs]
     weighted = [x * (SEED[:, None] if x.ndim == 2 else SEED) * (i + 1) for i, x in enumerate(fields) if x is not None]
     return sum(jnp.sum(x) for x in weighted)
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """``(hidden, weight, options) -> a scalar, all results``."""
+    """Returns functions ``(hidden, weight, **options) -> a scalar, all results`` by name."""
 
     def logprobs(h: Any, w: Any, **options: Any) -> Any:
         out = lce_jax.linear_logprobs(h, w, LABELS, **options)
         return total(out), out
 
     def loss(h: Any, w: Any, **options: Any) -> Any:
-        given = {name: x for name, x in options.items() if name not in NOT_OF_LOSS}
+        loss_options = {name: x for name, x in options.items() if name not in NOT_OF_LOSS}
         return lce_jax.linear_loss(
-            losses.with_entropy_bonus(losses.ppo_clip, 0.1), h, w, LABELS, SEED - 8, SEED, **given
+            losses.with_entropy_bonus(losses.ppo_clip, 0.1), h, w, LABELS, SEED - 8, SEED, **loss_options
         )
 
     def cross_entropy(h: Any, w: Any, **options: Any) -> Any:
-        given = {name: x for name, x in options.items() if name not in ("stats", "entropy", "candidates")}
-        found = lce_jax.linear_cross_entropy(h, w, LABELS, z_loss=1e-2, **given)
-        return found, found
+        loss_options = {name: x for name, x in options.items() if name not in ("stats", "entropy", "candidates")}
+        loss = lce_jax.linear_cross_entropy(h, w, LABELS, z_loss=1e-2, **loss_options)
+        return loss, loss
 
     def kl(h: Any, w: Any, direction: str = "forward", **options: Any) -> Any:
-        given = {
+        kl_options = {
             name: x for name, x in options.items() if name in ("where", "temperature", "vocab_size", "cache_bytes")
         }
-        found = lce_jax.linear_kl(h, w, TEACHER, TEACHERS.astype(w.dtype), direction=direction, **given)
-        return jnp.sum(found * SEED), found
+        divergence = lce_jax.linear_kl(h, w, TEACHER, TEACHERS.astype(w.dtype), direction=direction, **kl_options)
+        return jnp.sum(divergence * SEED), divergence
 
     return {
         "linear_logprobs": logprobs, "linear_loss": loss, "linear_cross_entropy": cross_entropy, "linear_kl": kl,
@@ -101,12 +101,14 @@ def functions() -> dict[str, Callable[..., Any]]:
     }  # fmt: skip
 
 
-def in_jax() -> Iterator[tuple[str, Any]]:
+def compute_in_jax() -> Iterator[tuple[str, Any]]:
     for dtype in ("float32", "bfloat16"):
         h, w = jnp.asarray(HIDDEN), jnp.asarray(WEIGHT, dtype)
         for name, function in functions().items():
-            for option, given in OPTIONS.items():
-                step = jax.jit(jax.value_and_grad(lambda h, w, f=function, o=given: f(h, w, **o), (0, 1), has_aux=True))
+            for option, options in OPTIONS.items():
+                step = jax.jit(
+                    jax.value_and_grad(lambda h, w, f=function, o=options: f(h, w, **o), (0, 1), has_aux=True)
+                )
                 yield f"{name}, {dtype}, {option}", step(h, w)
         yield f"linear_topk, {dtype}", jax.jit(lambda h, w: lce_jax.linear_topk(h, w, 7, where=WHERE))(h, w)[1:]
         logits = jax.value_and_grad(lambda h, w: jnp.sum(lce_jax.linear_logits(h, w, IDS) * SEED[:, None]), (0, 1))
@@ -117,7 +119,7 @@ def in_jax() -> Iterator[tuple[str, Any]]:
         )
 
 
-def on_meshes() -> Iterator[tuple[str, Any]]:
+def compute_on_meshes() -> Iterator[tuple[str, Any]]:
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2)
         with jax.set_mesh(mesh):
@@ -125,20 +127,20 @@ def on_meshes() -> Iterator[tuple[str, Any]]:
             w = jax.device_put(WEIGHT.astype(jnp.bfloat16), NamedSharding(mesh, P("tensor")))
             for name, function in functions().items():
                 for option in ("plain", "where", "temperature", "cap, scale"):
-                    given = OPTIONS[option]
-                    step = jax.value_and_grad(lambda h, w, f=function, o=given: f(h, w, **o), (0, 1), has_aux=True)
+                    options = OPTIONS[option]
+                    step = jax.value_and_grad(lambda h, w, f=function, o=options: f(h, w, **o), (0, 1), has_aux=True)
                     yield f"{name}, {kind}, {option}", jax.jit(step)(h, w)
 
 
-def in_torch() -> Iterator[tuple[str, Any]]:
-    def given(options: dict[str, Any]) -> dict[str, Any]:
-        of = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-        return {name: float(x) if isinstance(x, np.floating) else x for name, x in of.items()}
+def compute_in_torch() -> Iterator[tuple[str, Any]]:
+    def make_tensors(options: dict[str, Any]) -> dict[str, Any]:
+        tensors = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+        return {name: float(x) if isinstance(x, np.floating) else x for name, x in tensors.items()}
 
     for dtype in (torch.float32, torch.bfloat16):
         for option, options in OPTIONS.items():
             h, w = torch.tensor(HIDDEN, requires_grad=True), torch.tensor(WEIGHT).to(dtype).requires_grad_()
-            out = lce_torch_bridge.linear_logprobs(h, w, torch.from_numpy(LABELS).long(), **given(options))
+            out = lce_torch_bridge.linear_logprobs(h, w, torch.from_numpy(LABELS).long(), **make_tensors(options))
             fields = [x for x in (out.logprobs, out.entropy, out.lse, out.candidate_logprobs) if x is not None]
             sum(x.sum() * (i + 1) for i, x in enumerate(fields)).backward()
             yield f"torch, linear_logprobs, {dtype}, {option}", [*(x for x in out if x is not None), h.grad, w.grad]
@@ -152,19 +154,19 @@ def in_torch() -> Iterator[tuple[str, Any]]:
 
 
 def digests() -> dict[str, str]:
-    found = {}
-    for of in (in_jax, on_meshes, in_torch):
-        for name, tree in of():
+    digests_by_name = {}
+    for generate in (compute_in_jax, compute_on_meshes, compute_in_torch):
+        for name, tree in generate():
             leaves = tree if isinstance(tree, list) else jax.tree.leaves(tree)
-            found |= {f"{name}, {i}": digest(x) for i, x in enumerate(leaves)}
-    return found
+            digests_by_name |= {f"{name}, {i}": digest(x) for i, x in enumerate(leaves)}
+    return digests_by_name
 
 
 if __name__ == "__main__":
-    found = digests()
+    after = digests()
     if sys.argv[1:]:
         before = json.loads(pathlib.Path(sys.argv[1]).read_text())
-        names = sorted(name for name in {*before, *found} if before.get(name) != found.get(name))
-        print("\n".join([*names, f"{len(names)} of {len({*before, *found})} differ"]))
+        names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+        print("\n".join([*names, f"{len(names)} of {len({*before, *after})} differ"]))
         sys.exit(bool(names))
-    print(json.dumps(found, indent=0))
+    print(json.dumps(after, indent=0))

@@ -1,9 +1,9 @@
 """The code blocks of a page of documentation, and what they print.
 
-A ``python`` block is a whole program: it is pasted into a fresh interpreter. On a page that says `IN_ORDER` it goes on
-from the blocks above it, and they are pasted together. A ``text`` block right after it is what it prints. A comment
-``<!-- needs a GPU -->`` stands above a block with a Megatron model: without a GPU the line `WITHOUT_A_GPU`, which the
-page shows, runs first. A block that begins with `HUGGING_FACE` runs with `SMALL_MODEL`, which nothing downloads.
+A ``python`` block is a complete program: it is pasted into a fresh interpreter. On a page that says `IN_ORDER`, all
+blocks are pasted into one interpreter, in order. A ``text`` block right after a block is what the block prints. The
+comment ``<!-- needs a GPU -->`` marks a block with a Megatron model: without a GPU, the line `WITHOUT_A_GPU`, which the
+page shows, runs first. A block that begins with `HUGGING_FACE` runs with `SMALL_MODEL`, so nothing is downloaded.
 
 ``python -m tests.doc_blocks docs/mesh.md`` checks a page; with ``--write`` it writes what the blocks print into it.
 """
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-IN_ORDER = "Paste the blocks of this page in order: each goes on from those above it."
+IN_ORDER = "Paste the blocks of this page in order: each needs the blocks above it."
 HUGGING_FACE = "from transformers import AutoModelForCausalLM\n"
 SMALL_MODEL = """
 import sys, types, torch
@@ -46,31 +46,31 @@ class Block(NamedTuple):
     language: str
     code: str
     line: int
-    printed: str | None  # the text block after it
-    gpu: bool  # the page says that it needs one
+    printed: str | None  # the ``text`` block after it
+    gpu: bool  # whether the page says that it needs a GPU
 
     def program(self) -> str:
-        """What is pasted on this machine."""
+        """Returns the code that is pasted on this machine."""
         if self.code.startswith(HUGGING_FACE):
             return f"{SMALL_MODEL}{self.code}"
         return f"{WITHOUT_A_GPU}\n{self.code}" if self.gpu and not shutil.which("nvidia-smi") else self.code
 
 
 def parts(page: Path) -> Iterator[Block]:
-    """The blocks of a page in order."""
+    """Yields the blocks of a page in order."""
     text = page.read_text()
-    for found in PART.finditer(text):
-        line = text.count("\n", 0, found.start("language")) + 1
-        yield Block(found["language"], found["code"], line, found["printed"], found["gpu"] is not None)
+    for match in PART.finditer(text):
+        line = text.count("\n", 0, match.start("language")) + 1
+        yield Block(match["language"], match["code"], line, match["printed"], match["gpu"] is not None)
 
 
-def in_order(page: Path) -> bool:
-    """Whether its blocks go on from one another."""
+def runs_in_order(page: Path) -> bool:
+    """Returns whether the blocks of a page are pasted into one interpreter."""
     return IN_ORDER in " ".join(page.read_text().split())
 
 
 def run(page: Path) -> Iterator[tuple[Block, str]]:
-    """Each Python block of a page after it has run, in one interpreter, with what it printed."""
+    """Runs the Python blocks of a page in one interpreter. Yields each with what it printed."""
     name = page.relative_to(ROOT).as_posix()
     namespace: dict[str, Any] = {"__name__": name}
     for block in parts(page):
@@ -83,7 +83,7 @@ def run(page: Path) -> Iterator[tuple[Block, str]]:
 
 
 def check(page: Path) -> int:
-    """Runs a page, raises if a block prints something else than the page says, and returns the number of blocks."""
+    """Runs a page and returns its number of blocks. Raises an error if a block does not print what the page says."""
     count = 0
     for block, printed in run(page):
         assert printed == (block.printed or ""), f"{page.name}:{block.line} prints\n{printed}"
@@ -92,7 +92,7 @@ def check(page: Path) -> int:
 
 
 def write(page: Path) -> None:
-    """Puts what the blocks print into the page."""
+    """Writes what the blocks print into the page."""
     text = page.read_text()
     for block, printed in run(page):
         if block.printed is not None:

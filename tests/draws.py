@@ -1,4 +1,4 @@
-"""Arrays that modules of tests draw as they are imported: by NumPy, because JAX compiles a program for each shape."""
+"""Draws the arrays of test modules at their import, with NumPy, because JAX would compile a program for each shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of `lce_jax.run.kernels` on the CPU: each interpreted by Pallas, on the memory at its addresses."""
+"""Runs kernels of `lce_jax.run.kernels` on the CPU: Pallas interprets them, on the memory at their addresses."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lce_jax.run.kernels import Kernel
 
 
 def compiled(kernels: Sequence[Kernel], *_: Any) -> list[Callable[..., Any]]:
-    """What `lce_jax.run.kernels.compiled` returns, for memory of the CPU."""
+    """Returns what `lce_jax.run.kernels.compiled` returns, for memory of the CPU."""
     return [lambda _, at, kernel=kernel: functools.partial(_launch, kernel, at) for kernel in kernels]
 
 
 def _launch(kernel: Kernel, at: int) -> None:
     structs = [kernel.arrays[i] for i in kernel.operands]
     addresses = (ctypes.c_uint64 * (len(structs) + len(kernel.results))).from_address(at)
-    given = [memory(address, x).copy() for address, x in zip(addresses, structs, strict=False)]
+    operands = [memory(address, x).copy() for address, x in zip(addresses, structs, strict=False)]
     arrays = [np.zeros(x.shape, x.dtype) for x in kernel.arrays]
-    for place, x in zip(kernel.operands, given, strict=True):
+    for place, x in zip(kernel.operands, operands, strict=True):
         arrays[place] = x
-    found = jax.tree.leaves(_jitted(kernel)(*arrays))
-    for number, x in zip(kernel.returned, found, strict=True):
+    results = jax.tree.leaves(_jitted(kernel)(*arrays))
+    for number, x in zip(kernel.returned, results, strict=True):
         memory(addresses[len(structs) + number], kernel.results[number])[...] = np.asarray(x)
 
 
@@ -44,7 +44,7 @@ def _jitted(kernel: Kernel) -> Callable[..., Any]:
 
 
 def memory(address: int, struct: Any) -> np.ndarray:
-    """An array where it lies, read on where a call has fewer rows than its kernels."""
+    """Returns the array at an address. If a call has fewer rows than its kernels, the array reads on after them."""
     size = int(np.prod(struct.shape)) * jnp.dtype(struct.dtype).itemsize
     return (
         np.frombuffer((ctypes.c_ubyte * size).from_address(address), np.uint8).view(struct.dtype).reshape(struct.shape)

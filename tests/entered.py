@@ -1,7 +1,7 @@
-"""The functions of packages that a call enters: what a reader follows.
+"""The functions of packages that a call enters, which a reader has to follow.
 
-`python -m tests.entered` prints how many there are, in how many files, for a few calls and their gradients. The first
-call is cold: its programs are not traced yet.
+`python -m tests.entered` prints how many they are, and in how many files, for a few calls and their gradients. Programs
+are traced anew for each first call.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Entered(NamedTuple):
 
 
 def entered(call: Callable[[], Any], *packages: ModuleType) -> Entered:
-    """Those of ``packages``, in autograd's threads too."""
-    folders, found = tuple(str(Path(str(package.__file__)).parent) for package in packages), set()
+    """Returns the functions of ``packages`` that ``call`` enters, also in autograd's threads."""
+    folders, functions = tuple(str(Path(str(package.__file__)).parent) for package in packages), set()
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(folders) and not code.co_name.startswith("<"):
-            found.add((code.co_filename, code.co_qualname))
+            functions.add((code.co_filename, code.co_qualname))
 
     before = sys.getprofile()
     threading.setprofile_all_threads(watch)
@@ -54,7 +54,7 @@ def entered(call: Callable[[], Any], *packages: ModuleType) -> Entered:
         call()
     finally:
         threading.setprofile_all_threads(before)
-    return Entered(sorted(found))
+    return Entered(sorted(functions))
 
 
 HIDDEN, WEIGHT, LABELS = jnp.ones((5, 11)), jnp.ones((37, 11)), jnp.arange(5)
@@ -94,7 +94,7 @@ def differentiate_loss(leaves: p.Problem) -> None:
 
 
 def forget_programs() -> None:
-    """What the packages keep of earlier calls."""
+    """Clears what the packages cache."""
     jax.clear_caches()
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("lce_jax", "lce_torch_bridge"):
@@ -105,7 +105,7 @@ def forget_programs() -> None:
 
 def print_all() -> None:
     for name, call in ON_A_CPU.items():
-        forget_programs()  # what is traced already is not entered again
+        forget_programs()  # a cached trace would not be entered again
         print(f"{name}, JAX on a CPU: {entered(call, lce_jax)}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_dispatch, "current_device", lambda *_, **__: H200)

@@ -1,4 +1,4 @@
-"""What the tests of both Flax heads share: shapes, options, meshes, and the results from stored logits."""
+"""Shapes, options, meshes and results from stored logits, which the tests of both Flax heads share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def data_by_tensor(axis_type=AxisType.Auto):
 
 
 def batch():
-    """Hidden states and labels."""
+    """Draws hidden states and labels."""
     draws = Draws()
     return draws.normal(BATCH, SEQUENCE, HIDDEN), draws.integers(0, VOCAB, BATCH, SEQUENCE)
 
@@ -49,37 +49,37 @@ IDS = DRAWS.integers(0, VOCAB, BATCH, SEQUENCE, 3).at[..., 1].set(-1)
 
 
 class Head(NamedTuple):
-    """A head of either library: a method by its name, as a function of the parameters too."""
+    """A head of either library: its parameters, and a function that calls a method by its name with parameters."""
 
     call: Callable[..., Any]
     params: Any
 
 
 def results(head, hidden, labels, stored=False):
-    """In one program its logits, what its methods return and the gradients, or what stored logits have for them."""
+    """Computes gradients, logits and top k of a head in one program, by its methods or from stored logits."""
 
-    def of_methods(params, hidden):
+    def call_methods(params, hidden):
         out = head.call(params, "logprobs", hidden, labels, temperature=0.5, candidates=IDS)
         options = {"ignore_index": 3, "z_loss": 1e-3, "label_smoothing": 0.1}
         loss = head.call(params, "loss", hidden, labels, **options)
-        own = {"old_logprob": OLD, "advantage": ADVANTAGE, "where": labels != 3}
-        policy, _ = head.call(params, "linear_loss", losses.ppo_clip, hidden, labels, **own)
+        arguments = {"old_logprob": OLD, "advantage": ADVANTAGE, "where": labels != 3}
+        policy, _ = head.call(params, "linear_loss", losses.ppo_clip, hidden, labels, **arguments)
         return *out[:3], out.candidate_logprobs, loss, policy
 
-    def of_logits(params, hidden):
+    def use_stored_logits(params, hidden):
         logits = head.call(params, "__call__", hidden)
         log_p = jax.nn.log_softmax(logits / 0.5)
         candidates = jnp.where(IDS < 0, 0.0, jnp.take_along_axis(log_p, jnp.maximum(IDS, 0), axis=-1))
-        logprobs, _, lse = from_logits(logits, labels)
+        logprobs, _, lse = compute_from_logits(logits, labels)
         each = -0.9 * logprobs + 0.1 * (lse - jnp.mean(logits, axis=-1)) + 1e-3 * lse**2
         loss = jnp.sum(jnp.where(labels != 3, each, 0.0)) / jnp.sum(labels != 3)
         policy = jnp.sum(losses.ppo_clip(logprobs, None, lse, OLD, ADVANTAGE), where=labels != 3)
-        return *from_logits(logits / 0.5, labels), candidates, loss, policy
+        return *compute_from_logits(logits / 0.5, labels), candidates, loss, policy
 
     def total(params, hidden):
-        found = (of_logits if stored else of_methods)(params, hidden)
-        logprobs, entropy, lse, candidates, loss, policy = found
-        return jnp.sum(logprobs + 0.3 * entropy + 0.1 * lse) + jnp.sum(candidates) + loss + policy, found
+        outputs = (use_stored_logits if stored else call_methods)(params, hidden)
+        logprobs, entropy, lse, candidates, loss, policy = outputs
+        return jnp.sum(logprobs + 0.3 * entropy + 0.1 * lse) + jnp.sum(candidates) + loss + policy, outputs
 
     def step(params, hidden):
         logits = head.call(params, "__call__", hidden)
@@ -90,7 +90,7 @@ def results(head, hidden, labels, stored=False):
 
 
 def assert_same_results(got, want):
-    """Of two heads: everything but the ids of the most likely tokens, which rounding may swap."""
+    """Compares the `results` of two heads. The ids of the most likely tokens may differ: rounding may swap them."""
     (gradients, logits, top), (expected, stored, best) = got, want
     assert_trees_close(jax.tree.leaves(gradients), jax.tree.leaves(expected))
     assert_trees_close(logits, stored)
@@ -104,71 +104,71 @@ TEACHER = {"logit_softcap": 5.0, "pad_to_multiple": 4}  # with another hidden si
 
 
 def teacher_batch():
-    """The teacher's hidden states at the tokens of `batch`."""
+    """Draws the teacher's hidden states at the tokens of `batch`."""
     return jax.random.normal(jax.random.key(7), (BATCH, SEQUENCE, 2 * HIDDEN))
 
 
 def kl_of_logits(logits, teachers):
-    """The forward KL."""
+    """Returns the forward KL."""
     log_q, log_p = jax.nn.log_softmax(logits), jax.nn.log_softmax(teachers)
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
 def token_batch():
-    """Tokens and the label of each, the last of a sequence ignored."""
+    """Draws tokens and their labels. The last label of each sequence is ignored."""
     _, labels = batch()
     return jnp.roll(labels, 1, axis=1), labels.at[:, -1].set(-100)
 
 
 def spoiled_padding(key, shape, dtype):
-    """Normal rows, and padding that would spoil every sum it entered."""
+    """Initializes normal rows, and padding so large that it would spoil every sum."""
     return jax.random.normal(key, shape, dtype).at[VOCAB:].set(100.0)
 
 
-def from_logits(logits, labels):
-    """Log-probability, entropy and lse."""
+def compute_from_logits(logits, labels):
+    """Returns log-probability, entropy and lse."""
     log_p = jax.nn.log_softmax(logits)
     picked = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
     return picked, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), jax.nn.logsumexp(logits, axis=-1)
 
 
 def loss_from_logits(logits, labels):
-    """Mean cross entropy over the labels that are not -100."""
-    kept = labels != -100
+    """Returns the mean cross entropy over the labels that are not -100."""
+    counts = labels != -100
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
-    return jnp.sum(jnp.where(kept, losses, 0.0)) / jnp.sum(kept)
+    return jnp.sum(jnp.where(counts, losses, 0.0)) / jnp.sum(counts)
 
 
 def optimizer():
-    """Adam with an eps well above the rounding of a gradient: dividing by |g| + eps would blow up a tiny one's."""
+    """Returns AdamW. Its eps is well above the rounding of a gradient, so a step does not magnify the rounding."""
     return optax.adamw(1e-2, eps=1e-3)
 
 
 def assert_trees_close(got, expected):
-    """Equal but for float32 sums in another order; products of float32 operands are float32 on CPU."""
+    """Compares trees up to float32 sums in another order. On a CPU, products of float32 operands are float32."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        # Where terms cancel, what is left of their rounding is that of the largest: a few ulp.
+        # Where terms cancel, the rounding of the largest term remains: a few ulp of it.
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=max(2e-6, 4e-7 * np.max(np.abs(b), initial=0.0)))
 
 
 def refuse_wrong_names(head):
-    """Each call names its method, and the option that is meant."""
+    """Checks that every method refuses a wrong name, and names itself and the right option."""
     hidden, labels = batch()
     arguments = {
         "loss": (hidden, labels), "logprobs": (hidden, labels), "topk": (hidden, 3), "kl": (hidden, head, hidden),
         "linear_loss": (losses.cross_entropy, hidden, labels),
     }  # fmt: skip
     wrong = {"temprature": "temperature", "wher": "where", "loss_mask": "where"}
-    for name, given in arguments.items():
+    for name, positional in arguments.items():
         method = getattr(head, name)
         for option, meant in wrong.items():
             start = rf"LMHead\.{name}: unknown option {option} \(did you mean {meant}\?\); known: "
             with pytest.raises(TypeError, match=start) as error:
-                method(*given, **{option: 1})
+                method(*positional, **{option: 1})
             assert not {"bias", "logit_scale", "weight_layout"} & set(str(error.value).split("known: ")[1].split(", "))
         for option in ("bias", "vocab_size", "weight_layout", "precision"):
             with pytest.raises(TypeError, match=rf"LMHead\.{name}: {option} is set where the head is made"):
-                method(*given, **{option: None})
+                method(*positional, **{option: None})
         with pytest.raises(TypeError, match=rf"LMHead\.{name}\(\) missing 1 required positional argument"):
-            method(*given[:-1])
+            method(*positional[:-1])

@@ -1,4 +1,4 @@
-"""Calls of `linear_kl`, and what they must return, in NumPy float64."""
+"""Calls of `linear_kl`, and their right results in NumPy float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lce_jax import linear_kl
 
 
 class Call(NamedTuple):
-    """One call; ``options`` are passed on, and ``G`` is the teacher's hidden size."""
+    """One call. ``options`` go to the function, and ``G`` is the teacher's hidden size."""
 
     name: str
     leading: tuple[int, ...] = (24,)
@@ -22,7 +22,7 @@ class Call(NamedTuple):
     teachers_columns: int | None = None  # None: V
     dtypes: tuple[str, str, str, str] = ("float32",) * 4  # of hidden, weight, and the teacher's
     spread: float = 1.5  # standard deviation of the logits
-    where: bool = False  # rows left out hold NaN
+    where: bool = False  # masked rows hold NaN
     temperature: bool = False  # one value per token
     bias: bool = False  # of both models, NaN in the padding
     options: tuple[tuple[str, Any], ...] = ()
@@ -31,9 +31,9 @@ class Call(NamedTuple):
         return self.name
 
 
-def call(name: str, **given: Any) -> Call:
-    own = {key: given.pop(key) for key in list(given) if key in Call._fields}
-    return Call(name, **own, options=tuple(given.items()))
+def call(name: str, **fields_and_options: Any) -> Call:
+    fields = {key: fields_and_options.pop(key) for key in list(fields_and_options) if key in Call._fields}
+    return Call(name, **fields, options=tuple(fields_and_options.items()))
 
 
 EVERYTHING = call(
@@ -64,7 +64,7 @@ CALLS = [
 
 
 class Drawn(NamedTuple):
-    """The arrays of a call: those with gradients, the teacher's, the options and a cotangent."""
+    """The arrays of a call: the student's, which have gradients, the teacher's, the options and a cotangent."""
 
     student: tuple[jax.Array, ...]  # hidden, weight and the bias, if there is one
     teacher: tuple[jax.Array, ...]
@@ -74,9 +74,9 @@ class Drawn(NamedTuple):
 
 def draw(test: Call, seed: int = 0) -> Drawn:
     rng, options = np.random.default_rng(seed), dict(test.options)
-    live = rng.random(test.leading) < 0.6
+    unmasked = rng.random(test.leading) < 0.6
     if test.where:
-        options["where"] = jnp.asarray(live)
+        options["where"] = jnp.asarray(unmasked)
     if test.temperature:
         options["temperature"] = jnp.asarray(rng.uniform(0.5, 2.0, test.leading), jnp.float32)
     layout = options.get("weight_layout", "vh")
@@ -85,7 +85,7 @@ def draw(test: Call, seed: int = 0) -> Drawn:
     models = []
     for i, (size, count, layout) in enumerate(zip((test.H, test.G), columns, layouts, strict=True)):
         hidden = rng.standard_normal((*test.leading, size))
-        hidden = np.where(live[..., None], hidden, np.nan) if test.where else hidden
+        hidden = np.where(unmasked[..., None], hidden, np.nan) if test.where else hidden
         weight = rng.standard_normal((count, size)) * (test.spread / np.sqrt(size))
         weight = weight if layout == "vh" else weight.T
         arrays = [jnp.asarray(x, dtype) for x, dtype in zip((hidden, weight), test.dtypes[2 * i :], strict=False)]
@@ -103,19 +103,21 @@ class Expected(NamedTuple):
 
 
 def expected(drawn: Drawn) -> Expected:
-    """The divergence and the gradients of Σ seed · kl, with stored logits."""
+    """Computes the divergence and the gradients of Σ seed · kl from stored logits."""
     options, size = drawn.options, drawn.options.get("vocab_size")
-    live = np.ones(drawn.seed.shape, bool) if "where" not in options else np.asarray(options["where"])
+    unmasked = np.ones(drawn.seed.shape, bool) if "where" not in options else np.asarray(options["where"])
     defaults = {"temperature": 1.0, "logit_softcap": None, "logit_scale": 1.0, "weight_layout": "vh"}
-    own = {name: options.get(name, default) for name, default in defaults.items()}
-    teachers = {name: options.get(f"teacher_{name}", "same") for name in defaults}
-    teachers = {name: own[name] if isinstance(x, str) and x == "same" else x for name, x in teachers.items()}
+    student_options = {name: options.get(name, default) for name, default in defaults.items()}
+    teacher_options = {name: options.get(f"teacher_{name}", "same") for name in defaults}
+    teacher_options = {
+        name: student_options[name] if isinstance(x, str) and x == "same" else x for name, x in teacher_options.items()
+    }
     (log_q, slope, hidden, weight), (log_p, *_) = (
-        _log_softmax(arrays, live, size, **of_one)
-        for arrays, of_one in ((drawn.student, own), (drawn.teacher, teachers))
+        _log_softmax(arrays, unmasked, size, **options_of_head)
+        for arrays, options_of_head in ((drawn.student, student_options), (drawn.teacher, teacher_options))
     )
     q, p = np.exp(log_q), np.exp(log_p)
-    seed = np.where(live, np.asarray(drawn.seed, np.float64), 0)[..., None]
+    seed = np.where(unmasked, np.asarray(drawn.seed, np.float64), 0)[..., None]
     if options.get("direction", "forward") == "forward":
         kl, dz = (p * (log_p - log_q)).sum(-1), q - p
     elif options["direction"] == "jsd":
@@ -125,40 +127,40 @@ def expected(drawn: Drawn) -> Expected:
         dz = (1 - beta) * _centred(-np.logaddexp(0, log_p - log_q + np.log(beta) - np.log(1 - beta)), q)
     else:
         kl, dz = (q * (log_q - log_p)).sum(-1), _centred(log_q - log_p, q)
-    draw_ = np.zeros((*live.shape, len(weight)))
+    draw_ = np.zeros((*unmasked.shape, len(weight)))
     draw_[..., : p.shape[-1]] = seed * dz * slope
     flat = draw_.reshape(-1, len(weight))
     dweight = flat.T @ hidden.reshape(-1, hidden.shape[-1])
-    gradients = [draw_ @ weight, dweight if own["weight_layout"] == "vh" else dweight.T, flat.sum(0)]
-    return Expected(np.where(live, kl, 0), tuple(gradients[: len(drawn.student)]))
+    gradients = [draw_ @ weight, dweight if student_options["weight_layout"] == "vh" else dweight.T, flat.sum(0)]
+    return Expected(np.where(unmasked, kl, 0), tuple(gradients[: len(drawn.student)]))
 
 
 def _centred(t, q):
-    """The product q (t - Σ q t), also where q is nearly one-hot: relative to t there, nothing large cancels."""
+    """Returns q (t - Σ q t). t is relative to t at the largest q, so nothing large cancels if q is nearly one-hot."""
     t = t - np.take_along_axis(t, q.argmax(-1)[..., None], -1)
     return q * (t - (q * t).sum(-1, keepdims=True))
 
 
-def _log_softmax(arrays, live, vocab_size, temperature, logit_softcap, logit_scale, weight_layout):
-    """(log-probabilities, d logit / d raw product, hidden, weight [V, H])."""
+def _log_softmax(arrays, unmasked, vocab_size, temperature, logit_softcap, logit_scale, weight_layout):
+    """Returns log-probabilities, d logit / d raw product, hidden, and the weight as [V, H]."""
     hidden, weight, *bias = arrays
     hidden = np.asarray(hidden.astype(weight.dtype).astype(jnp.float32), np.float64)
     weight = np.asarray(weight.astype(jnp.float32), np.float64)
     weight = weight if weight_layout == "vh" else weight.T
-    hidden = np.where(live[..., None], hidden, 0)
+    hidden = np.where(unmasked[..., None], hidden, 0)
     raw = (hidden @ weight.T + (np.asarray(bias[0], np.float64) if bias else 0))[..., :vocab_size]
     z, slope = logit_scale * raw, np.full_like(raw, logit_scale)
     if logit_softcap is not None:
         slope /= np.cosh(z / logit_softcap) ** 2
         z = logit_softcap * np.tanh(z / logit_softcap)
-    tau = np.broadcast_to(np.asarray(temperature, np.float64), live.shape)[..., None]
+    tau = np.broadcast_to(np.asarray(temperature, np.float64), unmasked.shape)[..., None]
     z, slope = z / tau, slope / tau
     z = z - z.max(-1, keepdims=True)
     return z - np.log(np.exp(z).sum(-1, keepdims=True)), slope, hidden, weight
 
 
 def evaluate(drawn: Drawn, function: Any = linear_kl, **more: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The divergence and the gradients of Σ seed · kl in the student's operands."""
+    """Returns the divergence of ``function``, and the gradients of Σ seed · kl in the student's operands."""
 
     def objective(*student: jax.Array) -> Any:
         biases = {"bias": student[2], "teacher_bias": drawn.teacher[2]} if len(student) == 3 else {}

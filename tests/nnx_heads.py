@@ -1,4 +1,4 @@
-"""The NNX heads, and a model around one, that the tests of `lce_jax.flax.nnx` share."""
+"""NNX heads and a model with a head, which the tests of `lce_jax.flax.nnx` share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def make_head(use_bias=False, **options):
 
 
 def functional(head):
-    """The head as a function of its parameters."""
+    """Returns the head as a function of its parameters."""
     graph, state = nnx.split(head)
     return Head(lambda state, name, *args, **options: getattr(nnx.merge(graph, state), name)(*args, **options), state)
 
 
 class Model(nnx.Module):
-    """Embed, a layer, a head of its own or the embedding's."""
+    """An embedding, a layer, and a head that is tied to the embedding or has its own weight."""
 
     def __init__(self, tied, rngs, vocab_axis=None, **options):
         embedding_init = nnx.initializers.normal(1.0)

@@ -1,4 +1,4 @@
-"""A vocabulary over any number of shards, each computed on this one device, without collectives."""
+"""A vocabulary split over any number of shards, which one device computes in turn, without collectives."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from lce_jax.types import scalars
 def linear_logprobs(
     shards: int, hidden: Any, weight: Any, labels: Any, *, where: Any = None, vocab_size: int, **options: Any
 ) -> LogprobOutput:
-    """`lce_jax.linear_logprobs` by the kernels, as each of the shards returns it."""
+    """Returns what each shard returns of `lce_jax.linear_logprobs`, computed by the kernels."""
     options = {**options, "vocab_size": vocab_size, "implementation": "mosaic_gpu"}
     columns = weight.shape[0] // shards
-    given = _describe.describe_call(_options.parse_arguments(options, hidden, weight[:columns], labels, where))
-    spec = _describe.choose_implementation(given.call, scalars.INT32_MAX).replace(padded=vocab_size < weight.shape[0])
-    primals, rows = _describe.make_operands(spec, given)
+    arguments = _describe.describe_call(_options.parse_arguments(options, hidden, weight[:columns], labels, where))
+    spec = _describe.choose_implementation(arguments.call, scalars.INT32_MAX).replace(
+        padded=vocab_size < weight.shape[0]
+    )
+    primals, rows = _describe.make_operands(spec, arguments)
 
     def part_at(primals: Any, rows: Any, start: Any) -> _shard.Part:
         return _shard.Part.of(spec, _shard.cast_hidden(primals), rows, start)
@@ -43,8 +45,8 @@ def linear_logprobs(
         stats, _, _ = first.statistics(False, lambda _: stacked)
         return first.finish(stats, rows.where, None).outputs
 
-    def own(i: int) -> Any:
+    def take_shard(i: int) -> Any:
         return primals._replace(weight=weight[i * columns :][:columns])
 
-    sent = [part(own(i), rows, jnp.int32(i * columns)) for i in range(shards)]
+    sent = [part(take_shard(i), rows, jnp.int32(i * columns)) for i in range(shards)]
     return finished(primals, rows, jax.tree.map(lambda *x: jnp.stack(x), *sent))

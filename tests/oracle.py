@@ -1,4 +1,4 @@
-"""The contract in NumPy float64 with stored logits, apart from the package, and checked by finite differences."""
+"""The right results in NumPy float64, from stored logits. No code is the package's; finite differences check it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Results(NamedTuple):
     lse: np.ndarray
     max_logit: np.ndarray
     min_logit: np.ndarray
-    correct: np.ndarray  # in float64, which knows no ties where float32 rounds two logits to one: see `margin`
+    correct: np.ndarray  # in float64: two logits that float32 rounds to one number differ here, see `margin`
     candidate_logprobs: np.ndarray | None = None
     sum_p_squared: np.ndarray | None = None
     support: np.ndarray | None = None
@@ -25,7 +25,7 @@ def _double(x: Any) -> np.ndarray:
 
 
 def _logits(hidden, weight, bias, temperature, logit_softcap, logit_scale, vocab_size):
-    """Logits over the true vocabulary and d(logit) / d(hidden · weight)."""
+    """Returns logits over the true vocabulary and d(logit) / d(hidden · weight)."""
     z = logit_scale * (hidden @ weight.T + (0 if bias is None else _double(bias)))
     slope = np.full_like(z, logit_scale)
     if logit_softcap is not None:
@@ -35,15 +35,15 @@ def _logits(hidden, weight, bias, temperature, logit_softcap, logit_scale, vocab
     return (z / temperature)[..., :vocab_size], (slope / temperature)[..., :vocab_size]
 
 
-def _softmax(z, inside):
-    """Over the columns ``inside``; 0 at the others."""
-    m = z.max(-1, keepdims=True, where=inside, initial=-np.inf)
-    e = np.where(inside, np.exp(np.minimum(z - m, 0)), 0)
+def _softmax(z, is_in_set):
+    """Returns lse and probabilities over the columns ``is_in_set``. Other columns have the probability 0."""
+    m = z.max(-1, keepdims=True, where=is_in_set, initial=-np.inf)
+    e = np.where(is_in_set, np.exp(np.minimum(z - m, 0)), 0)
     return m + np.log(e.sum(-1, keepdims=True)), e / e.sum(-1, keepdims=True)
 
 
-def _inside(z, labels, logit_floor):
-    """The columns that reach the floor, and the label's."""
+def _select_set(z, labels, logit_floor):
+    """Returns for each column whether it is in the set: its logit reaches the floor, or it is the label's."""
     if logit_floor is None:
         return np.ones(z.shape, bool)
     floor = np.broadcast_to(_double(logit_floor), labels.shape)[..., None]
@@ -58,45 +58,45 @@ def logits(
     hidden, weight, labels, *, where=None, temperature=1.0, logit_softcap=None, logit_scale=1.0, vocab_size=None,
     weight_layout="vh", bias=None, **_unused,
 ) -> np.ndarray:  # fmt: skip
-    """Logits over the true vocabulary; rows with ``where`` False have hidden states of 0."""
+    """Computes logits over the true vocabulary. Rows with ``where`` False have hidden states of 0."""
     weight = _vocabulary_by_hidden(weight, weight_layout)
-    live = np.ones(np.shape(labels), bool) if where is None else np.asarray(where)
-    hidden = np.where(live[..., None], _double(hidden), 0)
-    temperature = np.where(live, np.broadcast_to(_double(temperature), live.shape), 1)
+    unmasked = np.ones(np.shape(labels), bool) if where is None else np.asarray(where)
+    hidden = np.where(unmasked[..., None], _double(hidden), 0)
+    temperature = np.where(unmasked, np.broadcast_to(_double(temperature), unmasked.shape), 1)
     vocab_size = vocab_size or weight.shape[0]
     return _logits(hidden, weight, bias, temperature, logit_softcap, logit_scale, vocab_size)[0]
 
 
 def logprobs(hidden, weight, labels, *, where=None, candidates=None, logit_floor=None, **options) -> Results:
-    """Forward results; rows with ``where`` False are 0."""
+    """Computes all results. Rows with ``where`` False are 0."""
     labels = np.asarray(labels).astype(object) if np.asarray(labels).dtype == np.uint64 else np.asarray(labels)
-    live = np.ones(labels.shape, bool) if where is None else np.asarray(where)
+    unmasked = np.ones(labels.shape, bool) if where is None else np.asarray(where)
     z = logits(hidden, weight, labels, where=where, **options)
     vocab_size = z.shape[-1]
-    inside = _inside(z, labels, logit_floor)
-    lse, p = _softmax(z, inside)
+    is_in_set = _select_set(z, labels, logit_floor)
+    lse, p = _softmax(z, is_in_set)
     owned = (labels >= 0) & (labels < vocab_size)
     column = np.where(owned, labels, 0).astype(np.int64)
     logprob = np.where(owned, np.take_along_axis(z - lse, column[..., None], -1)[..., 0], 0)
     entropy = -(p * (z - lse)).sum(-1)
     at_label = np.take_along_axis(z, column[..., None], -1)[..., 0]
-    highest = z.max(-1, where=inside, initial=-np.inf)
-    lowest = z.min(-1, where=inside, initial=np.inf)
+    highest = z.max(-1, where=is_in_set, initial=-np.inf)
+    lowest = z.min(-1, where=is_in_set, initial=np.inf)
     fields = (logprob, entropy, lse[..., 0], highest, lowest, owned & (at_label == highest))
-    of_candidates = None
+    candidate_logprobs = None
     if candidates is not None:
         ids = np.asarray(candidates)
         column = np.where((ids >= 0) & (ids < vocab_size), ids, 0)
-        of_candidates = np.take_along_axis(z - lse, column, -1) * (column == ids) * live[..., None]
-    squares = np.where(live, (p * p).sum(-1), 0)
-    support = None if logit_floor is None else inside.sum(-1) * live
-    return Results(*(np.where(live, field, 0) for field in fields), of_candidates, squares, support)
+        candidate_logprobs = np.take_along_axis(z - lse, column, -1) * (column == ids) * unmasked[..., None]
+    squares = np.where(unmasked, (p * p).sum(-1), 0)
+    support = None if logit_floor is None else is_in_set.sum(-1) * unmasked
+    return Results(*(np.where(unmasked, field, 0) for field in fields), candidate_logprobs, squares, support)
 
 
 def margin(hidden, weight, labels, logit_floor=None, **options) -> np.ndarray:
-    """The distance of the label's logit to the largest other one: within float32's rounding `correct` is open."""
+    """Returns the distance of the label's logit to the largest other. Within float32's rounding, `correct` is open."""
     z, labels = logits(hidden, weight, labels, **options), np.asarray(labels)
-    outside = ~_inside(z, labels, logit_floor) | (np.arange(z.shape[-1]) == labels[..., None])
+    outside = ~_select_set(z, labels, logit_floor) | (np.arange(z.shape[-1]) == labels[..., None])
     others = np.where(outside, -np.inf, z).max(-1, initial=-np.inf)
     column = np.clip(labels, 0, z.shape[-1] - 1).astype(np.int64)
     return np.abs(np.take_along_axis(z, column[..., None], -1)[..., 0] - others)
@@ -106,27 +106,25 @@ def gradients(
     hidden, weight, labels, seeds, *, where=None, temperature=1.0, logit_softcap=None, logit_scale=1.0,
     vocab_size=None, weight_layout="vh", bias=None, candidates=None, logit_floor=None, **_unused,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """Of Σ seeds[0]·logprobs + seeds[1]·entropy + seeds[2]·lse, with the contract's rule for foreign labels.
+    """Computes the gradients of Σ seeds[0]·logprobs + seeds[1]·entropy + seeds[2]·lse in hidden, weight and a bias.
 
-    With candidates also + seeds[3]·candidate_logprobs.
-
-    In hidden and weight, and in the bias, if there is one.
+    With candidates, the sum also has seeds[3]·candidate_logprobs. A label out of vocabulary has the gradient of -lse.
     """
     matrix = _vocabulary_by_hidden(weight, weight_layout)
     labels = np.asarray(labels)
-    live = np.ones(labels.shape, bool) if where is None else np.asarray(where)
-    hidden = np.where(live[..., None], _double(hidden), 0)
-    g_logprob, g_entropy, g_lse = (np.where(live, _double(seed), 0)[..., None] for seed in seeds[:3])
+    unmasked = np.ones(labels.shape, bool) if where is None else np.asarray(where)
+    hidden = np.where(unmasked[..., None], _double(hidden), 0)
+    g_logprob, g_entropy, g_lse = (np.where(unmasked, _double(seed), 0)[..., None] for seed in seeds[:3])
     true_vocab = vocab_size or matrix.shape[0]
-    temperature = np.where(live, np.broadcast_to(_double(temperature), labels.shape), 1)
+    temperature = np.where(unmasked, np.broadcast_to(_double(temperature), labels.shape), 1)
     z, slope = _logits(hidden, matrix, bias, temperature, logit_softcap, logit_scale, true_vocab)
-    lse, p = _softmax(z, _inside(z, labels, logit_floor))
+    lse, p = _softmax(z, _select_set(z, labels, logit_floor))
     entropy = -(p * (z - lse)).sum(-1, keepdims=True)
     onehot = labels[..., None] == np.arange(true_vocab)
     dz = g_logprob * (onehot - p) - g_entropy * p * (z - lse + entropy) + g_lse * p
     if candidates is not None:
         ids = np.asarray(candidates)
-        seed = _double(seeds[3]) * live[..., None] * ((ids >= 0) & (ids < true_vocab))
+        seed = _double(seeds[3]) * unmasked[..., None] * ((ids >= 0) & (ids < true_vocab))
         dz -= p * seed.sum(-1, keepdims=True)
         for k in range(ids.shape[-1]):
             dz += seed[..., k, None] * (ids[..., k, None] == np.arange(true_vocab))
@@ -140,13 +138,13 @@ def gradients(
 
 
 def relative_norm(got: Any, want: Any) -> float:
-    """‖got - want‖ / ‖want‖, and ‖got‖ where want is 0."""
+    """Returns ‖got - want‖ / ‖want‖, or ‖got‖ if want is 0."""
     got, want = _double(got), _double(want)
     norm = np.linalg.norm(want)
     return float(np.linalg.norm(got - want) / (norm if norm > 0 else 1.0))
 
 
 def value_error(got: Any, want: Any) -> float:
-    """The largest error, relative to max(1, |value|)."""
+    """Returns the largest error, relative to max(1, |value|)."""
     got, want = _double(got), _double(want)
     return float(np.max(np.abs(got - want) / np.maximum(1, np.abs(want)), initial=0.0))

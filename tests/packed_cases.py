@@ -1,4 +1,4 @@
-"""Packed rows of tokens, and the plain computation on each sequence by itself, in NumPy."""
+"""Packed rows of tokens, and the plain computation on each sequence, in NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Packed(NamedTuple):
-    """Sequences of tokens in one row, each padded to a multiple; ids from 100 on."""
+    """Sequences of tokens in one row, each padded to a multiple. Token ids begin at 100."""
 
     lengths: list[int]
     multiple: int = 1
@@ -19,7 +19,7 @@ class Packed(NamedTuple):
         return [100 * (i + 1) + np.arange(length) for i, length in enumerate(self.lengths)]
 
     @property
-    def rooms(self) -> list[int]:
+    def padded_lengths(self) -> list[int]:
         return [-(-length // self.multiple) * self.multiple for length in self.lengths]
 
     @property
@@ -28,11 +28,11 @@ class Packed(NamedTuple):
 
     @property
     def cu_seqlens_padded(self) -> np.ndarray:
-        return np.cumsum([0, *self.rooms])
+        return np.cumsum([0, *self.padded_lengths])
 
     @property
     def segment_ids(self) -> np.ndarray:
-        """From 1 on; 0 is padding."""
+        """The sequences' ids from 1 on; 0 is padding."""
         return self.row([np.full(length, i + 1) for i, length in enumerate(self.lengths)], 0)
 
     @property
@@ -40,10 +40,10 @@ class Packed(NamedTuple):
         return self.row(self.sequences, 7)
 
     def row(self, sequences: list[Any], padding: Any) -> np.ndarray:
-        """One value per token of each sequence, and ``padding`` between and after them."""
-        rooms = zip(sequences, self.rooms, strict=True)
+        """Returns one value per token of each sequence, with ``padding`` between and after the sequences."""
+        padded_lengths = zip(sequences, self.padded_lengths, strict=True)
         kind = np.asarray(padding).dtype
-        parts = [np.concatenate([np.asarray(x, kind), np.full(room - len(x), padding)]) for x, room in rooms]
+        parts = [np.concatenate([np.asarray(x, kind), np.full(room - len(x), padding)]) for x, room in padded_lengths]
         return np.concatenate([*parts, np.full(self.padding, padding)])
 
     @property
@@ -62,11 +62,11 @@ PACKED = {
     "padded each": Packed([3, 5, 4], multiple=4),
     "padded, and after": Packed([3, 5, 0, 1], multiple=4, padding=2),
 }
-WITHOUT_SEGMENTS = ("padded each", "padded, and after")  # in which an id cannot tell an empty sequence from padding
+WITHOUT_SEGMENTS = ("padded each", "padded, and after")  # segment ids cannot tell an empty sequence from padding
 
 
 def chunks_of_rank(x: np.ndarray, rank: int, cp_size: int, layout: str) -> np.ndarray:
-    """The chunks of one sequence, or of several rows alike, that a rank has."""
+    """Returns the chunks that a rank has of one sequence, or of several rows."""
     if layout == "contiguous":
         return np.split(x, cp_size, axis=-1)[rank]
     parts = np.split(x, 2 * cp_size, axis=-1)
@@ -74,12 +74,12 @@ def chunks_of_rank(x: np.ndarray, rank: int, cp_size: int, layout: str) -> np.nd
 
 
 def part_of_rank(x: np.ndarray, offsets: Any, rank: int, cp_size: int, layout: str) -> np.ndarray:
-    """The same of each of the sequences that begin at these offsets."""
+    """Returns the chunks that a rank has of each sequence. ``offsets`` are the sequences' beginnings."""
     parts = np.split(x, np.asarray(offsets)[1:-1], axis=-1)
     return np.concatenate([chunks_of_rank(part, rank, cp_size, layout) for part in parts], axis=-1)
 
 
-# Offsets of 4 sequences in 12 tokens, and of the room for each: none of them fit.
+# Offsets of 4 sequences in 12 tokens, and of their padded lengths. They do not fit together.
 MISFITS = {
     "beyond the end": ([0, 5, 13, 13, 13], None),
     "falling": ([0, 5, 3, 12, 12], None),
@@ -93,7 +93,7 @@ MISFITS = {
 
 
 def is_nothing(x: Any) -> bool:
-    """Whether a result is what all of it is where offsets that cannot be looked at do not fit."""
+    """Returns whether all of a result is NaN, the least integer or False, as for traced offsets that do not fit."""
     x = np.asarray(x)
     if x.dtype == np.bool_:
         return not x.any()
@@ -102,7 +102,7 @@ def is_nothing(x: Any) -> bool:
     return bool((x == {"int8": -128, "uint8": 255, "int32": -(2**31), "int64": -(2**63)}[x.dtype.name]).all())
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {  # function, arguments with lists for arrays, message
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {  # the function, its arguments as lists, and the message
     "two ways": (
         "next_tokens",
         {"tokens": [1, 2], "segment_ids": [1, 1], "cu_seqlens": [0, 2]},

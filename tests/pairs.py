@@ -1,8 +1,9 @@
-"""Parameters of a test in fewer combinations than all: `make test` runs a part that `make test-all` completes.
+"""Chooses the combinations of parameters that `make test` runs. `make test-all` runs the others too.
 
-A test is in `make test` unless it is marked ``slow``: another one that stays shows the same mechanism. Of one that is
-marked ``fast`` only those combinations stay whose names hold one of the mark's. Of what has several ``parametrize`` as
-many stay as hold each value: the parameters have been tested alone, or with others, elsewhere.
+A test marked ``slow`` is not in `make test`, because a test that is there shows the same mechanism. Of a test marked
+``fast``, `make test` runs the combinations whose names contain one of the mark's arguments. Of a test with several
+``parametrize``, it runs as many combinations as are needed for each value to occur: other tests have the parameters
+alone, or in other combinations.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ type Test = Callable[..., None]
 
 
 def combined(**values: Collection[Any]) -> Callable[[Test], Test]:
-    """Parametrizes with every combination of ``values``."""
+    """Parametrizes a test with every combination of ``values``."""
 
     def mark(test: Test) -> Test:
         for parameter, some in values.items():
@@ -28,13 +29,13 @@ def combined(**values: Collection[Any]) -> Callable[[Test], Test]:
 
 
 def values_of(parameter: str, values: Iterable[Any], *, slow: Collection[Any]) -> pytest.MarkDecorator:
-    """Parametrizes with the values, of which some are slow."""
+    """Parametrizes a test with ``values``, of which those in ``slow`` are marked."""
     params = [pytest.param(x, marks=pytest.mark.slow if x in slow else ()) for x in values]
     return pytest.mark.parametrize(parameter, params, ids=name)
 
 
 def name(value: Any) -> str:
-    """In a test's name. Arrays are called by their options."""
+    """Returns how a value is written in a test's name. A dict of arrays is written as its keys."""
     if callable(value) and not isinstance(value, type):
         return str(getattr(value, "__name__", value))
     holds_arrays = isinstance(value, dict) and any(hasattr(x, "shape") for x in value.values())
@@ -42,7 +43,7 @@ def name(value: Any) -> str:
 
 
 def mark_slow(items: Iterable[pytest.Item]) -> None:
-    """The combinations that `make test` leaves to `make test-all`. A ``fast`` that names none of them says nothing."""
+    """Marks the combinations that `make test` does not run. A ``fast`` mark that matches none has no effect."""
     tests: dict[str, list[Any]] = collections.defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
@@ -50,22 +51,22 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
     for some in tests.values():
         mark = some[0].get_closest_marker("fast")
         named = [item for item in some if not mark or any(name in item.callspec.id for name in mark.args)] or some
-        kept = covering({item: values_in(item) for item in named}) or named
-        for item in set(some).difference(kept):
+        chosen = cover_values({item: list_values(item) for item in named}) or named
+        for item in set(some).difference(chosen):
             item.add_marker("slow")
 
 
-def values_in(item: Any) -> tuple[Any, ...]:
-    """Of each ``parametrize``, which values the item has."""
+def list_values(item: Any) -> tuple[Any, ...]:
+    """Returns the values of an item by their ids, a tuple for each ``parametrize``."""
     axes = [mark.args[0] for mark in item.iter_markers("parametrize")]
     named = [axis.replace(" ", "").split(",") if isinstance(axis, str) else axis for axis in axes]
     return tuple(tuple(id(item.callspec.params[name]) for name in names) for names in named)
 
 
-def covering[Key](everything: Mapping[Key, Sequence[Hashable]]) -> set[Key]:
-    """Some keys, whose values are all that there are in each place: each time one with most new ones.
+def cover_values[Key](everything: Mapping[Key, Sequence[Hashable]]) -> set[Key]:
+    """Returns keys that together have every value in each place.
 
-    Of several the first whose values are the least used.
+    It adds the key with the most new values each time; of several, the first whose values were used the least.
     """
     pairs = {key: set(enumerate(values)) for key, values in everything.items()}
     missing, chosen = set[Any]().union(*pairs.values()), set()

@@ -1,4 +1,4 @@
-"""What the tests of partitioning share: one call of the operation, its mesh, and how far results may differ."""
+"""One call, its mesh, and the comparison of results, which the tests of partitioning share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lce_jax import linear_logprobs
 from tests import oracle
 from tests.draws import Draws
 
-B, S, H, V = 8, 16, 64, 4096  # several vocabulary tiles a device: XLA merges a single one with the backward's
+B, S, H, V = 8, 16, 64, 4096  # several vocabulary tiles per device: XLA would merge a single tile with the backward's
 DRAWS = Draws()
 HIDDEN = DRAWS.normal(B, S, H)
 WEIGHT = DRAWS.normal(V, H) / 8
@@ -45,19 +45,19 @@ def step(function: Any = linear_logprobs) -> Any:
 
 
 def assert_same(got: Any, want: Any) -> None:
-    ((value, out), grads), ((true, wanted), expected) = got, want
+    ((value, out), grads), ((true, true_out), true_grads) = got, want
     assert oracle.value_error(value, true) < 1e-5
-    for a, b in zip(out[:3], wanted[:3], strict=True):
+    for a, b in zip(out[:3], true_out[:3], strict=True):
         assert oracle.value_error(a, b) < 2e-6
-    for a, b in zip(grads, expected, strict=True):
+    for a, b in zip(grads, true_grads, strict=True):
         assert oracle.relative_norm(a, b) < 1e-5
 
 
 def flops(run: Any, *operands: Any) -> float:
-    """FLOPs of one device's program."""
+    """Returns the FLOPs of one device's program."""
     return run.lower(*operands).compile().cost_analysis()["flops"]
 
 
 def names(x: jax.Array) -> tuple[Any, ...]:
-    """The mesh axes of each dimension."""
+    """Returns the mesh axes of each dimension."""
     return tuple(x.sharding.spec) + (None,) * (x.ndim - len(x.sharding.spec))

@@ -1,4 +1,4 @@
-"""The calls and the meshes of the tests of `sharded_linear_logprobs` and its loss."""
+"""Calls and meshes for the tests of `sharded_linear_logprobs` and `sharded_linear_cross_entropy`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operands of one right call, small: tests of mistakes change one of them."""
+"""The small operands of a right call. Tests of mistakes change one of them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""``python -m tests.small_demo``: the demo's command, on every fourth of its files, with an eighth of its vocabulary.
+"""``python -m tests.small_demo``: the demo's command with a quarter of its files and an eighth of its vocabulary.
 
-And with one layer in place of three, shorter batches, fewer completions. Phase 1 is repeated as on a GPU with kernels.
-What only the tests install cannot be imported: ``make demo`` installs less.
+The model has one layer in place of three; batches are shorter, completions fewer. Phase 1 is repeated as on a GPU with
+kernels. Packages that only the tests install cannot be imported here, because ``make demo`` does not install them.
 
-The rest is the demo's own. ``.ci/run`` runs the demo whole.
+All else is the demo's code. ``.ci/run`` runs the demo in full size.
 """
 
 from __future__ import annotations

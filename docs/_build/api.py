@@ -1,7 +1,7 @@
 """``python docs/_build/api.py``: the API pages, one for each public name, with an index for each module.
 
-They stand in ``docs/api``, which is not in git: ``SUMMARY.md`` there is their navigation, and ``names.json`` says to
-``docstrings.py`` which names have a page.
+They are written to ``docs/api``, which is not in git. ``SUMMARY.md`` there is their navigation. ``docstrings.py`` reads
+in ``names.json`` which names have a page.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PAGES = ROOT / "docs" / "api"
 
 
 class Section(NamedTuple):
-    """An index page: its title, and by heading the modules whose names it lists."""
+    """An index page: its title, and the modules whose names it lists, by heading."""
 
     title: str
-    modules: dict[str, str]  # heading: module; the first has the section's introduction
+    modules: dict[str, str]  # heading: module; the first module has the section's introduction
 
 
 SECTIONS = {
@@ -52,25 +52,25 @@ SECTIONS = {
     ),
 }
 KINDS = "Functions", "Over a mesh whose axes are named", "Classes"
-# A package of the same name hides the function from the parser of docstrings, which reads files.
+# The parser of docstrings reads files, and a package of the same name hides the function from it.
 WHERE = {"lce_jax.explain": "lce_jax.explain.explain"}
 
 
 def names_of(module: str) -> dict[str, Any]:
-    """The public names of a module that are no modules themselves, in the order of kind and name."""
-    found = importlib.import_module(module)
-    values = {name: getattr(found, name) for name in getattr(found, "__all__", ["LMHead"])}  # a Flax module has no list
+    """Returns the public names of a module without submodules, ordered by kind and name."""
+    imported = importlib.import_module(module)
+    values = {name: getattr(imported, name) for name in getattr(imported, "__all__", ["LMHead"])}  # Flax: no list
     rank = {name: kind(name, x) for name, x in values.items()}
     return {name: values[name] for name in sorted(values, key=rank.__getitem__) if not inspect.ismodule(values[name])}
 
 
 def kind(name: str, value: Any) -> int:
-    """Which of `KINDS` a name is."""
+    """Returns the index in `KINDS` of a name."""
     return int(name.startswith("sharded_")) if inspect.isfunction(value) else 2
 
 
 def summary(value: Any) -> str:
-    """The first sentence of a docstring, for a cell of a table."""
+    """Returns the first sentence of a docstring, for a cell of a table."""
     described = inspect.isfunction(value) or inspect.isclass(value)
     text = (inspect.getdoc(value) or "") if described else ""
     first = " ".join(text.partition("\n\n")[0].split())
@@ -79,7 +79,7 @@ def summary(value: Any) -> str:
 
 
 def page(path: str, value: Any) -> str:
-    """The page of one name. A function has no headings to list beside it."""
+    """Returns the page of a name. A function's page has no table of contents, because it has no headings."""
     contents = "" if inspect.isclass(value) else "hide: [toc]\n"
     heading = f'heading: "{path}", toc_label: "{path}"'
     return (
@@ -88,22 +88,23 @@ def page(path: str, value: Any) -> str:
 
 
 def index(section: Section) -> str:
-    """The index page of a section: what its modules say of themselves, and a table of their names."""
+    """Returns the index page of a section: the docstrings of its modules, and a table of their names."""
     parts = [f"# {section.title}\n"]
     for heading, module in section.modules.items():
         parts += [f"## {heading}\n"] * bool(heading)
         if inspect.getdoc(importlib.import_module(module)) and module not in ("lce_jax", "lce_torch_bridge"):
             parts.append(f"::: {module}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}\n")
-        groups = [(of, dict(found)) for of, found in itertools.groupby(names_of(module).items(), lambda x: kind(*x))]
-        for of, names in groups:
-            parts += [f"##{'#' * bool(heading)} {KINDS[of]}\n"] * (len(groups) > 1)
+        by_kind = itertools.groupby(names_of(module).items(), lambda x: kind(*x))
+        groups = [(kind_number, dict(members)) for kind_number, members in by_kind]
+        for kind_number, names in groups:
+            parts += [f"##{'#' * bool(heading)} {KINDS[kind_number]}\n"] * (len(groups) > 1)
             cells = [f"| [`{name}`]({module}.{name}.md) | {summary(x)} |" for name, x in names.items()]
             parts.append("\n".join(["| name | |", "|---|---|", *cells]) + "\n")
     return "\n".join(parts)
 
 
 def pages() -> dict[str, str]:
-    """Every file of ``docs/api`` by its name."""
+    """Returns the text of every file of ``docs/api`` by its name."""
     made, nav, public = {}, [], []
     for name, section in SECTIONS.items():
         made[f"{name}.md"] = index(section)

@@ -1,4 +1,4 @@
-"""What a tile costs a GPU on which no kernel has been timed: counted from the tiles and from NVIDIA's specifications."""
+"""The cost of a tile on GPUs where no kernel was timed, counted from the tiles and from NVIDIA's specifications."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lce_jax.mosaic.common._tiles import COMPUTE_WARPGROUPS, ROW_BLOCK, TILE_N
 
 HIDDEN_SIZE, ITEMSIZE = 4096, 2
 WARPS = 4 * COMPUTE_WARPGROUPS
-SMEM_BYTES_A_CYCLE = 128  # of a multiprocessor, on all of these
+SMEM_BYTES_A_CYCLE = 128  # of a multiprocessor, on all these cards
 
 
 class Card(NamedTuple):
-    """Dense bfloat16 with sums in float32, at the boost clock."""
+    """A card's speeds: of dense bfloat16 products with float32 sums, at the boost clock."""
 
     name: str
-    table: str  # of its registers, in tests/compiled
+    table: str  # names the file in tests/compiled with its registers
     generation: Generation
     flops: float  # a second
     core_count: int
@@ -37,19 +37,19 @@ CARDS = (
 
 
 def bounds() -> str:
-    """A line a card: shares of the time that the tensor cores take for a tile, and what L2 must give in that time."""
+    """Returns a table with a row per card: shares of the tensor cores' time for a tile, and the bytes from L2 in it."""
     head = ["", "registers", "shared memory of a block", "tile, µs", "shared memory", "DRAM", "from L2"]
     return markdown(head, [line(card) for card in CARDS])
 
 
 def line(card: Card) -> list[str]:
-    """Of one card."""
+    """Returns the row of a card."""
     tuning = card.generation.tunings.tuning
     seconds = 2 * ROW_BLOCK * TILE_N * HIDDEN_SIZE / (card.flops / card.core_count)
-    # A warp reads 32 rows and half of the columns; every operand comes in once.
+    # A warp reads 32 rows and half of the columns. Every operand is written to shared memory once.
     numbers = WARPS * (ROW_BLOCK // 4 + TILE_N // COMPUTE_WARPGROUPS) + ROW_BLOCK + TILE_N
     shared = numbers * HIDDEN_SIZE * ITEMSIZE / (SMEM_BYTES_A_CYCLE * card.clock)
-    of_tile = (ROW_BLOCK + TILE_N) * HIDDEN_SIZE * ITEMSIZE
+    tile_bytes = (ROW_BLOCK + TILE_N) * HIDDEN_SIZE * ITEMSIZE
     # A wave of tiles, `snake` row blocks high, reads its rows and its columns from DRAM once.
     wave = (tuning.snake * ROW_BLOCK + card.core_count / tuning.snake * TILE_N) * HIDDEN_SIZE * ITEMSIZE
     return [
@@ -59,7 +59,7 @@ def line(card: Card) -> list[str]:
         f"{1e6 * seconds:.0f}",
         f"{100 * shared / seconds:.0f} %",
         f"{100 * wave / card.dram / seconds:.0f} %",
-        f"{card.core_count * of_tile / seconds / 1e12:.1f} TB/s",
+        f"{card.core_count * tile_bytes / seconds / 1e12:.1f} TB/s",
     ]
 
 
@@ -69,10 +69,10 @@ def _column(table: str, number: int) -> int:
 
 
 def registers(table: str) -> int:
-    """The most that a thread of the forward has."""
+    """Returns the registers of a thread of the forward, at most."""
     return _column(table, 0)
 
 
 def smem(table: str) -> int:
-    """The bytes that a block of the forward has, at most."""
+    """Returns the bytes of shared memory of a block of the forward, at most."""
     return _column(table, 4)

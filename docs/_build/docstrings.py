@@ -1,4 +1,4 @@
-"""Our docstrings as the parser of the API pages knows them, with a link where one names a function that has a page."""
+"""Adapts docstrings to the parser of the API pages, and links the names in them that have a page."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import griffe
 RETURNS = re.compile(r"(?<=\nReturns:\n).*?(?=\n\n\S|\Z)", re.DOTALL)
 CODE_OR_COLON = re.compile(r"`[^`]*`|:")
 NAME = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)")
-PUBLIC = Path(__file__).parents[1] / "api" / "names.json"  # by api.py: public name to where the parser finds it
+PUBLIC = Path(__file__).parents[1] / "api" / "names.json"  # written by api.py: the parser's path of each public name
 
 
-def without_types(section: str) -> str:
-    """``section`` as prose: the parser would take what stands before a colon for a type, but not before an entity."""
-    return CODE_OR_COLON.sub(lambda found: "&#58;" if found[0] == ":" else found[0], section)
+def hide_types(section: str) -> str:
+    """Replaces colons by their HTML entity, because the parser would read the words before a colon as a type."""
+    return CODE_OR_COLON.sub(lambda match: "&#58;" if match[0] == ":" else match[0], section)
 
 
-def with_links(text: str, module: str, public: dict[str, str]) -> str:
-    """``text`` with each public name in backticks as a link: a name of the same module first, then of ``lce_jax``."""
+def add_links(text: str, module: str, public: dict[str, str]) -> str:
+    """Makes public names in backticks links: to a name of the same module, else of the package, else of ``lce_jax``."""
     package = module.partition(".")[0]
 
-    def link(found: re.Match[str]) -> str:
-        for path in (f"{module}.{found[1]}", f"{package}.{found[1]}", f"lce_jax.{found[1]}", found[1]):
+    def link(match: re.Match[str]) -> str:
+        for path in (f"{module}.{match[1]}", f"{package}.{match[1]}", f"lce_jax.{match[1]}", match[1]):
             if path in public:
-                return f"[{found[0]}][{public[path]}]"
-        return found[0]
+                return f"[{match[0]}][{public[path]}]"
+        return match[0]
 
     return NAME.sub(link, text)
 
 
 class AsParsed(griffe.Extension):
-    """A section ``Example:`` is what the parser calls ``Examples:``, and ``Returns:`` names no type."""
+    """Renames the section ``Example:`` to the parser's ``Examples:``. ``Returns:`` names no type."""
 
     def __init__(self) -> None:
         self.public = json.loads(PUBLIC.read_text())
@@ -43,7 +43,7 @@ class AsParsed(griffe.Extension):
         """Adapts one docstring."""
         if obj.docstring:
             text = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
-            text = RETURNS.sub(lambda found: without_types(found[0]), text)
+            text = RETURNS.sub(lambda match: hide_types(match[0]), text)
             where = obj.path if obj.is_module else obj.path.rpartition(".")[0]
             module = re.sub(r"\._\w+|\.ops\b", "", where)
-            obj.docstring.value = with_links(text, module, self.public)
+            obj.docstring.value = add_links(text, module, self.public)

@@ -1,7 +1,7 @@
 """``python docs/_build/memory.py``: the numbers behind the calculator of ``docs/memory.md``, from `lce_jax.explain`.
 
-They stand in ``docs/assets/memory-numbers.js``, which is not in git: a page that is opened from a folder may load a
-script, but no data.
+They are in ``docs/assets/memory-numbers.js``, which is not in git. It is a script, because a page that is opened from
+a folder may load a script but no data.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ NUMBERS = ROOT / "docs" / "assets" / "memory-numbers.js"
 TOKENS = tuple(1 << n for n in range(10, 18))
 SHARDS = (1, 2, 4, 8)
 FIRST = "qwen3-8b", 8192, 1  # as in memory.js
-# Of each call, in bytes: forward and both passes, of one copy of the logits, without a cache, with a full one, and
-# `linear_loss`.
+# The rows of the table. Each has two numbers of bytes: of the forward, and of both passes.
 WAYS = (
     "logits stored, one copy",
     "linear_logprobs",
@@ -35,8 +34,8 @@ WAYS = (
 )
 
 
-def of_call(model: str, tokens: int, shards: int) -> list[int]:
-    """The bytes of `WAYS`, forward and both passes in turn."""
+def compute_bytes(model: str, tokens: int, shards: int) -> list[int]:
+    """Returns the bytes of all `WAYS`, of the forward and of both passes in turn."""
     call = ExplainedCall(MODELS[model], tokens, shards, False, jnp.dtype("bfloat16"), "h200")
     plain = call.plan()
     caches = (call.plan(cache_bytes=most) for most in (0, plain.full_cache_bytes))
@@ -46,22 +45,22 @@ def of_call(model: str, tokens: int, shards: int) -> list[int]:
 
 
 def numbers() -> Iterator[tuple[str, list[int]]]:
-    """Every call by its name."""
+    """Yields the name and the bytes of every call."""
     for model in MODELS:
         for tokens in TOKENS:
             for shards in SHARDS:
-                yield f"{model}/{tokens}/{shards}", of_call(model, tokens, shards)
+                yield f"{model}/{tokens}/{shards}", compute_bytes(model, tokens, shards)
 
 
 def first_choice() -> str:
-    """The rows of the page's table for what it shows first, also where no script runs."""
-    sizes = [format_bytes(size) for size in of_call(*FIRST)]
+    """Returns the table's rows for the first choice, which the page shows if no script runs."""
+    sizes = [format_bytes(size) for size in compute_bytes(*FIRST)]
     cells = zip(WAYS, sizes[::2], sizes[1::2], strict=True)
     return "\n".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
 
 
 def main() -> None:
-    """Writes them, with what the page can choose from."""
+    """Writes the numbers, and the choices of the page."""
     choices = {"model": list(MODELS), "tokens": TOKENS, "shards": SHARDS, "ways": WAYS, "bytes": dict(numbers())}
     NUMBERS.write_text(f"const MEMORY = {json.dumps(choices, separators=(',', ':'))};\n")
 

@@ -1,4 +1,4 @@
-"""``python docs/_build/notebooks.py``: the notebooks as pages of the site, with the outputs that they are shipped with."""
+"""``python docs/_build/notebooks.py``: writes the notebooks as pages of the site, with their stored outputs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ PICTURE = re.compile(r"!\[[^\]]*\]\((\S+\.png)\)")
 
 
 def descriptions(notebook: nbformat.NotebookNode) -> list[str]:
-    """What each picture shows, in words, in the order of the page."""
+    """Returns the descriptions of the pictures in the order of the page."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     return [picture.metadata["image/png"]["alt"] for picture in pictures]
 
 
 def page(path: Path) -> tuple[str, dict[str, bytes]]:
-    """A notebook's page, which names the notebook and describes its pictures, and the pictures."""
+    """Returns a notebook's page, which names the notebook and describes its pictures, and the pictures by name."""
     notebook = nbformat.read(path, 4)
     where = {"output_files_dir": path.stem, "unique_key": path.stem}
     text, resources = MarkdownExporter().from_notebook_node(notebook, resources=where)
     described = iter(descriptions(notebook))
-    text = PICTURE.sub(lambda found: f"![{next(described)}]({found[1]})", text)
+    text = PICTURE.sub(lambda match: f"![{next(described)}]({match[1]})", text)
     title, _, rest = text.partition("\n")
     origin = f"`notebooks/{path.name}`, as it was run: [download]({path.name}). `notebooks/pictures` draws its figures."
     return f"{title}\n\n{origin}\n{rest}", resources["outputs"]
 
 
 def main() -> None:
-    """Writes ``docs/notebooks``: a page per notebook, its pictures and the notebook itself beside it."""
+    """Writes ``docs/notebooks``: each notebook, its page and its pictures."""
     PAGES.mkdir(exist_ok=True)
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text, pictures = page(path)

@@ -1,8 +1,7 @@
 """``python docs/_build/programs.py``: writes the programs of ``examples/`` into the pages of ``docs/recipes``.
 
-A program stands between ``<!-- program: examples/NAME.py -->`` and ``<!-- /program -->``; of
-``<!-- program: examples/NAME.py up to main -->`` only what comes before that function. A test checks that each is up to
-date.
+A program stands between ``<!-- program: examples/NAME.py -->`` and ``<!-- /program -->``. With
+``<!-- program: examples/NAME.py up to main -->`` it ends before that function. A test checks that all are up to date.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ PLACE = re.compile(r"(<!-- program: (\S+)(?: up to (\w+))? -->\n)(.*?)(<!-- /pro
 
 
 def block(name: str, end: str | None = None) -> str:
-    """A program as a code block with its name above it, up to a function if one is named."""
-    text, found, _ = (ROOT / name).read_text().partition(f"\n\n\ndef {end}(")
-    if end and not found:
+    """Returns a program as a code block with its name as the title. ``end`` names the function before which it ends."""
+    text, has_end, _ = (ROOT / name).read_text().partition(f"\n\n\ndef {end}(")
+    if end and not has_end:
         raise ValueError(f"{name} has no function {end}")
     return f'```python title="{name}"\n{text.rstrip()}\n```\n'
 
 
-def written(page: Path) -> str:
-    """The text of a page with its programs as they should be."""
-    return PLACE.sub(lambda found: f"{found[1]}{block(found[2], found[3])}{found[5]}", page.read_text())
+def render(page: Path) -> str:
+    """Returns the text of a page with its programs up to date."""
+    return PLACE.sub(lambda match: f"{match[1]}{block(match[2], match[3])}{match[5]}", page.read_text())
 
 
 if __name__ == "__main__":
     for path in PAGES:
-        path.write_text(written(path))
+        path.write_text(render(path))

@@ -1,6 +1,6 @@
 """``python docs/_build/tables.py``: writes the tables of README.md and of the pages from ``benchmarks/*.json``.
 
-What has run where is in ``support.json`` beside this file; ``bench_tables.py`` makes what the bench measured.
+``support.json`` in this folder says what has run where. ``bench_tables.py`` makes the tables of the bench's rows.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``. A test checks that they are up to date.
 """
@@ -26,17 +26,17 @@ import lce_torch_bridge
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
 PLACE = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
-VERSIONS = {"torch": "PyTorch", "triton": "Triton", "cuda": "CUDA", **LIGER}  # that a recorded run may name beside JAX
+VERSIONS = {"torch": "PyTorch", "triton": "Triton", "cuda": "CUDA", **LIGER}  # that a recorded run may name after JAX
 
 
 def errors(run: Run) -> str:
-    """A line per way to compute: the errors of results and gradients, by dtype."""
-    rows = [[name, *(f"{error:.1e}" for error in found)] for name, *found in run["rows"]]
+    """Returns a table of the errors of results and gradients, a row per dtype and way to compute."""
+    rows = [[name, *(f"{error:.1e}" for error in numbers)] for name, *numbers in run["rows"]]
     return markdown(run["columns"], rows)
 
 
 def recorded(run: Run) -> str:
-    """A table as it was printed."""
+    """Returns the table of a recorded run."""
 
     def cell(value: Any) -> str:
         if isinstance(value, list):
@@ -47,36 +47,36 @@ def recorded(run: Run) -> str:
 
 
 def provenance(run: Run, file: str) -> str:
-    """Device, versions, date, command and file of a run that names its command."""
+    """Returns device, versions, date, command and file of a run that names its command."""
     return measured_by(run, run["command"], file, VERSIONS)
 
 
 def functions() -> str:
-    """Every public function, and the packages that have it."""
+    """Returns a table of every public function and the packages that have it."""
     by_name = {name: [name in module.__all__ for module in (lce_jax, lce_torch_bridge)] for name in public_functions()}
-    rows = [[f"`{name}`", *("yes" if there else "–" for there in found)] for name, found in sorted(by_name.items())]
+    rows = [[f"`{name}`", *("yes" if has else "–" for has in each)] for name, each in sorted(by_name.items())]
     return markdown(["function", "`lce_jax`", "`lce_torch_bridge`"], rows, left=3)
 
 
 def public_functions() -> set[str]:
-    """Their names, in both packages."""
+    """Returns the names of public functions in both packages."""
     modules = (lce_jax, lce_torch_bridge)
     return {name for each in modules for name in each.__all__ if inspect.isfunction(getattr(each, name))}
 
 
 def options() -> str:
-    """The keyword arguments of `linear_logprobs`, with their defaults."""
-    found = [inspect.signature(module.linear_logprobs).parameters for module in (lce_jax, lce_torch_bridge)]
-    names = [name for each in found for name, x in each.items() if x.kind is x.KEYWORD_ONLY]
+    """Returns a table of the keyword arguments of `linear_logprobs` and their defaults."""
+    parameters = [inspect.signature(module.linear_logprobs).parameters for module in (lce_jax, lce_torch_bridge)]
+    names = [name for each in parameters for name, x in each.items() if x.kind is x.KEYWORD_ONLY]
     rows = [
-        [f"`{name}`", *(f"`{each[name].default!r}`" if name in each else "–" for each in found)]
+        [f"`{name}`", *(f"`{each[name].default!r}`" if name in each else "–" for each in parameters)]
         for name in dict.fromkeys(names)
     ]
     return markdown(["option", "`lce_jax`", "`lce_torch_bridge`"], rows, left=3)
 
 
 def tables() -> dict[str, str]:
-    """All tables by name."""
+    """Returns all tables by name."""
     accuracy, tpu = load("accuracy"), load("tpu")
     support = json.loads((ROOT / "docs" / "_build" / "support.json").read_text())
     made = {
@@ -98,15 +98,15 @@ def tables() -> dict[str, str]:
 
 
 def source_of(by: str) -> str:
-    """The file that a line of provenance names."""
+    """Returns the file that a line of provenance names."""
     return re.findall(r"`(benchmarks/\w+\.json)`", by)[-1]
 
 
-def written(page: Path, made: dict[str, str]) -> str:
-    """The text of a page with its tables as they should be."""
-    return PLACE.sub(lambda found: f"{found[1]}{made[found[2]]}\n{found[4]}", page.read_text())
+def render(page: Path, made: dict[str, str]) -> str:
+    """Returns the text of a page with its tables up to date."""
+    return PLACE.sub(lambda match: f"{match[1]}{made[match[2]]}\n{match[4]}", page.read_text())
 
 
 if __name__ == "__main__":
     for path in PAGES:
-        path.write_text(written(path, tables()))
+        path.write_text(render(path, tables()))

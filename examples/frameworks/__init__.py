@@ -1,1 +1,1 @@
-"""Each framework's own trainer beside the same with its recipe: ``make test-frameworks``, in their environments."""
+"""Frameworks' own trainers compared with our recipes: ``make test-frameworks`` runs them in their environments."""

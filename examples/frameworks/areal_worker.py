@@ -1,6 +1,6 @@
 """AReaL's FSDP engine with logits and with `lce_torch_bridge.areal`; prints JSON.
 
-``torchrun -m examples.frameworks.areal_worker BACKEND``, in an environment with areal; a BACKEND as AReaL names it:
+``torchrun -m examples.frameworks.areal_worker BACKEND``, in an environment with areal. BACKEND is AReaL's name, such as
 "fsdp:d2".
 """
 
@@ -30,8 +30,8 @@ STEPS = 3
 LOGGED = ("loss/avg", "vocab_min_logits/avg", "vocab_max_logits/avg")
 
 
-def a_model(folder: str) -> str:
-    """The folder, with a small model's configuration and a tokenizer."""
+def make_model(folder: str) -> str:
+    """Writes a small model's configuration and a tokenizer into a folder. Returns the folder."""
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     Qwen3Config(**sizes, **heads, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
@@ -41,21 +41,21 @@ def a_model(folder: str) -> str:
 
 
 def rows(rank: int) -> dict[str, torch.Tensor]:
-    """Sequences of unequal lengths, other ones on each rank; the first four tokens are the prompt."""
+    """Draws sequences of unequal lengths, other ones on each rank. The first four tokens are the prompt."""
     tokens = torch.randint(1, 128, (4, 24), generator=torch.Generator().manual_seed(rank))
     mask = torch.arange(24) < torch.tensor([24, 20, 13, 9])[:, None]
     return {"input_ids": tokens * mask, "attention_mask": mask, "loss_mask": mask & (torch.arange(24) >= 4)}
 
 
 def policy_loss(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: dict[str, Any], **_: Any) -> torch.Tensor:
-    """Of the log-probabilities and the entropy, with an advantage of either sign."""
+    """Returns a loss of log-probabilities and entropy, with advantages of either sign."""
     counts = torch.roll(inputs["loss_mask"].bool(), -1, -1)
     advantage = torch.where(inputs["input_ids"] % 3 == 0, 1.0, -0.5)
     return -((logprobs * advantage + 0.1 * entropy) * counts).sum() / counts.sum()
 
 
-def trained(folder: str) -> dict[str, Any]:
-    """SFT steps and steps of a policy's loss, of the engine that AReaL's trainers ask for."""
+def train(folder: str) -> dict[str, Any]:
+    """Takes SFT steps and steps of a policy's loss, with the engine that AReaL's trainers use."""
     torch.manual_seed(0)
     optimizer = OptimizerConfig(lr=1e-3, warmup_steps_proportion=0.0, lr_scheduler_type="constant")
     config = TrainEngineConfig(
@@ -75,27 +75,27 @@ def trained(folder: str) -> dict[str, Any]:
         engine.train_batch(rows(rank), policy_loss, lambda x: x["loss_mask"].count_nonzero())["grad_norm"]
         for _ in range(STEPS)
     ]
-    scored = engine.forward_batch(rows(rank))
+    logprobs = engine.forward_batch(rows(rank))
     parts = {name: x.to_local().detach().clone() for name, x in engine.model.named_parameters()}
-    return {"losses": losses, "norms": norms, "logprobs": scored, "parameters": parts, "engine": engine}
+    return {"losses": losses, "norms": norms, "logprobs": logprobs, "parameters": parts, "engine": engine}
 
 
-def farthest(got: Any, want: Any) -> float:
+def relative_error(got: Any, want: Any) -> float:
     return ((got - want).norm() / want.norm()).item()
 
 
 def main() -> None:
     logging.getLogger("lce_torch_bridge").addHandler(logging.StreamHandler(sys.stdout))
     with tempfile.TemporaryDirectory() as folder:
-        want = trained(a_model(folder))
+        want = train(make_model(folder))
         installed = ours.install()
-        got = trained(folder)
-    found = {name: (got[name], want[name]) for name in ("losses", "norms")}
-    found |= {"logprobs": farthest(got["logprobs"], want["logprobs"])}
-    found["parameters"] = max(farthest(got["parameters"][name], x) for name, x in want["parameters"].items())
+        got = train(folder)
+    results = {name: (got[name], want[name]) for name in ("losses", "norms")}
+    results |= {"logprobs": relative_error(got["logprobs"], want["logprobs"])}
+    results["parameters"] = max(relative_error(got["parameters"][name], x) for name, x in want["parameters"].items())
     (handle,) = installed.deferrals
-    found |= {"served": handle.served, "stored": handle.stored}
-    print(json.dumps(found), flush=True)
+    results |= {"served": handle.served, "stored": handle.stored}
+    print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The workers and what they import are not collected: their imports belong to processes of their own."""
+"""Workers and their modules are not collected, because they must be imported in their own processes."""
 
 from __future__ import annotations
 

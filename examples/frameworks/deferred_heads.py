@@ -1,10 +1,10 @@
-"""A head with deferred logits beside the same functions called directly, and beside logits that are stored.
+"""Times a head with deferred logits, the same functions called directly, and stored logits.
 
 python -m examples.frameworks.deferred_heads
 
-Cross entropy, and TRL's log-probabilities and entropy of logits, with the gradients of hidden states and weight: times
-and peak memory of one call, and the host's time of small calls, which the GPU does not hide. --tiny is for a look on a
-CPU. Values are compared with those of stored logits first.
+It measures cross entropy, and log-probabilities and entropy as TRL computes them from logits, with the gradients of
+hidden states and weight: times and peak memory of a call, and the host's time of small calls, which the GPU does not
+hide. Values are compared with stored logits first. --tiny runs small shapes on a CPU.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SMALL = (256, 1024, 32000)
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of logits in the head's dtype."""
+    """Returns the cross entropy of logits in the head's dtype."""
     return torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
 def policy_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of log-probabilities and entropies, as TRL computes both from float32 logits of [b, s, V]."""
+    """Returns a loss of log-probabilities and entropies, as TRL computes them from float32 logits [b, s, V]."""
     logits = logits.float() / 0.9
     chosen = logits.gather(-1, labels[..., None]).squeeze(-1)
     logprobs = chosen - torch.stack([row.logsumexp(-1) for row in logits])
@@ -40,7 +40,7 @@ def policy_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def shifted_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As a causal language model of Transformers computes it: of float32 logits and the labels of the next tokens."""
+    """Returns the loss of a causal language model of Transformers, from float32 logits and the next tokens."""
     labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     return torch.nn.functional.cross_entropy(
         logits.float().view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-100
@@ -48,18 +48,18 @@ def shifted_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 
 def direct_cross_entropy(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What `cross_entropy` of deferred logits calls."""
+    """Calls what `cross_entropy` of deferred logits calls."""
     return linear_cross_entropy(hidden, head.weight, labels)
 
 
 def direct_shifted_cross_entropy(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """`shifted_cross_entropy` of one call."""
+    """Computes `shifted_cross_entropy` in one call."""
     labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     return linear_cross_entropy(hidden, head.weight, labels, ignore_index=-100)
 
 
 def direct_policy_loss(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """`policy_loss` of one call."""
+    """Computes `policy_loss` in one call."""
     out: Any = linear_logprobs(hidden, head.weight, labels, temperature=0.9)
     return -(out.logprobs.mean() + 0.01 * out.entropy.mean())
 
@@ -71,8 +71,10 @@ PAIRS = {
 }
 
 
-def ways(of_logits: Callable[..., Any], direct: Callable[..., Any], shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Calls that return the loss and the gradients of hidden and weight: of the same numbers."""
+def make_calls(
+    logits_loss: Callable[..., Any], direct: Callable[..., Any], shape: tuple[int, int, int]
+) -> dict[str, Any]:
+    """Returns three calls, with the same operands, that return the loss and the gradients of hidden and weight."""
     tokens, size, vocab = shape
     torch.manual_seed(0)
     with torch.device(DEVICE):
@@ -83,19 +85,19 @@ def ways(of_logits: Callable[..., Any], direct: Callable[..., Any], shape: tuple
     served.weight = head.weight
     defer_logits(served, strict=True)
 
-    def differentiated(loss: Callable[[], torch.Tensor]) -> Any:
+    def differentiate(loss: Callable[[], torch.Tensor]) -> Any:
         value = loss()
         return value.detach(), *torch.autograd.grad(value, (hidden, head.weight))
 
     return {
-        "stored": lambda: differentiated(lambda: of_logits(head(hidden), labels)),
-        "direct": lambda: differentiated(lambda: direct(head, hidden, labels)),
-        "deferred": lambda: differentiated(lambda: of_logits(served(hidden), labels)),
+        "stored": lambda: differentiate(lambda: logits_loss(head(hidden), labels)),
+        "direct": lambda: differentiate(lambda: direct(head, hidden, labels)),
+        "deferred": lambda: differentiate(lambda: logits_loss(served(hidden), labels)),
     }
 
 
 def compare(name: str, calls: dict[str, Callable[[], Any]]) -> None:
-    """Prints how far loss and gradients are from those of stored logits."""
+    """Prints the distances of loss and gradients from stored logits."""
     want = [x.float() for x in calls["stored"]()]
     for way, call in calls.items():
         errors = [float((x.float() - y).norm() / y.norm()) for x, y in zip(call(), want, strict=True)]
@@ -103,8 +105,8 @@ def compare(name: str, calls: dict[str, Callable[[], Any]]) -> None:
 
 
 def measure(name: str, calls: dict[str, Callable[[], Any]], rounds: int) -> None:
-    """Prints milliseconds and the peak above operands, of each way in turns."""
-    found: dict[str, list[float]] = {way: [] for way in calls}
+    """Times the calls in turns. Prints their milliseconds and their peak memory above operands."""
+    samples: dict[str, list[float]] = {way: [] for way in calls}
     peaks = {}
     for way, call in calls.items():
         call()
@@ -122,13 +124,13 @@ def measure(name: str, calls: dict[str, Callable[[], Any]], rounds: int) -> None
             for _ in range(3):
                 call()
             synchronize()
-            found[way].append((time.perf_counter() - start) / 3)
-    for way, seconds in found.items():
+            samples[way].append((time.perf_counter() - start) / 3)
+    for way, seconds in samples.items():
         print(f"{name}, {way}: {statistics.median(seconds) * 1e3:.2f} ms, {peaks[way]:.2f} GiB", flush=True)
 
 
 def measure_host(name: str, calls: dict[str, Callable[[], Any]]) -> None:
-    """Prints the host's microseconds of a call and its backward, the device being ready."""
+    """Prints the host's microseconds of a call and its backward on an idle device."""
     for way, call in calls.items():
         seconds = []
         for _ in range(60):
@@ -148,10 +150,10 @@ def main() -> None:
     shapes = ((64, 32, 512),) if options.tiny else SHAPES
     for name, pair in PAIRS.items():
         for shape in shapes:
-            calls = ways(*pair, shape)
+            calls = make_calls(*pair, shape)
             compare(f"{name} {shape}", calls)
             measure(f"{name} {shape}", calls, options.rounds)
-        measure_host(f"{name} {SMALL}", ways(*pair, (64, 32, 512) if options.tiny else SMALL))
+        measure_host(f"{name} {SMALL}", make_calls(*pair, (64, 32, 512) if options.tiny else SMALL))
 
 
 if __name__ == "__main__":

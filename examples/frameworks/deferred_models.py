@@ -1,7 +1,7 @@
-"""A tiny model of every class of Transformers that predicts tokens, with what its forward takes.
+"""Makes a tiny model of every class of Transformers that predicts tokens, and its inputs.
 
-A configuration shrinks by the names of its fields: ``RULES``. What the names do not tell stands in ``CONFIGS`` and
-``INPUTS``, by the model's type.
+``RULES`` shrink a configuration by the names of its fields. ``CONFIGS`` and ``INPUTS`` have the exceptions, by the
+model's type.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ RULES: list[tuple[str, Any]] = [  # the first pattern that a field's name matche
     (r"^(max_position_embeddings|n_positions|n_ctx|max_seq_len)$", 64),
     (r"d_state$|^state_size$|ssm_state_size", 8),
 ]  # fmt: skip
-"""Fields whose number only ever shrinks are of whole numbers; ratios, switches and factors are set."""
-REQUIRED = {"num_key_value_heads", "head_dim"}  # None is no number for every class
+"""Whole numbers only shrink. Ratios, switches and factors are set to these values."""
+REQUIRED = {"num_key_value_heads", "head_dim"}  # not every class takes None for them
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
 def split_rope(*sections: int, **more: Any) -> dict[str, Any]:
-    """Rotary embeddings of three axes: the sections add up to half of what is rotated of a head."""
+    """Returns rotary embeddings of three axes. The sections add up to half of a head's rotated size."""
     return {"rope_parameters": DEFAULT_ROPE | {"mrope_section": list(sections)} | more}
 
 
@@ -142,12 +142,12 @@ def make_image(model: Any, name: str = "vision_config") -> dict[str, Any]:
 
 
 def make_sound(*shape: int, name: str = "input_features") -> Callable[[Any], dict[str, Any]]:
-    """A sound in the place of a text."""
+    """Replaces the text by a sound."""
     return lambda _: {name: make_noise(ROWS, *shape), "input_ids": None}
 
 
 def place_images(model: Any, count: int) -> dict[str, Any]:
-    """Tokens whose first ``count`` stand for the image."""
+    """Returns tokens of which the first ``count`` stand for the image."""
     config = model.config
     tokens = make_tokens(ROWS, LENGTH + count)
     tokens[:, :count] = getattr(config, "image_token_index", None) or config.video_token_index
@@ -155,7 +155,7 @@ def place_images(model: Any, count: int) -> dict[str, Any]:
 
 
 def place_queries(model: Any, frames: int = 0) -> dict[str, Any]:
-    """An image, or ``frames``, and the tokens of BLIP's queries of it."""
+    """Returns an image, or ``frames`` images, and the tokens of BLIP's queries."""
     side, queries = model.config.vision_config.image_size, model.config.num_query_tokens
     pixels = make_noise(ROWS, *[frames] * (frames > 0), 3, side, side)
     return place_images(model, queries * max(frames, 1)) | {"pixel_values": pixels}
@@ -204,18 +204,18 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {  # by the class's name or
 
 
 def list_classes() -> dict[str, tuple[str, str]]:
-    """The classes by name: the model's type and the kind of its mapping."""
-    found: dict[str, tuple[str, str]] = {}
+    """Returns the model's type and the kind of each class, by its name."""
+    classes: dict[str, tuple[str, str]] = {}
     for kind, mapping in MAPPINGS.items():
         for model_type, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
             for name in [names] if isinstance(names, str) else names:
                 if model_type in CONFIG_MAPPING_NAMES:
-                    found.setdefault(name, (model_type, kind))
-    return found
+                    classes.setdefault(name, (model_type, kind))
+    return classes
 
 
 def shrink_field(name: str, value: Any, ids: dict[str, int]) -> Any:
-    """The field's small value; ``value`` itself where no rule knows it."""
+    """Returns the small value of a field, or ``value`` if no rule matches."""
     if re.search(r"token_(id|index)$|_token_id_\w+$", name) and isinstance(value, int) and value >= SPECIAL_IDS:
         return ids.setdefault(name, SPECIAL_IDS + len(ids) % 31)
     rule = next((small for pattern, small in RULES if re.search(pattern, name)), None)
@@ -227,7 +227,7 @@ def shrink_field(name: str, value: Any, ids: dict[str, int]) -> Any:
 
 
 def shrink(config: Any, ids: dict[str, int]) -> dict[str, Any]:
-    """The arguments of a small configuration of ``config``'s class; in ``ids``, one name has one id on every level."""
+    """Returns arguments for a small configuration of the class. ``ids`` gives a name the same id on every level."""
     small: dict[str, Any] = {}
     for name in type(config).__dataclass_fields__:
         value, default = vars(config).get(name), getattr(type(config), name, None)
@@ -241,7 +241,7 @@ def shrink(config: Any, ids: dict[str, int]) -> dict[str, Any]:
 
 
 def merge(arguments: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``arguments`` with ``changes``, whose dictionaries change those of the same name."""
+    """Returns ``arguments`` with ``changes``. A dictionary in ``changes`` changes the dictionary of the same name."""
     merged = dict(arguments)
     for name, value in changes.items():
         below = merged.get(name)
@@ -250,7 +250,7 @@ def merge(arguments: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_config(config_class: Any, tied: bool | None = None) -> Any:
-    """A small configuration; ``tied``: whether the head and the embedding share a weight, None is the class's own."""
+    """Makes a small configuration. ``tied``: whether head and embedding share a weight; None is the class's default."""
     first = FIRST.get(config_class.model_type, dict)
     arguments = shrink(config_class(**first()), {})
     if config_class.is_encoder_decoder:
@@ -266,7 +266,7 @@ def tie(arguments: dict[str, Any], tied: bool) -> dict[str, Any]:
 
 
 def make_model(name: str, tied: bool | None = None) -> Any:
-    """The tiny model in training mode, without dropout: what is random in stock would differ between two calls."""
+    """Makes the tiny model in training mode, without dropout, so that two calls do not differ at random."""
     torch.manual_seed(0)
     model_class = getattr(transformers, name)
     model = model_class._from_config(make_config(model_class.config_class, tied), attn_implementation="eager")
@@ -277,14 +277,14 @@ def make_model(name: str, tied: bool | None = None) -> Any:
 
 
 def make_inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Tokens and labels, some of which do not count; what else the class needs, of ``INPUTS``."""
+    """Draws tokens and labels, some of which do not count, and the class's other inputs from ``INPUTS``."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(5, SPECIAL_IDS, (ROWS, LENGTH), generator=generator)
     labels = tokens
     if model.config.is_encoder_decoder:
         labels = torch.randint(5, SPECIAL_IDS, (ROWS, LENGTH), generator=generator)
     labels = labels.masked_fill(torch.arange(LENGTH) < torch.tensor([[3], [0]]), -100)
-    found = {"input_ids": tokens, "labels": labels} | INPUTS.get(
+    inputs = {"input_ids": tokens, "labels": labels} | INPUTS.get(
         type(model).__name__, INPUTS.get(model.config.model_type, lambda _: {})
     )(model)
-    return {name: x for name, x in found.items() if x is not None}
+    return {name: x for name, x in inputs.items() if x is not None}

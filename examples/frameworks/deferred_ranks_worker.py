@@ -1,4 +1,4 @@
-"""A model under DDP, FSDP and FSDP2 with deferred logits and without, on every rank; prints JSON.
+"""Compares a model under DDP, FSDP and FSDP2 with deferred logits and without, on every rank; prints JSON.
 
 ``torchrun --nproc-per-node 2 -m examples.frameworks.deferred_ranks_worker``, in an environment with transformers.
 """
@@ -36,7 +36,7 @@ def wrap_ddp(**options: Any) -> Wrap:
 
 
 def wrap_fsdp(*modules: type[nn.Module]) -> Wrap:
-    """FSDP with the layers, and the modules of these types, in units of their own."""
+    """Returns a wrapper by FSDP. Each layer, and each module of these types, is a unit."""
     return lambda model: FullyShardedDataParallel(
         model, device_id=torch.device("cpu"), use_orig_params=True,
         auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0]), *modules}),
@@ -44,7 +44,7 @@ def wrap_fsdp(*modules: type[nn.Module]) -> Wrap:
 
 
 def wrap_fsdp2(head: bool, reshard: bool | None = None) -> Wrap:
-    """FSDP2; ``head``: the head has a group of its own. Without ``reshard`` the root alone is kept after forward."""
+    """Returns a wrapper by FSDP2. ``head``: the head is a group. Without ``reshard`` only the root stays gathered."""
 
     def wrap(model: Any) -> Any:
         mesh = distributed.init_device_mesh("cpu", (distributed.get_world_size(),))
@@ -82,12 +82,12 @@ def make_local(tied: bool = False, frozen: bool = False, unused: bool = False) -
 
 
 def take_step(model: Any, inputs: dict[str, Any]) -> Step:
-    """The loss, and this rank's part of each gradient."""
+    """Takes a step. Returns the loss, and this rank's part of each gradient."""
     model.zero_grad(set_to_none=True)
     loss = model(**inputs).loss
     loss.backward()
-    found = {name: x.grad for name, x in model.named_parameters()}
-    parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in found.items()}
+    gradients = {name: x.grad for name, x in model.named_parameters()}
+    parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in gradients.items()}
     parts = {name: x if x is None or x.numel() else None for name, x in parts.items()}
     return Step(loss.detach(), 0.0, {name: None if x is None else x.clone() for name, x in parts.items()})
 
@@ -102,7 +102,7 @@ def descend(model: Any, step: int) -> None:
 
 
 def run_case(wrap: Wrap, options: dict[str, Any], defer_first: bool) -> dict[str, Any]:
-    """Three steps of both; logits are deferred before the model is wrapped, or after."""
+    """Compares three steps. ``defer_first``: logits are deferred before the model is wrapped, otherwise after."""
     local = make_local(**options)
     other = copy.deepcopy(local)
     inputs = make_inputs(local)
@@ -141,12 +141,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    wanted = os.environ.get("CASES", "").split(";") if os.environ.get("CASES") else CASES
-    for name in wanted:
+    names = os.environ.get("CASES", "").split(";") if os.environ.get("CASES") else CASES
+    for name in names:
         for defer_first in (True, False):
-            found: list[Any] = [None] * distributed.get_world_size()
-            distributed.all_gather_object(found, run_case(*CASES[name], defer_first))
-            worst = max(found, key=lambda x: x.get("error", float("inf")))
+            by_rank: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(by_rank, run_case(*CASES[name], defer_first))
+            worst = max(by_rank, key=lambda x: x.get("error", float("inf")))
             if distributed.get_rank() == 0:
                 title = f"{name}, {'before' if defer_first else 'after'}"
                 print(json.dumps({"part": "ranks", "name": title} | worst), flush=True)

@@ -1,9 +1,9 @@
-"""Every class of Transformers that predicts tokens, with deferred logits and as it is: the loss and all gradients.
+"""Compares every class of Transformers that predicts tokens with deferred logits and without: loss and gradients.
 
-``python -m examples.frameworks.deferred_sweep [class or model type …]`` prints a line for each, in an environment with
-transformers; ``--page``, of all classes, writes the table of docs/recipes/hugging-face.md. Three steps each, in float32
-and bfloat16, with the head tied to the embedding and not; after the first step the head's weight grows eight times,
-because a cap, a scale or a factor that is left out shows in large logits.
+``python -m examples.frameworks.deferred_sweep [class or model type …]`` prints a line for each class, in an environment
+with transformers. ``--page`` runs all classes and writes the table of docs/recipes/hugging-face.md. Each class takes
+three steps, in float32 and bfloat16, with the head tied to the embedding and not. After the first step the head's
+weight grows eight times, because a missing cap, scale or factor shows in large logits.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from examples.frameworks.deferred_models import SPECIAL_IDS, list_classes, make_
 from lce_torch_bridge import defer_logits
 
 STEPS, GROWTH, RATE = 3, 8.0, 0.05
-LOSS_BOUND, GRADIENT_BOUND = 1e-4, 1e-3  # float32: of the loss, and of a gradient's norm
-NOISE = 1e-6  # rounding, of all gradients' norm (some are zero but for it) and of the largest logit
+LOSS_BOUND, GRADIENT_BOUND = 1e-4, 1e-3  # float32: relative to the loss, and to a gradient's norm
+NOISE = 1e-6  # rounding, relative to the norm of all gradients (one may be only rounding) and to the largest logit
 LARGEST = 10_000_000  # parameters: larger models would take most of the sweep's time
-SMALL = 16  # numbers of a tensor whose error in bfloat16 is chance
-ROUNDING = 2.0, 2.0**-8  # bfloat16: times stock's own error, and what is added to it
+SMALL = 16  # a tensor with fewer numbers has a random error in bfloat16
+ROUNDING = 2.0, 2.0**-8  # bfloat16: the factor of stock's own error, and the term added to it
 PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "hugging-face.md"
 PLACE = re.compile(r"(<!-- sweep -->\n).*?(<!-- /sweep -->)", re.DOTALL)
 TITLES = {"vision": "vision-language"}  # of kinds
@@ -48,7 +48,7 @@ TITLES = {"vision": "vision-language"}  # of kinds
 
 @dataclasses.dataclass
 class Result:
-    """One class in one dtype, tied or not: equal to stock, and how many logits were served and stored."""
+    """The comparison of one class in one dtype, tied or not, and how many logits were served and stored."""
 
     name: str
     kind: str
@@ -56,7 +56,7 @@ class Result:
     tied: bool | None
     error: str = ""  # why stock cannot train it
     refused: str = ""  # what `defer_logits` says
-    differs: str = ""  # the first step and the tensor that differ from stock, with both errors
+    differs: str = ""  # the first step and tensor that differ from stock, with both errors
     served: int = 0
     stored: int = 0
     reasons: list[str] = dataclasses.field(default_factory=list)
@@ -65,16 +65,16 @@ class Result:
 
 @dataclasses.dataclass
 class Step:
-    """The loss and the gradients of a step; a parameter without gradient has None."""
+    """The loss and the gradients of a step. A parameter without gradient has None."""
 
     loss: torch.Tensor
-    largest: float  # of the logits: the loss is a difference of two of this size
+    largest: float  # the largest logit: the loss is a difference of two numbers of this size
     gradients: dict[str, torch.Tensor | None]
 
 
 def run_step(model: Any, inputs: dict[str, Any], seed: int) -> Step:
     model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)  # jitter and masks that a model draws
+    torch.manual_seed(seed)  # for jitter and masks that a model draws
     output = model(**inputs)
     output.loss.backward()
     logits = output.get("logits")
@@ -83,7 +83,7 @@ def run_step(model: Any, inputs: dict[str, Any], seed: int) -> Step:
 
 
 def measure_errors(got: Step, want: Step) -> dict[str, float]:
-    """The loss's error of its size, each gradient's of its norm; infinite for a gradient that one of them lacks."""
+    """Returns the relative errors of the loss and of each gradient, by norm. A missing gradient's is infinite."""
     total = torch.stack(
         [x.double().norm() for x in want.gradients.values() if x is not None] or [torch.zeros(())]
     ).norm()
@@ -91,13 +91,13 @@ def measure_errors(got: Step, want: Step) -> dict[str, float]:
     size = loss.abs() + NOISE / LOSS_BOUND * want.largest + 1e-12
     errors = {"loss": ((got.loss.double() - loss).abs() / size).item()}
     for name, expected in want.gradients.items():
-        found = got.gradients[name]
-        if found is None or expected is None:
-            present = found if expected is None else expected
+        gradient = got.gradients[name]
+        if gradient is None or expected is None:
+            present = gradient if expected is None else expected
             errors[name] = 0.0 if present is None or present.norm() == 0 else float("inf")
             continue
         size = expected.double().norm() + NOISE / GRADIENT_BOUND * total + 1e-12
-        errors[name] = ((found.double() - expected.double()).norm() / size).item()
+        errors[name] = ((gradient.double() - expected.double()).norm() / size).item()
     return {name: float("inf") if error != error else error for name, error in errors.items()}
 
 
@@ -108,10 +108,11 @@ def copy_parameters(source: Any, *targets: Any) -> None:
 
 
 def find_difference(step: int, got: Step, stock: Step, exact: Step | None) -> str:
-    """The worst tensor beyond its bound: beside stock, in float32; beside a float32 model with stock's own error, else.
+    """Returns the worst tensor beyond its bound, in words, or "". In float32 the error is the distance to stock.
 
-    In bfloat16 the error of a few numbers (a scale, a router's bias) is chance. So all tensors together, and the worst
-    of those that are not so small, may be ``ROUNDING`` times as far off as stock's.
+    In other dtypes it is the distance to a float32 model, compared with stock's distance. A tensor of few numbers (a
+    scale, a router's bias) has a random error. So the bound, ``ROUNDING`` times stock's error, holds for all tensors
+    together and for the worst of the larger tensors.
     """
     if exact is None:
         errors = measure_errors(got, stock)
@@ -121,12 +122,12 @@ def find_difference(step: int, got: Step, stock: Step, exact: Step | None) -> st
     errors, allowed = measure_errors(got, exact), measure_errors(stock, exact)
     large = {name for name, x in exact.gradients.items() if x is not None and x.numel() >= SMALL} | {"loss"}
     name = max(large, key=errors.__getitem__)
-    for title, found, own in (
+    for title, error, stock_error in (
         (name, errors[name], max(allowed[name] for name in large)),
         ("root mean square", measure_size(errors), measure_size(allowed)),
     ):
-        if not found <= ROUNDING[0] * own + ROUNDING[1]:
-            return f"step {step}: {title} is {found:.1e} off, stock's {own:.1e}"
+        if not error <= ROUNDING[0] * stock_error + ROUNDING[1]:
+            return f"step {step}: {title} is {error:.1e} off, stock's {stock_error:.1e}"
     return ""
 
 
@@ -135,14 +136,14 @@ def measure_size(errors: dict[str, float]) -> float:
 
 
 def make_models(name: str, tied: bool | None, dtype: torch.dtype) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Stock, its copy, its float32 copy and inputs, after a step of stock has shown that these train it."""
+    """Returns stock, its copy, its float32 copy and inputs, after a step has shown that the inputs train stock."""
     model = make_model(name, tied)
     if (size := sum(x.numel() for x in model.parameters())) > LARGEST:
         raise ValueError(f"{size:,} parameters: CONFIGS must shrink it")
     inputs = make_inputs(model)
     model = model.to(dtype)
     inputs = {key: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for key, x in inputs.items()}
-    copies = copy.deepcopy(model), copy.deepcopy(model).float()  # before a step: some models keep states of it
+    copies = copy.deepcopy(model), copy.deepcopy(model).float()  # before a step, because some models keep its states
     step = run_step(model, inputs, 0)
     find_head(model)
     if not torch.isfinite(step.loss):
@@ -151,7 +152,7 @@ def make_models(name: str, tied: bool | None, dtype: torch.dtype) -> tuple[Any, 
 
 
 def find_head(model: Any) -> Any:
-    """The model's head; where the model does not say which, its ``lm_head``, or its last layer with a row per token."""
+    """Returns the model's head. If the model names none: its ``lm_head``, or its last layer with a row per token."""
     linear = [x for x in model.named_modules() if isinstance(x[1], nn.Linear) and x[1].out_features >= SPECIAL_IDS]
     return model.get_output_embeddings() or max(linear[::-1], key=lambda x: x[0].endswith("lm_head"))[1]
 
@@ -162,7 +163,7 @@ def is_tied(model: Any) -> bool:
 
 
 def compare(name: str, kind: str, dtype: torch.dtype, tied: bool | None) -> Result | None:
-    """Three steps of stock; the other model has its parameters at the start of each. None: ``tied`` changes nothing."""
+    """Compares three steps, each from stock's parameters. Returns None if ``tied`` changes nothing."""
     result = Result(name, kind, str(dtype).removeprefix("torch."), tied)
     start = time.perf_counter()
     try:
@@ -198,7 +199,7 @@ def upcast(inputs: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def update(model: Any, step: int) -> None:
-    """A step of descent; after the first the head grows."""
+    """Takes a step of descent. After the first step the head grows."""
     for x in model.parameters():
         if x.grad is not None:
             x -= RATE * x.grad / x.grad.norm().clamp(min=1.0)
@@ -208,33 +209,33 @@ def update(model: Any, step: int) -> None:
 
 
 def describe(error: Exception) -> str:
-    """The error's type and first line, with the place in Transformers or in the bridge where it was raised."""
+    """Returns the error's type and first line, and the place in Transformers or the bridge that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     known = [x for x in frames if "/transformers/models/" in x.filename or "lce_torch_bridge" in x.filename]
     frame = (known or list(frames))[-1]
-    said = (str(error).strip().splitlines() or [""])[0][:160]
-    return f"{type(error).__name__}: {said} ({shorten(frame.filename)}:{frame.lineno})"
+    line = (str(error).strip().splitlines() or [""])[0][:160]
+    return f"{type(error).__name__}: {line} ({shorten(frame.filename)}:{frame.lineno})"
 
 
 def shorten(place: str) -> str:
-    """Without the folders of this machine."""
+    """Returns the text without the folders of this machine."""
     return " ".join(word.split("site-packages/")[-1] for word in place.split(" "))
 
 
 def sweep(names: Iterable[str] = (), file: TextIO | None = None) -> list[Result]:
-    """The results of the classes whose name, model type or kind is among ``names``; of all, if there are none.
+    """Compares the classes whose name, model type or kind is in ``names``, or all if it is empty.
 
-    Each is printed, and goes to ``file`` as a line of JSON.
+    Each result is printed, and written to ``file`` as a line of JSON.
     """
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    wanted, results = set(names), []
+    chosen, results = set(names), []
     for name, (model_type, kind) in list_classes().items():
-        if wanted and not wanted & {name, model_type, kind}:
+        if chosen and not chosen & {name, model_type, kind}:
             continue
         for dtype in (torch.float32, torch.bfloat16):
-            found = [compare(name, kind, dtype, tied) for tied in (False, True)]
-            rows = [row for row in found if row] or [compare(name, kind, dtype, None)]
+            compared = [compare(name, kind, dtype, tied) for tied in (False, True)]
+            rows = [row for row in compared if row] or [compare(name, kind, dtype, None)]
             rows = rows[:1] if rows[0].error else rows
             print(*map(format_row, rows), sep="\n", flush=True)
             results += rows
@@ -246,14 +247,14 @@ def sweep(names: Iterable[str] = (), file: TextIO | None = None) -> list[Result]
 
 
 def format_row(result: Result) -> str:
-    said = next((f"{word} {x}" for word in ("error", "refused", "differs") if (x := getattr(result, word))), "equal")
+    verdict = next((f"{word} {x}" for word in ("error", "refused", "differs") if (x := getattr(result, word))), "equal")
     tied = {True: "tied", False: "untied", None: ""}[result.tied]
     counts = f"served {result.served}, stored {result.stored} {'; '.join(result.reasons)} {result.seconds:.1f} s"
-    return f"{result.kind:16} {result.name:44} {result.dtype:9} {tied:7} {said} {'' if result.error else counts}"
+    return f"{result.kind:16} {result.name:44} {result.dtype:9} {tied:7} {verdict} {'' if result.error else counts}"
 
 
 def summarize(results: list[Result]) -> dict[str, Any]:
-    """By kind: the classes that stock trains, those equal in every case, those served without a stored logit."""
+    """Counts by kind: classes that stock trains, classes equal in every case, classes that store no logits."""
     table: dict[str, Any] = {}
     for kind in dict.fromkeys(result.kind for result in results):
         names = dict.fromkeys(result.name for result in results if result.kind == kind)
@@ -275,7 +276,7 @@ def summarize(results: list[Result]) -> dict[str, Any]:
 
 
 def format_table(table: dict[str, Any]) -> str:
-    """A summary as a page shows it: a row for each kind, the classes that are not served, and what repeats it."""
+    """Returns a summary for the page: a row per kind, the classes that are not served, and the command."""
     lines = ["| kind | classes | stock trains | equal to stock | of these, no logits stored | differ |",
              "|---|---:|---:|---:|---:|---:|"]  # fmt: skip
     counts = {TITLES.get(kind, kind): [row["classes"], row["trained"], row["equal"], row["served"], len(row["differ"])]
@@ -290,8 +291,8 @@ def format_table(table: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"CPU, {versions}, {datetime.datetime.now(datetime.UTC).date()}: `{command}`"])
 
 
-def write_page(table: dict[str, Any]) -> None:
-    PAGE.write_text(PLACE.sub(lambda found: f"{found[1]}{format_table(table)}\n{found[2]}", PAGE.read_text()))
+def write_page(summary: dict[str, Any]) -> None:
+    PAGE.write_text(PLACE.sub(lambda match: f"{match[1]}{format_table(summary)}\n{match[2]}", PAGE.read_text()))
 
 
 def main() -> None:
@@ -299,15 +300,15 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--page", action="store_true", help="write the page's table, of all classes")
-    told = parser.parse_args()
-    if told.page and told.names:
-        parser.error(f"--page is of all classes: leave out {' '.join(told.names)}")
+    options = parser.parse_args()
+    if options.page and options.names:
+        parser.error(f"--page is of all classes: leave out {' '.join(options.names)}")
     torch.set_num_threads(1)
-    with told.json.open("w") if told.json else contextlib.nullcontext() as file:
-        results = sweep(told.names, file=file)
+    with options.json.open("w") if options.json else contextlib.nullcontext() as file:
+        results = sweep(options.names, file=file)
     table = summarize(results)
     print(json.dumps(table, indent=1))
-    if told.page:
+    if options.page:
         write_page(table)
 
 

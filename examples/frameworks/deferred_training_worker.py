@@ -1,4 +1,4 @@
-"""Trainers and adapters with deferred logits and without, each in the same steps; prints a line of JSON per case.
+"""Compares trainers and adapters with deferred logits and without, in the same steps; prints a line of JSON per case.
 
 ``python -m examples.frameworks.deferred_training_worker [trl] [peft] [trainer] [hooks]``, in an environment with
 transformers, trl, peft and accelerate.
@@ -42,7 +42,7 @@ from examples.frameworks.deferred_sweep import (
 from lce_torch_bridge import defer_logits
 
 STEPS = 4
-NEAR = 1e-5  # float32: a loss of its size, parameters of how far they have moved
+NEAR = 1e-5  # float32: relative to the loss, and to how far the parameters have moved
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -80,7 +80,7 @@ TALKS = [
 
 @dataclasses.dataclass
 class Case:
-    """A trainer of TRL: where it lies, its data, its options, and what else it takes."""
+    """A trainer of TRL: its module, its data, its options, and its other arguments."""
 
     module: Any
     name: str
@@ -105,7 +105,7 @@ TRAINERS = {
 
 
 def arguments(folder: str, **options: Any) -> dict[str, Any]:
-    """Descent without moments: Adam's first steps are the gradients' signs, which turn rounding into differences."""
+    """Returns options for descent without moments. Adam's first steps are signs, which would magnify rounding."""
     return dict(
         output_dir=f"{folder}/out", per_device_train_batch_size=4, max_steps=STEPS, logging_steps=1, learning_rate=0.1,
         optim="sgd", lr_scheduler_type="constant", report_to=[], save_strategy="no", disable_tqdm=True, bf16=False,
@@ -126,7 +126,7 @@ def finish(trainer: Any, handle: Any) -> dict[str, Any]:
 
 
 def train_case(case: Case, folder: str, deferred: str) -> dict[str, Any]:
-    """Four steps of a trainer of TRL; ``deferred`` is "", "model" or "head"."""
+    """Takes four steps of a trainer of TRL. ``deferred`` is "", "model" or "head"."""
     model = make_policy(0, case.kind)
     model.save_pretrained(f"{folder}/{case.kind}")  # TRL loads the reference policy by name
     model = type(model).from_pretrained(f"{folder}/{case.kind}")
@@ -135,7 +135,7 @@ def train_case(case: Case, folder: str, deferred: str) -> dict[str, Any]:
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% generation %} {% endgeneration %}{% endfor %}"
     )
-    told = getattr(case.module, f"{case.name}Config")(**arguments(folder, **case.options))
+    config = getattr(case.module, f"{case.name}Config")(**arguments(folder, **case.options))
     data = datasets.Dataset.from_dict(case.data)
     torch.manual_seed(0)
     target = {"": None, "model": model, "head": getattr(model, "lm_head", model)}[deferred]
@@ -144,7 +144,7 @@ def train_case(case: Case, folder: str, deferred: str) -> dict[str, Any]:
     except Exception as error:
         return {"refused": describe(error)}
     trainer = getattr(case.module, f"{case.name}Trainer")(
-        model=model, args=told, processing_class=tokenizer, train_dataset=data, **case.more()
+        model=model, args=config, processing_class=tokenizer, train_dataset=data, **case.more()
     )
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
@@ -152,7 +152,7 @@ def train_case(case: Case, folder: str, deferred: str) -> dict[str, Any]:
 
 
 def compare_runs(got: dict[str, Any], want: dict[str, Any], start: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The largest error of the losses, of their size, and of the parameters, of how far these have moved."""
+    """Returns the largest relative error of the losses, and of the parameters relative to how far they have moved."""
     losses = zip(got["losses"] + got["evaluated"], want["losses"] + want["evaluated"], strict=True)
     moved = {name: (x - start[name]).norm() for name, x in want["parameters"].items()}
     total = torch.stack(list(moved.values())).norm()
@@ -221,7 +221,7 @@ ADAPTERS: dict[str, Callable[[], peft.PeftConfig]] = {
 
 
 def make_adapted(name: str, when: str) -> tuple[Any, Any]:
-    """A Llama with an adapter, and the handle; logits are deferred before it is added, after it, or never."""
+    """Returns a Llama with an adapter, and the handle. Logits are deferred before the adapter, after it, or never."""
     model = make_model("LlamaForCausalLM", tied="tied" in name)
     handle = defer_logits(model) if when == "before" else None
     second = name == "two adapters of the head"
@@ -235,7 +235,7 @@ def make_adapted(name: str, when: str) -> tuple[Any, Any]:
 
 
 def run_peft(_: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Three steps; the head's own weight and the adapters grow after the first."""
+    """Compares three steps. The head's weight and the adapters grow after the first."""
     for name in [*ADAPTERS, "two adapters of the head"]:
         for when in ("before", "after"):
             try:
@@ -265,7 +265,7 @@ def run_peft(_: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def run_trainer(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The Trainer of Transformers: accumulation with an evaluation, and a run that goes on from a checkpoint."""
+    """Compares Transformers' Trainer: accumulation with an evaluation, and a run that resumes from a checkpoint."""
     tokens = torch.randint(5, 60, (16, 12), generator=torch.Generator().manual_seed(4))
     rows = [{"input_ids": x, "labels": x.masked_fill(torch.arange(12) < i % 5, -100)} for i, x in enumerate(tokens)]
     options = dict(
@@ -276,10 +276,10 @@ def run_trainer(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
         model = make_model("LlamaForCausalLM", tied=False)
         start = copy.deepcopy(model.state_dict())
         handle = defer_logits(model) if defer else None
-        told = transformers.TrainingArguments(
+        config = transformers.TrainingArguments(
             **arguments(f"{folder}/{defer}", **options, label_smoothing_factor=smoothing)
         )
-        trainer = transformers.Trainer(model=model, args=told, train_dataset=rows, eval_dataset=rows[:4])
+        trainer = transformers.Trainer(model=model, args=config, train_dataset=rows, eval_dataset=rows[:4])
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train(resume_from_checkpoint=resume and f"{folder}/{defer}/out/{resume}")
         return finish(trainer, handle), start
@@ -295,8 +295,8 @@ def run_trainer(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, {"raises": describe(error)}
 
 
-class AtBackward(torch.autograd.Function):
-    """As DeepSpeed's: calls a function when the gradient of a module's output arrives."""
+class CallInBackward(torch.autograd.Function):
+    """Calls a function when the gradient of a module's output arrives, as DeepSpeed does."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], x: torch.Tensor) -> torch.Tensor:
@@ -310,23 +310,23 @@ class AtBackward(torch.autograd.Function):
 
 
 def partition(head: Any, way: str, before_backward: bool, marked: bool) -> None:
-    """The weight is there while the head's own forward and backward run, as under ZeRO-3, and is freed between.
+    """Frees the weight except during the head's own forward and backward, as ZeRO-3 does.
 
-    ``way``: "storage" resizes the weight's storage, as FSDP does; "data" gives it an empty one, as DeepSpeed does.
-    ``marked``: the weight says so, as DeepSpeed's do.
+    ``way``: "storage" resizes the weight's storage, as FSDP does; "data" replaces it by an empty one, like DeepSpeed.
+    ``marked``: the weight has DeepSpeed's mark.
     """
-    kept = head.weight.detach().clone()
+    full_weight = head.weight.detach().clone()
     weight, shape = head.weight, head.weight.shape
     if marked:
         weight.ds_id = 0
 
     def gather() -> None:
         if way == "storage":
-            weight.untyped_storage().resize_(kept.untyped_storage().nbytes())
+            weight.untyped_storage().resize_(full_weight.untyped_storage().nbytes())
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
-                weight.copy_(kept)
+                weight.copy_(full_weight)
         else:
-            weight.data = kept.clone().view(shape)
+            weight.data = full_weight.clone().view(shape)
 
     def free() -> None:
         if way == "storage":
@@ -340,7 +340,7 @@ def partition(head: Any, way: str, before_backward: bool, marked: bool) -> None:
 
     head.register_forward_pre_hook(lambda *_: gather())
     if before_backward:
-        head.register_forward_hook(lambda _module, _inputs, output: AtBackward.apply(gather, output))
+        head.register_forward_hook(lambda _module, _inputs, output: CallInBackward.apply(gather, output))
     else:
         head.register_full_backward_pre_hook(lambda *_: gather())
     head.register_forward_hook(lambda *_: free())
@@ -349,7 +349,7 @@ def partition(head: Any, way: str, before_backward: bool, marked: bool) -> None:
 
 
 def run_hooks(_: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """ZeRO-3, where the head computes its logits, and hooks that nothing tells from others, where a loss is refused."""
+    """Compares under ZeRO-3, where the head computes its logits, and under other hooks, where a loss is refused."""
     for way, before_backward, marked in itertools.product(("storage", "data"), (True, False), (True, False)):
         name = f"{way}, {'function on the output' if before_backward else 'backward hook'}"
         try:
@@ -400,7 +400,7 @@ def freeze(model: Any) -> Any:
 
 
 def scale_logits(model: Any) -> Any:
-    """A forward of the user's own, bound after the logits are deferred."""
+    """Binds another forward, after the logits are deferred."""
     forward = model.lm_head.forward
     model.lm_head.forward = lambda x: forward(x) * 3.0
     return model
@@ -424,7 +424,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 def run_changes(_: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is done to a model after its logits are deferred."""
+    """Compares models that change after their logits are deferred."""
     for name, change in CHANGES.items():
         stock = make_model("LlamaForCausalLM", tied=False)
         deferred, inputs = copy.deepcopy(stock), make_inputs(stock)
@@ -453,8 +453,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for part in sys.argv[1:] or PARTS:
         with tempfile.TemporaryDirectory() as folder:
-            for name, found in PARTS[part](folder):
-                print(json.dumps({"part": part, "name": name} | found), flush=True)
+            for name, result in PARTS[part](folder):
+                print(json.dumps({"part": part, "name": name} | result), flush=True)
 
 
 if __name__ == "__main__":

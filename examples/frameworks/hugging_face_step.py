@@ -2,11 +2,11 @@
 
 python -m examples.frameworks.hugging_face_step 4 16
 
-Random weights of the sizes of Qwen 3 0.6B in bfloat16, sequences of 4,096 tokens, activation checkpoints, fused AdamW.
-Each way's loss and gradient of the head, of the same weights, are compared before anything is timed. The arguments are
-how many sequences a step has; --rounds, how often the ways take turns. "Liger's body" is Liger's kernels for norms,
-activations and rotary embeddings as well, which --heads leaves out; --experts takes a mixture of experts instead.
-Needs transformers and liger-kernel, and 80 GB; --tiny is for a look on a CPU, without Liger.
+The model has random weights with the sizes of Qwen 3 0.6B in bfloat16, sequences of 4,096 tokens, activation
+checkpoints and fused AdamW. Loss and gradient of the head are compared before anything is timed. The arguments are the
+numbers of sequences in a step; --rounds says how often the heads take turns. "Liger's body" also uses Liger's kernels
+for norms, activations and rotary embeddings; --heads leaves it out. --experts takes a mixture of experts instead. It
+needs transformers, liger-kernel and 80 GB; --tiny runs a small model on a CPU, without Liger.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_lay
 
 
 def options(document: str | None, *switches: str) -> argparse.Namespace:
-    """Of this command and of `trl_step`; with the sizes of the model and the length of a sequence."""
+    """Parses the options of this command and of `trl_step`, and adds the model's sizes and a sequence's length."""
     parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sequences", type=int, nargs="*", default=[4, 16])
     parser.add_argument("--rounds", type=int, default=4)
     for switch in ("--tiny", *switches):
         parser.add_argument(switch, action="store_true")
-    told = parser.parse_args()
-    told.sizes, told.length = (SIZES | TINY, 64) if told.tiny else (SIZES, 4096)
+    arguments = parser.parse_args()
+    arguments.sizes, arguments.length = (SIZES | TINY, 64) if arguments.tiny else (SIZES, 4096)
     print(torch.cuda.get_device_name() if ON_GPU else "CPU", torch.__version__)
-    return told
+    return arguments
 
 
 def model_of(sizes: dict[str, Any]) -> Any:
@@ -55,7 +55,7 @@ def model_of(sizes: dict[str, Any]) -> Any:
 
 
 def mixture_of(sizes: dict[str, Any]) -> Any:
-    """Qwen 3's mixture of experts, eight layers of 16 experts, with its router's loss."""
+    """Returns Qwen 3's mixture of experts, eight layers of 16 experts, with its router's loss."""
     torch.manual_seed(0)
     moe = dict(num_hidden_layers=min(8, sizes["num_hidden_layers"]), num_experts=16, num_experts_per_tok=2,
                moe_intermediate_size=sizes["intermediate_size"] // 4, output_router_logits=True)  # fmt: skip
@@ -76,7 +76,7 @@ def forget_peak() -> None:
 
 
 def memory() -> str:
-    """The peak of torch's allocator, and what the card holds outside it: CUDA's context, libraries, JAX."""
+    """Returns the peak of torch's allocator, and the card's memory outside it: CUDA's context, libraries, JAX."""
     if not ON_GPU:
         return "no card"
     free, total = torch.cuda.mem_get_info()
@@ -84,9 +84,9 @@ def memory() -> str:
     return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, {outside / 2**30:.1f} GiB outside torch"
 
 
-def ways(told: argparse.Namespace) -> tuple[Any, dict[str, Callable[[], None]]]:
-    """A model, and what makes it train with its own head, with Liger's and with ours."""
-    model = mixture_of(told.sizes) if told.experts else model_of(told.sizes)
+def ways(arguments: argparse.Namespace) -> tuple[Any, dict[str, Callable[[], None]]]:
+    """Returns a model, and functions that make it train with its own head, with Liger's and with ours."""
+    model = mixture_of(arguments.sizes) if arguments.experts else model_of(arguments.sizes)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     patched: list[Any] = []
@@ -106,12 +106,12 @@ def ways(told: argparse.Namespace) -> tuple[Any, dict[str, Callable[[], None]]]:
         stock()
         patched.append(lce_torch_bridge.transformers.patch(model, strict=True))
 
-    with_liger = {"Liger's head": liger} if ON_GPU and not told.experts else {}
+    with_liger = {"Liger's head": liger} if ON_GPU and not arguments.experts else {}
     return model, {"stock": stock, **with_liger, "our head": ours}
 
 
 def compare(model: Any, forwards: dict[str, Callable[[], None]], ids: torch.Tensor) -> list[str]:
-    """Prints each way's loss, and how far its gradient of the head is from that of the first; the ways that fit."""
+    """Prints each loss, and its head gradient's distance to the first. Returns the heads that fit in memory."""
     fits: list[str] = []
     want = None  # in the host's memory
     for name, prepare in forwards.items():
@@ -128,14 +128,14 @@ def compare(model: Any, forwards: dict[str, Callable[[], None]], ids: torch.Tens
         want = got.cpu() if want is None else want
         error = torch.dist(got, want.to(DEVICE)) / want.norm()
         fits.append(name)
-        told = f"loss {loss.item():.5f}, gradient of the head {error:.1e} from that of {fits[0]}"
-        print(f"{len(ids):3d} sequences, {name}: {told}", flush=True)
+        report = f"loss {loss.item():.5f}, gradient of the head {error:.1e} from that of {fits[0]}"
+        print(f"{len(ids):3d} sequences, {name}: {report}", flush=True)
     return fits
 
 
-def measure(model: Any, forwards: dict[str, Callable[[], None]], sequences: int, told: argparse.Namespace) -> None:
+def measure(model: Any, forwards: dict[str, Callable[[], None]], sequences: int, arguments: argparse.Namespace) -> None:
     """Prints milliseconds a step, tokens per second and memory."""
-    ids = torch.randint(0, told.sizes["vocab_size"], (sequences, told.length), device=DEVICE)
+    ids = torch.randint(0, arguments.sizes["vocab_size"], (sequences, arguments.length), device=DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     seconds: dict[str, list[float]] = {name: [] for name in compare(model, forwards, ids)}
     memories: dict[str, str] = {}
@@ -152,31 +152,31 @@ def measure(model: Any, forwards: dict[str, Callable[[], None]], sequences: int,
         forget_peak()
         steps(name, 2)
         memories[name] = memory()
-    for _ in range(told.rounds):
-        for name, found in seconds.items():
+    for _ in range(arguments.rounds):
+        for name, samples in seconds.items():
             steps(name, 1)
             start = time.perf_counter()
             steps(name, STEPS)
-            found.append((time.perf_counter() - start) / STEPS)
-    for name, found in seconds.items():
-        median = statistics.median(found)
+            samples.append((time.perf_counter() - start) / STEPS)
+    for name, samples in seconds.items():
+        median = statistics.median(samples)
         speed = f"{median * 1e3:.1f} ms, {ids.numel() / median:,.0f} tokens/s, {memories[name]}"
         print(f"{sequences:3d} sequences, {name}: {speed}", flush=True)
 
 
-def main(told: argparse.Namespace) -> None:
-    """With the model's own body, then with Liger's."""
-    for sequences in told.sequences:
-        measure(*ways(told), sequences, told)
-    if told.heads or told.experts or not ON_GPU:
+def main(arguments: argparse.Namespace) -> None:
+    """Measures the model's own body, then Liger's."""
+    for sequences in arguments.sequences:
+        measure(*ways(arguments), sequences, arguments)
+    if arguments.heads or arguments.experts or not ON_GPU:
         return
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
     apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=False)
-    for sequences in told.sequences:
-        model, forwards = ways(told)
+    for sequences in arguments.sequences:
+        model, forwards = ways(arguments)
         del forwards["stock"]
-        measure(model, {f"Liger's body, {name}": way for name, way in forwards.items()}, sequences, told)
+        measure(model, {f"Liger's body, {name}": way for name, way in forwards.items()}, sequences, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face with stored logits and without; prints JSON.
+"""Trains with the Trainer of Hugging Face, with stored logits and without; prints JSON.
 
 ``python -m examples.frameworks.hugging_face_worker``, in an environment with transformers and accelerate. With
 ``torchrun``, two ranks under DDP.

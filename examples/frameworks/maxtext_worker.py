@@ -40,61 +40,61 @@ MESHES = {"4": {"ici_fsdp_parallelism": 4}, "2 x 2": SQUARE, "explicit 2 x 2": S
 theirs, their_logits = vocabulary_tiling.vocab_tiling_nnx_loss, max_utils.cross_entropy_with_logits
 
 
-def packed(batch_size: int, seq_len: int, *_: Any) -> jax.Array:
-    """Two sequences in each row, and an end that does not count, longer in each row."""
+def packed_segments(batch_size: int, seq_len: int, *_: Any) -> jax.Array:
+    """Returns two sequences in each row, and padding at its end, more in each further row."""
     places = jnp.arange(seq_len)
     return jnp.where(places < seq_len - 2 * jnp.arange(batch_size)[:, None], 1 + (places >= seq_len // 3), 0)
 
 
-def trained(**options: Any) -> tuple[list[float], Any]:
-    """The losses that MaxText logs, and the parameters after the steps."""
+def run_training(**options: Any) -> tuple[list[float], Any]:
+    """Trains. Returns the losses that MaxText logs, and the parameters after the steps."""
     states, loop = [], train.train_loop
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(train, "train_loop", lambda *given: states.append(loop(*given))),
-        mock.patch.object(synthetic_data_processing, "_make_packed_segment_ids", packed),
+        mock.patch.object(train, "train_loop", lambda *operands: states.append(loop(*operands))),
+        mock.patch.object(synthetic_data_processing, "_make_packed_segment_ids", packed_segments),
     ):
-        told = TINY | options | {"base_output_directory": folder, "metrics_file": f"{folder}/metrics"}
-        train.main(["train", *(f"{name}={value}" for name, value in told.items())])
+        settings = TINY | options | {"base_output_directory": folder, "metrics_file": f"{folder}/metrics"}
+        train.main(["train", *(f"{name}={value}" for name, value in settings.items())])
         lines = Path(f"{folder}/metrics").read_text().splitlines()
     return [json.loads(line)["learning/loss"] for line in lines], states[0].model
 
 
-def with_their_loss(**options: Any) -> tuple[list[float], Any]:
+def train_with_their_loss(**options: Any) -> tuple[list[float], Any]:
     names = {"vocab_tiling_nnx_loss": theirs}
     with mock.patch.multiple(train, **names), mock.patch.object(max_utils, "cross_entropy_with_logits", their_logits):
-        return trained(**options)
+        return run_training(**options)
 
 
-def farthest(got: Any, want: Any) -> float:
-    """The largest relative error of a parameter, by norm."""
+def largest_error(got: Any, want: Any) -> float:
+    """Returns the largest relative error of a parameter, by norm."""
     leaves = [jax.tree.leaves(nnx.to_pure_dict(nnx.filter_state(state, nnx.Param))) for state in (got, want)]
     pairs = [[jnp.asarray(x) for x in pair] for pair in zip(*leaves, strict=True)]
     return max(float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)) for x, y in pairs)
 
 
-def compared(**options: Any) -> dict[str, Any]:
-    want, wanted = with_their_loss(**options)
+def compare(**options: Any) -> dict[str, Any]:
+    want, want_parameters = train_with_their_loss(**options)
     before = maxtext_head.calls
-    got, gotten = trained(**options)
+    got, got_parameters = run_training(**options)
     calls = maxtext_head.calls - before
-    return {"want": want, "got": got, "parameters": farthest(gotten, wanted), "calls": calls}
+    return {"want": want, "got": got, "parameters": largest_error(got_parameters, want_parameters), "calls": calls}
 
 
 def refusal() -> str:
     try:
-        return f"{trained(num_vocab_tiling=1)} instead of a refusal"
+        return f"{run_training(num_vocab_tiling=1)} instead of a refusal"
     except RuntimeError as refused:
         return str(refused)
 
 
 def main() -> None:
     maxtext_head.install()
-    found: dict[str, Any] = {
-        f"{head}, {mesh}": compared(**HEADS[head], **MESHES[mesh]) for head in HEADS for mesh in MESHES
+    runs: dict[str, Any] = {
+        f"{head}, {mesh}": compare(**HEADS[head], **MESHES[mesh]) for head in HEADS for mesh in MESHES
     }
-    tilings = [with_their_loss(**HEADS["tied"], **MESHES["4"], num_vocab_tiling=tiles)[1] for tiles in (2, 8)]
-    print(json.dumps({"runs": found, "their tilings": farthest(*tilings), "refusal": refusal()}))
+    tilings = [train_with_their_loss(**HEADS["tied"], **MESHES["4"], num_vocab_tiling=tiles)[1] for tiles in (2, 8)]
+    print(json.dumps({"runs": runs, "their tilings": largest_error(*tilings), "refusal": refusal()}))
 
 
 if __name__ == "__main__":

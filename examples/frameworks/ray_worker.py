@@ -1,4 +1,4 @@
-"""``python -m examples.frameworks.ray_worker FRAMEWORK [HOW]``: prints whose head Ray's worker has."""
+"""``python -m examples.frameworks.ray_worker FRAMEWORK [HOW]``: prints the module of the head in a worker of Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every class of Transformers that predicts tokens: with deferred logits as stock, most without a stored logit."""
+"""Every class of Transformers that predicts tokens trains the same with deferred logits; most store no logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers, adapters, wrappers and changes of a model with deferred logits: losses and parameters as stock's."""
+"""Losses and parameters with deferred logits equal stock's, with trainers, adapters, wrappers and changed models."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ pytestmark = pytest.mark.skipif(
     reason="needs transformers, accelerate, peft and trl: make test-frameworks",
 )
 ROOT = Path(__file__).parents[2]
-NEAR = 2e-5  # float32 sums in another order, over a few steps
+NEAR = 2e-5  # float32 sums in another order, after a few steps
 WORKER = "examples.frameworks.deferred_training_worker"
 Results = dict[str, dict[str, Any]]
 
 
 def run_part(part: str) -> Results:
-    """The worker's results of a part, by name; none is an error of stock, or of ours."""
+    """Runs a part of the worker. Returns its results by name, and checks that none is an error."""
     command = [sys.executable, "-m", WORKER, part]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     return check(done.stdout)
 
 
-def check(said: str) -> Results:
-    found = {row["name"]: row for line in said.splitlines() if line.startswith("{") for row in [json.loads(line)]}
-    assert found
-    assert {name: row for name, row in found.items() if "stock" in row or "raises" in row} == {}
-    assert {name: row for name, row in found.items() if row.get("error", 0.0) > row.get("bound", 1e-3)} == {}
-    for row in found.values():
+def check(output: str) -> Results:
+    results = {row["name"]: row for line in output.splitlines() if line.startswith("{") for row in [json.loads(line)]}
+    assert results
+    assert {name: row for name, row in results.items() if "stock" in row or "raises" in row} == {}
+    assert {name: row for name, row in results.items() if row.get("error", 0.0) > row.get("bound", 1e-3)} == {}
+    for row in results.values():
         assert "refused" in row or row["reasons"] or not row["stored"], row
-    return found
+    return results
 
 
 @pytest.mark.parametrize("part", ["trl", "trainer"])
 def test_trainers(part: str) -> None:
     for name, row in run_part(part).items():
-        if name.startswith("Reward"):  # its head gives one number a sequence
+        if name.startswith("Reward"):  # its head returns one number per sequence
             assert "refused" in row
             continue
         assert row["losses"] <= NEAR, name
@@ -65,7 +65,7 @@ def test_changes_of_a_model() -> None:
 
 
 def test_weights_that_come_and_go() -> None:
-    """Where ZeRO-3 frees the weight, the head computes its logits and says so; other hooks that do are refused."""
+    """If ZeRO-3 frees the weight, the head computes its logits and says so. Other hooks that free it are refused."""
     for name, row in run_part("hooks").items():
         if name.startswith("ZeRO-3"):
             assert row["served"] == 0, name
@@ -75,6 +75,6 @@ def test_weights_that_come_and_go() -> None:
 
 
 def test_ranks(tmp_path: Path) -> None:
-    said = ranks(2, ["-m", "examples.frameworks.deferred_ranks_worker"], tmp_path / "logs", JAX_PLATFORMS="cpu")
-    found = check(next(text for text in said if '{"part"' in text))
-    assert all(row["served"] for name, row in found.items() if name.startswith("DDP"))
+    outputs = ranks(2, ["-m", "examples.frameworks.deferred_ranks_worker"], tmp_path / "logs", JAX_PLATFORMS="cpu")
+    results = check(next(text for text in outputs if '{"part"' in text))
+    assert all(row["served"] for name, row in results.items() if name.startswith("DDP"))

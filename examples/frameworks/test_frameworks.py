@@ -1,4 +1,4 @@
-"""verl's, SkyRL's and NeMo RL's own functions with our head in place of theirs, and what Ray's workers have."""
+"""verl's, SkyRL's and NeMo RL's functions with our head in place of theirs, also in Ray's workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NEAR = 1e-6  # of float32 sums in another order
+NEAR = 1e-6  # float32 sums in another order
 FRAMEWORKS = ("verl", "skyrl", "nemo_rl")
 LINES = {
     "verl": "verl: log-probabilities of the head come from lce_torch_bridge\n",
@@ -44,12 +44,12 @@ def framework(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def results(framework: str) -> dict[str, Any]:
-    said = run(f"examples.frameworks.{framework}_worker")
-    assert said.count(LINES[framework]) == {"verl": 2}.get(framework, 1)  # verl's calls are counted anew
-    return json.loads(said.splitlines()[-1])
+    output = run(f"examples.frameworks.{framework}_worker")
+    assert output.count(LINES[framework]) == {"verl": 2}.get(framework, 1)  # the worker resets verl's count
+    return json.loads(output.splitlines()[-1])
 
 
-def test_values_and_gradients_are_those_of_its_own_head(results: dict[str, Any]) -> None:
+def test_values_and_gradients_equal_its_own_heads(results: dict[str, Any]) -> None:
     assert results["calls"] > 0
     assert results["values"] <= NEAR
     assert results["gradients"] <= NEAR
@@ -62,7 +62,7 @@ def test_skyrls_model_for_fsdp(framework: str, results: dict[str, Any]) -> None:
 
 
 def test_nothing_else_computes_the_head(framework: str, results: dict[str, Any]) -> None:
-    """verl: all that import the function have ours. The others: what takes logits is an error that names the switch."""
+    """In verl, all that import the function have ours. In the others, logits are an error that names the option."""
     if framework == "verl":
         assert results["replaced"] == [True, True, True]
         assert results["losses"][-1] < results["losses"][0]
@@ -71,15 +71,15 @@ def test_nothing_else_computes_the_head(framework: str, results: dict[str, Any])
 
 
 def test_workers_that_ray_starts_have_ours(framework: str) -> None:
-    said = run("examples.frameworks.ray_worker", framework)
-    assert said.splitlines()[-1] == f"lce_torch_bridge.{framework}"
+    output = run("examples.frameworks.ray_worker", framework)
+    assert output.splitlines()[-1] == f"lce_torch_bridge.{framework}"
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="needs verl: make test-frameworks")
 def test_verl_imports_ours_by_a_variable() -> None:
     variable = {"VERL_USE_EXTERNAL_MODULES": "lce_torch_bridge.verl"}
-    said = run("examples.frameworks.ray_worker", "verl", "by itself", **variable)
-    assert said.splitlines()[-1] == "lce_torch_bridge.verl"
+    output = run("examples.frameworks.ray_worker", "verl", "by itself", **variable)
+    assert output.splitlines()[-1] == "lce_torch_bridge.verl"
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="needs verl: make test-frameworks")
@@ -88,8 +88,8 @@ def test_the_update_of_verls_actor() -> None:
         json.loads(run("examples.frameworks.verl_engine_worker", way).splitlines()[-1])
         for way in ("ours", "deferred", "logits")
     )
-    for found in (ours, deferred):
-        assert found["losses"] == pytest.approx(logits["losses"], rel=1e-6)  # of three steps
-        assert found["losses"][-1] < found["losses"][0]
+    for run_of_ours in (ours, deferred):
+        assert run_of_ours["losses"] == pytest.approx(logits["losses"], rel=1e-6)  # of three steps
+        assert run_of_ours["losses"][-1] < run_of_ours["losses"][0]
     assert (ours["calls"], deferred["calls"], logits["calls"]) == (3, 0, 0)
-    assert deferred["served"] > 0  # none is stored, which would raise
+    assert deferred["served"] > 0  # none is stored: that would raise

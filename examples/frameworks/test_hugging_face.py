@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face without logits: its own losses, on one process and under DDP."""
+"""The Trainer of Hugging Face has the same losses without logits, in one process and under DDP."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_losses_are_those_of_logits(size: int, tmp_path: Path) -> None:
-    for said in ranks(size, ["-m", "examples.frameworks.hugging_face_worker"], tmp_path / "logs", JAX_PLATFORMS="cpu"):
-        found = json.loads(next(line for line in said.splitlines() if line.startswith('{"got"')))
-        assert found["ranks"] == size
-        assert found["got"] == pytest.approx(found["want"], rel=1e-6)
-        assert found["got"][-1] < found["got"][0]
+def test_the_losses_equal_those_from_logits(size: int, tmp_path: Path) -> None:
+    worker = ["-m", "examples.frameworks.hugging_face_worker"]
+    for output in ranks(size, worker, tmp_path / "logs", JAX_PLATFORMS="cpu"):
+        results = json.loads(next(line for line in output.splitlines() if line.startswith('{"got"')))
+        assert results["ranks"] == size
+        assert results["got"] == pytest.approx(results["want"], rel=1e-6)
+        assert results["got"][-1] < results["got"][0]

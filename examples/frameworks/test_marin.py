@@ -15,7 +15,7 @@ pytest.importorskip("levanter", reason="needs marin-levanter: make test-framewor
 ROOT = Path(__file__).parents[2]
 
 
-def test_five_steps_are_those_of_its_own_loss() -> None:
+def test_five_steps_equal_those_with_its_own_loss() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     done = subprocess.run(
         [sys.executable, "-m", "examples.frameworks.marin_worker"],

@@ -14,10 +14,10 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("maxtext"), reason="needs maxtext: make test-frameworks")
 ROOT = Path(__file__).parents[2]
-NEAR = 5e-6  # by norm, of float32 sums in another order, after four steps of AdamW
+NEAR = 5e-6  # by norm: float32 sums in another order, after four steps of AdamW
 
 
-def said(*command: str) -> str:
+def run_module(*command: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
     command = (sys.executable, *command)
@@ -28,23 +28,23 @@ def said(*command: str) -> str:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return json.loads(said("-m", "examples.frameworks.maxtext_worker").splitlines()[-1])
+    return json.loads(run_module("-m", "examples.frameworks.maxtext_worker").splitlines()[-1])
 
 
 @pytest.mark.parametrize("mesh", ["4", "2 x 2", "explicit 2 x 2"])
 @pytest.mark.parametrize("head", ["own", "tied"])
-def test_four_steps_are_those_of_its_own_loss(results: dict[str, Any], head: str, mesh: str) -> None:
-    """MaxText rounds a tied table to bfloat16, and with it the table's gradient, once per tile; ours rounds it once."""
-    run, tied = results["runs"][f"{head}, {mesh}"], head == "tied"
+def test_four_steps_equal_those_with_its_own_loss(results: dict[str, Any], head: str, mesh: str) -> None:
+    """MaxText rounds a tied table, and its gradient, to bfloat16 once per tile. Our head rounds it once."""
+    run, is_tied = results["runs"][f"{head}, {mesh}"], head == "tied"
     assert run["calls"] > 0
     assert len(run["want"]) == 4
-    assert run["got"] == pytest.approx(run["want"], rel=5e-6 if tied else 1e-6)
-    assert run["parameters"] <= (2 * results["their tilings"] if tied else NEAR)
+    assert run["got"] == pytest.approx(run["want"], rel=5e-6 if is_tied else 1e-6)
+    assert run["parameters"] <= (2 * results["their tilings"] if is_tied else NEAR)
     assert run["got"][-1] < run["got"][0]
 
 
 def test_their_tilings_differ_by_rounding_alone(results: dict[str, Any]) -> None:
-    assert results["their tilings"] <= 2e-4  # of the table, whose elements AdamW moves by 3e-3 in a step
+    assert results["their tilings"] <= 2e-4  # of the table: AdamW moves its elements by 3e-3 in a step
 
 
 def test_logits_are_refused(results: dict[str, Any]) -> None:
@@ -63,4 +63,4 @@ def test_the_program_runs_its_trainer(tmp_path: Path) -> None:
     options += ["base_num_query_heads=2", "base_num_kv_heads=2", "max_target_length=16", "enable_checkpointing=false"]
     options += ["per_device_batch_size=2", "attention=dot_product", "num_vocab_tiling=2", "log_config=false"]
     line = "maxtext_head: the loss comes from lce_jax\n"
-    assert line in said("-m", "maxtext_head", *options, "skip_jax_distributed_system=true")
+    assert line in run_module("-m", "maxtext_head", *options, "skip_jax_distributed_system=true")

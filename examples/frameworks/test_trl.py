@@ -1,4 +1,4 @@
-"""TRL with ours in the place of its function: the fields and gradients of its fused head, and its trainers' losses."""
+"""TRL with our function in place of its own: fields and gradients of its fused head, and its trainers' losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="needs trl: make test-frameworks")
-NEAR = 1e-6  # of float32 sums in another order
+NEAR = 1e-6  # float32 sums in another order
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +26,19 @@ def results() -> dict[str, Any]:
 
 
 def test_fused_head(results: dict[str, Any]) -> None:
-    found = results["fused head"]
-    assert found["fields"] <= 2 * NEAR
-    assert found["top1"]
-    assert found["gradients"] <= NEAR
+    result = results["fused head"]
+    assert result["fields"] <= 2 * NEAR
+    assert result["top1"]
+    assert result["gradients"] <= NEAR
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO", "SFT", "KTO", "DPO", "forward KL", "JSD", "reverse KL"])
 def test_trainers(results: dict[str, Any], name: str) -> None:
-    found = results[name]
-    assert found["calls"] >= found["steps"] == 3
-    # Of three steps. TRL's own JSD of near models is off by up to 2e-4: its two halves cancel.
-    assert found["losses"] <= (1e-4 if name == "JSD" else 2e-5 if "KL" in name else 3e-6)
-    assert found["moved"] > 1e-3  # the least that training has changed
+    result = results[name]
+    assert result["calls"] >= result["steps"] == 3
+    # TRL's own JSD of two similar models is off by up to 2e-4, because its two halves cancel.
+    assert result["losses"] <= (1e-4 if name == "JSD" else 2e-5 if "KL" in name else 3e-6)
+    assert result["moved"] > 1e-3  # training has changed the weights by at least this
 
 
 def test_the_program(results: dict[str, Any]) -> None:

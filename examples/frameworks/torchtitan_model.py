@@ -17,7 +17,7 @@ SEQUENCE = 32
 
 
 class NoTokenizer(BaseTokenizer):
-    """The rows are tokens already."""
+    """Stands for a tokenizer, because the rows are tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -37,7 +37,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 class Counting(BaseDataLoader):
-    """Rows that count upwards, other ones on each rank; the first labels of each row do not count."""
+    """Yields rows of ascending tokens, other rows on each rank. The first labels of each row do not count."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -61,7 +61,7 @@ class Counting(BaseDataLoader):
 
 
 def tiny() -> Trainer.Config:
-    """Two layers of torchtitan's own model for debugging, with attention that runs on a CPU."""
+    """Returns two layers of torchtitan's debug model, with attention that runs on a CPU."""
     config = llama3_debugmodel()
     del config.model_spec.model.layers[2:]
     for layer in config.model_spec.model.layers:

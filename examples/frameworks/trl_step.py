@@ -2,11 +2,11 @@
 
 python -m examples.frameworks.trl_step 4 16
 
-The model is that of `hugging_face_step`. GRPO's completions are random ids in place of sampled ones: a step is a
-forward, a backward and an update. Each run starts from the same weights: the first step's loss, norm of the gradient
-and entropy are printed, and how far its gradient of the head is from that with TRL's. The arguments are how many
-sequences of 4,096 tokens a step has; --rounds, how often the two heads take turns. Needs trl; --tiny is for a look on a
-CPU.
+The model is the one of `hugging_face_step`. GRPO's completions are random ids, not sampled ones, so a step is a
+forward, a backward and an update. All runs start from the same weights. They print the first step's loss, gradient norm
+and entropy, and the distance of its head's gradient to the gradient with TRL's head. The arguments are the numbers of
+sequences of 4,096 tokens in a step; --rounds says how often the two heads take turns. It needs trl; --tiny runs a small
+model on a CPU.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 import lce_torch_bridge.trl
 from examples.frameworks.hugging_face_step import ON_GPU, forget_peak, memory, model_of, options, synchronize
 
-STEPS, WARM = 4, 2  # of a run, and those of them that are not timed
+STEPS, WARM = 4, 2  # the steps of a run, and its first steps that are not timed
 LOGGED = ("loss", "grad_norm", "entropy")
 transformers.logging.set_verbosity_error()
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step, and the first step's gradient of the head, in the host's memory."""
+    """Records the seconds of each step, and the first step's gradient of the head, in the host's memory."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -64,15 +64,15 @@ def tokenizer(size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>")
 
 
-def trainer_of(kind: str, sequences: int, told: argparse.Namespace, folder: str) -> Any:
-    """Of ``STEPS`` steps, from the same weights and of the same tokens each time."""
+def make_trainer(kind: str, sequences: int, arguments: argparse.Namespace, folder: str) -> Any:
+    """Returns a trainer of ``STEPS`` steps, with the same weights and tokens each time."""
     drawn = random.Random(0)
-    prompt_length = told.length // 8
+    prompt_length = arguments.length // 8
 
     def ids(rows: int, length: int) -> list[list[int]]:
-        return [[drawn.randrange(2, told.sizes["vocab_size"]) for _ in range(length)] for _ in range(rows)]
+        return [[drawn.randrange(2, arguments.sizes["vocab_size"]) for _ in range(length)] for _ in range(rows)]
 
-    prompts, completions = ids(sequences, prompt_length), ids(sequences, told.length - prompt_length)
+    prompts, completions = ids(sequences, prompt_length), ids(sequences, arguments.length - prompt_length)
 
     def complete(*_: Any) -> dict[str, Any]:
         return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
@@ -86,25 +86,26 @@ def trainer_of(kind: str, sequences: int, told: argparse.Namespace, folder: str)
         disable_tqdm=True, bf16=True, use_cpu=not ON_GPU, gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": False},
     )  # fmt: skip
-    given: dict[str, Any] = dict(model=model_of(told.sizes), processing_class=tokenizer(told.sizes["vocab_size"]))
+    words = tokenizer(arguments.sizes["vocab_size"])
+    inputs: dict[str, Any] = dict(model=model_of(arguments.sizes), processing_class=words)
     rows = sequences * STEPS
     if kind == "SFT":
-        own = SFTConfig(**common, max_length=told.length, dataset_kwargs={"skip_prepare_dataset": True})
-        data = datasets.Dataset.from_dict({"input_ids": ids(rows, told.length)})
-        return SFTTrainer(args=own, train_dataset=data, **given)
-    own = GRPOConfig(
-        **common, num_generations=4, steps_per_generation=1, max_completion_length=told.length - prompt_length
+        config = SFTConfig(**common, max_length=arguments.length, dataset_kwargs={"skip_prepare_dataset": True})
+        data = datasets.Dataset.from_dict({"input_ids": ids(rows, arguments.length)})
+        return SFTTrainer(args=config, train_dataset=data, **inputs)
+    config = GRPOConfig(
+        **common, num_generations=4, steps_per_generation=1, max_completion_length=arguments.length - prompt_length
     )
     data = datasets.Dataset.from_dict({"prompt": [f"w{i}" for i in range(rows)]})
-    return GRPOTrainer(args=own, train_dataset=data, reward_funcs=reward, rollout_func=complete, **given)
+    return GRPOTrainer(args=config, train_dataset=data, reward_funcs=reward, rollout_func=complete, **inputs)
 
 
-def run(kind: str, sequences: int, told: argparse.Namespace) -> tuple[Clock, str, dict[str, float]]:
-    """The clock, memory, and what the first step logs."""
+def run(kind: str, sequences: int, arguments: argparse.Namespace) -> tuple[Clock, str, dict[str, float]]:
+    """Trains. Returns the clock, the memory, and what the first step logs."""
     forget_peak()
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(kind, sequences, told, folder)
+        trainer = make_trainer(kind, sequences, arguments, folder)
         trainer.add_callback(clock)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -112,17 +113,17 @@ def run(kind: str, sequences: int, told: argparse.Namespace) -> tuple[Clock, str
     return clock, memory(), {name: float(first[name]) for name in LOGGED}
 
 
-def measure(kind: str, sequences: int, told: argparse.Namespace) -> None:
+def measure(kind: str, sequences: int, arguments: argparse.Namespace) -> None:
     """Prints milliseconds a step, tokens per second and memory, of TRL's head and of ours in turns."""
     seconds: dict[str, list[float]] = {"TRL's head": [], "our head": []}
     want = None
-    for turn in range(told.rounds):
+    for turn in range(arguments.rounds):
         for name in list(seconds):
             installed = lce_torch_bridge.trl.install() if name == "our head" else None
             before = 0 if installed is None else installed.calls
             title = f"{sequences:3d} sequences, {kind}, {name}"
             try:
-                clock, used, first = run(kind, sequences, told)
+                clock, used, first = run(kind, sequences, arguments)
             except torch.cuda.OutOfMemoryError:
                 print(f"{title}: out of memory", flush=True)
                 del seconds[name]
@@ -137,16 +138,16 @@ def measure(kind: str, sequences: int, told: argparse.Namespace) -> None:
                 logged = ", ".join(f"{what} {value:.5g}" for what, value in first.items())
                 error = torch.dist(clock.gradient, want) / want.norm()
                 print(f"{title}: {logged}, gradient of the head off by {error:.1e}; {used}", flush=True)
-    for name, found in seconds.items():
-        median = statistics.median(found)
-        speed = f"{median * 1e3:.1f} ms, {sequences * told.length / median:,.0f} tokens/s"
+    for name, samples in seconds.items():
+        median = statistics.median(samples)
+        speed = f"{median * 1e3:.1f} ms, {sequences * arguments.length / median:,.0f} tokens/s"
         print(f"{sequences:3d} sequences, {kind}, {name}: {speed}", flush=True)
 
 
-def main(told: argparse.Namespace) -> None:
+def main(arguments: argparse.Namespace) -> None:
     for kind in ("SFT", "GRPO"):
-        for sequences in told.sequences:
-            measure(kind, sequences, told)
+        for sequences in arguments.sequences:
+            measure(kind, sequences, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""TRL's trainers with its own function and with `lce_torch_bridge.trl`, in a process of their own; prints JSON.
+"""TRL's trainers with TRL's own function and with `lce_torch_bridge.trl`, in one process; prints JSON.
 
 ``python -m examples.frameworks.trl_worker``, in an environment with trl.
 """
@@ -48,23 +48,23 @@ def gap(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def fused_head() -> dict[str, Any]:
-    """All fields and gradients of `add_fused_lm_head`."""
+    """Compares all fields and gradients of `add_fused_lm_head`."""
     head = model()
     utils.add_fused_lm_head(head, temperature=0.8, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
     labels = tokens.masked_fill(torch.arange(16) < 4, -100)
-    found = []
+    results = []
     for function in (ours._Logprobs, STOCK):
         utils._ChunkedLogProbFunction = function
         head.zero_grad()
         out = head(tokens, labels=labels, fused_lm_head=True)
         (out.loss - 0.1 * out.entropy.sum()).backward()
-        found.append((out, [x.grad.clone() for x in head.parameters()]))
-    (got, grads), (want, wanted) = found
+        results.append((out, [x.grad.clone() for x in head.parameters()]))
+    (got, grads), (want, want_grads) = results
     return {
         "fields": max(gap(getattr(got, name), getattr(want, name)) for name in ("log_probs", "entropy", "mean_logits")),
         "top1": torch.equal(got.is_top1, want.is_top1),
-        "gradients": max(((x - y).norm() / y.norm()).item() for x, y in zip(grads, wanted, strict=True)),
+        "gradients": max(((x - y).norm() / y.norm()).item() for x, y in zip(grads, want_grads, strict=True)),
     }
 
 
@@ -81,19 +81,20 @@ BETAS = {"forward KL": 0.0, "JSD": 0.3, "reverse KL": 1.0}  # of the distillatio
 
 
 def train(name: str, reference: str) -> tuple[list[float], torch.Tensor]:
-    """The losses, and the head's weight after the steps."""
-    own: dict[str, Any] = dict(num_generations=4, max_completion_length=6, temperature=0.9) if name in SAMPLED else {}
+    """Trains. Returns the losses, and the head's weight after the steps."""
+    sampling: dict[str, Any] = dict(num_generations=4, max_completion_length=6, temperature=0.9)
+    fields = sampling if name in SAMPLED else {}
     if name != "SFT":
-        own |= dict(beta=0.1)
-    told = getattr(trl, f"{name}Config")(
+        fields |= dict(beta=0.1)
+    config = getattr(trl, f"{name}Config")(
         output_dir=f"{reference}/out", per_device_train_batch_size=4, max_steps=STEPS, logging_steps=1,
-        learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False, seed=0, **own,
+        learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False, seed=0, **fields,
     )  # fmt: skip
-    given: dict[str, Any] = dict(args=told, processing_class=tokenizer(), train_dataset=data(name))
+    inputs: dict[str, Any] = dict(args=config, processing_class=tokenizer(), train_dataset=data(name))
     if name in SAMPLED:
-        given |= dict(reward_funcs=trl_grpo.odd_words)
+        inputs |= dict(reward_funcs=trl_grpo.odd_words)
     torch.manual_seed(0)
-    trainer = getattr(trl, f"{name}Trainer")(Qwen3ForCausalLM.from_pretrained(reference), **given)
+    trainer = getattr(trl, f"{name}Trainer")(Qwen3ForCausalLM.from_pretrained(reference), **inputs)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return [float(x) for x in losses], trainer.model.lm_head.weight.detach().clone()
@@ -104,15 +105,15 @@ def data(name: str) -> datasets.Dataset:
 
 
 def distil(beta: float, reference: str) -> tuple[list[float], torch.Tensor]:
-    """The same of three steps on the student's own answers, with another model as the teacher."""
-    told = trl.DistillationConfig(
+    """Distils in three steps on the student's answers, with another model as the teacher. Returns what `train` does."""
+    config = trl.DistillationConfig(
         output_dir=f"{reference}/out", per_device_train_batch_size=4, max_steps=STEPS, logging_steps=1, beta=beta,
         learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False, seed=0,
         max_completion_length=6, temperature=0.9,
     )  # fmt: skip
     torch.manual_seed(0)
     trainer = trl.DistillationTrainer(
-        Qwen3ForCausalLM.from_pretrained(reference), teacher_model=model(seed=1), args=told,
+        Qwen3ForCausalLM.from_pretrained(reference), teacher_model=model(seed=1), args=config,
         processing_class=tokenizer(), train_dataset=datasets.Dataset.from_dict({"prompt": PAIRS["prompt"]}),
     )  # fmt: skip
     trainer.train()
@@ -125,11 +126,11 @@ def losses_and_entropies(trainer: Any) -> list[float]:
 
 
 def compare(name: str, reference: str, start: torch.Tensor) -> dict[str, Any]:
-    """The losses of three steps: a wrong gradient of the first would show in the next."""
+    """Compares the losses of three steps. A wrong gradient in the first step would show in the next losses."""
     utils._ChunkedLogProbFunction, distillation_trainer.ChunkedDivergenceFunction = STOCK, STOCK_DIVERGENCE
     run = functools.partial(distil, BETAS[name]) if name in BETAS else functools.partial(train, name)
     want, weight = run(reference)
-    least = 1e-3 if name in BETAS else 1.0  # a loss of these is about 0 by design
+    least = 1e-3 if name in BETAS else 1.0  # the other losses are about 0 by design
     with ours.install() as installed:
         before = installed.calls
         got, _ = run(reference)

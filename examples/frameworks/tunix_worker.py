@@ -1,4 +1,4 @@
-"""Tunix's trainers with stored logits and with ``examples/tunix_head.py``, in a process of their own; prints JSON.
+"""Tunix's trainers with stored logits and with ``examples/tunix_head.py``, in one process; prints JSON.
 
 ``python -m examples.frameworks.tunix_worker``, in an environment with google-tunix.
 """
@@ -53,7 +53,7 @@ def inputs(batch: peft_trainer.TrainingInput) -> dict[str, Any]:
 
 
 def sft(tied: bool, loss: Callable[..., Any] | None, mesh: Any = None) -> tuple[list[float], Any]:
-    """The losses of five steps and the parameters after them."""
+    """Trains five steps. Returns the losses, and the parameters after them."""
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         model = qwen3.Qwen3(config(tied, 256), rngs=nnx.Rngs(0))
         if mesh is not None:
@@ -61,8 +61,8 @@ def sft(tied: bool, loss: Callable[..., Any] | None, mesh: Any = None) -> tuple[
         tokens = jax.random.randint(jax.random.key(1), (STEPS, B, L), 1, 256)
         mask = jnp.arange(L) >= jnp.arange(B)[:, None] + 3
         batches = [peft_trainer.TrainingInput(input_tokens=np.asarray(x), input_mask=np.asarray(mask)) for x in tokens]
-        told = peft_trainer.TrainingConfig(eval_every_n_steps=100, max_steps=STEPS)
-        trainer = peft_trainer.PeftTrainer(model, optax.adam(1e-3), told).with_gen_model_input_fn(inputs)
+        settings = peft_trainer.TrainingConfig(eval_every_n_steps=100, max_steps=STEPS)
+        trainer = peft_trainer.PeftTrainer(model, optax.adam(1e-3), settings).with_gen_model_input_fn(inputs)
         if loss is not None:
             trainer = trainer.with_loss_fn(loss)
         trainer.train(batches)
@@ -71,7 +71,7 @@ def sft(tied: bool, loss: Callable[..., Any] | None, mesh: Any = None) -> tuple[
 
 
 def grpo(fused: bool) -> tuple[list[float], Any]:
-    """The losses and KL divergences of GRPOLearner, two passes over each rollout, and the parameters after them."""
+    """Trains with GRPOLearner, two passes over each rollout. Returns losses and KL divergences, and the parameters."""
     vocab = test_common.MockVocab()
     model, reference = (qwen3.Qwen3(config(True, vocab.GetPieceSize()), rngs=nnx.Rngs(seed)) for seed in (0, 1))
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
@@ -105,9 +105,9 @@ def grpo(fused: bool) -> tuple[list[float], Any]:
 
 
 def difference(got: tuple[list[float], Any], want: tuple[list[float], Any], start: Any) -> dict[str, Any]:
-    """The errors of the losses and, by norm, of the parameters; how far these have moved.
+    """Returns the errors of the losses and, by norm, of the parameters, and how far training has moved the parameters.
 
-    A loss of GRPO is a difference of gains of order 1 that nearly cancel: its error is relative to 1 where it is less.
+    The error of a loss is relative to max(1, |loss|), because a loss of GRPO is a difference of gains of order 1.
     """
     losses = max(abs(a - b) / max(abs(b), 1.0) for a, b in zip(got[0], want[0], strict=True))
 
@@ -125,7 +125,7 @@ def difference(got: tuple[list[float], Any], want: tuple[list[float], Any], star
 
 
 def largest_array(loss: Callable[..., Any]) -> int:
-    """Elements of the largest array of the compiled gradient of a loss."""
+    """Returns the number of elements of the largest array in the compiled gradient of a loss."""
     graph, state = nnx.split(qwen3.Qwen3(config(False, 4096), rngs=nnx.Rngs(0)))
     tokens = jnp.ones((8, 128), jnp.int32)
     batch = inputs(peft_trainer.TrainingInput(input_tokens=tokens, input_mask=tokens > 0))
@@ -133,32 +133,32 @@ def largest_array(loss: Callable[..., Any]) -> int:
     return max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b(?:f32|pred)\[([\d,]+)\]", program))
 
 
-def packed() -> dict[str, float]:
-    """Log-probabilities and gradients of two packed rows, against Tunix's own, at tokens that an answer may have."""
+def compare_packed() -> dict[str, float]:
+    """Compares log-probabilities and gradients of two packed rows with Tunix's, at tokens that an answer may have."""
     graph, state = nnx.split(qwen3.Qwen3(config(True, 64), rngs=nnx.Rngs(0)))
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 1, 64)
     ids = jnp.array([[1] * 5 + [2] * 4 + [0] * 3, [1] * 2 + [2] * 10])
     places = jnp.array([[*range(5), *range(4), *range(3)], [*range(2), *range(10)]])
     counts = (ids > 0) & (places > 0)
-    told: dict[str, Any] = {"segment_ids": ids, "segment_positions": places, "temperature": 0.7, "stop_gradient": False}
+    more: dict[str, Any] = {"segment_ids": ids, "segment_positions": places, "temperature": 0.7, "stop_gradient": False}
 
     def total(state: Any, function: Callable[..., Any]) -> Any:
-        logps = function(graph, state, tokens[:, :0], tokens, 0, 1, **told)
+        logps = function(graph, state, tokens[:, :0], tokens, 0, 1, **more)
         return jnp.sum(jnp.where(counts, logps, 0.0) * jnp.arange(1.0, 13.0)), logps
 
     functions = tunix_head.per_token_logps, common.compute_per_token_logps
-    ((_, got), grads), ((_, want), wanted) = (jax.value_and_grad(total, has_aux=True)(state, f) for f in functions)
-    norms = [jnp.linalg.norm(x) for x in jax.tree.leaves(wanted)]
-    off = [jnp.linalg.norm(x) for x in jax.tree.leaves(jax.tree.map(jnp.subtract, grads, wanted))]
+    ((_, got), grads), ((_, want), want_grads) = (jax.value_and_grad(total, has_aux=True)(state, f) for f in functions)
+    norms = [jnp.linalg.norm(x) for x in jax.tree.leaves(want_grads)]
+    errors = [jnp.linalg.norm(x) for x in jax.tree.leaves(jax.tree.map(jnp.subtract, grads, want_grads))]
     return {
         "values": float(jnp.max(jnp.abs(jnp.where(counts, got - want, 0.0)))),
-        "gradients": float(max(off) / max(norms)),
+        "gradients": float(max(errors) / max(norms)),
         "firsts": float(jnp.max(jnp.abs(jnp.where(places == 0, got, 0.0)))),
     }
 
 
 def main() -> None:
-    results: dict[str, Any] = {"packed": packed()}
+    results: dict[str, Any] = {"packed": compare_packed()}
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 2), ("fsdp", "tp"))
     for tied in (False, True):
         start = nnx.state(qwen3.Qwen3(config(tied, 256), rngs=nnx.Rngs(0)), nnx.Param)

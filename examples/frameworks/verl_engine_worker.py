@@ -1,7 +1,7 @@
 """Three steps of verl's FSDP2 engine, as its actor's update calls it, with our head or with logits; prints JSON.
 
 ``python -m examples.frameworks.verl_engine_worker WAY``, "ours", "logits" or "deferred". The engine asks a platform for
-its device; verl has none for CPUs, so here is one.
+its device. verl has no platform for CPUs, so this file has one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def engine(way: str) -> Any:
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    monkey_patch.is_trl_available = lambda: False  # verl 0.9.1 imports from TRL what TRL 1.16 no longer has
+    monkey_patch.is_trl_available = lambda: False  # verl 0.9.1 imports a class that TRL 1.16 does not have
     torch.manual_seed(0)
     folder = tempfile.mkdtemp()
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=8)
@@ -61,13 +61,13 @@ def engine(way: str) -> Any:
         override_config={"attn_implementation": "eager"},
         use_fused_kernels=way == "ours", fused_kernel_options={"impl_backend": "triton"},
     )  # fmt: skip
-    told = FSDPEngineConfig(
+    config = FSDPEngineConfig(
         strategy="fsdp2", use_torch_compile=way == "deferred",
         mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
     )  # fmt: skip
 
     class Deferring(FSDPEngineWithLMHead):
-        """Its model's logits are deferred before FSDP2 wraps it."""
+        """An engine that defers the model's logits before FSDP2 wraps the model."""
 
         def _build_module(self) -> Any:
             module = super()._build_module()
@@ -75,14 +75,14 @@ def engine(way: str) -> Any:
             return module
 
     made = (Deferring if way == "deferred" else FSDPEngineWithLMHead)(
-        model, told, FSDPOptimizerConfig(lr=1e-2, total_training_steps=3), CheckpointConfig()
+        model, config, FSDPOptimizerConfig(lr=1e-2, total_training_steps=3), CheckpointConfig()
     )
     made.initialize()
     return made
 
 
 def loss_of(model_output: Any, data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The mean over the responses, with an entropy bonus."""
+    """Returns the mean over the responses, with an entropy bonus."""
     del data, dp_group
     keep = torch.cat([(torch.arange(n) >= PROMPT) & (torch.arange(n) < n - 1) for n in LENGTHS])
     gain = model_output["log_probs"].values() + 0.01 * model_output["entropy"].values()

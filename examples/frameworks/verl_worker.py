@@ -24,8 +24,8 @@ from examples import verl_actor
 from lce_torch_bridge import verl
 
 
-def scored(backend: str, model: Any) -> list[torch.Tensor]:
-    """Log-probabilities, entropies and gradients of a model under ``impl_backend``."""
+def score(backend: str, model: Any) -> list[torch.Tensor]:
+    """Returns log-probabilities, entropies and gradients of a model with a backend of verl."""
     model = copy.deepcopy(model)
     patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -42,7 +42,7 @@ def main() -> None:
         results: dict[str, Any] = {
             "replaced": [x.linear_cross_entropy is verl._counting_cross_entropy for x in (kernel, overlap, fused)]
         }
-        got, want = scored("triton", model), scored("torch", model)
+        got, want = score("triton", model), score("torch", model)
     norms = [((x - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
     results |= {"values": max(norms[:2]), "gradients": max(norms[2:]), "calls": installed.calls}
     installed.calls = 0

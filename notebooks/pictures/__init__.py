@@ -1,1 +1,1 @@
-"""What the notebooks draw: a module for each of them, and the style they share."""
+"""The figures of the notebooks: a module for each notebook, and the style they share."""

@@ -10,12 +10,12 @@ import numpy as np
 from .style import ACCENT, FADE, GREEN, INK, MUTED, WARM, show
 
 
-def mass(of_tokens: np.ndarray, vocabulary: int) -> None:
-    """The probability that the k most likely entries hold, for some tokens and on average."""
+def mass(by_token: np.ndarray, vocabulary: int) -> None:
+    """Draws the probability of the k most likely entries, for some tokens and on average."""
     fig, ax = plt.subplots(figsize=(7, 2.6))
-    k = np.arange(1, of_tokens.shape[1] + 1)
-    ax.plot(k, of_tokens[:60].T, color=MUTED, lw=0.5, alpha=0.5)
-    ax.plot(k, of_tokens.mean(0), color=ACCENT, lw=2, label="mean of the tokens")
+    k = np.arange(1, by_token.shape[1] + 1)
+    ax.plot(k, by_token[:60].T, color=MUTED, lw=0.5, alpha=0.5)
+    ax.plot(k, by_token.mean(0), color=ACCENT, lw=2, label="mean of the tokens")
     ax.set_xscale("log", base=2)
     title = f"What the k most likely of {vocabulary:,} entries hold"
     ax.set(xlabel="k", ylabel="share of probability", title=title, ylim=(0, 1.02))
@@ -27,7 +27,7 @@ def mass(of_tokens: np.ndarray, vocabulary: int) -> None:
 
 
 def students(runs: dict[str, Any]) -> None:
-    """The exact divergence over the steps, for each objective."""
+    """Draws the exact divergence over the steps, for each objective."""
     fig, ax = plt.subplots(figsize=(7, 2.9))
     for (name, (_, curve)), color in zip(runs.items(), (WARM, MUTED, GREEN, ACCENT), strict=True):
         ax.plot(curve, color=color, lw=1.8, label=f"{name}: {curve[-1]:.2f}")
@@ -40,10 +40,10 @@ def students(runs: dict[str, Any]) -> None:
     )
 
 
-def entropies(found: dict[str, Any]) -> None:
-    """Histograms of the entropies of teacher and students."""
+def entropies(by_model: dict[str, Any]) -> None:
+    """Draws histograms of the entropies of teacher and students."""
     fig, ax = plt.subplots(figsize=(7, 2.4))
-    for (name, values), color in zip(found.items(), (MUTED, ACCENT, WARM), strict=True):
+    for (name, values), color in zip(by_model.items(), (MUTED, ACCENT, WARM), strict=True):
         label = f"{name}: {values.mean():.2f}"
         ax.hist(np.asarray(values), np.linspace(0, 8, 49), histtype="step", lw=1.6, color=color, label=label)
     ax.set(xlabel="entropy, nats", ylabel="tokens", title="Entropy of the tokens (mean)", ylim=(0, 78))
@@ -57,7 +57,7 @@ def entropies(found: dict[str, Any]) -> None:
 def threshold(
     largest: np.ndarray, thresholds: np.ndarray, shares: dict[str, list[float]], columns: int, rows: int, entropy: float
 ) -> None:
-    """The largest probability of each tile, and what a threshold leaves out."""
+    """Draws the largest probability of each tile, and what a threshold leaves out."""
     fig, axes = plt.subplots(1, 2, figsize=(7.4, 2.8), width_ratios=(1, 1.2))
     image = axes[0].imshow(np.log2(largest), aspect="auto", cmap=FADE, vmin=-20, vmax=0, interpolation="nearest")
     axes[0].set(xlabel=f"tile of {columns} entries", ylabel=f"tile of {rows} tokens", yticks=range(len(largest)),

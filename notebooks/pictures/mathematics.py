@@ -12,7 +12,7 @@ from .style import ACCENT, FADE, INK, MUTED, RED, WARM, show
 
 
 def tiles(p: np.ndarray, labels: np.ndarray, tile: int) -> None:
-    """All probabilities as a picture, tiles between lines, labels framed."""
+    """Draws all probabilities, with lines between tiles and frames around labels."""
     fig, ax = plt.subplots(figsize=(7, 2.6))
     image = ax.imshow(np.log10(p), cmap=FADE, aspect="auto", vmin=-5, vmax=0)
     edges(ax, p.shape[1], tile)
@@ -27,13 +27,13 @@ def tiles(p: np.ndarray, labels: np.ndarray, tile: int) -> None:
 
 
 def edges(ax: Axes, vocabulary: int, tile: int, alpha: float = 1.0) -> None:
-    """A line between tiles."""
+    """Draws a line between tiles."""
     for edge in range(tile, vocabulary, tile):
         ax.axvline(edge - 0.5, color=INK, lw=0.9, alpha=alpha)
 
 
 def merged(history: list[Any], exact_lse: np.ndarray, exact_entropy: np.ndarray) -> None:
-    """Lse and entropy of three tokens after each tile."""
+    """Draws lse and entropy of three tokens after each tile."""
     fig, axes = plt.subplots(1, 2, figsize=(7, 2.5))
     for token, color in zip((0, 1, 2), (ACCENT, WARM, MUTED), strict=True):
         for ax, index, exact in ((axes[0], 2, exact_lse), (axes[1], 1, exact_entropy)):
@@ -47,7 +47,7 @@ def merged(history: list[Any], exact_lse: np.ndarray, exact_entropy: np.ndarray)
 
 
 def entropy_errors(shifts: np.ndarray, naive: list[float], shifted: list[float]) -> None:
-    """Errors of both formulas over the constant added to the logits."""
+    """Draws the errors of both formulas over the constant added to the logits."""
     fig, ax = plt.subplots(figsize=(7, 2.6))
     ax.loglog(shifts, naive, "o-", color=WARM, label="lse - Σ p z")
     ax.loglog(shifts, shifted, "o-", color=ACCENT, label="ln s - q / s")
@@ -57,7 +57,7 @@ def entropy_errors(shifts: np.ndarray, naive: list[float], shifted: list[float])
 
 
 def gradient(steps: np.ndarray, errors: list[float]) -> None:
-    """Central differences against the formula, and the entropy's gradient for two entries."""
+    """Draws the error of central differences, and the entropy's gradient for two entries."""
     fig, axes = plt.subplots(1, 2, figsize=(7, 2.6), width_ratios=(1.2, 1))
     axes[0].loglog(steps, errors, "o-", color=ACCENT, ms=4)
     axes[0].set(xlabel="step h", ylabel="relative error", title="Central differences against the formula")
@@ -75,14 +75,14 @@ def gradient(steps: np.ndarray, errors: list[float]) -> None:
 
 
 def cache(shape: tuple[int, int], tile: int, both: dict[str, Any]) -> None:
-    """Half a cache as a picture, and time over memory of the measured caches."""
+    """Draws half a cache, and time over memory of the measured caches."""
     named = {"ours": "no cache", "ours half cache": "half", "ours full cache": "full", "materialised": "logits\nstored"}
     keys = [key for key in named if key in both]
     tokens, vocabulary = shape
     fig, axes = plt.subplots(1, 2, figsize=(7, 2.7), width_ratios=(1, 1.3))
-    kept = np.zeros(shape)
-    kept[:, : vocabulary // 2] = 1
-    axes[0].imshow(kept, cmap=FADE, aspect="auto", vmin=0, vmax=1)
+    is_cached = np.zeros(shape)
+    is_cached[:, : vocabulary // 2] = 1
+    axes[0].imshow(is_cached, cmap=FADE, aspect="auto", vmin=0, vmax=1)
     edges(axes[0], vocabulary, tile, alpha=0.35)
     axes[0].text(vocabulary / 4, tokens / 2, "eᵘ kept", ha="center", va="center", color="white", weight="bold")
     axes[0].text(3 * vocabulary / 4, tokens / 2, "recomputed", ha="center", va="center", color=INK)
@@ -102,7 +102,7 @@ def cache(shape: tuple[int, int], tile: int, both: dict[str, Any]) -> None:
 
 
 def rounding(without: np.ndarray, cached: np.ndarray) -> None:
-    """How the errors of both roundings are distributed."""
+    """Draws the distribution of both roundings' errors."""
     fig, ax = plt.subplots(figsize=(7, 2.3))
     bins = np.linspace(-0.0042, 0.0042, 43)
     ax.hist(without, bins, histtype="step", color=WARM, lw=1.5, label=f"dz rounded: {without.std():.2e}")

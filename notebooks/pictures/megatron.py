@@ -10,7 +10,7 @@ from .style import ACCENT, MUTED, WARM, show
 
 
 def gradients(differences: dict[str, float]) -> None:
-    """The difference of each parameter's gradient, relative to its norm."""
+    """Draws the difference of each parameter's gradient, relative to its norm."""
     short = [
         name.replace("decoder.", "").replace("self_attention.", "attn.").replace("weight", "w") for name in differences
     ]
@@ -25,7 +25,7 @@ def gradients(differences: dict[str, float]) -> None:
 
 
 def grpo(curve: list[tuple[float, float]], vocabulary: int) -> None:
-    """Reward and entropy over the steps."""
+    """Draws reward and entropy over the steps."""
     fig, axes = plt.subplots(1, 2, figsize=(7, 2.5))
     steps = range(1, len(curve) + 1)
     axes[0].plot(steps, [c[0] for c in curve], color=ACCENT, lw=1.8)

@@ -11,13 +11,13 @@ from .style import ACCENT, MUTED, WARM, show
 
 
 def sent(results: dict[str, tuple[dict[str, int], dict[str, int], float]], logits_bytes: float) -> None:
-    """What each program sends, by collective."""
+    """Draws what each program sends, by collective."""
     kinds = {"all-gather": ACCENT, "all-reduce": WARM, "reduce-scatter": MUTED}
     fig, axes = plt.subplots(1, 2, figsize=(7.4, 2.5), sharey=True)
     for ax, index, title in ((axes[0], 0, "forward"), (axes[1], 1, "forward + backward")):
         left: Any = np.zeros(len(results))
         for kind, color in kinds.items():
-            values = np.array([found[index].get(kind, 0) / 1024 for found in results.values()])
+            values = np.array([result[index].get(kind, 0) / 1024 for result in results.values()])
             ax.barh(list(results), values, left=left, color=color, label=kind, height=0.6)
             left += values
         ax.set(title=title, xlabel="KiB per device")

@@ -10,7 +10,7 @@ from .style import ACCENT, INK, MUTED, show
 
 
 def memory(vocabularies: Sequence[int], stored: Sequence[int], tiled: Sequence[int]) -> None:
-    """Bytes over the size of the vocabulary, both on logarithmic axes."""
+    """Draws bytes over the size of the vocabulary, both on logarithmic axes."""
     fig, ax = plt.subplots(figsize=(7, 3.5))
     for series, color, name in ((stored, MUTED, "with logits"), (tiled, ACCENT, "linear_logprobs")):
         ax.plot(vocabularies, series, "o-", color=color, lw=2, ms=4.5)

@@ -20,7 +20,7 @@ WAYS = {
 
 
 def times(names: list[str], shapes: list[Any], ratio: Ratio) -> None:
-    """Bars of every shape: forward, and forward with backward, as multiples of one product."""
+    """Draws bars of every shape: forward, and forward with backward, as multiples of one product."""
     fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.6), sharey=True, width_ratios=(1, 1.7))
     axes[0].barh(names, [ratio(m, "ours", "forward") for m in shapes], color=LIGHT, height=0.5)
     axes[0].axvline(1, color=INK, lw=1, ls=":")
@@ -38,8 +38,8 @@ def times(names: list[str], shapes: list[Any], ratio: Ratio) -> None:
     show(fig, "Bars for six shapes: a forward takes one product; forward and backward four, or three with a full cache")
 
 
-def over(sizes: list[int], at: dict[int, Any], ratio: Ratio, xlabel: str, title: str) -> None:
-    """Forward and backward over tokens or over the hidden size."""
+def times_by_size(sizes: list[int], at: dict[int, Any], ratio: Ratio, xlabel: str, title: str) -> None:
+    """Draws forward and backward over tokens or over the hidden size."""
     fig, ax = plt.subplots(figsize=(7, 2.6))
     for key, (label, color) in WAYS.items():
         ax.plot(sizes, [ratio(at[size], key) for size in sizes], "o-", color=color, label=label)
@@ -55,7 +55,7 @@ def over(sizes: list[int], at: dict[int, Any], ratio: Ratio, xlabel: str, title:
 
 
 def peers(names: list[str], rows: list[list[Any]], readable: Callable[[float], str]) -> None:
-    """Time and memory of other packages; ``readable`` writes a number of bytes."""
+    """Draws time and memory of packages; ``readable`` formats a number of bytes."""
     colors = [ACCENT if name.startswith("lce_jax") else MUTED for name in names]
     fig, axes = plt.subplots(1, 2, figsize=(7.6, 2.9), sharey=True)
     titles = (axes[0], 3, "{:.2f}".format, "time, in products"), (axes[1], 4, readable, "temporary memory")
@@ -74,7 +74,7 @@ def peers(names: list[str], rows: list[list[Any]], readable: Callable[[float], s
 
 
 def cache(curves: list[tuple[str, float, float, float, float]]) -> None:
-    """Time over ``cache_bytes``: (label, GiB of a full cache, none, half, full) of each shape; NaN was not measured."""
+    """Draws time over ``cache_bytes`` from (label, GiB of a full cache, none, half, full); NaN was not measured."""
     fractions = np.linspace(0, 1, 50)
     fig, ax = plt.subplots(figsize=(7, 2.7))
     for (label, full_gib, none, half, full), color in zip(curves, (WARM, GREEN, ACCENT), strict=True):

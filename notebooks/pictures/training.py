@@ -11,7 +11,7 @@ from .style import ACCENT, BLEND, INK, MUTED, WARM, show
 
 
 def fine_tuning(losses: list[float], evaluations: list[tuple[int, float, float]]) -> None:
-    """The loss of each batch; loss and entropy on held-out files."""
+    """Draws the loss of each batch, and loss and entropy on held-out files."""
     fig, ax = plt.subplots(figsize=(7, 2.8))
     steps, held_out, entropy = zip(*evaluations, strict=True)
     ax.plot(losses, color=MUTED, lw=1, label="loss, training batches")
@@ -25,7 +25,7 @@ def fine_tuning(losses: list[float], evaluations: list[tuple[int, float, float]]
 
 
 def masked(logprobs: Any, entropy: Any, where: np.ndarray) -> None:
-    """Log-probability and entropy of each token of a rollout; what does not count is empty."""
+    """Draws log-probability and entropy of each token of a rollout. Tokens that do not count are empty."""
     fig, axes = plt.subplots(1, 2, figsize=(7, 2.6), sharey=True)
     pictures = (logprobs, "log-probability", (-8, 0)), (entropy, "entropy", (0, 8))
     for ax, (values, name, (low, high)) in zip(axes, pictures, strict=True):
@@ -41,7 +41,7 @@ def masked(logprobs: Any, entropy: Any, where: np.ndarray) -> None:
 
 
 def bonuses(curves: dict[float, np.ndarray]) -> None:
-    """Reward and entropy over the steps, a line for each entropy bonus."""
+    """Draws reward and entropy over the steps, a line for each entropy bonus."""
     fig, axes = plt.subplots(1, 2, figsize=(7, 2.8))
     for (bonus, curve), color in zip(curves.items(), (WARM, INK, ACCENT), strict=False):
         for ax, column in zip(axes, (0, 1), strict=True):

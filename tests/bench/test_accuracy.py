@@ -14,14 +14,14 @@ pytestmark = pytest.mark.site
 SMALL = (32, 64, 1024)
 
 
-def without_entropy_gradient(hidden, weight, labels):
+def drop_entropy_gradient(hidden, weight, labels):
     logprobs, entropy = materialised(hidden, weight, labels)
     return logprobs, jnp.zeros_like(entropy)
 
 
 @pytest.fixture
 def two_peers(monkeypatch):
-    """One that PyTorch computes everywhere, and one that is not installed."""
+    """The peers are two that PyTorch computes on any device, and one that is not installed."""
 
     def missing(*_):
         raise ImportError("No module named 'nobody_has_this'")
@@ -46,9 +46,9 @@ def test_the_command_writes_errors_of_each_way_and_spread(tmp_path, capsys):
         assert max(ours[name] for name in problem.GRADIENTS) < 3e-3
         assert rows[f"torch, stored logits, {BOTH}"]["errors"]["logprobs"] > 100 * ours["logprobs"]
         assert rows[f"missing, {BOTH}"]["left_out"].endswith("not installed: No module named 'nobody_has_this'")
-    said = capsys.readouterr().out
-    assert "missing" in said
-    assert "left out: UnsupportedError: not installed" in said
+    printed = capsys.readouterr().out
+    assert "missing" in printed
+    assert "left out: UnsupportedError: not installed" in printed
 
 
 def test_an_error_is_the_distance_from_float64():
@@ -63,7 +63,7 @@ def test_an_error_is_the_distance_from_float64():
 
 def test_a_wrong_result_has_no_error_but_the_reason(monkeypatch, capsys):
     def wrong(drawn: problem.Problem, _: None) -> list[Candidate]:
-        return [both(drawn, "ours", "wrong", without_entropy_gradient, logits_rounded=True)]
+        return [both(drawn, "ours", "wrong", drop_entropy_gradient, logits_rounded=True)]
 
     monkeypatch.setattr(accuracy, "jax_candidates", wrong)
     measured = accuracy.measure(SMALL, 3, with_peers=False)

@@ -29,17 +29,17 @@ def test_bad_arguments_end_with_usage(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(arguments)
     assert stop.value.code == 2
-    said = capsys.readouterr()
-    assert "usage: python -m benchmarks heads" in said.err
-    assert message in said.err
-    assert said.out == ""
+    printed = capsys.readouterr()
+    assert "usage: python -m benchmarks heads" in printed.err
+    assert message in printed.err
+    assert printed.out == ""
 
 
 def test_an_implementation_that_cannot_serve_a_shape_says_why(capsys, tmp_path):
-    told = ["--shape", "16,32,520", "--implementation", "mosaic_gpu", "--out", str(tmp_path / "cpu.json")]
-    assert command.main(told) == 1
-    said = 'heads --shape 16,32,520 --implementation mosaic_gpu: implementation "mosaic_gpu": needs an NVIDIA GPU'
-    assert said in capsys.readouterr().out
+    arguments = ["--shape", "16,32,520", "--implementation", "mosaic_gpu", "--out", str(tmp_path / "cpu.json")]
+    assert command.main(arguments) == 1
+    message = 'heads --shape 16,32,520 --implementation mosaic_gpu: implementation "mosaic_gpu": needs an NVIDIA GPU'
+    assert message in capsys.readouterr().out
 
 
 BRIEFLY = """

@@ -1,4 +1,4 @@
-"""The doctor of `benchmarks`, on the CPU: what it says of programs that are right, wrong, unsteady or never done."""
+"""The bench's doctor on a CPU: what it reports of programs that are right, wrong, unsteady, or never end."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_one_command_writes_into_one_file_and_ends_with_its_verdict(
 def test_what_an_owner_of_a_card_is_told() -> None:
     assert doctor.describe_kernels(Device("cpu")) == "cpu has no kernels: xla runs"
     assert doctor.describe_kernels(H200) == "NVIDIA H200: the kernels for compute capability 9.0"
-    told = doctor.describe_kernels(A100)
-    assert told.startswith(f"{A100.kind}: the kernels for compute capability 8.0, whose source ran on an H100 and")
-    assert "send the written file" in told
+    words = doctor.describe_kernels(A100)
+    assert words.startswith(f"{A100.kind}: the kernels for compute capability 8.0, whose source ran on an H100 and")
+    assert "send the written file" in words
 
 
 RIGHT, WRONG = {"implementation": "mosaic_gpu"}, {"implementation": "mosaic_gpu", "failed": "wrong result"}
@@ -79,7 +79,7 @@ def test_the_verdict_says_what_runs_and_what_to_do(device: Device, rows: dict[st
 
 
 def test_the_verdict_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that JAX does not see, and a JAX that is older than the kernels."""
+    """JAX does not see the GPU, or it is older than the kernels need."""
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
     unseen = doctor.summary({"plain": BY_XLA}, Device("cpu"))
     assert "JAX does not see a GPU: in the checkout, pip install" in unseen
@@ -90,8 +90,8 @@ def test_the_verdict_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> N
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    for told in (unseen, old):
-        (extra,) = re.findall(r"pip install --editable '\.\[(\w+)\]'", told)
+    for verdict in (unseen, old):
+        (extra,) = re.findall(r"pip install --editable '\.\[(\w+)\]'", verdict)
         assert any("0.11.2" in package for package in extras[extra])
 
 
@@ -99,7 +99,7 @@ def test_the_verdict_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> N
 def test_kernels_are_lowered_for_a_card_of_their_own(
     device: Device, lowered: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or, where another runs them, for the generation's first."""
+    """A card of another generation lowers them for the first capability of theirs."""
     monkeypatch.setattr(programs, "current_device", lambda: device)
     with programs.use_kernels(mma.SM89):
         assert _pallas._lowered_for.get() == lowered

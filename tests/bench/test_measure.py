@@ -12,7 +12,7 @@ pytestmark = pytest.mark.site
 
 
 @pytest.fixture
-def on_gpu(monkeypatch):
+def gpu_backend(monkeypatch):
     monkeypatch.setattr(measure.jax, "default_backend", lambda: "gpu")
 
 
@@ -35,7 +35,7 @@ def test_every_round_times_every_run_once_before_the_next_round(monkeypatch):
     assert len({tuple(one) for one in rounds}) > 1  # not the same order every time
 
 
-@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.usefixtures("gpu_backend")
 def test_on_a_gpu_a_run_settles_before_its_timing(monkeypatch):
     monkeypatch.setattr(measure, "calls_within", lambda _run, _seconds: 1)
     timed, log = [], []
@@ -62,8 +62,8 @@ def test_how_much_work_a_timing_holds(monkeypatch, platform, seconds):
     assert asked == [seconds]
 
 
-def out_of_memory_in(log, name, call):
-    """A run that is right until its call of that number: calls back to back hold two results."""
+def fail_in_call(log, name, call):
+    """Returns a run that runs out of memory in its ``call``-th call."""
 
     def launch():
         log.append(name)
@@ -73,13 +73,13 @@ def out_of_memory_in(log, name, call):
     return fake_run(log, name)._replace(launch=launch)
 
 
-@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.usefixtures("gpu_backend")
 @pytest.mark.parametrize("call", [1, 3, 9], ids=["counting", "settling", "a later round"])
 def test_a_run_that_fails_while_it_is_timed_has_no_samples_and_the_others_go_on(monkeypatch, call):
     monkeypatch.setattr(measure, "GPU_SECONDS", 1e-9)  # 2 calls to count, then 2 + 3 in each round
     monkeypatch.setattr(measure, "GPU_SETTLE_SECONDS", 4e-10)
     log, left_out = [], {}
-    runs = {"a": fake_run(log, "a"), "b": out_of_memory_in(log, "b", call), "c": fake_run(log, "c")}
+    runs = {"a": fake_run(log, "a"), "b": fail_in_call(log, "b", call), "c": fake_run(log, "c")}
     samples = measure.interleave(runs, 3, left_out)
     assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "c": 3}
     assert left_out == {"b": "RuntimeError: RESOURCE_EXHAUSTED: 29 GiB"}

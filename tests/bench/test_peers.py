@@ -1,4 +1,4 @@
-"""The bench's rows in PyTorch: peers, this package, and what the row of a peer says that cannot run."""
+"""The bench's rows in PyTorch: peers, this package, and the reasons of peers that cannot run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ NO_TILES = (128, 64, 520)
 MISSING = ("Liger scaled cross entropy", "Liger Hopper linear CE", "Liger fused linear CE", "QuACK", "Apple CCE")
 
 
-def rows(drawn, given, rounds=1):
-    return measure.rows({one.name: one.compile for one in given}, candidates.judge(given, drawn), rounds)
+def rows(drawn, selected, rounds=1):
+    return measure.rows({one.name: one.compile for one in selected}, candidates.judge(selected, drawn), rounds)
 
 
 def rows_of(drawn, *keys):
-    """Those of some peers, by key and direction."""
-    given = [one for one in peers.peer_candidates(drawn) if one.key in keys]
-    found = rows(drawn, given)
-    return {(one.key, one.direction): found[one.name] for one in given}
+    """Returns the rows of some peers, by key and direction."""
+    selected = [one for one in peers.peer_candidates(drawn) if one.key in keys]
+    measured = rows(drawn, selected)
+    return {(one.key, one.direction): measured[one.name] for one in selected}
 
 
 def bfloat16(shape):
@@ -45,13 +45,13 @@ def test_objectives_of_peers_have_their_own_references(tiny):
 
 
 def test_peers_say_why_they_are_not_timed(tiny, monkeypatch):
-    given = peers.peer_candidates(tiny)
-    assert {one.key for one in given} == set(peers.PEERS)
-    assert {row["left_out"] for row in rows(tiny, given).values()} == {
+    selected = peers.peer_candidates(tiny)
+    assert {one.key for one in selected} == set(peers.PEERS)
+    assert {row["left_out"] for row in rows(tiny, selected).values()} == {
         "UnsupportedError: peers are timed on CUDA GPUs, this is cpu"
     }
     monkeypatch.setattr(peers, "_torch", lambda: __import__("nobody_has_this"))
-    assert {row["left_out"] for row in rows(tiny, given).values()} == {
+    assert {row["left_out"] for row in rows(tiny, selected).values()} == {
         "UnsupportedError: not installed: No module named 'nobody_has_this'"
     }
 
@@ -70,18 +70,18 @@ def test_a_peer_is_checked_and_timed_on_the_same_operands(tiny, torch_on_cpu, mo
     made = {"plain": peers.Peer("plain", "logprob+entropy", plain)}
     made |= {each.__name__: peers.Peer(each.__name__, "sum of logprobs", each) for each in (summed, wrong)}
     monkeypatch.setattr(peers, "PEERS", made)
-    found = rows(tiny, peers.peer_candidates(tiny))
-    assert set(found["plain, forward+backward"]["errors"]) == {"logprobs", "entropy", *problem.GRADIENTS}
-    assert set(found["summed, forward+backward"]["errors"]) == {"loss", *problem.GRADIENTS}
-    assert all("loss is off by" in found[f"wrong, {way}"]["left_out"] for way in (FORWARD, BOTH))
+    measured = rows(tiny, peers.peer_candidates(tiny))
+    assert set(measured["plain, forward+backward"]["errors"]) == {"logprobs", "entropy", *problem.GRADIENTS}
+    assert set(measured["summed, forward+backward"]["errors"]) == {"loss", *problem.GRADIENTS}
+    assert all("loss is off by" in measured[f"wrong, {way}"]["left_out"] for way in (FORWARD, BOTH))
 
 
 @pytest.mark.usefixtures("torch_on_cpu")
 def test_this_package_and_stored_logits_are_timed_in_torch():
     keys = [key for key in peers.PEERS if key.startswith("ours")]
-    found = rows_of(bfloat16((40, 64, 1003)), *keys, "torch")
-    assert len(found) == 2 * 5
-    for (key, direction), row in found.items():
+    measured = rows_of(bfloat16((40, 64, 1003)), *keys, "torch")
+    assert len(measured) == 2 * 5
+    for (key, direction), row in measured.items():
         assert row.get("median_seconds"), (key, direction, row.get("left_out"))
         outputs = {"loss"} if "loss" in key else {"logprobs", "entropy"}
         assert set(row["errors"]) == outputs | (set(problem.GRADIENTS) if direction == BOTH else set())
@@ -95,17 +95,17 @@ def test_torchs_own_loss_has_the_values_and_gradients_of_ours(torch_on_cpu):
     hidden = torch.randn(300, 64, generator=generator).requires_grad_()
     weight = torch.randn(1003, 64, generator=generator).div(3).requires_grad_()
     labels = torch.randint(0, 1003, (300,), generator=generator)
-    found = []
+    results = []
     for function in (peers.torch_linear_cross_entropy, peers.our_loss):
         loss = function(hidden, weight, labels)["loss"]
-        found.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
-    for theirs, own in zip(*found, strict=True):
-        assert torch.dist(theirs, own) <= 1e-5 * own.norm()
+        results.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
+    for theirs, ours in zip(*results, strict=True):
+        assert torch.dist(theirs, ours) <= 1e-5 * ours.norm()
     row = rows_of(bfloat16((40, 64, 1003)), "torch linear CE")["torch linear CE", BOTH]
     assert set(row["errors"]) == {"loss", *problem.GRADIENTS}
 
 
-def test_an_older_torch_is_said_in_the_row(tiny, torch_on_cpu, monkeypatch):
+def test_the_row_names_a_torch_that_is_too_old(tiny, torch_on_cpu, monkeypatch):
     monkeypatch.delattr(torch_on_cpu.nn, "LinearCrossEntropyOptions", raising=False)
     monkeypatch.setattr(torch_on_cpu, "__version__", "2.11.0")
     for row in rows_of(tiny, "torch linear CE").values():
@@ -113,15 +113,15 @@ def test_an_older_torch_is_said_in_the_row(tiny, torch_on_cpu, monkeypatch):
 
 
 @pytest.mark.usefixtures("torch_on_cpu")
-def test_a_package_that_is_not_installed_is_said_in_the_row(tiny, monkeypatch, capsys):
+def test_the_row_names_a_package_that_is_not_installed(tiny, monkeypatch, capsys):
     for name in ("liger_kernel", "liger_kernel.ops", "liger_kernel.transformers.functional", HOPPER):
         monkeypatch.setitem(sys.modules, name, None)
     for name in ("quack", "quack.linear_cross_entropy", "cut_cross_entropy"):
         monkeypatch.setitem(sys.modules, name, None)
-    found = rows_of(tiny, *MISSING)
-    assert len(found) == 2 * len(MISSING)
-    assert all(row["left_out"].startswith("UnsupportedError: not installed: ") for row in found.values())
-    measure.show({f"{key}, {way}": row for (key, way), row in found.items()}, "")
+    measured = rows_of(tiny, *MISSING)
+    assert len(measured) == 2 * len(MISSING)
+    assert all(row["left_out"].startswith("UnsupportedError: not installed: ") for row in measured.values())
+    measure.show({f"{key}, {way}": row for (key, way), row in measured.items()}, "")
     lines = capsys.readouterr().out.splitlines()
     for key in MISSING:
         assert any(line.startswith(f"{key}, {BOTH}") and "not timed: " in line for line in lines)
@@ -129,7 +129,7 @@ def test_a_package_that_is_not_installed_is_said_in_the_row(tiny, monkeypatch, c
 
 @pytest.fixture
 def liger_for_hopper(torch_on_cpu, monkeypatch):
-    """A stand-in with the signature, the refusals and the results of Liger 0.8.5's, for a CPU."""
+    """A stand-in for Liger 0.8.5 on a CPU, with the same signature, refusals and results."""
     torch = torch_on_cpu
 
     class LigerFusedLinearCrossEntropySM90Function(torch.autograd.Function):
@@ -170,19 +170,19 @@ def liger_for_hopper(torch_on_cpu, monkeypatch):
 
 @pytest.mark.usefixtures("liger_for_hopper")
 def test_ligers_loss_for_hopper_is_timed_where_its_tiles_divide_the_shape():
-    found = rows_of(bfloat16(TILES), "Liger Hopper linear CE")
-    assert set(found["Liger Hopper linear CE", BOTH]["errors"]) == {"loss", *problem.GRADIENTS}
-    assert found["Liger Hopper linear CE", FORWARD]["median_seconds"] > 0
+    measured = rows_of(bfloat16(TILES), "Liger Hopper linear CE")
+    assert set(measured["Liger Hopper linear CE", BOTH]["errors"]) == {"loss", *problem.GRADIENTS}
+    assert measured["Liger Hopper linear CE", FORWARD]["median_seconds"] > 0
     for row in rows_of(bfloat16(NO_TILES), "Liger Hopper linear CE").values():
         assert row == {"left_out": "UnsupportedError: refused: requires V to be a multiple of 256; got V=520"}
 
 
 def test_the_stand_in_has_the_signature_of_liger(liger_for_hopper):
-    """Read, not imported: its kernels want a GPU's packages."""
-    found = importlib.util.find_spec("liger_kernel")
-    if found is None or found.origin is None:
+    """It reads Liger's file, because its import needs a GPU's packages."""
+    spec = importlib.util.find_spec("liger_kernel")
+    if spec is None or spec.origin is None:
         pytest.skip("needs liger-kernel 0.8.5")
-    file = Path(found.origin).parent.joinpath(*HOPPER.split(".")[1:]).with_suffix(".py")
+    file = Path(spec.origin).parent.joinpath(*HOPPER.split(".")[1:]).with_suffix(".py")
     functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
     (forward,) = (node for node in functions if node.name == "forward")
     parameters = inspect.signature(liger_for_hopper.forward).parameters

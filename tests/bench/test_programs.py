@@ -55,7 +55,7 @@ def test_a_few_ids_per_token(tmp_path: Path) -> None:
     assert len(records.read(tmp_path / "cpu.json")["jobs"]) == 2
 
 
-def test_a_mesh_beside_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_is_compared_with_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(tmp_path, "mesh")
     compared = {name: row for name, row in rows.items() if "apart" in row}
     assert {name.partition(":")[0] for name in compared} == {"vocabulary", "sequence", "tokens", "both"}
@@ -84,7 +84,7 @@ def test_a_program_that_fails_while_it_is_timed_has_no_row(
         compiled, calls = measure.compile_jax(function, *operands), itertools.count(1)
 
         def launch() -> Any:
-            if next(calls) == 3:  # after the one that compares, and the first timing
+            if next(calls) == 3:  # after the comparison and the first timing
                 raise RuntimeError("RESOURCE_EXHAUSTED: two results")
             return compiled.launch()
 
@@ -93,9 +93,9 @@ def test_a_program_that_fails_while_it_is_timed_has_no_row(
     drawn, made = programs.PARTS["precision"]
 
     def failing() -> dict[str, programs.Program]:
-        found = made()
-        product = dataclasses.replace(found[programs.PRODUCT], compile=fails_in_its_second_timing)
-        return found | {programs.PRODUCT: product}
+        made_programs = made()
+        product = dataclasses.replace(made_programs[programs.PRODUCT], compile=fails_in_its_second_timing)
+        return made_programs | {programs.PRODUCT: product}
 
     monkeypatch.setitem(programs.PARTS, "precision", (drawn, failing))
     rows = rows_of(tmp_path, "precision")
@@ -107,24 +107,24 @@ def test_a_program_that_fails_while_it_is_timed_has_no_row(
 
 
 def test_a_program_of_this_package_that_fails_is_a_failure() -> None:
-    def out_of_memory(*_: Any) -> Any:
+    def run_out_of_memory(*_: Any) -> Any:
         raise RuntimeError("RESOURCE_EXHAUSTED: no memory")
 
     right = programs.Program(lambda hidden, weight: hidden @ weight.T)
-    operands, fails = (jnp.ones((4, 8)), jnp.ones((16, 8))), programs.Program(out_of_memory, "stored")
+    operands, fails = (jnp.ones((4, 8)), jnp.ones((16, 8))), programs.Program(run_out_of_memory, "stored")
     assert programs.time_programs(
         {"product": right, "linear_x": right, "stored": fails}, operands, (4, 8, 16), 1
     ).healthy
     assert not programs.time_programs({"product": right, "linear_x": fails}, operands, (4, 8, 16), 1).healthy
 
 
-def test_float32_by_what_multiplies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_float32_by_precision(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "precision")
     for way in ("linear_logprobs", "stored logits"):
         for end in ("", ", + backward"):
             assert "not supported" in rows[f"{way}, TF32_TF32_F32{end}"]["left_out"]  # on a CPU
     assert rows["linear_logprobs, highest, + backward"]["apart"] < 2e-5
     assert rows["linear_logprobs, highest"]["median_seconds"] > 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for name in ("linear_logprobs", "stored logits"):
-        assert re.search(rf"^{name}, TF32_TF32_F32 +not timed: .*not supported", said, re.MULTILINE)
+        assert re.search(rf"^{name}, TF32_TF32_F32 +not timed: .*not supported", printed, re.MULTILINE)

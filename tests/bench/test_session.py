@@ -30,30 +30,30 @@ def test_a_session_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(session, "_device_kind", lambda: "cpu")
     monkeypatch.setattr(session, "PLAN", TINY)
     monkeypatch.setattr(session, "_run", lambda key, *more: started.append(key) or run_job(key, *more))
-    told = ["session", "--minutes", "5", "--rounds", "1", "--out", str(out)]
-    assert bench.main(told) == 0
+    arguments = ["session", "--minutes", "5", "--rounds", "1", "--out", str(out)]
+    assert bench.main(arguments) == 0
     first = records.read(out)
     assert tuple(first["jobs"]) == TINY
     assert {run["code"] for run in first["runs"].values()} == {records.code()}
-    assert bench.main(told) == 0  # nothing is due
+    assert bench.main(arguments) == 0  # nothing is due
     assert started == list(TINY)
     assert records.read(out) == first
     del first["jobs"][TINY[0]]
     out.write_text(json.dumps(first))
-    assert bench.main(told) == 0
+    assert bench.main(arguments) == 0
     assert started == [*TINY, TINY[0]]
     assert set(records.read(out)["jobs"]) == set(TINY)
 
 
-def test_a_job_that_fails_is_said_and_the_others_go_on(
+def test_a_job_that_fails_is_named_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(session, "PLAN", ["kl --shape 8,16", TINY[0]])
     monkeypatch.setattr(session, "_device_kind", lambda: "cpu")
-    told = ["session", "--rounds", "1", "--out", str(tmp_path / "cpu.json")]
-    assert bench.main([*told, "--list"]) == 0
+    arguments = ["session", "--rounds", "1", "--out", str(tmp_path / "cpu.json")]
+    assert bench.main([*arguments, "--list"]) == 0
     assert capsys.readouterr().out == f"kl --shape 8,16\n{TINY[0]}\n"
-    assert bench.main(told) == 1
+    assert bench.main(arguments) == 1
     assert "kl --shape 8,16: exit status 2" in capsys.readouterr().out
     assert list(records.read(tmp_path / "cpu.json")["jobs"]) == [TINY[0]]
 
@@ -69,7 +69,7 @@ def test_the_minutes_end_a_session(
     out = tmp_path / "cpu.json"
     assert bench.main(["session", "--minutes", "1", "--out", str(out)]) == 0
     assert "1 of 2 jobs remain for the next session" in capsys.readouterr().out
-    assert not out.exists()  # the session ended the job, which may well be right
+    assert not out.exists()  # the session ended the job, which may be right
 
 
 def test_what_is_missing_comes_first_and_then_the_oldest(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_what_is_missing_comes_first_and_then_the_oldest(tmp_path: Path) -> None
     assert session.list_due_jobs(file, ["done", "newer", "older", "missing"], "now") == ["missing", "older", "newer"]
 
 
-def test_a_command_writes_over_what_it_found_before(tmp_path: Path) -> None:
+def test_a_command_replaces_its_earlier_rows(tmp_path: Path) -> None:
     path = tmp_path / "card.json"
     records.merge(path, "heads", Measured({"a": {"x": 1}, "b": {"x": 1}}, {"dtype": "float32"}), a_run("2026-01-01"))
     records.merge(path, "kl", Measured({"c": {"x": 2}}), a_run("2026-01-02"))

@@ -36,8 +36,8 @@ def test_a_sweep_tries_tunings_that_fit_and_puts_the_table_back(kernel):
     assert before == _generations.GENERATIONS
 
 
-def tuning_of(case, kernel):
-    return _generations.serving(case.device).tunings.of(case, kernel)
+def tuning_of(call, kernel):
+    return _generations.serving(call.device).tunings.of(call, kernel)
 
 
 def test_a_sweep_leaves_no_entry_for_a_device_that_had_none():
@@ -50,23 +50,23 @@ def test_a_sweep_leaves_no_entry_for_a_device_that_had_none():
 
 
 def test_a_sweep_without_such_a_gpu_says_so(capsys, tmp_path):
-    told = ["sweep", "--shape", "256,256,1024", "--kernel", "dhidden", "--out", str(tmp_path / "cpu.json")]
-    assert command.main(told) == 1
-    said = 'sweep --shape 256,256,1024 --kernel dhidden: implementation "mosaic_gpu": needs an NVIDIA GPU'
-    assert said in capsys.readouterr().out
+    arguments = ["sweep", "--shape", "256,256,1024", "--kernel", "dhidden", "--out", str(tmp_path / "cpu.json")]
+    assert command.main(arguments) == 1
+    message = 'sweep --shape 256,256,1024 --kernel dhidden: implementation "mosaic_gpu": needs an NVIDIA GPU'
+    assert message in capsys.readouterr().out
 
 
 def fastest_first(choices):
-    """The deepest, then the one without a cluster, then the longest snake."""
+    """Returns seconds by tuning: the most stages are fastest, then no cluster, then the longest snake."""
     key = lambda one: (-one.stages, one.cluster, one.minor, one.in_flight, -one.snake)  # noqa: E731
     return {one: float(i) for i, one in enumerate(sorted(choices, key=key), 1)}
 
 
 def test_each_step_of_a_sweep_begins_with_the_best_of_the_one_before():
     steps = []
-    found = sweep.sweep("dlogits", H200, lambda choices: steps.append(choices) or fastest_first(choices))
+    seconds = sweep.sweep("dlogits", H200, lambda choices: steps.append(choices) or fastest_first(choices))
     assert [len({one.stages for one in step}) > 1 for step in steps] == [True, False, False]
-    best = next(iter(found))
+    best = next(iter(seconds))
     assert best.stages == max(one.stages for one in steps[0])
     assert (best.cluster, best.minor, best.in_flight, best.snake) == (1, 0, 0, 32)
     with pytest.raises(UnsupportedError, match="no tuning of the dlogits kernel gave right results"):
@@ -75,30 +75,30 @@ def test_each_step_of_a_sweep_begins_with_the_best_of_the_one_before():
 
 def test_which_kernels_a_sweep_is_for(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sweep, "explain", lambda *_, **__: types.SimpleNamespace(call=H200))
-    monkeypatch.setattr(sweep, "_time", lambda *given: fastest_first(given[-1]))
+    monkeypatch.setattr(sweep, "_time", lambda *operands: fastest_first(operands[-1]))
     out = tmp_path / "cpu.json"
-    told = ["sweep", "--shape", "32,16,64", "--out", str(out)]
-    assert command.main([*told, "--kernel", "dlogits", "--kernel", "forward"]) == 0
+    arguments = ["sweep", "--shape", "32,16,64", "--out", str(out)]
+    assert command.main([*arguments, "--kernel", "dlogits", "--kernel", "forward"]) == 0
     assert [job["rows"][0]["name"] for job in records.jobs(records.read(out), "sweep")] == ["dlogits", "forward"]
-    assert command.main(told) == 0
-    jobs, said = list(records.jobs(records.read(out), "sweep")), capsys.readouterr().out
+    assert command.main(arguments) == 0
+    jobs, printed = list(records.jobs(records.read(out), "sweep")), capsys.readouterr().out
     assert {job["rows"][0]["name"] for job in jobs} == set(sweep.KERNELS)
     for kernel, job in zip(("dlogits", "forward"), jobs, strict=False):
         best = next(iter(sweep.sweep(kernel, H200, fastest_first)))
         assert job["rows"][0]["entry"] == f'("NVIDIA H200", "{kernel}"): ((1024, {best}),)'
-        assert job["rows"][0]["entry"] in said
+        assert job["rows"][0]["entry"] in printed
     with pytest.raises(SystemExit):
         command.main(["sweep", "--kernel", "logits"])
 
 
 def test_tunings_are_timed_as_candidates_and_printed_the_fastest_first(monkeypatch, capsys):
-    """With the implementation for every device in place of the kernels, which need such a GPU."""
+    """It times the implementation for every device, because the kernels need a Hopper GPU."""
     drawn = problem.random_problem((24, 32, 520), jnp.float32)
     monkeypatch.setattr(sweep, "NAME", "xla")
     choices = sweep.vary_fields(H200, "forward", tuning_of(H200, "forward"), sweep.STEPS[2])[:2]
-    found = sweep._time("forward", drawn, H200, 1, choices)
-    assert set(found) == set(choices)
-    assert list(found.values()) == sorted(found.values())
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "forward kernel, forward"
-    assert [line.partition(", forward ")[0] for line in said[1:]] == [str(one) for one in found]
+    seconds = sweep._time("forward", drawn, H200, 1, choices)
+    assert set(seconds) == set(choices)
+    assert list(seconds.values()) == sorted(seconds.values())
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "forward kernel, forward"
+    assert [line.partition(", forward ")[0] for line in printed[1:]] == [str(one) for one in seconds]

@@ -30,7 +30,7 @@ def run_demo(*arguments: str, devices: int = 1) -> subprocess.CompletedProcess[s
 
 
 def table_row(output: str, name: str) -> list[str]:
-    """The cells of the first row that starts with ``name``."""
+    """Returns the cells of the first row that starts with ``name``."""
     row = next(line for line in output.splitlines() if re.match(rf"│ +{name}\b", line))
     return [cell.strip() for cell in row.strip("│").split("│")][1:]
 
@@ -90,7 +90,7 @@ def test_the_time_left_is_that_of_the_rest_at_the_same_pace(monkeypatch):
 
 @pytest.mark.parametrize(("rl_steps", "threshold"), [(1, False), (12, True)])
 def test_the_work_of_a_run_is_the_sum_of_its_parts(rl_steps, threshold):
-    """Else the estimate of the time left does not end at 0."""
+    """Otherwise the estimate of the time left would not end at 0."""
     from rich.console import Console
 
     from examples.demo import cli, progress
@@ -117,10 +117,10 @@ def test_a_threshold_is_compared_only_where_it_leaves_tiles_out(tmp_path):
     stored_run = sft.SecondRun([5.0], [5.0])
     report.print_tables(console, stages, 0.9, stored_run, None, comparison)
     report.draw(tmp_path / "curves.png", [rl.RlMetrics(0.5, 4.0)], stages, 0.9, stored_run, None)
-    said = console.export_text()
-    assert "threshold" not in said
-    assert "logits stored" in said
-    assert "largest error against float64" in said
+    printed = console.export_text()
+    assert "threshold" not in printed
+    assert "logits stored" in printed
+    assert "largest error against float64" in printed
 
 
 def test_a_head_of_real_size_is_timed_both_ways():

@@ -14,7 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_logprobs, sharded_linear_logprobs
 from tests import cases, oracle
-from tests.agreement import assert_same, evaluate, inside_shard_map, on_one_device, over_named_axes, where_operands_are
+from tests.agreement import (
+    assert_same,
+    call_inside_shard_map,
+    call_on_one_device,
+    call_on_split_operands,
+    call_over_named_axes,
+    evaluate,
+)
 from tests.pairs import combined
 from tests.sharding_cases import CALLS, LAYOUTS, mesh_of
 
@@ -44,19 +51,19 @@ MANY = {
 @pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow if x in MANY else ()) for x in LAYOUTS])
 @pytest.mark.parametrize("test", [pytest.param(PLAIN, marks=pytest.mark.slow), EVERYTHING], ids=str)
 def test_over_named_axes(test: cases.TestCase, layout: str, axis_type: AxisType) -> None:
-    assert_same(over_named_axes(test, layout, axis_type), on_one_device(test))
+    assert_same(call_over_named_axes(test, layout, axis_type), call_on_one_device(test))
 
 
 @pytest.mark.slow
 @combined(test=[x for x in CALLS if x not in (PLAIN, EVERYTHING)], layout=LAYOUTS_OF_ALL, axis_type=KINDS)
 def test_other_calls_over_named_axes(test: cases.TestCase, layout: str, axis_type: AxisType) -> None:
-    assert_same(over_named_axes(test, layout, axis_type), on_one_device(test))
+    assert_same(call_over_named_axes(test, layout, axis_type), call_on_one_device(test))
 
 
 @pytest.mark.fast("floor and everything-AxisType.Explicit")
 @combined(test=[EVERYTHING, CALLS[4]], axis_type=KINDS)
 def test_where_operands_are(test: cases.TestCase, axis_type: AxisType) -> None:
-    assert_same(where_operands_are(test, WIDEST, axis_type), on_one_device(test))
+    assert_same(call_on_split_operands(test, WIDEST, axis_type), call_on_one_device(test))
 
 
 def test_explicit_axes_tell_the_batch_and_keep_their_types() -> None:
@@ -72,13 +79,13 @@ def test_explicit_axes_tell_the_batch_and_keep_their_types() -> None:
         )
     assert out.logprobs.sharding.spec == P("data", None)
     assert gradient.sharding.spec == P("tensor", None)
-    assert oracle.value_error(out.logprobs, on_one_device(PLAIN)[0].logprobs) < 2e-6
+    assert oracle.value_error(out.logprobs, call_on_one_device(PLAIN)[0].logprobs) < 2e-6
 
 
 @pytest.mark.fast("floor and everything-True")
 @combined(test=CALLS[2:], check_vma=[True, False])
 def test_inside_shard_map(test: cases.TestCase, check_vma: bool) -> None:
-    assert_same(inside_shard_map(test, WIDEST, check_vma), on_one_device(test))
+    assert_same(call_inside_shard_map(test, WIDEST, check_vma), call_on_one_device(test))
 
 
 def plain_logprobs(hidden, weight, labels, axis_name):
@@ -155,7 +162,7 @@ def test_shards_agree_bitwise(test: cases.TestCase, check_vma: bool) -> None:
 def test_mixed_axis_types(axis_types: list[AxisType]) -> None:
     with jax.set_mesh(jax.make_mesh((2, 4), ("data", "tensor"), axis_types=tuple(axis_types))):
         got = evaluate(PLAIN, sharded_linear_logprobs, batch_axes="data")
-    assert_same(got, on_one_device(PLAIN))
+    assert_same(got, call_on_one_device(PLAIN))
 
 
 @pytest.mark.slow

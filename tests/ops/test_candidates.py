@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import explain, linear_logprobs
 from tests import cases, oracle
-from tests.agreement import assert_same, evaluate, on_one_device
+from tests.agreement import assert_same, call_on_one_device, evaluate
 from tests.pairs import values_of
 
 CALLS = [
@@ -50,7 +50,7 @@ def test_every_shard_holds_the_same_bits(shards: int) -> None:
         return cases.objective(first, seeds), first
 
     grads, first = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))(hidden, weight)
-    assert_same((first, grads), on_one_device(test))
+    assert_same((first, grads), call_on_one_device(test))
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_under_vmap(test: cases.TestCase) -> None:
     (dhidden, dweight), out = jax.jit(jax.vmap(one, in_axes=(0, None, 0, 0, 0)))(
         hidden, weight, labels, per_token, seeds
     )
-    assert_same((out, (dhidden, jnp.sum(dweight, axis=0))), on_one_device(test))
+    assert_same((out, (dhidden, jnp.sum(dweight, axis=0))), call_on_one_device(test))
 
 
 @pytest.mark.slow

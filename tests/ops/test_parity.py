@@ -28,7 +28,7 @@ GRADIENT_BOUND = 1e-5
 
 # Cases that differ in their rows alone: blocks of 24 rows of one call. All calls of a list and dtype are one program.
 BLOCKS = {
-    "plain", "three leading dimensions", "foreign labels", "where", "where with everything live", "where hides NaN",
+    "plain", "three leading dimensions", "foreign labels", "where", "where true everywhere", "where hides NaN",
     "temperature per token", "temperature per sequence", "peaked", "precision",
 }  # fmt: skip
 LEADING = (2, 3, 4)

@@ -1,4 +1,4 @@
-"""``lce-jax``, and the commands of a checkout: what is missing is named."""
+"""``lce-jax`` and the commands of a checkout name what is missing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_command_is_run_with_its_arguments(capsys: pytest.CaptureFixture[str])
         (["demo", "--steps", "5"], 2, "in a checkout of the repository, run make demo or python -m examples.demo"),
     ],
 )
-def test_what_it_says(arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_prints(arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         command.main(arguments)
     assert stop.value.code == status
@@ -43,16 +43,16 @@ def test_what_it_says(arguments: list[str], status: int, message: str, capsys: p
 
 
 def test_a_pipe_that_closes_is_no_error() -> None:
-    told = ["explain", "--hidden", "64", "--vocab", "1000", "--tokens", "32", "--device", "cpu"]
+    arguments = ["explain", "--hidden", "64", "--vocab", "1000", "--tokens", "32", "--device", "cpu"]
     command = subprocess.Popen(
-        [sys.executable, "-m", "lce_jax", *told], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "lce_jax", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert command.stdout is not None
     command.stdout.close()
     assert command.wait(120) == 1
     assert command.stderr is not None
-    with command.stderr as said:
-        assert "Error" not in said.read()
+    with command.stderr as errors:
+        assert "Error" not in errors.read()
 
 
 @pytest.mark.parametrize("name", [name for name, commands in command.CHECKOUT_COMMANDS.items() if len(commands) > 1])
@@ -66,7 +66,7 @@ def test_the_commands_of_a_checkout_are_what_make_runs(name: str) -> None:
 
 
 def commands_of(target: str, venv: Path, *, python: str = sys.executable) -> str:
-    """What make would run for a target whose environment is not there yet."""
+    """Returns what make would run for a target whose environment does not exist yet."""
     make = ["make", "--dry-run", f"VENV={venv}", f"PYTHON={python}", target]
     return subprocess.run(make, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout
 
@@ -105,17 +105,17 @@ TINY = {"bench": ("step", "--batch", "1"), "demo": ("--steps", "1")}
 def test_a_missing_extra_is_named(
     name: str, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = command.CHECKOUT_COMMANDS[name][-1].split()[-1]
-    for module in [module for module in sys.modules if module.startswith((f"{own}.", missing))]:
+    folder = command.CHECKOUT_COMMANDS[name][-1].split()[-1]
+    for module in [module for module in sys.modules if module.startswith((f"{folder}.", missing))]:
         monkeypatch.delitem(sys.modules, module)
         package, _, attribute = module.rpartition(".")
-        if package == own:
+        if package == folder:
             monkeypatch.delattr(importlib.import_module(package), attribute, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     try:
-        status: object = importlib.import_module(f"{own}.__main__").main(list(TINY[name]))
+        status: object = importlib.import_module(f"{folder}.__main__").main(list(TINY[name]))
     except SystemExit as stop:
         status = stop.code
-    said = f"{status} {capsys.readouterr().err}"
-    assert missing in said
-    assert f"pip install --editable '.[{name}]'" in said
+    printed = f"{status} {capsys.readouterr().err}"
+    assert missing in printed
+    assert f"pip install --editable '.[{name}]'" in printed

@@ -1,6 +1,6 @@
 """Users' scripts under mypy and pyright, where only JAX, NumPy, torch and Flax are installed beside the packages.
 
-Each line with ``# wrong`` must be reported, and no other; of README's programs, no line.
+Each line with ``# wrong`` must be reported, and no other line; no line of README's programs must be.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ NEEDED = ("jax", "jaxlib", "numpy", "ml_dtypes", "torch", "typing_extensions", "
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with links to the packages and to what they need."""
+    """Returns the interpreter of an environment with links to the packages and to what they need."""
     folder = tmp_path_factory.mktemp("plain")
     venv.create(folder, with_pip=False)
     (packages,) = (folder / "lib").glob("python*/site-packages")
@@ -168,12 +168,12 @@ def write(folder: Path, **scripts: str) -> list[Path]:
 
 
 def mypy(scripts: list[Path], python: Path, strict: bool) -> set[tuple[str, int]]:
-    """The lines that it reports, which must be the scripts' own."""
+    """Returns the lines that mypy reports. All must be in the scripts."""
     folder = scripts[0].parent
-    how = ["--strict"] if strict else ["--check-untyped-defs", "--ignore-missing-imports", "--scripts-are-modules"]
-    told = [*how, "--no-error-summary", "--python-executable", python, "--cache-dir", folder / "cache"]
+    rules = ["--strict"] if strict else ["--check-untyped-defs", "--ignore-missing-imports", "--scripts-are-modules"]
+    arguments = [*rules, "--no-error-summary", "--python-executable", python, "--cache-dir", folder / "cache"]
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file=", *told, *(script.name for script in scripts)],
+        [sys.executable, "-m", "mypy", "--config-file=", *arguments, *(script.name for script in scripts)],
         capture_output=True, text=True, timeout=500, check=False, cwd=folder,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
@@ -183,10 +183,10 @@ def mypy(scripts: list[Path], python: Path, strict: bool) -> set[tuple[str, int]
 
 
 def pyright(scripts: list[Path], python: Path, strict: bool) -> set[tuple[str, int]]:
-    """The same."""
+    """Returns the lines that pyright reports. All must be in the scripts."""
     folder, names = scripts[0].parent, [script.name for script in scripts]
     config = {"typeCheckingMode": "standard", "pythonVersion": "3.12", "include": names}
-    if not strict:  # what a program imports, which need not be here, and may export a name by no list
+    if not strict:  # imports of a program need not be installed, nor list what they export
         config |= {"reportMissingImports": "none", "reportPrivateImportUsage": "none"}
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     done = subprocess.run(
@@ -194,9 +194,9 @@ def pyright(scripts: list[Path], python: Path, strict: bool) -> set[tuple[str, i
         capture_output=True, text=True, timeout=500, check=False, cwd=folder,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
-    found = [each for each in json.loads(done.stdout)["generalDiagnostics"] if each["severity"] == "error"]
-    assert {Path(each["file"]).name for each in found} <= set(names), done.stdout
-    return {(Path(each["file"]).name, each["range"]["start"]["line"] + 1) for each in found}
+    errors = [each for each in json.loads(done.stdout)["generalDiagnostics"] if each["severity"] == "error"]
+    assert {Path(each["file"]).name for each in errors} <= set(names), done.stdout
+    return {(Path(each["file"]).name, each["range"]["start"]["line"] + 1) for each in errors}
 
 
 type Checker = Callable[[list[Path], Path, bool], set[tuple[str, int]]]

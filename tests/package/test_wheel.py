@@ -1,4 +1,4 @@
-"""A wheel of this tree, in an empty environment that has JAX and NumPy beside it and nothing else."""
+"""A wheel of this tree, in an environment that has only JAX and NumPy besides."""
 
 from __future__ import annotations
 
@@ -41,10 +41,12 @@ def run(*command: str | Path) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    apart = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []  # else pip fetches it
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *apart, "--wheel-dir", folder, ROOT)
-    (found,) = folder.glob("lce_jax-*.whl")
-    return found
+    isolation = (
+        ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
+    )  # otherwise pip downloads hatchling
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *isolation, "--wheel-dir", folder, ROOT)
+    (path,) = folder.glob("lce_jax-*.whl")
+    return path
 
 
 def test_it_has_the_two_packages_and_their_types(wheel: Path) -> None:
@@ -60,14 +62,14 @@ def test_it_has_the_two_packages_and_their_types(wheel: Path) -> None:
 
 
 def test_it_has_neither_the_bench_nor_the_demo(wheel: Path) -> None:
-    of_a_checkout = [path for name in ("benchmarks", "examples") for path in (ROOT / name).rglob("*.py")]
-    assert len(of_a_checkout) > 20
-    held = {zipfile.ZipFile(wheel).read(name) for name in zipfile.ZipFile(wheel).namelist()}
-    assert not [path for path in of_a_checkout if path.read_bytes() in held]
+    checkout_files = [path for name in ("benchmarks", "examples") for path in (ROOT / name).rglob("*.py")]
+    assert len(checkout_files) > 20
+    contents = {zipfile.ZipFile(wheel).read(name) for name in zipfile.ZipFile(wheel).namelist()}
+    assert not [path for path in checkout_files if path.read_bytes() in contents]
 
 
 def test_it_runs_the_quick_start(wheel: Path, tmp_path: Path) -> None:
-    """JAX and NumPy are those of this environment, by links, so that nothing is downloaded."""
+    """Links lead to this environment's JAX and NumPy, so that nothing is downloaded."""
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
@@ -82,24 +84,24 @@ def test_it_runs_the_quick_start(wheel: Path, tmp_path: Path) -> None:
     assert Path(where).is_relative_to(tmp_path)
     assert "qwen3-8b" in run(python.parent / "lce-jax", "explain", "--model", "qwen3-8b", "--tokens", "8192")
     for name, commands in CHECKOUT_COMMANDS.items():
-        told = subprocess.run([python.parent / "lce-jax", name], capture_output=True, text=True, check=False, cwd="/")
-        assert told.returncode == 2
-        assert f"in a checkout of the repository, run {' or '.join(commands)}" in told.stderr
-    for module, extra in (("lce_torch_bridge", "torch"), ("lce_jax.flax.nnx", "flax")):  # neither is there
+        done = subprocess.run([python.parent / "lce-jax", name], capture_output=True, text=True, check=False, cwd="/")
+        assert done.returncode == 2
+        assert f"in a checkout of the repository, run {' or '.join(commands)}" in done.stderr
+    for module, extra in (("lce_torch_bridge", "torch"), ("lce_jax.flax.nnx", "flax")):  # neither is installed
         refused = f"try: import {module}\nexcept ModuleNotFoundError as error: print(error.name, error)"
         assert run(python, "-I", "-c", refused).startswith(f"{extra} {module.removesuffix('.nnx')} needs ")
         assert f": in the checkout, pip install '.[{extra}]'" in run(python, "-I", "-c", refused)
 
 
-def test_it_says_what_it_is(wheel: Path) -> None:
+def test_its_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         (name,) = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
-        said = email.message_from_bytes(file.read(name))
-    assert (said["Name"], said["Author"]) == ("lce-jax", "the lce-jax authors")
-    assert said["Description-Content-Type"] == "text/markdown"
-    needed = {re.match(r"[\w-]+", line)[0] for line in said.get_all("Requires-Dist") if "extra ==" not in line}
+        metadata = email.message_from_bytes(file.read(name))
+    assert (metadata["Name"], metadata["Author"]) == ("lce-jax", "the lce-jax authors")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    needed = {re.match(r"[\w-]+", line)[0] for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert needed == {"jax", "numpy"}
-    assert "torch>=2.11; extra == 'torch'" in said.get_all("Requires-Dist")
+    assert "torch>=2.11; extra == 'torch'" in metadata.get_all("Requires-Dist")
 
 
 def test_a_release_leads_to_its_repository() -> None:
@@ -113,7 +115,7 @@ def test_a_release_leads_to_its_repository() -> None:
         assert path, target
         assert (ROOT / path[1]).exists(), target
     assert f"git clone {repository} && cd a-fork\n" in text
-    told = tomllib.loads(release.project((ROOT / "pyproject.toml").read_text(), repository, tag))["project"]
-    assert told["urls"]["Repository"] == repository
-    assert told["scripts"]
+    project = tomllib.loads(release.project((ROOT / "pyproject.toml").read_text(), repository, tag))["project"]
+    assert project["urls"]["Repository"] == repository
+    assert project["scripts"]
     assert "docs/_build/for_release.py" in (ROOT / ".github" / "workflows" / "release.yml").read_text()

@@ -14,21 +14,21 @@ PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 
 
 def side(diff: str, marks: str) -> str:
-    """The lines of a diff that begin with one of two marks, without it."""
+    """Returns the lines of a diff that begin with one of ``marks``, without the mark."""
     return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[:1] in (*marks, "\n"))
 
 
 def sides() -> dict[str, tuple[str, str]]:
-    """Before and after, by section."""
-    found = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return {section: (side(diff, " -"), side(diff, " +")) for section, diff in found}
+    """Returns the programs before and after, by section."""
+    diffs = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return {section: (side(diff, " -"), side(diff, " +")) for section, diff in diffs}
 
 
 DIFFS = sides()
 
 
 def results(code: str) -> list[np.ndarray]:
-    """The loss of a program, and its gradients in hidden and weight."""
+    """Runs a program. Returns its loss, and the gradients in hidden and weight."""
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": "migration"}
     exec(compile(code, "docs/migration.md", "exec"), names)

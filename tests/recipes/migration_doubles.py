@@ -3,7 +3,7 @@
 Liger 0.8.5, ``liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss``;
 Cut Cross Entropy 25.1.1, ``cut_cross_entropy.linear_cross_entropy``;
 verl 0.9.1, ``verl.utils.kernel.linear_cross_entropy.linear_cross_entropy``.
-``test_migration.py`` runs the first two themselves where they are installed.
+``test_migration.py`` runs the real Liger and Cut Cross Entropy where they are installed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class LigerFusedLinearCrossEntropyLoss:
         logits = _input.double() @ lin_weight.double().t() + (0 if bias is None else bias.double())
         logits = capped(logits, self.softcap)
         squares = logits.logsumexp(-1).square()[target != self.options["ignore_index"]]
-        of_squares = squares.mean() if self.options["reduction"] == "mean" else squares.sum()
-        return torch.nn.functional.cross_entropy(logits, target, **self.options) + self.lse_square_scale * of_squares
+        z_loss = squares.mean() if self.options["reduction"] == "mean" else squares.sum()
+        return torch.nn.functional.cross_entropy(logits, target, **self.options) + self.lse_square_scale * z_loss
 
 
 def cut_cross_entropy(
@@ -64,11 +64,11 @@ MODULES = {
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """What ``sys.modules`` holds where the packages are these; parents too."""
-    found: dict[str, types.ModuleType] = {}
+    """Returns the entries of ``sys.modules`` for the stand-ins and their parent packages."""
+    by_name: dict[str, types.ModuleType] = {}
     for name, names in MODULES.items():
-        for end in [at for at, letter in enumerate(name) if letter == "."]:
-            found[name[:end]] = types.ModuleType(name[:end])
-        found[name] = types.ModuleType(name)
-        vars(found[name]).update(names)
-    return found
+        for end in [index for index, letter in enumerate(name) if letter == "."]:
+            by_name[name[:end]] = types.ModuleType(name[:end])
+        by_name[name] = types.ModuleType(name)
+        vars(by_name[name]).update(names)
+    return by_name

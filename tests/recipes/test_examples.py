@@ -1,4 +1,4 @@
-"""The programs of ``examples/`` that need JAX alone, each against stored logits."""
+"""The programs of ``examples/`` that need only JAX, each compared with stored logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from examples.demo import text
 from lce_jax import linear_logprobs
 
 pytestmark = pytest.mark.site
-NEAR = 1e-6  # relative, of float32 sums in another order, after the steps of a training
+NEAR = 1e-6  # relative: float32 sums in another order, after some steps of training
 
 
 def stored_loss(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
@@ -50,7 +50,7 @@ def test_the_adapter_trains() -> None:
 
 
 def test_a_small_update_survives_bfloat16() -> None:
-    """What the example says of the other way, to add s·B·A to the weight."""
+    """The example says that adding s·B·A to the weight would lose a small update."""
     keys, dtype = jax.random.split(jax.random.key(0), 5), jnp.bfloat16
     hidden, weight = jax.random.normal(keys[0], (64, 64), dtype), jax.random.normal(keys[1], (512, 64), dtype)
     a, b = jax.random.normal(keys[2], (4, 64), dtype) / 100, jax.random.normal(keys[3], (512, 4), dtype) / 100
@@ -61,14 +61,14 @@ def test_a_small_update_survives_bfloat16() -> None:
         return linear_logprobs(hidden, weight, labels, lora=lora).logprobs - linear_logprobs(*like, labels).logprobs
 
     wide = hidden.astype(jnp.float32), weight.astype(jnp.float32)
-    exact, beside = (change(*given, given, (a, b, 2.0)) for given in (wide, (hidden, weight)))
+    exact, adapter = (change(*operands, operands, (a, b, 2.0)) for operands in (wide, (hidden, weight)))
     added = change(hidden, (weight + 2.0 * (b @ a)).astype(jnp.bfloat16), (hidden, weight))
-    far, near = (jnp.linalg.norm(x - exact) / jnp.linalg.norm(exact) for x in (added, beside))
+    far, near = (jnp.linalg.norm(x - exact) / jnp.linalg.norm(exact) for x in (added, adapter))
     assert near < 0.05
     assert far > 0.5
 
 
-def test_token_accuracy_is_that_of_the_largest_logit() -> None:
+def test_token_accuracy_agrees_with_the_largest_logit() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     hidden, weight = jax.random.normal(keys[0], (2, 30, 8)), jax.random.normal(keys[1], (40, 8))
     logits = hidden @ weight.T
@@ -77,29 +77,29 @@ def test_token_accuracy_is_that_of_the_largest_logit() -> None:
     counts = labels != -100
     logp = jax.nn.log_softmax(logits)
     nll = -jnp.sum(jnp.take_along_axis(logp, labels[..., None], -1)[..., 0] * counts) / counts.sum()
-    found = token_accuracy.evaluate(hidden, weight, labels)
-    assert found["accuracy"] == pytest.approx(float(((best == labels) & counts).sum() / counts.sum()))
-    assert found["perplexity"] == pytest.approx(float(jnp.exp(nll)), rel=1e-5)
+    results = token_accuracy.evaluate(hidden, weight, labels)
+    assert results["accuracy"] == pytest.approx(float(((best == labels) & counts).sum() / counts.sum()))
+    assert results["perplexity"] == pytest.approx(float(jnp.exp(nll)), rel=1e-5)
     assert 0 < token_accuracy.main()["accuracy"] < 1
 
 
-def test_distillation_is_that_of_stored_logits() -> None:
+def test_distillation_agrees_with_stored_logits() -> None:
     student, teacher = distillation.Model(600, 16, seed=1), distillation.Model(600, 24, seed=0)
     tokens = jax.random.randint(jax.random.key(0), (3, 9), 0, 600)
-    teacher.embed.embedding[...] *= 4  # the untrained one is nearly uniform
+    teacher.embed.embedding[...] *= 4  # an untrained teacher is nearly uniform
 
     def total(from_topk, from_both_heads):
         return from_topk + 0.7 * from_both_heads, (from_topk, from_both_heads)
 
-    def fused(*given):
-        return total(distillation.from_topk(*given), distillation.from_both_heads(*given))
+    def fused(*operands):
+        return total(distillation.from_topk(*operands), distillation.from_both_heads(*operands))
 
     def stored(student, tokens, teacher):
         log_q, log_p = (jax.nn.log_softmax(x.head(x(tokens[:, :-1]))) for x in (student, teacher))
         top, ids = jax.lax.top_k(log_p, distillation.K)
-        own = jnp.take_along_axis(log_q, ids, -1)
-        rest_p, rest_q = (1 - jnp.exp(x).sum(-1) for x in (top, own))
-        binned = jnp.sum(jnp.exp(top) * (top - own), -1) + rest_p * (jnp.log(rest_p) - jnp.log(rest_q))
+        student_top = jnp.take_along_axis(log_q, ids, -1)
+        rest_p, rest_q = (1 - jnp.exp(x).sum(-1) for x in (top, student_top))
+        binned = jnp.sum(jnp.exp(top) * (top - student_top), -1) + rest_p * (jnp.log(rest_p) - jnp.log(rest_q))
         at_labels = jnp.take_along_axis(log_q, tokens[:, 1:, None], -1)[..., 0]
         return total(jnp.mean(binned - at_labels) / 2, jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1).mean())
 
@@ -110,7 +110,7 @@ def test_distillation_is_that_of_stored_logits() -> None:
 
 
 def test_distillation_brings_the_student_to_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every sixteenth file of the demo's text, with a tenth of the steps."""
+    """It trains on every sixteenth file of the demo's text, with a tenth of the steps."""
     every = text.read_standard_library()[::16]
     monkeypatch.setattr(text, "read_standard_library", lambda: every)
     kl = {name: kl for name, (_, kl) in distillation.main(vocab_size=400, steps=10).items()}

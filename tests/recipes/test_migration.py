@@ -1,4 +1,4 @@
-"""The diffs of docs/migration.md: both sides are run, and have the same loss and gradients."""
+"""Both sides of each diff of docs/migration.md have the same loss and gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSTALLED = {"Liger": "liger_kernel", "Apple's Cut Cross Entropy": "cut_cross_en
 
 def test_each_section_is_a_diff() -> None:
     assert len(DIFFS) == PAGE.count("\n## ") == PAGE.count("```diff") == 6
-    assert PAGE.count("```") == 2 * len(DIFFS)  # and no other block
+    assert PAGE.count("```") == 2 * len(DIFFS)  # there is no other block
 
 
 @pytest.mark.parametrize("section", DIFFS)
@@ -41,7 +41,7 @@ def test_both_sides_compute_the_same(section: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_beside_the_package_itself(name: str) -> None:
+def test_the_installed_package_computes_the_same(name: str) -> None:
     if not importlib.util.find_spec(INSTALLED[name]):
         pytest.skip(f"needs {INSTALLED[name]}: make test-frameworks")
     command = [sys.executable, "-m", "tests.recipes.migration_worker", f"From {name}"]
@@ -51,12 +51,12 @@ def test_beside_the_package_itself(name: str) -> None:
     assert max(json.loads(done.stdout.splitlines()[-1])) <= NEAR
 
 
-def test_the_signature_is_that_of_verl() -> None:
-    """Read, not imported: its kernels want a GPU."""
-    found = importlib.util.find_spec("verl")
-    if found is None or found.origin is None:
+def test_the_stand_in_has_the_signature_of_verl() -> None:
+    """It reads verl's file, because its import needs a GPU."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
         pytest.skip("needs verl: make test-frameworks")
-    file = Path(found.origin).parent / "utils" / "kernel" / "linear_cross_entropy.py"
+    file = Path(spec.origin).parent / "utils" / "kernel" / "linear_cross_entropy.py"
     functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
     (forward,) = (node for node in functions if node.name == "forward")
     code = migration_doubles.verl.__code__
@@ -65,11 +65,11 @@ def test_the_signature_is_that_of_verl() -> None:
 
 
 def test_verl_takes_ligers_kernel_where_it_is_installed() -> None:
-    """Read, not imported: verl takes its own function where the import of Liger's fails."""
-    found = importlib.util.find_spec("verl")
-    if found is None or found.origin is None:
+    """It reads verl's file, because verl uses its own function where Liger's cannot be imported."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
         pytest.skip("needs verl: make test-frameworks")
-    tree = ast.parse((Path(found.origin).parent / "utils" / "experimental" / "torch_functional.py").read_text())
+    tree = ast.parse((Path(spec.origin).parent / "utils" / "experimental" / "torch_functional.py").read_text())
     attempts = [node for node in tree.body if isinstance(node, ast.Try)]
     (liger,) = (node for node in attempts if "liger_kernel.ops" in ast.unparse(node.body))
     assert "LigerFusedLinearScaledCrossEntropyFunction" in ast.unparse(liger.body)

@@ -24,7 +24,7 @@ programs = script("programs")
 @pytest.mark.parametrize("page", programs.PAGES, ids=lambda page: page.stem)
 def test_a_page_shows_its_programs(page: Path) -> None:
     text = page.read_text()
-    assert text == programs.written(page), "run: python docs/_build/programs.py"
+    assert text == programs.render(page), "run: python docs/_build/programs.py"
     line = r"^```python\nimport lce_torch_bridge\.(\w+)\n\nlce_torch_bridge\.\1\.(\w+)\((?:model)?\)\n```$"
     lines = re.findall(line, text, re.MULTILINE)
     assert text.count("```python") == len(programs.PLACE.findall(text)) + len(lines)
@@ -46,8 +46,8 @@ def test_every_program_is_on_one_page_and_in_a_test() -> None:
 
 def test_every_program_has_a_recorded_run_with_versions() -> None:
     runs = json.loads((ROOT / "benchmarks" / "recorded.json").read_text())["runs"]
-    beside = json.loads((ROOT / "benchmarks" / "frameworks.json").read_text())["rows"]  # called by a test
-    rows = {row[0]: row[1] for row in (*runs["examples cpu"]["rows"], *beside)}
+    called_by_tests = json.loads((ROOT / "benchmarks" / "frameworks.json").read_text())["rows"]  # called by a test
+    rows = {row[0]: row[1] for row in (*runs["examples cpu"]["rows"], *called_by_tests)}
     modules = {f"lce_torch_bridge.{name}" for name in ("areal", "nemo_rl", "skyrl", "torchtitan")}  # with no program
     assert {*rows, "distillation"} == {Path(name).stem for name in PROGRAMS} | modules
     assert all(re.search(r" \d+\.\d+\.\d+", versions) for versions in rows.values())
@@ -60,7 +60,7 @@ def test_every_page_is_in_the_table() -> None:
 
 
 def test_accuracy_and_perplexity_are_those_of_stored_logits() -> None:
-    """By the lines for PyTorch: both over the tokens that have a label."""
+    """It runs the page's lines for PyTorch. Both count the tokens that have a label."""
     text = (
         (ROOT / "docs" / "recipes" / "accuracy.md").read_text().partition("## In PyTorch")[2].partition("## In JAX")[0]
     )

@@ -1,4 +1,4 @@
-"""The programs of ``examples/`` for FSDP2, Megatron and RL frameworks, on two ranks, against stored logits."""
+"""The programs of ``examples/`` for FSDP2, Megatron and RL frameworks on two ranks, compared with stored logits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = [
     pytest.mark.site,
     pytest.mark.skipif(not importlib.util.find_spec("megatron.core"), reason="needs torch and megatron-core"),
 ]
-NEAR = 1e-6  # of float32 sums in another order, after three steps
+NEAR = 1e-6  # float32 sums in another order, after three steps
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     logs = tmp_path_factory.mktemp("ranks") / "logs"
-    said = ranks(2, ["-m", "tests.recipes.torch_worker"], logs, JAX_PLATFORMS="cpu")
-    return [json.loads(text.splitlines()[-1]) for text in said]
+    outputs = ranks(2, ["-m", "tests.recipes.torch_worker"], logs, JAX_PLATFORMS="cpu")
+    return [json.loads(text.splitlines()[-1]) for text in outputs]
 
 
 @pytest.mark.parametrize("name", ["FSDP2", "Megatron"])
@@ -38,8 +38,8 @@ def test_trains_as_with_logits(results: list[dict[str, Any]], name: str) -> None
 
 
 def test_the_program_of_megatron_runs_as_its_first_lines_say(tmp_path: Path) -> None:
-    said = ranks(2, ["examples/megatron_grpo.py"], tmp_path / "logs", launcher=torchrun, JAX_PLATFORMS="cpu")
-    printed = [line for text in said for line in text.splitlines() if line.startswith("loss ")]
+    outputs = ranks(2, ["examples/megatron_grpo.py"], tmp_path / "logs", launcher=torchrun, JAX_PLATFORMS="cpu")
+    printed = [line for text in outputs for line in text.splitlines() if line.startswith("loss ")]
     losses = [float(x) for x in printed[0].split()[1:]]
     assert len(printed) == 1
     assert len(losses) == 3

@@ -1,4 +1,4 @@
-"""One of two ranks, on CPU with gloo: the programs of ``examples/`` for PyTorch and Megatron, and their stock twins.
+"""One of two ranks on a CPU with gloo: runs examples for PyTorch and Megatron, with our head and with stored logits.
 
 ``torchrun --nproc-per-node 2 -m tests.recipes.torch_worker``; each rank prints JSON.
 """
@@ -36,7 +36,7 @@ def stored_forward(self: fsdp2_sft.Model, tokens: torch.Tensor, labels: torch.Te
 
 
 def difference(got: Trained, want: Trained) -> dict[str, float]:
-    """Of the losses, relative to 1 where they are less; of this rank's parameters, by norm."""
+    """Returns the difference of losses, relative to max(1, |loss|), and of this rank's parameters, by norm."""
 
     def norm(x: Any) -> float:
         local = x.to_local() if hasattr(x, "to_local") else x
@@ -51,80 +51,80 @@ def difference(got: Trained, want: Trained) -> dict[str, float]:
 
 
 def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """In place of AdamW, whose steps have the same length for a gradient that is rounding alone (a key's bias)."""
+    """Replaces AdamW, whose step has the usual length even if a gradient is rounding alone (of a key's bias)."""
     return torch.optim.SGD(parameters, lr=30 * lr)
 
 
 def skyrl(rank: int) -> dict[str, float]:
-    """Its function on half of the vocabulary; the ranks' parts of dhidden are summed, as its caller does."""
+    """Compares SkyRL's function on half of the vocabulary. The ranks' parts of dhidden are summed, as SkyRL does."""
     hidden, weight, tokens, seeds = head(b=2, s=8)
     group, part = parallel_state.get_tensor_model_parallel_group(), weight.shape[0] // 2
-    whole = [x.double().requires_grad_() for x in (hidden, weight)]
-    want = doubles.SkyRL.whole(*whole, tokens)
-    mine = [x.requires_grad_() for x in (hidden.clone(), weight[rank * part :][:part].clone())]
-    got = ours_of_skyrl._logprobs("torch", *mine, tokens, rank * part, (rank + 1) * part, 4, group, False)
-    dhidden, dweight = torch.autograd.grad(got, mine, seeds)
+    full = [x.double().requires_grad_() for x in (hidden, weight)]
+    want = doubles.SkyRL.whole(*full, tokens)
+    local = [x.requires_grad_() for x in (hidden.clone(), weight[rank * part :][:part].clone())]
+    got = ours_of_skyrl._logprobs("torch", *local, tokens, rank * part, (rank + 1) * part, 4, group, False)
+    dhidden, dweight = torch.autograd.grad(got, local, seeds)
     torch.distributed.all_reduce(dhidden)
-    wanted = torch.autograd.grad(want, whole, seeds.double())
-    return errors((got, dhidden, dweight), (want, wanted[0], wanted[1][rank * part :][:part]))
+    want_grads = torch.autograd.grad(want, full, seeds.double())
+    return errors((got, dhidden, dweight), (want, want_grads[0], want_grads[1][rank * part :][:part]))
 
 
 def nemo_rl(rank: int) -> dict[str, float]:
-    """Its function on half of the vocabulary, and of the sequence."""
+    """Compares NeMo RL's function on half of the vocabulary and half of the sequence."""
     hidden, weight, tokens, seeds = head(b=2, s=8)
     group, part = parallel_state.get_tensor_model_parallel_group(), weight.shape[0] // 2
     hidden = hidden.transpose(0, 1).contiguous()
-    whole = [x.double().requires_grad_() for x in (hidden, weight)]
-    want = doubles.NeMoRL.whole(*whole, tokens)
-    mine = [x.requires_grad_() for x in (hidden[rank * 4 :][:4].clone(), weight[rank * part :][:part].clone())]
-    got = ours_of_nemo_rl._logprobs(*mine, False, tokens, rank * part, (rank + 1) * part, group, chunk_size=4)
-    dhidden, dweight = torch.autograd.grad(got, mine, seeds[:, :-1])
-    wanted = torch.autograd.grad(want, whole, seeds[:, :-1].double())
-    return errors((got, dhidden, dweight), (want, wanted[0][rank * 4 :][:4], wanted[1][rank * part :][:part]))
+    full = [x.double().requires_grad_() for x in (hidden, weight)]
+    want = doubles.NeMoRL.whole(*full, tokens)
+    local = [x.requires_grad_() for x in (hidden[rank * 4 :][:4].clone(), weight[rank * part :][:part].clone())]
+    got = ours_of_nemo_rl._logprobs(*local, False, tokens, rank * part, (rank + 1) * part, group, chunk_size=4)
+    dhidden, dweight = torch.autograd.grad(got, local, seeds[:, :-1])
+    want_grads = torch.autograd.grad(want, full, seeds[:, :-1].double())
+    return errors((got, dhidden, dweight), (want, want_grads[0][rank * 4 :][:4], want_grads[1][rank * part :][:part]))
 
 
 def nemo_rl_context_parallel(rank: int) -> dict[str, float]:
-    """Its function on two context-parallel ranks, of which each gives half of the cotangents."""
+    """Compares NeMo RL's function on two context-parallel ranks. Each rank has half of the cotangents."""
     hidden, weight, tokens, seeds = head(b=2, s=8)
     hidden = hidden.transpose(0, 1).contiguous()
-    whole = [x.double().requires_grad_() for x in (hidden, weight)]
-    want = doubles.NeMoRL.whole(*whole, tokens)
-    mine = [x.requires_grad_() for x in (rows.of_rank(hidden, rank, 2, axis=0), weight.clone())]
-    got = ours_of_nemo_rl._logprobs(*mine, False, tokens, 0, len(weight), alone(rank), False, cp_group())
-    return errors_of_ranks(rank, got, mine, want, whole, seeds[:, :-1], None)
+    full = [x.double().requires_grad_() for x in (hidden, weight)]
+    want = doubles.NeMoRL.whole(*full, tokens)
+    local = [x.requires_grad_() for x in (rows.of_rank(hidden, rank, 2, axis=0), weight.clone())]
+    got = ours_of_nemo_rl._logprobs(*local, False, tokens, 0, len(weight), alone(rank), False, cp_group())
+    return errors_of_ranks(rank, got, local, want, full, seeds[:, :-1], None)
 
 
 def nemo_rl_packed(rank: int) -> dict[str, float]:
-    """Two sequences packed in one row, each of them split over two context-parallel ranks."""
+    """Compares two sequences packed in one row. Each is split over two context-parallel ranks."""
     hidden, weight, tokens, seeds = head(b=1, s=12)
     hidden, offsets = hidden.transpose(0, 1).contiguous(), torch.tensor([0, 4, 12])
-    whole = [x.double().requires_grad_() for x in (hidden, weight)]
-    want = doubles.NeMoRL.whole_packed(*whole, tokens, offsets.tolist(), 9)
-    mine = [x.requires_grad_() for x in (rows.of_rank(hidden, rank, 2, axis=0, cu_seqlens=offsets), weight.clone())]
+    full = [x.double().requires_grad_() for x in (hidden, weight)]
+    want = doubles.NeMoRL.whole_packed(*full, tokens, offsets.tolist(), 9)
+    local = [x.requires_grad_() for x in (rows.of_rank(hidden, rank, 2, axis=0, cu_seqlens=offsets), weight.clone())]
     vocabulary = 0, len(weight)
-    got = ours_of_nemo_rl.packed_logprobs(*mine, tokens, offsets, 9, *vocabulary, alone(rank), False, cp_group())
-    return errors_of_ranks(rank, got, mine, want, whole, seeds[0, :8].expand(2, 8), offsets)
+    got = ours_of_nemo_rl.packed_logprobs(*local, tokens, offsets, 9, *vocabulary, alone(rank), False, cp_group())
+    return errors_of_ranks(rank, got, local, want, full, seeds[0, :8].expand(2, 8), offsets)
 
 
 def cp_group() -> torch.distributed.ProcessGroup:
-    """Both ranks."""
+    """Returns the group of both ranks."""
     return torch.distributed.group.WORLD
 
 
 def alone(rank: int) -> torch.distributed.ProcessGroup:
-    """A tensor-parallel group of this rank."""
+    """Returns a tensor-parallel group of this rank alone."""
     return [torch.distributed.new_group([each]) for each in (0, 1)][rank]
 
 
 def errors_of_ranks(
-    rank: int, got: Any, mine: Any, want: Any, whole: Any, seeds: torch.Tensor, offsets: torch.Tensor | None
+    rank: int, got: Any, local: Any, want: Any, full: Any, seeds: torch.Tensor, offsets: torch.Tensor | None
 ) -> dict[str, float]:
-    """`errors`, of gradients to which each of the two ranks adds half."""
-    dhidden, dweight = torch.autograd.grad(got, mine, seeds / 2)
+    """Returns `errors` of gradients to which each of the two ranks adds half."""
+    dhidden, dweight = torch.autograd.grad(got, local, seeds / 2)
     torch.distributed.all_reduce(dweight)
-    wanted = torch.autograd.grad(want, whole, seeds.double())
-    part = rows.of_rank(wanted[0], rank, 2, axis=0, cu_seqlens=offsets)
-    return errors((got, dhidden, dweight), (want, part, wanted[1]))
+    want_grads = torch.autograd.grad(want, full, seeds.double())
+    part = rows.of_rank(want_grads[0], rank, 2, axis=0, cu_seqlens=offsets)
+    return errors((got, dhidden, dweight), (want, part, want_grads[1]))
 
 
 def head(b: int, s: int) -> tuple[torch.Tensor, ...]:
@@ -134,7 +134,7 @@ def head(b: int, s: int) -> tuple[torch.Tensor, ...]:
 
 
 def errors(got: Any, want: Any) -> dict[str, float]:
-    """Of the values, and of the gradients by norm."""
+    """Returns the error of the values and the largest error of the gradients, by norm."""
     norms = [((x - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
     return {"values": norms[0], "gradients": max(norms[1:])}
 

@@ -1,4 +1,4 @@
-"""The documentation as readers use it: every Python block runs and prints what the page says; every command exists."""
+"""The documentation as readers use it: Python blocks run and print what the page says, and commands exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lce_jax.explain.__main__ import parser as explain_parser
 from lce_jax.flax import linen, nnx
 from lce_jax.mosaic._call import Generation
 from lce_torch_bridge import areal, megatron, nemo_rl, skyrl, torchtitan, transformers, trl, verl
-from tests.doc_blocks import HUGGING_FACE, IN_ORDER, PAGES, ROOT, WITHOUT_A_GPU, in_order, parts
+from tests.doc_blocks import HUGGING_FACE, IN_ORDER, PAGES, ROOT, WITHOUT_A_GPU, parts, runs_in_order
 from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
@@ -31,7 +31,7 @@ LANGUAGES = {"python", "sh", "text", "diff"}  # tests/recipes/test_migration.py 
 FIRST_PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("index", "quick-start", "memory"))]
 TRACKED = set(subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split())
 BLOCKS = {page: [block for block in parts(page) if block.language == "python"] for page in PAGES}
-TOGETHER = [page for page in PAGES if in_order(page)]
+TOGETHER = [page for page in PAGES if runs_in_order(page)]
 ALONE = [
     pytest.param(block, id=f"{page.name}:{block.line}")
     for page in PAGES
@@ -40,22 +40,22 @@ ALONE = [
 ]
 COMMANDS = [(page, line) for page in PAGES for block in parts(page) if block.language == "sh"
             for lines in block.code.splitlines() for line in lines.split(" && ") if line.strip()]  # fmt: skip
-IN_PROSE = re.compile(r"`(python -m (?:benchmarks|examples\.demo)(?: [^`]*)?)`")  # also beside each table
+IN_PROSE = re.compile(r"`(python -m (?:benchmarks|examples\.demo)(?: [^`]*)?)`")  # in the text and above tables
 COMMANDS += sorted(
     {(page, line.replace("T,H,V", "1,2,3")) for page in PAGES for line in IN_PROSE.findall(page.read_text())}
 )
 
 
 def pasted(*arguments, code=None):
-    """What a fresh interpreter prints: of the pages' blocks, or of the code that is pasted into it.
+    """Returns what a fresh interpreter prints when it runs pages, or the code that is pasted into it.
 
-    As a reader's, it has no cache of programs: JAX would warn of one that another worker is writing just then.
+    It uses no cache of programs, because JAX would warn of an entry that another worker is writing.
     """
     environment = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     command = [sys.executable, *(["-m", "tests.doc_blocks", *arguments] if code is None else ["-c", code])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr or "megatron" in done.stderr  # which warns when it is imported
+    assert "Warning" not in done.stderr or "megatron" in done.stderr  # Megatron warns at its import
     return done.stdout
 
 
@@ -78,7 +78,7 @@ def test_the_blocks_of_a_page_run_in_order(page):
 
 @pytest.mark.parametrize("page", FIRST_PAGES, ids=lambda page: page.name)
 def test_a_block_can_be_pasted_into_the_prompt(page):
-    """A line at a time, as Python's own prompt reads it: an empty line ends a class, a function or a ``with``."""
+    """Python's prompt reads a line at a time, and an empty line ends a class, a function or a ``with``."""
     for block in BLOCKS[page]:
         entered = []
         for number, line in enumerate([*block.code.splitlines(), ""], block.line + 1):
@@ -105,20 +105,20 @@ def test_the_line_for_hugging_face_serves_the_loss(page):
 
 @pytest.mark.parametrize("page", FIRST_PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_of_the_repository_and_to_their_headings(page):
-    """As GitHub shows a page: what is made for the site alone is not there."""
+    """GitHub shows the same pages, without the files that are made for the site alone."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    found = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"", text)
-    targets = [link or other for link, other in found if not re.match(r"https?:", link or other)]
+    links = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"", text)
+    targets = [link or other for link, other in links if not re.match(r"https?:", link or other)]
     for path, _, anchor in (target.partition("#") for target in targets):
         file = (page.parent / path).resolve() if path else page
-        if path != "assets/memory-numbers.js":  # the site's; the page has a table without it
+        if path != "assets/memory-numbers.js":  # made for the site; elsewhere the page has a table
             assert file.relative_to(ROOT).as_posix() in TRACKED, f"{page.name}: {path}"
         if anchor and not anchor.startswith("gh-"):
             assert anchor in headings(file), f"{page.name}: {path}#{anchor}"
 
 
 def headings(page):
-    """The anchors of a page's headings, as GitHub and the site name them."""
+    """Returns the anchors of a page's headings, as GitHub and the site name them."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -135,9 +135,9 @@ def test_a_page_shows_what_runs_before_its_blocks():
 
 
 def test_no_block_is_left_out():
-    found = {block.language for page in PAGES for block in parts(page)}
-    assert found <= LANGUAGES
-    for page in PAGES:  # a fence that the pattern misses
+    languages = {block.language for page in PAGES for block in parts(page)}
+    assert languages <= LANGUAGES
+    for page in PAGES:  # the pattern misses no fence
         fences = len(re.findall(r"^\s*```", page.read_text(), re.MULTILINE))
         written = sum(1 + (block.printed is not None) for block in parts(page))
         assert fences == 2 * written, page
@@ -150,8 +150,8 @@ def test_a_step_takes_as_many_lines_as_the_page_says(page, holds, count):
     (block,) = (block for block in BLOCKS[ROOT / page] if holds in block.code)
     yours = block.code[block.code.index("labels = ") if page == "README.md" else 0 :]
     assert sum(bool(line.strip()) for line in yours.splitlines()) == count
-    said = {24: "of 24 lines", 6: "six lines"}[count]
-    assert said in (ROOT / page).read_text()
+    words = {24: "of 24 lines", 6: "six lines"}[count]
+    assert words in (ROOT / page).read_text()
 
 
 def test_grpo_takes_thirty_lines():
@@ -200,14 +200,14 @@ def test_api_pages_are_of_the_modules_that_are_tested():
 
 def test_names_in_docstrings_are_links():
     pytest.importorskip("griffe", reason="needs the extra docs")
-    with_links, public = script("docstrings").with_links, json.loads(api.pages()["names.json"])
+    add_links, public = script("docstrings").add_links, json.loads(api.pages()["names.json"])
     text = "As `linear_logprobs`, with `explain`, ``linear_loss`` and `temperature`."
     jax = "As [`linear_logprobs`][lce_jax.linear_logprobs], with [`explain`][lce_jax.explain.explain], "
-    assert with_links(text, "lce_jax.losses", public) == jax + "``linear_loss`` and `temperature`."
-    assert with_links(text, "lce_torch_bridge", public).count("][lce_torch_bridge.") == 2
+    assert add_links(text, "lce_jax.losses", public) == jax + "``linear_loss`` and `temperature`."
+    assert add_links(text, "lce_torch_bridge", public).count("][lce_torch_bridge.") == 2
 
 
-def test_the_page_on_gpu_generations_names_all_of_one():
+def test_the_page_on_gpu_generations_names_every_field():
     table = (
         (ROOT / "docs" / "adding-a-gpu-generation.md").read_text().partition("The steps:")[0].partition("| field")[2]
     )

@@ -1,4 +1,4 @@
-"""Figures in README.md and the pages: every table and picture is what ``benchmarks/*.json`` says."""
+"""Figures in README.md and the pages: every table, picture and number agrees with ``benchmarks/*.json``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ DRAWN = {"speed-and-memory": figures.RECORDED, "step": figures.FILE}  # "way" is
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
-def test_tables_are_those_of_the_data(page):
-    assert page.read_text() == tables.written(page, tables.tables()), "run: python docs/_build/tables.py"
+def test_tables_show_the_data(page):
+    assert page.read_text() == tables.render(page, tables.tables()), "run: python docs/_build/tables.py"
 
 
 def test_every_table_is_shown():
@@ -39,7 +39,7 @@ def test_every_table_is_shown():
     assert shown == set(tables.tables())
 
 
-def test_no_recorded_table_is_one_of_a_card():
+def test_no_table_is_both_recorded_and_of_a_card():
     assert not set(bench.load("recorded")["runs"]) & set(bench.made())
 
 
@@ -68,7 +68,7 @@ def test_pictures_are_drawn_from_the_data(picture, mode):
 def test_every_run_says_what_repeats_it(path):
     data = json.loads(path.read_text())
     for run in data.get("runs", {"": data}).values():
-        assert "jobs" in data or run["command"].startswith("python ")  # a job's key is its command
+        assert "jobs" in data or run["command"].startswith("python ")  # the key of a job is its command
         assert run["date"]
         assert {"device_kind", "jax"} <= set(run["device"])
 
@@ -86,10 +86,10 @@ def test_what_losses_take_by_default():
 
 
 def recorded_column(run, column):
-    """A column of figures that were copied, by the first one."""
-    of = bench.load("recorded")["runs"][run]
-    at = of["columns"].index(column)
-    return {row[0]: row[at] for row in of["rows"]}
+    """Returns a column of a run in ``recorded.json``, by the entries of the first column."""
+    recorded_run = bench.load("recorded")["runs"][run]
+    index = recorded_run["columns"].index(column)
+    return {row[0]: row[index] for row in recorded_run["rows"]}
 
 
 def test_how_much_longer_ligers_kernels_for_hopper_take():
@@ -101,11 +101,11 @@ def test_how_much_longer_ligers_kernels_for_hopper_take():
 
 
 def test_the_memory_of_ligers_kernels_for_hopper():
-    held = {name: float(x) for name, x in recorded_column("hopper", "GiB, gradients included").items()}
-    assert min(held, key=held.__getitem__) == "with entropy: Liger's"
+    gib = {name: float(x) for name, x in recorded_column("hopper", "GiB, gradients included").items()}
+    assert min(gib, key=gib.__getitem__) == "with entropy: Liger's"
     ways = ("Liger's", "`linear_logprobs`", "the same, `cache_bytes=0`")
-    assert [held[f"with entropy: {way}"] for way in ways] == [1.31, 2.36, 1.38]
-    assert held["loss: Liger's for Hopper"] == pytest.approx(held["loss: `linear_cross_entropy`"], abs=0.02)
+    assert [gib[f"with entropy: {way}"] for way in ways] == [1.31, 2.36, 1.38]
+    assert gib["loss: Liger's for Hopper"] == pytest.approx(gib["loss: `linear_cross_entropy`"], abs=0.02)
 
 
 def test_what_ligers_loss_for_hopper_refuses():
@@ -137,7 +137,7 @@ def test_what_readme_says_of_stored_logits_and_the_least_memory():
 
 
 def runs_that_lack_a_package():
-    """Jobs beside other packages in which one was not installed or did not load, and the rows of those that were."""
+    """Yields jobs in which another package was not installed or did not load, and the packages' timed rows."""
     others = {key for key in peers.PEERS if not key.startswith("ours")}
     for card in ("h100", "h200"):
         for job in bench.jobs("heads", card):
@@ -198,20 +198,20 @@ def test_how_much_faster_uv_installs():
 
 
 def test_what_a_training_step_gains():
-    fits, found = {"logits stored": 0, "lce_jax": 0}, {}
+    fits, steps = {"logits stored": 0, "lce_jax": 0}, {}
     card = figures.TARGETS[bench.CARD].memory_bytes / 2**30
     room = figures.SHARE * card
     assert round(room) == 59  # GiB
     for row in (row for job in bench.jobs("step") for row in job["rows"]):
-        found[row["objective"], row["head"], row["tokens"]] = row
+        steps[row["objective"], row["head"], row["tokens"]] = row
         needs = row["memory_bytes"] / 2**30
         assert (row["seconds"] is None) == (needs > room)
         fits[row["head"]] = max(fits[row["head"]], row["tokens"] if row["seconds"] else 0)
     assert fits == {"logits stored": 16_384, "lce_jax": 131_072}
     assert fits["lce_jax"] == 8 * fits["logits stored"]
-    stored, ours = found["cross entropy", "logits stored", 16_384], found["cross entropy", "lce_jax", 131_072]
+    stored, ours = steps["cross entropy", "logits stored", 16_384], steps["cross entropy", "lce_jax", 131_072]
     assert round(100 * (8 * stored["seconds"] / ours["seconds"] - 1)) == 9  # %: tokens per second
-    assert found["cross entropy", "logits stored", 32_768]["memory_bytes"] / 2**30 < card
+    assert steps["cross entropy", "logits stored", 32_768]["memory_bytes"] / 2**30 < card
 
 
 UNIT = r" ?(?:[KMG]iB|GB|ms|nats|%|per cent)(?!\w)"
@@ -225,29 +225,33 @@ COMPUTED = {  # GiB
 
 
 def sections(text):
-    """The prose under each heading: no generated tables, code or versions."""
+    """Yields each section, and its prose without generated tables, code and versions."""
     text = re.sub(r"<!-- table: .+? -->\n.*?<!-- /table -->|^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     for section in re.split(r"^#+ .*$", text, flags=re.MULTILINE):
         yield section, VERSION.sub("", re.sub(r"`[^`]*`|\]\([^)]*\)", "", section))
 
 
 def numbers_of(sources):
-    """Every number in files of data and of tests; a share is one in per cent too."""
-    found = set()
+    """Returns every number in files of data and of tests, also times 100: a share may be written in per cent."""
+    numbers = set()
     for path in sources:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             if file.suffix == ".json":
-                found |= {float(x) for x in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?(?![\w.])", file.read_text())}
+                numbers |= {
+                    float(x) for x in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?(?![\w.])", file.read_text())
+                }
             else:
-                every = (node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
-                found |= {float(x) for x in every if isinstance(x, int | float)}
-    return found | {100 * x for x in found}
+                values = (
+                    node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)
+                )
+                numbers |= {float(x) for x in values if isinstance(x, int | float)}
+    return numbers | {100 * x for x in numbers}
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_figure_is_in_a_file_named_beside_it(page):
     for section, prose in sections(page.read_text()):
-        figures_here = [float(found[0].replace(",", "")) for found in FIGURE.finditer(prose)]
+        figures_here = [float(match[0].replace(",", "")) for match in FIGURE.finditer(prose)]
         named = [ROOT / name for name in re.findall(r"`((?:benchmarks/|examples/frameworks/|tests/)[\w/.]+)`", section)]
         known = numbers_of(named) | {x for x, exact in COMPUTED.items() if x == round(exact)} if figures_here else set()
         missing = [x for x in figures_here if not any(abs(x - y) <= 1e-9 * abs(x) for y in known)]

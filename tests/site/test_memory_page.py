@@ -1,4 +1,4 @@
-"""The calculator of docs/memory.md says what `lce-jax explain` says."""
+"""The calculator of docs/memory.md shows the numbers that `lce-jax explain` prints."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ memory = script("memory")
 def test_its_numbers_are_those_of_the_command(
     model: str, tokens: int, shards: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = ["--model", model, "--tokens", str(tokens), "--tensor-parallel", str(shards), "--spare-gib", "1000"]
-    assert command.main(told) == 0
+    arguments = ["--model", model, "--tokens", str(tokens), "--tensor-parallel", str(shards), "--spare-gib", "1000"]
+    assert command.main(arguments) == 0
     printed = capsys.readouterr().out.splitlines()
-    sizes = iter(map(format_bytes, memory.of_call(model, tokens, shards)))
+    sizes = iter(map(format_bytes, memory.compute_bytes(model, tokens, shards)))
     for way, forward, both in zip(memory.WAYS, sizes, sizes, strict=False):
         name = way.replace(", full cache", r", cache_bytes=\d\d+").replace(", no cache", ", cache_bytes=0")
         (line,) = [x for x in printed if re.match(rf"{name}(, linear_cross_entropy)?  ", x)]
@@ -40,7 +40,7 @@ def test_its_page_has_what_its_script_fills() -> None:
 
 
 def test_without_its_script_the_page_has_the_first_choice() -> None:
-    """As GitHub shows it, where no script runs."""
+    """GitHub runs no script."""
     page, code = ((ROOT / "docs" / name).read_text() for name in ("memory.md", "assets/memory.js"))
     chosen = re.findall(r'fill\(form\.elements\.\w+, MEMORY\.\w+, "?([\w-]+)"?\)', code)
     assert [option.replace(",", "") for option in re.findall(r"<option>(.*?)</option>", page)] == chosen

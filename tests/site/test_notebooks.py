@@ -1,6 +1,6 @@
-"""Notebooks as readers meet them: with outputs, run from top to bottom, free of warnings and of anyone's paths.
+"""The notebooks have outputs, ran from top to bottom, and show no warnings and no paths of a machine.
 
-They are run again here, in small form: a process each, which executes their cells.
+A test runs their cells again at a small size, each notebook in its own process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 LOCAL_PATH = re.compile(r"(?<![\w./:-])/(?:home|root|tmp|usr|var|opt|mnt|work|workspace|Users|private)/|[A-Z]:\\")
 
 
-# What is written in place of what, each once in its notebook.
+# The text that the small run replaces, and its replacement. Each occurs once in its notebook.
 SMALL = {
     "01_quickstart_flax": {
         "T, H, V = 1024, 256, 32768": "T, H, V = 64, 64, 4096",
@@ -67,7 +67,7 @@ def outputs(path):
 
 
 def characters_that_fit(path):
-    """In a line of a page, as docs/assets/site.css says."""
+    """Returns how many characters fit in a line of a page, as docs/assets/site.css says."""
     (fits,) = re.findall(r"(\d+) characters fit", (path.parents[1] / "docs" / "assets" / "site.css").read_text())
     return int(fits)
 
@@ -93,8 +93,8 @@ def test_shows_neither_warnings_nor_errors(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_shows_no_path_of_the_machine_it_ran_on(path):
     shown = [output.get("text") or output.get("data", {}).get("text/plain", []) for output in outputs(path)]
-    found = [line for text in shown for line in ([text] if isinstance(text, str) else text) if LOCAL_PATH.search(line)]
-    assert not found
+    lines = [line for text in shown for line in ([text] if isinstance(text, str) else text) if LOCAL_PATH.search(line)]
+    assert not lines
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -107,14 +107,14 @@ def test_its_page_says_what_each_picture_shows(path):
 
 
 def luminance(color):
-    """As the Web Content Accessibility Guidelines define it, from 0 to 1."""
+    """Returns the luminance by the Web Content Accessibility Guidelines, from 0 to 1."""
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def test_every_color_of_the_pictures_stands_out_from_light_and_dark_pages():
-    """By the guidelines' 3:1, from white and from the dark page of the site."""
+    """The guidelines ask for a contrast of 3:1, here against white and the site's dark page."""
     sources = "".join(path.read_text() for path in (NOTEBOOKS[0].parent / "pictures").glob("*.py"))
     colors = set(re.findall(r"#[0-9a-f]{6}\b", sources))
     assert len(colors) >= 5
@@ -135,7 +135,7 @@ def test_pictures_have_no_background(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_no_line_of_a_printed_table_is_broken(path):
-    """Sentences may be, such as the reasons of `explain`."""
+    """Sentences may be broken, such as the reasons of `explain`."""
     printed = "".join("".join(output["text"]) for output in outputs(path) if output["output_type"] == "stream")
     rows = [line for line in printed.splitlines() if "   " in line.strip() and not line.startswith("  not used")]
     assert [row for row in rows if len(row) > characters_that_fit(path)] == []
@@ -143,7 +143,7 @@ def test_no_line_of_a_printed_table_is_broken(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_pictures_of_characters_are_as_narrow_as_their_place(path):
-    """Lines of ``pre`` in HTML are not broken."""
+    """A page does not break the lines of ``pre`` in HTML."""
     for output in outputs(path):
         for block in re.findall(r"<pre.*?</pre>", "".join(output.get("data", {}).get("text/html", [])), re.DOTALL):
             assert max(map(len, html.unescape(re.sub("<.*?>", "", block)).splitlines())) <= characters_that_fit(path)
@@ -156,13 +156,13 @@ def test_is_small_enough_to_ship(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path):
-    """Without a kernel: no cell uses more than Python."""
+    """Runs without a kernel, because cells use only Python."""
     code = "\n".join("".join(cell["source"]) for cell in code_cells(path))
     for written, small in SMALL.get(path.stem, {}).items():
         assert code.count(written) == 1, written
         code = code.replace(written, small)
-    given = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # a notebook sets its own
-    environment = given | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # a notebook sets its own
+    environment = variables | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SELDOM + code]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, cwd=path.parent, env=environment, check=False

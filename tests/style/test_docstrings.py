@@ -1,4 +1,4 @@
-"""What ``help()`` says of the public functions: complete, and the same words for the same argument everywhere."""
+"""Docstrings of public functions are complete, and describe an argument in the same words everywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lce_jax.call._options import LogprobOptions
 from lce_torch_bridge import areal, megatron, nemo_rl, skyrl, torchtitan, transformers, trl, verl
 from lce_torch_bridge.megatron import _hooks, _output_layer
 
-# (function, argument): an argument of another kind under the same name.
+# Each (function, argument) whose text differs, with the reason.
 OTHER_MEANING = {
     ("linear_logits", "where"): "it moves no rows, so it saves no work",
     ("explain", "k"): "one of its arguments, which may be left out",
@@ -26,7 +26,7 @@ OTHER_MEANING = {
     ("masked_logprobs", "ids"): "a set",
     ("masked_logprobs", "labels"): "-inf outside the set",
 }
-# (function, argument) of the bridge, whose texts are apart from those of lce_jax: they speak of torch and of ranks.
+# The same for the bridge. All its texts differ from lce_jax's, because they speak of torch and of ranks.
 OTHER_MEANING_IN_THE_BRIDGE = {
     ("linear_loss", "wgrad"): "added in float32",
     ("linear_logits", "wgrad"): "there are no kernels",
@@ -65,20 +65,20 @@ each_function = pytest.mark.parametrize(
 
 
 def sections(function: Callable[..., Any]) -> dict[str, str]:
-    """The docstring's sections by title, each dedented; what comes before the first is under ''."""
+    """Returns the docstring's sections by title, dedented. The text before the first section has the title ''."""
     parts = re.split(r"^([A-Z]\w+):\n(?=    )", inspect.getdoc(function) or "", flags=re.MULTILINE)
     titled = zip(parts[1::2], parts[2::2], strict=True)
     return {"": parts[0]} | {title: inspect.cleandoc(text) for title, text in titled}
 
 
 def entries(text: str) -> dict[str, str]:
-    """``name: text`` of each entry, its lines joined."""
+    """Returns the text of each entry ``name: text`` by its name, with its lines joined."""
     parts = re.split(r"^(\*{0,2}\w+(?:, \w+)*): ", text, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def accepted_options(function: Callable[..., Any]) -> set[str]:
-    """The names that ``**options`` may hold, which `function` lists when it is given an unknown one."""
+    """Returns the names that ``**options`` may hold. `function` lists them when it refuses an unknown one."""
     parameters = inspect.signature(function).parameters.values()
     positional = [max if x.name == "loss_fn" else None for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
     with pytest.raises(TypeError, match="unknown option no_such_option") as refusal:
@@ -88,20 +88,20 @@ def accepted_options(function: Callable[..., Any]) -> set[str]:
 
 
 def options_of_the_bridge(function: Callable[..., Any]) -> set[str]:
-    """The options of the bridge's `linear_logprobs` that `function` takes and does not name itself."""
-    own = set(inspect.signature(function).parameters)
+    """Returns the options of the bridge's `linear_logprobs` that `function` takes and does not name itself."""
+    parameters = set(inspect.signature(function).parameters)
     options = {
         name: x.default
         for name, x in inspect.signature(lce_torch_bridge.linear_logprobs).parameters.items()
-        if x.kind is x.KEYWORD_ONLY and name not in own
+        if x.kind is x.KEYWORD_ONLY and name not in parameters
     }
     if function is lce_torch_bridge.megatron.fused_output_layer:  # without a model; test_megatron sees it refuse these
         return set(options) - set(_output_layer.LAYER_OPTIONS)
     if function is lce_torch_bridge.megatron.fused_losses:
         return set(_hooks.LOSS_OPTIONS)
     hidden, weight, labels = torch.ones(2, 4), torch.ones(8, 4), torch.zeros(2, dtype=torch.int64)
-    first = [lambda logprobs, *_: logprobs] if "loss_fn" in own else []
-    tensors = [hidden, weight] + [labels] * ("labels" in own)
+    first = [lambda logprobs, *_: logprobs] if "loss_fn" in parameters else []
+    tensors = [hidden, weight] + [labels] * ("labels" in parameters)
 
     def takes(name: str) -> bool:
         try:
@@ -128,26 +128,26 @@ def test_sections(function: Callable[..., Any]) -> None:
 
 
 def described_by(function: Callable[..., Any], seen: set[Any]) -> set[str]:
-    """The arguments that a docstring describes, or the docstrings of the public functions that it names."""
+    """Returns the arguments that a docstring describes, or that the public functions describe which it names."""
     seen.add(function)
-    own = {x.lstrip("*") for names in entries(sections(function).get("Args", "")) for x in names.split(", ")}
+    described = {x.lstrip("*") for names in entries(sections(function).get("Args", "")) for x in names.split(", ")}
     package = function.__module__.partition(".")[0]
     for other in FUNCTIONS + BRIDGE:
         is_named = f"`{other.__name__}`" in (inspect.getdoc(function) or "")
         if is_named and other not in seen and other.__module__.partition(".")[0] == package:
-            own |= described_by(other, seen)
-    return own
+            described |= described_by(other, seen)
+    return described
 
 
 @each_function
 def test_every_argument_is_described(function: Callable[..., Any]) -> None:
-    """In order, here or in a function that is named."""
+    """In order; here, or in a function that the docstring names."""
     parameters = list(inspect.signature(function).parameters)
     assert set(parameters) - {"options"} <= described_by(function, set())
-    own = entries(sections(function).get("Args", ""))
-    each = [name.lstrip("*") for name in own if ", " not in name]
+    texts = entries(sections(function).get("Args", ""))
+    each = [name.lstrip("*") for name in texts if ", " not in name]
     assert each == [name for name in parameters if name in each]
-    assert all(text.endswith(".") for text in own.values())
+    assert all(text.endswith(".") for text in texts.values())
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -155,7 +155,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def texts_of(functions: list[Callable[..., Any]], without: dict[tuple[str, str], str]) -> dict[Any, dict[str, Any]]:
-    """By argument the texts, and by text the functions that have it."""
+    """Returns, by argument and text, the functions that have the text."""
     texts: dict[str, dict[str, list[str]]] = {}
     for function in functions:
         for name, text in entries(sections(function).get("Args", "")).items():
@@ -168,13 +168,13 @@ def texts_of(functions: list[Callable[..., Any]], without: dict[tuple[str, str],
 def test_the_same_argument_has_the_same_text() -> None:
     assert {lce_jax.linear_logprobs, lce_jax.explain} <= set(FUNCTIONS)
     texts = texts_of(FUNCTIONS, OTHER_MEANING)
-    assert {key: found for key, found in texts.items() if len(found) > 1} == {}
+    assert {key: functions for key, functions in texts.items() if len(functions) > 1} == {}
 
 
 def test_the_same_argument_of_the_bridge_has_the_same_text() -> None:
     assert {"linear_logprobs", "init", "release", "output_processor"} <= {function.__name__ for function in BRIDGE}
     texts = texts_of(BRIDGE, OTHER_MEANING_IN_THE_BRIDGE)
-    assert {key: found for key, found in texts.items() if len(found) > 1} == {}
+    assert {key: functions for key, functions in texts.items() if len(functions) > 1} == {}
     assert all(len(texts[name]) == 1 for name in ("hidden", "weight", "labels", "where", "ignore_index"))
     described = {(name_of(function), name) for function in BRIDGE for name in inspect.signature(function).parameters}
     assert described >= OTHER_MEANING_IN_THE_BRIDGE.keys()
@@ -187,7 +187,7 @@ def test_the_same_argument_of_the_bridge_has_the_same_text() -> None:
 )
 def test_options_are_named(function: Callable[..., Any]) -> None:
     text, _, origin = entries(sections(function).get("Args", "")).get("**options", "").partition(", as ")
-    if not text:  # it has those of the function that it names
+    if not text:  # the function that it names lists them
         return
     known = options_of_the_bridge(function) if function in BRIDGE else accepted_options(function)
     if text.startswith("those of `linear_logprobs` but"):

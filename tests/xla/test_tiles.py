@@ -20,7 +20,7 @@ def _fresh_traces():
     jax.clear_caches()
 
 
-NAMES = ("plain", "everything", "where", "where with nothing live", "stats", "bias and everything")
+NAMES = ("plain", "everything", "where", "where false everywhere", "stats", "bias and everything")
 TILINGS = [
     # All tilings of one call; of the others one.
     pytest.param(test, tile, marks=pytest.mark.slow if slow and test.name != "bias and everything" else ())
