@@ -23,7 +23,7 @@ from lce_jax.mathematics._kl import Direction, KLStatistics, Mixture, MixtureSum
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import Capability, Kind, Program, spread
+from lce_jax.run._runner import ArraySharding, Capability, Program, spread
 from lce_jax.types import scalars
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _kl as _kl_tiles
@@ -43,7 +43,7 @@ def _of_the_teacher() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise type(error)(scalars.of_the_teacher(error)) from None
+        raise type(error)(scalars.reword_for_teacher(error)) from None
 
 
 class KLArguments(NamedTuple):
@@ -59,14 +59,14 @@ class KLArguments(NamedTuple):
         cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: Direction, given: Mapping[str, Any]
     ) -> KLArguments:
         """From what the public functions are given."""
-        scalars.one_of("direction", direction, scalars.DIRECTIONS)
-        beta = _options.check_teachers_weight(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
+        scalars.check_choice("direction", direction, scalars.DIRECTIONS)
+        beta = _options.check_beta(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
         student, teacher = _options_of_each(given)
         own = _options.parse_arguments(student, *arrays.student, None, where, function="linear_kl")
         for name, neutral in NEUTRAL.items():
             if isinstance(teacher[name], str) and teacher[name] == "unset":
                 if isinstance(student[name], jax.Array) or student[name] != neutral:  # no device is asked for a value
-                    raise scalars.of_the_student_alone(name, student[name], neutral)
+                    raise scalars.student_only_error(name, student[name], neutral)
                 teacher[name] = neutral
         with _of_the_teacher():
             teachers = _options.parse_arguments(teacher, *arrays.teacher, None, where, function="linear_kl")
@@ -76,7 +76,7 @@ class KLArguments(NamedTuple):
         """Each model's call with its shapes."""
         student, teacher = _describe.describe_call(self.heads.student), self.heads.teacher
         with _of_the_teacher():
-            _checks.array("hidden", teacher.hidden)
+            _checks.check_array("hidden", teacher.hidden)
             if tuple(teacher.hidden.shape[:-1]) != tuple(student.hidden.shape[:-1]):
                 raise ValueError(
                     f"hidden {tuple(teacher.hidden.shape)} must have the leading shape of the student's "
@@ -96,7 +96,7 @@ def check_columns(heads: Pair[Arguments], is_split: bool) -> None:
     A mesh axis splits both alike, so there they must have as many.
     """
     student, teacher = (head.call.columns for head in heads)
-    if student != teacher and (is_split or heads.student.call.given_vocab_size is None):
+    if student != teacher and (is_split or heads.student.call.caller_vocab_size is None):
         least, most = sorted((student, teacher))
         raise ValueError(
             f"weight has {student} columns of the vocabulary, the teacher's {teacher}: give the tokenizer's size, "
@@ -116,14 +116,14 @@ def bind(given: KLArguments) -> Bound:
     with _of_the_teacher():
         teacher = _describe.bind_call(heads.teacher, heads.student[1:3])
     call = given.of_both(student.call, teacher.call)
-    rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
+    rows, agree = student.rows, _collectives.join_agreement(student.agree, teacher.agree)
     if given.beta is not None:
         weights = _describe.make_mixture_weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels)
         if axis_name is not None:
-            weights, also = _collectives.same_on_all_shards(weights, rows.labels.ndim, axis_name)
-            agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
+            weights, also = _collectives.equalize_shards(weights, rows.labels.ndim, axis_name)
+            agree = _collectives.join_agreement(agree, _collectives.ignore_masked_rows(also, rows.where))
         rows = rows._replace(weights=weights)
-        rows = rows if axis_name is None else _describe.tagged(rows)
+        rows = rows if axis_name is None else _describe.add_tags(rows)
     primals = Pair(student.primals, jax.tree.map(lax.stop_gradient, teacher.primals))
     return Bound(call, primals, Pair(rows, teacher.rows), agree)
 
@@ -155,15 +155,15 @@ def forward(call: Call, student: Primals, rest: Rest, differentiated: bool) -> t
     asked, left = differentiated and call.cache_budget > 0, _runner.is_left_to_xla(call, (student, rest))
     keeps = asked and not left
     unused = ("cache_bytes keeps nothing",) if asked and left and call.cache_bytes else ()
-    call = call if keeps else call.but(cache_bytes=0)
+    call = call if keeps else call.replace(cache_bytes=0)
 
     def run(call: Call, student: Primals, rest: Rest) -> tuple[Array, Kept]:
         teacher, rows = rest
         return device_forward(call, Pair(student, teacher), rows, keeps)
 
     own, others = _heads(call)
-    results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
-    program = Program(run, (own, (others, Kind.TOKENS)), results, joins=not keeps, unused=unused)
+    results = ArraySharding.RESULTS, (ArraySharding.TOKENS, ArraySharding.DEVICE)
+    program = Program(run, (own, (others, ArraySharding.TOKENS)), results, joins=not keeps, unused=unused)
     return spread(call, program, student, rest)
 
 
@@ -175,7 +175,7 @@ def backward(call: Call, student: Primals, rest: Rest, kept: Kept, cotangent: Ar
         return device_backward(call, Pair(student, teacher), rows, kept, cotangent)
 
     own, others = _heads(call)
-    operands = own, (others, Kind.TOKENS), (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS
+    operands = own, (others, ArraySharding.TOKENS), (ArraySharding.TOKENS, ArraySharding.DEVICE), ArraySharding.RESULTS
     return spread(call, Program(run, operands, own), student, rest, kept, cotangent)
 
 
@@ -196,43 +196,43 @@ def device_forward(
 ) -> tuple[Array, Kept]:
     """One device's result, the whole vocabulary's statistics and sums of each row, and the device's cache."""
     shape, axis_name = rows.student.labels.shape, call.axis_name
-    part, agree = KLPart.of(call, primals, _describe.flattened(rows, len(shape))), None
+    part, agree = KLPart.of(call, primals, _describe.flatten_tokens(rows, len(shape))), None
     stats, cache = part.statistics(keep_cache)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
-            parts, every = _collectives.stacked((jnp.stack(stats), _given_to(call, primals, part.rows)), axis_name)
+            parts, every = _collectives.gather_trees((jnp.stack(stats), _given_to(call, primals, part.rows)), axis_name)
             stats = part.merge(parts)
             agree = _shard.agree(call, every, part.rows.student, primals.student.weight)
-    stats = stats if agree is None else KLStatistics(*_collectives.nan_where_different(agree, (*stats,)))
+    stats = stats if agree is None else KLStatistics(*_collectives.set_nan_where_different(agree, (*stats,)))
     sums = None
     if part.is_of_mixture:
         sums = part.mixture_sums(stats)
         if axis_name is not None:
             with jax.named_scope("lce_merge"):
-                sums = MixtureSums(*jnp.sum(_collectives.from_all_shards(jnp.stack(sums), axis_name), axis=0))
+                sums = MixtureSums(*jnp.sum(_collectives.gather_shards(jnp.stack(sums), axis_name), axis=0))
     out = part.finish(stats, sums)
-    out = out if agree is None else _collectives.nan_where_different(agree, out)
+    out = out if agree is None else _collectives.set_nan_where_different(agree, out)
     out, found = jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
     return out, (found, cache)
 
 
-def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.Said | None:
+def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.ShardSummary | None:
     """What the shard says of both heads, flat; None where it need not."""
     start = _shard.first_column(call, primals.student.weight)
     flat = map(_shard.flat_operands, call.heads, primals)
     one, other = (_shard.given_to(*each, start) for each in zip(call.heads, flat, rows, strict=True))
     if one is None or other is None:
         return None
-    tags = _collectives.tags([one.tags, other.tags])
-    return _collectives.Said(tags, *map(jnp.concatenate, zip(one[1:], other[1:], strict=True)))
+    tags = _collectives.compute_tags([one.tags, other.tags])
+    return _collectives.ShardSummary(tags, *map(jnp.concatenate, zip(one[1:], other[1:], strict=True)))
 
 
 def device_backward(call: Call, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
     """The student's gradients, in the shapes, dtypes and types of its operands."""
     found, cache = kept
-    rows, found, cotangent = _describe.flattened((rows, found, cotangent), rows.student.labels.ndim)
+    rows, found, cotangent = _describe.flatten_tokens((rows, found, cotangent), rows.student.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
-        cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
+        cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
     gradients = KLPart.of(call, primals, rows).gradients(*found, cache, cotangent)
     return _shard.reduced(call, gradients, primals.student)
 
@@ -250,7 +250,7 @@ class KLPart(NamedTuple):
     @classmethod
     def of(cls, call: Call, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> KLPart:
         """From the arrays of this device; ``first_column`` is its global id, None that of its place in the mesh."""
-        scales = Pair(*(_describe.scales(own, call.result_dtype, signs_hidden=False) for own in rows))
+        scales = Pair(*(_describe.compute_scales(own, call.result_dtype, signs_hidden=False) for own in rows))
         if first_column is None:
             first_column = _shard.first_column(call, primals.student.weight)
         return cls(call, rows, scales, *_shard_of(call, primals, rows, scales, first_column))
@@ -338,7 +338,7 @@ class KLPart(NamedTuple):
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
     """Rows of which one temperature is wrong: they return NaN and have no gradient."""
-    student, teacher = map(_describe.wrong_rows, rows)
+    student, teacher = map(_describe.find_invalid_rows, rows)
     return teacher if student is None else student if teacher is None else student | teacher
 
 
@@ -350,7 +350,7 @@ def _shard_of(
     tokens = Pair(
         *(HeadTokens(x.hidden, own.inverse_temperature, own.raw_scale) for x, own in zip(operands, scales, strict=True))
     )
-    order = None if rows.student.where is None else _describe.compaction(rows.student.where)
+    order = None if rows.student.where is None else _describe.plan_compaction(rows.student.where)
     num_rows = None if order is None else order.num_rows
     tokens = tokens if order is None else _describe.compact(order, tokens)
     heads = Pair(

@@ -21,11 +21,11 @@ from lce_jax.call._options import Arguments
 from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
 from lce_jax.mathematics._statistics import pack, unpack
-from lce_jax.mesh._collectives import differences, tags
+from lce_jax.mesh._collectives import compute_tags, difference_terms
 from lce_jax.run import _shard
 from lce_jax.run._kl import KLArguments, KLPart
 from lce_jax.types import scalars
-from lce_jax.types._types import Call, LogprobOutput, Primals, Results, ShardStatistics, Wanted
+from lce_jax.types._types import Call, LogprobOutput, Primals, RequestedGradients, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
@@ -45,18 +45,18 @@ class LogprobPart(NamedTuple):
         vocab_start: int, num_rows: Any,
     ) -> LogprobPart:  # fmt: skip
         """Of a ``call`` that has its options alone, with the given vocabulary. The first ``num_rows`` rows count."""
-        hidden, weight, bias = primals
-        rank, wanted = call.rank, {}
-        if rank:  # of an adapter: what `_describe.make_operands` puts there is there
-            wanted = {"wanted": Wanted(weight=False)}
+        hidden, weight, bias, adapter = primals
+        rank, fields = call.rank, {}
+        if rank:
+            fields = {"gradients": RequestedGradients(weight=False)}
         requested = _options.check_option("implementation", {"implementation": call.requested})
-        call = call.but(rank=0, has_bias=bias is not None and not rank, requested=requested, vocab_size=0)
+        call = call.replace(rank=0, has_bias=bias is not None, requested=requested, vocab_size=0)
         arrays = hidden[:, : weight.shape[1]], weight, labels, None, 1.0 if temperature is None else temperature
-        others = None if rank else bias, candidates, floor, None, None, None
+        others = bias, candidates, floor, None, None, None
         arguments = _describe.describe_call(Arguments(call, *arrays, None, None, *others))
-        arguments = arguments._replace(hidden=hidden, bias=bias)
-        call = _chosen(arguments._replace(call=arguments.call.but(partial_rows=True, rank=rank, **wanted)))
-        primals, rows = _describe.make_operands(call, arguments)
+        call = _chosen(arguments._replace(call=arguments.call.replace(partial_rows=True, rank=rank, **fields)))
+        primals, rows = _describe.make_operands(call, arguments._replace(hidden=hidden))
+        primals = primals._replace(adapter=adapter)
         return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
 
     def statistics(self, keep_cache: bool) -> tuple[ShardStatistics, Any]:
@@ -109,8 +109,8 @@ def kl_part(
 
 def _chosen(given: Arguments) -> Call:
     """Of how many shards there are, the bridge alone knows: any vocab_size may leave padding."""
-    return _describe.choose_implementation(given.call, scalars.INT32_MAX).but(
-        padded=given.call.given_vocab_size is not None
+    return _describe.choose_implementation(given.call, scalars.INT32_MAX).replace(
+        padded=given.call.caller_vocab_size is not None
     )
 
 
@@ -124,10 +124,10 @@ __all__ = [
     "Pair",
     "Primals",
     "Results",
-    "differences",
+    "compute_tags",
+    "difference_terms",
     "kl_part",
     "pack",
     "results",
-    "tags",
     "unpack",
 ]

@@ -13,7 +13,7 @@ from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import Capability, Kind, Program, spread
+from lce_jax.run._runner import ArraySharding, Capability, Program, spread
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _logits
 
@@ -28,14 +28,16 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
         z, slope = _forward(call, primals, rows)
         return z, slope if differentiated else None
 
-    operands = _runner.head(call.vocab_dim), Kind.TOKENS
-    return spread(call, Program(run, operands, (Kind.RESULTS, Kind.TOKENS), joins=True), primals, rows)
+    operands = _runner.head(call.vocab_dim), ArraySharding.TOKENS
+    return spread(
+        call, Program(run, operands, (ArraySharding.RESULTS, ArraySharding.TOKENS), joins=True), primals, rows
+    )
 
 
 def backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """The gradients of the operands."""
     own = _runner.head(call.vocab_dim)
-    program = Program(_backward, (own, Kind.TOKENS, Kind.TOKENS, Kind.RESULTS), own)
+    program = Program(_backward, (own, ArraySharding.TOKENS, ArraySharding.TOKENS, ArraySharding.RESULTS), own)
     return spread(call, program, primals, rows, slope, cotangent)
 
 
@@ -51,13 +53,13 @@ def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
     """The logits and their slopes; 0 where an id is none, out of vocabulary, or in a row that does not count."""
     assert rows.candidates is not None
     shape, dtype = rows.candidates.shape, call.stat_dtype
-    rows = _describe.flattened(rows, rows.labels.ndim)
-    columns, wrong = _columns(call, primals, rows), _describe.wrong_rows(rows)
+    rows = _describe.flatten_tokens(rows, rows.labels.ndim)
+    columns, wrong = _columns(call, primals, rows), _describe.find_invalid_rows(rows)
     hidden = _shard.flat_operands(call, primals).hidden
     raw = _logits.products(hidden, primals.weight, columns, call, dtype)
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(dtype)
-    scales = _describe.scales(rows, dtype, signs_hidden=False)
+    scales = _describe.compute_scales(rows, dtype, signs_hidden=False)
     z, slope = _logprobs.transform_logits(raw, call, scales.inverse_temperature, scales.raw_scale)
     factor = _logprobs.compute_row_factor(call, scales.derivative)
     factor = factor if isinstance(factor, float) else factor[:, None]
@@ -73,18 +75,18 @@ def _summed(found: tuple[Array, Array], rows: Rows, axis_name: _collectives.Axis
     if rows.tags is None:
         return lax.psum(found, axis_name)
     (z, slope), K = found, found[0].shape[1]
-    own = _collectives.differences(rows.tags, lax.axis_index(axis_name), lax.axis_size(axis_name))
+    own = _collectives.difference_terms(rows.tags, lax.axis_index(axis_name), lax.axis_size(axis_name))
     z, slope = lax.psum((jnp.concatenate([z, own.astype(z.dtype)], axis=1), slope), axis_name)
-    agree: Any = _collectives.where_it_counts(jnp.all(z[:, K:] == 0, axis=1), rows.where)
-    z, slope = _collectives.nan_where_different(agree, (z[:, :K], slope))
+    agree: Any = _collectives.ignore_masked_rows(jnp.all(z[:, K:] == 0, axis=1), rows.where)
+    z, slope = _collectives.set_nan_where_different(agree, (z[:, :K], slope))
     return z, slope
 
 
 def _backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """One device's gradients, in the shapes, dtypes and types of their operands."""
-    rows, slope, cotangent = _describe.flattened((rows, slope, cotangent), rows.labels.ndim)
+    rows, slope, cotangent = _describe.flatten_tokens((rows, slope, cotangent), rows.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
-        cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
+        cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
     columns = _columns(call, primals, rows)
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
     hidden = _shard.flat_operands(call, primals).hidden
@@ -98,11 +100,11 @@ def _columns(call: Call, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
     """The ids as columns of this shard; -1 where it does not own them, and in rows that do not count."""
     assert rows.candidates is not None
     start, size = _shard.first_column(call, primals.weight), primals.weight.shape[call.vocab_dim]
-    columns = _describe.owned(rows.candidates, start, size)
+    columns = _describe.find_local_columns(rows.candidates, start, size)
     live = _live(rows)
     return columns if live is None else jnp.where(live[:, None], columns, -1)
 
 
 def _live(rows: Rows) -> Bool[Array, "T"] | None:
-    wrong = _describe.wrong_rows(rows)
+    wrong = _describe.find_invalid_rows(rows)
     return rows.where if wrong is None else ~wrong if rows.where is None else rows.where & ~wrong

@@ -23,7 +23,7 @@ from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import Capability, Kind, OperandType, Program, result_axes, spread
+from lce_jax.run._runner import ArraySharding, Capability, OperandType, Program, result_axes, spread
 from lce_jax.run._token_chunks import TokenChunk, chunk_rows, describe_chunk
 from lce_jax.types import _jax, scalars
 from lce_jax.types._types import Call, LogprobOutput, Primals, Results
@@ -70,7 +70,7 @@ class TokenLoss:
     def take_arrays(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
         """The loss with all that it closes over among the inputs: a function that XLA splits closes over nothing."""
         traced = iter(inputs.constants)
-        known = (None if x is None else _describe.on_device(x, inputs.primals.hidden) for x in self.known)
+        known = (None if x is None else _describe.put_on_device(x, inputs.primals.hidden) for x in self.known)
         constants = tuple(next(traced) if x is None else untyped(x) for x in known)
         return dataclasses.replace(self, known=(None,) * len(constants)), inputs._replace(constants=constants)
 
@@ -134,8 +134,8 @@ def flatten_arguments(arguments: Any, labels: Any) -> tuple[tuple[Any, ...], Cal
     for path, x in given:
         if not scalars.is_number(x):
             name = f"per-token argument {jax.tree_util.keystr(path[1:], simple=True, separator='.')} of loss_fn"
-            _checks.array(name, x)
-            scalars.per_token_shape(name, x.shape, shape)
+            _checks.check_array(name, x)
+            scalars.check_per_token_shape(name, x.shape, shape)
             array = jnp.asarray(x)
             data = untyped(array)
             whole = (*shape, *data.shape[min(array.ndim, len(shape)) :])
@@ -267,7 +267,7 @@ class _Chunks:
         primals, size, tokens = inputs.primals, chunk_rows(call), rows.labels.size
         tracked = call.axis_name is not None and _jax.tracks_varying(call.axis_name)
         given, all_axes = _jax.varying_axes(primals.hidden), _jax.varying_axes((inputs, rows))
-        names = frozenset(_jax.as_axes(call.axis_name))
+        names = frozenset(_jax.list_axes(call.axis_name))
         psum = names - given if tracked else frozenset()
         if call.token_axes is not None and call.gather_dim is None:
             psum = names
@@ -276,7 +276,7 @@ class _Chunks:
         hidden = primals.hidden.reshape(-1, primals.hidden.shape[-1])
         if call.gather_dim is not None:
             hidden = _shard.flat_operands(call, primals).hidden
-        flat_rows, per_token = _describe.flattened((rows, inputs.per_token), rows.labels.ndim)
+        flat_rows, per_token = _describe.flatten_tokens((rows, inputs.per_token), rows.labels.ndim)
         chunk = describe_chunk(call, size, rows.where is not None or tokens % size != 0)
         implementation = _dispatch.choose(chunk)[0].NAME
         chunk = dataclasses.replace(chunk, implementation=implementation, gather_dim=None)  # it is gathered
@@ -287,7 +287,7 @@ class _Chunks:
             rows=flat_rows._replace(where=None),
             per_token=per_token,
             constants=inputs.constants,
-            order=None if flat_rows.where is None else _describe.compaction(flat_rows.where),
+            order=None if flat_rows.where is None else _describe.plan_compaction(flat_rows.where),
             size=size,
             tokens=tokens,
             adds=size < tokens,
@@ -320,10 +320,10 @@ class _Chunks:
     def _empty(self, of_dweight: Any = jnp.zeros) -> _Whole:
         call, weight = self.call, self.primals.weight
         zeros = functools.partial(jnp.zeros, dtype=call.stat_dtype)
-        outputs = jax.eval_shape(lambda: _logprobs.results_of_none(self.tokens, call.stat_dtype, call).outputs)
+        outputs = jax.eval_shape(lambda: _logprobs.empty_results(self.tokens, call.stat_dtype, call).outputs)
         dhidden = jnp.zeros(self.primals.hidden.shape, self.hidden_dtype if self.rounds else call.stat_dtype)
         dweight = of_dweight(weight.shape, call.stat_dtype if self.adds else call.dtype)
-        dbias = None if self.primals.bias is None else zeros(self.primals.bias.shape)
+        of_columns = jax.tree.map(lambda x: zeros(x.shape), self.primals[2:])
         of_tokens = _Whole(
             zeros(self.tokens),
             jax.tree.map(lambda x: zeros(x.shape), outputs),
@@ -331,9 +331,9 @@ class _Chunks:
             *(jax.tree.map(jnp.zeros_like, _floats(x)) for x in (self.per_token, self.constants)),
         )
         of_tokens = _jax.vary_over(of_tokens, self.token_axes)
-        dweight, dbias = _jax.vary_over((dweight, dbias), self.weight_axes)
-        gradients = Primals(_jax.vary_over(dhidden, self.hidden_axes), dweight, dbias)
-        return of_tokens._replace(gradients=gradients.only(call.wanted))
+        of_head = _jax.vary_over((dweight, *of_columns), self.weight_axes)
+        gradients = Primals(_jax.vary_over(dhidden, self.hidden_axes), *of_head)
+        return of_tokens._replace(gradients=gradients.select(call.gradients))
 
     @jax.named_scope("chunk_of_tokens")
     def _step(self, first: Any, whole: _Whole) -> _Whole:
@@ -344,13 +344,13 @@ class _Chunks:
         )
         rows = rows._replace(num_rows=chunk.num_rows)
         part = _shard.Part.of(call, _shard.as_operand(self.primals._replace(hidden=hidden)), rows)
-        results, stats, cache = _shard.compute_results(part, keep_cache=call.wanted.any)
+        results, stats, cache = _shard.compute_results(part, keep_cache=call.gradients.any)
         live = rows.live
         if live is not None:
             results = jax.tree.map(lambda x: jnp.where(live, x, x[0]), results)
         losses, cotangent, dper_token, dconstants = self._differentiate(live, results, per_token)
         found = whole.gradients
-        if call.wanted.any:
+        if call.gradients.any:
             found = part.gradients(
                 stats, cotangent, cache,
                 may_round_dhidden=self.rounds and not self.psum_axes and self.hidden_dtype == call.dtype,
@@ -381,18 +381,18 @@ class _Chunks:
         return losses, dresults, dper_token, dconstants
 
     def _add(self, chunk: TokenChunk, whole: Primals, found: Primals) -> Primals:
-        """``whole`` with a chunk's dhidden in its rows; dweight, which is the sum already; and dbias added."""
+        """``whole`` with a chunk's dhidden in its rows; dweight, which is the sum already; and the others added."""
         dhidden = found.hidden
         if self.psum_axes:
             # As in `_shard.reduced`, the collective starts after the kernels.
             found = lax.optimization_barrier(found)
             dhidden = jax.tree.map(lambda x: lax.psum(x, self.psum_axes), found.hidden)
-        dweight, dbias = _jax.vary_over((found.weight, found.bias), self.weight_axes)
+        dweight, *others = _jax.vary_over(found[1:], self.weight_axes)
         dhidden = _jax.vary_over(dhidden, self.hidden_axes)
         return Primals(
             jax.tree.map(lambda all_of, x: chunk.put(all_of, x.astype(all_of.dtype)), whole.hidden, dhidden),
             dweight,
-            jax.tree.map(jnp.add, whole.bias, dbias),
+            *jax.tree.map(jnp.add, [*whole[2:]], others),
         )
 
 
@@ -410,21 +410,21 @@ def device_forward(
     """The sum over this device's tokens and the results; and the gradients for a cotangent of 1, if asked for."""
     if not differentiated:
         results, _ = _shard.device_forward(call, inputs.primals, rows, keep_cache=False)
-        live, flat, per_token = _describe.flattened((rows.where, results, inputs.per_token), rows.labels.ndim)
+        live, flat, per_token = _describe.flatten_tokens((rows.where, results, inputs.per_token), rows.labels.ndim)
         flat, per_token = _jax.vary_over((flat, per_token), result_axes(call, (inputs, rows)))
         return (_total(call, jnp.sum(loss(live, flat, per_token, inputs.constants))), results.outputs), None
     whole = _Chunks.of(call, loss, inputs, rows).run()
-    (dhidden, dweight, dbias), (hidden, weight, _) = whole.gradients, inputs.primals
+    (dhidden, dweight, *others), (hidden, weight, *_) = whole.gradients, inputs.primals
     outputs = jax.tree.map(lambda x: x.reshape(rows.labels.shape), whole.outputs)
     per_token = tuple(
         None if dx is None else dx.reshape(x.shape) for dx, x in zip(whole.per_token, inputs.per_token, strict=True)
     )
     constants = jax.tree.map(functools.partial(_total, call), whole.constants)
     dweight = None if dweight is None else _total(call, dweight.astype(weight.dtype))
-    dbias = None if dbias is None else _total(call, dbias)
+    others = jax.tree.map(functools.partial(_total, call), others)
     if dhidden is not None and call.gather_dim is not None:
         dhidden = _shard.scattered(call, dhidden, hidden).astype(hidden.dtype)
-    primals = Primals(None if dhidden is None else dhidden.reshape(hidden.shape), dweight, dbias)
+    primals = Primals(None if dhidden is None else dhidden.reshape(hidden.shape), dweight, *others)
     return (_total(call, jnp.sum(whole.losses)), outputs), Inputs(primals, per_token, constants)
 
 
@@ -447,9 +447,9 @@ def forward(
         own = of_device if left or call.mesh is None else of_device.retrace_here()
         return device_forward(share, own, inputs, rows, differentiated)
 
-    kinds: Any = Inputs(_runner.head(call.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
-    results = (Kind.WHOLE, Kind.RESULTS), kinds if differentiated else None
-    out, found = spread(call, Program(run, (kinds, Kind.TOKENS), results), all_inputs, rows)
+    kinds: Any = Inputs(_runner.head(call.vocab_dim), ArraySharding.TOKENS, ArraySharding.REPLICATED)  # type: ignore[arg-type]
+    results = (ArraySharding.REPLICATED, ArraySharding.RESULTS), kinds if differentiated else None
+    out, found = spread(call, Program(run, (kinds, ArraySharding.TOKENS), results), all_inputs, rows)
     if found is None:
         return out, None
     if left:  # XLA takes the arrays that are known too
@@ -468,7 +468,7 @@ def forward(
 def backward(call: Call, types: Inputs, _: Any, gradients: Inputs, cotangent: Any) -> Inputs:
     """The gradients multiplied by the cotangent of the sum."""
     own = jnp.asarray(cotangent[0])  # a number, where the caller of ``jax.vjp`` gives one
-    shared = own if call.axis_name is None else _collectives.total_cotangent(own, call.axis_name)
+    shared = own if call.axis_name is None else _collectives.sum_cotangents(own, call.axis_name)
 
     def scale(by: Array, gradient: Array | None, operand: OperandType) -> Array | None:
         if gradient is None:
@@ -478,7 +478,7 @@ def backward(call: Call, types: Inputs, _: Any, gradients: Inputs, cotangent: An
         product = (gradient.astype(wide) * by).astype(gradient.dtype)
         return _jax.psum_to_axes(product, operand.varying).astype(operand.dtype)
 
-    primals = gradients.primals.only(call.wanted)
+    primals = gradients.primals.select(call.gradients)
     return Inputs(
         Primals(*map(functools.partial(scale, shared), primals, types.primals)),
         tuple(map(functools.partial(scale, own), gradients.per_token, types.per_token)),

@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import mosaic
 from lce_jax.call import _dispatch
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
-from lce_jax.mesh._layout import Layout, auto_axes, layout_of_specs, mesh_of_types
+from lce_jax.mesh._layout import Layout, auto_axes, find_typed_mesh, layout_of_specs
 from lce_jax.types import _jax, scalars
-from lce_jax.types._types import Call, Device, Primals, UnsupportedError, Wanted
+from lce_jax.types._types import Call, Device, Primals, RequestedGradients, UnsupportedError
 from lce_jax.xla import _logprobs as xla
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def has_own_columns(in_batched: Any) -> bool:
-    """Whether each example has a weight or a bias of its own."""
-    return any(primals.weight or primals.bias for primals in _primals(in_batched))
+    """Whether each example has a weight, a bias or an adapter of its own."""
+    return any(any(primals[1:]) for primals in _primals(in_batched))
 
 
 def _primals(operands: Any) -> list[Primals]:
@@ -68,7 +68,7 @@ def one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> 
     own, shared = [x for x, b in flat if b], [x for x, b in flat if not b]
     sharding = jax.typeof(own[0]).sharding
     examples = P(_jax.partitions(sharding.spec)[0])
-    axes = _jax.as_axes(examples[0])
+    axes = _jax.list_axes(examples[0])
     if not axes:
         return all_of(own, shared)
     of_each_device: Any = jax.shard_map(
@@ -78,7 +78,7 @@ def one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> 
 
 
 def with_batch(size: int, in_batched: Any, operands: Any) -> Any:
-    """Every leaf with the batch as its first dimension, except weights and biases."""
+    """Every leaf with the batch as its first dimension, except weights, biases and adapters."""
 
     def lead(batched: bool, x: Array) -> Array:
         return x if batched else jnp.broadcast_to(x, (size, *x.shape))
@@ -86,42 +86,47 @@ def with_batch(size: int, in_batched: Any, operands: Any) -> Any:
     def shared(batched: Any) -> Any:
         if not _is_primals(batched):
             return batched
-        return batched._replace(weight=True, bias=None if batched.bias is None else True)
+        return Primals(batched.hidden, *(None if x is None else True for x in batched[1:]))
 
     in_batched = jax.tree.map(shared, tuple(in_batched), is_leaf=_is_primals)
     return jax.tree.map(lead, in_batched, tuple(operands))
 
 
-class Kind(enum.Enum):
-    """How an array is split; further dimensions than those named here are whole everywhere."""
+class ArraySharding(enum.Enum):
+    """How a mesh shards an array. Dimensions that are not named here are never split."""
 
-    HIDDEN = "by token, also over the axis of the vocabulary if that splits the sequence"
-    RESULTS = "as hidden is, one or K numbers per token: as an operand gathered over the axis of the vocabulary"
-    TOKENS = "by token, the same along the axis of the vocabulary"
-    ROWS = "by column of the vocabulary, its first dimension"
-    COLUMNS = "by column of the vocabulary, its second dimension"
-    WHOLE = "not at all"
-    DEVICE = "each device has its own, which no other reads"
+    HIDDEN = "split by token, also over the vocabulary axis if that axis splits the sequence"
+    RESULTS = "per token and sharded like hidden; an operand of this kind is gathered over the vocabulary axis"
+    TOKENS = "per token, split by token and replicated over the vocabulary axis"
+    ROWS = "the first dimension is the vocabulary and is split over the vocabulary axis"
+    COLUMNS = "the second dimension is the vocabulary and is split over the vocabulary axis"
+    REPLICATED = "the same on every device"
+    DEVICE = "each device has its own array, which no other device reads"
 
     @property
     def vocab_dim(self) -> int | None:
         """The dimension of the vocabulary."""
-        return {Kind.ROWS: 0, Kind.COLUMNS: 1}.get(self)
+        return {ArraySharding.ROWS: 0, ArraySharding.COLUMNS: 1}.get(self)
 
     def spec(self, layout: Layout) -> P:
-        """Over a layout."""
-        if self in (Kind.HIDDEN, Kind.RESULTS):
+        """Returns the partition spec of such an array over ``layout``."""
+        if self in (ArraySharding.HIDDEN, ArraySharding.RESULTS):
             return layout.out_spec
-        if self is Kind.TOKENS:
+        if self is ArraySharding.TOKENS:
             return layout.row_spec
-        if self is Kind.DEVICE:
+        if self is ArraySharding.DEVICE:
             return layout.every_device
-        return P() if self is Kind.WHOLE else P(*[None] * (self.vocab_dim or 0), layout.vocab_axes)
+        return P() if self is ArraySharding.REPLICATED else P(*[None] * (self.vocab_dim or 0), layout.vocab_axes)
 
 
-def head(vocab_dim: int) -> Primals[Kind]:
-    """The kinds of a head's operands and gradients."""
-    return Primals(Kind.HIDDEN, Kind.COLUMNS if vocab_dim else Kind.ROWS, Kind.ROWS)
+def head(vocab_dim: int) -> Primals[ArraySharding]:
+    """Returns the shardings of a head's operands and of their gradients."""
+    return Primals(
+        ArraySharding.HIDDEN,
+        ArraySharding.COLUMNS if vocab_dim else ArraySharding.ROWS,
+        ArraySharding.ROWS,
+        ArraySharding.ROWS,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +136,8 @@ class Program:
     Attributes:
         run: ``run(call, *operands)``, with the call of the share, whose ``axis_name``, ``gather_dim`` and
             ``token_axes`` say which collectives it needs.
-        operands: a `Kind` in place of each array, or of a tree of them. There is a `Kind.HIDDEN` and a weight.
+        operands: an `ArraySharding` in place of each array, or of a tree of arrays. One of them is
+            `ArraySharding.HIDDEN`, another is a weight.
         results: the same.
         joins: whether a batch of calls is one call with more tokens: all results are by token.
         unused: what is lost of the call where XLA decides how operands are split, in words.
@@ -182,42 +188,46 @@ def _keeping_nothing(call: Call, program: Program, size: int, in_batched: Any, o
     one of a batch does not read it.
     """
     kinds = program.operands
-    if any(jax.tree.leaves(jax.tree.map(lambda kind, x: x if kind is Kind.DEVICE else None, kinds, in_batched))):
+    if any(
+        jax.tree.leaves(jax.tree.map(lambda kind, x: x if kind is ArraySharding.DEVICE else None, kinds, in_batched))
+    ):
         in_batched, operands = (jax.tree.map(_but_of_devices, kinds, x) for x in (in_batched, operands))
-    elif Kind.DEVICE not in jax.tree.leaves(program.results):
+    elif ArraySharding.DEVICE not in jax.tree.leaves(program.results):
         return _spread_batch(call, program, size, in_batched, operands)
-    joins = program.joins or Kind.DEVICE in jax.tree.leaves(program.results)
+    joins = program.joins or ArraySharding.DEVICE in jax.tree.leaves(program.results)
     found = _spread_batch(
-        call.but(cache_bytes=0), dataclasses.replace(program, joins=joins), size, in_batched, operands
+        call.replace(cache_bytes=0), dataclasses.replace(program, joins=joins), size, in_batched, operands
     )
-    examples = jax.tree.map(functools.partial(_jax.of_one, size), in_batched, operands)
+    examples = jax.tree.map(functools.partial(_jax.example_type, size), in_batched, operands)
     made, shapes = jax.make_jaxpr(functools.partial(spread, call, program), return_shape=True)(*examples)
     avals = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)
 
-    def filled(kind: Kind, own: Any, avals: Any) -> Any:
-        return jax.tree.map(functools.partial(_jax.zeros_of_batch, size), avals) if kind is Kind.DEVICE else own
+    def filled(kind: ArraySharding, own: Any, avals: Any) -> Any:
+        return (
+            jax.tree.map(functools.partial(_jax.make_batch_zeros, size), avals) if kind is ArraySharding.DEVICE else own
+        )
 
     return jax.tree.map(filled, program.results, found, avals)
 
 
-def _but_of_devices(kind: Kind, x: Any) -> Any:
-    return None if kind is Kind.DEVICE else x
+def _but_of_devices(kind: ArraySharding, x: Any) -> Any:
+    return None if kind is ArraySharding.DEVICE else x
 
 
 def _of_batch(call: Call, program: Program, operands: Any) -> Call:
     """A batch of calls as one, with a dimension of tokens more."""
     hidden = _hidden(program, operands)
-    call = call.but(num_tokens=math.prod(hidden.shape[:-1]))
+    call = call.replace(num_tokens=math.prod(hidden.shape[:-1]))
     if not isinstance(call.mesh, Layout):
         return call
-    return dataclasses.replace(call, mesh=call.mesh.with_batch(jax.typeof(hidden).sharding.spec))
+    return dataclasses.replace(call, mesh=call.mesh.add_batch(jax.typeof(hidden).sharding.spec))
 
 
 def is_left_to_xla(call: Call, operands: Any) -> bool:
     """Whether XLA decides how operands are split: nothing can be kept there that is no global array."""
     if call.mesh is None or isinstance(call.mesh, Layout):
         return False
-    return all(kind == AxisType.Auto for kind in mesh_of_types(operands).axis_types)
+    return all(kind == AxisType.Auto for kind in find_typed_mesh(operands).axis_types)
 
 
 def typed_as(gradients: Primals, operands: Primals) -> Primals:
@@ -244,14 +254,14 @@ def split_as[T](gradients: T, operands: T) -> T:
     )
 
 
-def _pairs(kinds: Any, tree: Any) -> Iterator[tuple[Kind, Any]]:
+def _pairs(kinds: Any, tree: Any) -> Iterator[tuple[ArraySharding, Any]]:
     """Each array with its kind."""
     return zip(jax.tree.leaves(jax.tree.broadcast(kinds, tree)), jax.tree.leaves(tree), strict=True)
 
 
 def _hidden(program: Program, operands: Any) -> Any:
     """The hidden states whose leading dimensions are those of the call."""
-    return next(x for kind, x in _pairs(program.operands, operands) if kind is Kind.HIDDEN)
+    return next(x for kind, x in _pairs(program.operands, operands) if kind is ArraySharding.HIDDEN)
 
 
 def _share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
@@ -261,24 +271,24 @@ def _share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
     pairs = _pairs(program.operands, operands)
     columns = [x.shape[kind.vocab_dim] for kind, x in pairs if kind.vocab_dim is not None and x.ndim == 2]
     teacher = call.teacher and dataclasses.replace(call.teacher, columns=columns[1])
-    share = dataclasses.replace(call, columns=columns[0], teacher=teacher).but(
+    share = dataclasses.replace(call, columns=columns[0], teacher=teacher).replace(
         num_tokens=math.prod(hidden.shape[:-1]) * gathered,
         axis_name=layout.vocab_axes,
         gather_dim=layout.gather_dim,
         token_axes=layout.token_axes,
         mesh=None,
     )
-    share = _dispatch.over(share, layout.mesh)
-    scalars.whole_parts(call.vocab_part_size, call.columns, share.columns)
+    share = _dispatch.use_mesh_device(share, layout.mesh)
+    scalars.check_vocab_parts(call.vocab_part_size, call.columns, share.columns)
     return dataclasses.replace(share, implementation=_dispatch.choose(share)[0].NAME)
 
 
 def _split_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layout:
     """The layout of operands that are split by ``specs``."""
     split = list(zip(_pairs(program.operands, operands), specs, strict=True))
-    (hidden, of_hidden), *others = [(x, spec) for (kind, x), spec in split if kind is Kind.HIDDEN]
+    (hidden, of_hidden), *others = [(x, spec) for (kind, x), spec in split if kind is ArraySharding.HIDDEN]
     weights = [(kind.vocab_dim, x, spec) for (kind, x), spec in split if kind.vocab_dim is not None and x.ndim == 2]
-    of_rows = [spec for (kind, _), spec in split if kind in (Kind.TOKENS, Kind.RESULTS)]
+    of_rows = [spec for (kind, _), spec in split if kind in (ArraySharding.TOKENS, ArraySharding.RESULTS)]
     of_rows += [spec for _, spec in others]
     vocab_dim, weight, of_weight = weights[0]
     layout = layout_of_specs(mesh, hidden, weight, of_hidden, of_weight, of_rows, vocab_dim)
@@ -292,7 +302,7 @@ def _split_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Lay
 
 def _layout_of_types(call: Call, program: Program, operands: Any) -> Layout | None:
     """The layout that the operands' types name; None if all axes of their mesh are Auto."""
-    mesh = mesh_of_types(operands)
+    mesh = find_typed_mesh(operands)
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return None
     if auto := auto_axes(mesh):
@@ -312,7 +322,7 @@ def _over_devices(layout: Layout, call: Call, program: Program, *operands: Any) 
     here = jax.sharding.get_abstract_mesh()
     layout = dataclasses.replace(layout, mesh=here) if here.manual_axes else layout
     pairs = _pairs(program.operands, operands)
-    placed = [x if kind is Kind.DEVICE else layout.placed(x, kind.spec(layout)) for kind, x in pairs]
+    placed = [x if kind is ArraySharding.DEVICE else layout.reshard(x, kind.spec(layout)) for kind, x in pairs]
     in_specs, out_specs = _specs(layout, program)
     device = functools.partial(_of_device, layout, call, program)
     mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -324,10 +334,14 @@ def _of_device(layout: Layout, call: Call, program: Program, *operands: Any) -> 
     """The program of one device's share: of what is by token, its own part."""
     share = _share(call, layout, program, operands)
     kinds, flat = zip(*_pairs(program.operands, operands), strict=True)
-    gathered = iter(layout.gathered([x for kind, x in zip(kinds, flat, strict=True) if kind is Kind.RESULTS]))
-    whole = [next(gathered) if kind is Kind.RESULTS else x for kind, x in zip(kinds, flat, strict=True)]
+    gathered = iter(
+        layout.gather_rows([x for kind, x in zip(kinds, flat, strict=True) if kind is ArraySharding.RESULTS])
+    )
+    whole = [next(gathered) if kind is ArraySharding.RESULTS else x for kind, x in zip(kinds, flat, strict=True)]
     found = program.run(share, *jax.tree.unflatten(jax.tree.structure(operands), whole))
-    own = [layout.own_rows(x) if kind is Kind.RESULTS else x for kind, x in _pairs(program.results, found)]
+    own = [
+        layout.take_local_rows(x) if kind is ArraySharding.RESULTS else x for kind, x in _pairs(program.results, found)
+    ]
     return jax.tree.unflatten(jax.tree.structure(found), own)
 
 
@@ -359,7 +373,7 @@ def _dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tup
     for kinds, tree in ((program.operands, operands), (program.results, results)):
         arrays = []
         for kind, x in _pairs(kinds, tree):
-            tokens = all_tokens if kind in (Kind.HIDDEN, Kind.RESULTS, Kind.TOKENS) else []
+            tokens = all_tokens if kind in (ArraySharding.HIDDEN, ArraySharding.RESULTS, ArraySharding.TOKENS) else []
             names = [*tokens, *(f"n{size}" for size in x.shape[len(tokens) :])]
             if kind.vocab_dim is not None:
                 names[kind.vocab_dim] = f"v{x.shape[kind.vocab_dim]}"
@@ -406,7 +420,7 @@ def _lower_traced(context: Any, x: Any, *, call: Call) -> list[Any]:
         kind, backend = kinds.get(platform, platform), module.backend
         there = traced if traced.platform == kind else None
         if backend is not None and kinds.get(backend.platform, backend.platform) == kind:
-            there = _dispatch.device_of(backend.devices()[0])
+            there = _dispatch.describe_device(backend.devices()[0])
         if there != traced:
             _check(call, there, platform)
     return [x]
@@ -422,7 +436,7 @@ def _check(call: Call, there: Device | None, platform: str) -> None:
         return
     if there is not None:
         try:
-            chosen = _dispatch.choose(call.but(device=there))[0].NAME
+            chosen = _dispatch.choose(call.replace(device=there))[0].NAME
         except UnsupportedError as error:
             reason = f"{there.kind or there.platform}: {error}"
         else:
@@ -440,7 +454,9 @@ class Capability(NamedTuple):
     """A function of global arrays, differentiable in its operands. Everything else is ``rest``."""
 
     forward: Callable[..., Any]  # (call, operands, rest, differentiated, *static) -> results, kept for the backward
-    backward: Callable[..., Any]  # (call, operands, rest, kept, cotangent) -> gradients, None if not `Call.wanted`
+    backward: Callable[
+        ..., Any
+    ]  # (call, operands, rest, kept, cotangent) -> gradients, None if not in `Call.gradients`
     of_no_tokens: Callable[..., Any]  # (call, rest) -> results
     static: tuple[Hashable, ...] = ()
     # Whether the forward keeps the gradients, for a cotangent of 1. Then the backward multiplies them, it may be
@@ -471,7 +487,7 @@ run = jax.jit(compute, static_argnums=(0, 1), inline=True)
 
 def result_axes(call: Call, operands: Any) -> frozenset[Any]:
     """The axes over which results may differ by the types of ``operands``."""
-    return _jax.varying_axes(operands) - frozenset(_jax.as_axes(call.axis_name))
+    return _jax.varying_axes(operands) - frozenset(_jax.list_axes(call.axis_name))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -481,12 +497,12 @@ def _differentiable(capability: Capability, call: Call, operands: Any, rest: Any
 
 def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) -> tuple[Any, Any]:
     primals, *_ = _primals(operands)
-    asked = Wanted(*(x is not None and x.perturbed for x in primals))
+    asked = RequestedGradients(*(x is not None and x.perturbed for x in primals))
     if call.rank and asked.weight:
         raise ValueError(
             f"{call.function} with lora has no gradient of the weight: give it jax.lax.stop_gradient(weight)"
         )
-    call, given = call.but(wanted=asked), _jax.values((operands, rest))
+    call, given = call.replace(gradients=asked), _jax.primal_arrays((operands, rest))
     out, kept = _jax.not_differentiable(lambda *given: capability.forward(call, *given, True, *capability.static))(
         *given
     )
@@ -494,16 +510,18 @@ def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) 
         given = jax.tree.map(lambda x: OperandType(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
     # The shape of an array without numbers tells the backward rule what is asked for. The residuals' tree cannot: JAX
     # takes it from any trace of this rule, also one where other operands are differentiated.
-    told = jnp.zeros((0, asked.hidden, asked.weight, asked.bias), jnp.int8)
+    told = jnp.zeros((0, *dataclasses.astuple(asked)), jnp.int8)
     return out, (given, kept, told)
 
 
 def _backward_rule(capability: Capability, call: Call, residuals: Any, cotangent: Any) -> tuple[Any, None]:
     given, kept, told = residuals
-    backward = functools.partial(capability.backward, call.but(wanted=Wanted(*map(bool, told.shape[1:]))))
+    backward = functools.partial(
+        capability.backward, call.replace(gradients=RequestedGradients(*map(bool, told.shape[1:])))
+    )
     if capability.keeps_gradients:
-        return backward(*given, kept, _jax.cotangents(cotangent)), None
-    gradients = _jax.not_differentiable(backward)(*given, kept, _jax.cotangents(cotangent))
+        return backward(*given, kept, _jax.cotangent_arrays(cotangent)), None
+    gradients = _jax.not_differentiable(backward)(*given, kept, _jax.cotangent_arrays(cotangent))
     return (gradients if call.mesh is None else typed_as(gradients, given[0])), None
 
 

@@ -20,10 +20,10 @@ from lce_jax import mosaic
 from lce_jax.call import _describe, _dispatch
 from lce_jax.call._describe import Rows, Scales
 from lce_jax.mathematics import _logprobs
-from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, along, as_parts, merge_parts
+from lce_jax.mathematics._statistics import NOT_DIFFERENTIATED, Normalizer, expand_like, make_parts, merge_parts
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner
-from lce_jax.run._runner import Capability, Kind, Program, spread
+from lce_jax.run._runner import ArraySharding, Capability, Program, spread
 from lce_jax.types import _jax
 from lce_jax.types._types import (
     Call,
@@ -51,7 +51,7 @@ def as_operand(primals: Primals) -> Primals:
     return primals._replace(hidden=hidden.astype(primals.weight.dtype))
 
 
-def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectives.Said | None:
+def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectives.ShardSummary | None:
     """What the shard says of its operands, flat as in `Part`; None where it need not."""
     if rows.tags is None:
         return None
@@ -59,16 +59,16 @@ def given_to(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectiv
     columns = jnp.clip(call.vocab_size - start, 0, primals.weight.shape[dim])
     sketches, probes = _collectives.sketch(primals.hidden), _collectives.probe(primals.weight, dim, columns)
     sketches = sketches if rows.where is None else jnp.where(rows.where, sketches, 0)  # the others may hold anything
-    return _collectives.Said(rows.tags, sketches[None], probes[None])
+    return _collectives.ShardSummary(rows.tags, sketches[None], probes[None])
 
 
-def agree(call: Call, every: _collectives.Said | None, rows: Rows, weight: Array) -> Bool[Array, "T"] | None:
+def agree(call: Call, every: _collectives.ShardSummary | None, rows: Rows, weight: Array) -> Bool[Array, "T"] | None:
     """The rows that all shards were given alike, by what they say, or that do not count; None if they say nothing."""
     if every is None:
         return None
     ids = rows.labels if rows.candidates is None else rows.candidates
-    found = _collectives.agree(every, ids, weight.shape[call.vocab_dim])
-    return _collectives.where_it_counts(found, rows.where)
+    found = _collectives.compare_summaries(every, ids, weight.shape[call.vocab_dim])
+    return _collectives.ignore_masked_rows(found, rows.where)
 
 
 type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
@@ -86,8 +86,8 @@ class Part(NamedTuple):
     @classmethod
     def of(cls, call: Call, primals: Primals, rows: Rows, start: Any = None) -> Part:
         """With the factors of eq. 0 in the implementation's arithmetic. ``start``: None for that of the mesh."""
-        invert = functools.partial(_in_arithmetic_of, call, _logprobs.inverse_of)
-        scales = _describe.scales(rows, call.stat_dtype, call.signs_hidden, invert)
+        invert = functools.partial(_in_arithmetic_of, call, _logprobs.invert_temperature)
+        scales = _describe.compute_scales(rows, call.stat_dtype, call.signs_hidden, invert)
         return cls(call, primals, rows, first_column(call, primals.weight) if start is None else start, scales)
 
     @property
@@ -97,7 +97,7 @@ class Part(NamedTuple):
 
     def operands(self) -> tuple[Operands, _describe.Compaction | None]:
         """What an implementation is given, the live rows first, and how to undo their order."""
-        (call, (hidden, weight, bias), rows, start, scales), num_columns = self, None
+        (call, (hidden, weight, bias, adapter), rows, start, scales), num_columns = self, None
         columns = weight.shape[call.vocab_dim]
         if call.padded:
             left = call.vocab_size - start
@@ -105,23 +105,33 @@ class Part(NamedTuple):
             if call.implementation == mosaic.NAME:
                 num_columns = jnp.asarray(num_columns, jnp.int32)  # one set of kernels for every vocab_size
 
-        targets = _describe.owned(rows.labels, start, columns)
-        candidates = None if rows.candidates is None else _describe.owned(rows.candidates, start, columns)
+        targets = _describe.find_local_columns(rows.labels, start, columns)
+        candidates = None if rows.candidates is None else _describe.find_local_columns(rows.candidates, start, columns)
         hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, rows.floor
         if floor is not None:
             floor = _in_arithmetic_of(call, _logprobs.unscaled_floor, floor, self.row_scale)
         if rows.where is not None:
-            order = _describe.compaction(rows.where)
+            order = _describe.plan_compaction(rows.where)
             hidden, targets, candidates, scales, floor = _describe.compact(
                 order, (hidden, targets, candidates, scales, floor)
             )
             num_rows = order.num_rows
         elif rows.live is not None:  # NaN or inf in the other rows cannot spread
             hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
-        bias = None if bias is None else bias.astype(call.dtype if call.rank else call.stat_dtype)
-        inverse, raw_scale = scales.inverse_temperature, scales.raw_scale
-        local = Operands(hidden, weight, targets, inverse, num_rows, num_columns, raw_scale, bias, candidates, floor)
-        return local, order
+        operands = Operands(
+            hidden,
+            weight,
+            targets,
+            scales.inverse_temperature,
+            num_rows,
+            num_columns,
+            raw_scale=scales.raw_scale,
+            bias=None if bias is None else bias.astype(call.stat_dtype),
+            candidates=candidates,
+            floor=floor,
+            adapter=None if adapter is None else adapter.astype(call.dtype),
+        )
+        return operands, order
 
     def statistics(
         self, keep_cache: bool, stacked: Stacked | None = None
@@ -143,7 +153,7 @@ class Part(NamedTuple):
                 parts, cache = mosaic.in_parts(operands, call, keep_cache)
             else:
                 stats, cache = implementation.statistics(operands, call, keep_cache)
-                parts = as_parts(stats)
+                parts = make_parts(stats)
             with jax.named_scope("lce_merge"):
                 parts, every = stacked((parts, given_to(call, primals, rows, start)))
                 if has_kernels:
@@ -153,17 +163,17 @@ class Part(NamedTuple):
                     stats = merge_parts(parts, call, call.num_tokens, row_scale)
                 same = agree(call, every, rows, primals.weight)
         stats = stats if order is None else _describe.expand(order, stats)
-        wrong = _describe.wrong_rows(rows)
+        wrong = _describe.find_invalid_rows(rows)
         if wrong is not None:
-            stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
-        return stats if same is None else _collectives.nan_where_different(same, stats), cache, same
+            stats = jax.tree.map(lambda x: jnp.where(expand_like(wrong, x), jnp.nan, x), stats)
+        return stats if same is None else _collectives.set_nan_where_different(same, stats), cache, same
 
     def finish(
         self, stats: ShardStatistics, where: Bool[Array, "T"] | None, dropped_mass: Float[Array, "T"] | None
     ) -> Results:
         """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
         call, per_token = self.call, functools.partial(_in_arithmetic_of, self.call)
-        where = _logprobs.without_empty(where, stats.sumexp) if call.has_floor else where
+        where = _logprobs.exclude_empty_rows(where, stats.sumexp) if call.has_floor else where
         labels, vocab_size = self.rows.labels, call.vocab_size
         return _logprobs.finish(stats, self.row_scale, labels, where, vocab_size, dropped_mass, per_token)
 
@@ -176,7 +186,7 @@ class Part(NamedTuple):
         call, rows = self.call, self.rows
         if call.implementation != mosaic.NAME:
             return cache, None
-        order = None if rows.where is None else _describe.compaction(rows.where)
+        order = None if rows.where is None else _describe.plan_compaction(rows.where)
         num_rows = rows.num_rows if order is None else order.num_rows
         of_rows = Normalizer(stats.max, stats.sumexp)
         if order is not None:
@@ -198,7 +208,7 @@ class Part(NamedTuple):
     ) -> Primals:
         """The shard's part of dhidden and its dbias, in the statistics' dtype, and its dweight, in the weight's.
 
-        Those that are not `Call.wanted` are None.
+        Those that are not in `Call.gradients` are None.
 
         ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may
         come in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it
@@ -225,18 +235,18 @@ class Part(NamedTuple):
         call, rows = self.call, self.rows
         factors = self.row_scale, _logprobs.compute_row_factor(call, self.scales.derivative)
         of_rows = functools.partial(_logprobs.row_coefficients, call=call, vocab_size=call.vocab_size)
-        live = _logprobs.without_empty(rows.live, stats.sumexp) if call.has_floor else rows.live
+        live = _logprobs.exclude_empty_rows(rows.live, stats.sumexp) if call.has_floor else rows.live
         if stats.candidates is not None:
             found = of_rows(stats, cotangent, *factors, live)
         else:
             of_results = cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
-            unread: Any = dict.fromkeys((*WITHOUT_GRADIENT, "total"))
+            unread: Any = dict.fromkeys((*NOT_DIFFERENTIATED, "total"))
             read = stats._replace(**unread)
             read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
             found = _in_arithmetic_of(call, functools.partial(of_rows, where=None), read, of_results, *factors)
             found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
-        wrong = _describe.wrong_rows(rows)
-        return found if wrong is None else _logprobs.without_gradient(found, wrong)
+        wrong = _describe.find_invalid_rows(rows)
+        return found if wrong is None else _logprobs.zero_gradient(found, wrong)
 
 
 def _in_arithmetic_of(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
@@ -275,7 +285,7 @@ type Kept = tuple[ShardStatistics, Any]  # for the backward: also the implementa
 def device_forward(call: Call, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, Kept]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape = rows.labels.shape
-    part = Part.of(call, flat_operands(call, primals), _describe.flattened(rows, len(shape)))
+    part = Part.of(call, flat_operands(call, primals), _describe.flatten_tokens(rows, len(shape)))
     out, stats, cache = compute_results(part, keep_cache)
     out, stats = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats))
     return out, (stats, cache if keep_cache else None)
@@ -285,7 +295,9 @@ def compute_results(part: Part, keep_cache: bool) -> tuple[Results, ShardStatist
     """The results and statistics of the whole vocabulary, and what the backward needs of the shard's cache."""
     call, dropped = part.call, None
     with jax.named_scope("lce_statistics"):
-        stacked = None if call.axis_name is None else functools.partial(_collectives.stacked, axis_name=call.axis_name)
+        stacked = (
+            None if call.axis_name is None else functools.partial(_collectives.gather_trees, axis_name=call.axis_name)
+        )
         stats, cache, same = part.statistics(keep_cache, stacked)
     if call.gradient_threshold:
         with jax.named_scope("lce_select"):
@@ -297,16 +309,16 @@ def compute_results(part: Part, keep_cache: bool) -> tuple[Results, ShardStatist
             elif call.axis_name is not None:
                 dropped = lax.psum(dropped, call.axis_name)
     results = part.finish(stats, part.rows.where, dropped)
-    return results if same is None else _collectives.nan_where_different(same, results), stats, cache
+    return results if same is None else _collectives.set_nan_where_different(same, results), stats, cache
 
 
 def device_backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
     """The gradients, in the shapes, dtypes and types of their operands."""
-    (hidden, weight, _), (stats, cache) = primals, kept
+    (hidden, weight, *_), (stats, cache) = primals, kept
     varying = _jax.varying_axes((primals, rows, stats, cache))
-    rows, stats, cotangent = _describe.flattened((rows, stats, cotangent), rows.labels.ndim)
+    rows, stats, cotangent = _describe.flatten_tokens((rows, stats, cotangent), rows.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
-        cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
+        cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
     summed = call.axis_name is not None or varying != _jax.varying_axes(hidden)
     may_round = not summed and hidden.dtype == weight.dtype
     with jax.named_scope("lce_gradients"):
@@ -383,9 +395,9 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
             unused.append("gradient_threshold is not used, and the gradients are exact,")
         call, keeps = _exact(call), False
     apart = keeps and (given.cache_budget > 0 or given.gradient_threshold > 0)
-    call = call if keeps else call.but(cache_bytes=0)
-    operands = _runner.head(call.vocab_dim), Kind.TOKENS
-    results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
+    call = call if keeps else call.replace(cache_bytes=0)
+    operands = _runner.head(call.vocab_dim), ArraySharding.TOKENS
+    results = ArraySharding.RESULTS, (ArraySharding.TOKENS, ArraySharding.DEVICE)
     run = functools.partial(device_forward, keep_cache=keeps)
     program = Program(run, operands, results, joins=not apart, unused=tuple(unused))
     out, kept = spread(call, program, primals, rows)
@@ -398,14 +410,14 @@ def backward(call: Call, primals: Primals, rows: Rows, kept: Kept, cotangent: Re
     """The gradients of the operands."""
     call = _exact(call) if _runner.is_left_to_xla(call, (primals, rows)) else call
     own = _runner.head(call.vocab_dim)
-    operands = own, Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS
+    operands = own, ArraySharding.TOKENS, (ArraySharding.TOKENS, ArraySharding.DEVICE), ArraySharding.RESULTS
     program = Program(device_backward, operands, own)
     return spread(call, program, primals, rows, kept, cotangent)
 
 
 def of_no_tokens(call: Call, rows: Rows) -> Results:
     """The results of a call without tokens, in the shape of its labels."""
-    shapes = jax.eval_shape(lambda: _logprobs.results_of_none(0, call.stat_dtype, call))
+    shapes = jax.eval_shape(lambda: _logprobs.empty_results(0, call.stat_dtype, call))
     return jax.tree.map(lambda x: jnp.zeros(rows.labels.shape + x.shape[1:], x.dtype), shapes)
 
 

@@ -41,7 +41,7 @@ def chunk_rows(call: Call) -> int:
     row_bytes = call.columns * (call.stat_dtype if on_cpu else call.dtype).itemsize
     given = ON_CPU if on_cpu else ELSEWHERE
     given = given if call.chunk_bytes is None else call.chunk_bytes
-    if not on_cpu and not call.gradient_threshold and call.wanted.weight:
+    if not on_cpu and not call.gradient_threshold and call.gradients.weight:
         spared = call.columns * call.hidden_size * (call.stat_dtype.itemsize - call.dtype.itemsize)
     most = max(given // row_bytes // GRAIN, 1) * GRAIN
     if tokens <= most or tokens * row_bytes <= given + spared:
@@ -97,7 +97,7 @@ def refuse_forward_gradients(call: Call, reduction: str | None, options: Mapping
         return f"with gradient_threshold={call.gradient_threshold:g} there is little to recompute"
     if call.vocab_part_size is not None:
         return f"with vocab_part_size={call.vocab_part_size} no exponentials are kept that would spare a product"
-    if not _logprobs.keeps_exponentials(call):
+    if not _logprobs.can_cache_exponentials(call):
         return "with label_smoothing and a logit_softcap no exponentials are kept that would spare a product"
     return None
 
@@ -116,7 +116,9 @@ def plan(call: Call) -> Plan:
     found = _dispatch.explain(chunk)
     whole = _dispatch.explain(dataclasses.replace(call, cache_bytes=0))
     item, columns = call.stat_dtype.itemsize, call.columns * call.hidden_size
-    sums = chunks > 1 and call.wanted.weight and call.dtype != call.stat_dtype  # else there is none, or it is dweight
+    sums = (
+        chunks > 1 and call.gradients.weight and call.dtype != call.stat_dtype
+    )  # else there is none, or it is dweight
     total = columns * item if sums else 0
     taken = size * call.hidden_size * (call.hidden_dtype.itemsize + item) if chunks > 1 else 0  # hidden and dhidden
     cache = max(found.kept_bytes - chunk.statistics_bytes, 0)

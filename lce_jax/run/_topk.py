@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
     """The results, in the shape of labels with k more, the same on every shard of the vocabulary."""
     shape = rows.labels.shape
-    rows = _describe.flattened(rows, len(shape))
+    rows = _describe.flatten_tokens(rows, len(shape))
     with jax.named_scope("lce_topk"):
         part = _shard.Part.of(call, _shard.flat_operands(call, primals), rows)
         operands, order = part.operands()
@@ -39,7 +39,7 @@ def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
     if call.axis_name is not None:
         with jax.named_scope("lce_merge"):
             given = _shard.given_to(call, part.primals, rows, part.start)
-            parts, every = _collectives.stacked((found, given), call.axis_name)
+            parts, every = _collectives.gather_trees((found, given), call.axis_name)
             found, agree = _merge(call, parts, row_scale), _shard.agree(call, every, rows, primals.weight)
     out = _finish(rows, found, row_scale, agree)
     return jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), out)
@@ -51,7 +51,7 @@ def _finish(rows: Rows, found: Largest, row_scale: Float[Array, "#T 1"], agree: 
     logprobs = (found.x - found.max[:, None]) * row_scale - log_sumexp[:, None]
     out = TopK(found.ids, logprobs, found.max * row_scale[:, 0] + log_sumexp)
     left_out, differ = (None if kept is None else ~kept for kept in (rows.where, agree))
-    for no_result, value in ((_describe.wrong_rows(rows), jnp.nan), (left_out, 0.0), (differ, jnp.nan)):
+    for no_result, value in ((_describe.find_invalid_rows(rows), jnp.nan), (left_out, 0.0), (differ, jnp.nan)):
         if no_result is not None:
             out = TopK(
                 jnp.where(no_result[:, None], -1, out.ids),

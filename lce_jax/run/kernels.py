@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax.call._dispatch import for_device
-from lce_jax.call._first_call import checked, errors
+from lce_jax.call._dispatch import trace_for_device
+from lce_jax.call._first_call import check_once, measure_errors
 from lce_jax.mosaic import _backward, _candidates, _chunks, _forward, _generations, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
@@ -47,18 +47,18 @@ __all__ = [
     "LaunchedCall",
     "Tokens",
     "backward",
-    "checked",
+    "check_once",
     "compiled",
     "device_refusal",
-    "errors",
-    "for_device",
     "forward",
     "live_shape",
+    "measure_errors",
     "products",
     "put",
     "refusal",
     "refusal_to_scale",
     "scale",
+    "trace_for_device",
     "traced",
     "unchecked",
     "why_not",
@@ -92,7 +92,7 @@ class LaunchedCall:
     @functools.cached_property
     def compiled(self) -> Call:
         """What kernels are compiled for: those for the same rows are the same."""
-        return self.call.but(num_tokens=self.rows, vocab_size=0, given_dtype=None, requested=None)
+        return self.call.replace(num_tokens=self.rows, vocab_size=0, caller_dtype=None, requested=None)
 
     @property
     def generation(self) -> Generation:
@@ -205,14 +205,14 @@ class HostPass(NamedTuple):
         if not self.launched.copies_hidden:
             return hidden
         call = self.launched.call
-        copied = self.launched.compiled.but(hidden_size=call.hidden_size + call.rank)
+        copied = self.launched.compiled.replace(hidden_size=call.hidden_size + call.rank)
         return self.host.launch(_tokens.copy_rows, copied, hidden, self.host.numbers(call.num_tokens))
 
     def ids(self, saved: Buffer) -> Buffer:
         """The labels among what is saved."""
         return saved.view((self.launched.rows,), jnp.int32)
 
-    def call(self, hidden: Buffer, weight: Buffer, marked: Any, adapter: Buffer | None) -> KernelCall:
+    def kernel_call(self, hidden: Buffer, weight: Buffer, marked: Any, adapter: Buffer | None) -> KernelCall:
         """The call, from here on as `lce_jax.mosaic` runs it."""
         launched, shape = self.launched, self.launched.shape
         columns: Any = launched.true_columns
@@ -221,9 +221,8 @@ class HostPass(NamedTuple):
         rows: Any = launched.call.num_tokens
         per_token = marked.targets, marked.row_scale, marked.holds_target
         prepared = Prepared(hidden, weight, *per_token, mask, columns, rows, marked.floor)
-        operands = Operands(hidden, weight, marked.targets, None, rows, launched.live_columns)
-        call = KernelCall(operands, prepared, launched.compiled, shape, launched.generation, self.host)
-        return call if adapter is None else call.with_adapter(adapter)
+        operands = Operands(hidden, weight, marked.targets, None, rows, launched.live_columns, adapter=adapter)
+        return KernelCall(operands, prepared, launched.compiled, shape, launched.generation, self.host).add_adapter()
 
 
 def forward(
@@ -238,36 +237,43 @@ def forward(
 ) -> Forward:
     """The results of all columns, or with ``exchange`` of a vocabulary that is split over shards.
 
-    ``adapter``: the B of an adapter (`Call.rank`).
+    ``adapter``: ``[V, R]``, B of an adapter.
     """
-    run, case = HostPass(launched, host), launched.compiled
+    run, call = HostPass(launched, host), launched.compiled
     saved = host.empty((launched.kept.size * launched.rows,), jnp.float32)
     temperature, floor, ids = tokens.temperature, tokens.floor, tokens.candidates
     of_labels = temperature, 0, run.of_labels, run.ids(saved), floor
-    marked, _ = host.launch(prepare, case, tokens.labels, *of_labels)
-    call = run.call(run.rows(hidden), weight, marked, adapter)
+    marked, _ = host.launch(prepare, call, tokens.labels, *of_labels)
+    kernel_call = run.kernel_call(run.rows(hidden), weight, marked, adapter)
     cached = cached_tiles(launched, keep_cache)
-    cache = _chunks.empty_cache(host, case, launched.shape, cached) if cached else None
+    cache = _chunks.empty_cache(host, call, launched.shape, cached) if cached else None
     fields_of_tiles = int(keep_cache and launched.call.gradient_threshold > 0.0)
-    how = _forward.num_live_tiles(call), cache, fields_of_tiles, int(exchange is not None)
-    groups, cache, maxima = _forward.joined(call, *how)
+    how = _forward.num_live_tiles(kernel_call), cache, fields_of_tiles, int(exchange is not None)
+    groups, cache, maxima = _forward.joined(kernel_call, *how)
     columns = None if ids is None else host.compute(_candidates.columns_of, ids, launched.start, launched.true_columns)
-    x = None if columns is None else _candidates.unscaled(call, columns)
+    x = None if columns is None else _candidates.unscaled(kernel_call, columns)
     tags = None
     if exchange is not None:
         groups, x = exchange(groups, x, saved)
         tags = groups.view(groups.shape, jnp.int32)
-    joined = _forward.join_all(host, case, call.prepared.row_scale, launched.call.num_tokens, groups)
+    joined = _forward.join_all(host, call, kernel_call.prepared.row_scale, launched.call.num_tokens, groups)
     more = run.of_rows, saved, launched.call.vocab_size, launched.megatron, tags, floor
-    results, saved = host.launch(finish, case, joined, run.ids(saved), temperature, *more)
-    named = dict(zip(_operands.result_statistics(case), results, strict=True))
+    results, saved = host.launch(finish, call, joined, run.ids(saved), temperature, *more)
+    named = dict(zip(_operands.result_statistics(call), results, strict=True))
     if ids is not None and x is not None:
-        named[PER_CANDIDATE], saved = host.launch(keep, case, launched.has_temperature, ids, x, saved, run.of_rows)
+        named[PER_CANDIDATE], saved = host.launch(keep, call, launched.has_temperature, ids, x, saved, run.of_rows)
     kept: list[Buffer] = jax.tree.leaves(cache)
     if maxima is not None:
-        numbers = host.numbers(launched.call.num_tokens, launched.stride, _threshold.always_live(call))
-        given = maxima, call.prepared.targets, call.prepared.row_scale, saved, launched.kept.statistics, numbers
-        kept = [host.launch(select, case, *given, _threshold.held(call, columns))[0]]
+        numbers = host.numbers(launched.call.num_tokens, launched.stride, _threshold.always_live(kernel_call))
+        given = (
+            maxima,
+            kernel_call.prepared.targets,
+            kernel_call.prepared.row_scale,
+            saved,
+            launched.kept.statistics,
+            numbers,
+        )
+        kept = [host.launch(select, call, *given, _threshold.held(kernel_call, columns))[0]]
     return Forward(named, saved, kept)
 
 
@@ -305,39 +311,39 @@ def backward(
         seeds: the cotangents that there are, of "logprobs", "entropy", "lse" and "candidate_logprobs" (``[R, K]``).
         kept: by the forward, the cache or the live tiles; none if there are none.
         dhidden_dtype: what dhidden is rounded to.
-        adapter: the B of an adapter (`Call.rank`).
+        adapter: ``[V, R]``, B of an adapter.
         owns_cache: whether its memory may be overwritten.
         total: a float32 sum that dweight is added to. None: dweight is in the weight's dtype.
         adds_total: False where the sum may hold anything, and is written; not with a threshold.
     """
     # The tiles of a backward do not begin anew at the parts of the vocabulary.
-    launched = dataclasses.replace(launched, call=launched.call.but(vocab_part_size=None))
-    run, case, given = HostPass(launched, host), launched.compiled, dict(seeds)
+    launched = dataclasses.replace(launched, call=launched.call.replace(vocab_part_size=None))
+    run, call, given = HostPass(launched, host), launched.compiled, dict(seeds)
     temperatures, floors = (saved if there else None for there in (launched.has_temperature, launched.call.has_floor))
     of_floors = floors, launched.kept.floor
-    marked, _ = host.launch(prepare, case, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)
-    call = run.call(run.rows(hidden), weight, marked, adapter)
+    marked, _ = host.launch(prepare, call, run.ids(saved), temperatures, 1, run.of_labels, None, *of_floors)
+    kernel_call = run.kernel_call(run.rows(hidden), weight, marked, adapter)
     seed, each, of_candidates, candidates = given.pop(PER_CANDIDATE, None), None, None, None
-    of_kept = case, launched.has_temperature, saved
+    of_kept = call, launched.has_temperature, saved
     if seed is not None:
         each, of_candidates = host.launch(cotangents, *of_kept, seed, run.of_rows)
     how = given, run.of_rows, launched.call.vocab_size, of_candidates
-    factors = host.launch(coefficients, case, saved, launched.has_temperature, *how)
+    factors = host.launch(coefficients, call, saved, launched.has_temperature, *how)
     if each is not None:
-        of_tokens = each, call.prepared.targets, call.prepared.row_scale, factors, run.of_labels
+        of_tokens = each, kernel_call.prepared.targets, kernel_call.prepared.row_scale, factors, run.of_labels
         candidates = PlacedCandidates(*host.launch(place_values, *of_kept, *of_tokens))
     if launched.call.gradient_threshold:
-        sums, dweight, *beside = _threshold.walk(call, factors, candidates, kept[0], total)
+        sums, dweight, *of_adapter = _threshold.walk(kernel_call, factors, candidates, kept[0], total)
     else:
         cache, shape = Cache(*kept) if kept else None, (1, launched.call.num_tokens, launched.call.hidden_size)
-        may_round = _chunks.dhidden_shape(case, launched.shape) == shape and dhidden_dtype == launched.call.dtype.name
+        may_round = _chunks.dhidden_shape(call, launched.shape) == shape and dhidden_dtype == launched.call.dtype.name
         how_sums = may_round, owns_cache, total, adds_total
-        sums, dweight, *beside = _backward.walk(call, factors, candidates, cache, *how_sums)
+        sums, dweight, *of_adapter = _backward.walk(kernel_call, factors, candidates, cache, *how_sums)
     if sums.dtype == jnp.float32:
-        sums = host.launch(_tokens.total, case, sums, jnp.dtype(dhidden_dtype), host.numbers(launched.call.num_tokens))
-    if beside:
-        beside[0] = host.compute(_total, beside[0], launched.call.num_tokens, launched.call.rank)
-    return sums, dweight, *beside
+        sums = host.launch(_tokens.total, call, sums, jnp.dtype(dhidden_dtype), host.numbers(launched.call.num_tokens))
+    if of_adapter:
+        of_adapter[0] = host.compute(_total, of_adapter[0], launched.call.num_tokens, launched.call.rank)
+    return sums, dweight, *of_adapter
 
 
 def _total(_: Any, sums: Any, tokens: int, columns: int) -> Any:

@@ -85,7 +85,7 @@ def check_names(
     if unknown:
         own = [each.name for each in inspect.signature(function).parameters.values() if each.kind == each.KEYWORD_ONLY]
         known = dict.fromkeys([*own, *(name for name in Options._fields if name not in refused)])
-        raise scalars.unknown_options(function.__name__, unknown, list(known), loss_fn)
+        raise scalars.unknown_options_error(function.__name__, unknown, list(known), loss_fn)
 
 
 def check_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ def of_call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
         _checks.logit_floor(logit_floor, hidden, labels)
     if options.ignore_index is not None:
         where = without(options.ignore_index, where, labels)
-    scalars.one_of("wgrad", options.wgrad, ("return", "main_grad"))
+    scalars.check_choice("wgrad", options.wgrad, ("return", "main_grad"))
     if not (known and bias is None and tp_group is None):
         weight, bias = _rows_of_head(weight, bias, tp_group, options.wgrad)
     rank = 0
@@ -192,7 +192,7 @@ def _cached_call(*given: Any) -> TorchCall:
 
 def check_values(options: Options, rows: int) -> None:
     """Refuses a number, flag or name that a call would refuse, before there is a call of a head of so many rows."""
-    scalars.one_of("wgrad", options.wgrad, ("return", "main_grad"))
+    scalars.check_choice("wgrad", options.wgrad, ("return", "main_grad"))
     if not isinstance(options.temperature, torch.Tensor):
         scalars.positive("temperature", options.temperature)
     floor, group = options.logit_floor, options.tp_group
@@ -211,13 +211,13 @@ def _call(
 ) -> TorchCall:
     names, columns = [Options._fields[i] for i in OF_CALL], shards * rows
     options = Options(**dict(zip(names, given, strict=True)))
-    scalars.one_of("out_of_vocab", options.out_of_vocab, ("zero", "megatron"))
+    scalars.check_choice("out_of_vocab", options.out_of_vocab, ("zero", "megatron"))
     cache_bytes = scalars.num_bytes("cache_bytes", options.cache_bytes)
     gradient_threshold = scalars.fraction("gradient_threshold", options.gradient_threshold)
-    vocab_part_size = scalars.part_size(options.vocab_part_size, cache_bytes, gradient_threshold)
-    scalars.whole_parts(vocab_part_size, columns, rows)
+    vocab_part_size = scalars.check_part_size(options.vocab_part_size, cache_bytes, gradient_threshold)
+    scalars.check_vocab_parts(vocab_part_size, columns, rows)
     if has_floor:
-        scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", options.mean_logit))
+        scalars.check_floor_options(num_candidates, scalars.flag("mean_logit", options.mean_logit))
     softcap, size = options.logit_softcap, _checks.vocabulary(options.vocab_size, columns)
     traced = torch.compiler.is_compiling() or type(columns) is not int
     return call_with(
@@ -409,7 +409,7 @@ class EntropyOptions(CrossEntropyOptions, total=False):
     where: torch.Tensor | None
 
 
-class OptionsBesideEntropy(EntropyOptions, total=False):
+class OptionsWithoutEntropy(EntropyOptions, total=False):
     """Of `linear_logprobs`, but one."""
 
     stats: bool
@@ -419,7 +419,7 @@ class OptionsBesideEntropy(EntropyOptions, total=False):
     out_of_vocab: OutOfVocab
 
 
-class ExplainOptions(OptionsBesideEntropy, total=False):
+class ExplainOptions(OptionsWithoutEntropy, total=False):
     """Of `explain`."""
 
     entropy: Entropy

@@ -22,17 +22,17 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
     """The three tensors of a call against each other."""
     floats("hidden", hidden)
     floats("weight", weight)
-    scalars.given_labels(labels, "linear_entropy serves tokens without labels")
+    scalars.require_labels(labels, "linear_entropy serves tokens without labels")
     integers("labels", labels)
     if weight.ndim != 2 or 0 in weight.shape:
         part = f". {GATHER}" if weight.ndim == 1 or 0 in weight.shape else ""  # what FSDP leaves a rank has such shapes
         raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}{part}")
     if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
-        hint = scalars.not_hidden(hidden.shape, weight.shape, weight.shape[0], "weight.T")
+        hint = scalars.hint_at_logits(hidden.shape, weight.shape, weight.shape[0], "weight.T")
         raise ValueError(
             f"hidden {tuple(hidden.shape)} must end in the H of weight [V, H] = {tuple(weight.shape)}{hint}"
         )
-    scalars.labels_shape(labels.shape, hidden.shape[:-1])
+    scalars.check_labels_shape(labels.shape, hidden.shape[:-1])
     same_device(hidden, weight=weight, labels=labels)
     if hidden.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"hidden must be on a CUDA GPU or the CPU, got {hidden.device}")
@@ -71,8 +71,8 @@ def candidates(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> int:
 def ids(name: str, value: Any, hidden: torch.Tensor, leading: torch.Size, of: str) -> int:
     """The K of ids ``[*leading, K]``, where ``leading`` is the shape of ``of``."""
     integers(name, value)
-    count = scalars.num_candidates(name, value.shape)
-    scalars.candidate_shape(name, value.shape, leading, of)
+    count = scalars.count_candidates(name, value.shape)
+    scalars.check_candidate_shape(name, value.shape, leading, of)
     same_device(hidden, **{name: value})
     return count
 
@@ -250,7 +250,7 @@ def _broadcasts(name: str, value: torch.Tensor, labels: torch.Tensor) -> None:
     except RuntimeError:
         fits = False
     if not fits:
-        fitting = scalars.broadcasting(name, value.shape, labels.shape)
+        fitting = scalars.suggest_broadcasts(name, value.shape, labels.shape)
         hint = f": write {fitting[0]} for one number per sequence" if fitting else ""
         raise ValueError(f"{name} {tuple(value.shape)} must broadcast to the tokens' shape {tuple(labels.shape)}{hint}")
 
@@ -268,7 +268,7 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     same_device(hidden, where=value)
     if value.dtype == torch.bool:
         if value.shape != labels.shape:
-            fitting = scalars.broadcasting("where", value.shape, labels.shape)
+            fitting = scalars.suggest_broadcasts("where", value.shape, labels.shape)
             write = " or ".join(f"{each}.expand{tuple(labels.shape)}" for each in fitting)
             hint = f": write {write}" if write else ""
             raise ValueError(f"where {tuple(value.shape)} must have the tokens' shape {tuple(labels.shape)}{hint}")
@@ -290,9 +290,9 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
 
 def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """A tensor whose shape begins with that of labels, from one with 1 where it is the same for all, or one number."""
-    scalars.given_value(name, value)
+    scalars.require_value(name, value)
     tensor(name, value)
-    scalars.per_token_shape(name, value.shape, labels.shape)
+    scalars.check_per_token_shape(name, value.shape, labels.shape)
     same_device(hidden, **{name: value})
     return value.expand(labels.shape + value.shape[labels.ndim :])
 
@@ -304,7 +304,7 @@ def warn_of_labels(
     if labels.device.type != "cpu" or is_traced() or not has_values(labels) or not labels.numel():
         return
     ids = labels.reshape(-1).long()
-    if scalars.are_inside(ids, vocab_size):
+    if scalars.all_in_vocabulary(ids, vocab_size):
         return
     ids = ids if where is None else ids[where.reshape(-1)]
     scalars.warn_outside(ids, vocab_size, *PACKAGES, is_cross_entropy=is_cross_entropy)

@@ -1,7 +1,7 @@
 """A card that has not run its kernels: its first direct launch is compared with stored logits in float64.
 
-Once per process, and without a client of JAX's on the GPU. `lce_jax.run.kernels.checked` keeps what is found, which is
-true of calls that JAX runs too.
+It runs once per process, without a client of JAX's on the GPU. `lce_jax.run.kernels.check_once` keeps the result, which
+also holds for calls that JAX runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def compare(device: torch.device, launch: Callable[..., list[torch.Tensor]]) -> 
     names = *CALL.differentiable, "dhidden", "dweight", "dweight of a sum"
     found, wanted = launch(x, CALL, seeds), _stored(x, seeds)
     numbers = [[y.detach().double().cpu().numpy() for y in of] for of in (found, wanted)]
-    return kernels.errors(*(dict(zip(names, of, strict=True)) for of in numbers))
+    return kernels.measure_errors(*(dict(zip(names, of, strict=True)) for of in numbers))
 
 
 def _stored(x: Tensors, seeds: torch.Tensor) -> list[torch.Tensor]:

@@ -51,7 +51,7 @@ def launches(way: Way, device: torch.device) -> bool:
 
 
 def _compared(described: kernels.Device, device: torch.device) -> str | None:
-    return kernels.checked(described, functools.partial(_first_call.compare, device, _launched))
+    return kernels.check_once(described, functools.partial(_first_call.compare, device, _launched))
 
 
 def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> lis
             return _launched(x, call, seeds)
     launched = launched_call(x.hidden, x.weight, call, False)
     of_gpu = launched.call.device._replace(core_count=_first_call.BLOCKS)
-    launched = dataclasses.replace(launched, call=launched.call.but(device=of_gpu))
+    launched = dataclasses.replace(launched, call=launched.call.replace(device=of_gpu))
     given = [_device.usable(x.hidden), _device.usable(x.weight)]
     found = Launches(forward_tape(launched, True, names), launched.call.device).run(device, [*given, in_rows(x.labels)])
     results, saved, kept = found[: len(names)], found[len(names)], found[len(names) + 1 :]
@@ -71,8 +71,10 @@ def _launched(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> lis
         gradients_tape, launched, names, dtype=x.hidden.dtype, kept=[*map(_device.struct, kept)]
     )
     kept, total = [_device.usable(y) for y in kept], x.weight.float()
-    Launches(tape_of(wanted=(False, True), adds=True), launched.call.device).run(device, [*given, total, *kept])
-    last = Launches(tape_of(wanted=(True, True), owns_cache=True), launched.call.device)
+    Launches(tape_of(requested_gradients=(False, True), adds=True), launched.call.device).run(
+        device, [*given, total, *kept]
+    )
+    last = Launches(tape_of(requested_gradients=(True, True), owns_cache=True), launched.call.device)
     return [*results, *last.run(device, [*given, *kept]), total - x.weight.float()]
 
 
@@ -81,12 +83,12 @@ def launched_call(
 ) -> kernels.LaunchedCall:
     """The call with the shapes of its operands, as `lce_jax.run.kernels` takes it."""
     (tokens, columns), (_, rank) = (hidden.shape[0], weight.shape[0]), _tensor_parallel.size_and_rank(call.group)
-    shaped = call.jax.but(
+    shaped = call.jax.replace(
         num_tokens=int(tokens),
         hidden_size=int(weight.shape[1]),
         columns=int(columns),
         dtype=jnp.dtype(name_of(weight.dtype)),
-        given_dtype=jnp.dtype(name_of(hidden.dtype)),
+        caller_dtype=jnp.dtype(name_of(hidden.dtype)),
         device=_device.device_of(hidden.device),
     )
     return kernels.LaunchedCall(
@@ -194,7 +196,7 @@ def gradients(
     saved: torch.Tensor,
     cache: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
-    wanted: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
     sums: Sums,
     way: Way,
@@ -211,11 +213,11 @@ def gradients(
         return None
     if device != _device.current_device():
         with torch.cuda.device(device):
-            return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums, way, b)
+            return gradients(hidden, weight, saved, cache, cotangents, requested_gradients, call, sums, way, b)
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, saved.shape, len(cache), ranks
     writes = sums.total is not None and not sums.total.is_begun and not call.jax.gradient_threshold
-    how = call, tuple(cotangents), wanted, None if adds is None else not writes, owns_cache
+    how = call, tuple(cotangents), requested_gradients, None if adds is None else not writes, owns_cache
     key = "gradients", device, *shapes, *how, call.jax.gradient_threshold and are_live_tiles(cache)
     plan = plan_of(key, lambda: _plan_of_gradients(hidden, weight, saved, cache, *how))
     if isinstance(plan, str):
@@ -229,18 +231,20 @@ def gradients(
     operands += [] if b is None else [_device.usable(b.to(weight.dtype))]
     grads = plan.run(device, [*operands, in_rows(saved, 1), *seeds, *into, *map(_device.usable, cache)])
     if b is not None:
-        grads = _of_adapter(grads, wanted, b.dtype)
-    if wanted[0] and call.reduce_grad_hidden:
+        grads = _of_adapter(grads, requested_gradients, b.dtype)
+    if requested_gradients[0] and call.reduce_grad_hidden:
         grads[0] = _tensor_parallel.total_dhidden(grads[0], hidden.dtype, call.group)
-    if adds is not None and wanted[1]:
+    if adds is not None and requested_gradients[1]:
         grads.pop()
     return grads if sums.main_grad is None else [*grads, empty_sparse_like(sums.main_grad, weight.dtype)]
 
 
-def _of_adapter(found: list[torch.Tensor], wanted: tuple[bool, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+def _of_adapter(
+    found: list[torch.Tensor], requested_gradients: tuple[bool, ...], dtype: torch.dtype
+) -> list[torch.Tensor]:
     """Both parts of dhidden as one, and the gradient of B; those that are wanted."""
-    grads = [torch.cat([found[0], found[1].to(found[0].dtype)], 1)] if wanted[0] else []
-    return [*grads, found[-1].to(dtype)] if wanted[2] else grads
+    grads = [torch.cat([found[0], found[1].to(found[0].dtype)], 1)] if requested_gradients[0] else []
+    return [*grads, found[-1].to(dtype)] if requested_gradients[2] else grads
 
 
 def _plan_of_gradients(
@@ -250,7 +254,7 @@ def _plan_of_gradients(
     cache: Sequence[torch.Tensor],
     call: TorchCall,
     seeds: tuple[str, ...],
-    wanted: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     adds: bool | None,
     owns_cache: bool,
 ) -> Launches | str:
@@ -263,13 +267,15 @@ def _plan_of_gradients(
     launched = launched_call(hidden, weight, call, has_temperature)
     dtype = torch.float32 if call.reduce_grad_hidden else hidden.dtype
     kept = [_device.struct(x) for x in cache]
-    return Launches(gradients_tape(launched, seeds, wanted, dtype, kept, adds, owns_cache), launched.call.device)
+    return Launches(
+        gradients_tape(launched, seeds, requested_gradients, dtype, kept, adds, owns_cache), launched.call.device
+    )
 
 
 def gradients_tape(
     launched: kernels.LaunchedCall,
     seeds: Sequence[str],
-    wanted: Sequence[bool],
+    requested_gradients: Sequence[bool],
     dtype: torch.dtype,
     kept: Sequence[jax.ShapeDtypeStruct | Buffer] = (),
     adds: bool | None = None,
@@ -291,12 +297,12 @@ def gradients_tape(
         launched, tape, hidden, weight, saved, given, of_forward, name_of(dtype), *adapter,
         owns_cache=owns_cache, total=total, adds_total=adds is True,
     )  # fmt: skip
-    if wanted[0]:
+    if requested_gradients[0]:
         tape.output(dhidden, (launched.call.num_tokens, launched.call.hidden_size), dtype)
         tape.outputs += of_adapter[:1]
-    if wanted[1]:
+    if requested_gradients[1]:
         tape.outputs.append(dweight)
-    if of_adapter and wanted[2]:
+    if of_adapter and requested_gradients[2]:
         tape.outputs.append(of_adapter[1])
     return tape
 

@@ -75,7 +75,7 @@ def gradients(
     x: Tensors,
     kept: Sequence[torch.Tensor | jax.Array],
     cotangents: dict[str, torch.Tensor],
-    wanted: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
     way: Way,
     sums: Sums = NO_SUMS,
@@ -86,7 +86,7 @@ def gradients(
     in float32 and rounded once. (With stored logits, each rank rounds before the sum.)
     """
     if x.hidden.shape[0] == 0:
-        return [y.new_zeros(y.shape) for y in those_wanted(x, wanted)]
+        return [y.new_zeros(y.shape) for y in those_wanted(x, requested_gradients)]
     # The operands may have been freed since the forward.
     if not all(map(is_readable, [y for y in (*x, *cotangents.values()) if y is not None])):
         x = Tensors(*map(readable, Tensors._fields, x))
@@ -95,21 +95,23 @@ def gradients(
     if other is not None:
         assert other.gradients is not None
         way.refuse(other.why)
-        return other.gradients(x, kept, cotangents, wanted, call)
+        return other.gradients(x, kept, cotangents, requested_gradients, call)
     of_torch = [y for y in kept if isinstance(y, torch.Tensor)]
     saved, *cache = of_torch
     if way.direct and (x.bias is None or call.jax.rank) and len(of_torch) == len(kept):
         adapter = [x.bias] if call.jax.rank else []
-        grads = _passes.gradients(x.hidden, x.weight, saved, cache, cotangents, wanted, call, sums, way, *adapter)
+        grads = _passes.gradients(
+            x.hidden, x.weight, saved, cache, cotangents, requested_gradients, call, sums, way, *adapter
+        )
         if grads is not None:
             return grads
     elif way.must:
         way.refuse("JAX ran the forward")
     if call.jax.gradient_threshold and _passes.are_live_tiles(cache):
         refuse_another_way()
-    return _logprobs.gradients(x, kept, cotangents, wanted, call, sums)
+    return _logprobs.gradients(x, kept, cotangents, requested_gradients, call, sums)
 
 
-def those_wanted(x: Tensors, wanted: Sequence[bool]) -> list[torch.Tensor]:
+def those_wanted(x: Tensors, requested_gradients: Sequence[bool]) -> list[torch.Tensor]:
     """The operands whose gradients are wanted."""
-    return [y for y, want in zip(x[:3], wanted, strict=True) if want and y is not None]
+    return [y for y, want in zip(x[:3], requested_gradients, strict=True) if want and y is not None]

@@ -116,12 +116,15 @@ class LossDerivatives(NamedTuple):
 
 
 def _differentiated(
-    plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor], wanted: tuple[bool, ...]
+    plan: LossPlan,
+    fields: dict[str, torch.Tensor],
+    per_token: list[torch.Tensor],
+    requested_gradients: tuple[bool, ...],
 ) -> LossDerivatives:
     hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.without_hooks()
     with hooks, torch.enable_grad():
         leaves = {name: fields[name].detach().requires_grad_() for name in plan.call.differentiable}
-        own = [x.detach().requires_grad_(want) for x, want in zip(per_token, wanted, strict=True)]
+        own = [x.detach().requires_grad_(want) for x, want in zip(per_token, requested_gradients, strict=True)]
         losses = losses_of(plan, fields | leaves, own)
         inputs = [*leaves.values(), *[x for x in own if x.requires_grad]]
         if not losses.requires_grad:
@@ -262,15 +265,15 @@ def _in_float32(x: Tensors) -> Tensors:
 
 
 def _walk(
-    plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
+    plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], requested_gradients: tuple[bool, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
     """The losses ``[T]``, the fields ``[T]``, and the gradients in hidden, weight, bias and the per-token arguments.
 
     And what those of hidden, weight and bias are to be divided by, if it is not 1.
     """
     tokens, names = len(x.labels), plan.call.fields
-    parts, sums = plan.parts(tokens), ChunkSums(plan, x, wanted[:3])
-    own = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[6:], strict=True)]
+    parts, sums = plan.parts(tokens), ChunkSums(plan, x, requested_gradients[:3])
+    own = [torch.zeros_like(y) if want else None for y, want in zip(per_token, requested_gradients[6:], strict=True)]
     losses = x.hidden.new_empty(tokens, dtype=torch.float32)
     fields = [torch.empty_like(losses) for _ in names]
     with _saying_what_was_added(sums, tokens):
@@ -280,7 +283,7 @@ def _walk(
             found, kept = results(plan, chunk, keep=True)
             for field, name in zip(fields, names, strict=True):
                 field[part] = found[name]  # before loss_fn, which may overwrite what it gets
-            given = _differentiated(plan, found, [y[part] for y in per_token], wanted[6:])
+            given = _differentiated(plan, found, [y[part] for y in per_token], requested_gradients[6:])
             losses[part] = given.losses
             for whole, grad in zip(own, given.per_token, strict=True):
                 if whole is not None and grad is not None:
@@ -292,7 +295,7 @@ def _walk(
 
 
 def _first_forward(
-    plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
+    plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], requested_gradients: tuple[bool, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
     """What `_walk` returns, but of gradients and unit only what a checkpoint compares: shapes and dtypes, no memory."""
     losses, fields = each_loss(plan._replace(call=call_with(plan.call.text, cache_bytes=0)), x, list(per_token))
@@ -301,7 +304,7 @@ def _first_forward(
     shapes = [None if y is None else y.shape for y in (*x[:3], *per_token)]
     grads = [
         y.new_empty(()).expand(shape) if want and y is not None and shape is not None else None
-        for y, shape, want in zip(makers, shapes, (*wanted[:3], *wanted[6:]), strict=True)
+        for y, shape, want in zip(makers, shapes, (*requested_gradients[:3], *requested_gradients[6:]), strict=True)
     ]
     return losses, list(fields.values()), grads, losses.new_empty(1) if plan.has_units(x) else None
 
@@ -340,14 +343,14 @@ def unit_of(cotangents: dict[str, torch.Tensor], x: Tensors, call: TorchCall) ->
 class ChunkSums:
     """The gradients of all chunks: of hidden row by row, of weight and bias added up."""
 
-    def __init__(self, plan: LossPlan, x: Tensors, wanted: tuple[bool, ...]) -> None:
+    def __init__(self, plan: LossPlan, x: Tensors, requested_gradients: tuple[bool, ...]) -> None:
         hidden, weight, bias, *_ = x
-        self._wanted = wanted
-        self._hidden = torch.zeros_like(hidden) if wanted[0] else None
-        self._total = DweightSum(weight, plan.into) if wanted[1] and plan.sums(x) else None
+        self._requested_gradients = requested_gradients
+        self._hidden = torch.zeros_like(hidden) if requested_gradients[0] else None
+        self._total = DweightSum(weight, plan.into) if requested_gradients[1] and plan.sums(x) else None
         self._kept = plan.into is None
         self._weight: torch.Tensor | None = None
-        self._bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
+        self._bias = torch.zeros_like(bias) if requested_gradients[2] and bias is not None else None
         self.tokens = 0  # whose gradients are here
         self._has_units = plan.has_units(x)
         self.unit: torch.Tensor | None = None  # by which everything here is to be divided; None: 1
@@ -367,16 +370,16 @@ class ChunkSums:
         way: Way,
     ) -> None:
         """The gradients of the tokens in ``part``."""
-        if not cotangents or not any(self._wanted):
+        if not cotangents or not any(self._requested_gradients):
             return
         if self._has_units:
             unit = self._fitted(unit_of(cotangents, chunk, call))
             cotangents = {name: cotangent * unit for name, cotangent in cotangents.items()}
         sums = Sums(self._total, owns_cache=True)
-        grads = _execute.gradients(chunk, kept, cotangents, self._wanted, call, way, sums)
+        grads = _execute.gradients(chunk, kept, cotangents, self._requested_gradients, call, way, sums)
         if self._hidden is not None:
             self._hidden[part] = grads.pop(0)
-        if self._wanted[1] and self._total is None:
+        if self._requested_gradients[1] and self._total is None:
             self._weight = grads.pop(0)
         if self._bias is not None:
             self._bias += grads.pop(0)
@@ -397,6 +400,6 @@ class ChunkSums:
         """Those in hidden, weight and bias."""
         if self._has_units and self.unit is None:
             self.unit = weight.new_ones(1, dtype=torch.float32)
-        if self._wanted[1] and self._weight is None:
+        if self._requested_gradients[1] and self._weight is None:
             self._weight = torch.zeros_like(weight) if self._total is None else self._total.taken()
         return [self._hidden, self._weight if self._kept else None, self._bias]

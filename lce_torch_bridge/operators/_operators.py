@@ -131,23 +131,23 @@ def derivative(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.T
     x: list[Any] = [None] * len(Tensors._fields)
     for place, operand in zip(places, saved, strict=False):
         x[place] = operand
-    kept, wanted = list(saved[len(places) :]), list(ctx.needs_input_grad[:3])
+    kept, requested_gradients = list(saved[len(places) :]), list(ctx.needs_input_grad[:3])
     if torch.is_grad_enabled():  # as always in torch.func: a second derivative may be asked for
-        found = Gradients.apply((len(x), len(kept)), wanted, call.text, *x, *kept, *seeds)
+        found = Gradients.apply((len(x), len(kept)), requested_gradients, call.text, *x, *kept, *seeds)
     elif torch.compiler.is_compiling():
-        found = backward(x, kept, seeds, wanted, call.text, None, False)
+        found = backward(x, kept, seeds, requested_gradients, call.text, None, False)
     else:
         watched = not _device.nothing_watches() or _device.any_is_watched(saved + grads)
         with _device.in_turn(ctx):
             main_grad, owns_cache = may_write(ctx, len(kept) - 1)
-            told = x, kept, seeds, wanted
+            told = x, kept, seeds, requested_gradients
             if watched:
                 found = backward(*told, call.text, main_grad, owns_cache)
             else:
                 found = run_backward(*told, call, main_grad, owns_cache)
             ctx.is_spent = owns_cache
     left = iter(found)
-    return [next(left) if want else None for want in wanted]
+    return [next(left) if want else None for want in requested_gradients]
 
 
 class Gradients(torch.autograd.Function):
@@ -156,9 +156,9 @@ class Gradients(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
         """Runs the operator."""
-        (first, second), wanted, text, *tensors = inputs
+        (first, second), requested_gradients, text, *tensors = inputs
         last = first + second
-        return tuple(backward(tensors[:first], tensors[first:last], tensors[last:], wanted, text))
+        return tuple(backward(tensors[:first], tensors[first:last], tensors[last:], requested_gradients, text))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -241,7 +241,7 @@ def run_backward(
     x: list[Any],
     kept: list[torch.Tensor],
     seeds: list[torch.Tensor | None],
-    wanted: list[bool],
+    requested_gradients: list[bool],
     call: TorchCall,
     main_grad: torch.Tensor | None,
     owns_cache: bool,
@@ -250,27 +250,33 @@ def run_backward(
     operands = Tensors(*x)
     given = {name: seed for name, seed in zip(call.differentiable, seeds, strict=True) if seed is not None}
     sums = Sums(main_grad=main_grad, owns_cache=owns_cache)
-    return _execute.gradients(operands, kept, given, tuple(wanted), call, way_of(operands.hidden), sums)
+    return _execute.gradients(operands, kept, given, tuple(requested_gradients), call, way_of(operands.hidden), sums)
 
 
 @operator(
     "backward",
-    "(Tensor?[] x, Tensor[] kept, Tensor?[] seeds, bool[] wanted, str call, Tensor? main_grad=None, "
+    "(Tensor?[] x, Tensor[] kept, Tensor?[] seeds, bool[] requested_gradients, str call, Tensor? main_grad=None, "
     "bool owns_cache=False) -> Tensor[]",
 )
 def backward(
-    x: list[Any], kept: Any, seeds: Any, wanted: Any, text: str, main_grad: Any = None, owns_cache: bool = False
+    x: list[Any],
+    kept: Any,
+    seeds: Any,
+    requested_gradients: Any,
+    text: str,
+    main_grad: Any = None,
+    owns_cache: bool = False,
 ) -> list[torch.Tensor]:
     """`run_backward`. It may write to main_grad and the cache, which the schema does not say.
 
     A trace, which gives neither, would make copies of what is said to be written to.
     """
-    return run_backward(x, kept, seeds, wanted, call_of(text, x[1]), main_grad, owns_cache)
+    return run_backward(x, kept, seeds, requested_gradients, call_of(text, x[1]), main_grad, owns_cache)
 
 
 @torch.library.register_fake(f"{NAME}::backward")  # type: ignore[untyped-decorator]
-def _(x: list[Any], _kept: Any, _seeds: Any, wanted: list[bool], *_: Any) -> list[torch.Tensor]:
-    return [y.new_empty(y.shape) for y in _execute.those_wanted(Tensors(*x), wanted)]
+def _(x: list[Any], _kept: Any, _seeds: Any, requested_gradients: list[bool], *_: Any) -> list[torch.Tensor]:
+    return [y.new_empty(y.shape) for y in _execute.those_wanted(Tensors(*x), requested_gradients)]
 
 
 torch.library.register_autograd(f"{NAME}::backward", refuse_second_derivative)

@@ -126,7 +126,7 @@ def _checked(
     reduction: Any, label_smoothing: Any, z_loss: Any, chunk_bytes: Any, options: Mapping[str, Any]
 ) -> tuple[float, float, int | None, str | None]:
     """The smoothing, the weight of lse² and the bytes of a chunk, checked, and what is left to the backward."""
-    scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
+    scalars.check_choice("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.smoothing(label_smoothing), scalars.not_negative("z_loss", z_loss)
     left = _left_to_the_backward(reduction, smoothing, Options(**options))
     if chunk_bytes is not None:

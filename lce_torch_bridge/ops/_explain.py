@@ -90,7 +90,7 @@ def explain(
     if _way.asks_for_jax():
         reason = 'launch_with("jax") asks for JAX'
     described = _device.device_of(hidden.device)
-    with kernels.for_device(described or kernels.Device()):
+    with kernels.trace_for_device(described or kernels.Device()):
         hidden = operands.hidden[:, : weight.shape[1]]
         structs = _device.struct(hidden), _device.struct(weight), _ids(operands.labels)
         frozen = given.hidden.requires_grad and not given.weight.requires_grad

@@ -123,8 +123,8 @@ def linear_kl(
         (0.1213, torch.Size([3, 4]))
     """
     _arguments.check_unknown(linear_kl, unknown)
-    scalars.one_of("direction", direction, scalars.DIRECTIONS)
-    beta = scalars.weight_of_jsd(beta, "direction", direction, scalars.DIRECTIONS[:2])
+    scalars.check_choice("direction", direction, scalars.DIRECTIONS)
+    beta = scalars.check_beta(beta, "direction", direction, scalars.DIRECTIONS[:2])
     _same_tokens(hidden, teacher_hidden)
     shared = Options(
         tp_group=tp_group, entropy=False, implementation=implementation, vocab_size=vocab_size, where=where
@@ -185,7 +185,7 @@ def _scale_or_cap(name: str, teachers: Any, own: float | None, neutral: float | 
     if not (isinstance(teachers, str) and teachers == "unset"):
         return _or_same(teachers, own)
     if own != neutral:
-        raise scalars.of_the_student_alone(name, own, neutral)
+        raise scalars.student_only_error(name, own, neutral)
     return neutral
 
 
@@ -223,4 +223,4 @@ def _of_the_teacher() -> Iterator[None]:
     except (TypeError, ValueError, RuntimeError) as error:
         if type(error) not in (TypeError, ValueError, RuntimeError):
             raise  # of another package, which may take other arguments
-        raise type(error)(scalars.of_the_teacher(error)) from None
+        raise type(error)(scalars.reword_for_teacher(error)) from None

@@ -146,9 +146,9 @@ def linear_loss(
     """
     parameters = {"where": where, "ignore_index": ignore_index, "wgrad": None if wgrad == "return" else wgrad,
                   "cotangent": cotangent, "chunk_bytes": chunk_bytes}  # fmt: skip
-    named, rest = scalars.arguments_of_loss(loss_fn, per_token, options, Options._fields, parameters)
+    named, rest = scalars.split_loss_arguments(loss_fn, per_token, options, Options._fields, parameters)
     _arguments.check_names(linear_loss, rest, REFUSED, loss_fn)
-    scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
+    scalars.check_choice("wgrad", wgrad, ("return", "main_grad"))
     if chunk_bytes is not None:
         chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
     told = Options(where=where, ignore_index=ignore_index, wgrad=wgrad, **rest)
@@ -197,7 +197,7 @@ def _refusal(
     mask = "where"
     if where is not None and where.dtype != torch.bool:
         mask = "torch.zeros_like(labels, dtype=torch.bool).flatten().index_fill(0, where.long(), True).view_as(labels)"
-    error = scalars.mixed_tokens(
+    error = scalars.mixed_tokens_error(
         found,
         function="linear_logprobs",
         shape=labels.shape,

@@ -89,7 +89,7 @@ def linear_topk(
         True
     """
     _arguments.check_unknown(linear_topk, unknown)
-    k = scalars.num_largest(k)
+    k = scalars.check_k(k)
     _checks.hidden(hidden)
     options = Options(
         bias=bias,
@@ -103,7 +103,7 @@ def linear_topk(
     )
     given = _arguments.of_call(hidden, weight, hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64), options)
     columns = given.weight.shape[0] * (1 if tp_group is None else tp_group.size())
-    scalars.num_largest(k, given.call.jax.vocab_size or columns)
+    scalars.check_k(k, given.call.jax.vocab_size or columns)
     x, rows = _arguments.operands(given, _arguments.weight_of(given, "return").detach())
     x = x._replace(hidden=x.hidden.detach(), bias=None if x.bias is None else x.bias.detach())
     found = _operators.apply(x, call_with(given.call.text, function="linear_topk", top_k=int(k)))

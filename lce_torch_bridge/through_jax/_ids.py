@@ -46,16 +46,16 @@ def gradients(
     x: Tensors,
     kept: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
-    wanted: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted; NaN where the ranks were given different rows."""
     (cotangent,) = cotangents.values()
     for differs in kept:
         cotangent = cotangent.masked_fill(differs, torch.nan)
-    run = program(pull_back, key_of(call, x.weight), wanted, not call.reduce_grad_hidden)
+    run = program(pull_back, key_of(call, x.weight), requested_gradients, not call.reduce_grad_hidden)
     grads = _run_padded(run, x, _packed(x, call, cotangent.view(torch.int32)))
-    if wanted[0]:
+    if requested_gradients[0]:
         grads[0] = grads[0][: x.hidden.shape[0]]
         if call.reduce_grad_hidden:
             grads[0] = _tensor_parallel.total_dhidden(grads[0], x.hidden.dtype, call.group)
@@ -129,18 +129,24 @@ def _run_padded(run: Any, x: Tensors, per_token: torch.Tensor) -> list[torch.Ten
 
 
 def at_ids(key: ProgramKey, hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
-    """``[P, K]``. Over a group, two more columns are this shard's `lce_jax.run._local.differences`."""
+    """``[P, K]``. Over a group, two more columns are this shard's `lce_jax.run._local.difference_terms`."""
     num_rows, given = counted(per_token, hidden.shape[0])
     columns, _, options = _given(key, given, num_rows, weight, further=0)
     found = lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
     if key.shards == 1:
         return [found]
     tags = tags_of([given.T], num_rows, weight.shape[0], *logit_options(key.call))
-    return [jnp.concatenate([found, _local.differences(tags, key.shard, key.shards)], 1)]
+    return [jnp.concatenate([found, _local.difference_terms(tags, key.shard, key.shards)], 1)]
 
 
 def pull_back(
-    key: ProgramKey, wanted: tuple[bool, ...], rounded: bool, hidden: Any, weight: Any, bias: Any, per_token: Any
+    key: ProgramKey,
+    requested_gradients: tuple[bool, ...],
+    rounded: bool,
+    hidden: Any,
+    weight: Any,
+    bias: Any,
+    per_token: Any,
 ) -> list[Any]:
     """``rounded``: dhidden is in hidden's dtype, because no sum over the group follows."""
     num_rows, given = counted(per_token, hidden.shape[0])
@@ -150,7 +156,7 @@ def pull_back(
         return lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
 
     _, pull_back = jax.vjp(call, hidden if rounded else hidden.astype(jnp.float32), weight, bias)
-    return [grad for grad, want in zip(pull_back(cotangent), wanted, strict=True) if want]
+    return [grad for grad, want in zip(pull_back(cotangent), requested_gradients, strict=True) if want]
 
 
 def _given(key: ProgramKey, given: Any, num_rows: Any, weight: Any, further: int) -> tuple[Any, Any, dict[str, Any]]:
@@ -174,14 +180,14 @@ def most_likely(key: ProgramKey, tempered: bool, hidden: Any, weight: Any, bias:
     """``[P, 2k + 1]``: ids in the shard, logprobs and lse; of a shard logits, and ln Σ e^u relative to the largest."""
     call, (rows, columns) = key.call.jax, (hidden.shape[0], weight.shape[0])
     columns = min(max(call.vocab_size - key.shard * columns, 0), columns)  # those that are no padding
-    k, wanted = min(call.top_k, columns), call.top_k
+    k, padded_k = min(call.top_k, columns), call.top_k
     where = jnp.arange(rows, dtype=jnp.int32) < per_token[0]
     temperature = lax.bitcast_convert_type(per_token[1:], jnp.float32) if tempered else 1.0
     given: dict[str, Any] = {"bias": bias, "where": where, "temperature": temperature}
     given |= {"logit_scale": call.logit_scale, "logit_softcap": call.logit_softcap}
     if not columns:  # padding alone
-        none = jnp.full((rows, wanted), -jnp.inf)
-        return _as_bits(jnp.zeros((rows, wanted), jnp.int32), none, none[:, 0])
+        none = jnp.full((rows, padded_k), -jnp.inf)
+        return _as_bits(jnp.zeros((rows, padded_k), jnp.int32), none, none[:, 0])
     told: dict[str, Any] = {
         "vocab_size": columns, "precision": key.precision, "implementation": call.requested,
     }  # fmt: skip
@@ -189,7 +195,7 @@ def most_likely(key: ProgramKey, tempered: bool, hidden: Any, weight: Any, bias:
     if key.shards == 1:
         return _as_bits(*found)
     z = lce_jax.linear_logits(hidden, weight, found.ids, **given)
-    missing = ((0, 0), (0, wanted - k))
+    missing = ((0, 0), (0, padded_k - k))
     log_sumexp = -jnp.max(found.logprobs, axis=1)
     return _as_bits(jnp.pad(found.ids, missing), jnp.pad(z, missing, constant_values=-jnp.inf), log_sumexp)
 

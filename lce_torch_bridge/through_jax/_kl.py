@@ -75,17 +75,17 @@ def gradients(
     x: Tensors,
     kept: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
-    wanted: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted."""
     (saved, *cache), (cotangent,) = kept, cotangents.values()
     tree = jax.tree.structure(_cache_structure(x, call)) if cache else None
     key = key_of(call, x.weight, _teacher_weight(x))
-    run = program(pull_back, key, wanted, not call.reduce_grad_hidden, tree)
+    run = program(pull_back, key, requested_gradients, not call.reduce_grad_hidden, tree)
     per_token = torch.cat([saved, cotangent.contiguous().view(torch.int32)[:, None]], 1)
     grads = _run_one(run, (*_inputs(x, per_token), *cache))
-    if wanted[0]:
+    if requested_gradients[0]:
         grads[0] = grads[0][: x.hidden.shape[0]]
         if call.reduce_grad_hidden:
             grads[0] = _tensor_parallel.total_dhidden(grads[0], x.hidden.dtype, call.group)
@@ -156,7 +156,9 @@ def whole(key: ProgramKey, keep_cache: bool, *given: Any) -> Any:
     return _results(part, stats, sums), jax.tree.leaves(cache)
 
 
-def pull_back(key: ProgramKey, wanted: tuple[bool, ...], rounded: bool, cache: Any, *given: Any) -> list[Any]:
+def pull_back(
+    key: ProgramKey, requested_gradients: tuple[bool, ...], rounded: bool, cache: Any, *given: Any
+) -> list[Any]:
     """``(*operands, tokens with S and the cotangent, *cache leaves) -> [dhidden, dweight, dbias]``, if wanted.
 
     ``rounded``: dhidden is in hidden's dtype, because no sum over the group follows.
@@ -172,7 +174,7 @@ def pull_back(key: ProgramKey, wanted: tuple[bool, ...], rounded: bool, cache: A
     left = operands[1].shape[0] - found.weight.shape[0]
     of_head = [found.weight, *([] if found.bias is None else [found.bias.astype(operands[2].dtype)])]
     grads = [dhidden, *(jnp.pad(x, ((0, left), *((0, 0),) * (x.ndim - 1))) for x in of_head)]
-    return [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
+    return [grad for grad, want in zip(grads, requested_gradients, strict=False) if want]  # without a bias, no dbias
 
 
 def _cache(key: ProgramKey, *given: Any) -> Any:

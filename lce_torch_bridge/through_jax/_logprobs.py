@@ -117,7 +117,7 @@ def gradients(
     x: Tensors,
     kept: Sequence[torch.Tensor | jax.Array],
     cotangents: dict[str, torch.Tensor],
-    wanted: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
     sums: Sums,
 ) -> list[torch.Tensor]:
@@ -128,15 +128,17 @@ def gradients(
     if cache:
         numbers = len(saved) - sum(merged_fields(call).values())
         tree = jax.tree.structure(cache_structure(hidden, weight, bias, numbers, key))
-    run = program(pull_back, key, tuple(cotangents), wanted, not call.reduce_grad_hidden, tree, donate=(4,))
+    run = program(
+        pull_back, key, tuple(cotangents), requested_gradients, not call.reduce_grad_hidden, tree, donate=(4,)
+    )
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
     per_token = torch.cat([saved, *[seed[None] if seed.ndim == 1 else seed.T for seed in seeds]])
     given = _padding.pad(hidden, rows), weight, bias, _padding.with_count(per_token.T, rows)
     if sums.total is None:
         (grads,) = _programs.run(run, (*given, None, *cache))
     else:
-        *grads, _ = sums.total.after(run, (*given, *cache), operand=len(given), place=int(wanted[0]))
-    if wanted[0]:
+        *grads, _ = sums.total.after(run, (*given, *cache), operand=len(given), place=int(requested_gradients[0]))
+    if requested_gradients[0]:
         grads[0] = grads[0][: hidden.shape[0]]
         if call.reduce_grad_hidden:
             grads[0] = _tensor_parallel.total_dhidden(grads[0], hidden.dtype, call.group)
@@ -162,7 +164,7 @@ def cache_structure(
 @functools.cache
 def merged_fields(call: TorchCall) -> dict[str, int]:
     """The statistics that the backward needs of the whole vocabulary, and how many numbers per token each is."""
-    return call.jax.but(stats=False, mean_logit=False).statistics
+    return call.jax.replace(stats=False, mean_logit=False).statistics
 
 
 def statistics(key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, packed: Any) -> Any:
@@ -192,7 +194,7 @@ def whole(
 
 
 def pull_back(
-    key: ProgramKey, cotangents: tuple[str, ...], wanted: tuple[bool, ...], rounded: bool, cache: Any,
+    key: ProgramKey, cotangents: tuple[str, ...], requested_gradients: tuple[bool, ...], rounded: bool, cache: Any,
     hidden: Any, weight: Any, bias: Any, per_token: Any, total: Any, *leaves: Any,
 ) -> list[Any]:  # fmt: skip
     """Those of dhidden, dweight and dbias that are ``wanted``, from S and the cotangents.
@@ -223,8 +225,9 @@ def pull_back(
         may_round_dhidden=rounded and hidden.dtype == weight.dtype,
     )
     dhidden = found.hidden.astype(hidden.dtype) if rounded else found.hidden
-    grads = [dhidden, found.weight, None if found.bias is None else found.bias.astype(bias.dtype)]
-    given = [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
+    dbias = found.adapter if key.call.jax.rank else found.bias
+    grads = [dhidden, found.weight, None if dbias is None else dbias.astype(bias.dtype)]
+    given = [grad for grad, want in zip(grads, requested_gradients, strict=False) if want]  # without a bias, no dbias
     return given if total is None else [*given, found.weight[0, :1]]
 
 
@@ -315,6 +318,7 @@ def _part(
     options = {"mean_logit": False, "num_candidates": key.call.jax.num_candidates, **options}
     if tokens.candidates is None:
         options["num_candidates"] = 0
-    call = key.call.jax.but(given_vocab_size=vocab_size, precision=key.precision, **options)
+    call = key.call.jax.replace(caller_vocab_size=vocab_size, precision=key.precision, **options)
     per_token = tokens.labels, tokens.temperature, tokens.candidates, tokens.floor
-    return _local.LogprobPart.of(call, Primals(hidden, weight, bias), *per_token, start, tokens.num_rows)
+    primals = Primals(hidden, weight, adapter=bias) if call.rank else Primals(hidden, weight, bias)
+    return _local.LogprobPart.of(call, primals, *per_token, start, tokens.num_rows)

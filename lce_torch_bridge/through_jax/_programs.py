@@ -80,13 +80,13 @@ def logit_options(call: TorchCall) -> tuple[object, ...]:
 
 
 def tags_of(columns: Any, num_rows: Any, *of_call: object) -> Any:
-    """`lce_jax.run._local.tags` of what tokens come with, of how many count, and of the rest of the call.
+    """`lce_jax.run._local.compute_tags` of what tokens come with, of how many count, and of the rest of the call.
 
     Columns that are None are left out.
     """
     columns = [x for x in columns if x is not None]
     numbers = num_rows, jnp.int32(_tensor_parallel.number_of(*of_call))
-    return _local.tags([*(jnp.broadcast_to(x, columns[0].shape[:1]) for x in numbers), *columns])
+    return _local.compute_tags([*(jnp.broadcast_to(x, columns[0].shape[:1]) for x in numbers), *columns])
 
 
 def with_tags(packed: Any, tags: Any) -> Any:

@@ -370,7 +370,7 @@ def shapes_on(
 ) -> Any:
     """The shapes of ``step(key, *inputs)`` where it is planned for ``device``, whatever mesh the caller has set."""
     described = isinstance(device, kernels.Device)
-    planned = kernels.for_device(device) if described else jax.default_device(device)
+    planned = kernels.trace_for_device(device) if described else jax.default_device(device)
     with planned, jax.sharding.use_abstract_mesh(NO_MESH.abstract_mesh):
         return jax.eval_shape(functools.partial(step, key), *inputs)
 
