@@ -147,6 +147,46 @@ def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = Non
     return typed
 
 
+def load(ref: Any, layout: Any, optimized: bool = False) -> Any:
+    """Returns what ``ref`` holds, in registers of this ``layout``.
+
+    ``plgpu.load`` with a layout would do the same by a cast, whose operand Mosaic's search for layouts has to guess.
+    Each guess reduces the equations of the whole kernel again: 409 of them took 13 s in a kernel of `linear_kl`.
+    """
+    values = plgpu.load(ref, optimized=optimized)
+    if _interpret.get() is not None:
+        return values
+    return _inline(_return, layout, values.shape, values.dtype, layout)(values)
+
+
+def broadcast(values: Any, shape: tuple[int, ...], dimension: int, layout: Any) -> Any:
+    """Returns one number per row (``dimension`` 0) or per column (1), repeated over an array of registers.
+
+    ``layout`` is that of the result. `load` says why it is declared.
+    """
+    if _interpret.get() is not None:
+        return jax.lax.broadcast_in_dim(values, shape, (dimension,))
+    repeat = _broadcasting(shape, dimension, layout)
+    return _inline(repeat, layout.reduce(1 - dimension), shape, values.dtype, layout)(values)
+
+
+@functools.cache
+def _inline(function: Callable[..., Any], operand: Any, shape: tuple[int, ...], dtype: Any, result: Any) -> Any:
+    """Returns ``function`` of Mosaic's arrays in registers as an operation of the kernel, with declared layouts."""
+    return plgpu.inline_mgpu(arg_types=(operand,), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=result))(
+        function
+    )
+
+
+def _return(_: Any, values: Any) -> Any:
+    return values
+
+
+@functools.cache
+def _broadcasting(shape: tuple[int, ...], dimension: int, layout: Any) -> Callable[..., Any]:
+    return lambda _, values: values.broadcast_in_dim(shape, (dimension,), layout.to_mgpu())
+
+
 def store(ref: Any, value: Any) -> None:
     """``ref[...] = value`` in global memory, also where lanes write parts of sectors.
 

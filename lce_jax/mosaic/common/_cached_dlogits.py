@@ -152,7 +152,7 @@ def walk_blocks(
     def run(slots: Any) -> None:
         def body(index: Any, *refs: Any) -> None:
             block = walk.block(index[0])
-            values = [plgpu.load(ref, layout=HELD.layout, optimized=False).astype(jnp.float32) for ref in refs]
+            values = [_pallas.load(ref, HELD.layout).astype(jnp.float32) for ref in refs]
             d, destination = gradient(block, values), output.at[block.rows, block.columns]
             if staged:
                 _send(d, slots, index[0], destination)

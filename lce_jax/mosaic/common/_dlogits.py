@@ -31,11 +31,11 @@ from lce_jax.mosaic.common._heads import (
     KLRefs,
     KLWhere,
     MixtureRatios,
+    MixtureRows,
     Multiply,
     along,
     block_of,
     load_fields,
-    load_mixture_factors,
     relative,
     strip_of,
     times_exp2,
@@ -281,9 +281,10 @@ def _mixture_gradient(refs: KLRefs, rows: Callable[[], Any], where: KLWhere) -> 
 
     def of_strip(held: HeldTile, column: int, x: Array) -> Array:
         x_p = held.strip(column)
-        factors, row_scales = load_mixture_factors(refs, rows)
-        own = MixtureRatios.of((x_p, x), row_scales, factors)
-        d = times_exp2(own.u_p, factors.factor_p * (own.of_p - factors.mean))
+        strip_rows = MixtureRows(refs, rows)
+        ratios = MixtureRatios.of((x_p, x), strip_rows)
+        factor_p, mean = strip_rows.load("factor_p", "mean")
+        d = times_exp2(ratios.u_p, factor_p * (ratios.of_p - mean))
         return _through_cap(refs.heads[0].call, d, x_p)
 
     def of_block(held: HeldTile, x: Array, i: int) -> Array:

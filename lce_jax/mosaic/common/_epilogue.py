@@ -73,8 +73,8 @@ def folded(z: Float[Array, "64 256"], function: Callable[[Array, Array], Array])
 def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: Any = 0) -> Array:
     ragged, width = lax.div(num_columns, TILE_N) * TILE_N, z.shape[1]
     first = jnp.clip(column - ragged, 0, TILE_N) + start
-    padding = plgpu.load(mask.at[pl.ds(first, width)], layout=HELD.per_column, optimized=False)
-    padding = lax.broadcast_in_dim(padding, (WARPGROUP_ROWS, width), (1,))
+    padding = _pallas.load(mask.at[pl.ds(first, width)], HELD.per_column)
+    padding = _pallas.broadcast(padding, (WARPGROUP_ROWS, width), 1, HELD.layout)
     return jnp.where(padding > 0, value, z)
 
 
@@ -137,7 +137,7 @@ def _store(values: Float[Array, "64 64"], rows: Any, output: Any, column: Any, a
 
     def store() -> None:
         rounded = values.astype(output.dtype)
-        there = plgpu.load(place, layout=HELD.layout, optimized=False) if add else None
+        there = _pallas.load(place, HELD.layout) if add else None
         _pallas.store(place, rounded if there is None else there + rounded)
 
     if output.shape[0] % TILE_N == output.shape[1] % TILE_N == 0:  # a tile of the vocabulary, whose rows dweight has

@@ -324,12 +324,25 @@ def unless_padding[S](
     return lax.cond(where.column + column < where.num_columns, compute, otherwise, given)
 
 
-def load_mixture_factors(refs: KLRefs, rows: Callable[[], Any]) -> tuple[MixtureFactors, tuple[Array, Array]]:
-    """Those of these rows, and both scales: read anew for each strip, so that no register holds them between two."""
-    p, q = refs.heads
-    factors = load_fields(MixtureFactors, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
-    factors = MixtureFactors(*(along(of_row, columns=STRIP) for of_row in factors))
-    return factors, (HELD.load_rows(p.row_scale, rows()), HELD.load_rows(q.row_scale, rows()))
+class MixtureRows:
+    """The rows of a strip, in a kernel: reads their `MixtureFactors` and both scales, each along the strip.
+
+    Each strip reads them again, so that no register holds them between two strips.
+    """
+
+    def __init__(self, refs: KLRefs, rows: Callable[[], Any]) -> None:
+        self._refs, self._rows = refs, rows
+
+    def load(self, *names: str) -> list[Float[Array, "64 32"]]:
+        """Returns the factors of these names."""
+        return [self._load(self._refs.factors.at[MixtureFactors._fields.index(name)]) for name in names]
+
+    def load_row_scales(self) -> list[Float[Array, "64 32"]]:
+        """Returns the scale of each head, that of p first."""
+        return [self._load(head.row_scale) for head in self._refs.heads]
+
+    def _load(self, values: Any) -> Float[Array, "64 32"]:
+        return along(HELD.load_rows(values, self._rows()), columns=STRIP)
 
 
 class MixtureRatios(NamedTuple):
@@ -342,21 +355,29 @@ class MixtureRatios(NamedTuple):
     of_q: Array  # d + t - t₀
 
     @classmethod
-    def of(cls, x: tuple[Array, Array], row_scales: tuple[Array, Array], rows: MixtureFactors) -> MixtureRatios:
+    def of(cls, x: tuple[Array, Array], rows: MixtureRows) -> MixtureRatios:
         """From both x."""
-        k_p, k_q = (along(row_scale, columns=STRIP) for row_scale in row_scales)
-        u_p = jnp.minimum((x[0] - rows.max_p) * k_p, 0.0)
-        u_q = jnp.minimum((x[1] - rows.max_q) * k_q, 0.0)
-        d, distance = (u_q - u_p) + rows.log_sums, (x[1] - rows.at_p) * k_q - u_p
-        reference = Reference(rows.own, rows.other, rows.start, rows.most)
+        k_p, k_q = rows.load_row_scales()
+        max_p, max_q, at_p, log_sums = rows.load("max_p", "max_q", "at_p", "log_sums")
+        u_p = jnp.minimum((x[0] - max_p) * k_p, 0.0)
+        u_q = jnp.minimum((x[1] - max_q) * k_q, 0.0)
+        d, distance = (u_q - u_p) + log_sums, (x[1] - at_p) * k_q - u_p
+        reference = Reference(*rows.load("own", "other", "start", "most"))
         return cls(u_p, u_q, d, *relative_log_ratios(d, distance, reference))
 
-    def terms(self, rows: MixtureFactors, apart: bool) -> tuple[Array, Array]:
-        """Those of both sums of eq. 9; ``apart``: with a logarithm of its own for q in the rows that ask for it."""
-        of_q = self.of_q + rows.log
-        if apart:
-            of_teacher = Reference(rows.teacher, rows.student, rows.student, MOST)
-            of_q = jnp.where(rows.teacher > 0.5, relative_log_ratio(-self.d, -self.d, of_teacher), of_q)
+    def terms(self, rows: MixtureRows, is_above_half: Any) -> tuple[Array, Array]:
+        """Returns the terms of both sums of eq. 9.
+
+        Where ``is_above_half``, the rows with a β above ½ take the logarithm for q from the teacher's side.
+        """
+
+        def replace(of_q: Array) -> Array:
+            student, teacher = rows.load("student", "teacher")
+            reference = Reference(teacher, student, student, MOST)
+            return jnp.where(teacher > 0.5, relative_log_ratio(-self.d, -self.d, reference), of_q)
+
+        (log,) = rows.load("log")
+        of_q = lax.cond(is_above_half, replace, lambda of_q: of_q, self.of_q + log)
         return times_exp2(self.u_p, self.of_p), times_exp2(self.u_q, of_q)
 
 

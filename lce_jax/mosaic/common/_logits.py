@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mathematics._statistics import SUMS
+from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._call import Machine
 from lce_jax.mosaic._live_tiles import Batch, Sizes, row_block_of
 from lce_jax.mosaic._operands import FLOOR, LOG2E, RowFactors, Span, geometry
@@ -62,7 +63,7 @@ class AccumulatorLayout(NamedTuple):
 
     def load_rows(self, ref: Any, rows: Any) -> Float[Array, "rows"]:
         """The part of a per-token vector for these rows, from GMEM."""
-        return plgpu.load(ref.at[rows], layout=self.per_row, optimized=False)
+        return _pallas.load(ref.at[rows], self.per_row)
 
     def load_factors(self, factors: Any, rows: Any) -> RowFactors:
         """The same part of the stacked `RowFactors`."""
@@ -73,7 +74,7 @@ class AccumulatorLayout(NamedTuple):
 
     def along_rows(self, values: Float[Array, "rows"], columns: int = TILE_N) -> Float[Array, "rows n"]:
         """One value per row, broadcast."""
-        return lax.broadcast_in_dim(values, (self.num_rows, columns), (0,))
+        return _pallas.broadcast(values, (self.num_rows, columns), 0, self.layout)
 
     def with_target(self, d: Float[Array, "rows n"], rows: RowFactors, label: Float[Array, "rows"], holds: Any) -> Any:
         """A block of dlogits with eq. 4's target at the label, which counts from the block's first column.

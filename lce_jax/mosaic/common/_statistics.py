@@ -34,10 +34,10 @@ from lce_jax.mosaic.common._heads import (
     KLWhere,
     MixtureFactors,
     MixtureRatios,
+    MixtureRows,
     Multiply,
     along,
     block_of,
-    load_mixture_factors,
     relative,
     store_references,
     strip_of,
@@ -350,15 +350,11 @@ def write_mixture_sums(refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multi
     x = x_of(q.call, multiply[1](), refs.mask, where)
     is_above_half = refs.factors[MixtureFactors._fields.index("is_above_half"), 0] > 0.0
 
-    def add(column: int, apart: bool, sums: list[Array]) -> list[Array]:
-        both = held.strip(column), strip_of(x, column)
-        factors, row_scales = load_mixture_factors(refs, rows)
-        terms = MixtureRatios.of(both, row_scales, factors).terms(factors, apart)
-        return [total + jnp.sum(term, axis=1) for total, term in zip(sums, terms, strict=True)]
-
     def add_strip(column: int, sums: list[Array]) -> list[Array]:
-        apart, together = (functools.partial(add, column, each) for each in (True, False))
-        return lax.cond(is_above_half, apart, together, sums)
+        strip_rows = MixtureRows(refs, rows)
+        ratios = MixtureRatios.of((held.strip(column), strip_of(x, column)), strip_rows)
+        terms = ratios.terms(strip_rows, is_above_half)
+        return [total + jnp.sum(term, axis=1) for total, term in zip(sums, terms, strict=True)]
 
     zeros = jnp.zeros_like(HELD.load_rows(p.row_scale, rows()))
     sums = [zeros, zeros]

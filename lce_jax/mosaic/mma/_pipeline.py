@@ -118,7 +118,7 @@ def hold(copies: Copies, held: Any, x: Float[Array, "64 256"]) -> HeldTile:
 
     def load(part: Any) -> Array:
         copies.fence()  # as Hopper's
-        return plgpu.load(part, layout=HELD.layout, optimized=False)
+        return _pallas.load(part, HELD.layout)
 
     return HeldTile.of(x, held.at[lax.axis_index("sm"), lax.axis_index("wg")], load)
 
@@ -174,7 +174,7 @@ def _exchanged(first: Array, second: Array, exchange: Exchange) -> Float[Array, 
         exchange.slots.at[warpgroup, i % 2][...] = given[:, start : start + EXCHANGED]
         plgpu.barrier_arrive(exchange.written)
         plgpu.barrier_wait(exchange.written)
-        found.append(plgpu.load(exchange.slots.at[1 - warpgroup, i % 2], layout=HELD.layout))
+        found.append(_pallas.load(exchange.slots.at[1 - warpgroup, i % 2], HELD.layout, optimized=True))
     received = jnp.concatenate(found, axis=1)
     return jnp.concatenate([jnp.where(is_first, first, received), jnp.where(is_first, received, second)], axis=1)
 

@@ -183,6 +183,6 @@ def hold(held: Any, x: Float[Array, "64 256"]) -> HeldTile:
     def load(part: Any) -> Array:
         # A barrier, beyond which the compiler moves no load: the whole tile at once would spill registers.
         plgpu.commit_smem()
-        return plgpu.load(part, layout=HELD.layout)
+        return _pallas.load(part, HELD.layout, optimized=True)
 
     return HeldTile.of(x, blocks, load)
