@@ -12,6 +12,8 @@ jsd        e^{u_p} and t. The logarithm computed from t is bounded where q has a
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -139,13 +141,30 @@ def merge(parts: KLStatistics, scales: tuple[RowScale, RowScale]) -> KLStatistic
     return KLStatistics(*references, *(jnp.sum(x, axis=0) for x in _rescale_sums(stacked[0], parts, stacked[1])))
 
 
+def union(
+    parts: Sequence[KLStatistics], scales: tuple[RowScale, RowScale], exp: Callable[[Array], Array] = jnp.exp
+) -> KLStatistics:
+    """Merges a few statistics, [T] each, by eqs. 2 and 7 in their order. They need no common array, as in kernels.
+
+    ``exp`` is `jnp.exp2` for statistics in base 2.
+    """
+    max_p, max_q = (functools.reduce(jnp.maximum, x) for x in ([y.max_p for y in parts], [y.max_q for y in parts]))
+    at_p = functools.reduce(jnp.maximum, [jnp.where(x.max_p == max_p, x.at_p, MASKED) for x in parts])
+    references = max_p, max_q, at_p
+    moved = [_rescale_sums(references, x, scales, exp) for x in parts]
+    return KLStatistics(*references, *(functools.reduce(jnp.add, terms) for terms in zip(*moved, strict=True)))
+
+
 def _rescale_sums(
-    references: tuple[Array, Array, Array], part: KLStatistics, scales: tuple[RowScale, RowScale]
+    references: tuple[Array, Array, Array],
+    part: KLStatistics,
+    scales: tuple[RowScale, RowScale],
+    exp: Callable[[Array], Array] = jnp.exp,
 ) -> tuple[Array, Array, Array]:
     """Returns a part's terms in eqs. 2 and 7, relative to the union's references; 0 for a part without columns."""
     d_p, d_q, d_r = map(_statistics.distance, part.references, references, (*scales, scales[1]))
-    a_p = jnp.exp(d_p)
-    return part.sum_p * a_p, part.sum_q * jnp.exp(d_q), (part.cross + (d_p - d_r) * part.sum_p) * a_p
+    a_p = exp(d_p)
+    return part.sum_p * a_p, part.sum_q * exp(d_q), (part.cross + (d_p - d_r) * part.sum_p) * a_p
 
 
 def fill_masked_rows(stats: KLStatistics, unmasked: Bool[Array, "T"] | None) -> KLStatistics:
@@ -235,11 +254,11 @@ class MixtureReference(NamedTuple):
     most: Array | float  # the largest d that is exponentiated: then `relative_log_ratio`'s x is at most e^MOST_DISTANCE
 
     @classmethod
-    def create(cls, d: Array, weights: Pair[Array]) -> tuple[MixtureReference, Array]:
-        """Returns the reference for d₀ = ``d``, and its logarithm t₀."""
-        ratio, log = jnp.exp(d), log_ratio(d, weights)
+    def create(cls, d: Array, log: Array, weights: Pair[Any]) -> MixtureReference:
+        """Returns the reference for d₀ = ``d``, whose logarithm t₀ is ``log``."""
+        ratio = jnp.exp(d)
         most = MOST_DISTANCE - jnp.maximum(log, 0.0)
-        return cls(ratio, weights.student + weights.teacher * ratio, most), log
+        return cls(ratio, weights.student + weights.teacher * ratio, most)
 
 
 EQUAL_MODELS = MixtureReference(1.0, 1.0, MOST_DISTANCE)  # d₀ = 0: both models are equal there, and t₀ = 0
@@ -355,13 +374,21 @@ class Mixture(NamedTuple):
 
 
 def mixture(
-    stats: KLStatistics, scale_q: RowScale, weights: Pair[Float[Array, "T"]], unmasked: Bool[Array, "T"] | None
+    stats: KLStatistics,
+    scale_q: RowScale,
+    weights: Pair[Any],
+    unmasked: Bool[Array, "T"] | None,
+    compute_log_ratio: Callable[[Array, Pair[Any]], Array] = log_ratio,
 ) -> Mixture:
-    """Computes the numbers of eq. 9 from statistics of the whole vocabulary. In masked rows, p and q are 0."""
+    """Computes the numbers of eq. 9 from statistics of the whole vocabulary. In masked rows, p and q are 0.
+
+    Kernels, whose language has no ``log1p``, pass their own ``compute_log_ratio``.
+    """
     stats = fill_masked_rows(stats, unmasked)
     log_sums = jnp.log(stats.sum_p / stats.sum_q)
     at_p = jnp.minimum((stats.at_p - stats.max_q) * scale_q, 0.0) + log_sums
-    return Mixture(stats.references, log_sums, weights, *MixtureReference.create(at_p, weights))
+    log = compute_log_ratio(at_p, weights)
+    return Mixture(stats.references, log_sums, weights, MixtureReference.create(at_p, log, weights), log)
 
 
 class MixtureSums(NamedTuple):

@@ -172,7 +172,7 @@ def _cached_dlogits(
         )
     assert kernel_call.plan is not None
     given = kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, cache, span, columns
-    return launch(cached_kl_dlogits, generation, *given, kernel_call.plan.direction)
+    return launch(cached_kl_dlogits, generation, *given, kernel_call.plan.direction, overwrites)
 
 
 def _walk_chunks(

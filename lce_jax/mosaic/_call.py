@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._chunks import Budget
@@ -123,10 +122,9 @@ class KernelCall(NamedTuple):
         return KLOperands(self._ordered(heads), self.prepared.mask)
 
     @property
-    def row_scales(self) -> tuple[Any, Any]:
-        """The k of eq. 0, that of p first."""
-        scales = (_logprobs.compute_row_scale(one.call, one.operands.inverse_temperature) for one in self.heads)
-        return self._ordered([*scales])
+    def kernel_scales(self) -> tuple[Any, Any]:
+        """The k of eq. 0 of both heads in base 2, as kernels take them, that of p first."""
+        return self._ordered([one.prepared.row_scale for one in self.heads])
 
     def _ordered[A](self, of_heads: Sequence[A]) -> tuple[A, A]:
         assert self.plan is not None

@@ -136,7 +136,6 @@ def can_overwrite_cache(shape: Geometry) -> bool:
 type Piece = tuple[int, int, bool]  # tiles [start, stop), and which of two kinds of launch they take
 
 KL_FIELDS = len(KLStatistics._fields)
-KL_MERGED = KL_FIELDS + 3  # numbers of each token and tile: XLA stores three more as it merges them
 GROUP = 16  # vocabulary tiles whose statistics are joined first, one thread per token and group; then the groups are
 
 
@@ -168,9 +167,9 @@ def chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int) -> 
     return min(range(most, most // 2, -1), key=cost)
 
 
-def launch_groups(call: Call, shape: Geometry, budget: Budget) -> int:
+def launch_groups(fields: int, shape: Geometry, budget: Budget) -> int:
     """Groups of vocabulary tiles per launch of the forward: partial statistics within the budget, even launches."""
-    tile_bytes = 4 * math.prod(_operands.statistics_shape(call, shape, 1))
+    tile_bytes = 4 * fields * shape.padded_tokens
     groups = num_groups(shape)
     most = max(budget.statistics_bytes // tile_bytes - groups, 1)  # the groups' statistics lie beside them
     if shape.num_tiles <= most:
@@ -178,16 +177,9 @@ def launch_groups(call: Call, shape: Geometry, budget: Budget) -> int:
     return -(-groups // -(-groups // max(most // GROUP, 1)))
 
 
-def launch_tiles(call: Call, shape: Geometry, budget: Budget) -> int:
+def launch_tiles(fields: int, shape: Geometry, budget: Budget) -> int:
     """Vocabulary tiles that a launch of the forward has at most."""
-    return min(launch_groups(call, shape, budget) * GROUP, shape.num_tiles)
-
-
-def launch_kl_tiles(shape: Geometry, budget: Budget, columns: int) -> int:
-    """The same of two heads: partial statistics within the budget, even launches."""
-    num_tiles = shape.tiles_of(columns)
-    most = max(budget.statistics_bytes // (4 * KL_MERGED * shape.padded_tokens), 1)
-    return -(-num_tiles // -(-num_tiles // most))
+    return min(launch_groups(fields, shape, budget) * GROUP, shape.num_tiles)
 
 
 def launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[Any, Any, Piece]]:

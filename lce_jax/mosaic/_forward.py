@@ -2,7 +2,7 @@
 
 The tiles' numbers alone say which tiles are joined first and in what order. So a token's statistics have the same bits
 whatever else is in the call, and however many launches it takes. With many tokens there are several, so that the
-partial statistics stay small. A kernel joins those of one head, XLA those of two.
+partial statistics stay small.
 
 A mixture of two heads has a second pass over the same tiles, when the whole vocabulary's statistics are known: the sums
 of eq. 9. The functions of two heads are those of `lce_jax.xla._kl`, with the same arguments and results.
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax.mathematics import _kl, _statistics
+from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._kl import KLStatistics, Mixture, MixtureSums
-from lce_jax.mathematics._statistics import MASKED, Parts
+from lce_jax.mathematics._statistics import Parts
 from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._chunks import GROUP, Cache, KLCache, Piece
 from lce_jax.mosaic._host import TRACED, Host, greatest, least
-from lce_jax.mosaic._operands import LOG2E, geometry
+from lce_jax.mosaic._operands import geometry
 from lce_jax.mosaic._threshold import TileStatistics
 from lce_jax.mosaic.common import _statistics as kernels
 from lce_jax.mosaic.common._heads import mixture_factors
-from lce_jax.mosaic.common._join import join, join_keeping
+from lce_jax.mosaic.common._join import Joined, Rules, join, join_keeping
 from lce_jax.mosaic.common._tiles import Parted
 from lce_jax.types._types import Call, Operands, ShardStatistics
 from lce_jax.xla._kl import KLPlan
@@ -76,7 +76,7 @@ def merged(
     row_scale = _operands.compute_row_scale(inverse_temperature, call, shape)
     num_rows = _operands.num_live_rows(num_rows, shape)
     groups = parts.groups.reshape(-1, *parts.groups.shape[2:])
-    found = join_all(TRACED, call, row_scale, num_rows, groups)[0]
+    found = join_all(TRACED, call, (row_scale,), num_rows, groups)[0]
     total, candidates = parts.separate.total, parts.separate.candidates
     return _operands.unstacked_statistics(call, found)._replace(
         total=None if total is None else jnp.sum(total, axis=0),
@@ -107,64 +107,83 @@ def joined(
     The first ``num_tiles`` tiles are visited; the others are padding. The groups have room for ``more_fields``. Also
     the first ``kept_fields`` of each tile, whole groups of tiles.
     """
-    call, shape, host = kernel_call.call, kernel_call.shape, kernel_call.host
-    most, per_launch = (
-        of(call, shape, kernel_call.generation.budget) for of in (_chunks.launch_tiles, _chunks.launch_groups)
-    )
-    groups_of_launches = range(0, _chunks.num_groups(shape), per_launch)
-    parted = Parted(per_launch, shape.part_tiles) if shape.has_parts else None
-
-    def memory(count: int, more_fields: int = 0) -> Any:
-        return host.empty(_operands.statistics_shape(call, shape, count, more_fields), jnp.float32)
+    call, host = kernel_call.call, kernel_call.host
 
     def launch(span: Array, parts: Array, cache: Cache | None, weight: Array, *adapter: Array) -> Any:
         given = kernel_call.generation, kernel_call.arrays, weight, call, span, parts, cache
         return host.launch(kernels.statistics, *given, *adapter)
 
+    maxima = host.empty(maxima_shape(kernel_call, kept_fields), jnp.float32) if kept_fields else None
+    scales = (kernel_call.prepared.row_scale,)
+    return _join_windows(kernel_call, call, scales, num_tiles, launch, cache, maxima, more_fields)
+
+
+def _join_windows[C, M](
+    kernel_call: KernelCall,
+    of: Joined,
+    row_scales: tuple[Float[Array, "Tp"], ...],
+    num_tiles: int,
+    launch: Callable[..., tuple[Array, Any]],
+    cache: C,
+    maxima: M,
+    more_fields: int,
+    factors: Any = None,
+) -> tuple[Float[Array, "groups fields Tp"], C, M]:
+    """Launches the windows of tiles, as many at a time as the budget holds, and joins each group. See `joined`."""
+    shape, host, fields = kernel_call.shape, kernel_call.host, len(Rules.of(of).none)
+    budget = fields, shape, kernel_call.generation.budget
+    most, per_launch = _chunks.launch_tiles(*budget), _chunks.launch_groups(*budget)
+    groups_of_launches = range(0, _chunks.num_groups(shape), per_launch)
+    parted = Parted(per_launch, shape.part_tiles) if shape.has_parts else None
+    given = [one.prepared for one in kernel_call.heads], factors
+
+    def memory(count: int, more_fields: int = 0) -> Any:
+        return host.empty((count, fields + more_fields, shape.padded_tokens), jnp.float32)
+
     def window(group: Any, carry: Any) -> Any:
         cache, groups, maxima = carry
         first = _chunks.first_tile(shape, group)
         last = greatest(least(_chunks.first_tile(shape, group + per_launch), num_tiles), first)
-        parts = host.vary_like(memory(most), kernel_call.prepared)
+        parts = host.vary_like(memory(most), given)
         # Copies into shared memory count whole atoms.
-        in_atoms = call.columns // shape.atom * shape.atom
-        weights = [host.prefix(one.prepared.weight, in_atoms, call.vocab_dim) for one in kernel_call.sources]
+        dim, weights = kernel_call.call.vocab_dim, [one.prepared.weight for one in kernel_call.sources]
+        weights = [host.prefix(x, x.shape[dim] // shape.atom * shape.atom, dim) for x in weights]
         parts, cache = _window(kernel_call, first, last, parts, cache, weights, launch)
         with jax.named_scope("join_tiles"):
-            given = kernel_call.prepared.row_scale, parts, groups, call, GROUP
+            operands = row_scales, parts, groups, of, GROUP
             numbers = host.numbers(kernel_call.prepared.num_rows, last - first, group)
             if maxima is None:
-                groups = host.launch(join, *given, numbers, False, parted)
+                groups = host.launch(join, *operands, numbers, False, parted)
             else:
-                groups, maxima = host.launch(join_keeping, *given, numbers, maxima)
+                groups, maxima = host.launch(join_keeping, *operands, numbers, maxima)
         return cache, groups, maxima
 
-    maxima = host.empty(maxima_shape(kernel_call, kept_fields), jnp.float32) if kept_fields else None
     start = cache, memory(_chunks.num_groups(shape), more_fields), maxima
-    cache, groups, maxima = host.loop(groups_of_launches, window, host.vary_like(start, kernel_call.prepared))
+    cache, groups, maxima = host.loop(groups_of_launches, window, host.vary_like(start, given))
     return groups, cache, maxima
 
 
 def maxima_shape(kernel_call: KernelCall, kept_fields: int) -> tuple[int, int, int]:
     """What `joined` keeps of each tile: [tiles, fields, Tp]."""
-    most = _chunks.launch_groups(kernel_call.call, kernel_call.shape, kernel_call.generation.budget)
+    fields = len(_operands.statistic_names(kernel_call.call))
+    most = _chunks.launch_groups(fields, kernel_call.shape, kernel_call.generation.budget)
     launches = -(-_chunks.num_groups(kernel_call.shape) // most)
     return launches * most * GROUP, kept_fields, kernel_call.shape.padded_tokens
 
 
 def join_all(
     host: Host,
-    call: Call,
-    row_scale: Float[Array, "Tp"],
+    of: Joined,
+    row_scales: tuple[Float[Array, "Tp"], ...],
     num_rows: Any,
     groups: Float[Array, "groups fields Tp"],
 ) -> Float[Array, "1 fields Tp"]:
     """The union of all groups, in nats."""
     numbers = host.numbers(num_rows, len(groups), 0)
-    joined = host.empty((1, len(_operands.statistic_names(call)), groups.shape[2]), groups.dtype)
-    joined = host.vary_like(joined, (groups, row_scale))
+    joined = host.empty((1, len(Rules.of(of).none), groups.shape[2]), groups.dtype)
+    joined = host.vary_like(joined, (groups, row_scales))
     with jax.named_scope("join_tiles"):
-        return host.launch(join, row_scale, groups, joined, call, -(-len(groups) // GROUP) * GROUP, numbers, True)
+        return host.launch(join, row_scales, groups, joined, of, -(-len(groups) // GROUP) * GROUP, numbers, True)
 
 
 def _window(
@@ -205,84 +224,46 @@ def kl_statistics(
 ) -> tuple[KLStatistics, KLCache | None]:
     """Eqs. 1 and 6 of the whole shard of two heads, and what ``cache_bytes`` hold of the first tiles."""
     kernel_call = KernelCall.prepare_heads(plan, shard, generation)
-    cached = _chunks.num_cached_kl_tiles(plan, kernel_call.shape) if keep_cache else 0
-
-    def launch(span: Array, parts: Array, cache: KLCache | None, *weights: Array) -> tuple[Array, KLCache | None]:
-        given = generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), span, parts, cache, plan.direction
-        return kernel_call.host.launch(kernels.kl_statistics, *given)
-
-    def merge(running: KLStatistics | None, parts: Array, count: Any) -> KLStatistics:
-        own = _kl.merge(_kl_tiles(parts, count), kernel_call.row_scales)
-        if running is None:
-            return own
-        return _kl.merge(jax.tree.map(lambda *x: jnp.stack(x), running, own), kernel_call.row_scales)
-
-    start = _kl.empty_statistics(kernel_call.call.num_tokens, jnp.float32)
-    kept = _chunks.empty_kl_cache(kernel_call.host, plan, kernel_call.shape, cached) if cached else None
-    found, cache = _fold_tiles(kernel_call, plan.columns, shard, _chunks.KL_FIELDS, launch, merge, start, kept)
-    max_p, max_q, at_p = (jnp.where(found.sum_p == 0.0, MASKED, x) for x in found.references)
-    return found._replace(max_p=max_p, max_q=max_q, at_p=at_p), cache
+    groups, cache = join_heads(kernel_call, keep_cache)
+    found = join_all(TRACED, KLStatistics, kernel_call.kernel_scales, kernel_call.prepared.num_rows, groups)
+    return KLStatistics(*found[0, :, : kernel_call.call.num_tokens]), cache
 
 
 def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, generation: Generation) -> MixtureSums:
     """Eq. 9 of the whole shard, [T] each."""
     kernel_call = KernelCall.prepare_heads(plan, shard, generation)
-    factors = mixture_factors(rows, kernel_call.shape.padded_tokens)
+    groups = join_mixture(kernel_call, mixture_factors(rows, kernel_call.shape.padded_tokens))
+    found = join_all(TRACED, MixtureSums, (), kernel_call.prepared.num_rows, groups)
+    return MixtureSums(*found[0, :, : kernel_call.call.num_tokens])
+
+
+def join_heads(
+    kernel_call: KernelCall, keep_cache: bool, more_fields: int = 0
+) -> tuple[Float[Array, "groups fields Tp"], KLCache | None]:
+    """Eqs. 1 and 6 of each group of tiles of two heads, in base 2, as `joined`; and the cache."""
+    plan, shape, host = kernel_call.plan, kernel_call.shape, kernel_call.host
+    assert plan is not None
+    cached = _chunks.num_cached_kl_tiles(plan, shape) if keep_cache else 0
+    cache = _chunks.empty_kl_cache(host, plan, shape, cached) if cached else None
+
+    def launch(span: Array, parts: Array, cache: KLCache | None, *weights: Array) -> tuple[Array, KLCache | None]:
+        given = kernel_call.generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), span, parts, cache
+        return host.launch(kernels.kl_statistics, *given, plan.direction)
+
+    given = KLStatistics, kernel_call.kernel_scales, shape.tiles_of(plan.columns), launch, cache, None
+    groups, cache, _ = _join_windows(kernel_call, *given, more_fields)
+    return groups, cache
+
+
+def join_mixture(
+    kernel_call: KernelCall, factors: Float[Array, "14 Tp"]
+) -> Float[Array, "groups 2 Tp"]:
+    """Eq. 9 of each group of tiles, in base 2."""
+    assert kernel_call.plan is not None
 
     def launch(span: Array, parts: Array, cache: None, *weights: Array) -> tuple[Array, None]:
-        given = generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, parts
+        given = kernel_call.generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, parts
         return kernel_call.host.launch(kernels.kl_mixture_sums, *given), cache
 
-    def add(running: Array | None, parts: Array, count: Any) -> Array:
-        parts = parts if count is None else jnp.where(_computed(parts, count)[..., None], parts, 0.0)
-        own = jnp.sum(parts, axis=0)
-        return own if running is None else running + own
-
-    zeros = jnp.zeros((len(MixtureSums._fields), kernel_call.call.num_tokens), jnp.float32)
-    found, _ = _fold_tiles(kernel_call, plan.columns, (shard, rows), len(zeros), launch, add, zeros, None)
-    return MixtureSums(*(found * (1.0 / LOG2E)))
-
-
-def _fold_tiles[S](
-    kernel_call: KernelCall,
-    columns: int,
-    given: Any,
-    fields: int,
-    launch: Callable[..., tuple[Array, Any]],
-    merge: Callable[[S | None, Array, Any], S],
-    start: S,
-    cache: KLCache | None,
-) -> tuple[S, KLCache | None]:
-    """What ``merge`` makes of the numbers of each tile of two heads, so many tiles at a time as the budget holds.
-
-    ``merge`` gets None where there is one window of tiles, and as ``count`` how many of them there are, if not all.
-    """
-    host, shape = kernel_call.host, kernel_call.shape
-    num_tiles, most = shape.tiles_of(columns), _chunks.launch_kl_tiles(shape, kernel_call.generation.budget, columns)
-
-    def window(first: Any, carry: tuple[S, KLCache | None]) -> tuple[S, KLCache | None]:
-        running, cache = carry
-        count = least(num_tiles - first, most)
-        parts = host.vary_like(host.empty((most, fields, shape.padded_tokens), jnp.float32), given)
-        weights = [one.prepared.weight for one in kernel_call.sources]  # V is whole atoms
-        parts, cache = _window(kernel_call, first, first + count, parts, cache, weights, launch)
-        with jax.named_scope("join_tiles"):
-            parts = parts[..., : kernel_call.call.num_tokens]
-            return merge(None, parts, None) if num_tiles <= most else merge(running, parts, count), cache
-
-    return host.loop(range(0, num_tiles, most), window, host.vary_like((start, cache), given))
-
-
-def _kl_tiles(parts: Float[Array, "tiles 6 T"], count: Any) -> KLStatistics:
-    """The statistics of each tile, with ``cross`` in nats. Those after the first ``count`` have no columns."""
-    stats = KLStatistics(*(parts[:, i] for i in range(_chunks.KL_FIELDS)))
-    stats = stats._replace(cross=stats.cross * (1.0 / LOG2E))
-    if count is None:
-        return stats
-    computed, none = _computed(parts, count), _kl.empty_statistics(1, parts.dtype)
-    return jax.tree.map(lambda x, other: jnp.where(computed, x, other), stats, none)
-
-
-def _computed(parts: Float[Array, "tiles fields T"], count: Any) -> Bool[Array, "tiles 1"]:
-    """The first ``count`` tiles."""
-    return jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] < count
+    num_tiles = kernel_call.shape.tiles_of(kernel_call.plan.columns)
+    return _join_windows(kernel_call, MixtureSums, (), num_tiles, launch, None, None, 0, factors)[0]

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax.mathematics import _logprobs, _statistics
+from lce_jax.mathematics._kl import KLStatistics
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.types._types import RESULTS, Call, Operands, RowCoefficients, ShardStatistics
 
@@ -274,11 +275,6 @@ def result_statistics(call: Call) -> list[str]:
     return [name for i, name in enumerate(RESULTS) if there.get(name, i < 3 or call.stats)]
 
 
-def statistics_shape(call: Call, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:
-    """(tiles, fields, tokens)."""
-    return num_tiles, len(statistic_names(call)) + more_fields, shape.padded_tokens
-
-
 def unstacked_statistics(call: Call, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
     """The fields of the call's own tokens, in base 2, [..., T] each."""
     fields = zip(statistic_names(call), jnp.moveaxis(parts[..., : call.num_tokens], -2, 0), strict=True)
@@ -294,3 +290,9 @@ def to_nats(stats: ShardStatistics) -> ShardStatistics:
         weighted=None if stats.weighted is None else stats.weighted * (1.0 / LOG2E),
         target=stats.target * (1.0 / LOG2E),
     )
+
+
+def kl_to_nats(stats: KLStatistics) -> KLStatistics:
+    """Statistics of two heads as eqs. 1 and 6 have them, [T] each."""
+    max_p, max_q, at_p = (jnp.where(stats.sum_p == 0.0, MASKED, x) for x in stats.references)
+    return KLStatistics(max_p, max_q, at_p, stats.sum_p, stats.sum_q, stats.cross * (1.0 / LOG2E))

@@ -22,8 +22,9 @@ def plan(call: Call, generation: Generation, name: str) -> Plan:
     copied = _copied_bytes(call, shape)
     groups = _chunks.num_groups(shape)
     gathered = groups * call.shards if call.shards > 1 else 0
-    arrays = _chunks.launch_tiles(call, shape, generation.budget) + groups + gathered
-    statistics = 4 * math.prod(_operands.statistics_shape(call, shape, arrays))
+    fields = len(_operands.statistic_names(call))
+    arrays = _chunks.launch_tiles(fields, shape, generation.budget) + groups + gathered
+    statistics = 4 * fields * arrays * shape.padded_tokens
     live = call.gradient_threshold > 0
     maxima = (1 + call.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if live else 0
     mask = 4 * math.prod(live_shape(call)) if live else 0
@@ -56,9 +57,8 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
     cached, tiles = _chunks.num_cached_kl_tiles(kl, shape), shape.tiles_of(kl.columns)
     left = shape.num_tiles - cached
     chunk = _chunks.chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
-    statistics = (
-        4 * shape.padded_tokens * _chunks.KL_FIELDS * _chunks.launch_kl_tiles(shape, generation.budget, kl.columns)
-    )
+    arrays = _chunks.launch_tiles(_chunks.KL_FIELDS, shape, generation.budget) + _chunks.num_groups(shape)
+    statistics = 4 * _chunks.KL_FIELDS * arrays * shape.padded_tokens
     sums = 4 * math.prod(_chunks.dhidden_shape(student, shape))
     # Beside copies of hidden states where tiles of one head wait for the other's.
     beside = sum(copied) + generation.machine.held_bytes * student.device.core_count

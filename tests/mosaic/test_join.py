@@ -38,7 +38,7 @@ def test_a_union(parts: int, count: int, group: int) -> None:
 
     def joined(given: Any, scale: Any) -> Any:
         memory = jnp.full((groups + 1, 4, TOKENS), jnp.nan)
-        return join(scale, given, memory, case, group, jnp.asarray([130, count, 1], jnp.int32))
+        return join((scale,), given, memory, case, group, jnp.asarray([130, count, 1], jnp.int32))
 
     with interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         found = np.asarray(jax.jit(joined)(given, scale))

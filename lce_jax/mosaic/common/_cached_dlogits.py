@@ -283,13 +283,15 @@ def cached_kl_dlogits(
     span: Int[Array, "fields"],
     columns: int,
     direction: Direction,
+    overwrites: bool,
 ) -> Float[Array, "Tp columns"]:
-    """As `kl_dlogits`, in the place of the cache's exponentials: a block is read before it is written."""
+    """As `kl_dlogits`, from what the forward kept. ``overwrites`` is as in `cached_dlogits`."""
     call = calls[direction == "forward"]  # the student's
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), call.dtype)
     body = functools.partial(_kl_kernel, generation, call, direction)
     row_scales = [head.row_scale for head in operands.heads]
-    run = kernel(generation, body, output, call, "lce_cached_kl_dlogits", cache[:2], {0: 0})
+    updated = {0: 0} if overwrites else None
+    run = kernel(generation, body, output, call, "lce_cached_kl_dlogits", cache[:2], updated)
     return run(*cache, *row_scales, factors, span)[0]
 
 

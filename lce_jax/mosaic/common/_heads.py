@@ -79,24 +79,29 @@ def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[A
         rows, factor_p, mean = rows
     else:
         factor_p = mean = jnp.zeros_like(rows.log_sums)
+    found = mixture_in_base_2(rows, factor_p, mean, jnp.any(rows.weights.teacher > 0.5))
+    stacked = jnp.stack([jnp.broadcast_to(x, factor_p.shape).astype(jnp.float32) for x in found])
+    return jnp.pad(stacked, ((0, 0), (0, length - stacked.shape[1])))
+
+
+def mixture_in_base_2(rows: Mixture, factor_p: Array, mean: Array, is_above_half: Any) -> MixtureFactors:
+    """The factors of a mixture, whose ``factor_p`` and ``mean`` are those of `MixtureCoefficients`."""
     student, teacher = rows.weights
     other = teacher / rows.at_p.total
-    found = MixtureFactors(
+    return MixtureFactors(
         *rows.references,
         log_sums=rows.log_sums * LOG2E,
         own=student / rows.at_p.total,
         other=other,
         start=other * rows.at_p.ratio,
-        most=jnp.asarray(rows.at_p.most * LOG2E),
+        most=rows.at_p.most * LOG2E,
         log=rows.log_at_p * LOG2E,
         student=student,
         teacher=teacher,
-        is_above_half=jnp.any(teacher > 0.5),
+        is_above_half=is_above_half,
         factor_p=factor_p * (1.0 / LOG2E),
         mean=mean * LOG2E,
     )
-    stacked = jnp.stack([jnp.broadcast_to(x, factor_p.shape).astype(jnp.float32) for x in found])
-    return jnp.pad(stacked, ((0, 0), (0, length - stacked.shape[1])))
 
 
 def kl_factors(
@@ -105,10 +110,15 @@ def kl_factors(
     """A gradient's, in base 2, where u_p - v_q is log2 e times that of eq. 8; 0 from the last token to ``length``."""
     if isinstance(rows, MixtureCoefficients):
         return mixture_factors(rows, length)
-    if direction == "reverse":
-        rows = rows._replace(factor_p=rows.factor_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
-    factors = jnp.stack(rows)
+    factors = jnp.stack(in_base_2(rows, direction))
     return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
+
+
+def in_base_2(rows: KLCoefficients, direction: Direction) -> KLCoefficients:
+    """The coefficients of the kernels."""
+    if direction == "reverse":
+        return rows._replace(factor_p=rows.factor_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
+    return rows
 
 
 NEAR_ONE = 0.25
