@@ -161,7 +161,7 @@ def forward_tape(launched: kernels.LaunchedCall, keep_cache: bool, fields: Seque
     Inputs that the call does not have are left out.
     """
     tape, rows, call = Tape(), launched.rows, launched.call
-    hidden, weight, *adapter = _add_operands(tape, launched)
+    hidden, weight, *adapter = add_operands(tape, launched)
     labels = tape.input((rows, 2), jnp.int32)  # the halves of int64 numbers
     temperature = tape.input((rows,), jnp.float32) if launched.has_temperature else None
     floor = tape.input((rows,), jnp.float32) if call.has_floor else None
@@ -177,7 +177,7 @@ def forward_tape(launched: kernels.LaunchedCall, keep_cache: bool, fields: Seque
     return tape
 
 
-def _add_operands(tape: Tape, launched: kernels.LaunchedCall) -> tuple[Buffer, ...]:
+def add_operands(tape: Tape, launched: kernels.LaunchedCall) -> tuple[Buffer, ...]:
     """Adds the inputs hidden, weight, and the B of an adapter if there is one."""
     call = launched.call
     hidden = tape.input((launched.rows, call.hidden_size + call.rank), call.hidden_dtype)
@@ -192,7 +192,7 @@ def _exchange_statistics(
 
     With its statistics, each rank sends a tag for each token, made of all that must be the same on all ranks.
     """
-    (ranks, _), count = _tensor_parallel.size_and_rank(group), call.num_tokens
+    count = call.num_tokens
     options = count, call.columns, call.vocab_size, call.logit_scale, call.logit_softcap
     checksum = _tensor_parallel.compute_checksum(*options)
 
@@ -205,15 +205,18 @@ def _exchange_statistics(
             torch.add(tags, bits if y.ndim == 1 else bits.sum(1, dtype=torch.int32), alpha=ODD, out=tags)
         return [sent]
 
-    def gather(x: Buffer) -> Buffer:
-        all_ranks = tape.empty((ranks * x.shape[0], *x.shape[1:]), x.dtype)
-        return tape.call(lambda x: [_tensor_parallel.gather(x, group).flatten(0, 1)], [x], all_ranks)[0]
-
     def take_largest(x: torch.Tensor) -> list[torch.Tensor]:
         return [_tensor_parallel.gather(x, group).amax(0)]
 
     tape.call(put_tags, [sent, saved, *[y for y in tokens[1:] if y is not None]], sent)
-    return gather(sent), None if x is None else tape.call(take_largest, [x], tape.empty(x.shape, x.dtype))[0]
+    return add_gather(tape, sent, group), None if x is None else tape.call(take_largest, [x], tape.empty(x.shape, x.dtype))[0]
+
+
+def add_gather(tape: Tape, x: Buffer, group: str) -> Buffer:
+    """Adds a step that returns the arrays of all ranks, one after another."""
+    ranks, _ = _tensor_parallel.size_and_rank(group)
+    all_ranks = tape.empty((ranks * x.shape[0], *x.shape[1:]), x.dtype)
+    return tape.call(lambda x: [_tensor_parallel.gather(x, group).flatten(0, 1)], [x], all_ranks)[0]
 
 
 def gradients(
@@ -313,7 +316,7 @@ def gradients_tape(
     dweight has the weight's dtype.
     """
     tape, rows, candidates = Tape(), launched.rows, launched.call.num_candidates
-    hidden, weight, *adapter = _add_operands(tape, launched)
+    hidden, weight, *adapter = add_operands(tape, launched)
     saved = tape.input((launched.saved_layout.size * rows,), jnp.float32)
     shapes = {name: (rows, candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
     cotangents = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}

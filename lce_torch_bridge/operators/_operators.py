@@ -23,6 +23,7 @@ import jax
 import torch
 
 from lce_torch_bridge._types import NO_SUMS, Sums, Tensors, TorchCall, make_call
+from lce_torch_bridge.launched_directly import _kl as _direct_kl
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._way import Way, choose_way, refuse_other_way
 from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
@@ -31,9 +32,9 @@ from lce_torch_bridge.through_jax import _ids, _kl, _logprobs
 
 
 class JaxFunction(NamedTuple):
-    """A function that only JAX runs: no kernels that are launched directly compute it."""
+    """How JAX runs a function other than `linear_logprobs`."""
 
-    reason: str  # why not
+    reason: str | None  # why no kernels that are launched directly compute it; None: they do
     forward: Callable[[Tensors, TorchCall, bool], list[Any]]
     make_empty: Callable[[Tensors, TorchCall, bool], list[torch.Tensor]]
     gradients: Callable[..., list[torch.Tensor]] | None  # None: the function has no backward
@@ -41,7 +42,7 @@ class JaxFunction(NamedTuple):
 
 NAME = "lce_torch_bridge"
 JAX_FUNCTIONS = {
-    "linear_kl": JaxFunction("linear_kl is a program of JAX", _kl.forward, _kl.make_empty, _kl.gradients),
+    "linear_kl": JaxFunction(None, _kl.forward, _kl.make_empty, _kl.gradients),
     "linear_logits": JaxFunction(
         "linear_logits runs no kernel", _ids.run_logits, _ids.make_empty_logits, _ids.gradients
     ),
@@ -77,8 +78,10 @@ def run_forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: b
         return make_empty_results(x, call, keep)
     by_jax = JAX_FUNCTIONS.get(call.jax.function)
     if by_jax is not None:
-        way.refuse(by_jax.reason)
-        return by_jax.forward(x, call, keep)
+        if by_jax.reason is not None:
+            way.refuse(by_jax.reason)
+        found = _direct_kl.forward(x, call, keep and call.keeps_tiles, way) if way.direct and not by_jax.reason else None
+        return by_jax.forward(x, call, keep) if found is None else found
     keep = keep and call.keeps_tiles
     results = _passes.forward(x, call, keep, way) if way.direct else None
     return _logprobs.forward(x, call, keep, lend_cache) if results is None else results
@@ -118,7 +121,13 @@ def run_backward(
     by_jax = JAX_FUNCTIONS.get(call.jax.function)
     if by_jax is not None:
         assert by_jax.gradients is not None
-        way.refuse(by_jax.reason)
+        if by_jax.reason is not None:
+            way.refuse(by_jax.reason)
+        elif way.direct:
+            (saved, *cache), (seed,) = kept, cotangents.values()
+            found = _direct_kl.gradients(x, saved, cache, seed, requested, call, sums, way)
+            if found is not None:
+                return found
         return by_jax.gradients(x, kept, cotangents, requested, call)
     kept_tensors = [y for y in kept if isinstance(y, torch.Tensor)]
     saved, *cache = kept_tensors
@@ -294,7 +303,7 @@ class Gradients(torch.autograd.Function):
 
 def find_writable(ctx: Any, num_cached: int) -> Sums:
     """Returns what this backward may write to: a float32 ``main_grad``, if there is one, and the cache's memory."""
-    if ctx.call.jax.function != "linear_logprobs":
+    if ctx.call.jax.function not in ("linear_logprobs", "linear_kl"):
         return NO_SUMS
     main_grad = _weight.find_main_grad(ctx, 1) if ctx.needs_input_grad[1] else None
     return Sums(main_grad=main_grad, owns_cache=num_cached > 0 and not _device.graph_is_kept())

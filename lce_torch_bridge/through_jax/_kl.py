@@ -44,7 +44,7 @@ NUM_OPERANDS = 6
 
 
 def forward(x: Tensors, call: TorchCall, keep: bool) -> list[Any]:
-    """Returns the divergence ``[T]`` in float32, temperatures and S ``[T, …]``, and the leaves of the cache."""
+    """Returns the divergence ``[T]`` in float32, temperatures and S ``[…, T]``, and the leaves of the cache."""
     tokens, key, keep_cache = x.hidden.shape[0], make_key(call, x.weight, _teacher_weight(x)), keep and call.keeps_tiles
     bits = torch.cat([x.hidden.new_empty((tokens, 0), dtype=torch.float32), *_temperatures(x)], 1).view(torch.int32)
     inputs = _pad_inputs(x, bits)
@@ -58,7 +58,7 @@ def forward(x: Tensors, call: TorchCall, keep: bool) -> list[Any]:
             sums = _tensor_parallel.gather(part, call.group)
         (packed,) = _run_one(build_program(finish, key), (*inputs, all_ranks, sums))
     packed = packed[:, :tokens]
-    return [packed[0].view(torch.float32).clone(), torch.cat([bits, packed[1:].T], 1), *cache]
+    return [packed[0].view(torch.float32).clone(), torch.cat([bits.T, packed[1:]]), *cache]
 
 
 def make_empty(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ def make_empty(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
     numbers = call.num_temperatures + (8 if call.jax.direction == "jsd" else 6)
     return [
         x.hidden.new_empty((tokens,), dtype=torch.float32),
-        x.hidden.new_empty((tokens, numbers), dtype=torch.int32),
+        x.hidden.new_empty((numbers, tokens), dtype=torch.int32),
         *(x.hidden.new_empty(leaf.shape, dtype=getattr(torch, leaf.dtype.name)) for leaf in cache),
     ]
 
@@ -85,8 +85,8 @@ def gradients(
     tree = jax.tree.structure(_infer_cache(x, call)) if cache else None
     key = make_key(call, x.weight, _teacher_weight(x))
     run = build_program(pull_back, key, requested, not call.reduce_grad_hidden, tree)
-    per_token = torch.cat([saved, cotangent.contiguous().view(torch.int32)[:, None]], 1)
-    grads = _run_one(run, (*_pad_inputs(x, per_token), *cache))
+    per_token = torch.cat([saved, cotangent.contiguous().view(torch.int32)[None]])
+    grads = _run_one(run, (*_pad_inputs(x, per_token.T), *cache))
     if requested[0]:
         grads[0] = grads[0][: x.hidden.shape[0]]
         if call.reduce_grad_hidden:

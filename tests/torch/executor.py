@@ -57,7 +57,7 @@ def forward(x: Tensors, call: TorchCall, keep: bool, lend_cache: bool = True) ->
         if x.candidates is not None:
             columns.append(_padding.candidate_ids(x.candidates, call.jax.vocab_size))
         saved, bits = found[len(call.fields)], torch.cat([x.labels.int()[:, None][:, :0], *columns], 1)
-        (saved.T if call.jax.function == "linear_logprobs" else saved)[:, : bits.shape[1]] = bits
+        saved.T[:, : bits.shape[1]] = bits
     return found
 
 
@@ -68,7 +68,7 @@ def per_token(x: Tensors, call: TorchCall) -> list[torch.Tensor | None]:
 def unpacked(x: Tensors, saved: torch.Tensor, call: TorchCall) -> Tensors:
     """The operands with what each token came with."""
     if call.jax.function == "linear_kl":
-        columns = list(saved[:, : call.num_temperatures].T.contiguous().view(torch.float32))
+        columns = list(saved[: call.num_temperatures].view(torch.float32))
         own = columns.pop(0) if call.has_temperature else None
         return x._replace(temperature=own, teacher_temperature=columns[0] if columns else None)
     labels, *others = saved[: len(saved) - sum(_logprobs.merged_fields(call).values())]

@@ -3,6 +3,7 @@
 join             _join.py             the union of the tiles' statistics, in an order that the tiles alone decide
 cached dlogits   _cached_dlogits.py   dlogits from what the forward kept, without a product
 tokens           _tokens.py           the steps on a few numbers per token, and on rows of H numbers
+tokens of two    _kl_tokens.py        the steps of `linear_kl` on a few numbers per token
 candidates       _candidates.py       candidates' steps, for a host that launches kernels alone
 select           _select.py           with a ``gradient_threshold``: which tiles are live
 
