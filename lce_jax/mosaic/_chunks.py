@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 from lce_jax.mathematics import _kl
 from lce_jax.mathematics._kl import KLStatistics
-from lce_jax.mosaic import _operands
 from lce_jax.mosaic._host import Host, greatest, least
 from lce_jax.mosaic._operands import Geometry
 from lce_jax.types._types import Call

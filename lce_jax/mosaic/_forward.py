@@ -34,7 +34,7 @@ from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
 
 if TYPE_CHECKING:
-    from lce_jax.types._shapes import Array, Bool, Float
+    from lce_jax.types._shapes import Array, Float
 
 
 def statistics(
@@ -255,9 +255,7 @@ def join_heads(
     return groups, cache
 
 
-def join_mixture(
-    kernel_call: KernelCall, factors: Float[Array, "14 Tp"]
-) -> Float[Array, "groups 2 Tp"]:
+def join_mixture(kernel_call: KernelCall, factors: Float[Array, "14 Tp"]) -> Float[Array, "groups 2 Tp"]:
     """Eq. 9 of each group of tiles, in base 2."""
     assert kernel_call.plan is not None
 

@@ -257,7 +257,7 @@ def forward(
     if exchange is not None:
         groups, x = exchange(groups, x, saved)
         tags = groups.view(groups.shape, jnp.int32)
-    joined = _forward.join_all(host, call, kernel_call.prepared.row_scale, launched.call.num_tokens, groups)
+    joined = _forward.join_all(host, call, (kernel_call.prepared.row_scale,), launched.call.num_tokens, groups)
     vocab_size, megatron = launched.call.vocab_size, launched.megatron
     results, saved = host.launch(
         finish, call, joined, run.ids(saved), temperature, run.row_numbers, saved, vocab_size, megatron, tags, floor

@@ -72,8 +72,7 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[tor
 
 def gradients(
     x: Tensors,
-    saved: torch.Tensor,
-    cache: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
     cotangent: torch.Tensor,
     requested: tuple[bool, ...],
     call: TorchCall,
@@ -81,15 +80,17 @@ def gradients(
     way: Way,
 ) -> list[torch.Tensor] | None:
     """Returns what `operators._operators.run_backward` does for a call without biases; None if JAX is to run it."""
+    saved, *cache = kept
     device, owns_cache, adds = x.hidden.get_device(), sums.owns_cache and bool(cache), sums.main_grad is not None
     if device != _device.current_device():
         with torch.cuda.device(device):
-            return gradients(x, saved, cache, cotangent, requested, call, sums, way)
+            return gradients(x, kept, cotangent, requested, call, sums, way)
     dtype = torch.float32 if call.reduce_grad_hidden else x.hidden.dtype
-    kept, options = [_device.describe_tensor(y) for y in cache], (requested, adds, owns_cache)
-    make_tape = functools.partial(gradients_tape, requested=requested, dtype=dtype, kept=kept, adds=adds)
-    make_tape = functools.partial(make_tape, owns_cache=owns_cache)
-    plan = _find_plan(x, call, make_tape, "gradients of kl", *options, saved.shape, *(y.shape for y in cache))
+    structs, options = tuple(map(_device.describe_tensor, cache)), (requested, dtype, adds, owns_cache)
+    plan = _find_plan(
+        x, call, lambda launched: gradients_tape(launched, structs, *options), "gradients of kl", *options,
+        *(y.shape for y in cache),
+    )  # fmt: skip
     if isinstance(plan, str):
         way.refuse(plan)
         return None
@@ -165,9 +166,9 @@ def _exchange(
 
 def gradients_tape(
     launched: LaunchedKL,
+    kept: Sequence[Any],
     requested: Sequence[bool],
     dtype: torch.dtype,
-    kept: Sequence[Any] = (),
     adds: bool = False,
     owns_cache: bool = False,
 ) -> Tape:

@@ -209,7 +209,9 @@ def _exchange_statistics(
         return [_tensor_parallel.gather(x, group).amax(0)]
 
     tape.call(put_tags, [sent, saved, *[y for y in tokens[1:] if y is not None]], sent)
-    return add_gather(tape, sent, group), None if x is None else tape.call(take_largest, [x], tape.empty(x.shape, x.dtype))[0]
+    return add_gather(tape, sent, group), None if x is None else tape.call(
+        take_largest, [x], tape.empty(x.shape, x.dtype)
+    )[0]
 
 
 def add_gather(tape: Tape, x: Buffer, group: str) -> Buffer:

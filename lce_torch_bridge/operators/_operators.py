@@ -80,8 +80,9 @@ def run_forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: b
     if by_jax is not None:
         if by_jax.reason is not None:
             way.refuse(by_jax.reason)
-        found = _direct_kl.forward(x, call, keep and call.keeps_tiles, way) if way.direct and not by_jax.reason else None
-        return by_jax.forward(x, call, keep) if found is None else found
+        elif way.direct and (found := _direct_kl.forward(x, call, keep and call.keeps_tiles, way)) is not None:
+            return found
+        return by_jax.forward(x, call, keep)
     keep = keep and call.keeps_tiles
     results = _passes.forward(x, call, keep, way) if way.direct else None
     return _logprobs.forward(x, call, keep, lend_cache) if results is None else results
@@ -124,8 +125,7 @@ def run_backward(
         if by_jax.reason is not None:
             way.refuse(by_jax.reason)
         elif way.direct:
-            (saved, *cache), (seed,) = kept, cotangents.values()
-            found = _direct_kl.gradients(x, saved, cache, seed, requested, call, sums, way)
+            found = _direct_kl.gradients(x, list[Any](kept), *cotangents.values(), requested, call, sums, way)
             if found is not None:
                 return found
         return by_jax.gradients(x, kept, cotangents, requested, call)

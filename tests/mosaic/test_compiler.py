@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 import pytest
+import torch
 
 from lce_jax.mosaic import _compiler, _pallas
+from lce_jax.run.kl_kernels import LaunchedKL, Pair
+from lce_torch_bridge.launched_directly import _kl
 from tests.devices import H200
 from tests.torch.processes import succeed
 from tests.torch.test_host import backward, forward, head, launched
@@ -99,3 +102,15 @@ def test_every_kernel_lowers_for_cuda(changed: dict[str, Any]) -> None:
     seeds = ("logprobs", "entropy", *["candidate_logprobs"] * (of.call.num_candidates > 0))
     for kernel in dict.fromkeys([*launched(forward(of, keep_cache=True)), *launched(backward(of, seeds=seeds))]):
         assert _compiler.module(kernel, H200)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+def test_every_kernel_of_two_heads_lowers_for_cuda(direction: str) -> None:
+    teacher = head(**SMALL | {"hidden_size": 256}, direction=direction, has_temperature=True)
+    student = head(**SMALL, direction=direction, has_temperature=True, cache_bytes=1 << 18)
+    of = LaunchedKL(heads=Pair(student, teacher), beta=0.3 if direction == "jsd" else None)
+    forward = _kl.forward_tape(of, True)
+    backward = _kl.gradients_tape(of, forward.outputs[2:], (True, True), torch.bfloat16)
+    for kernel in dict.fromkeys([*launched(forward), *launched(backward)]):
+        if not kernel.name.startswith(("kl_", "cached_kl_")):  # `test_kl` lowers these, which takes long
+            assert _compiler.module(kernel, H200)

@@ -64,7 +64,7 @@ class MixtureFactors(NamedTuple):
     own: Array  # (1 - β) n / β, so that 1 + x is also own + n e^d
     other: Array  # n
     start: Array  # n e^{d₀}: 1 - own
-    most: Array  # the d whose exponential is taken
+    most: Any  # the d whose exponential is taken
     log: Array  # t₀
     student: Array  # 1 - β
     teacher: Array  # β

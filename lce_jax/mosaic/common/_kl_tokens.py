@@ -86,8 +86,9 @@ class KLRows:
 class _Tokens:
     """The rows of a block, in a kernel, and what is kept of them."""
 
-    def __init__(self, of: KLRows, numbers: Any, kept: Any) -> None:
+    def __init__(self, of: KLRows, numbers: Any, kept: Any, temperatures: Sequence[Any] = ()) -> None:
         self.of, self.kept, self.count, self.stride = of, kept, numbers[0], numbers[1]
+        self.given = temperatures  # none: they are in ``kept``
         self.block = lax.axis_index("rows")
         self.rows = BlockRows.of(self.block, self.count)
 
@@ -107,7 +108,7 @@ class _Tokens:
     @property
     def temperatures(self) -> Pair[Any]:
         """Those of the student and of the teacher; None: 1."""
-        found = self.load(0, self.of.num_temperatures)
+        found = [x[self.rows.here] for x in self.given] or self.load(0, self.of.num_temperatures)
         return Pair(*(found.pop(0) if is_there else None for is_there in self.of.has_temperature))
 
     @property
@@ -182,7 +183,7 @@ def scales(
 
 def _scales(of: KLRows, *refs: Any) -> None:
     *temperatures, numbers, _, student, teacher, kept = refs
-    tokens = _Tokens(of, numbers, kept)
+    tokens = _Tokens(of, numbers, kept, temperatures)
 
     def write() -> None:
         tokens.store(0, [x[tokens.rows.here] for x in temperatures])
@@ -281,8 +282,7 @@ def _coefficients(of: KLRows, kept: Any, seed: Any, numbers: Any, factors: Any) 
         factor = _logprobs.compute_row_factor(of.call, tokens.inverse_temperatures.student)
         found: Any
         if of.beta is None:
-            rows = _kl.coefficients(stats, given, factor, counts)
-            found = _heads.in_base_2(rows, of.plan.direction)
+            found = _heads.in_base_2(_kl.coefficients(stats, given, factor, counts), of.plan.direction)
         else:
             sums, mixture = MixtureSums(*tokens.load(first + KL_FIELDS, 2)), tokens.mixture(stats, counts)
             rows = _kl.mixture_coefficients(sums, stats, mixture, given, factor, counts)
