@@ -254,11 +254,13 @@ class MixtureReference(NamedTuple):
     most: Array | float  # the largest d that is exponentiated: then `relative_log_ratio`'s x is at most e^MOST_DISTANCE
 
     @classmethod
-    def create(cls, d: Array, log: Array, weights: Pair[Any]) -> MixtureReference:
-        """Returns the reference for d₀ = ``d``, whose logarithm t₀ is ``log``."""
-        ratio = jnp.exp(d)
+    def create(
+        cls, d: Array, weights: Pair[Any], compute_log_ratio: Callable[[Array, Pair[Any]], Array] | None = None
+    ) -> tuple[MixtureReference, Array]:
+        """Returns the reference for d₀ = ``d``, and its logarithm t₀, by default that of `log_ratio`."""
+        ratio, log = jnp.exp(d), (compute_log_ratio or log_ratio)(d, weights)
         most = MOST_DISTANCE - jnp.maximum(log, 0.0)
-        return cls(ratio, weights.student + weights.teacher * ratio, most)
+        return cls(ratio, weights.student + weights.teacher * ratio, most), log
 
 
 EQUAL_MODELS = MixtureReference(1.0, 1.0, MOST_DISTANCE)  # d₀ = 0: both models are equal there, and t₀ = 0
@@ -378,7 +380,7 @@ def mixture(
     scale_q: RowScale,
     weights: Pair[Any],
     unmasked: Bool[Array, "T"] | None,
-    compute_log_ratio: Callable[[Array, Pair[Any]], Array] = log_ratio,
+    compute_log_ratio: Callable[[Array, Pair[Any]], Array] | None = None,
 ) -> Mixture:
     """Computes the numbers of eq. 9 from statistics of the whole vocabulary. In masked rows, p and q are 0.
 
@@ -387,8 +389,7 @@ def mixture(
     stats = fill_masked_rows(stats, unmasked)
     log_sums = jnp.log(stats.sum_p / stats.sum_q)
     at_p = jnp.minimum((stats.at_p - stats.max_q) * scale_q, 0.0) + log_sums
-    log = compute_log_ratio(at_p, weights)
-    return Mixture(stats.references, log_sums, weights, MixtureReference.create(at_p, log, weights), log)
+    return Mixture(stats.references, log_sums, weights, *MixtureReference.create(at_p, weights, compute_log_ratio))
 
 
 class MixtureSums(NamedTuple):

@@ -175,7 +175,7 @@ def test_a_call_that_no_kernel_serves_says_why() -> None:
         linear_kl(*heads, bias=torch.zeros(264))
     with pytest.raises(UnsupportedError, match="V must be a multiple of 8, got 263"):
         linear_kl(heads[0], heads[1][:263], heads[2], heads[3][:263])
-    with pytest.raises(UnsupportedError, match="the teacher: .*bfloat16 or float16"):
+    with pytest.raises(UnsupportedError, match=r"the teacher: .*bfloat16 or float16"):
         linear_kl(*heads[:3], heads[3].float())
     launch_with(None)
     assert linear_kl(*heads, bias=torch.zeros(264)).isfinite().all()

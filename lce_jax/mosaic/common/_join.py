@@ -88,10 +88,11 @@ def join(
     """``joined`` with the unions (eqs. 2, 7) of each ``group`` neighbours among ``parts``, added in their order.
 
     ``row_scales`` are the k of eq. 0 in base 2, of two heads that of p first. ``numbers`` are the live rows, the parts
-    that count, and where in ``joined`` the first group goes. Groups after the last part are those of no columns; those after the last of
-    ``joined`` are not written, nor are row blocks without a live row. ``parts`` and ``joined`` may have more fields
-    than statistics do. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are. With
-    ``parted`` the first of ``parts`` is the first tile of a group of the shard, and groups end where its parts do.
+    that count, and where in ``joined`` the first group goes. Groups after the last part are those of no columns; those
+    after the last of ``joined`` are not written, nor are row blocks without a live row. ``parts`` and ``joined`` may
+    have more fields than statistics do. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts
+    are. With ``parted`` the first of ``parts`` is the first tile of a group of the shard, and groups end where its
+    parts do.
     """
     return _join(row_scales, parts, [joined], of, group, numbers, in_nats, parted)[0]
 
