@@ -70,8 +70,8 @@ def refusal(launched: LaunchedKL) -> str | None:
         return f"the teacher: {reason}"
     if student.call.columns != teacher.call.columns:
         return f"both weights must have equally many rows, got {student.call.columns} and {teacher.call.columns}"
-    if _generations.unchecked(student.call.device, 2) is not None:
-        return f"no call of linear_kl has compared the kernels' results on {student.call.device.kind}"
+    if student.generation.ran_on is not None:
+        return f"linear_kl: on {student.call.device.kind} a first call through JAX compares its kernels' results"
     calls: tuple[Call, ...] = student.compiled, teacher.compiled
     return _generations.device_refusal(student.call.device, 2) or _refusal.kl_refusal(calls, student.generation)
 

@@ -125,7 +125,8 @@ def run_backward(
         if by_jax.reason is not None:
             way.refuse(by_jax.reason)
         elif way.direct:
-            found = _direct_kl.gradients(x, list[Any](kept), *cotangents.values(), requested, call, sums, way)
+            (seed,) = cotangents.values()
+            found = _direct_kl.gradients(x, list[Any](kept), seed, requested, call, sums, way)
             if found is not None:
                 return found
         return by_jax.gradients(x, kept, cotangents, requested, call)

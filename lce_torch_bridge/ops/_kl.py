@@ -61,7 +61,7 @@ def linear_kl(
         teacher_weight: ``[V, G]``, this rank's rows of the teacher's head, over the same vocabulary.
         direction: "forward" gives the student probability wherever the teacher has it; "reverse" takes probability from
             the student wherever the teacher has none; "jsd" lies between them.
-        beta: the teacher's weight β in (0, 1) in "jsd". Each value compiles its own programs. None: 0.5.
+        beta: the teacher's weight β in (0, 1) in "jsd". Each value compiles kernels of its own. None: 0.5.
         teacher_bias: ``[V]``, the teacher's bias, without a gradient.
         tp_group: the process group over which the vocabulary of both heads is split into parts of the same size. Rank r
             holds part r. All ranks pass the same hidden states and get bitwise-equal results. None: both weights are
@@ -83,12 +83,13 @@ def linear_kl(
             host waits for the GPU to count a bool tensor, but not for an index. None: all tokens count.
         wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
             ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
-            ``grad_added_to_main_grad``. Not under ``torch.compile``.
+            ``grad_added_to_main_grad``. A call that is launched directly adds it to a float32 ``main_grad`` without
+            rounding it. Not under ``torch.compile``.
         cache_bytes: bytes that the forward may cache, so that the backward recomputes less: two numbers of each column
             of the first vocabulary tiles, as in `lce_jax.linear_kl`. 0: no cache. None: as in `linear_logprobs`. Under
             ``torch.compile`` each number of tokens then has its own graph, and ``where`` must be an index.
         implementation: "mosaic_gpu", "xla", or a tuple of names tried in order. None: the kernels if they support the
-            call, else "xla". JAX runs both: with `launch_with` ``("direct")`` the function raises.
+            call, else "xla".
         **unknown: an error; the message names the option that may be meant.
 
     Returns:
@@ -105,8 +106,12 @@ def linear_kl(
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        The memory of `lce_jax.linear_kl`, in JAX's pool on a GPU, and copies of both hidden states, padded to 128, 512,
-        or the next power of two of tokens from 2048 on (from 32,768 on, also to the numbers halfway between them).
+        The memory of `lce_jax.linear_kl`, and copies of both hidden states, padded to 128, 512, or the next power of
+        two of tokens from 2048 on (from 32,768 on, also to the numbers halfway between them). Between forward and
+        backward the call saves the operands, six numbers of four bytes per token ("jsd": eight), the temperatures and
+        the cache. If the call is launched directly (the kernels on a Hopper GPU, without a bias), torch's allocator
+        gives all memory, and a backward without ``retain_graph`` computes in the memory of the cache. Otherwise JAX
+        keeps its own pool of GPU memory (`init`), with the results and gradients.
 
     Numerics:
         As in `lce_jax.linear_kl`. float32 products are as exact as ``torch.set_float32_matmul_precision`` or torch's

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lce_torch_bridge import launch_with, linear_cross_entropy, linear_logprobs, linear_loss
+from lce_torch_bridge import launch_with, linear_cross_entropy, linear_kl, linear_logprobs, linear_loss
 from lce_torch_bridge.through_jax import _logprobs
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw, skip_unless_direct
@@ -45,6 +45,7 @@ def test_the_process_has_no_client_of_jax() -> None:
         for _ in range(3):
             out = lce_torch_bridge.linear_logprobs(hidden, weight, torch.arange(1000, device="cuda"))
             (out.logprobs.sum() + out.entropy.sum()).backward()
+        lce_torch_bridge.linear_kl(hidden, weight, hidden.detach(), weight.detach()).sum().backward()
         torch.cuda.synchronize()
         taken = free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
         assert not xla_bridge.backends_are_initialized()
@@ -323,6 +324,90 @@ def test_what_a_loss_holds(factor: float) -> None:
 
     step()
     assert peak(step) < 4096 * V * 2 + MATRIX + 3 * T * H * 4 + (64 << 20)
+
+
+def draw_teacher(problem: p.Problem, G: int = 256) -> list[torch.Tensor]:
+    """Hidden states and head of a teacher, of another size."""
+    return [*p.draw(len(problem.hidden), G, len(problem.weight), torch.bfloat16, seed=1).to("cuda")[:2]]
+
+
+def diverge(problem: p.Problem, teacher: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """The divergence and both gradients."""
+    leaves = problem.leaves()[:2]
+    kl = linear_kl(*leaves, *teacher, **options)
+    return [kl.detach(), *torch.autograd.grad((p.seeds_like(problem.labels)[0] * kl).sum(), leaves)]
+
+
+DIVERGENCES = [
+    {"direction": direction, "cache_bytes": cache_bytes}
+    for direction in ("forward", "reverse", "jsd")
+    for cache_bytes in (0, 8 << 20, 1 << 30)
+]
+OF_HEADS: list[dict[str, Any]] = [
+    {"vocab_size": 8001, "temperature": 0.7, "teacher_temperature": 1.3, "logit_softcap": 5.0,
+     "teacher_logit_softcap": None, "cache_bytes": 8 << 20},
+    {"direction": "jsd", "beta": 0.8, "vocab_size": 100, "temperature": 0.5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [*DIVERGENCES, *OF_HEADS], ids=str)
+def test_divergences_are_those_of_jax(options: dict[str, Any]) -> None:
+    """The kernels are the same. XLA has another logarithm and another division in the steps for each token."""
+    problem = draw(700, 512, 8192)
+    teacher = draw_teacher(problem)
+    found = diverge(problem, teacher, **options)
+    assert all(map(torch.equal, found, diverge(problem, teacher, **options)))
+    launch_with("jax")
+    wanted = diverge(problem, teacher, **options, implementation="mosaic_gpu")
+    assert p.value_error(found[0], wanted[0]) < 4e-6
+    assert max(map(p.relative_norm, found[1:], wanted[1:])) < 2e-4  # few roundings to bfloat16 differ
+
+
+@pytest.mark.parametrize("options", DIVERGENCES, ids=str)
+def test_a_graph_replays_divergences(options: dict[str, Any]) -> None:
+    problem = draw(1000, 512, 8192)
+    teacher = draw_teacher(problem)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        diverge(problem, teacher, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = diverge(problem, teacher, **options)
+    for _ in range(10):
+        problem.hidden.normal_()
+        graph.replay()
+        assert all(map(torch.equal, captured, diverge(problem, teacher, **options)))
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_bytes": 1 << 30}, {"direction": "jsd"}], ids=str)
+def test_what_a_divergence_holds(options: dict[str, Any]) -> None:
+    """Besides the gradients one chunk of dlogits, dhidden in float32, both copies of hidden states, and the cache."""
+    problem = draw(T, H, V)
+    teacher = draw_teacher(problem, H)
+    leaves, options = problem.leaves()[:2], {"cache_bytes": 0, **options}
+
+    def step() -> None:
+        linear_kl(*leaves, *teacher, **options).sum().backward()
+        leaves[0].grad = leaves[1].grad = None
+
+    step()
+    rows = 4096  # of the programs
+    cache = rows * V * 4 if options["cache_bytes"] else 0  # e and its ratio, two bytes each
+    assert peak(step) < MATRIX + (345 << 20) + rows * H * (4 + 2 + 2 + 2) + cache + (64 << 20)
+
+
+def test_a_divergence_adds_to_main_grad() -> None:
+    problem = draw(T, H, V)
+    teacher, weight = draw_teacher(problem), parameter(problem, grad_added_to_main_grad=False)
+    before, hidden = weight.main_grad.clone(), problem.hidden.clone().requires_grad_()
+    _, dhidden, dweight = diverge(problem, teacher)
+    kl = linear_kl(hidden, weight, *teacher, wgrad="main_grad")
+    (p.seeds_like(problem.labels)[0] * kl).sum().backward()
+    assert torch.equal(hidden.grad, dhidden)
+    assert p.relative_norm(weight.main_grad - before, dweight) < 4e-3  # the rounding of dweight
+    assert weight.grad._nnz() == 0
 
 
 SECONDS = 240
