@@ -85,7 +85,7 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 2) -> None:
         self.rank, self.size = 0, size
-        self.gathered: dict[tuple[int, int], torch.Tensor] = {}  # by rank and by the number of dimensions
+        self.gathered: dict[tuple[int, torch.Size], torch.Tensor] = {}  # by rank and shape
         self.summed: dict[int, torch.Tensor] = {}
         monkeypatch.setattr(_tensor_parallel, "size_and_rank", lambda name: (size, self.rank) if name else (1, 0))
         monkeypatch.setattr(_tensor_parallel, "check", lambda *_: None)
@@ -95,8 +95,8 @@ class Ranks:
 
     def _gather(self, x: torch.Tensor, _: str) -> torch.Tensor:
         assert x.dtype == torch.float32
-        self.gathered.setdefault((self.rank, x.ndim), x)
-        return torch.stack([self.gathered.get((rank, x.ndim), x) for rank in range(self.size)])
+        self.gathered.setdefault((self.rank, x.shape), x.clone())
+        return torch.stack([self.gathered.get((rank, x.shape), x) for rank in range(self.size)])
 
     def _all_reduce(self, x: torch.Tensor, _: str) -> torch.Tensor:
         assert x.dtype == torch.float32

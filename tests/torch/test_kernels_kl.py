@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
 from lce_jax import UnsupportedError
+from lce_jax.call import _dispatch
+from lce_jax.mosaic import sm90
 from lce_torch_bridge import launch_with, linear_kl
 from lce_torch_bridge._types import Tensors, make_call
 from lce_torch_bridge.call import _checks
 from lce_torch_bridge.launched_directly._way import choose_way
 from lce_torch_bridge.operators import _operators
+from lce_torch_bridge.tensors import _device
+from tests.mosaic import test_kl
+from tests.mosaic_interpreter import afresh
 from tests.torch import problem as p
-from tests.torch.as_gpu import Program, Ranks, emulated
+from tests.torch.as_gpu import SMALL, Program, Ranks, emulated
 
 H, G = 128, 192
 type Heads = list[torch.Tensor]  # hidden, weight, and the teacher's
@@ -133,8 +141,9 @@ def test_a_split_vocabulary(programs: list[Any], direction: Any, monkeypatch: py
         for weight, teacher_weight in zip(heads[1].chunk(2), heads[3].chunk(2), strict=True)
     ]
     cotangents, found = {"linear_kl": draw_seed(heads)}, {}
-    for ranks.rank in (0, 1, 0, 1, 0):  # each receives what was sent before: the first two have no part, or no sums
-        ranks.gathered.update({key: x for key, x in ranks.gathered.items() if key[0] != ranks.rank})
+    # Each receives what was sent before: first no statistics, then no sums, then no dhidden.
+    for ranks.rank in (0, 1, 0, 1, 0) if beta else (0, 1, 0):
+        ranks.gathered = {key: x for key, x in ranks.gathered.items() if key[0] != ranks.rank}
         x = parts[ranks.rank]
         kl, saved = _operators.run_forward(x, call, True, choose_way(x.hidden))
         grads = _operators.run_backward(x, [saved], cotangents, (True, True, False), call, choose_way(saved))
@@ -179,3 +188,27 @@ def test_a_call_that_no_kernel_serves_says_why() -> None:
         linear_kl(*heads[:3], heads[3].float())
     launch_with(None)
     assert linear_kl(*heads, bias=torch.zeros(264)).isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+def test_jax_computes_the_same_with_these_kernels(
+    programs: list[Any], direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels of tiles have equal bits. XLA has another logarithm and another division for each token."""
+    heads, temperature = draw(9, 520), torch.rand(9, generator=torch.Generator().manual_seed(5)) + 0.5
+    options: Any = {"direction": direction, "cache_bytes": TILE, "logit_softcap": 3.0, "teacher_logit_softcap": None}
+    found = evaluate(heads, temperature=temperature, teacher_temperature=1.0, **options)
+    assert programs
+    *arrays, seed, per_token = [
+        jnp.asarray(x.float().numpy(), _device.name_dtype(x.dtype)) for x in (*heads, draw_seed(heads), temperature)
+    ]
+    options |= {"temperature": per_token, "teacher_temperature": 1.0}
+    drawn: Any = SimpleNamespace(student=arrays[:2], teacher=arrays[2:], options=options, seed=seed)
+    monkeypatch.setattr(_dispatch, "current_device", lambda *_, **__: SMALL)
+    afresh()
+    with test_kl.interpreted(sm90.HOPPER):
+        kl, grads = test_kl.evaluate(drawn)
+    wanted = [torch.tensor(np.asarray(x, np.float32)) for x in (kl, *grads)]
+    assert p.value_error(found[0], wanted[0]) < 1e-6
+    assert max(map(p.relative_norm, found[1:], wanted[1:])) < 2e-4  # few roundings to bfloat16 differ
