@@ -74,7 +74,7 @@ def linear_kl(
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
 
     Memory:
-        With kernels (16-bit heads on a Hopper GPU) nine numbers per token and 256 columns in the forward, at
+        With kernels (16-bit heads on a Hopper GPU) six numbers per token and 256 columns in the forward, at
         most 160 MiB, and in the backward a chunk of the gradient in the logits. Without, a tile of both models' logits,
         together at most 16 MiB on a CPU and 128 MiB elsewhere, and their exponentials. In the backward also ``dhidden``
         in float32. Six numbers per token are kept between the passes, eight of "jsd". On an H100 in bfloat16, at 4096

@@ -16,6 +16,9 @@ import pytest
 import torch
 
 from lce_torch_bridge import launch_with, linear_cross_entropy, linear_kl, linear_logprobs, linear_loss
+from lce_torch_bridge._types import Tensors, make_call
+from lce_torch_bridge.launched_directly._way import choose_way
+from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.through_jax import _logprobs
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw, skip_unless_direct
@@ -361,6 +364,20 @@ def test_divergences_are_those_of_jax(options: dict[str, Any]) -> None:
     wanted = diverge(problem, teacher, **options, implementation="mosaic_gpu")
     assert p.value_error(found[0], wanted[0]) < 4e-6
     assert max(map(p.relative_norm, found[1:], wanted[1:])) < 2e-4  # few roundings to bfloat16 differ
+
+
+@pytest.mark.parametrize("options", DIVERGENCES, ids=str)
+def test_a_trace_knows_what_a_divergence_keeps(options: dict[str, Any]) -> None:
+    """The shapes that torch.compile is told."""
+    problem = draw(700, 512, 8192)
+    teacher_hidden, teacher_weight = draw_teacher(problem)
+    beta = {"beta": 0.5} if options["direction"] == "jsd" else {}
+    call = make_call(function="linear_kl", vocab_size=8000, **options, **beta)
+    heads: Any = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+    x = Tensors(problem.hidden, problem.weight, None, problem.labels)._replace(**heads)
+    found = _operators.run_forward(x, call, True, choose_way(x.hidden))
+    told = _operators.make_empty_results(x, call, True)
+    assert [(y.shape, y.stride(), y.dtype) for y in found] == [(y.shape, y.stride(), y.dtype) for y in told]
 
 
 @pytest.mark.parametrize("options", DIVERGENCES, ids=str)

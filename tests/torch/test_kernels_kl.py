@@ -111,6 +111,18 @@ def test_a_cache_is_overwritten_by_the_last_backward_alone(programs: list[Any], 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "jsd"])
+def test_rows_have_the_same_bits_in_every_call(programs: list[Any], direction: Any) -> None:
+    """However many there are, and in whatever place."""
+    heads, rows = draw(150, 784), torch.randperm(150, generator=torch.Generator().manual_seed(0))[:7]
+    with torch.no_grad():
+        every = linear_kl(*heads, direction=direction)
+        some = linear_kl(heads[0][rows], heads[1], heads[2][rows], heads[3], direction=direction)
+    assert programs
+    assert torch.equal(every[rows], some)
+
+
+@pytest.mark.slow
 def test_main_grad(programs: list[Any]) -> None:
     """dweight is added without being rounded first."""
     heads = draw(9, 520)
