@@ -12,6 +12,7 @@ holds 0 before the first and NaN (each byte 0xFF) before the second. What they c
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge import launch_with, linear_kl, linear_logprobs, linear_loss
 from lce_torch_bridge.tensors import _device, _padding
 from tests.torch import problem as p
 
@@ -55,6 +56,9 @@ PARTS = {
         Call(T=512, V=2176, tempered=True, options=ALL | {"gradient_threshold": 1e-3}),
     ],
 }  # fmt: skip
+
+
+DIVERGENCES = "kl=forward", "kl=reverse", "kl=jsd"
 
 
 class Filled(TorchFunctionMode):
@@ -141,6 +145,29 @@ def check_loss() -> list[torch.Tensor]:
     return [x.cpu() for x in seen]
 
 
+def check_divergence(direction: Any) -> list[torch.Tensor]:
+    """`linear_kl` of heads with padding, a temperature for each token, and some of the tiles in a cache."""
+    T, V, size = 140, 784, 700
+    own, other = (p.draw(T, H, V, torch.bfloat16, seed) for seed, H in enumerate((128, 192)))
+    temperature, seed = torch.rand(T, generator=torch.Generator().manual_seed(5)) + 0.5, p.seeds_like(own.labels)[0]
+    true = [x.double().requires_grad_() for x in (own.hidden, own.weight[:size])]
+    log_q = (true[0] @ true[1].T / temperature.double()[:, None]).log_softmax(-1)
+    log_p = (other.hidden.double() @ other.weight[:size].double().T).log_softmax(-1)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    means = [(a.exp() * (a - b)).sum(-1) for a, b in ((log_p, log_q), (log_q, log_p), (log_p, log_m), (log_q, log_m))]
+    want = {"forward": means[0], "reverse": means[1], "jsd": (means[2] + means[3]) / 2}[direction]
+    wanted = torch.autograd.grad((seed * want).sum(), true)
+    own.weight[size:] = other.weight[size:] = float("nan")
+    leaves = own.to(DEVICE).leaves()[:2]
+    options: Any = {"temperature": temperature.to(DEVICE), "teacher_temperature": 1.0, "cache_bytes": 1 << 20}
+    kl = linear_kl(*leaves, *other.to(DEVICE)[:2], direction=direction, vocab_size=size, **options)
+    dhidden, dweight = (x.cpu() for x in torch.autograd.grad((seed.to(DEVICE) * kl).sum(), leaves))
+    assert p.value_error(kl.cpu(), want) < 2e-5
+    assert not dweight[size:].any()
+    assert max(map(p.relative_norm, (dhidden, dweight[:size]), wanted)) < 5e-3
+    return [kl.detach().cpu(), dhidden, dweight]
+
+
 def checks(words: list[str]) -> Iterator[tuple[str, Callable[[], list[torch.Tensor]]]]:
     """What checks each call of the parts among these words, and returns its results."""
     for part in words:
@@ -149,6 +176,8 @@ def checks(words: list[str]) -> Iterator[tuple[str, Callable[[], list[torch.Tens
             yield f"{part} {call}", functools.partial(check, call)
         if part == "loss":
             yield part, check_loss
+        if part in DIVERGENCES:
+            yield part, functools.partial(check_divergence, part.removeprefix("kl="))
 
 
 def filled(check: Callable[[], list[torch.Tensor]]) -> None:

@@ -23,6 +23,7 @@ from lce_torch_bridge.through_jax import _logprobs
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw, skip_unless_direct
 from tests.torch.processes import ROOT, run
+from tests.torch.sanitized import DIVERGENCES
 from tests.torch.test_main_grad import backward, parameter, ppo
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("direct")]
@@ -341,7 +342,7 @@ def diverge(problem: p.Problem, teacher: list[torch.Tensor], **options: Any) -> 
     return [kl.detach(), *torch.autograd.grad((p.seeds_like(problem.labels)[0] * kl).sum(), leaves)]
 
 
-DIVERGENCES = [
+KEPT = [
     {"direction": direction, "cache_bytes": cache_bytes}
     for direction in ("forward", "reverse", "jsd")
     for cache_bytes in (0, 8 << 20, 1 << 30)
@@ -353,7 +354,7 @@ OF_HEADS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [*DIVERGENCES, *OF_HEADS], ids=str)
+@pytest.mark.parametrize("options", [*KEPT, *OF_HEADS], ids=str)
 def test_divergences_are_those_of_jax(options: dict[str, Any]) -> None:
     """The kernels are the same. XLA has another logarithm and another division in the steps for each token."""
     problem = draw(700, 512, 8192)
@@ -366,7 +367,7 @@ def test_divergences_are_those_of_jax(options: dict[str, Any]) -> None:
     assert max(map(p.relative_norm, found[1:], wanted[1:])) < 2e-4  # few roundings to bfloat16 differ
 
 
-@pytest.mark.parametrize("options", DIVERGENCES, ids=str)
+@pytest.mark.parametrize("options", KEPT, ids=str)
 def test_a_trace_knows_what_a_divergence_keeps(options: dict[str, Any]) -> None:
     """The shapes that torch.compile is told."""
     problem = draw(700, 512, 8192)
@@ -380,7 +381,7 @@ def test_a_trace_knows_what_a_divergence_keeps(options: dict[str, Any]) -> None:
     assert [(y.shape, y.stride(), y.dtype) for y in found] == [(y.shape, y.stride(), y.dtype) for y in told]
 
 
-@pytest.mark.parametrize("options", DIVERGENCES, ids=str)
+@pytest.mark.parametrize("options", KEPT, ids=str)
 def test_a_graph_replays_divergences(options: dict[str, Any]) -> None:
     problem = draw(1000, 512, 8192)
     teacher = draw_teacher(problem)
@@ -446,6 +447,9 @@ RUNS = {
     "memcheck, as on an A100": Run("memcheck", ("as=8.0", "plain", "cached", "live")),
     "racecheck, as on an RTX 5090": Run("racecheck", ("as=12.0", "plain", "cached", "live")),
     "filled memory": Run("", ("filled", "plain", "cached", "loss", "candidates", "live")),
+    "memcheck of two heads": Run("memcheck", DIVERGENCES),
+    "racecheck of two heads": Run("racecheck", DIVERGENCES),
+    "filled memory of two heads": Run("", ("filled", *DIVERGENCES)),
 }
 
 

@@ -266,7 +266,9 @@ def test_a_backward_after_a_forward_of_jax_is_refused_if_it_must_be_direct() -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("programs")
-@pytest.mark.parametrize("part", [slow(part) if part != "forward" else part for part in (*sanitized.PARTS, "loss")])
+@pytest.mark.parametrize(
+    "part", [slow(part) if part != "forward" else part for part in (*sanitized.PARTS, "loss", *sanitized.DIVERGENCES)]
+)
 def test_memory_may_hold_anything(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compute-sanitizer watches on a GPU, in the interpreter: the same bits over zeros and over NaN."""
     monkeypatch.setattr(sanitized, "DEVICE", "cpu")
