@@ -258,6 +258,15 @@ def find_axis_size(axis_name: Any) -> int:
         ) from None
 
 
+def check_class_weights(class_weights: Any, weight: Any, call: Call, smoothing: float) -> None:
+    """Checks the type and shape of class weights, and that no label is smoothed."""
+    if not is_array(class_weights):
+        raise TypeError(f"class_weights must be an array, got {type(class_weights).__name__}")
+    if jnp.dtype(class_weights.dtype).name not in FLOATS:
+        raise TypeError(f"class_weights must be one of {', '.join(FLOATS)}, got {class_weights.dtype}")
+    scalars.check_class_weights(class_weights.shape, weight.shape, weight.shape[call.vocab_dim], smoothing)
+
+
 def _check_bias(bias: Any, weight: Any, call: Call) -> None:
     if not is_array(bias):
         raise TypeError(f"bias must be an array, got {type(bias).__name__}")

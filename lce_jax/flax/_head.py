@@ -81,6 +81,7 @@ class OptionsOfLoss(SharedOptions, total=False):
     reduction: Reduction
     label_smoothing: float
     z_loss: float | Float[ArrayLike, ""]
+    class_weights: Float[ArrayLike, "V"] | None
     normalizer: float | ArrayLike | None
     chunk_bytes: int | None
 
@@ -322,8 +323,8 @@ class LMHead:
         Args:
             hidden: ``[..., H]``.
             labels: ``[...]`` vocabulary ids.
-            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer``, ``chunk_bytes``
-                and the options of `logprobs`, as in `lce_jax.linear_cross_entropy`.
+            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``class_weights``,
+                ``normalizer``, ``chunk_bytes`` and the options of `logprobs`, as in `lce_jax.linear_cross_entropy`.
         """
         found: Array = self.options.call("loss", (hidden,), self.parts(), (labels,), options)
         return found

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lce_jax.call import _checks, _describe, _options
 from lce_jax.call._describe import Bound
-from lce_jax.call._options import LogprobOptions
+from lce_jax.call._options import Arguments, LogprobOptions
 from lce_jax.mesh import _collectives
 from lce_jax.ops._logprobs import compute_results
 from lce_jax.ops._loss import sum_losses
@@ -33,6 +34,7 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float | Float[ArrayLike, ""] = 0.0,
+    class_weights: Float[ArrayLike, "V"] | None = None,
     normalizer: float | ArrayLike | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
@@ -53,10 +55,15 @@ def linear_cross_entropy(
         label_smoothing: ε in [0, 1].
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
             and is differentiable.
-        normalizer: what "mean" divides the sum by in place of the number of rows that count in this call: the rows of
-            all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
-            to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
-            as 1. None: the rows that count in this call.
+        class_weights: ``[V]`` floats, PyTorch's ``weight``: the factor of each token's loss, by its label. "mean" then
+            divides by the sum of the tokens' factors. It has one number per column of ``weight``: inside ``shard_map``
+            those of the shard. A label outside the vocabulary has the factor 0. It is not differentiable, as in
+            PyTorch, and is an error with ``label_smoothing``, whose sum over the vocabulary no kernel weights. None: 1
+            for every label.
+        normalizer: what "mean" divides the sum by in place of the number of rows that count in this call (of the sum of
+            their class weights): the rows of all micro-batches, or of all devices inside ``shard_map``, so that the
+            losses and their gradients add up to the mean over all. A positive number, or an array of shape (), which
+            may be traced; an array's 0 counts as 1. None: the rows that count in this call.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
             at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
             chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
@@ -112,12 +119,13 @@ def linear_cross_entropy(
         labels, where, numbers, agree = _compare_shards(labels, where, numbers, axis_name)
     arguments = arguments._replace(call=arguments.call.replace(chunk_bytes=most), labels=labels, where=where)
     loss = _Loss(reduction, smoothing, z_loss if isinstance(z_loss, float) else 0.0)
+    factors = None if class_weights is None else _select_factors(class_weights, arguments, smoothing)
     if because is None:
-        call, *arrays = _describe.bind_call(arguments, numbers)
-        result = _sum_in_forward(loss, call, arrays, numbers)
+        call, *arrays = _describe.bind_call(arguments, (*numbers, factors))
+        result = _sum_in_forward(loss, call, arrays, factors, numbers)
     else:
         results = compute_results(arguments, tuple(x for x in numbers if x is not None))
-        result = _reduce_results(loss, results, where, *numbers)
+        result = _reduce_results(loss, results, where, factors, *numbers)
     if agree is None:
         return result
     return _collectives.set_nan_where_different(jnp.all(agree) if agree.ndim > result.ndim else agree, result)
@@ -139,8 +147,29 @@ def _compare_shards(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tu
     return labels, where, numbers, _collectives.join_agreement(_collectives.ignore_masked_rows(agree, where), also)
 
 
+def _select_factors(class_weights: Any, arguments: Arguments, smoothing: float) -> Float[Array, "*b"]:
+    """Returns the class weight of each token's label: 0 for masked tokens and for labels outside the vocabulary."""
+    call = arguments.call
+    _checks.check_class_weights(class_weights, arguments.weight, call, smoothing)
+    labels, weights = _describe.cast_labels(arguments.labels), _describe.put_on_device(class_weights, arguments.labels)
+    return _gather_factors(call.axis_name, weights, labels, arguments.where)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _gather_factors(axis_name: Any, weights: Array, labels: Array, where: Array | None) -> Float[Array, "*b"]:
+    weights = lax.stop_gradient(weights.astype(jnp.promote_types(weights.dtype, jnp.float32)))
+    columns = labels if axis_name is None else labels - lax.axis_index(axis_name) * len(weights)
+    columns = jnp.where(columns < 0, len(weights), columns)  # JAX would count a negative index from the end
+    sharding = jax.typeof(labels).sharding
+    factors = weights.at[columns].get(mode="fill", fill_value=0, out_sharding=None if sharding.mesh.empty else sharding)
+    factors = factors if axis_name is None else lax.psum(factors, axis_name)
+    return factors if where is None else jnp.where(where, factors, 0)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _sum_in_forward(loss: _Loss, call: Call, arrays: list[Any], numbers: tuple[Array | None, Array | None]) -> Array:
+def _sum_in_forward(
+    loss: _Loss, call: Call, arrays: list[Any], factors: Array | None, numbers: tuple[Array | None, Array | None]
+) -> Array:
     """The loss by `linear_loss`. The divisor is in each token's loss, so that each gradient is rounded once.
 
     Jitted: outside ``jit`` each call would compile its loop.
@@ -153,25 +182,35 @@ def _sum_in_forward(loss: _Loss, call: Call, arrays: list[Any], numbers: tuple[A
         found = _compute_token_loss(logprob, lse, mean_logit, loss.label_smoothing, loss.z_loss, penalty)
         return found if share is None else found * share
 
-    divisor = None if loss.reduction == "sum" else _find_divisor(rows.where, normalizer, rows.labels.size, dtype)
-    share = None if divisor is None else jnp.asarray(1 / divisor, dtype)
+    share = None if factors is None else factors.astype(dtype)
+    if loss.reduction == "mean":
+        divisor = _find_divisor(rows.where, factors, normalizer, rows.labels.size, dtype)
+        share = jnp.asarray((1 if share is None else share) / divisor, dtype)
     penalty = None if penalty is None else penalty.astype(dtype)
     return sum_losses(loss_fn, bound, ((share, penalty), {}))[0]
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _reduce_results(
-    loss: _Loss, out: Results, where: Array | None, traced_z_loss: Array | None, normalizer: Array | None
+    loss: _Loss,
+    out: Results,
+    where: Array | None,
+    factors: Array | None,
+    traced_z_loss: Array | None,
+    normalizer: Array | None,
 ) -> Array:
     """The loss from the results. Jitted: outside ``jit`` each number in an expression is a transfer."""
     outputs = out.outputs
     each = _compute_token_loss(
         outputs.logprobs, outputs.lse, out.mean_logit, loss.label_smoothing, loss.z_loss, traced_z_loss
     )
+    each = each if factors is None else each * factors.astype(each.dtype)
     if loss.reduction == "none":
         return each
     total = jnp.sum(each)
-    return total if loss.reduction == "sum" else total / _find_divisor(where, normalizer, each.size, each.dtype)
+    return (
+        total if loss.reduction == "sum" else total / _find_divisor(where, factors, normalizer, each.size, each.dtype)
+    )
 
 
 def _compute_token_loss(
@@ -188,10 +227,13 @@ def _compute_token_loss(
     return loss
 
 
-def _find_divisor(where: Array | None, normalizer: Array | None, num_tokens: int, dtype: Any) -> Any:
-    """What a mean divides by."""
-    if normalizer is not None:
-        divisor = normalizer.astype(dtype)
+def _find_divisor(
+    where: Array | None, factors: Array | None, normalizer: Array | None, num_tokens: int, dtype: Any
+) -> Any:
+    """What a mean divides by: a normalizer, the sum of the tokens' factors, or the number of rows that count."""
+    divisor = normalizer if factors is None or normalizer is not None else jnp.sum(factors, dtype=dtype)
+    if divisor is not None:
+        divisor = divisor.astype(dtype)
         return jnp.where(divisor == 0, 1, divisor)
     if where is None:
         return max(num_tokens, 1)

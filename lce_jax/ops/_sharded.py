@@ -137,6 +137,7 @@ def sharded_linear_cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float | Float[ArrayLike, ""] = 0.0,
+    class_weights: Float[ArrayLike, "V"] | None = None,
     normalizer: float | ArrayLike | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],

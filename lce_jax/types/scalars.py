@@ -23,7 +23,6 @@ import numpy as np
 __all__ = [
     "ALTERNATIVES",
     "CACHE_BYTES",
-    "CLASS_WEIGHTS",
     "DIRECTIONS",
     "DIVERGENCES",
     "FLOAT32_MAX",
@@ -39,6 +38,7 @@ __all__ = [
     "check_beta",
     "check_candidate_shape",
     "check_choice",
+    "check_class_weights",
     "check_floor_options",
     "check_k",
     "check_labels_shape",
@@ -141,6 +141,18 @@ def fraction(name: str, value: Any) -> float:
     if not 0 <= value < 1:
         raise ValueError(f"{name} must lie in [0, 1), got {value}")
     return value
+
+
+def check_class_weights(shape: Sequence[int], weight: Sequence[int], columns: int, smoothing: float) -> None:
+    """Refuses class weights that are not one number per vocabulary entry of the head, or of a smoothed loss."""
+    if tuple(shape) != (columns,):
+        entries = f"one number per vocabulary entry of weight {tuple(weight)}: ({columns},)"
+        raise ValueError(f"class_weights {tuple(shape)} must have {entries}")
+    if smoothing > 0:
+        raise ValueError(
+            f"class_weights with label_smoothing={smoothing!r}: smoothing would need the sum of all logits times their "
+            "class weights, which no kernel computes. Leave one of the two out"
+        )
 
 
 def smoothing(value: Any) -> float:
@@ -278,17 +290,10 @@ OTHER_NAMES = {
     "completion_mask": "where",
     "shift": "labels shifted by rows.next_tokens",
     "temp": "temperature",
+    "class_weight": "class_weights",
     "tau": "temperature",
 }
-# One line that works for arrays of JAX and NumPy and for tensors. Without the clip, a label below 0 would read a class
-# from the end.
-CLASS_WEIGHTS = (
-    "weigh tokens. With w = class_weights[labels.clip(min=0)] * (labels >= 0), the loss is "
-    "linear_loss(lambda logprob, entropy, lse, w: -w * logprob, hidden, weight, labels, w=w)[0] / w.sum()"
-)
 ALTERNATIVES = {  # what to write in place of an option that a function does not have
-    "class_weight": CLASS_WEIGHTS,
-    "class_weights": CLASS_WEIGHTS,
     "weight_layout": "weight is [V, H]: pass weight.T if yours is [H, V]",
     "precision": 'call torch.set_float32_matmul_precision("highest") before, for products of float32',
 }
