@@ -339,9 +339,11 @@ def use_kernels(generation: Generation) -> Iterator[None]:
     known = generation.compute_capabilities
     is_forced = not generation.has_tma and capability not in known  # else JAX would copy by TMA
     jax.clear_caches()
-    with _generations.using(served), _pallas.lowering_for(known[0]) if is_forced else contextlib.nullcontext():
-        yield
-    jax.clear_caches()
+    try:
+        with _generations.using(served), _pallas.lowering_for(known[0]) if is_forced else contextlib.nullcontext():
+            yield
+    finally:
+        jax.clear_caches()
 
 
 def compile_with_kernels(generation: Generation, function: Function, *operands: Array) -> Run:

@@ -160,12 +160,13 @@ def test_matches_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kernels", [name for name in KERNELS if name != "wgmma"])
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_of_other_generations(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_other_generations(name: str, kernels: str) -> None:
     """A Hopper GPU runs mma.sync and cp.async too."""
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("Hopper alone runs the instructions of all generations")
-    with use_kernels(KERNELS[kernels]):
-        check_case(name, monkeypatch)
+    # The patch ends first. If it outlived `use_kernels`, its end would bring the other generation back for later tests.
+    with use_kernels(KERNELS[kernels]), pytest.MonkeyPatch.context() as patch:
+        check_case(name, patch)
 
 
 @pytest.mark.parametrize("right", [True, False])
