@@ -60,14 +60,14 @@ def _launches[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 def supports(call: Call) -> str | None:
     """Why the kernels cannot serve ``call``: the function, the device, the dtype, or a shape they cannot tile."""
-    reason = without_kernels(call) or _generations.refusal(call)
+    reason = refuse_function(call) or _generations.refusal(call)
     if reason is not None or call.teacher is None:
         return reason
     of_teacher = _generations.refusal(call.teacher)
     return _refusal.kl_refusal(call.heads, _generation_of(call)) if of_teacher is None else f"the teacher: {of_teacher}"
 
 
-def without_kernels(call: Call) -> str | None:
+def refuse_function(call: Call) -> str | None:
     """Why no device has kernels for the function of ``call``; None if some have."""
     if call.top_k:
         return "linear_topk runs no kernel: XLA's product of a few hundred tokens at a time and a selection serve it"
@@ -88,9 +88,9 @@ def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tupl
 
 
 @_launches
-def in_parts(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[Parts, Any]:
+def partial_statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[Parts, Any]:
     """Eq. 1 of each group of tiles, and the cache."""
-    return _forward.in_parts(operands, call, _generation_of(call), keep_cache)
+    return _forward.partial_statistics(operands, call, _generation_of(call), keep_cache)
 
 
 @_launches

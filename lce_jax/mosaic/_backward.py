@@ -66,16 +66,16 @@ def gradients(
     ``dweight``, a sum in fp32, the kernels add to that sum, or write it if not ``adds_dweight``.
     """
     kernel_call = KernelCall.prepare(operands, call, generation)
-    factors = _operands.row_factors(rows, kernel_call.shape.padded_tokens)
+    factors = _operands.stack_row_factors(rows, kernel_call.shape.padded_tokens)
     may_round = may_round_dhidden and rows.uniform is None
     candidates = _candidates.of_rows(kernel_call, factors, rows)
     sums, total, *of_adapter = walk(
         kernel_call, factors, candidates, cache, may_round, may_overwrite_cache, dweight, adds_dweight
     )
-    dhidden = _chunks.total_dhidden(sums, call)
+    dhidden = _chunks.sum_dhidden(sums, call)
     if kernel_call.adapter is not None:
         partial_du, dadapter = of_adapter
-        du = _chunks.total_dhidden(partial_du, kernel_call.adapter.call)
+        du = _chunks.sum_dhidden(partial_du, kernel_call.adapter.call)
         dhidden = None if du is None or dhidden is None else jnp.concatenate([dhidden, du.astype(dhidden.dtype)], 1)
         return Primals(dhidden, total, adapter=dadapter)
     if rows.uniform is not None:
@@ -95,7 +95,7 @@ def kl_gradients(
     factors = kl_factors(rows, kernel_call.shape.padded_tokens, plan.direction)
     may_round, may_overwrite, adds_dweight = False, True, False
     sums, dweight = walk(kernel_call, factors, None, cache, may_round, may_overwrite, None, adds_dweight)
-    return Primals(_chunks.total_dhidden(sums, kernel_call.call), dweight)
+    return Primals(_chunks.sum_dhidden(sums, kernel_call.call), dweight)
 
 
 def walk(
@@ -111,7 +111,7 @@ def walk(
     """The parts of dhidden, and dweight, from the coefficients as the kernels take them, of one head or two."""
     host, start = kernel_call.host, []
     parts = _parts(kernel_call, factors, cache, may_overwrite_cache)
-    has_edge = _edge.is_left(kernel_call)
+    has_edge = _edge.has_edge_tile(kernel_call)
     rounds = may_round_dhidden and not has_edge and sum(len(part.chunks) for part in parts) == 1
     for one in kernel_call.products:
         dtype = jnp.float32 if one is kernel_call.adapter else one.call.dtype
@@ -142,7 +142,9 @@ def _parts(
         return range(
             start,
             stop,
-            _chunks.chunk_tiles(kernel_call.call, kernel_call.shape, kernel_call.generation.budget, stop - start),
+            _chunks.choose_chunk_tiles(
+                kernel_call.call, kernel_call.shape, kernel_call.generation.budget, stop - start
+            ),
         )
 
     parts = []
@@ -189,7 +191,7 @@ def _walk_chunks(
     dweight is added if it ``may_add`` and ``adds_dweight``, which the kernels are told when they run.
     """
     shape, generation, launch = kernel_call.shape, kernel_call.generation, kernel_call.host.launch
-    contracted = _edge.contracted_columns(kernel_call)
+    contracted = _edge.count_contracted_columns(kernel_call)
     most = part.chunks.step
 
     @jax.named_scope("chunk")
@@ -203,7 +205,7 @@ def _walk_chunks(
             column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds, adds_dweight=adds_dweight
         )
         weights = [
-            one.prepared.weight if in_place else _edge.columns_from(one, column, most * shape.tile)
+            one.prepared.weight if in_place else _edge.copy_columns(one, column, most * shape.tile)
             for one in kernel_call.sources
         ]
         d = part.dlogits(span, most * shape.tile, *weights)

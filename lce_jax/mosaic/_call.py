@@ -20,7 +20,7 @@ from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import TRACED, Host
-from lce_jax.mosaic._operands import Geometry, KLHead, KLOperands, Prepared, Span, Tiling, geometry
+from lce_jax.mosaic._operands import Geometry, KLHead, KLOperands, Prepared, Span, Tiling, make_geometry
 from lce_jax.types._types import Call, Operands, RequestedGradients
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import HeadTokens, Shard
@@ -164,7 +164,7 @@ class KernelCall(NamedTuple):
     @classmethod
     def prepare(cls, operands: Operands, call: Call, generation: Generation) -> KernelCall:
         """The call of ``operands``, padded and marked."""
-        shape = geometry(call, generation.tiling)
+        shape = make_geometry(call, generation.tiling)
         return cls(operands, _operands.prepare(operands, call, shape), call, shape, generation).add_adapter()
 
     @classmethod

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax.mathematics import _logprobs
+from lce_jax.mosaic._active_tiles import Sizes, Worklist
 from lce_jax.mosaic._call import KernelCall
-from lce_jax.mosaic._live_tiles import Sizes, Worklist
 from lce_jax.mosaic._operands import RowFactors
 from lce_jax.types._types import Call, RowCoefficients
 
@@ -72,10 +72,10 @@ def of_rows(
         return None
     of_rows = kernel_call.prepared.targets, kernel_call.prepared.row_scale, factors, kernel_call.prepared.num_rows
     given = kernel_call.operands.candidates, rows.candidates, rows.at_candidates
-    return _placed(*given, *of_rows, kernel_call.call.logit_softcap is not None)
+    return _place(*given, *of_rows, kernel_call.call.logit_softcap is not None)
 
 
-def _placed(
+def _place(
     columns: Any, terms: Any, x: Any, targets: Any, row_scale: Any, factors: Any, num_rows: Any, is_capped: bool
 ) -> PlacedCandidates:
     """What stands at their places, from what each adds there, and from its x all else: eqs. 4 and 5, in base 2."""
@@ -92,6 +92,6 @@ def _entries(xp: Any, columns: Any, order: Any, sums: Any, sizes: Sizes) -> Any:
     return sums.reshape(sizes.tiles, -1)[rank, xp.arange(len(columns))[:, None] // sizes.row_block]
 
 
-def columns_of(xp: Any, ids: Any, start: int, columns: int) -> Any:
+def find_columns(xp: Any, ids: Any, start: int, columns: int) -> Any:
     """The shard's columns, -1 where it does not own the id."""
     return xp.where((ids >= start) & (ids < start + columns), ids - start, -1)

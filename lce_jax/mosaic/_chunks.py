@@ -55,7 +55,7 @@ def empty_dhidden(host: Host, call: Call, shape: Geometry, rounds: bool) -> Floa
     return host.empty(splits, call.dtype if rounds and splits[0] == 1 else jnp.float32)
 
 
-def total_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Float[Array, "T H"] | None:
+def sum_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Float[Array, "T H"] | None:
     """The sum of the splits, without padding."""
     if sums is None:
         return None
@@ -103,7 +103,7 @@ def empty_kl_cache(host: Host, plan: KLPlan, shape: Geometry, num_tiles: int) ->
     return KLCache(e, ratio, host.empty((num_tiles, _kl.REFERENCES, shape.padded_tokens), jnp.float32))
 
 
-def num_cached_tiles(call: Call, shape: Geometry) -> int:
+def count_cached_tiles(call: Call, shape: Geometry) -> int:
     """The vocabulary tiles whose exponentials fit ``cache_bytes``; none if the backward visits live tiles alone."""
     if call.gradient_threshold:
         return 0
@@ -115,9 +115,9 @@ def cached_tile_bytes(call: Call, shape: Geometry) -> int:
     return shape.tokens * shape.tile * call.dtype.itemsize + shape.padded_tokens * 4
 
 
-def num_cached_kl_tiles(plan: KLPlan, shape: Geometry) -> int:
-    """`num_cached_tiles` of two heads."""
-    return min(shape.tiles_of(plan.columns), plan.calls.student.cache_budget // cached_kl_tile_bytes(plan, shape))
+def count_cached_kl_tiles(plan: KLPlan, shape: Geometry) -> int:
+    """`count_cached_tiles` of two heads."""
+    return min(shape.count_tiles(plan.columns), plan.calls.student.cache_budget // cached_kl_tile_bytes(plan, shape))
 
 
 def cached_kl_tile_bytes(plan: KLPlan, shape: Geometry) -> int:
@@ -151,7 +151,7 @@ class Budget:
     statistics_bytes: int = 160 << 20  # of the forward's partial statistics; more take several launches
 
 
-def chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int) -> int:
+def choose_chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int) -> int:
     """Vocabulary tiles per chunk of the backward, of ``num_tiles``: within the budget, the fastest number.
 
     The cost is counted in waves of tiles over the multiprocessors; each chunk also reads and writes dhidden.
@@ -168,29 +168,29 @@ def chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int) -> 
     return min(range(most, most // 2, -1), key=cost)
 
 
-def launch_groups(call: Call, shape: Geometry, budget: Budget) -> int:
+def choose_launch_groups(call: Call, shape: Geometry, budget: Budget) -> int:
     """Groups of vocabulary tiles per launch of the forward: partial statistics within the budget, even launches."""
     tile_bytes = 4 * math.prod(_operands.statistics_shape(call, shape, 1))
-    groups = num_groups(shape)
+    groups = count_groups(shape)
     most = max(budget.statistics_bytes // tile_bytes - groups, 1)  # the groups' statistics lie beside them
     if shape.num_tiles <= most:
         return groups
     return -(-groups // -(-groups // max(most // GROUP, 1)))
 
 
-def launch_tiles(call: Call, shape: Geometry, budget: Budget) -> int:
+def choose_launch_tiles(call: Call, shape: Geometry, budget: Budget) -> int:
     """Vocabulary tiles that a launch of the forward has at most."""
-    return min(launch_groups(call, shape, budget) * GROUP, shape.num_tiles)
+    return min(choose_launch_groups(call, shape, budget) * GROUP, shape.num_tiles)
 
 
-def launch_kl_tiles(shape: Geometry, budget: Budget, columns: int) -> int:
+def choose_kl_launch_tiles(shape: Geometry, budget: Budget, columns: int) -> int:
     """The same of two heads: partial statistics within the budget, even launches."""
-    num_tiles = shape.tiles_of(columns)
+    num_tiles = shape.count_tiles(columns)
     most = max(budget.statistics_bytes // (4 * KL_MERGED * shape.padded_tokens), 1)
     return -(-num_tiles // -(-num_tiles // most))
 
 
-def launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[Any, Any, Piece]]:
+def plan_launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[Any, Any, Piece]]:
     """The launches for the tiles from ``first`` to ``last``: the first tile of each, how many, and its piece.
 
     Those that are known to be empty are left out.
@@ -202,24 +202,24 @@ def launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[A
             yield begin, count, piece
 
 
-def part_groups(shape: Geometry) -> int:
+def count_part_groups(shape: Geometry) -> int:
     """The groups of tiles of a part of the vocabulary."""
     return -(-shape.part_tiles // GROUP)
 
 
-def num_groups(shape: Geometry) -> int:
+def count_groups(shape: Geometry) -> int:
     """The groups of tiles of a shard."""
     parts, rest = divmod(shape.num_tiles, shape.part_tiles)
-    return parts * part_groups(shape) + -(-rest // GROUP)
+    return parts * count_part_groups(shape) + -(-rest // GROUP)
 
 
 def first_tile(shape: Geometry, group: Any) -> Any:
     """The first tile of a group. A group ends where its part does."""
-    missing = part_groups(shape) * GROUP - shape.part_tiles  # of a part's last group
-    return group * GROUP - (group // part_groups(shape) * missing if shape.has_parts else 0)
+    missing = count_part_groups(shape) * GROUP - shape.part_tiles  # of a part's last group
+    return group * GROUP - (group // count_part_groups(shape) * missing if shape.has_parts else 0)
 
 
-def live_slots(call: Call, shape: Geometry, budget: Budget, group: int) -> int:
+def choose_active_slots(call: Call, shape: Geometry, budget: Budget, group: int) -> int:
     """Tiles of dlogits that a batch of live tiles may take: within the budget, and whole waves where it has several."""
     of_tile = -(-shape.row_blocks // group) * group
     slot_bytes = shape.row_block * shape.tile * call.dtype.itemsize

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
 
-def whole_tiles(kernel_call: KernelCall) -> int:
+def count_whole_tiles(kernel_call: KernelCall) -> int:
     """The vocabulary tiles that a kernel can read where they lie."""
     return kernel_call.shape.num_tiles if kernel_call.shape.whole_atoms else kernel_call.shape.num_tiles - 1
 
 
-def contracted_tiles(kernel_call: KernelCall) -> Int[Array, ""] | int:
+def count_contracted_tiles(kernel_call: KernelCall) -> Int[Array, ""] | int:
     """The vocabulary tiles without padding, which dhidden's product reads where they lie."""
     if kernel_call.operands.num_columns is None:
         return kernel_call.shape.num_tiles
     return kernel_call.operands.num_columns // kernel_call.shape.tile
 
 
-def is_left(kernel_call: KernelCall) -> bool:
+def has_edge_tile(kernel_call: KernelCall) -> bool:
     """Whether that product leaves out true columns."""
     columns = kernel_call.operands.num_columns
     return kernel_call.shape.whole_atoms and columns is not None and not _is_whole(columns, kernel_call.shape.tile)
@@ -50,18 +50,18 @@ def _is_whole(columns: Any, tile: int) -> bool:
     return isinstance(columns, int) and columns % tile == 0
 
 
-def contracted_columns(kernel_call: KernelCall) -> Int[Array, ""] | int:
+def count_contracted_columns(kernel_call: KernelCall) -> Int[Array, ""] | int:
     """Where dhidden's product ends: it reads copies of chunks whole, and the weight up to the tile with padding."""
     if kernel_call.operands.num_columns is None or not kernel_call.shape.whole_atoms:
         return kernel_call.call.columns
-    return contracted_tiles(kernel_call) * kernel_call.shape.tile
+    return count_contracted_tiles(kernel_call) * kernel_call.shape.tile
 
 
 def weight(kernel_call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
     """The copy of one tile."""
     column, (call, shape) = kernel_call.shape.column(tile), (kernel_call.call, kernel_call.shape)
     if not shape.whole_atoms or call.vocab_dim == 1:
-        return columns_from(kernel_call, column, shape.tile)
+        return copy_columns(kernel_call, column, shape.tile)
     rows, width = call.columns // ATOM_ROWS, ATOM_ROWS * call.hidden_size
     numbers = kernel_call.host.numbers(column // ATOM_ROWS, kernel_call.prepared.num_columns - column)
     copied = kernel_call.host.launch(
@@ -70,7 +70,7 @@ def weight(kernel_call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
     return kernel_call.host.reshape(copied, (shape.tile, call.hidden_size))
 
 
-def columns_from(kernel_call: KernelCall, column: Any, size: int) -> Float[Array, "size H"]:
+def copy_columns(kernel_call: KernelCall, column: Any, size: int) -> Float[Array, "size H"]:
     """A copy of so many columns of the vocabulary, zero where they are padding or do not exist."""
     columns = column + jnp.arange(size, dtype=jnp.int32)
     last = kernel_call.call.columns if kernel_call.operands.num_columns is None else kernel_call.operands.num_columns
@@ -103,7 +103,7 @@ def update_dhidden(
     *sums: Float[Array, "splits Tp Hp"],
 ) -> list[Float[Array, "splits Tp Hp"]]:
     """The ``sums`` of each product with the tile's true columns added, if it has any."""
-    tile = contracted_tiles(kernel_call)
+    tile = count_contracted_tiles(kernel_call)
     column, copied = tile * kernel_call.shape.tile, [weight(one, tile) for one in kernel_call.sources]
     depth = kernel_call.prepared.num_columns - column
     span = kernel_call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)

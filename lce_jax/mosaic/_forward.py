@@ -23,7 +23,7 @@ from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands, _thres
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._chunks import GROUP, Cache, KLCache, Piece
 from lce_jax.mosaic._host import TRACED, Host, greatest, least
-from lce_jax.mosaic._operands import LOG2E, geometry
+from lce_jax.mosaic._operands import LOG2E, make_geometry
 from lce_jax.mosaic._threshold import TileStatistics
 from lce_jax.mosaic.common import _statistics as kernels
 from lce_jax.mosaic.common._heads import mixture_factors
@@ -44,58 +44,58 @@ def statistics(
 
     With a ``gradient_threshold``, what tells which tiles carry gradient instead.
     """
-    parts, kept = in_parts(operands, call, generation, keep_cache)
+    parts, kept = partial_statistics(operands, call, generation, keep_cache)
     return merged(
         jax.tree.map(lambda x: x[None], parts), call, generation, operands.inverse_temperature, operands.num_rows
     ), kept
 
 
-def in_parts(
+def partial_statistics(
     operands: Operands, call: Call, generation: Generation, keep_cache: bool
 ) -> tuple[Parts, Cache | TileStatistics | None]:
     """The same of each group of tiles, in base 2, beside what no kernel computes of each column."""
     kernel_call = KernelCall.prepare(operands, call, generation)
-    num_tiles = num_live_tiles(kernel_call)
-    cached = min(_chunks.num_cached_tiles(call, kernel_call.shape), num_tiles) if keep_cache else 0
+    num_tiles = count_visited_tiles(kernel_call)
+    cached = min(_chunks.count_cached_tiles(call, kernel_call.shape), num_tiles) if keep_cache else 0
     cache = _chunks.empty_cache(kernel_call.host, call, kernel_call.shape, cached) if cached else None
-    groups, cache, maxima = joined(kernel_call, num_tiles, cache, _kept_fields(call, keep_cache))
+    groups, cache, maxima = joined(kernel_call, num_tiles, cache, _count_saved_fields(call, keep_cache))
     total = _mean.total(operands, call) if call.mean_logit else None
     x = None if operands.candidates is None else _candidates.unscaled(kernel_call, operands.candidates)
     beside = _statistics.make_statistics({"total": total, "candidates": x})
-    return Parts(groups, beside), cache if maxima is None else _threshold.tile_statistics(kernel_call, maxima)
+    return Parts(groups, beside), cache if maxima is None else _threshold.make_tile_statistics(kernel_call, maxima)
 
 
 def merged(
     parts: Parts, call: Call, generation: Generation, inverse_temperature: Float[Array, "T"] | None, num_rows: Any
 ) -> ShardStatistics:
-    """Eq. 1 of all shards whose `in_parts` are stacked, joined in the order of the groups.
+    """Eq. 1 of all shards whose `partial_statistics` are stacked, joined in the order of the groups.
 
     So where shards are whole groups, it has the same bits over any number of shards.
     """
-    shape = geometry(call, generation.tiling)
+    shape = make_geometry(call, generation.tiling)
     row_scale = _operands.compute_row_scale(inverse_temperature, call, shape)
-    num_rows = _operands.num_live_rows(num_rows, shape)
+    num_rows = _operands.count_rows(num_rows, shape)
     groups = parts.groups.reshape(-1, *parts.groups.shape[2:])
-    found = join_all(TRACED, call, row_scale, num_rows, groups)[0]
+    found = join_groups(TRACED, call, row_scale, num_rows, groups)[0]
     total, candidates = parts.separate.total, parts.separate.candidates
-    return _operands.unstacked_statistics(call, found)._replace(
+    return _operands.unstack_statistics(call, found)._replace(
         total=None if total is None else jnp.sum(total, axis=0),
         candidates=None if candidates is None else jnp.max(candidates, axis=0),
     )
 
 
-def _kept_fields(call: Call, keep_cache: bool) -> int:
+def _count_saved_fields(call: Call, keep_cache: bool) -> int:
     """What is kept of each tile, where what is left out of the gradients must be known: for a backward, as a result."""
     if not call.gradient_threshold:
         return 0
     return 2 if call.reports_dropped_mass else int(keep_cache)
 
 
-def num_live_tiles(kernel_call: KernelCall) -> int:
+def count_visited_tiles(kernel_call: KernelCall) -> int:
     """The tiles to visit: not those of padding alone, if the number of live columns is static."""
     num_columns = kernel_call.operands.num_columns
     if isinstance(num_columns, int):
-        return max(1, min(kernel_call.shape.num_tiles, kernel_call.shape.tiles_of(num_columns)))
+        return max(1, min(kernel_call.shape.num_tiles, kernel_call.shape.count_tiles(num_columns)))
     return kernel_call.shape.num_tiles
 
 
@@ -109,9 +109,10 @@ def joined(
     """
     call, shape, host = kernel_call.call, kernel_call.shape, kernel_call.host
     most, per_launch = (
-        of(call, shape, kernel_call.generation.budget) for of in (_chunks.launch_tiles, _chunks.launch_groups)
+        of(call, shape, kernel_call.generation.budget)
+        for of in (_chunks.choose_launch_tiles, _chunks.choose_launch_groups)
     )
-    groups_of_launches = range(0, _chunks.num_groups(shape), per_launch)
+    groups_of_launches = range(0, _chunks.count_groups(shape), per_launch)
     parted = Parted(per_launch, shape.part_tiles) if shape.has_parts else None
 
     def memory(count: int, more_fields: int = 0) -> Any:
@@ -140,19 +141,19 @@ def joined(
         return cache, groups, maxima
 
     maxima = host.empty(maxima_shape(kernel_call, kept_fields), jnp.float32) if kept_fields else None
-    start = cache, memory(_chunks.num_groups(shape), more_fields), maxima
+    start = cache, memory(_chunks.count_groups(shape), more_fields), maxima
     cache, groups, maxima = host.loop(groups_of_launches, window, host.vary_like(start, kernel_call.prepared))
     return groups, cache, maxima
 
 
 def maxima_shape(kernel_call: KernelCall, kept_fields: int) -> tuple[int, int, int]:
     """What `joined` keeps of each tile: [tiles, fields, Tp]."""
-    most = _chunks.launch_groups(kernel_call.call, kernel_call.shape, kernel_call.generation.budget)
-    launches = -(-_chunks.num_groups(kernel_call.shape) // most)
-    return launches * most * GROUP, kept_fields, kernel_call.shape.padded_tokens
+    most = _chunks.choose_launch_groups(kernel_call.call, kernel_call.shape, kernel_call.generation.budget)
+    num_launches = -(-_chunks.count_groups(kernel_call.shape) // most)
+    return num_launches * most * GROUP, kept_fields, kernel_call.shape.padded_tokens
 
 
-def join_all(
+def join_groups(
     host: Host,
     call: Call,
     row_scale: Float[Array, "Tp"],
@@ -161,7 +162,7 @@ def join_all(
 ) -> Float[Array, "1 fields Tp"]:
     """The union of all groups, in nats."""
     numbers = host.numbers(num_rows, len(groups), 0)
-    joined = host.empty((1, len(_operands.statistic_names(call)), groups.shape[2]), groups.dtype)
+    joined = host.empty((1, len(_operands.list_statistics(call)), groups.shape[2]), groups.dtype)
     joined = host.vary_like(joined, (groups, row_scale))
     with jax.named_scope("join_tiles"):
         return host.launch(join, row_scale, groups, joined, call, -(-len(groups) // GROUP) * GROUP, numbers, True)
@@ -181,9 +182,11 @@ def _window(
     ``launch(span, parts, cache, *weights)`` is called for the tiles that the cache keeps, for the others, and for the
     tile that is copied: each may be empty.
     """
-    shape, whole = kernel_call.shape, _edge.whole_tiles(kernel_call)
+    shape, whole = kernel_call.shape, _edge.count_whole_tiles(kernel_call)
     cached = 0 if cache is None else cache.num_tiles
-    for begin, count, (start, stop, copied) in _chunks.launches(first, last, _pieces(cached, whole, shape.num_tiles)):
+    for begin, count, (start, stop, copied) in _chunks.plan_launches(
+        first, last, _make_pieces(cached, whole, shape.num_tiles)
+    ):
         keeps = stop <= cached
         offset = 0 if copied else shape.column(begin)
         span = kernel_call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
@@ -193,7 +196,7 @@ def _window(
     return parts, cache
 
 
-def _pieces(cached: int, whole: int, num_tiles: int) -> list[Piece]:
+def _make_pieces(cached: int, whole: int, num_tiles: int) -> list[Piece]:
     """The tiles [start, stop) of each kind of launch, and whether it reads a copy."""
     middle = min(cached, whole)
     pieces = [(0, middle, False), (middle, whole, False), (whole, num_tiles, True)]
@@ -205,7 +208,7 @@ def kl_statistics(
 ) -> tuple[KLStatistics, KLCache | None]:
     """Eqs. 1 and 6 of the whole shard of two heads, and what ``cache_bytes`` hold of the first tiles."""
     kernel_call = KernelCall.prepare_heads(plan, shard, generation)
-    cached = _chunks.num_cached_kl_tiles(plan, kernel_call.shape) if keep_cache else 0
+    cached = _chunks.count_cached_kl_tiles(plan, kernel_call.shape) if keep_cache else 0
 
     def launch(span: Array, parts: Array, cache: KLCache | None, *weights: Array) -> tuple[Array, KLCache | None]:
         given = generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), span, parts, cache, plan.direction
@@ -258,7 +261,10 @@ def _fold_tiles[S](
     ``merge`` gets None where there is one window of tiles, and as ``count`` how many of them there are, if not all.
     """
     host, shape = kernel_call.host, kernel_call.shape
-    num_tiles, most = shape.tiles_of(columns), _chunks.launch_kl_tiles(shape, kernel_call.generation.budget, columns)
+    num_tiles, most = (
+        shape.count_tiles(columns),
+        _chunks.choose_kl_launch_tiles(shape, kernel_call.generation.budget, columns),
+    )
 
     def window(first: Any, carry: tuple[S, KLCache | None]) -> tuple[S, KLCache | None]:
         running, cache = carry

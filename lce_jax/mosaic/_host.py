@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mosaic._live_tiles import Batch, place
+from lce_jax.mosaic._active_tiles import Batch, place
 from lce_jax.types import _jax
 from lce_jax.types._types import Call
 from lce_jax.xla import _logits
@@ -50,7 +50,7 @@ class Host(Protocol):
         """H · w of each token's columns of the vocabulary, [T, K], summed in float32; anything at the column -1."""
 
     def put(self, x: Any, columns: Any, values: Any, numbers: Any, *of_live_tiles: Any) -> Any:
-        """``x`` with the values [T, K] rounded at their places, which differ: `lce_jax.mosaic._live_tiles.place`."""
+        """``x`` with the values [T, K] rounded at their places, which differ: `lce_jax.mosaic._active_tiles.place`."""
 
     def vary_like[T](self, tree: T, like: Any) -> T:
         """``tree`` with the type that a loop's carry needs, where it is to hold what is computed from ``like``."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from lce_jax.mosaic import _chunks, _operands
 from lce_jax.mosaic._call import Generation
-from lce_jax.mosaic._operands import Geometry, geometry
-from lce_jax.mosaic.common._tiles import live_shape
+from lce_jax.mosaic._operands import Geometry, make_geometry
+from lce_jax.mosaic.common._tiles import active_tiles_shape
 from lce_jax.types._types import OVERWRITES, Call, Plan, cache_notes, candidate_notes
 from lce_jax.types.scalars import format_bytes
 from lce_jax.xla._kl import KLPlan
@@ -16,18 +16,18 @@ from lce_jax.xla._kl import KLPlan
 
 def plan(call: Call, generation: Generation, name: str) -> Plan:
     """Tiles and bytes of ``call``."""
-    shape = geometry(call, generation.tiling)
-    of_gradients = geometry(call.single_part, generation.tiling)
+    shape = make_geometry(call, generation.tiling)
+    of_gradients = make_geometry(call.single_part, generation.tiling)
     backward = _backward(call, of_gradients, generation)
     copied = _copied_bytes(call, shape)
-    groups = _chunks.num_groups(shape)
+    groups = _chunks.count_groups(shape)
     gathered = groups * call.shards if call.shards > 1 else 0
-    arrays = _chunks.launch_tiles(call, shape, generation.budget) + groups + gathered
+    arrays = _chunks.choose_launch_tiles(call, shape, generation.budget) + groups + gathered
     statistics = 4 * math.prod(_operands.statistics_shape(call, shape, arrays))
     live = call.gradient_threshold > 0
     maxima = (1 + call.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if live else 0
-    mask = 4 * math.prod(live_shape(call)) if live else 0
-    cached = _chunks.num_cached_tiles(call, shape)
+    mask = 4 * math.prod(active_tiles_shape(call)) if live else 0
+    cached = _chunks.count_cached_tiles(call, shape)
     return Plan(
         implementation=name,
         refused={},
@@ -51,13 +51,16 @@ def plan(call: Call, generation: Generation, name: str) -> Plan:
 def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
     """Tiles and bytes of `lce_jax.linear_kl` on one device."""
     student, teacher = kl.calls
-    shape = geometry(student, generation.tiling)
-    copied = [_copied_bytes(call, geometry(call, generation.tiling)) for call in kl.calls]
-    cached, tiles = _chunks.num_cached_kl_tiles(kl, shape), shape.tiles_of(kl.columns)
+    shape = make_geometry(student, generation.tiling)
+    copied = [_copied_bytes(call, make_geometry(call, generation.tiling)) for call in kl.calls]
+    cached, tiles = _chunks.count_cached_kl_tiles(kl, shape), shape.count_tiles(kl.columns)
     left = shape.num_tiles - cached
-    chunk = _chunks.chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
+    chunk = _chunks.choose_chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
     statistics = (
-        4 * shape.padded_tokens * _chunks.KL_FIELDS * _chunks.launch_kl_tiles(shape, generation.budget, kl.columns)
+        4
+        * shape.padded_tokens
+        * _chunks.KL_FIELDS
+        * _chunks.choose_kl_launch_tiles(shape, generation.budget, kl.columns)
     )
     sums = 4 * math.prod(_chunks.dhidden_shape(student, shape))
     # Beside copies of hidden states where tiles of one head wait for the other's.
@@ -112,12 +115,17 @@ def _backward(call: Call, shape: Geometry, generation: Generation) -> _Backward:
     item = call.dtype.itemsize
     sums = 4 * math.prod(_chunks.dhidden_shape(call, shape))
     of_adapter = 4 * math.prod(_chunks.dhidden_shape(call.replace(hidden_size=call.rank), shape)) if call.rank else 0
-    cached = _chunks.num_cached_tiles(call, shape)
+    cached = _chunks.count_cached_tiles(call, shape)
     overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
-    columns = max((_chunks.chunk_tiles(call, shape, generation.budget, part) for part in parts), default=0) * shape.tile
+    columns = (
+        max((_chunks.choose_chunk_tiles(call, shape, generation.budget, part) for part in parts), default=0)
+        * shape.tile
+    )
     if call.gradient_threshold:
-        slots = _chunks.live_slots(call, shape, generation.budget, generation.tunings.of(call, "dlogits").cluster)
+        slots = _chunks.choose_active_slots(
+            call, shape, generation.budget, generation.tunings.of(call, "dlogits").cluster
+        )
         lists = 5 * 4 * shape.num_tiles * shape.row_blocks
         return _Backward(columns, slots * shape.row_block * shape.tile * item + lists + sums)
     if overwritten == shape.num_tiles and _writes_dhidden_once(call, shape):
@@ -164,7 +172,7 @@ def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
             f"in place of {-(-call.columns // shape.tile)}"
         )
     if call.cache_budget and not call.gradient_threshold:
-        cached = _chunks.num_cached_tiles(call, shape)
+        cached = _chunks.count_cached_tiles(call, shape)
         notes += cache_notes(call, cached, shape.num_tiles, _chunks.cached_tile_bytes(call, shape))
         if cached and _chunks.can_overwrite_cache(shape):
             notes.append(OVERWRITES)

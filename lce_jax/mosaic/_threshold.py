@@ -22,15 +22,15 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax.mathematics._statistics import Normalizer
-from lce_jax.mosaic import _candidates, _chunks, _edge, _live_tiles, _mean, _operands
+from lce_jax.mosaic import _active_tiles, _candidates, _chunks, _edge, _mean, _operands
+from lce_jax.mosaic._active_tiles import Sizes, make_orders, make_worklist
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._host import TRACED
-from lce_jax.mosaic._live_tiles import Sizes, lists, orders
 from lce_jax.mosaic.common import _select as kernels
-from lce_jax.mosaic.common._dlogits import live_dlogits
-from lce_jax.mosaic.common._products import update_live_dhidden, write_live_dweight
-from lce_jax.mosaic.common._tiles import live_shape
+from lce_jax.mosaic.common._dlogits import active_dlogits
+from lce_jax.mosaic.common._products import update_active_dhidden, write_active_dweight
+from lce_jax.mosaic.common._tiles import active_tiles_shape
 from lce_jax.mosaic.common._tokens import zeros
 from lce_jax.types._types import Call, Operands, Primals, RowCoefficients
 
@@ -48,9 +48,9 @@ class TileStatistics(NamedTuple):
     held: Int[Array, "tiles blocks"] | None = None  # 1 where a tile holds a candidate
 
 
-def tile_statistics(kernel_call: KernelCall, maxima: Float[Array, "tiles kept Tp"]) -> TileStatistics:
+def make_tile_statistics(kernel_call: KernelCall, maxima: Float[Array, "tiles kept Tp"]) -> TileStatistics:
     """Of a shard."""
-    always = jnp.asarray(always_live(kernel_call), jnp.int32)
+    always = jnp.asarray(find_padded_tile(kernel_call), jnp.int32)
     of_tokens = kernel_call.prepared.targets, kernel_call.prepared.row_scale
     return TileStatistics(maxima, *of_tokens, always, held(kernel_call, kernel_call.operands.candidates))
 
@@ -59,13 +59,13 @@ def held(kernel_call: KernelCall, columns: Int[Array, "T K"] | None) -> Int[Arra
     """The tiles that hold one of these columns, -1 for none."""
     if columns is None:
         return None
-    sizes, shape = (kernel_call.shape.row_block, kernel_call.shape.tile), live_shape(kernel_call.call)
-    return kernel_call.host.compute(_live_tiles.held, columns, kernel_call.prepared.num_rows, sizes, shape)
+    sizes, shape = (kernel_call.shape.row_block, kernel_call.shape.tile), active_tiles_shape(kernel_call.call)
+    return kernel_call.host.compute(_active_tiles.held, columns, kernel_call.prepared.num_rows, sizes, shape)
 
 
-def always_live(kernel_call: KernelCall) -> Int[Array, ""] | int:
+def find_padded_tile(kernel_call: KernelCall) -> Int[Array, ""] | int:
     """The tile where padding begins, which `_edge` contracts; -1 if there is none."""
-    return -1 if kernel_call.operands.num_columns is None else _edge.contracted_tiles(kernel_call)
+    return -1 if kernel_call.operands.num_columns is None else _edge.count_contracted_tiles(kernel_call)
 
 
 def select(
@@ -98,9 +98,9 @@ def gradients(
     dweight is in the weight's dtype, or added to the fp32 sum ``dweight``.
     """
     kernel_call = KernelCall.prepare(operands, call, generation)
-    factors = _operands.row_factors(rows, kernel_call.shape.padded_tokens)
+    factors = _operands.stack_row_factors(rows, kernel_call.shape.padded_tokens)
     sums, total = walk(kernel_call, factors, _candidates.of_rows(kernel_call, factors, rows), live, dweight)
-    gradients = _chunks.total_dhidden(sums, call), total
+    gradients = _chunks.sum_dhidden(sums, call), total
     if rows.uniform is not None:
         gradients = _mean.add_gradients(operands, call, rows.uniform, *gradients)
     return Primals(*gradients)
@@ -116,9 +116,11 @@ def walk(
     """The parts of dhidden, and dweight, from the coefficients as the kernels take them."""
     call, generation, host, prepared = kernel_call.call, kernel_call.generation, kernel_call.host, kernel_call.prepared
     adds = dweight is not None
-    sizes = sizes_of(kernel_call)
+    sizes = make_sizes(kernel_call)
     with jax.named_scope("worklist"):
-        work = host.compute(lists, sizes, host.numbers(*orders(sizes)), live, _edge.contracted_tiles(kernel_call))
+        work = host.compute(
+            make_worklist, sizes, host.numbers(*make_orders(sizes)), live, _edge.count_contracted_tiles(kernel_call)
+        )
     entries = None if candidates is None else candidates.entries(kernel_call, work, sizes)
     sums: Any = None
     if call.gradients.hidden:
@@ -129,24 +131,24 @@ def walk(
     def step(i: Any, carry: Any) -> Any:
         sums, dweight = carry
         along = work, sizes, host.numbers(i, prepared.num_rows, prepared.num_columns)
-        d = host.launch(live_dlogits, generation, kernel_call.arrays, prepared.weight, call, factors, *along)
+        d = host.launch(active_dlogits, generation, kernel_call.arrays, prepared.weight, call, factors, *along)
         d = d if candidates is None else host.put(d, *candidates, along[2], entries, *along[:2])
         if call.gradients.hidden:
-            sums = host.launch(update_live_dhidden, generation, sums, d, prepared.weight, call, *along)
+            sums = host.launch(update_active_dhidden, generation, sums, d, prepared.weight, call, *along)
         if not call.gradients.weight:
             return sums, None
-        return sums, host.launch(write_live_dweight, generation, dweight, d, prepared.hidden, call, *along, adds)
+        return sums, host.launch(write_active_dweight, generation, dweight, d, prepared.hidden, call, *along, adds)
 
     start = sums, total if call.gradients.weight else None
     carry = host.vary_like(start, (prepared, factors, candidates, live))
     sums, total = host.loop(range(sizes.batches), step, carry)
-    has_edge = call.gradients.hidden and _edge.is_left(kernel_call)
+    has_edge = call.gradients.hidden and _edge.has_edge_tile(kernel_call)
     return (_edge.update_dhidden(kernel_call, factors, candidates, sums)[0] if has_edge else sums), total
 
 
-def sizes_of(kernel_call: KernelCall) -> Sizes:
+def make_sizes(kernel_call: KernelCall) -> Sizes:
     """Those of the call's lists."""
     call, shape, generation = kernel_call.call, kernel_call.shape, kernel_call.generation
     group = generation.tunings.of(call, "dlogits").cluster  # its blocks share each tile of the weight
-    slots = _chunks.live_slots(call, shape, generation.budget, group)
+    slots = _chunks.choose_active_slots(call, shape, generation.budget, group)
     return Sizes(shape.num_tiles, shape.row_blocks, group, slots, shape.row_block, shape.tile)

@@ -150,7 +150,7 @@ class Part(NamedTuple):
             stats, cache = implementation.statistics(operands, call, keep_cache)
         else:
             if has_kernels:  # kernels send the statistics of each group of tiles
-                parts, cache = mosaic.in_parts(operands, call, keep_cache)
+                parts, cache = mosaic.partial_statistics(operands, call, keep_cache)
             else:
                 stats, cache = implementation.statistics(operands, call, keep_cache)
                 parts = make_parts(stats)

@@ -354,7 +354,7 @@ def live_shape(x: Tensors, call: TorchCall, way: Way) -> tuple[int, int] | None:
     """The shape of the live tiles, where a forward keeps these."""
     if not (call.jax.gradient_threshold and way.direct) or refusal(x, call) is not None:
         return None
-    return kernels.live_shape(launched_call(x.hidden, x.weight, call, x.temperature is not None))
+    return kernels.active_tiles_shape(launched_call(x.hidden, x.weight, call, x.temperature is not None))
 
 
 def are_live_tiles(cache: Sequence[torch.Tensor]) -> bool:

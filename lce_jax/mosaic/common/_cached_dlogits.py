@@ -241,13 +241,13 @@ def _block_gradient(call: Call, refs: Refs, span: Span, block: Block, values: Se
     label = load(refs.targets) - (span.column + block.column * COLUMNS)
     holds = refs.holds_target[row_block, block.tile] > 0
     row_scale, highest = load(refs.row_scale), load(refs.tile_max.at[block.tile])
-    e, log2_e = of_cache(values[0], refs.output.dtype)
+    e, log2_e = decode_exponentials(values[0], refs.output.dtype)
     d = _gradient(e, log2_e, rows, (highest - rows.max) * row_scale)
     d = d if call.logit_softcap is None else d * cap_derivative(log2_e, highest, row_scale)
-    return HELD.with_target(d, rows, label, holds)
+    return HELD.put_target(d, rows, label, holds)
 
 
-def of_cache(e: Array, dtype: Any) -> tuple[Array, Array]:
+def decode_exponentials(e: Array, dtype: Any) -> tuple[Array, Array]:
     """The exponentials that were kept in ``dtype``, and their logarithms, which are finite."""
     if dtype == jnp.float16:
         e = e * 2.0**-FP16_SHIFT
@@ -327,7 +327,7 @@ def _kl_block_gradient(
     rows = (
         load_fields(MixtureFactors, factors, load) if direction == "jsd" else load_fields(KLCoefficients, factors, load)
     )
-    (e, log2_e), ratio = of_cache(values[0], call.dtype), values[1]
+    (e, log2_e), ratio = decode_exponentials(values[0], call.dtype), values[1]
     down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
     of_p, u = along(rows.factor_p * jnp.exp2(down_p)), log2_e
     if isinstance(rows, MixtureFactors):

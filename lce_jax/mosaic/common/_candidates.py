@@ -19,18 +19,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mathematics import _logprobs
-from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist, place
-from lce_jax.mosaic._operands import RowFactors, SavedLayout, kept_statistics, lay_out_saved
+from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist, place
+from lce_jax.mosaic._operands import RowFactors, SavedLayout, lay_out_saved, list_saved_statistics
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tokens import (
     THREADS,
     BlockRows,
-    before_others,
+    add_barrier,
     block_rows,
-    is_wrong,
+    is_wrong_temperature,
     kernel,
-    numbered,
     on_all_threads,
+    thread_numbers,
 )
 from lce_jax.types._types import Call
 
@@ -110,11 +110,11 @@ class _Kept(NamedTuple):
 
     def at(self, field: Any) -> Any:
         """Where the tokens' numbers of a field lie."""
-        return self.rows.of_field(field, self.stride)
+        return self.rows.field_rows(field, self.stride)
 
     def statistic(self, name: str) -> Any:
         """One of the tokens' statistics."""
-        return self.fields[self.at(self.layout.statistics + kept_statistics(self.call).index(name))]
+        return self.fields[self.at(self.layout.statistics + list_saved_statistics(self.call).index(name))]
 
     def id(self, k: Any) -> Any:
         """The tokens' candidate of a number."""
@@ -237,19 +237,19 @@ def place_values(
             column = own - on_all_threads(numbers[2])
             there = (last == on_all_threads(k)) & (column >= 0) & (column < on_all_threads(numbers[4]))
             # With few tokens the rows after them hold anything.
-            there = there & (on_all_threads(rows.first) + numbered() < on_all_threads(numbers[0]))
+            there = there & (on_all_threads(rows.first) + thread_numbers() < on_all_threads(numbers[0]))
             columns.at[rows.here, k][...] = jnp.where(there, column, on_all_threads(-1))
             row, x = RowFactors.of([factors[f, rows.here] for f in range(factors.shape[0])]), of.x(k)
             term = total * _logprobs.compute_row_factor(call, of.inverse_temperature)
             term = term if call.logit_softcap is None else term * _logprobs.cap_derivative(x)
             if has_temperature:
-                term = jnp.where(is_wrong(of.temperature), 0.0, term)
+                term = jnp.where(is_wrong_temperature(of.temperature), 0.0, term)
             is_label = column == targets[rows.here]
             values.at[rows.here, k][...] = (
                 row.at(x, row_scale[rows.here], is_label, call.logit_softcap is not None) + term
             )
 
-        pl.when(jnp.logical_not(rows.whole))(before_others(pad))
+        pl.when(jnp.logical_not(rows.whole))(add_barrier(pad))
         pl.when(rows.live)(write)
 
     outputs = [jax.ShapeDtypeStruct((rows, most), dtype) for dtype in (jnp.int32, jnp.float32)]
@@ -272,7 +272,7 @@ def put(
     work: Worklist | None = None,
     sizes: Sizes | None = None,
 ) -> Float[Array, "n m"]:
-    """``x`` with the values at their places, which `lce_jax.mosaic._live_tiles.place` finds."""
+    """``x`` with the values at their places, which `lce_jax.mosaic._active_tiles.place` finds."""
     (tokens, most), lists = columns.shape, () if work is None else (entries, work.sums, work.cells)
 
     def body(x: Any, columns: Any, values: Any, numbers: Any, *refs: Any) -> None:

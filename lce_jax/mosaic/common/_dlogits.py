@@ -17,12 +17,12 @@ import jax.numpy as jnp
 
 from lce_jax.mathematics._kl import Direction, KLCoefficients
 from lce_jax.mosaic import _pallas
+from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist
 from lce_jax.mosaic._call import Generation, Machine
-from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist
 from lce_jax.mosaic._operands import KLOperands, Prepared, Span
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common import _heads, _logits
-from lce_jax.mosaic.common._epilogue import HELD, rows_of, send, staging, without_padding
+from lce_jax.mosaic.common._epilogue import HELD, make_staging, send, warpgroup_rows, without_padding
 from lce_jax.mosaic.common._heads import (
     BLOCKS,
     STRIP,
@@ -33,14 +33,14 @@ from lce_jax.mosaic.common._heads import (
     MixtureRatios,
     Multiply,
     along,
-    block_of,
+    compute_x,
     load_fields,
     load_mixture_factors,
+    multiply_exp2,
     relative,
-    strip_of,
-    times_exp2,
-    unless_padding,
-    x_of,
+    skip_padding,
+    take_block,
+    take_strip,
 )
 from lce_jax.mosaic.common._logits import softcap
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, STAGING_COLUMNS, TILE_N, Matmul, Tile, multiple_of
@@ -105,11 +105,11 @@ def _kernel(
         where = DlogitsWhere(column, number, span.num_columns, tile.row, tile.column)
         write_dlogits(matmul.call, refs, tile, where, multiply, slots)
 
-    slots = staging(machine, matmul, output.shape[1], output.dtype)
+    slots = make_staging(machine, matmul, output.shape[1], output.dtype)
     _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots, *adapter)
 
 
-def live_dlogits(
+def active_dlogits(
     generation: Generation,
     prepared: Prepared,
     weight: Float[Array, "V H"],
@@ -125,14 +125,16 @@ def live_dlogits(
     """
     machine, matmul = generation.machine, _logits.logits(call, generation.tunings.of(call, "dlogits"))
     output = jax.ShapeDtypeStruct((sizes.slots * ROW_BLOCK, TILE_N), call.dtype)
-    run = machine.kernel(matmul, functools.partial(_live_kernel, machine, matmul, sizes), [output], "lce_live_dlogits")
+    run = machine.kernel(
+        matmul, functools.partial(_active_kernel, machine, matmul, sizes), [output], "lce_active_dlogits"
+    )
     per_token = (prepared.targets, prepared.row_scale, prepared.holds_target, prepared.mask, factors)
     floor = [] if prepared.floor is None else [prepared.floor]
     (result,) = run(prepared.hidden, weight, *per_token, work.order, work.sums, work.cells, numbers, *floor)
     return result
 
 
-def _live_kernel(
+def _active_kernel(
     machine: Machine,
     matmul: Matmul,
     sizes: Sizes,
@@ -157,8 +159,8 @@ def _live_kernel(
         where = DlogitsWhere(tile.column, tile.vocabulary_tile, num_columns, tile.slot * ROW_BLOCK, 0)
         write_dlogits(matmul.call, refs, tile, where, multiply, slots)
 
-    slots = staging(machine, matmul, TILE_N, output.dtype)
-    _logits.walk_live_logits(machine, matmul, hidden, weight, cells, order, sizes, batch, consume, slots)
+    slots = make_staging(machine, matmul, TILE_N, output.dtype)
+    _logits.walk_active_logits(machine, matmul, hidden, weight, cells, order, sizes, batch, consume, slots)
 
 
 class DlogitsRefs(NamedTuple):
@@ -185,12 +187,12 @@ class DlogitsWhere(NamedTuple):
 
 def write_dlogits(call: Call, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere, multiply: Any, slots: Any) -> None:
     """A warpgroup's part of a tile, from its products to the output."""
-    output_rows, cap = rows_of(where.output_row), call.logit_softcap
-    row_scale = HELD.load_rows(refs.row_scale, rows_of(tile.row))
-    rows = HELD.load_factors(refs.factors, rows_of(tile.row))
-    target = HELD.load_rows(refs.targets, rows_of(tile.row)) - where.column
+    output_rows, cap = warpgroup_rows(where.output_row), call.logit_softcap
+    row_scale = HELD.load_rows(refs.row_scale, warpgroup_rows(tile.row))
+    rows = HELD.load_factors(refs.factors, warpgroup_rows(tile.row))
+    target = HELD.load_rows(refs.targets, warpgroup_rows(tile.row)) - where.column
     holds = refs.holds_target[tile.row_block, where.number] > 0
-    floor = None if refs.floor is None else HELD.load_rows(refs.floor, rows_of(tile.row))
+    floor = None if refs.floor is None else HELD.load_rows(refs.floor, warpgroup_rows(tile.row))
     z = multiply()
     real = functools.partial(without_padding, column=where.column, num_columns=where.num_columns, mask=refs.mask)
     z = real(z) if cap is None else z
@@ -199,10 +201,10 @@ def write_dlogits(call: Call, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere
         block = z[:, start : start + STAGING_COLUMNS]
         if cap is not None:  # a block at a time: a second tile beside the first would spill its registers
             block = real(softcap(block, cap, call), start=start)
-        block = HELD.reaching(block, floor)
+        block = HELD.apply_floor(block, floor)
         d = HELD.gradient(block, row_scale, rows)
         d = d if cap is None else d * (1.0 - block * block)
-        d = HELD.with_target(d, rows, target - start, holds)
+        d = HELD.put_target(d, rows, target - start, holds)
         send(d, i, slots, output_rows, refs.output, where.output_column + start)
 
 
@@ -244,10 +246,10 @@ def write_kl_dlogits(
     refs: KLRefs, direction: Direction, tile: Tile, where: KLWhere, multiply: Multiply, hold: Hold
 ) -> None:
     """A warpgroup's part of a tile, from its products to the output."""
-    rows = functools.partial(rows_of, tile.row)
+    rows = functools.partial(warpgroup_rows, tile.row)
     p, q = refs.heads
-    held = hold(x_of(p.call, multiply[0](), refs.mask, where))
-    x = x_of(q.call, multiply[1](), refs.mask, where)
+    held = hold(compute_x(p.call, multiply[0](), refs.mask, where))
+    x = compute_x(q.call, multiply[1](), refs.mask, where)
     gradient = (
         _mixture_gradient(refs, rows, where) if direction == "jsd" else _kl_gradient(refs, rows, direction == "reverse")
     )
@@ -269,7 +271,7 @@ def _kl_gradient(refs: KLRefs, rows: Callable[[], Any], reverse: bool) -> Gradie
     row_scales = HELD.load_rows(p.row_scale, rows()), HELD.load_rows(q.row_scale, rows())
 
     def of_block(held: HeldTile, x: Array, i: int) -> Array:
-        both = held.block(i), block_of(x, i)
+        both = held.block(i), take_block(x, i)
         d = _block_gradient(both, row_scales, factors, reverse)
         return _through_cap((p if reverse else q).call, d, both[0] if reverse else both[1])
 
@@ -283,14 +285,14 @@ def _mixture_gradient(refs: KLRefs, rows: Callable[[], Any], where: KLWhere) -> 
         x_p = held.strip(column)
         factors, row_scales = load_mixture_factors(refs, rows)
         own = MixtureRatios.of((x_p, x), row_scales, factors)
-        d = times_exp2(own.u_p, factors.factor_p * (own.of_p - factors.mean))
+        d = multiply_exp2(own.u_p, factors.factor_p * (own.of_p - factors.mean))
         return _through_cap(refs.heads[0].call, d, x_p)
 
     def of_block(held: HeldTile, x: Array, i: int) -> Array:
         first = i * STAGING_COLUMNS
         strips = [
-            unless_padding(
-                where, column, functools.partial(of_strip, held, column), jnp.zeros_like, strip_of(x, column)
+            skip_padding(
+                where, column, functools.partial(of_strip, held, column), jnp.zeros_like, take_strip(x, column)
             )
             for column in range(first, first + STAGING_COLUMNS, STRIP)
         ]

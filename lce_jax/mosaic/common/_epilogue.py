@@ -42,11 +42,11 @@ def without_padding(
     padding, the second half says it of a tile of nothing but padding. A comparison with an iota would cost every tile,
     because the compiler hoists it out of the branch.
     """
-    replace = functools.partial(_replaced, z, column, num_columns, mask, PADDING, start)
+    replace = functools.partial(_replace_padding, z, column, num_columns, mask, PADDING, start)
     return lax.cond(column + TILE_N > num_columns, replace, lambda: z)
 
 
-def lowest_live(
+def min_unpadded(
     z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, start: Any = 0
 ) -> Float[Array, "64"]:
     """The smallest number of each row that is no padding.
@@ -56,12 +56,12 @@ def lowest_live(
     """
 
     def of_real() -> Array:
-        return folded(_replaced(z, column, num_columns, mask, -PADDING, start), jnp.minimum)
+        return fold_columns(_replace_padding(z, column, num_columns, mask, -PADDING, start), jnp.minimum)
 
-    return jnp.min(lax.cond(column + TILE_N > num_columns, of_real, lambda: folded(z, jnp.minimum)), axis=1)
+    return jnp.min(lax.cond(column + TILE_N > num_columns, of_real, lambda: fold_columns(z, jnp.minimum)), axis=1)
 
 
-def folded(z: Float[Array, "64 256"], function: Callable[[Array, Array], Array]) -> Float[Array, "64 8"]:
+def fold_columns(z: Float[Array, "64 256"], function: Callable[[Array, Array], Array]) -> Float[Array, "64 8"]:
     """A tile, reduced by each thread alone.
 
     What branches return: the shuffles of a whole reduction in one would have the compiler take all that follow it for
@@ -70,7 +70,7 @@ def folded(z: Float[Array, "64 256"], function: Callable[[Array, Array], Array])
     return functools.reduce(function, (z[:, start : start + FOLDED] for start in range(0, z.shape[1], FOLDED)))
 
 
-def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: Any = 0) -> Array:
+def _replace_padding(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: Any = 0) -> Array:
     ragged, width = lax.div(num_columns, TILE_N) * TILE_N, z.shape[1]
     first = jnp.clip(column - ragged, 0, TILE_N) + start
     padding = plgpu.load(mask.at[pl.ds(first, width)], layout=HELD.per_column, optimized=False)
@@ -81,12 +81,12 @@ def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, 
 HELD = AccumulatorLayout(WARPGROUP_ROWS)
 
 
-def rows_of(row: Any) -> Any:
+def warpgroup_rows(row: Any) -> Any:
     """The 64 rows of this warpgroup, of a tile that begins at ``row``."""
     return pl.ds(row + lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
 
-def staging(machine: Machine, matmul: Matmul, columns: int, dtype: Any) -> Any:
+def make_staging(machine: Machine, matmul: Matmul, columns: int, dtype: Any) -> Any:
     """Shared memory through which an epilogue sends a [T, columns] output: the slots of each compute warpgroup.
 
     None without TMA: epilogues then store what registers hold.
@@ -152,7 +152,7 @@ def send_product(multiply: Any, slots: Any, row: Any, output: Any, column: Any, 
     Each block is rounded to the output's dtype: dweight's is the weight's, or fp32 if it is added; dhidden's is chosen
     in `_chunks`.
     """
-    values, rows = multiply(), rows_of(row)
+    values, rows = multiply(), warpgroup_rows(row)
     rows = pl.ds(pl.multiple_of(rows.start, ATOM_ROWS), rows.size)
     width = STAGING_COLUMNS if slots is None else slots.shape[-1]
     for i, start in enumerate(range(0, values.shape[1], width)):

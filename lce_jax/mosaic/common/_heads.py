@@ -190,7 +190,7 @@ class HeldTile(NamedTuple):
     def of(cls, x: Float[Array, "64 256"], blocks: Any, load: Callable[[Any], Array]) -> HeldTile:
         """``x``, written to ``blocks``."""
         for i in range(BLOCKS):
-            blocks.at[i][...] = block_of(x, i)
+            blocks.at[i][...] = take_block(x, i)
         return cls(blocks, load)
 
     def block(self, i: int) -> Float[Array, "64 64"]:
@@ -206,17 +206,17 @@ class HeldTile(NamedTuple):
 type Hold = Callable[[Array], HeldTile]
 
 
-def block_of(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
+def take_block(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
     """The same of a tile in registers."""
     return x[:, i * STAGING_COLUMNS : (i + 1) * STAGING_COLUMNS]
 
 
-def strip_of(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
+def take_strip(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
     """The same of a tile in registers."""
     return x[:, column : column + STRIP]
 
 
-def x_of(call: Call, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
+def compute_x(call: Call, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
     """The x of eq. 0 from raw products but for the scale, padding marked."""
     x = z if call.logit_softcap is None else softcap(z, call.logit_softcap, call)
     return without_padding(x, where.column, where.num_columns, mask)
@@ -314,9 +314,7 @@ def walk_heads(
     machine.walk_heads(products, Offset(column=span.offset), visit_all, consume, held)
 
 
-def unless_padding[S](
-    where: KLWhere, column: int, compute: Callable[[S], S], otherwise: Callable[[S], S], given: S
-) -> S:
+def skip_padding[S](where: KLWhere, column: int, compute: Callable[[S], S], otherwise: Callable[[S], S], given: S) -> S:
     """``compute(given)`` for a strip with a column that counts.
 
     The branch also keeps the compiler from mixing strips, which would spill more registers.
@@ -357,10 +355,10 @@ class MixtureRatios(NamedTuple):
         if apart:
             of_teacher = Reference(rows.teacher, rows.student, rows.student, MOST)
             of_q = jnp.where(rows.teacher > 0.5, relative_log_ratio(-self.d, -self.d, of_teacher), of_q)
-        return times_exp2(self.u_p, self.of_p), times_exp2(self.u_q, of_q)
+        return multiply_exp2(self.u_p, self.of_p), multiply_exp2(self.u_q, of_q)
 
 
-def times_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
+def multiply_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
     """Zero where e is, also times what is infinite."""
     e = jnp.exp2(u)
     return jnp.where(e > 0.0, e * x, 0.0)

@@ -104,7 +104,7 @@ def _kernel(
 ) -> None:
     output, *maxima = results[len(results) // 2 :]
     most_groups = output.shape[0]
-    names, block, number = _operands.statistic_names(call), lax.axis_index("rows"), lax.axis_index("group")
+    names, block, number = _operands.list_statistics(call), lax.axis_index("rows"), lax.axis_index("group")
     rows, num_parts = block_rows(block), numbers[1]
     begin, stop = None, num_parts
     if parted is not None:

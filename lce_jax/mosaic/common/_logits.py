@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mathematics._statistics import SUMS
+from lce_jax.mosaic._active_tiles import Batch, Sizes, find_row_block
 from lce_jax.mosaic._call import Machine
-from lce_jax.mosaic._live_tiles import Batch, Sizes, row_block_of
-from lce_jax.mosaic._operands import FLOOR, LOG2E, RowFactors, Span, geometry
+from lce_jax.mosaic._operands import FLOOR, LOG2E, RowFactors, Span, make_geometry
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic.common import _tiles
 from lce_jax.mosaic.common._tiles import (
@@ -75,7 +75,7 @@ class AccumulatorLayout(NamedTuple):
         """One value per row, broadcast."""
         return lax.broadcast_in_dim(values, (self.num_rows, columns), (0,))
 
-    def with_target(self, d: Float[Array, "rows n"], rows: RowFactors, label: Float[Array, "rows"], holds: Any) -> Any:
+    def put_target(self, d: Float[Array, "rows n"], rows: RowFactors, label: Float[Array, "rows"], holds: Any) -> Any:
         """A block of dlogits with eq. 4's target at the label, which counts from the block's first column.
 
         ``holds`` says whether the tile has any.
@@ -83,17 +83,17 @@ class AccumulatorLayout(NamedTuple):
 
         def replace() -> Array:
             target = self.along_rows(rows.target, FOLDED)
-            return jnp.concatenate([jnp.where(there, target, x) for there, x in self.by_label(d, label)], axis=1)
+            return jnp.concatenate([jnp.where(there, target, x) for there, x in self.compare_labels(d, label)], axis=1)
 
         return lax.cond(holds, replace, lambda: d)
 
-    def by_label(self, x: Float[Array, "rows n"], label: Float[Array, "rows"]) -> list[tuple[Array, Array]]:
+    def compare_labels(self, x: Float[Array, "rows n"], label: Float[Array, "rows"]) -> list[tuple[Array, Array]]:
         """Of eight columns at a time: whether each is its row's label, and x. Registers would keep an iota of all."""
         place = self.along_rows(label, FOLDED)
         place -= plgpu.broadcasted_iota(jnp.int32, place.shape, 1, layout=self.layout)
         return [(place == start, x[:, start : start + FOLDED]) for start in range(0, x.shape[1], FOLDED)]
 
-    def reaching(self, x: Float[Array, "rows n"], floor: Float[Array, "rows"] | None) -> Float[Array, "rows n"]:
+    def apply_floor(self, x: Float[Array, "rows n"], floor: Float[Array, "rows"] | None) -> Float[Array, "rows n"]:
         """A block with `PADDING` on what is below the rows' floor. The label's own logit counts all the same."""
         return x if floor is None else jnp.where(x < self.along_rows(floor, x.shape[1]), PADDING, x)
 
@@ -114,14 +114,14 @@ def softcap(z: Any, cap: float, call: Call) -> Any:
     return 1.0 - 2.0 / (jnp.exp2(z * (2.0 * LOG2E * call.logit_scale / cap)) + 1.0)
 
 
-class LabelBelow(NamedTuple):
+class LabelBelowFloor(NamedTuple):
     """Where a tile holds the label of a row, below its floor: one column more beside those that reach it."""
 
     there: Bool[Array, "rows"]
     x: Float[Array, "rows"]
 
     @classmethod
-    def of(cls, x: Array, target: Array, floor: Array) -> LabelBelow:
+    def of(cls, x: Array, target: Array, floor: Array) -> LabelBelowFloor:
         """From the label's x, which is anything where the tile holds none, and its column, from the tile's first on."""
         return cls((target >= 0) & (target < TILE_N) & (x < floor), x)
 
@@ -169,7 +169,7 @@ def walk_logits(
 def visit_all(matmul: Matmul, span: Span) -> VisitAll:
     """What visits the logits of the live row groups and the span's vocabulary tiles."""
     tuning, groups = matmul.tuning, row_groups(matmul, span.num_rows)
-    shape = geometry(matmul.call, TILING)
+    shape = make_geometry(matmul.call, TILING)
 
     def column(number: Any) -> Any:
         if not shape.has_parts:
@@ -201,7 +201,7 @@ def num_steps(matmul: Matmul) -> int:
     return -(-matmul.call.hidden_size // tile_k) + -(-matmul.call.rank // tile_k)
 
 
-def walk_live_logits(
+def walk_active_logits(
     machine: Machine,
     matmul: Matmul,
     hidden: Any,
@@ -220,7 +220,7 @@ def walk_live_logits(
         def tile(info: Any, carry: Any) -> Any:
             slot = info.index[0] * tuning.cluster + lax.axis_index("cluster")
             cell = cells[batch.entry + slot]
-            number, row_block = order[lax.div(cell, jnp.int32(sizes.width))], row_block_of(sizes, cell)
+            number, row_block = order[lax.div(cell, jnp.int32(sizes.width))], find_row_block(sizes, cell)
             at = {"row_block": row_block, "vocabulary_tile": number, "slot": slot}
             return visit(Tile(row_block * ROW_BLOCK, number * TILE_N, num_steps(matmul), **at), carry)
 

@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist, find_row_block, sum_before
 from lce_jax.mosaic._call import Generation, Machine
-from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist, row_block_of, sum_before
 from lce_jax.mosaic._operands import Span
 from lce_jax.mosaic._pallas import plgpu
-from lce_jax.mosaic.common._epilogue import send_product, staging
+from lce_jax.mosaic.common._epilogue import make_staging, send_product
 from lce_jax.mosaic.common._tiles import (
     ROW_BLOCK,
     TILE_N,
@@ -83,7 +83,7 @@ def _dhidden_kernel(
         # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
         send_product(multiply, slots, tile.row, output.at[tile.split], tile.column, span.adds)
 
-    slots = staging(machine, matmul, output.shape[2], output.dtype)
+    slots = make_staging(machine, matmul, output.shape[2], output.dtype)
     groups, num_steps = row_groups(matmul, span.num_rows), ceil_div(span.depth, matmul.tuning.tile_k)
     visit_all = functools.partial(_visit_all, matmul, groups, columns, splits, num_steps)
     machine.walk_tiles(matmul, dlogits, weight, Offset(k=span.offset), visit_all, consume, slots)
@@ -129,7 +129,7 @@ def _dweight_kernel(
         row, column = first_row + tile.row, first_column + tile.column
         send_product(multiply, slots, row, output, column, may_add and span.adds_dweight)
 
-    slots = staging(machine, matmul, output.shape[1], output.dtype)
+    slots = make_staging(machine, matmul, output.shape[1], output.dtype)
     num_steps = ceil_div(span.num_rows, matmul.tuning.tile_k)
     visit_all = functools.partial(_visit_all, matmul, groups, columns, 1, num_steps)
     machine.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)
@@ -157,7 +157,7 @@ def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps
     return plgpu.nd_loop((area * splits,), collective_axes="sm", init_carry=carry)(tile)
 
 
-def update_live_dhidden(
+def update_active_dhidden(
     generation: Generation,
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "slots*128 256"],
@@ -173,12 +173,12 @@ def update_live_dhidden(
     """
     machine, tuning = generation.machine, generation.tunings.of(call, "live_dhidden")
     matmul = Matmul(call, tuning, 1, call.vocab_dim, shares_lhs=True)
-    body = functools.partial(_live_dhidden_kernel, machine, matmul, sizes)
+    body = functools.partial(_active_dhidden_kernel, machine, matmul, sizes)
     lists = (*work[:5], work.row_blocks, numbers)
-    return update(machine, matmul, body, "lce_live_dhidden", (dlogits, weight, *lists), sums)
+    return update(machine, matmul, body, "lce_active_dhidden", (dlogits, weight, *lists), sums)
 
 
-def _live_dhidden_kernel(
+def _active_dhidden_kernel(
     machine: Machine,
     matmul: Matmul,
     sizes: Sizes,
@@ -229,11 +229,11 @@ def _live_dhidden_kernel(
         # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
         send_product(multiply, slots, tile.row, output.at[tile.split], tile.column, True)
 
-    slots = staging(machine, matmul, hidden_size, output.dtype)
+    slots = make_staging(machine, matmul, hidden_size, output.dtype)
     machine.walk_tiles(matmul, dlogits, weight, Offset(), visit_all, consume, slots)
 
 
-def write_live_dweight(
+def write_active_dweight(
     generation: Generation,
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "slots*128 256"],
@@ -249,11 +249,11 @@ def write_live_dweight(
     by_rows = call.vocab_dim == 0
     operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
     lists = (work.order, work.sums, work.cells, work.ranks, numbers)
-    body = functools.partial(_live_dweight_kernel, machine, matmul, sizes, by_rows, add)
-    return update(machine, matmul, body, "lce_live_dweight", (*operands, *lists), dweight)
+    body = functools.partial(_active_dweight_kernel, machine, matmul, sizes, by_rows, add)
+    return update(machine, matmul, body, "lce_active_dweight", (*operands, *lists), dweight)
 
 
-def _live_dweight_kernel(
+def _active_dweight_kernel(
     machine: Machine,
     matmul: Matmul,
     sizes: Sizes,
@@ -291,7 +291,7 @@ def _live_dweight_kernel(
             entry, stop = (sum_before(sums, cell + blocks) for blocks in (0, sizes.blocks))
 
             def locate(number: Any) -> StepPlace:
-                row_block = row_block_of(sizes, cells[entry + lax.div(number, jnp.int32(steps_of_block))])
+                row_block = find_row_block(sizes, cells[entry + lax.div(number, jnp.int32(steps_of_block))])
                 token = row_block * ROW_BLOCK + lax.rem(number, jnp.int32(steps_of_block)) * tuning.tile_k
                 in_slots = (entry - batch.entry) * ROW_BLOCK + number * tuning.tile_k
                 return StepPlace(part, in_slots, token) if by_rows else StepPlace(block * ROW_BLOCK, token, in_slots)
@@ -306,5 +306,5 @@ def _live_dweight_kernel(
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         send_product(multiply, slots, tile.row, output, tile.written, add)
 
-    slots = staging(machine, matmul, output.shape[1], output.dtype)
+    slots = make_staging(machine, matmul, output.shape[1], output.dtype)
     machine.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)

@@ -39,14 +39,14 @@ def _shape_refusal(call: Call, generation: Generation) -> str | None:
     if call.columns < TILE_N:
         return f"V must be at least {TILE_N}, one tile, got {call.columns}"
     if call.weight_layout == "hv":
-        return _refusal_of_columns(call, generation)
+        return _column_refusal(call, generation)
     part, atom = call.vocab_part_size, generation.tiling.atom
     if part is not None and not generation.has_tma and part % atom:
         return f"needs vocab_part_size to be a multiple of {atom}, got {part}"
     return None
 
 
-def _refusal_of_columns(call: Call, generation: Generation) -> str | None:
+def _column_refusal(call: Call, generation: Generation) -> str | None:
     """Why a weight [H, V] cannot be tiled."""
     if not generation.has_tma:
         return 'weight_layout must be "vh" on a GPU without TMA'
@@ -67,7 +67,7 @@ def _smem_refusal(call: Call, generation: Generation) -> str | None:
     return None
 
 
-def _beside_lora(call: Call) -> str | None:
+def _find_unsupported_with_lora(call: Call) -> str | None:
     """What of an adapter's call no kernel knows."""
     asked = {
         'weight_layout="hv"': call.weight_layout == "hv",
@@ -84,7 +84,7 @@ def _options_refusal(call: Call, generation: Generation) -> str | None:
         return f"logit_scale must be positive for its running maximum, got {call.logit_scale}"
     if call.gradient_threshold and call.columns % generation.tiling.atom:
         return f"gradient_threshold needs V to be a multiple of {generation.tiling.atom}, got {call.columns}"
-    if call.rank and (wrong := _beside_lora(call)):
+    if call.rank and (wrong := _find_unsupported_with_lora(call)):
         return f"lora with {wrong}: the kernels have not been written for both"
     if call.has_bias:
         return "bias: the kernels' epilogues add none to the products"

@@ -41,7 +41,7 @@ class Ring(NamedTuple):
     consumed: Any
 
 
-def ring_of(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
+def make_ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
     """The stages of a product."""
     tuning, itemsize = matmul.tuning, matmul.call.dtype.itemsize
     swizzles = [widest_swizzle(operand.shape[1], itemsize)[0] for operand in (lhs, rhs)]
@@ -62,7 +62,7 @@ def ring_of(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
     )
 
 
-def stage_of(matmul: Matmul, step: Any) -> Any:
+def find_stage(matmul: Matmul, step: Any) -> Any:
     """That of a step, counted through all tiles. None is negative, which the compiler does not know of itself."""
     return lax.rem(jnp.asarray(step, jnp.int32).astype(jnp.uint32), jnp.uint32(matmul.tuning.stages)).astype(jnp.int32)
 
@@ -70,16 +70,16 @@ def stage_of(matmul: Matmul, step: Any) -> Any:
 def wait_for_last(matmul: Matmul, ring: Ring, total: Any) -> None:
     """Until the last of so many steps are done, whose stages nothing has taken since."""
     first = jnp.maximum(total - matmul.tuning.stages, 0)
-    lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[stage_of(matmul, i)]), None)
+    lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[find_stage(matmul, i)]), None)
 
 
 def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any, _: None) -> None:
     """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
     matmul, lhs = product[:2]
-    tuning, stage = matmul.tuning, stage_of(matmul, before + step)
-    found = None if tile.locate is None else tile.locate(_of_turn(tuning, tile, step)[1])  # while the stage is in use
+    tuning, stage = matmul.tuning, find_stage(matmul, before + step)
+    found = None if tile.locate is None else tile.locate(_find_turn(tuning, tile, step)[1])  # while the stage is in use
     pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
-    turn, number = _of_turn(tuning, tile, step)
+    turn, number = _find_turn(tuning, tile, step)
     produced = ring.produced.at[turn * tuning.stages + stage]
     place = next_place(matmul, offset, tile, number) if found is None else found
     rows, depth = pl.ds(place.row + turn * WARPGROUP_ROWS, ROW_BLOCK // tuning.turns), pl.ds(place.lhs_k, tuning.tile_k)
@@ -97,17 +97,17 @@ def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before:
     product.copy_rhs(place.rhs_k, copy)
 
 
-def _of_turn(tuning: Tuning, tile: Tile, step: Any) -> tuple[Any, Any]:
+def _find_turn(tuning: Tuning, tile: Tile, step: Any) -> tuple[Any, Any]:
     """Which warpgroup's turn a step is in, and its number in the contraction."""
     turn = lax.div(step, jnp.int32(tile.num_steps)) if tuning.turns > 1 else 0
     return turn, tile.first_step + step - turn * tile.num_steps
 
 
-def product_steps(product: Product, tile: Tile) -> Any:
+def count_steps(product: Product, tile: Tile) -> Any:
     """Those of a block in a product of a tile."""
     return product.matmul.tuning.turns * product.part(tile).num_steps
 
 
-def steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
+def count_steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
     """Those before a product of a tile, ``before`` being those before the tile."""
-    return functools.reduce(lambda total, product: total + product_steps(product, tile), products[:number], before)
+    return functools.reduce(lambda total, product: total + count_steps(product, tile), products[:number], before)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mosaic._operands import FLOOR, LOG2E, geometry
+from lce_jax.mosaic._operands import FLOOR, LOG2E, make_geometry
 from lce_jax.mosaic._pallas import pl
-from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING, live_shape
-from lce_jax.mosaic.common._tokens import THREADS, as_int, block_rows, kernel, numbered, on_all_threads
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING, active_tiles_shape
+from lce_jax.mosaic.common._tokens import THREADS, block_rows, kernel, mask_to_int, on_all_threads, thread_numbers
 from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def select(
         numbers: how many rows there are, the stride of fields, and a tile that is live whatever it holds, or -1.
         held: 1 where a tile holds a candidate. None: there are none.
     """
-    shape = geometry(call, TILING)
-    outputs, parts = [jax.ShapeDtypeStruct(live_shape(call), jnp.int32)], -(-shape.num_tiles // TILES)
+    shape = make_geometry(call, TILING)
+    outputs, parts = [jax.ShapeDtypeStruct(active_tiles_shape(call), jnp.int32)], -(-shape.num_tiles // TILES)
     if maxima.shape[1] > 1:
         outputs.append(jax.ShapeDtypeStruct((parts, shape.padded_tokens), jnp.float32))
     body = functools.partial(_select, call, field, held is not None)
@@ -88,7 +88,7 @@ def _select(
 
     def some_may_be() -> None:
         # After the last row come numbers that belong to others, of which nothing is made.
-        there = on_all_threads(block * ROW_BLOCK) + numbered() < count
+        there = on_all_threads(block * ROW_BLOCK) + thread_numbers() < count
         highest, sumexp = (merged[pl.ds((field + i) * stride + block * ROW_BLOCK, THREADS)] for i in range(2))
         of_rows, k = jnp.log(sumexp) * LOG2E, row_scale[rows]
         holds = _holds(_tile_of(targets[rows]), given, tiles, block)
@@ -117,7 +117,7 @@ def _select(
 
 def _holds(of_label: Any, given: Sequence[Any], tiles: list[Any], block: Any) -> list[Any]:
     """More than 0 for each of ``tiles`` that holds the label of the thread's token, or any candidate."""
-    holds = [as_int(of_label == tile) for tile in tiles]
+    holds = [mask_to_int(of_label == tile) for tile in tiles]
     for held in given:
         of_tiles = (held[jnp.minimum(tile, held.shape[0] - 1), block] for tile in tiles)
         holds = [label + on_all_threads(candidate) for label, candidate in zip(holds, of_tiles, strict=True)]

@@ -22,10 +22,10 @@ from lce_jax.mathematics._statistics import MASKED, SUMS, make_statistics
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._chunks import Cache, KLCache
-from lce_jax.mosaic._operands import FLOOR, KLOperands, Prepared, Span, geometry
+from lce_jax.mosaic._operands import FLOOR, KLOperands, Prepared, Span, make_geometry
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _heads, _logits, _tiles
-from lce_jax.mosaic.common._epilogue import HELD, lowest_live, rows_of, send, staging, without_padding
+from lce_jax.mosaic.common._epilogue import HELD, make_staging, min_unpadded, send, warpgroup_rows, without_padding
 from lce_jax.mosaic.common._heads import (
     BLOCKS,
     STRIP,
@@ -36,15 +36,15 @@ from lce_jax.mosaic.common._heads import (
     MixtureRatios,
     Multiply,
     along,
-    block_of,
+    compute_x,
     load_mixture_factors,
     relative,
+    skip_padding,
     store_references,
-    strip_of,
-    unless_padding,
-    x_of,
+    take_block,
+    take_strip,
 )
-from lce_jax.mosaic.common._logits import FOLDED, LabelBelow, extent, softcap
+from lce_jax.mosaic.common._logits import FOLDED, LabelBelowFloor, extent, softcap
 from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N, TILING, WARPGROUP_ROWS, Matmul, Tile, multiple_of
 from lce_jax.types._types import Call, ShardStatistics
 
@@ -127,7 +127,7 @@ def _kernel(
     partial, *kept = results[len(results) // 2 :]
     cache: Any = Cache(*kept) if kept else None
     refs, span = StatisticsRefs(targets, row_scale, holds_target, mask, partial, cache, floor), Span.unpack(scalars)
-    first_tile, shape = _logits.first_tile(span), geometry(matmul.call, TILING)
+    first_tile, shape = _logits.first_tile(span), make_geometry(matmul.call, TILING)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         number = tile.vocabulary_tile
@@ -138,7 +138,7 @@ def _kernel(
         where = StatisticsWhere(column, number, first_tile, span.slot, edge)
         write_statistics(matmul.call, refs, tile, where, multiply, slots)
 
-    slots = None if cache is None else staging(machine, matmul, TILE_N, hidden.dtype)
+    slots = None if cache is None else make_staging(machine, matmul, TILE_N, hidden.dtype)
     _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots, *adapter)
 
 
@@ -147,7 +147,7 @@ def sums(call: Call, u: Array, e: Array) -> list[Array]:
     return [jnp.sum(one.term(u, e), axis=1) for name, one in SUMS.items() if name in call.statistics]
 
 
-def of_sums(call: Call, found: Sequence[Array], **extremes: Array | None) -> ShardStatistics:
+def collect_sums(call: Call, found: Sequence[Array], **extremes: Array | None) -> ShardStatistics:
     """A tile's statistics from its `sums`, and what are none."""
     names = [name for name in SUMS if name in call.statistics]
     return make_statistics(extremes | dict(zip(names, found, strict=True)))
@@ -159,7 +159,7 @@ def store(refs: StatisticsRefs, where: StatisticsWhere, rows: Callable[[], Any],
         refs.partial.at[where.first_slot + where.number, i, rows()][...] = field
 
 
-def as_cached(e: Array, dtype: Any) -> Array:
+def shift_exponentials(e: Array, dtype: Any) -> Array:
     """A tile's exponentials as the cache keeps them, before they are rounded."""
     return e * 2.0**FP16_SHIFT if dtype == jnp.float16 else e
 
@@ -168,7 +168,7 @@ def write_statistics(
     call: Call, refs: StatisticsRefs, tile: Tile, where: StatisticsWhere, multiply: Any, slots: Any
 ) -> None:
     """A warpgroup's part of a tile, from its products to the partial statistics and the cache."""
-    rows = functools.partial(rows_of, tile.row)  # computed where they are needed: no register holds them
+    rows = functools.partial(warpgroup_rows, tile.row)  # computed where they are needed: no register holds them
     row_scale = HELD.load_rows(refs.row_scale, rows())
     target = HELD.load_rows(refs.targets, rows()) - where.column
     holds = refs.holds_target[tile.row_block, where.first_tile + where.number] > 0
@@ -176,11 +176,11 @@ def write_statistics(
     z = multiply()
     if call.logit_softcap is not None:
         z = softcap(z, call.logit_softcap, call)
-    lowest = lowest_live(z, *where.edge) if call.stats and floor is None else None
+    lowest = min_unpadded(z, *where.edge) if call.stats and floor is None else None
     z = without_padding(z, *where.edge)
     at_target = None if floor is None else _target_logit(z, target, holds)
-    label = None if floor is None or at_target is None else LabelBelow.of(at_target, target, floor)
-    z = HELD.reaching(z, floor)
+    label = None if floor is None or at_target is None else LabelBelowFloor.of(at_target, target, floor)
+    z = HELD.apply_floor(z, floor)
     highest = jnp.maximum(jnp.max(z, axis=1), FLOOR)
     highest = highest if label is None else label.highest(highest)
     # With a cache the target comes first, so that z dies block by block; without one the exponentials come first.
@@ -200,7 +200,7 @@ def write_statistics(
         target = HELD.load_rows(refs.targets, rows()) - where.column
     owned = (target >= 0) & (target < TILE_N)
     at_target = jnp.where(owned, (at_target - highest) * row_scale, -jnp.inf)
-    of_tile = of_sums(call, found, max=highest, target=at_target, min=lowest, support=support)
+    of_tile = collect_sums(call, found, max=highest, target=at_target, min=lowest, support=support)
     store(refs, where, rows, of_tile if label is None else label.added(of_tile, row_scale))
 
 
@@ -229,14 +229,14 @@ def _add_sums(z: Array, row_scale: Array, highest: Array, call: Call, send: Any)
 
 
 def _send_exponentials(slots: Any, rows: Any, output: Any, column: Any, i: int, e: Array) -> None:
-    send(as_cached(e, output.dtype), i, slots, rows, output, column + i * STAGING_COLUMNS)
+    send(shift_exponentials(e, output.dtype), i, slots, rows, output, column + i * STAGING_COLUMNS)
 
 
 def _target_logit(z: Array, target: Array, holds: Any) -> Array:
     """The logit, unscaled, at each row's target, 0 where the tile has none; only tiles that hold some target look."""
 
     def look() -> Array:
-        return functools.reduce(jnp.add, (jnp.where(there, x, 0.0) for there, x in HELD.by_label(z, target)))
+        return functools.reduce(jnp.add, (jnp.where(there, x, 0.0) for there, x in HELD.compare_labels(z, target)))
 
     def none() -> Array:
         return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, FOLDED), jnp.float32), HELD.layout)
@@ -287,23 +287,23 @@ def write_kl_statistics(
     direction: Direction, refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multiply, hold: Hold
 ) -> None:
     """A warpgroup's part of a tile, from its products to the partial statistics."""
-    rows = functools.partial(rows_of, tile.row)  # computed where they are needed: no register holds them
+    rows = functools.partial(warpgroup_rows, tile.row)  # computed where they are needed: no register holds them
     p, q = refs.heads
-    x = x_of(p.call, multiply[0](), refs.mask, where)
+    x = compute_x(p.call, multiply[0](), refs.mask, where)
     max_p = jnp.maximum(jnp.max(x, axis=1), FLOOR)
     held = hold(x)
-    x = x_of(q.call, multiply[1](), refs.mask, where)
+    x = compute_x(q.call, multiply[1](), refs.mask, where)
     max_q = jnp.maximum(jnp.max(x, axis=1), FLOOR)
-    at_p = functools.reduce(jnp.maximum, [_at(held.block(i), max_p, block_of(x, i)) for i in range(BLOCKS)])
+    at_p = functools.reduce(jnp.maximum, [_at(held.block(i), max_p, take_block(x, i)) for i in range(BLOCKS)])
     references = max_p, max_q, at_p
     row_scales = HELD.load_rows(p.row_scale, rows()), HELD.load_rows(q.row_scale, rows())
     sums: list[Array] = []
     for column in range(0, TILE_N, STRIP):  # what is kept takes registers too
-        *terms, ratio = _terms((held.strip(column), strip_of(x, column)), references, row_scales, direction)
+        *terms, ratio = _terms((held.strip(column), take_strip(x, column)), references, row_scales, direction)
         parts = [jnp.sum(term, axis=1) for term in terms]
         sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         if refs.cache is not None:
-            _keep(refs.cache, rows, where.column + column, _kept_e(direction, *terms[:2]), ratio)
+            _keep(refs.cache, rows, where.column + column, _cached_exponential(direction, *terms[:2]), ratio)
     found = KLStatistics(*references, *sums)
     _heads.store_fields(refs, where, rows, found)
     if refs.cache is not None:
@@ -326,14 +326,14 @@ def _terms(
     return e_p, jnp.exp2(u_q), cross, -to_v if direction == "reverse" else u_q - u_p
 
 
-def _kept_e(direction: Direction, e_p: Array, e_q: Array) -> Array:
+def _cached_exponential(direction: Direction, e_p: Array, e_q: Array) -> Array:
     return jnp.maximum(e_p, e_q) if direction == "forward" else e_p
 
 
 def _keep(cache: KLCache, rows: Callable[[], Any], column: Any, e: Array, ratio: Array) -> None:
     """Some columns of a `mathematics._kl.CachedRatios`. Not through shared memory, as `dlogits`."""
     columns = pl.ds(multiple_of(column, STRIP), STRIP)
-    for output, values in (cache.e, as_cached(e, cache.e.dtype)), (cache.ratio, ratio):
+    for output, values in (cache.e, shift_exponentials(e, cache.e.dtype)), (cache.ratio, ratio):
         _pallas.store(output.at[rows(), columns], values.astype(output.dtype))
 
 
@@ -344,14 +344,14 @@ def _at(x_p: Float[Array, "64 n"], max_p: Float[Array, "64"], x_q: Float[Array, 
 
 def write_mixture_sums(refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multiply, hold: Hold) -> None:
     """A warpgroup's part of a tile, from its products to the partial sums of a mixture."""
-    rows = functools.partial(rows_of, tile.row)
+    rows = functools.partial(warpgroup_rows, tile.row)
     p, q = refs.heads
-    held = hold(x_of(p.call, multiply[0](), refs.mask, where))
-    x = x_of(q.call, multiply[1](), refs.mask, where)
+    held = hold(compute_x(p.call, multiply[0](), refs.mask, where))
+    x = compute_x(q.call, multiply[1](), refs.mask, where)
     is_above_half = refs.factors[MixtureFactors._fields.index("is_above_half"), 0] > 0.0
 
     def add(column: int, apart: bool, sums: list[Array]) -> list[Array]:
-        both = held.strip(column), strip_of(x, column)
+        both = held.strip(column), take_strip(x, column)
         factors, row_scales = load_mixture_factors(refs, rows)
         terms = MixtureRatios.of(both, row_scales, factors).terms(factors, apart)
         return [total + jnp.sum(term, axis=1) for total, term in zip(sums, terms, strict=True)]
@@ -363,5 +363,5 @@ def write_mixture_sums(refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multi
     zeros = jnp.zeros_like(HELD.load_rows(p.row_scale, rows()))
     sums = [zeros, zeros]
     for column in range(0, TILE_N, STRIP):
-        sums = unless_padding(where, column, functools.partial(add_strip, column), lambda sums: sums, sums)
+        sums = skip_padding(where, column, functools.partial(add_strip, column), lambda sums: sums, sums)
     _heads.store_fields(refs, where, rows, sums)

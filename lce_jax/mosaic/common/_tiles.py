@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mosaic._operands import Geometry, Tiling, geometry
+from lce_jax.mosaic._operands import Geometry, Tiling, make_geometry
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.types._types import Call
 
@@ -54,9 +54,9 @@ DHIDDEN_WAVES = (8 / 4.3e12) / (2 * ROW_BLOCK * TILE_N / 5.5e12)
 TILING = Tiling(row_block=ROW_BLOCK, tile=TILE_N, atom=ATOM_ROWS, most_clustered=2)
 
 
-def live_shape(call: Call) -> tuple[int, int]:
+def active_tiles_shape(call: Call) -> tuple[int, int]:
     """That of the tiles that `select` finds live: vocabulary tiles, and a row block for each thread."""
-    shape = geometry(call, TILING)
+    shape = make_geometry(call, TILING)
     return shape.num_tiles, -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK
 
 

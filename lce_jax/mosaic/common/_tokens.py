@@ -25,8 +25,8 @@ from jax import lax
 
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mosaic import _operands, _pallas
-from lce_jax.mosaic._chunks import num_groups
-from lce_jax.mosaic._operands import LOG2E, Geometry, Marked, geometry, lay_out_saved
+from lce_jax.mosaic._chunks import count_groups
+from lce_jax.mosaic._operands import LOG2E, Geometry, Marked, lay_out_saved, make_geometry
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tiles import SCALED, TILE_N, TILING
 from lce_jax.types import scalars
@@ -44,7 +44,7 @@ def on_all_threads(value: Any, dtype: Any = jnp.int32) -> Any:
     return per_thread(jnp.full((THREADS,), value, dtype))
 
 
-def numbered() -> Any:
+def thread_numbers() -> Any:
     """The number of each thread."""
     return per_thread(lax.iota(jnp.int32, THREADS))
 
@@ -54,7 +54,7 @@ def per_thread(values: Any) -> Any:
     return plgpu.layout_cast(values, plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1))
 
 
-def as_int(mask: Any) -> Any:
+def mask_to_int(mask: Any) -> Any:
     """1 where a thread's own is true, else 0."""
     return jnp.where(mask, on_all_threads(1), on_all_threads(0))
 
@@ -85,12 +85,12 @@ class BlockRows(NamedTuple):
         """The rows of an array of one field."""
         return pl.ds(self.first, THREADS)
 
-    def of_field(self, field: Any, stride: Any) -> Any:
+    def field_rows(self, field: Any, stride: Any) -> Any:
         """The rows of a field of a flat array, whose fields lie one after the other, ``stride`` numbers each."""
         return pl.ds(field * stride + self.first, THREADS)
 
 
-def before_others(write: Callable[[], None]) -> Callable[[], None]:
+def add_barrier(write: Callable[[], None]) -> Callable[[], None]:
     """``write``, and then a barrier: other threads of the block write to some of the same places afterwards."""
 
     def run() -> None:
@@ -140,7 +140,7 @@ def prepare(
         floors: in logits, a flat array. None: every column counts.
         floor_field: the field of that array that they are.
     """
-    shape = geometry(call, TILING)
+    shape = make_geometry(call, TILING)
     blocks, parts = shape.padded_tokens // THREADS, -(-shape.num_tiles // THREADS)
     shapes = [(shape.padded_tokens,), (shape.padded_tokens,), (blocks, parts * THREADS)]
     outputs = list(map(jax.ShapeDtypeStruct, shapes, (jnp.int32, jnp.float32, jnp.int32)))
@@ -162,7 +162,7 @@ def _prepare(call: Call, fields: tuple[int | None, int | None], in_halves: bool,
     floors: Any = None if floor_field is None else given.pop(0)
     numbers, targets, row_scale, holds_target, *rest = given[:1] + given[1 + in_halves :]
     floor: Any = None if floor_field is None else rest.pop(0)
-    part, block, shape = lax.axis_index("part"), lax.axis_index("rows"), geometry(call, TILING)
+    part, block, shape = lax.axis_index("part"), lax.axis_index("rows"), make_geometry(call, TILING)
     count, stride, start, vocab_size = (numbers[i] for i in range(4))
     rows, padded = BlockRows.of(block, count), block_rows(block)
 
@@ -178,12 +178,12 @@ def _prepare(call: Call, fields: tuple[int | None, int | None], in_halves: bool,
         return jnp.where(owned, _place(shape, column), on_all_threads(-1))
 
     def write() -> None:
-        inverse = None if field is None else _logprobs.invert_temperature(temperatures[rows.of_field(field, stride)])
+        inverse = None if field is None else _logprobs.invert_temperature(temperatures[rows.field_rows(field, stride)])
         k = LOG2E * float(_logprobs.compute_row_scale(call, None))
         targets.at[rows.here][...] = target()
         row_scale.at[rows.here][...] = on_all_threads(k, jnp.float32) if inverse is None else k * inverse
         if floor is not None:
-            in_logits = floors[rows.of_field(floor_field, stride)]
+            in_logits = floors[rows.field_rows(floor_field, stride)]
             floor.at[rows.here][...] = _logprobs.unscaled_floor(in_logits, _logprobs.compute_row_scale(call, inverse))
         for ref in rest:
             ref.at[rows.here][...] = label()
@@ -195,11 +195,13 @@ def _prepare(call: Call, fields: tuple[int | None, int | None], in_halves: bool,
             floor.at[padded][...] = on_all_threads(0.0, jnp.float32)
 
     def mark(tile_of_row: Any) -> None:
-        pl.when((part == 0) & jnp.logical_not(rows.whole))(before_others(pad))
+        pl.when((part == 0) & jnp.logical_not(rows.whole))(add_barrier(pad))
         pl.when((part == 0) & rows.live)(write)
         place = lax.cond(rows.live, target, lambda: on_all_threads(-1))
         tile_of_row[...] = lax.shift_right_arithmetic(place, on_all_threads(TILE_BITS))
-        holds_target.at[block, block_rows(part)][...] = _held(on_all_threads(part * THREADS) + numbered(), tile_of_row)
+        holds_target.at[block, block_rows(part)][...] = _held(
+            on_all_threads(part * THREADS) + thread_numbers(), tile_of_row
+        )
 
     pl.run_scoped(mark, plgpu.SMEM((THREADS,), jnp.int32))
 
@@ -253,7 +255,7 @@ def finish(
             a tag for each token, in the first group of a part. Where these differ, the results are NaN.
         floors: in logits. None: every column counts.
     """
-    count = len(_operands.result_statistics(call))
+    count = len(_operands.list_results(call))
     outputs = [jax.ShapeDtypeStruct((call.num_tokens,), jnp.float32)] * count
     outputs.append(jax.ShapeDtypeStruct(kept.shape, kept.dtype))
     given = [joined, ids, *(x for x in (temperatures, tags, floors) if x is not None)]
@@ -278,18 +280,18 @@ def _finish(
     floors: Any = refs[has_temperature + is_split] if call.has_floor else None
     numbers, _, *results, kept = refs[has_temperature + is_split + call.has_floor :]
     rows, stride = BlockRows.of(lax.axis_index("rows"), numbers[0]), numbers[1]
-    names, nan = _operands.statistic_names(call), on_all_threads(jnp.nan, jnp.float32)
+    names, nan = _operands.list_statistics(call), on_all_threads(jnp.nan, jnp.float32)
 
     def write() -> None:
         temperature = temperatures[rows.here] if has_temperature else None
         stats = _statistics.make_statistics({name: joined[0, f, rows.here] for f, name in enumerate(names)})
         floor = floors[rows.here] if floors is not None else None
-        for wrong in wrong_rows(temperature, floor):
+        for wrong in find_wrong_rows(temperature, floor):
             stats = jax.tree.map(lambda x, wrong=wrong: jnp.where(wrong, nan, x), stats)
         k = _logprobs.compute_row_scale(
             call, None if temperature is None else _logprobs.invert_temperature(temperature)
         )
-        labels, groups = ids[rows.here], num_groups(geometry(call, TILING))  # of a shard
+        labels, groups = ids[rows.here], count_groups(make_geometry(call, TILING))  # of a shard
         for first in range(groups, tags.shape[0] if is_split else 0, groups):
             other = tags[first, len(names), rows.here] != tags[0, len(names), rows.here]
             stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
@@ -299,15 +301,15 @@ def _finish(
         if megatron:
             sumexp = stats.sumexp if counts is None else jnp.where(counts, stats.sumexp, 1.0)
             out = out._replace(logprobs=jnp.where(labels >= 0, out.logprobs, -jnp.log(sumexp)))
-        for ref, name in zip(results, _operands.result_statistics(call), strict=True):
+        for ref, name in zip(results, _operands.list_results(call), strict=True):
             ref.at[rows.here][...] = getattr(out, name)
         if temperature is not None:
-            kept.at[rows.of_field(1, stride)][...] = temperature
+            kept.at[rows.field_rows(1, stride)][...] = temperature
         layout = lay_out_saved(call, has_temperature)
         if floor is not None:
-            kept.at[rows.of_field(layout.floor, stride)][...] = floor
-        for field, name in enumerate(_operands.kept_statistics(call), layout.statistics):
-            kept.at[rows.of_field(field, stride)][...] = getattr(stats, name)
+            kept.at[rows.field_rows(layout.floor, stride)][...] = floor
+        for field, name in enumerate(_operands.list_saved_statistics(call), layout.statistics):
+            kept.at[rows.field_rows(field, stride)][...] = getattr(stats, name)
 
     pl.when(rows.live)(write)
 
@@ -326,7 +328,7 @@ def coefficients(
     ``seeds`` are the cotangents that there are, by the fields of `LogprobOutput`, and ``of_candidates`` the Σ g of
     those of candidates. ``numbers`` are those of `finish`.
     """
-    padded = geometry(call, TILING).padded_tokens
+    padded = make_geometry(call, TILING).padded_tokens
     output = jax.ShapeDtypeStruct((3 + ("entropy" in seeds), padded), jnp.float32)
     body = functools.partial(_coefficients, call, has_temperature, tuple(seeds), vocab_size)
     run = kernel(body, [output], "lce_coefficients", {"rows": padded // THREADS})
@@ -339,7 +341,7 @@ def _coefficients(
     seeds, of_candidates, factors = refs[: len(names)], refs[len(names) : -1], refs[-1]
     block, stride = lax.axis_index("rows"), numbers[1]
     rows, padded = BlockRows.of(block, numbers[0]), block_rows(block)
-    fields, layout = _operands.kept_statistics(call), lay_out_saved(call, has_temperature)
+    fields, layout = _operands.list_saved_statistics(call), lay_out_saved(call, has_temperature)
 
     def pad() -> None:
         for f in range(factors.shape[0]):
@@ -348,38 +350,38 @@ def _coefficients(
     def write() -> None:
         first, zero = layout.statistics, on_all_threads(0.0, jnp.float32)
         stats = _statistics.make_statistics(
-            {name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)}
+            {name: kept[rows.field_rows(first + f, stride)] for f, name in enumerate(fields)}
         )
         given = {name: ref[rows.here] for name, ref in zip(names, seeds, strict=True)}
         entropy: Any = given.get("entropy")
         seed = LogprobOutput(given.get("logprobs", zero), entropy, given.get("lse", zero))
-        temperature = kept[rows.of_field(1, stride)] if has_temperature else None
+        temperature = kept[rows.field_rows(1, stride)] if has_temperature else None
         inverse = None if temperature is None else _logprobs.invert_temperature(temperature)
         k, factor = _logprobs.compute_row_scale(call, inverse), _logprobs.compute_row_factor(call, inverse)
         given_to = [sums[rows.here] for sums in of_candidates]
-        floor = kept[rows.of_field(layout.floor, stride)] if call.has_floor else None
+        floor = kept[rows.field_rows(layout.floor, stride)] if call.has_floor else None
         counts = None if floor is None else _logprobs.exclude_empty_rows(None, stats.sumexp)
         found: RowCoefficients = _logprobs.row_coefficients(
             stats, Results(seed), k, factor, counts, call, vocab_size, *given_to
         )
-        for wrong in wrong_rows(temperature, floor):
+        for wrong in find_wrong_rows(temperature, floor):
             found = _logprobs.zero_gradient(found, wrong)
         # With few tokens the rows after them hold anything.
-        there = on_all_threads(rows.first) + numbered() < numbers[0]
-        for f, x in enumerate(jax.tree.leaves(_operands.in_base_2(found))):
+        there = on_all_threads(rows.first) + thread_numbers() < numbers[0]
+        for f, x in enumerate(jax.tree.leaves(_operands.convert_to_base_2(found))):
             factors.at[f, rows.here][...] = jnp.where(there, x, zero)
 
-    pl.when(jnp.logical_not(rows.whole))(before_others(pad))
+    pl.when(jnp.logical_not(rows.whole))(add_barrier(pad))
     pl.when(rows.live)(write)
 
 
-def wrong_rows(temperature: Any, floor: Any) -> list[Any]:
+def find_wrong_rows(temperature: Any, floor: Any) -> list[Any]:
     """Masks of the rows that are NaN: those without such a temperature, and those whose floor is NaN."""
-    found = [] if temperature is None else [is_wrong(temperature)]
+    found = [] if temperature is None else [is_wrong_temperature(temperature)]
     return found if floor is None else [*found, floor != floor]
 
 
-def is_wrong(temperature: Any) -> Any:
+def is_wrong_temperature(temperature: Any) -> Any:
     """Where there is no such temperature. The kernel language cannot negate a mask."""
     return jnp.where(scalars.is_temperature(temperature), on_all_threads(0), on_all_threads(1)) > 0
 
@@ -423,7 +425,7 @@ SUMMED_ROWS = 4  # rows that a block adds up, or copies
 
 def total(call: Call, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
     """dhidden: the splits added up in their order, rounded once. ``numbers``: how many rows there are."""
-    width, grid = _pieces(call)
+    width, grid = _make_pieces(call)
     output = jax.ShapeDtypeStruct((call.num_tokens, call.hidden_size), dtype)
 
     def body(sums: Any, numbers: Any, dhidden: Any) -> None:
@@ -441,7 +443,7 @@ def total(call: Call, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: I
     return kernel(body, [output], "lce_total", grid)(sums, numbers)[0]
 
 
-def _pieces(call: Call) -> tuple[int, dict[str, int]]:
+def _make_pieces(call: Call) -> tuple[int, dict[str, int]]:
     """The columns that a block takes at a time, and the grid. Its last axis is the one that may exceed 65,535."""
     width = next(width for width in (COPIED, THREADS) if call.hidden_size >= width)
     return width, {"part": -(-call.hidden_size // width), "rows": call.num_tokens // SUMMED_ROWS}
@@ -457,7 +459,7 @@ def copy_rows(call: Call, hidden: Float[Array, "R H"], numbers: Int[Array, "1"])
 
     ``numbers``: how many there are.
     """
-    width, grid = _pieces(call)
+    width, grid = _make_pieces(call)
     output = jax.ShapeDtypeStruct(hidden.shape, call.dtype)
     seen = TILING.row_block * TILING.most_clustered
 

@@ -29,7 +29,7 @@ from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._epilogue import HELD
 from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
-from lce_jax.mosaic.common._ring import Ring, stage_of, steps_before
+from lce_jax.mosaic.common._ring import Ring, count_steps_before, find_stage
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,
     WARPGROUP_ROWS,
@@ -97,11 +97,11 @@ def walk_products(
     def run(ring: Ring, exchange: Exchange, scratch: Any) -> None:
         def visit(tile: Tile, before: Any) -> Any:
             def multiply(number: int) -> Float[Array, "64 n"]:
-                product, done = products[number], steps_before(products, number, tile, before)
+                product, done = products[number], count_steps_before(products, number, tile, before)
                 return _exchanged(*_multiply(copies, product, ring, offset, product.part(tile), done), exchange)
 
             consume(tile, [functools.partial(multiply, number) for number in range(len(products))], scratch)
-            return steps_before(products, len(products), tile, before)
+            return count_steps_before(products, len(products), tile, before)
 
         copies.end(matmul, ring, visit_all(visit, jnp.int32(0)))
 
@@ -152,7 +152,7 @@ def _multiply(
         return (whole[depth] for depth in depths)
 
     def step(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        stage = stage_of(matmul, before + i)
+        stage = find_stage(matmul, before + i)
         copies.wait(product, ring, tile, before, i)
         pl.when(i + ahead < tile.num_steps)(lambda: start(i + ahead))
         for *lhs, rhs in zip(lhs_of(0, stage), lhs_of(WARPGROUP_ROWS, stage), rhs_of(stage), strict=True):

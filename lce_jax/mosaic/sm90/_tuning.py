@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from lce_jax.mosaic._operands import geometry
+from lce_jax.mosaic._operands import make_geometry
 from lce_jax.mosaic.common._tiles import COMPUTE_WARPGROUPS, KL_HELD_BYTES, TILE_N, TILING, Tuning, stages_output
 from lce_jax.types._types import Call
 
@@ -63,7 +63,7 @@ class Tunings:
 
     def of(self, call: Call, kernel: str) -> Tuning:
         """The tuning of a kernel: for the device and hidden size, else the one that serves every Hopper GPU."""
-        row_blocks = geometry(call, TILING).row_blocks
+        row_blocks = make_geometry(call, TILING).row_blocks
         many = row_blocks >= self.many_row_blocks
         choice = BY_KERNEL[kernel]
         if self._is_short(call, kernel, many):
