@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 ROWS = 64  # of a block
 COLUMNS = 128  # of a block
 BLOCK = (ROWS, COLUMNS)
-HELD = AccumulatorLayout(ROWS)
+ACCUMULATOR = AccumulatorLayout(ROWS)
 PER_TILE = TILE_N // COLUMNS
 RESERVED_BYTES = 1 << 10  # of shared memory, which each kernel block takes beside its own
 STAGES = 2
 SLOTS = 2  # of the staging memory
 
-along = functools.partial(HELD.along_rows, columns=COLUMNS)
+along = functools.partial(ACCUMULATOR.along_rows, columns=COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def walk_blocks(
     def run(slots: Any) -> None:
         def body(index: Any, *refs: Any) -> None:
             block = walk.block(index[0])
-            values = [plgpu.load(ref, layout=HELD.layout, optimized=False).astype(jnp.float32) for ref in refs]
+            values = [plgpu.load(ref, layout=ACCUMULATOR.layout, optimized=False).astype(jnp.float32) for ref in refs]
             d, destination = gradient(block, values), output.at[block.rows, block.columns]
             if staged:
                 _send(d, slots, index[0], destination)
@@ -235,16 +235,16 @@ def _kernel(
 
 def _block_gradient(call: Call, refs: Refs, span: Span, block: Block, values: Sequence[Array]) -> Array:
     """The gradient of one block: loads what its rows need, then eqs. 4 and 5."""
-    load = functools.partial(HELD.load_rows, rows=block.rows)
+    load = functools.partial(ACCUMULATOR.load_rows, rows=block.rows)
     row_block = lax.div(block.row, jnp.int32(ROW_BLOCK // ROWS))
-    rows = HELD.load_factors(refs.factors, block.rows)
+    rows = ACCUMULATOR.load_factors(refs.factors, block.rows)
     label = load(refs.targets) - (span.column + block.column * COLUMNS)
     holds = refs.holds_target[row_block, block.tile] > 0
     row_scale, highest = load(refs.row_scale), load(refs.tile_max.at[block.tile])
     e, log2_e = decode_exponentials(values[0], refs.output.dtype)
     d = _gradient(e, log2_e, rows, (highest - rows.max) * row_scale)
     d = d if call.logit_softcap is None else d * cap_derivative(log2_e, highest, row_scale)
-    return HELD.put_target(d, rows, label, holds)
+    return ACCUMULATOR.put_target(d, rows, label, holds)
 
 
 def decode_exponentials(e: Array, dtype: Any) -> tuple[Array, Array]:
@@ -320,7 +320,7 @@ def _kl_block_gradient(
     values: Sequence[Array],
 ) -> Array:
     """The gradient of one block: loads what its rows need, then eq. 8 or 10 and the cap's derivative."""
-    load = functools.partial(HELD.load_rows, rows=block.rows)
+    load = functools.partial(ACCUMULATOR.load_rows, rows=block.rows)
     k_p, k_q = map(load, row_scales)
     max_p, max_q, at_p = (load(references.at[block.tile, i]) for i in range(3))
     rows: KLCoefficients | MixtureFactors

@@ -22,7 +22,7 @@ from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._operands import KLOperands, Prepared, Span
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common import _heads, _logits
-from lce_jax.mosaic.common._epilogue import HELD, make_staging, send, warpgroup_rows, without_padding
+from lce_jax.mosaic.common._epilogue import ACCUMULATOR, make_staging, send, warpgroup_rows, mask_padding
 from lce_jax.mosaic.common._heads import (
     BLOCKS,
     STRIP,
@@ -65,7 +65,7 @@ def dlogits(
     ``weight`` holds the span's part at its offset, and so does ``adapter``, B of an adapter. Zero on columns that
     are padding or do not exist; tiles after the span and row blocks without a live row are left unwritten.
     """
-    machine, matmul = generation.machine, _logits.logits(call, generation.tunings.of(call, "dlogits"))
+    machine, matmul = generation.machine, _logits.make_matmul(call, generation.tunings.of(call, "dlogits"))
     output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), call.dtype)
     run = machine.kernel(matmul, functools.partial(_kernel, machine, matmul), [output], "lce_dlogits")
     (result,) = run(
@@ -123,7 +123,7 @@ def active_dlogits(
 
     ``numbers``: that of the batch, and how many live rows and columns there are.
     """
-    machine, matmul = generation.machine, _logits.logits(call, generation.tunings.of(call, "dlogits"))
+    machine, matmul = generation.machine, _logits.make_matmul(call, generation.tunings.of(call, "dlogits"))
     output = jax.ShapeDtypeStruct((sizes.slots * ROW_BLOCK, TILE_N), call.dtype)
     run = machine.kernel(
         matmul, functools.partial(_active_kernel, machine, matmul, sizes), [output], "lce_active_dlogits"
@@ -188,23 +188,23 @@ class DlogitsWhere(NamedTuple):
 def write_dlogits(call: Call, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere, multiply: Any, slots: Any) -> None:
     """A warpgroup's part of a tile, from its products to the output."""
     output_rows, cap = warpgroup_rows(where.output_row), call.logit_softcap
-    row_scale = HELD.load_rows(refs.row_scale, warpgroup_rows(tile.row))
-    rows = HELD.load_factors(refs.factors, warpgroup_rows(tile.row))
-    target = HELD.load_rows(refs.targets, warpgroup_rows(tile.row)) - where.column
+    row_scale = ACCUMULATOR.load_rows(refs.row_scale, warpgroup_rows(tile.row))
+    rows = ACCUMULATOR.load_factors(refs.factors, warpgroup_rows(tile.row))
+    target = ACCUMULATOR.load_rows(refs.targets, warpgroup_rows(tile.row)) - where.column
     holds = refs.holds_target[tile.row_block, where.number] > 0
-    floor = None if refs.floor is None else HELD.load_rows(refs.floor, warpgroup_rows(tile.row))
+    floor = None if refs.floor is None else ACCUMULATOR.load_rows(refs.floor, warpgroup_rows(tile.row))
     z = multiply()
-    real = functools.partial(without_padding, column=where.column, num_columns=where.num_columns, mask=refs.mask)
+    real = functools.partial(mask_padding, column=where.column, num_columns=where.num_columns, mask=refs.mask)
     z = real(z) if cap is None else z
     for i in range(TILE_N // STAGING_COLUMNS):
         start = i * STAGING_COLUMNS
         block = z[:, start : start + STAGING_COLUMNS]
         if cap is not None:  # a block at a time: a second tile beside the first would spill its registers
             block = real(softcap(block, cap, call), start=start)
-        block = HELD.apply_floor(block, floor)
-        d = HELD.gradient(block, row_scale, rows)
+        block = ACCUMULATOR.apply_floor(block, floor)
+        d = ACCUMULATOR.gradient(block, row_scale, rows)
         d = d if cap is None else d * (1.0 - block * block)
-        d = HELD.put_target(d, rows, target - start, holds)
+        d = ACCUMULATOR.put_target(d, rows, target - start, holds)
         send(d, i, slots, output_rows, refs.output, where.output_column + start)
 
 
@@ -267,8 +267,8 @@ type Gradient = Callable[[HeldTile, Array, int], Array]  # [64, 64], of a block 
 def _kl_gradient(refs: KLRefs, rows: Callable[[], Any], reverse: bool) -> Gradient:
     """`lce_jax.mathematics._kl.dlogits` in base 2, and the cap's derivative."""
     p, q = refs.heads
-    factors = load_fields(KLCoefficients, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
-    row_scales = HELD.load_rows(p.row_scale, rows()), HELD.load_rows(q.row_scale, rows())
+    factors = load_fields(KLCoefficients, refs.factors, lambda ref: ACCUMULATOR.load_rows(ref, rows()))
+    row_scales = ACCUMULATOR.load_rows(p.row_scale, rows()), ACCUMULATOR.load_rows(q.row_scale, rows())
 
     def of_block(held: HeldTile, x: Array, i: int) -> Array:
         both = held.block(i), take_block(x, i)

@@ -25,7 +25,7 @@ from lce_jax.mosaic._chunks import KLCache
 from lce_jax.mosaic._operands import LOG2E, KLOperands, Span
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common import _logits
-from lce_jax.mosaic.common._epilogue import HELD, without_padding
+from lce_jax.mosaic.common._epilogue import ACCUMULATOR, mask_padding
 from lce_jax.mosaic.common._logits import softcap
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,
@@ -48,7 +48,7 @@ STRIP = 32  # columns
 HELD_SHAPE = (COMPUTE_WARPGROUPS, BLOCKS, WARPGROUP_ROWS, STAGING_COLUMNS)  # the tiles of a block that wait
 MOST = MOST_DISTANCE * LOG2E  # as `MixtureFactors.most`, of a logarithm that is relative to that of 1
 
-along = functools.partial(HELD.along_rows, columns=STAGING_COLUMNS)
+along = functools.partial(ACCUMULATOR.along_rows, columns=STAGING_COLUMNS)
 
 
 class MixtureFactors(NamedTuple):
@@ -219,7 +219,7 @@ def take_strip(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
 def compute_x(call: Call, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
     """The x of eq. 0 from raw products but for the scale, padding marked."""
     x = z if call.logit_softcap is None else softcap(z, call.logit_softcap, call)
-    return without_padding(x, where.column, where.num_columns, mask)
+    return mask_padding(x, where.column, where.num_columns, mask)
 
 
 def update_tiles(
@@ -283,7 +283,7 @@ def store_references(cache: Any, where: KLWhere, rows: Callable[[], Any], stats:
 
 def make_matmuls(calls: tuple[Call, Call], tuning: Any) -> tuple[Matmul, Matmul]:
     """The static part of a kernel, of each head."""
-    first, second = (_logits.logits(call, tuning) for call in calls)
+    first, second = (_logits.make_matmul(call, tuning) for call in calls)
     return first, second
 
 
@@ -308,7 +308,7 @@ def walk_heads(
     machine: Machine, matmuls: tuple[Matmul, Matmul], arrays: Sequence[Any], span: Span, consume: Any, held: Any
 ) -> None:
     """`Machine.walk_heads` over the logits of the live row groups and the span's vocabulary tiles."""
-    visit_all = _logits.visit_all(matmuls[0], span)
+    visit_all = _logits.make_visit(matmuls[0], span)
     of_heads = zip(matmuls, arrays[::2], arrays[1::2], strict=True)
     products = [Product(matmul, hidden, weight, _logits.num_steps(matmul)) for matmul, hidden, weight in of_heads]
     machine.walk_heads(products, Offset(column=span.offset), visit_all, consume, held)
@@ -325,9 +325,9 @@ def skip_padding[S](where: KLWhere, column: int, compute: Callable[[S], S], othe
 def load_mixture_factors(refs: KLRefs, rows: Callable[[], Any]) -> tuple[MixtureFactors, tuple[Array, Array]]:
     """Those of these rows, and both scales: read anew for each strip, so that no register holds them between two."""
     p, q = refs.heads
-    factors = load_fields(MixtureFactors, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
+    factors = load_fields(MixtureFactors, refs.factors, lambda ref: ACCUMULATOR.load_rows(ref, rows()))
     factors = MixtureFactors(*(along(of_row, columns=STRIP) for of_row in factors))
-    return factors, (HELD.load_rows(p.row_scale, rows()), HELD.load_rows(q.row_scale, rows()))
+    return factors, (ACCUMULATOR.load_rows(p.row_scale, rows()), ACCUMULATOR.load_rows(q.row_scale, rows()))
 
 
 class MixtureRatios(NamedTuple):
@@ -367,4 +367,4 @@ def multiply_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Arr
 def relative(x: Float[Array, "64 n"], reference: Float[Array, "64"], row_scale: Float[Array, "64"]) -> Any:
     """One instruction more than a fused multiply-add, which would not be 0 at the reference."""
     columns = x.shape[1]
-    return (x - HELD.along_rows(reference, columns)) * HELD.along_rows(row_scale, columns)
+    return (x - ACCUMULATOR.along_rows(reference, columns)) * ACCUMULATOR.along_rows(row_scale, columns)

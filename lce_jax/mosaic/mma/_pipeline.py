@@ -27,7 +27,7 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._epilogue import HELD
+from lce_jax.mosaic.common._epilogue import ACCUMULATOR
 from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
 from lce_jax.mosaic.common._ring import Ring, count_steps_before, find_stage
 from lce_jax.mosaic.common._tiles import (
@@ -118,7 +118,7 @@ def hold(copies: Copies, held: Any, x: Float[Array, "64 256"]) -> HeldTile:
 
     def load(part: Any) -> Array:
         copies.fence()  # as Hopper's
-        return plgpu.load(part, layout=HELD.layout, optimized=False)
+        return plgpu.load(part, layout=ACCUMULATOR.layout, optimized=False)
 
     return HeldTile.of(x, held.at[lax.axis_index("sm"), lax.axis_index("wg")], load)
 
@@ -160,21 +160,21 @@ def _multiply(
         copies.release(ring, stage)
         return sums
 
-    zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, half), jnp.float32), HELD.layout)
+    zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, half), jnp.float32), ACCUMULATOR.layout)
     return lax.fori_loop(0, tile.num_steps, step, (zeros, zeros))
 
 
 def _exchanged(first: Array, second: Array, exchange: Exchange) -> Float[Array, "64 n"]:
     """This warpgroup's rows, half of whose columns the other has multiplied. ``first``, ``second``: of `_multiply`."""
     warpgroup = lax.axis_index("wg")
-    is_first = plgpu.layout_cast(lax.broadcast_in_dim(warpgroup, first.shape, ()), HELD.layout) == 0
+    is_first = plgpu.layout_cast(lax.broadcast_in_dim(warpgroup, first.shape, ()), ACCUMULATOR.layout) == 0
     given, found = jnp.where(is_first, second, first), []
     for i, start in enumerate(range(0, given.shape[1], EXCHANGED)):
         # Of two slots in turn: who writes one has passed the barrier before which the other has read it.
         exchange.slots.at[warpgroup, i % 2][...] = given[:, start : start + EXCHANGED]
         plgpu.barrier_arrive(exchange.written)
         plgpu.barrier_wait(exchange.written)
-        found.append(plgpu.load(exchange.slots.at[1 - warpgroup, i % 2], layout=HELD.layout))
+        found.append(plgpu.load(exchange.slots.at[1 - warpgroup, i % 2], layout=ACCUMULATOR.layout))
     received = jnp.concatenate(found, axis=1)
     return jnp.concatenate([jnp.where(is_first, first, received), jnp.where(is_first, received, second)], axis=1)
 

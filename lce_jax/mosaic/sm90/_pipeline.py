@@ -31,7 +31,7 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._epilogue import HELD
+from lce_jax.mosaic.common._epilogue import ACCUMULATOR
 from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
 from lce_jax.mosaic.common._ring import (
     Ring,
@@ -191,6 +191,6 @@ def hold(held: Any, x: Float[Array, "64 256"]) -> HeldTile:
     def load(part: Any) -> Array:
         # A barrier, beyond which the compiler moves no load: the whole tile at once would spill registers.
         plgpu.commit_smem()
-        return plgpu.load(part, layout=HELD.layout)
+        return plgpu.load(part, layout=ACCUMULATOR.layout)
 
     return HeldTile.of(x, blocks, load)
