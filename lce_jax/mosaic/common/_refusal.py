@@ -1,4 +1,4 @@
-"""What the kernels refuse, and why: decided before anything is lowered."""
+"""Says which calls the kernels refuse and why, before anything is lowered."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lce_jax.types.scalars import format_bytes
 
 
 def refusal(call: Call, generation: Generation) -> str | None:
-    """Why a generation's kernels cannot serve ``call``; None where they can.
+    """Says why a generation's kernels cannot serve ``call``; None if they can.
 
-    A dtype without exact products, a shape that cannot be tiled, or an option that no kernel knows.
+    Reasons are a dtype without exact products, a shape that cannot be tiled, and unsupported options.
     """
     return _shape_refusal(call, generation) or _smem_refusal(call, generation) or _options_refusal(call, generation)
 
 
 def kl_refusal(calls: tuple[Call, ...], generation: Generation) -> str | None:
-    """Why the kernels that see two heads cannot serve ``calls``, each of which other kernels serve."""
+    """Says why the kernels of two heads cannot serve ``calls``, although the kernels of one head serve each of them."""
     student, teacher = calls
     if student.dtype != teacher.dtype:
         return f"both weights must have one dtype, got {student.dtype.name} and the teacher's {teacher.dtype.name}"
@@ -47,7 +47,7 @@ def _shape_refusal(call: Call, generation: Generation) -> str | None:
 
 
 def _column_refusal(call: Call, generation: Generation) -> str | None:
-    """Why a weight [H, V] cannot be tiled."""
+    """Says why a weight [H, V] cannot be tiled."""
     if not generation.has_tma:
         return 'weight_layout must be "vh" on a GPU without TMA'
     if call.columns % COLUMN_GRAIN:
@@ -68,7 +68,7 @@ def _smem_refusal(call: Call, generation: Generation) -> str | None:
 
 
 def _find_unsupported_with_lora(call: Call) -> str | None:
-    """What of an adapter's call no kernel knows."""
+    """Returns the first option that kernels do not support together with an adapter."""
     asked = {
         'weight_layout="hv"': call.weight_layout == "hv",
         "candidates": call.num_candidates,
@@ -85,11 +85,13 @@ def _options_refusal(call: Call, generation: Generation) -> str | None:
     if call.gradient_threshold and call.columns % generation.tiling.atom:
         return f"gradient_threshold needs V to be a multiple of {generation.tiling.atom}, got {call.columns}"
     if call.rank and (wrong := _find_unsupported_with_lora(call)):
-        return f"lora with {wrong}: the kernels have not been written for both"
+        return f"lora with {wrong}: the kernels do not support both together"
     if call.has_bias:
-        return "bias: the kernels' epilogues add none to the products"
+        return "bias: the kernels' epilogues do not add a bias to the products"
     if call.traced_scale and call.logit_softcap is not None:
-        return "logit_softcap beside an array for it or logit_scale: the kernels hold the cap's numbers as constants"
+        return (
+            "logit_softcap with an array for it or for logit_scale: the kernels have the cap and the scale as constants"
+        )
     if call.mean_logit and call.logit_softcap is not None:
-        return "label smoothing together with a softcap: the mean logit is no product of hidden then"
+        return "label smoothing together with a softcap: the mean logit is then not linear in hidden"
     return None

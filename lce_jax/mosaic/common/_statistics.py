@@ -25,7 +25,7 @@ from lce_jax.mosaic._chunks import Cache, KLCache
 from lce_jax.mosaic._operands import FLOOR, KLOperands, Prepared, Span, make_geometry
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common import _heads, _logits, _tiles
-from lce_jax.mosaic.common._epilogue import ACCUMULATOR, make_staging, min_unpadded, send, warpgroup_rows, mask_padding
+from lce_jax.mosaic.common._epilogue import ACCUMULATOR, make_staging, mask_padding, min_unpadded, send, warpgroup_rows
 from lce_jax.mosaic.common._heads import (
     BLOCKS,
     STRIP,
@@ -38,7 +38,7 @@ from lce_jax.mosaic.common._heads import (
     along,
     compute_x,
     load_mixture_factors,
-    relative,
+    scale_difference,
     skip_padding,
     store_references,
     take_block,
@@ -240,7 +240,7 @@ def _send_exponentials(slots: Any, rows: Any, output: Any, column: Any, i: int, 
 
 
 def _target_logit(z: Array, target: Array, holds: Any) -> Array:
-    """Returns the unscaled logit at each row's target, 0 if the tile has no target. Tiles without any target skip it."""
+    """Returns the unscaled logit at each row's target, 0 if the tile has none. Tiles without any target skip this."""
 
     def select() -> Array:
         return functools.reduce(
@@ -324,12 +324,12 @@ def _terms(
     direction: Direction,
 ) -> tuple[Array, Array, Array, Array]:
     """Returns the terms of the three sums, and the ratio of a `mathematics._kl.CachedRatios`."""
-    u_p = relative(x[0], references[0], row_scales[0])
+    u_p = scale_difference(x[0], references[0], row_scales[0])
     e_p = jnp.exp2(u_p)
     # If e is 0, v may be infinite, and 0 · inf is NaN.
-    to_v = u_p - relative(x[1], references[2], row_scales[1])
+    to_v = u_p - scale_difference(x[1], references[2], row_scales[1])
     cross = jnp.where(e_p > 0.0, e_p * to_v, 0.0)
-    u_q = relative(x[1], references[1], row_scales[1])
+    u_q = scale_difference(x[1], references[1], row_scales[1])
     return e_p, jnp.exp2(u_q), cross, -to_v if direction == "reverse" else u_q - u_p
 
 
