@@ -127,7 +127,7 @@ class Implementation(Protocol):
     def statistics(self, operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
         """Eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``).
 
-        With a ``gradient_threshold`` the cache may also hold what `lce_jax.mosaic.selected` needs.
+        With a ``gradient_threshold`` the cache may also hold what `lce_jax.mosaic.select_tiles` needs.
         """
 
     def gradients(

@@ -248,8 +248,8 @@ def forward(
     cache = _chunks.empty_cache(host, call, launched.shape, cached) if cached else None
     keeps_maxima = keep_cache and launched.call.gradient_threshold > 0.0
     num_tiles = _forward.count_visited_tiles(kernel_call)
-    groups, cache, maxima = _forward.joined(
-        kernel_call, num_tiles, cache, kept_fields=int(keeps_maxima), more_fields=int(exchange is not None)
+    groups, cache, maxima = _forward.join_tiles(
+        kernel_call, num_tiles, cache, saved_fields=int(keeps_maxima), more_fields=int(exchange is not None)
     )
     columns = (
         None if ids is None else host.compute(_candidates.find_columns, ids, launched.start, launched.true_columns)

@@ -111,7 +111,7 @@ def test_shards_of_whole_groups(most: int) -> None:
 
         def run(*given: Operands) -> Any:
             parts = [mosaic.partial_statistics(each, case)[0] for each in given]
-            return mosaic.merged(jax.tree.map(lambda *x: jnp.stack(x), *parts), case, inverse, None)
+            return mosaic.merge_statistics(jax.tree.map(lambda *x: jnp.stack(x), *parts), case, inverse, None)
 
         with interpreting(plgpu.InterpretGPUParams()):
             return jax.jit(run)(*(operands(shards, shard) for shard in range(shards)))

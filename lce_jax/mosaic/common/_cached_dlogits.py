@@ -135,7 +135,7 @@ def plan_shared_memory(generation: Generation, cached: Sequence[Any], output: An
     """
     alone = ROWS * COLUMNS * STAGES * sum(x.dtype.itemsize for x in cached)
     staged = alone + ROWS * COLUMNS * SLOTS * output.dtype.itemsize
-    is_staged = generation.has_tma and staged <= generation.smem_limit
+    is_staged = generation.machine.has_tma and staged <= generation.smem_limit
     return is_staged, staged if is_staged else alone
 
 
@@ -146,7 +146,7 @@ def walk_blocks(
     staged, _ = plan_shared_memory(generation, cached, output)
     swizzle = swizzled(COLUMNS, output.dtype.itemsize)
     staging = plgpu.SMEM((SLOTS, *BLOCK), output.dtype, transforms=swizzle) if staged else None
-    more = {} if generation.has_tma else {"oob_fill_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
+    more = {} if generation.machine.has_tma else {"oob_fill_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
 
     @functools.partial(pl.run_scoped, slots=staging)
     def run(slots: Any) -> None:

@@ -41,14 +41,14 @@ def _shape_refusal(call: Call, generation: Generation) -> str | None:
     if call.weight_layout == "hv":
         return _column_refusal(call, generation)
     part, atom = call.vocab_part_size, generation.tiling.atom
-    if part is not None and not generation.has_tma and part % atom:
+    if part is not None and not generation.machine.has_tma and part % atom:
         return f"needs vocab_part_size to be a multiple of {atom}, got {part}"
     return None
 
 
 def _column_refusal(call: Call, generation: Generation) -> str | None:
     """Says why a weight [H, V] cannot be tiled."""
-    if not generation.has_tma:
+    if not generation.machine.has_tma:
         return 'weight_layout must be "vh" on a GPU without TMA'
     if call.columns % COLUMN_GRAIN:
         return f'weight_layout="hv" needs V to be a multiple of {COLUMN_GRAIN}, got {call.columns}'
