@@ -67,7 +67,7 @@ def gradients(
     kernel_call = KernelCall.prepare(operands, call, generation)
     factors = _operands.stack_row_factors(rows, kernel_call.shape.padded_tokens)
     may_round = may_round_dhidden and rows.uniform is None
-    candidates = _candidates.of_rows(kernel_call, factors, rows)
+    candidates = _candidates.place_candidates(kernel_call, factors, rows)
     sums, total, *of_adapter = walk(
         kernel_call, factors, candidates, cache, may_round, may_overwrite_cache, dweight, adds_dweight
     )

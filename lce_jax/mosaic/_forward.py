@@ -190,7 +190,7 @@ def _launch_tiles(
         keeps = stop <= cached
         offset = 0 if copied else shape.column(begin)
         span = kernel_call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
-        sources = [_edge.weight(one, start) for one in kernel_call.sources] if copied else weights
+        sources = [_edge.copy_tile(one, start) for one in kernel_call.sources] if copied else weights
         parts, kept = launch(span, parts, cache if keeps else None, *sources)
         cache = kept if keeps else cache
     return parts, cache

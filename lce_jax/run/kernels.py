@@ -278,7 +278,7 @@ def forward(
             launched.saved_layout.statistics,
             numbers,
         )
-        cached_arrays = [host.launch(select, call, *operands, _threshold.held(kernel_call, columns))[0]]
+        cached_arrays = [host.launch(select, call, *operands, _threshold.mark_candidate_tiles(kernel_call, columns))[0]]
     return Forward(named, saved, cached_arrays)
 
 

@@ -250,7 +250,7 @@ def place_values(
                 term = jnp.where(is_wrong_temperature(fields.temperature), 0.0, term)
             is_label = column == targets[rows.here]
             values.at[rows.here, k][...] = (
-                row.at(x, row_scale[rows.here], is_label, call.logit_softcap is not None) + term
+                row.compute_dlogits(x, row_scale[rows.here], is_label, call.logit_softcap is not None) + term
             )
 
         pl.when(jnp.logical_not(rows.whole))(add_barrier(pad))
