@@ -197,7 +197,7 @@ def pad(x: Array, rows: int, value: Any = 0) -> Array:
 
 
 class RowFactors(NamedTuple):
-    """The factors of eq. 4 in base 2: dz = constant·e + slope·u·e with e = 2^u, u = (x - max)·scale. The label has target.
+    """The factors of eq. 4 in base 2: dz = constant·e + slope·u·e with e = 2^u, u = (x - max)·scale; and the label's.
 
     Kernels get them as one array [4, Tp], or [3, Tp] without a slope.
     """

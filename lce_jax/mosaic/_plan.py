@@ -1,4 +1,4 @@
-"""What `explain` says of a call: its tiles, the bytes of the memory that its launches are given, and remarks."""
+"""The plan of a call, which `explain` returns: its tiles, the bytes of its arrays, and notes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lce_jax.xla._kl import KLPlan
 
 
 def plan(call: Call, generation: Generation, name: str) -> Plan:
-    """Tiles and bytes of ``call``."""
+    """Returns the plan of ``call``: its tiles and their bytes."""
     shape = make_geometry(call, generation.tiling)
-    of_gradients = make_geometry(call.single_part, generation.tiling)
-    backward = _backward(call, of_gradients, generation)
+    backward_shape = make_geometry(call.single_part, generation.tiling)
+    backward = _plan_backward(call, backward_shape, generation)
     copied = _copied_bytes(call, shape)
     groups = _chunks.count_groups(shape)
     gathered = groups * call.shards if call.shards > 1 else 0
@@ -43,13 +43,13 @@ def plan(call: Call, generation: Generation, name: str) -> Plan:
         kept_bytes=call.statistics_bytes + cached * _chunks.cached_tile_bytes(call, shape) + mask,
         logits_bytes=call.num_tokens * call.columns * 4,
         notes=_notes(call, shape),
-        full_cache_bytes=of_gradients.num_tiles * _chunks.cached_tile_bytes(call, shape),
+        full_cache_bytes=backward_shape.num_tiles * _chunks.cached_tile_bytes(call, shape),
         same_bits=_same_bits(call, shape),
     )
 
 
 def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
-    """Tiles and bytes of `lce_jax.linear_kl` on one device."""
+    """Returns the plan of `lce_jax.linear_kl` on one device."""
     student, teacher = kl.calls
     shape = make_geometry(student, generation.tiling)
     copied = [_copied_bytes(call, make_geometry(call, generation.tiling)) for call in kl.calls]
@@ -63,8 +63,8 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
         * _chunks.choose_kl_launch_tiles(shape, generation.budget, kl.columns)
     )
     sums = 4 * math.prod(_chunks.dhidden_shape(student, shape))
-    # Beside copies of hidden states where tiles of one head wait for the other's.
-    beside = sum(copied) + generation.machine.held_bytes * student.device.core_count
+    # Copies of hidden states, and memory for held tiles of one head.
+    copies = sum(copied) + generation.machine.held_bytes * student.device.core_count
     return Plan(
         implementation=name,
         refused={},
@@ -75,8 +75,8 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
             **_kl_tile_sizes(student, generation),
             "backward chunk": max(chunk, cached * shape.tile),
         },
-        forward_bytes=statistics + beside,
-        backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize + sums + beside,
+        forward_bytes=statistics + copies,
+        backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize + sums + copies,
         kept_bytes=kl.saved_numbers * 4 * student.num_tokens + cached * _chunks.cached_kl_tile_bytes(kl, shape),
         logits_bytes=student.num_tokens * min(student.columns, teacher.columns) * 4,
         notes=(
@@ -90,7 +90,7 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
 
 
 def _tile_sizes(call: Call, generation: Generation) -> dict[str, int]:
-    """Of the two kernels that contract H."""
+    """Returns the tile sizes of the two kernels that contract H."""
     forward, backward = (generation.tunings.of(call, kernel) for kernel in ("forward", "dlogits"))
     return {
         "hidden forward": forward.tile_k,
@@ -101,20 +101,20 @@ def _tile_sizes(call: Call, generation: Generation) -> dict[str, int]:
 
 
 def _kl_tile_sizes(student: Call, generation: Generation) -> dict[str, int]:
-    """Of both kernels that see two heads."""
+    """Returns the tile sizes of both kernels of two heads."""
     forward, backward = (generation.tunings.of(student, f"kl_{kernel}") for kernel in ("statistics", "dlogits"))
     return {"hidden": forward.tile_k, "stages forward": forward.stages, "stages backward": backward.stages}
 
 
-class _Backward(NamedTuple):
+class _BackwardPlan(NamedTuple):
     columns: int  # of the largest chunk of dlogits
-    num_bytes: int  # of it, unless it lies where the cache was, of what it is copied from and to, and of dhidden
+    num_bytes: int  # of such a chunk, unless it overwrites the cache, of the copies for it, and of dhidden
 
 
-def _backward(call: Call, shape: Geometry, generation: Generation) -> _Backward:
+def _plan_backward(call: Call, shape: Geometry, generation: Generation) -> _BackwardPlan:
     item = call.dtype.itemsize
     sums = 4 * math.prod(_chunks.dhidden_shape(call, shape))
-    of_adapter = 4 * math.prod(_chunks.dhidden_shape(call.replace(hidden_size=call.rank), shape)) if call.rank else 0
+    adapter_sums = 4 * math.prod(_chunks.dhidden_shape(call.replace(hidden_size=call.rank), shape)) if call.rank else 0
     cached = _chunks.count_cached_tiles(call, shape)
     overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
@@ -127,30 +127,30 @@ def _backward(call: Call, shape: Geometry, generation: Generation) -> _Backward:
             call, shape, generation.budget, generation.tunings.of(call, "dlogits").cluster
         )
         lists = 5 * 4 * shape.num_tiles * shape.row_blocks
-        return _Backward(columns, slots * shape.row_block * shape.tile * item + lists + sums)
+        return _BackwardPlan(columns, slots * shape.row_block * shape.tile * item + lists + sums)
     if overwritten == shape.num_tiles and _writes_dhidden_once(call, shape):
         sums = 0
-    sums += of_adapter
+    sums += adapter_sums
     copied = 1 + call.gradients.weight  # the weight, and dweight
     copies = 0 if shape.whole_atoms else copied * columns * call.hidden_size * item
-    return _Backward(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
+    return _BackwardPlan(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
 
 
 def _writes_dhidden_once(call: Call, shape: Geometry) -> bool:
-    """Whether the one chunk that there is is contracted by one launch, which rounds."""
+    """Whether there is a single chunk, whose product for dhidden one launch computes and rounds."""
     whole = call.shards == 1 and call.vocab_size == call.columns
     return whole and not call.mean_logit and _chunks.dhidden_shape(call, shape)[0] == 1
 
 
 def _copied_bytes(call: Call, shape: Geometry) -> int:
-    """Of copies of hidden: cast or its rows moved, padded, gathered, beside u, and in float32 for its mean logit."""
+    """Returns the bytes of copies of hidden: cast or reordered, padded, gathered, with u, in float32 for the mean."""
     width = call.hidden_size + call.rank
     hidden = call.num_tokens * width * call.dtype.itemsize
     moved = hidden if call.partial_rows or call.hidden_dtype != call.dtype else 0
     padded = shape.tokens * width * call.dtype.itemsize if shape.tokens != call.num_tokens else 0
     gathered = hidden if call.gather_dim is not None else 0
-    beside = call.num_tokens * width * call.hidden_dtype.itemsize if call.rank else 0
-    return moved + padded + gathered + beside + (call.num_tokens * call.hidden_size * 4 if call.mean_logit else 0)
+    joined = call.num_tokens * width * call.hidden_dtype.itemsize if call.rank else 0  # hidden and u
+    return moved + padded + gathered + joined + (call.num_tokens * call.hidden_size * 4 if call.mean_logit else 0)
 
 
 def _same_bits(call: Call, shape: Geometry) -> str:
@@ -161,7 +161,7 @@ def _same_bits(call: Call, shape: Geometry) -> str:
         return f"in every call, over any number of shards of whole groups of {size:,} columns"
     if call.shards == 1:
         return "in every call of these columns"
-    return f"in every call over {call.shards} shards: {columns:,} columns are no whole groups of {size:,}"
+    return f"in every call over {call.shards} shards, because {columns:,} columns are no multiple of {size:,}"
 
 
 def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
     if shape.has_parts:
         notes.append(
             f"vocab_part_size={shape.part_columns}: {shape.part_tiles} tiles a part, {shape.num_tiles} in the forward "
-            f"in place of {-(-call.columns // shape.tile)}"
+            f"instead of {-(-call.columns // shape.tile)}"
         )
     if call.cache_budget and not call.gradient_threshold:
         cached = _chunks.count_cached_tiles(call, shape)
@@ -184,18 +184,20 @@ def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
 
 
 def _threshold_notes(call: Call, shape: Geometry) -> tuple[str, ...]:
-    """What is left out, and how far off it puts the gradient in a logit: p (|g| + |g'| (|ln p| + entropy))."""
+    """Returns notes on what is skipped, and the bound of its gradient: p (|g| + |g'| (|ln p| + entropy))."""
     threshold = call.gradient_threshold
     if not threshold:
         return ()
-    of_entropy = -math.log(threshold) if threshold < math.exp(-1) else math.exp(-1) / threshold  # p |ln p| rises to 1/e
+    entropy_term = (
+        -math.log(threshold) if threshold < math.exp(-1) else math.exp(-1) / threshold
+    )  # p |ln p| rises to 1/e
     notes = [
-        f"gradient_threshold={threshold:g}: the gradients leave out tiles of {shape.row_block} tokens by {shape.tile} "
+        f"gradient_threshold={threshold:g}: the gradients skip tiles of {shape.row_block} tokens by {shape.tile} "
         f"columns without a label{' or a candidate' if call.num_candidates else ''} and without a probability "
         "of at least that",
-        f"what is left out of a logit's gradient is below {threshold:g} (|dlogprob - dlse| + |dentropy| "
-        f"({of_entropy:.3g} + entropy))",
+        f"the skipped part of a logit's gradient is below {threshold:g} (|dlogprob - dlse| + |dentropy| "
+        f"({entropy_term:.3g} + entropy))",
     ]
     if call.cache_bytes:
-        notes.append(f"cache_bytes={call.cache_bytes} is not used: a backward over live tiles recomputes them")
+        notes.append(f"cache_bytes={call.cache_bytes} is not used: a backward over active tiles recomputes them")
     return tuple(notes)

@@ -211,7 +211,9 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
 
     def gradients(parts: list[Operands]) -> Any:
         found = [mosaic.partial_statistics(part, case, True) for part in parts]
-        stats = mosaic.merge_statistics(jax.tree.map(lambda *x: jnp.stack(x), *(each[0] for each in found)), case, None, None)
+        stats = mosaic.merge_statistics(
+            jax.tree.map(lambda *x: jnp.stack(x), *(each[0] for each in found)), case, None, None
+        )
         live = [mosaic.select_tiles(case, tiles, Normalizer(stats.max, stats.sumexp), None) for _, tiles in found]
         counts = _logprobs.exclude_empty_rows(None, stats.sumexp) if test.options.has_floor else None
         rows = coefficients(test, stats, cotangent, operands, counts)
