@@ -127,7 +127,7 @@ class Implementation(Protocol):
     def statistics(self, operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
         """Eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``).
 
-        With a ``gradient_threshold`` the cache may also hold what `lce_jax.mosaic.selected` needs.
+        With a ``gradient_threshold`` the cache may also hold what `lce_jax.mosaic.select_tiles` needs.
         """
 
     def gradients(
@@ -178,7 +178,7 @@ def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
             if call.requested is None:
                 what = "linear log-probabilities" if call.teacher is None else "divergences of two heads"
                 on_gpu = name == xla.NAME and call.device.platform == "gpu"
-                lacks = on_gpu and mosaic.serves(call.device) and mosaic.without_kernels(call) is None
+                lacks = on_gpu and mosaic.serves(call.device) and mosaic.refuse_function(call) is None
                 level = logging.WARNING if lacks else logging.INFO
                 _log_choice(level, what, call.device.platform, name, tuple(refused.items()))
             return IMPLEMENTATIONS[name], refused

@@ -150,14 +150,14 @@ class Part(NamedTuple):
             stats, cache = implementation.statistics(operands, call, keep_cache)
         else:
             if has_kernels:  # kernels send the statistics of each group of tiles
-                parts, cache = mosaic.in_parts(operands, call, keep_cache)
+                parts, cache = mosaic.partial_statistics(operands, call, keep_cache)
             else:
                 stats, cache = implementation.statistics(operands, call, keep_cache)
                 parts = make_parts(stats)
             with jax.named_scope("lce_merge"):
                 parts, summaries = gather((parts, summarize_operands(call, primals, rows, start)))
                 if has_kernels:
-                    stats = mosaic.merged(parts, call, operands.inverse_temperature, operands.num_rows)
+                    stats = mosaic.merge_statistics(parts, call, operands.inverse_temperature, operands.num_rows)
                 else:
                     row_scale = _logprobs.compute_row_scale(call, operands.inverse_temperature)
                     stats = merge_parts(parts, call, call.num_tokens, row_scale)
@@ -192,7 +192,7 @@ class Part(NamedTuple):
         if order is not None:
             normalizer = jax.tree.map(lambda x: x[order.source], normalizer)
 
-        cache, dropped = mosaic.selected(call, cache, normalizer, num_rows)
+        cache, dropped = mosaic.select_tiles(call, cache, normalizer, num_rows)
         return cache, dropped if order is None or dropped is None else _describe.expand(order, dropped)
 
     def gradients(

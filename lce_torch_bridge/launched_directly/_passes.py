@@ -379,7 +379,7 @@ def active_tiles_shape(x: Tensors, call: TorchCall, way: Way) -> tuple[int, int]
     """Returns the shape of the active tiles that a forward saves; None if it saves none."""
     if not (call.jax.gradient_threshold and way.direct) or refusal(x, call) is not None:
         return None
-    return kernels.live_shape(describe_launch(x.hidden, x.weight, call, x.temperature is not None))
+    return kernels.active_tiles_shape(describe_launch(x.hidden, x.weight, call, x.temperature is not None))
 
 
 def are_active_tiles(cache: Sequence[torch.Tensor]) -> bool:
