@@ -116,8 +116,8 @@ class Part(NamedTuple):
                 order, (hidden, targets, candidates, scales, floor)
             )
             num_rows = order.num_rows
-        elif rows.live is not None:  # NaN or inf in the other rows cannot spread
-            hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
+        elif rows.unmasked is not None:  # NaN or inf in the other rows cannot spread
+            hidden = jnp.where(rows.unmasked[:, None], hidden, jnp.zeros((), hidden.dtype))
         bias = None if bias is None else bias.astype(call.dtype if call.rank else call.stat_dtype)
         inverse, raw_scale = scales.inverse_temperature, scales.raw_scale
         local = Operands(hidden, weight, targets, inverse, num_rows, num_columns, raw_scale, bias, candidates, floor)
@@ -218,14 +218,15 @@ class Part(NamedTuple):
             return found
         dhidden = found.hidden if order is None else _describe.expand(order, found.hidden)
         dhidden = _signed(dhidden, self.scales)
-        return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
+        unmasked = rows.unmasked
+        return found._replace(hidden=dhidden if unmasked is None else jnp.where(unmasked[:, None], dhidden, 0.0))
 
     def _coefficients(self, stats: ShardStatistics, cotangent: Results) -> RowCoefficients:
         """What eqs. 4 and 5 need of each token, in the call's row order."""
         call, rows = self.call, self.rows
         factors = self.row_scale, _logprobs.compute_row_factor(call, self.scales.derivative)
         of_rows = functools.partial(_logprobs.row_coefficients, call=call, vocab_size=call.vocab_size)
-        live = _logprobs.exclude_empty_rows(rows.live, stats.sumexp) if call.has_floor else rows.live
+        live = _logprobs.exclude_empty_rows(rows.unmasked, stats.sumexp) if call.has_floor else rows.unmasked
         if stats.candidates is not None:
             found = of_rows(stats, cotangent, *factors, live)
         else:

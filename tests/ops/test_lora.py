@@ -228,7 +228,7 @@ def test_what_the_kernels_refuse(options: dict[str, Any], reason: str) -> None:
 def test_what_has_no_adapter_says_so() -> None:
     hidden, weight, labels, _, _ = cases.draw(PLAIN)
     lora = (*adapter(PLAIN, 5), 1.0)
-    with pytest.raises(ValueError, match=r"lora beside a bias: .*weight \+ scale \* B @ A, which has"):
+    with pytest.raises(ValueError, match=r"lora and bias .*weight \+ scale \* B @ A"):
         linear_logprobs(hidden, weight, labels, lora=lora, bias=jnp.zeros((600,)))
     with pytest.raises(ValueError, match=r"give it jax.lax.stop_gradient\(weight\)"):
         jax.grad(lambda weight: linear_cross_entropy(hidden, weight, labels, lora=lora))(weight)
