@@ -218,8 +218,9 @@ class Part(NamedTuple):
             return found
         dhidden = found.hidden if order is None else _describe.expand(order, found.hidden)
         dhidden = _signed(dhidden, self.scales)
-        unmasked = rows.unmasked
-        return found._replace(hidden=dhidden if unmasked is None else jnp.where(unmasked[:, None], dhidden, 0.0))
+        if rows.unmasked is not None:
+            dhidden = jnp.where(rows.unmasked[:, None], dhidden, 0.0)
+        return found._replace(hidden=dhidden)
 
     def _coefficients(self, stats: ShardStatistics, cotangent: Results) -> RowCoefficients:
         """What eqs. 4 and 5 need of each token, in the call's row order."""
