@@ -92,7 +92,7 @@ def _check_devices(
     """Refuses to compile if the program would be for other devices than the plan."""
     if axis_name is not None:
         raise ValueError(
-            f"compile=True with axis_name={axis_name!r}: one shard alone cannot be compiled. Give the whole arrays, "
+            f"compile=True with axis_name={axis_name!r}: one shard alone cannot be compiled. Give the global arrays, "
             f"mesh= and vocab_axis={axis_name!r} in place of axis_name"
         )
     shardings = [x.sharding for x in operands if x.sharding is not None]
@@ -240,15 +240,16 @@ def explain(
             There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
             (256 MiB on a CPU).
         frozen_weight: True for the plan of a call whose weight has no gradient (``jax.lax.stop_gradient(weight)``, or a
-            parameter that is not differentiated): no sum of dweight, and other chunks. Always so with ``lora``.
-        k: the k of `linear_topk`, whose plan is returned; only the shape of the labels counts then.
-        ids: ``[..., K]``, the ids of `linear_logits`, whose plan is returned; only the shape of the labels counts then.
-        teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`; only the shape of
-            the labels counts then.
+            parameter that is not differentiated). It has no sum of dweight, and other chunks. ``lora`` implies it.
+        k: the k of `linear_topk`, whose plan is returned. Only the shape of the labels matters then.
+        ids: ``[..., K]``, the ids of `linear_logits`, whose plan is returned. Only the shape of the labels matters
+            then.
+        teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`. Only the shape of
+            the labels matters then.
         direction: "forward", "reverse" or "jsd", of `linear_kl`, which keeps more memory between its passes with the
             last two.
         compile: True to compile the call's programs too, which takes as long as for a run, and to report their memory
-            (``Plan.compiled``). Operands or mesh must name devices, or the plan must be for this machine's.
+            (``Plan.compiled``). Operands or mesh must name devices, or the plan must be for this machine's devices.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
             ``candidates``, ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``; of a teacher
