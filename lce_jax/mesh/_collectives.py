@@ -110,7 +110,7 @@ def equalize_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T, B
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _share_gradient(axes: tuple[Any, ...], equal: Array, x: Array) -> Array:
-    """Returns ``equal``. Its gradient is divided among the shards' ``x``, like the gradient of ``lax.pmean(x, axes)``."""
+    """Returns ``equal``. The shards' ``x`` share its gradient, as they share the gradient of ``lax.pmean(x, axes)``."""
     del axes, x
     return equal
 

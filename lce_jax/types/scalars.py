@@ -221,8 +221,8 @@ def reword_for_teacher(error: Exception) -> str:
     r"""Returns an error's message with the names of the teacher's arguments in place of the student's.
 
     Example:
-        >>> from lce_jax.types.scalars import of_the_teacher
-        >>> of_the_teacher(ValueError('hidden (4, 9) does not fit: write weight_layout="hv"'))
+        >>> from lce_jax.types.scalars import reword_for_teacher
+        >>> reword_for_teacher(ValueError('hidden (4, 9) does not fit: write weight_layout="hv"'))
         'the teacher\'s hidden (4, 9) does not fit: write teacher_weight_layout="hv"'
     """
     return "the teacher's " + NAME_IN_CODE.sub(r"teacher_\g<0>", str(error))
@@ -431,8 +431,8 @@ def suggest_broadcasts(name: str, shape: Sequence[int], tokens: Sequence[int]) -
     """Returns expressions of an array ``name`` of this shape that broadcast to the shape of the tokens.
 
     Example:
-        >>> from lce_jax.types.scalars import broadcasting
-        >>> broadcasting("temperature", (2,), (2, 3))
+        >>> from lce_jax.types.scalars import suggest_broadcasts
+        >>> suggest_broadcasts("temperature", (2,), (2, 3))
         ['temperature[..., None]']
     """
     missing = len(tokens) - len(shape)
