@@ -24,7 +24,7 @@ def linear_logprobs(
     primals, rows = _describe.make_operands(spec, given)
 
     def part_at(primals: Any, rows: Any, start: Any) -> _shard.Part:
-        return _shard.Part.of(spec, _shard.as_operand(primals), rows, start)
+        return _shard.Part.of(spec, _shard.cast_hidden(primals), rows, start)
 
     @jax.jit
     def part(primals: Any, rows: Any, start: Any) -> Any:

@@ -68,10 +68,12 @@ def check_split(primals: Primals, lora: Any, call: Call) -> None:
     if not _jax.tracks_varying(call.axis_name):
         return
     axes = [axis for axis in _jax.list_axes(call.axis_name) if lax.axis_size(axis) > 1]
-    weight, bias = primals[1:]
+    _, weight, bias, adapter = primals
     operands = [("weight", weight, weight.shape, ", None) for [V, H]")]
-    if bias is not None:  # or the padded B of an adapter
-        operands += [("bias", bias, bias.shape, ")") if lora is None else ("lora's B", bias, lora[1].shape, ", None)")]
+    if bias is not None:
+        operands.append(("bias", bias, bias.shape, ")"))
+    if adapter is not None:  # it is padded, and the caller's B is not
+        operands.append(("lora's B", adapter, lora[1].shape, ", None)"))
     for name, x, shape, rest in operands:
         replicated = [axis for axis in axes if axis not in _jax.varying_axes(x)]
         if replicated:

@@ -419,13 +419,13 @@ def make_operands(call: Call, arguments: Arguments) -> tuple[Primals, Rows]:
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _append_adapter(call: Call, primals: Primals, where: Array | None, a: Array, b: Array, scale: Array) -> Primals:
-    """Appends u = hidden · (scale · A)ᵀ to hidden, and takes the padded B as bias. JAX differentiates hidden and A."""
-    (hidden, weight, _), missing = primals, (0, call.rank - a.shape[0])
-    hidden, a = _jax.gather_dims(hidden, -1), _jax.gather_dims(a, -2, -1)
+    """Appends u = hidden · (scale · A)ᵀ to hidden, and sets the padded B as adapter. JAX differentiates both steps."""
+    missing = (0, call.rank - a.shape[0])
+    hidden, a = _jax.gather_dims(primals.hidden, -1), _jax.gather_dims(a, -2, -1)
     a = jnp.pad(a.astype(call.stat_dtype) * lax.stop_gradient(scale).astype(call.stat_dtype), (missing, (0, 0)))
     unmasked = hidden  # with zeros in masked rows
     if where is not None:
         unmasked = jnp.where(_jax.split_like(where, hidden)[..., None], hidden, jnp.zeros((), hidden.dtype))
     u = jnp.matmul(unmasked.astype(call.dtype), a.astype(call.dtype).T, precision=call.precision)
     extended = jnp.concatenate([x.astype(call.hidden_dtype) for x in (hidden, u)], axis=-1)
-    return Primals(extended, weight, jnp.pad(b, ((0, 0), missing)))
+    return primals._replace(hidden=extended, adapter=jnp.pad(b, ((0, 0), missing)))

@@ -181,7 +181,7 @@ def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
             if call.requested is None:
                 task = "linear log-probabilities" if call.teacher is None else "divergences of two heads"
                 on_gpu = name == xla.NAME and call.device.platform == "gpu"
-                lacks = on_gpu and mosaic.serves(call.device) and mosaic.without_kernels(call) is None
+                lacks = on_gpu and mosaic.serves(call.device) and mosaic.refuse_function(call) is None
                 level = logging.WARNING if lacks else logging.INFO
                 _log_choice(level, task, call.device.platform, name, tuple(refused.items()))
             return IMPLEMENTATIONS[name], refused

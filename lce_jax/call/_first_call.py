@@ -136,7 +136,7 @@ def _run_head(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inve
     out = _logprobs.finish(stats, scale, targets, None, V, None, per_token).outputs
     rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
     results = {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse}
-    results["dhidden"], results["dweight"], _ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)
+    results["dhidden"], results["dweight"], *_ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)
     frozen_hidden, start = call.replace(gradients=RequestedGradients(hidden=False)), weight.astype(jnp.float32)
     results["dweight of a sum"] = one.gradients(operands, frozen_hidden, rows, cache, dweight=start)[1] - start
     return results
@@ -154,5 +154,5 @@ def _run_two_heads(
     kernels = mosaic.kl_statistics, mosaic.kl_gradients
     statistics, gradients = kernels if one is mosaic else (xla_kl.statistics, xla_kl.gradients)
     stats, cache = statistics(plan, shard, True)
-    dhidden, dweight, _ = gradients(plan, shard, _kl.coefficients(stats, seeds[0], factor, None), cache)
+    dhidden, dweight, *_ = gradients(plan, shard, _kl.coefficients(stats, seeds[0], factor, None), cache)
     return {"kl": _kl.finish(stats, teacher_scale, None), "dhidden": dhidden, "dweight": dweight}

@@ -153,13 +153,13 @@ def plan_kl(arguments: KLArguments, labels: Any, placement: MeshPlacement) -> Pl
     layout, _ = find_layout(student, [tokens if student.where is None else student.where], placement)
     names_axis = student.call.axis_name is not None
     check_columns(heads, names_axis or (layout is not None and layout.vocab_axes is not None))
-    call = arguments.of_both(*(divide_call(head.call, layout) for head in heads))
+    call = arguments.combine_calls(*(divide_call(head.call, layout) for head in heads))
     columns = min(head.columns for head in call.heads)
     if not names_axis and (layout is None or layout.vocab_shards == 1):
         columns = min(columns, call.vocab_size)
     planned = KLPlan(Pair(*call.heads), call.direction, columns)
     chosen, refused = _dispatch.choose(call)
-    plan = mosaic.kl_plan if chosen.NAME == mosaic.NAME else _kl.explained
+    plan = mosaic.kl_plan if chosen.NAME == mosaic.NAME else _kl.make_plan
     return dataclasses.replace(plan(planned), refused=refused)
 
 
@@ -361,11 +361,11 @@ def _plan_head(
     layout, known = find_layout(arguments, [labels, *([] if where is None else [where])], placement)
     call, reason = divide_call(described, layout), None
     if gradients_in_forward:
-        limit = _token_chunks.chunk_bytes(chunk_bytes, options)
+        limit = _token_chunks.check_chunk_bytes(chunk_bytes, options)
         return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=limit))
     if loss is not None:
         reason = _token_chunks.refuse_forward_gradients(call, loss.reduction, options)
-        limit = _token_chunks.chunk_bytes_of_loss(chunk_bytes, reason)
+        limit = _token_chunks.check_loss_chunk_bytes(chunk_bytes, reason)
         if reason is None:
             return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=limit))
     elif chunk_bytes is not None:

@@ -34,33 +34,33 @@ if TYPE_CHECKING:
 MAX_SPLITS = 4  # of the contraction over the vocabulary
 
 
-def dhidden_shape(case: Call, shape: Geometry) -> tuple[int, int, int]:
+def dhidden_shape(call: Call, shape: Geometry) -> tuple[int, int, int]:
     """(splits, tokens, hidden): whole tiles, and several arrays where one has fewer tiles than there are cores."""
-    rows, columns = shape.padded_tokens, -(-case.hidden_size // shape.tile) * shape.tile
+    rows, columns = shape.padded_tokens, -(-call.hidden_size // shape.tile) * shape.tile
     num_tiles = rows // shape.row_block * (columns // shape.tile)
-    most = MAX_SPLITS if num_tiles < case.device.core_count else 1  # each array is read and written once a chunk
+    most = MAX_SPLITS if num_tiles < call.device.core_count else 1  # each array is read and written once a chunk
 
     def waves(splits: int) -> float:
-        return -(-num_tiles * splits // case.device.core_count) / splits
+        return -(-num_tiles * splits // call.device.core_count) / splits
 
     return min(range(1, most + 1), key=waves), rows, columns
 
 
-def empty_dhidden(host: Host, case: Call, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
+def empty_dhidden(host: Host, call: Call, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
     """The memory for the kernels' output, in the weight's dtype if they round.
 
     Splits are added up after the kernels, so they stay fp32.
     """
-    splits = dhidden_shape(case, shape)
-    return host.empty(splits, case.dtype if rounds and splits[0] == 1 else jnp.float32)
+    splits = dhidden_shape(call, shape)
+    return host.empty(splits, call.dtype if rounds and splits[0] == 1 else jnp.float32)
 
 
-def total_dhidden(sums: Float[Array, "splits Tp Hp"] | None, case: Call) -> Float[Array, "T H"] | None:
+def sum_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Float[Array, "T H"] | None:
     """The sum of the splits, without padding."""
     if sums is None:
         return None
     dhidden = sums[0] if sums.shape[0] == 1 else jnp.sum(sums, axis=0)
-    return dhidden[: case.num_tokens, : case.hidden_size]
+    return dhidden[: call.num_tokens, : call.hidden_size]
 
 
 class Cache(NamedTuple):
@@ -88,10 +88,10 @@ class KLCache(NamedTuple):
         return self.references.shape[0]
 
 
-def empty_cache(host: Host, case: Call, shape: Geometry, num_tiles: int) -> Cache:
+def empty_cache(host: Host, call: Call, shape: Geometry, num_tiles: int) -> Cache:
     """Memory for the forward to fill."""
     return Cache(
-        host.empty((shape.tokens, num_tiles * shape.tile), case.dtype),
+        host.empty((shape.tokens, num_tiles * shape.tile), call.dtype),
         host.empty((num_tiles, shape.padded_tokens), jnp.float32),
     )
 
@@ -99,30 +99,30 @@ def empty_cache(host: Host, case: Call, shape: Geometry, num_tiles: int) -> Cach
 def empty_kl_cache(host: Host, plan: KLPlan, shape: Geometry, num_tiles: int) -> KLCache:
     """The same of two heads."""
     columns = shape.padded_tokens, num_tiles * shape.tile
-    e, ratio = (host.empty(columns, dtype) for dtype in plan.kept_dtypes)
+    e, ratio = (host.empty(columns, dtype) for dtype in plan.cached_dtypes)
     return KLCache(e, ratio, host.empty((num_tiles, _kl.REFERENCES, shape.padded_tokens), jnp.float32))
 
 
-def num_cached_tiles(case: Call, shape: Geometry) -> int:
+def count_cached_tiles(call: Call, shape: Geometry) -> int:
     """The vocabulary tiles whose exponentials fit ``cache_bytes``; none if the backward visits live tiles alone."""
-    if case.gradient_threshold:
+    if call.gradient_threshold:
         return 0
-    return min(shape.num_tiles, case.cache_budget // cached_tile_bytes(case, shape))
+    return min(shape.num_tiles, call.cache_budget // cached_tile_bytes(call, shape))
 
 
-def cached_tile_bytes(case: Call, shape: Geometry) -> int:
+def cached_tile_bytes(call: Call, shape: Geometry) -> int:
     """The bytes of one tile's exponentials and of its maximum per token."""
-    return shape.tokens * shape.tile * case.dtype.itemsize + shape.padded_tokens * 4
+    return shape.tokens * shape.tile * call.dtype.itemsize + shape.padded_tokens * 4
 
 
-def num_cached_kl_tiles(plan: KLPlan, shape: Geometry) -> int:
-    """`num_cached_tiles` of two heads."""
-    return min(shape.tiles_of(plan.columns), plan.cases.student.cache_budget // cached_kl_tile_bytes(plan, shape))
+def count_cached_kl_tiles(plan: KLPlan, shape: Geometry) -> int:
+    """`count_cached_tiles` of two heads."""
+    return min(shape.count_tiles(plan.columns), plan.calls.student.cache_budget // cached_kl_tile_bytes(plan, shape))
 
 
 def cached_kl_tile_bytes(plan: KLPlan, shape: Geometry) -> int:
     """`cached_tile_bytes` of two heads."""
-    return shape.padded_tokens * (plan.kept_item_bytes * shape.tile + 4 * _kl.REFERENCES)
+    return shape.padded_tokens * (plan.cached_item_bytes * shape.tile + 4 * _kl.REFERENCES)
 
 
 def can_overwrite_cache(shape: Geometry) -> bool:
@@ -151,46 +151,46 @@ class Budget:
     statistics_bytes: int = 160 << 20  # of the forward's partial statistics; more take several launches
 
 
-def chunk_tiles(case: Call, shape: Geometry, budget: Budget, num_tiles: int) -> int:
+def choose_chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int) -> int:
     """Vocabulary tiles per chunk of the backward, of ``num_tiles``: within the budget, the fastest number.
 
     The cost is counted in waves of tiles over the multiprocessors; each chunk also reads and writes dhidden.
     """
-    tile_bytes = shape.tokens * shape.tile * case.dtype.itemsize
-    for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(case, shape)) * 4
+    tile_bytes = shape.tokens * shape.tile * call.dtype.itemsize
+    for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(call, shape)) * 4
     most = min(num_tiles, max(for_dlogits // tile_bytes, _least_tiles(shape, budget, tile_bytes)))
 
     def cost(chunk: int) -> float:
         whole, rest = divmod(num_tiles, chunk)
-        waves = [-(-shape.row_blocks * size // case.device.core_count) for size in (chunk, rest)]
+        waves = [-(-shape.row_blocks * size // call.device.core_count) for size in (chunk, rest)]
         return whole * waves[0] + waves[1] + -(-num_tiles // chunk) * (1 + shape.tokens * budget.dhidden_waves)
 
     return min(range(most, most // 2, -1), key=cost)
 
 
-def launch_groups(case: Call, shape: Geometry, budget: Budget) -> int:
+def choose_launch_groups(call: Call, shape: Geometry, budget: Budget) -> int:
     """Groups of vocabulary tiles per launch of the forward: partial statistics within the budget, even launches."""
-    tile_bytes = 4 * math.prod(_operands.statistics_shape(case, shape, 1))
-    groups = num_groups(shape)
+    tile_bytes = 4 * math.prod(_operands.statistics_shape(call, shape, 1))
+    groups = count_groups(shape)
     most = max(budget.statistics_bytes // tile_bytes - groups, 1)  # the groups' statistics lie beside them
     if shape.num_tiles <= most:
         return groups
     return -(-groups // -(-groups // max(most // GROUP, 1)))
 
 
-def launch_tiles(case: Call, shape: Geometry, budget: Budget) -> int:
+def choose_launch_tiles(call: Call, shape: Geometry, budget: Budget) -> int:
     """Vocabulary tiles that a launch of the forward has at most."""
-    return min(launch_groups(case, shape, budget) * GROUP, shape.num_tiles)
+    return min(choose_launch_groups(call, shape, budget) * GROUP, shape.num_tiles)
 
 
-def launch_kl_tiles(shape: Geometry, budget: Budget, columns: int) -> int:
+def choose_kl_launch_tiles(shape: Geometry, budget: Budget, columns: int) -> int:
     """The same of two heads: partial statistics within the budget, even launches."""
-    num_tiles = shape.tiles_of(columns)
+    num_tiles = shape.count_tiles(columns)
     most = max(budget.statistics_bytes // (4 * KL_MERGED * shape.padded_tokens), 1)
     return -(-num_tiles // -(-num_tiles // most))
 
 
-def launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[Any, Any, Piece]]:
+def plan_launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[Any, Any, Piece]]:
     """The launches for the tiles from ``first`` to ``last``: the first tile of each, how many, and its piece.
 
     Those that are known to be empty are left out.
@@ -202,31 +202,31 @@ def launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[A
             yield begin, count, piece
 
 
-def part_groups(shape: Geometry) -> int:
+def count_part_groups(shape: Geometry) -> int:
     """The groups of tiles of a part of the vocabulary."""
     return -(-shape.part_tiles // GROUP)
 
 
-def num_groups(shape: Geometry) -> int:
+def count_groups(shape: Geometry) -> int:
     """The groups of tiles of a shard."""
     parts, rest = divmod(shape.num_tiles, shape.part_tiles)
-    return parts * part_groups(shape) + -(-rest // GROUP)
+    return parts * count_part_groups(shape) + -(-rest // GROUP)
 
 
 def first_tile(shape: Geometry, group: Any) -> Any:
     """The first tile of a group. A group ends where its part does."""
-    missing = part_groups(shape) * GROUP - shape.part_tiles  # of a part's last group
-    return group * GROUP - (group // part_groups(shape) * missing if shape.has_parts else 0)
+    missing = count_part_groups(shape) * GROUP - shape.part_tiles  # of a part's last group
+    return group * GROUP - (group // count_part_groups(shape) * missing if shape.has_parts else 0)
 
 
-def live_slots(case: Call, shape: Geometry, budget: Budget, group: int) -> int:
+def choose_active_slots(call: Call, shape: Geometry, budget: Budget, group: int) -> int:
     """Tiles of dlogits that a batch of live tiles may take: within the budget, and whole waves where it has several."""
     of_tile = -(-shape.row_blocks // group) * group
-    slot_bytes = shape.row_block * shape.tile * case.dtype.itemsize
-    for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(case, shape)) * 4
+    slot_bytes = shape.row_block * shape.tile * call.dtype.itemsize
+    for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(call, shape)) * 4
     least = max(_least_tiles(shape, budget, of_tile * slot_bytes), 2) * of_tile
     most = max(for_dlogits // slot_bytes, least)
-    cores = case.device.core_count
+    cores = call.device.core_count
     return min(of_tile * shape.num_tiles, max(most // cores * cores, least))
 
 

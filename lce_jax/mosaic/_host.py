@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mosaic._live_tiles import Batch, place
+from lce_jax.mosaic._active_tiles import Batch, place
 from lce_jax.types import _jax
 from lce_jax.types._types import Call
 from lce_jax.xla import _logits
@@ -46,11 +46,11 @@ class Host(Protocol):
     def compute[R](self, function: Callable[..., R], *operands: Any) -> R:
         """``function(xp, *operands)``: array code between kernels, over ``jax.numpy`` or a namespace like it."""
 
-    def products(self, hidden: Any, weight: Any, columns: Any, case: Call, num_rows: Any) -> Any:
+    def products(self, hidden: Any, weight: Any, columns: Any, call: Call, num_rows: Any) -> Any:
         """H · w of each token's columns of the vocabulary, [T, K], summed in float32; anything at the column -1."""
 
     def put(self, x: Any, columns: Any, values: Any, numbers: Any, *of_live_tiles: Any) -> Any:
-        """``x`` with the values [T, K] rounded at their places, which differ: `lce_jax.mosaic._live_tiles.place`."""
+        """``x`` with the values [T, K] rounded at their places, which differ: `lce_jax.mosaic._active_tiles.place`."""
 
     def vary_like[T](self, tree: T, like: Any) -> T:
         """``tree`` with the type that a loop's carry needs, where it is to hold what is computed from ``like``."""
@@ -91,10 +91,10 @@ class Traced:
         """By XLA."""
         return function(jnp, *operands)
 
-    def products(self, hidden: Array, weight: Array, columns: Array, case: Call, num_rows: Any) -> Array:
+    def products(self, hidden: Array, weight: Array, columns: Array, call: Call, num_rows: Any) -> Array:
         """Rows of the weight are gathered for a chunk of tokens at a time, and XLA stores none."""
-        given = hidden, weight, columns, case, jnp.float32, num_rows
-        return _logits.products(*given, gathered_bytes=_logits.FUSED_BYTES)
+        given = hidden, weight, columns, call, jnp.float32, num_rows
+        return _logits.compute_products(*given, gathered_bytes=_logits.FUSED_BYTES)
 
     def put(self, x: Array, columns: Array, values: Array, numbers: Array, *of_live_tiles: Any) -> Array:
         """A scatter. What has no place gets one outside."""

@@ -65,18 +65,18 @@ class Geometry:
         """Where a column lies in the row of all tiles: its tile, times the tile's size, and its place in the tile."""
         return column + (column // self.part_columns * self.overhang if self.has_parts else 0)
 
-    def tiles_of(self, columns: int) -> int:
+    def count_tiles(self, columns: int) -> int:
         """The tiles that hold the first so many columns."""
         parts, rest = divmod(columns, self.part_columns)
         return parts * self.part_tiles + -(-rest // self.tile)
 
 
-def geometry(case: Call, tiling: Tiling) -> Geometry:
-    """The shapes of ``case``."""
-    tokens = max(-(-case.num_tokens // tiling.atom) * tiling.atom, tiling.row_block)
+def make_geometry(call: Call, tiling: Tiling) -> Geometry:
+    """The shapes of ``call``."""
+    tokens = max(-(-call.num_tokens // tiling.atom) * tiling.atom, tiling.row_block)
     row_blocks = -(-tokens // tiling.row_block)
-    part = min(case.vocab_part_size or case.columns, case.columns)
-    part_tiles, (parts, rest) = -(-part // tiling.tile), divmod(case.columns, part)
+    part = min(call.vocab_part_size or call.columns, call.columns)
+    part_tiles, (parts, rest) = -(-part // tiling.tile), divmod(call.columns, part)
     return Geometry(
         row_block=tiling.row_block,
         tile=tiling.tile,
@@ -85,7 +85,7 @@ def geometry(case: Call, tiling: Tiling) -> Geometry:
         padded_tokens=-(-row_blocks // tiling.most_clustered) * tiling.most_clustered * tiling.row_block,
         row_blocks=row_blocks,
         num_tiles=parts * part_tiles + -(-rest // tiling.tile),
-        whole_atoms=case.columns % tiling.atom == 0,
+        whole_atoms=call.columns % tiling.atom == 0,
         part_columns=part,
         part_tiles=part_tiles,
     )
@@ -153,37 +153,37 @@ class Marked(NamedTuple):
     floor: Float[Array, "Tp"] | None = None  # as in `Prepared`
 
 
-def prepare(operands: Operands, case: Call, shape: Geometry) -> Prepared:
+def prepare(operands: Operands, call: Call, shape: Geometry) -> Prepared:
     """Pads the per-token operands, marks the tiles that hold a target and the columns that are padding."""
     hidden = pad(operands.hidden, shape.tokens)
     targets = pad(operands.targets, shape.padded_tokens, -1)
     targets = jnp.where(targets < 0, -1, shape.place(targets)) if shape.has_parts else targets
-    row_scale = compute_row_scale(operands.inverse_temperature, case, shape)
+    row_scale = compute_row_scale(operands.inverse_temperature, call, shape)
     tile = jnp.where(targets < 0, -1, targets // shape.tile).reshape(-1, shape.row_block, 1)
     flags = jnp.max((tile == jnp.arange(shape.num_tiles, dtype=jnp.int32)).astype(jnp.int32), axis=1)
-    columns = jnp.asarray(case.columns if operands.num_columns is None else operands.num_columns, jnp.int32)
+    columns = jnp.asarray(call.columns if operands.num_columns is None else operands.num_columns, jnp.int32)
     places = jnp.arange(2 * shape.tile, dtype=jnp.int32)
-    mask = jnp.concatenate([(places >= first).astype(jnp.int32) for first in first_padding(columns, shape)])
-    num_rows = num_live_rows(operands.num_rows, shape)
+    mask = jnp.concatenate([(places >= first).astype(jnp.int32) for first in find_first_padding(columns, shape)])
+    num_rows = count_rows(operands.num_rows, shape)
     floor = None if operands.floor is None else pad(operands.floor, shape.padded_tokens)
     return Prepared(hidden, operands.weight, targets, row_scale, flags, mask, columns, num_rows, floor)
 
 
-def first_padding(columns: Any, shape: Geometry) -> list[Any]:
+def find_first_padding(columns: Any, shape: Geometry) -> list[Any]:
     """The place in its tile of the first padding column; with parts, that of a whole part before."""
     if not shape.has_parts:
         return [columns % shape.tile]
     return [shape.part_columns % shape.tile, columns % shape.part_columns % shape.tile]
 
 
-def compute_row_scale(inverse_temperature: Float[Array, "T"] | None, case: Call, shape: Geometry) -> Float[Array, "Tp"]:
+def compute_row_scale(inverse_temperature: Float[Array, "T"] | None, call: Call, shape: Geometry) -> Float[Array, "Tp"]:
     """The k of eq. 0 times log2 e, so that e^((x - m) k) is a power of 2."""
-    k = case.logit_softcap or case.logit_scale
+    k = call.logit_softcap or call.logit_scale
     row_scale = jnp.full((shape.padded_tokens,), LOG2E * k, jnp.float32)
     return row_scale if inverse_temperature is None else row_scale * pad(inverse_temperature, shape.padded_tokens)
 
 
-def num_live_rows(num_rows: Int[Array, ""] | None, shape: Geometry) -> Int[Array, ""]:
+def count_rows(num_rows: Int[Array, ""] | None, shape: Geometry) -> Int[Array, ""]:
     """The rows that count."""
     return jnp.int32(shape.tokens) if num_rows is None else num_rows
 
@@ -221,15 +221,15 @@ class RowFactors(NamedTuple):
         return jnp.where(is_label, self.target, d * _logprobs.cap_derivative(x) if is_capped else d)
 
 
-def in_base_2(rows: RowCoefficients) -> RowFactors:
+def convert_to_base_2(rows: RowCoefficients) -> RowFactors:
     """The coefficients of the kernels."""
     slope = None if rows.slope is None else rows.slope * (1.0 / LOG2E)
     return RowFactors(rows.max, rows.target, rows.constant, slope)
 
 
-def row_factors(rows: RowCoefficients, length: int) -> Float[Array, "factors Tp"]:
+def stack_row_factors(rows: RowCoefficients, length: int) -> Float[Array, "factors Tp"]:
     """The coefficients in base 2, zero from the last token to ``length``."""
-    factors = jnp.stack(jax.tree.leaves(in_base_2(rows)))
+    factors = jnp.stack(jax.tree.leaves(convert_to_base_2(rows)))
     return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
 
 
@@ -237,51 +237,51 @@ FLOOR = -1e10  # a tile's maximum where all its columns are padding: below every
 UNWRITTEN: Any = _statistics.NO_COLUMNS._replace(max=FLOOR, min=-FLOOR)
 
 
-def statistic_names(case: Call) -> list[str]:
+def list_statistics(call: Call) -> list[str]:
     """The fields of `ShardStatistics` that the kernels compute, one number per token each.
 
     Σ z (`_mean`) and the logits of candidates (`_candidates`) are computed beside them.
     """
-    return [name for name in case.statistics if name not in _statistics.SEPARATE]
+    return [name for name in call.statistics if name not in _statistics.SEPARATE]
 
 
-def kept_statistics(case: Call) -> list[str]:
+def list_saved_statistics(call: Call) -> list[str]:
     """Those of them that gradients have, which `lce_jax.run.kernels` saves of each token."""
-    return [name for name in statistic_names(case) if name not in _statistics.NOT_DIFFERENTIATED]
+    return [name for name in list_statistics(call) if name not in _statistics.NOT_DIFFERENTIATED]
 
 
-class KeptFields(NamedTuple):
+class SavedLayout(NamedTuple):
     """Where `lce_jax.run.kernels` keeps what of each token: 0 is the label, 1 the temperature, if there is one."""
 
     floor: int
     ids: int  # that of the first candidate
-    statistics: int  # the first of `kept_statistics`
+    statistics: int  # the first of `list_saved_statistics`
     x: int  # that of the first candidate
     size: int  # how many there are
 
 
-def kept_fields(case: Call, has_temperature: bool) -> KeptFields:
+def lay_out_saved(call: Call, has_temperature: bool) -> SavedLayout:
     """Those of a call."""
     floor = 1 + has_temperature
-    statistics = floor + case.has_floor + case.num_candidates
-    x = statistics + len(kept_statistics(case))
-    return KeptFields(floor, floor + case.has_floor, statistics, x, x + case.num_candidates)
+    statistics = floor + call.has_floor + call.num_candidates
+    x = statistics + len(list_saved_statistics(call))
+    return SavedLayout(floor, floor + call.has_floor, statistics, x, x + call.num_candidates)
 
 
-def result_statistics(case: Call) -> list[str]:
+def list_results(call: Call) -> list[str]:
     """Those of `RESULTS` that the call has."""
-    there = {"entropy": case.entropy, "support": case.stats and case.has_floor}
-    return [name for i, name in enumerate(RESULTS) if there.get(name, i < 3 or case.stats)]
+    there = {"entropy": call.entropy, "support": call.stats and call.has_floor}
+    return [name for i, name in enumerate(RESULTS) if there.get(name, i < 3 or call.stats)]
 
 
-def statistics_shape(case: Call, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:
+def statistics_shape(call: Call, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:
     """(tiles, fields, tokens)."""
-    return num_tiles, len(statistic_names(case)) + more_fields, shape.padded_tokens
+    return num_tiles, len(list_statistics(call)) + more_fields, shape.padded_tokens
 
 
-def unstacked_statistics(case: Call, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
+def unstack_statistics(call: Call, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
     """The fields of the call's own tokens, in base 2, [..., T] each."""
-    fields = zip(statistic_names(case), jnp.moveaxis(parts[..., : case.num_tokens], -2, 0), strict=True)
+    fields = zip(list_statistics(call), jnp.moveaxis(parts[..., : call.num_tokens], -2, 0), strict=True)
     return _statistics.make_statistics(dict(fields))
 
 

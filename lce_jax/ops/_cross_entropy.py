@@ -105,7 +105,7 @@ def linear_cross_entropy(
     )  # fmt: skip
     arguments = _describe.describe_call(arguments)
     reason = _token_chunks.refuse_forward_gradients(arguments.call, reduction, options)
-    limit, axis_name = _token_chunks.chunk_bytes_of_loss(chunk_bytes, reason), arguments.call.axis_name
+    limit, axis_name = _token_chunks.check_loss_chunk_bytes(chunk_bytes, reason), arguments.call.axis_name
     divisor = None if normalizer is None else _describe.put_on_device(normalizer, labels)
     penalty = None if isinstance(z_loss, float) else _describe.put_on_device(z_loss, labels)
     where, numbers, agree = arguments.where, (penalty, divisor), None

@@ -135,7 +135,7 @@ def linear_loss(
     named, call_options = scalars.split_loss_arguments(loss_fn, per_token, options, known, parameters)
     _options.check_names(linear_loss, call_options, loss_fn)
     parsed = _options.parse_arguments(call_options, hidden, weight, labels, where, ignore_index, function="linear_loss")
-    limit = _token_chunks.chunk_bytes(chunk_bytes, call_options)
+    limit = _token_chunks.check_chunk_bytes(chunk_bytes, call_options)
     parsed = parsed._replace(call=parsed.call.replace(chunk_bytes=limit))
     names = {**call_options, **{name: x for name, x in axes.items() if x is not None}}
     refusal = functools.partial(
@@ -167,14 +167,14 @@ def sum_losses(
         agree = _collectives.join_agreement(agree, _collectives.ignore_masked_rows(flat_agree, rows.where))
         rows = _describe.tag_arrays(call, rows, flat)
     inputs = Inputs(primals, flat, ())
-    axes = _runner.result_axes(call, (inputs, rows))
-    run, cached_fn = (_runner.compute, loss_fn) if _jax.is_traced() else _loss.keep_program(loss_fn)
+    axes = _runner.list_result_axes(call, (inputs, rows))
+    run, cached_fn = (_runner.compute, loss_fn) if _jax.is_traced() else _loss.cache_program(loss_fn)
     loss, constants = _loss.trace(cached_fn, rebuild, call, flat, rows.labels.ndim, axes)
     if refusal is not None:
         refuse_mixed_tokens(loss.jaxpr.jaxpr, refusal)
     _loss.check_closure(constants, axes)
     inputs = inputs._replace(constants=constants)
-    retraces = call.mesh is not None and not _runner.is_left_to_xla(call, (inputs, rows))
+    retraces = call.mesh is not None and not _runner.is_partitioned_by_xla(call, (inputs, rows))
     loss = loss if retraces else dataclasses.replace(loss, retrace=None)  # so that it keeps no array alive
     if run is not _runner.compute:
         loss, inputs = _loss.identify(loss, inputs)

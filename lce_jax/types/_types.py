@@ -129,11 +129,11 @@ class Operands(NamedTuple):
     num_columns: Int[Array, ""] | int | None  # None: V
     # A factor of the raw products, applied first: scale / cap if one of them is traced, or the sign of a traced scale.
     raw_scale: Float[Array, "T"] | None = None
-    # Added to the raw products, in the statistics' dtype. With an adapter: its B [V, R], in the weight's dtype.
-    bias: Float[Array, "V"] | None = None
+    bias: Float[Array, "V"] | None = None  # added to the raw products, in the statistics' dtype
     candidates: Int[Array, "T K"] | None = None  # int32 columns of this shard, -1 where the shard does not own the id
     # A column whose x is below its token's floor does not count, except the target. None: every column counts.
     floor: Float[Array, "T"] | None = None
+    adapter: Float[Array, "V R"] | None = None  # B of an adapter, in the weight's dtype
 
 
 class ShardStatistics(NamedTuple):
@@ -175,7 +175,8 @@ class Primals[A](NamedTuple):
 
     hidden: A  # [..., H]
     weight: A  # [V, H], or [H, V]: Call.weight_layout
-    bias: A | None = None  # [V]; with an adapter its B [V, R] (`Call.rank`)
+    bias: A | None = None  # [V]
+    adapter: A | None = None  # [V, R], B of an adapter (`Call.rank`)
 
     def select(self, gradients: RequestedGradients) -> Primals[A | None]:
         """Returns the operands whose gradients are computed, with None in place of the others."""
@@ -190,11 +191,12 @@ class RequestedGradients:
     hidden: bool = True
     weight: bool = True
     bias: bool = True
+    adapter: bool = True
 
     @property
     def any(self) -> bool:
         """Whether any gradient is computed."""
-        return self.hidden or self.weight or self.bias
+        return any(dataclasses.astuple(self))
 
 
 class RowCoefficients(NamedTuple):
@@ -255,8 +257,8 @@ class Call:
     mean_logit: bool = False  # whether the mean logit is computed, which label smoothing needs
     has_bias: bool = False
     # The padded rank R of an adapter (`scalars.padded_rank`); 0: no adapter. With an adapter, hidden is [..., H + R],
-    # the weight is frozen, and B [V, R] takes the place of a bias. B multiplies the last R columns u of hidden, and
-    # the weight the others: logits = h·Wᵀ + u·Bᵀ.
+    # the weight is frozen, and there is no bias. B [V, R] multiplies the last R columns u of hidden, and the weight the
+    # others: logits = h·Wᵀ + u·Bᵀ.
     rank: int = 0
     num_candidates: int = 0  # K; 0: the call has no candidates
     traced_scale: bool = False  # whether scale or cap is an array: both are then in `Rows`, and the numbers here are 1

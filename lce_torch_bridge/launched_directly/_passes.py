@@ -150,8 +150,8 @@ def forward_tape(launched: kernels.LaunchedCall, keep_cache: bool, fields: Seque
     for name in fields:
         more = (call.num_candidates,) if name == PER_CANDIDATE else ()
         tape.output(found.results[name], (launched.stride, *more), torch.float32)
-    tape.output(found.saved, (launched.kept.size, launched.stride), torch.int32)
-    tape.outputs += found.kept
+    tape.output(found.saved, (launched.saved_layout.size, launched.stride), torch.int32)
+    tape.outputs += found.cached
     return tape
 
 
@@ -288,7 +288,7 @@ def gradients_tape(
     """
     tape, rows = Tape(), launched.rows
     hidden, weight, *adapter = _inputs(tape, launched)
-    saved = tape.input((launched.kept.size * rows,), jnp.float32)
+    saved = tape.input((launched.saved_layout.size * rows,), jnp.float32)
     shapes = {name: (rows, launched.call.num_candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
     given = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}
     total = tape.input(weight.shape, jnp.float32) if adds is not None else None
@@ -354,7 +354,7 @@ def live_shape(x: Tensors, call: TorchCall, way: Way) -> tuple[int, int] | None:
     """The shape of the live tiles, where a forward keeps these."""
     if not (call.jax.gradient_threshold and way.direct) or refusal(x, call) is not None:
         return None
-    return kernels.live_shape(launched_call(x.hidden, x.weight, call, x.temperature is not None))
+    return kernels.active_tiles_shape(launched_call(x.hidden, x.weight, call, x.temperature is not None))
 
 
 def are_live_tiles(cache: Sequence[torch.Tensor]) -> bool:

@@ -152,7 +152,7 @@ def whole(key: ProgramKey, keep_cache: bool, *given: Any) -> Any:
     """``(*operands, tokens) -> [1 + S, P], cache leaves``."""
     part = _unpacked(key, given).part
     stats, cache = part.statistics(keep_cache)
-    sums = part.mixture_sums(stats) if part.is_of_mixture else None
+    sums = part.mixture_sums(stats) if part.has_mixture else None
     return _results(part, stats, sums), jax.tree.leaves(cache)
 
 

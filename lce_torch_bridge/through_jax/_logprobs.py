@@ -225,7 +225,8 @@ def pull_back(
         may_round_dhidden=rounded and hidden.dtype == weight.dtype,
     )
     dhidden = found.hidden.astype(hidden.dtype) if rounded else found.hidden
-    grads = [dhidden, found.weight, None if found.bias is None else found.bias.astype(bias.dtype)]
+    dbias = found.adapter if key.call.jax.rank else found.bias
+    grads = [dhidden, found.weight, None if dbias is None else dbias.astype(bias.dtype)]
     given = [grad for grad, want in zip(grads, requested_gradients, strict=False) if want]  # without a bias, no dbias
     return given if total is None else [*given, found.weight[0, :1]]
 
@@ -319,4 +320,5 @@ def _part(
         options["num_candidates"] = 0
     call = key.call.jax.replace(caller_vocab_size=vocab_size, precision=key.precision, **options)
     per_token = tokens.labels, tokens.temperature, tokens.candidates, tokens.floor
-    return _local.LogprobPart.of(call, Primals(hidden, weight, bias), *per_token, start, tokens.num_rows)
+    primals = Primals(hidden, weight, adapter=bias) if call.rank else Primals(hidden, weight, bias)
+    return _local.LogprobPart.of(call, primals, *per_token, start, tokens.num_rows)

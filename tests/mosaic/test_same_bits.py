@@ -110,7 +110,7 @@ def test_shards_of_whole_groups(most: int) -> None:
         case = case_of(call("bits", T=T, H=H, V=V // shards, stats=True))
 
         def run(*given: Operands) -> Any:
-            parts = [mosaic.in_parts(each, case)[0] for each in given]
+            parts = [mosaic.partial_statistics(each, case)[0] for each in given]
             return mosaic.merged(jax.tree.map(lambda *x: jnp.stack(x), *parts), case, inverse, None)
 
         with interpreting(plgpu.InterpretGPUParams()):

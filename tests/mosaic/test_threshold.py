@@ -210,7 +210,7 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
         )  # fmt: skip
 
     def gradients(parts: list[Operands]) -> Any:
-        found = [mosaic.in_parts(part, case, True) for part in parts]
+        found = [mosaic.partial_statistics(part, case, True) for part in parts]
         stats = mosaic.merged(jax.tree.map(lambda *x: jnp.stack(x), *(each[0] for each in found)), case, None, None)
         live = [mosaic.selected(case, tiles, Normalizer(stats.max, stats.sumexp), None) for _, tiles in found]
         counts = _logprobs.exclude_empty_rows(None, stats.sumexp) if test.options.has_floor else None

@@ -207,7 +207,7 @@ PAIR = STRUCT((8, 256), jnp.float32), STRUCT((1024, 8), jnp.float32)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"weight_layout": "hv"}, 'lora with weight_layout="hv": the kernels have not been written for both'),
+        ({"weight_layout": "hv"}, 'lora with weight_layout="hv": the kernels do not support both'),
         ({"candidates": STRUCT((512, 3), jnp.int32)}, "lora with candidates"),
         ({"gradient_threshold": 0.1}, "lora with gradient_threshold"),
         ({"vocab_part_size": 512}, "lora with vocab_part_size"),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._ring import Ring, fetch_step, ring_of, stage_of, wait_for_last
+from lce_jax.mosaic.common._ring import Ring, fetch_step, find_stage, make_ring, wait_for_last
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,
     STAGING_COLUMNS,
@@ -56,7 +56,7 @@ def _start_tma(product: Product, ring: Ring, offset: Offset, tile: Tile, before:
 
 def _wait_tma(product: Product, ring: Ring, tile: Tile, before: Any, step: Any) -> None:
     del tile
-    plgpu.barrier_wait(ring.produced.at[stage_of(product.matmul, before + step)])
+    plgpu.barrier_wait(ring.produced.at[find_stage(product.matmul, before + step)])
 
 
 def _end_tma(matmul: Matmul, ring: Ring, total: Any) -> None:
@@ -66,7 +66,7 @@ def _end_tma(matmul: Matmul, ring: Ring, total: Any) -> None:
 
 
 BY_TMA = Copies(
-    ring=ring_of,
+    ring=make_ring,
     start=_start_tma,
     wait=_wait_tma,
     release=lambda ring, stage: plgpu.barrier_arrive(ring.consumed.at[stage]),
@@ -78,14 +78,14 @@ BY_TMA = Copies(
 def _ring_cp_async(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
     """A barrier of a stage says that both have copied their part, and so that both have done the step before."""
     produced = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=matmul.tuning.stages)
-    return ring_of(matmul, lhs, rhs)._replace(produced=produced, consumed=None)
+    return make_ring(matmul, lhs, rhs)._replace(produced=produced, consumed=None)
 
 
 def _start_cp_async(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any) -> None:
     """Each warpgroup copies half of lhs, and those columns of rhs that it multiplies itself."""
     matmul, lhs, rhs = product[:3]
     tile_k, half, width = matmul.tuning.tile_k, matmul.tuning.tile_n // COMPUTE_WARPGROUPS, _piece(matmul, rhs)
-    warpgroup, stage, number = lax.axis_index("wg"), stage_of(matmul, before + step), tile.first_step + step
+    warpgroup, stage, number = lax.axis_index("wg"), find_stage(matmul, before + step), tile.first_step + step
     place: StepPlace = next_place(matmul, offset, tile, number) if tile.locate is None else tile.locate(number)
 
     def copy(k: int, source: Any, rows: Any, depth: Any, stages: Any, to: Any, size: int) -> None:
@@ -126,7 +126,7 @@ def _wait_cp_async(product: Product, ring: Ring, tile: Tile, before: Any, step: 
         lambda: plgpu.wait_gmem_to_smem(later * copies),
         lambda: plgpu.wait_gmem_to_smem(0),
     )
-    produced = ring.produced.at[stage_of(matmul, before + step)]
+    produced = ring.produced.at[find_stage(matmul, before + step)]
     plgpu.barrier_arrive(produced)
     plgpu.barrier_wait(produced)
 

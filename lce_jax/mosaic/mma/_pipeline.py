@@ -27,9 +27,9 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._epilogue import HELD
+from lce_jax.mosaic.common._epilogue import ACCUMULATOR
 from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
-from lce_jax.mosaic.common._ring import Ring, stage_of, steps_before
+from lce_jax.mosaic.common._ring import Ring, count_steps_before, find_stage
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,
     WARPGROUP_ROWS,
@@ -65,7 +65,7 @@ def walk_tiles(
     visit_all: VisitAll,
     consume: Callable[[Tile, Callable[[], Float[Array, "64 n"]], Any], None],
     scratch: Any = None,
-    beside: Any = None,
+    adapter: Any = None,
 ) -> None:
     """As that of `lce_jax.mosaic.sm90`, but a tile's copies begin after the epilogue of the tile before it."""
 
@@ -74,7 +74,7 @@ def walk_tiles(
         product = multiply[0]()
         consume(tile, lambda: product, scratch)
 
-    walk_products(copies, [Product(matmul, lhs, rhs, beside=beside)], offset, visit_all, multiplied, scratch)
+    walk_products(copies, [Product(matmul, lhs, rhs, adapter=adapter)], offset, visit_all, multiplied, scratch)
 
 
 def walk_products(
@@ -97,11 +97,11 @@ def walk_products(
     def run(ring: Ring, exchange: Exchange, scratch: Any) -> None:
         def visit(tile: Tile, before: Any) -> Any:
             def multiply(number: int) -> Float[Array, "64 n"]:
-                product, done = products[number], steps_before(products, number, tile, before)
+                product, done = products[number], count_steps_before(products, number, tile, before)
                 return _exchanged(*_multiply(copies, product, ring, offset, product.part(tile), done), exchange)
 
             consume(tile, [functools.partial(multiply, number) for number in range(len(products))], scratch)
-            return steps_before(products, len(products), tile, before)
+            return count_steps_before(products, len(products), tile, before)
 
         copies.end(matmul, ring, visit_all(visit, jnp.int32(0)))
 
@@ -118,7 +118,7 @@ def hold(copies: Copies, held: Any, x: Float[Array, "64 256"]) -> HeldTile:
 
     def load(part: Any) -> Array:
         copies.fence()  # as Hopper's
-        return plgpu.load(part, layout=HELD.layout, optimized=False)
+        return plgpu.load(part, layout=ACCUMULATOR.layout, optimized=False)
 
     return HeldTile.of(x, held.at[lax.axis_index("sm"), lax.axis_index("wg")], load)
 
@@ -152,7 +152,7 @@ def _multiply(
         return (whole[depth] for depth in depths)
 
     def step(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        stage = stage_of(matmul, before + i)
+        stage = find_stage(matmul, before + i)
         copies.wait(product, ring, tile, before, i)
         pl.when(i + ahead < tile.num_steps)(lambda: start(i + ahead))
         for *lhs, rhs in zip(lhs_of(0, stage), lhs_of(WARPGROUP_ROWS, stage), rhs_of(stage), strict=True):
@@ -160,21 +160,21 @@ def _multiply(
         copies.release(ring, stage)
         return sums
 
-    zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, half), jnp.float32), HELD.layout)
+    zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, half), jnp.float32), ACCUMULATOR.layout)
     return lax.fori_loop(0, tile.num_steps, step, (zeros, zeros))
 
 
 def _exchanged(first: Array, second: Array, exchange: Exchange) -> Float[Array, "64 n"]:
     """This warpgroup's rows, half of whose columns the other has multiplied. ``first``, ``second``: of `_multiply`."""
     warpgroup = lax.axis_index("wg")
-    is_first = plgpu.layout_cast(lax.broadcast_in_dim(warpgroup, first.shape, ()), HELD.layout) == 0
+    is_first = plgpu.layout_cast(lax.broadcast_in_dim(warpgroup, first.shape, ()), ACCUMULATOR.layout) == 0
     given, found = jnp.where(is_first, second, first), []
     for i, start in enumerate(range(0, given.shape[1], EXCHANGED)):
         # Of two slots in turn: who writes one has passed the barrier before which the other has read it.
         exchange.slots.at[warpgroup, i % 2][...] = given[:, start : start + EXCHANGED]
         plgpu.barrier_arrive(exchange.written)
         plgpu.barrier_wait(exchange.written)
-        found.append(plgpu.load(exchange.slots.at[1 - warpgroup, i % 2], layout=HELD.layout))
+        found.append(plgpu.load(exchange.slots.at[1 - warpgroup, i % 2], layout=ACCUMULATOR.layout))
     received = jnp.concatenate(found, axis=1)
     return jnp.concatenate([jnp.where(is_first, first, received), jnp.where(is_first, received, second)], axis=1)
 

@@ -31,9 +31,17 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._epilogue import HELD
+from lce_jax.mosaic.common._epilogue import ACCUMULATOR
 from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
-from lce_jax.mosaic.common._ring import Ring, fetch_step, product_steps, ring_of, stage_of, steps_before, wait_for_last
+from lce_jax.mosaic.common._ring import (
+    Ring,
+    count_steps,
+    count_steps_before,
+    fetch_step,
+    find_stage,
+    make_ring,
+    wait_for_last,
+)
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,
     STAGING_COLUMNS,
@@ -59,13 +67,13 @@ def walk_tiles(
     visit_all: VisitAll,
     consume: Callable[[Tile, Callable[[], Float[Array, "64 n"]], Any], None],
     scratch: Any = None,
-    beside: Any = None,
+    adapter: Any = None,
 ) -> None:
     """Calls ``consume(tile, multiply, scratch)`` in both compute warpgroups for every tile that ``visit_all`` visits.
 
     ``consume`` loads what its epilogue needs, calls ``multiply()`` for its 64 rows of the product, and uses them.
     """
-    one = [Product(matmul, lhs, rhs, beside=beside)]
+    one = [Product(matmul, lhs, rhs, adapter=adapter)]
     walk_products(one, offset, visit_all, lambda tile, multiply, own: consume(tile, multiply[0], own), scratch)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the epilogues' stores
 
@@ -83,7 +91,7 @@ def walk_products(
     """
     matmul = products[0].matmul
 
-    @functools.partial(pl.run_scoped, ring=ring_of(*products[0][:3]), scratch=scratch, collective_axes="wg")
+    @functools.partial(pl.run_scoped, ring=make_ring(*products[0][:3]), scratch=scratch, collective_axes="wg")
     def run(ring: Any, scratch: Any) -> None:
         def fetch() -> None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
@@ -91,8 +99,8 @@ def walk_products(
             def visit(tile: Tile, before: Any) -> Any:
                 for product in products:
                     step = functools.partial(fetch_step, product, ring, offset, product.part(tile), before)
-                    lax.fori_loop(0, product_steps(product, tile), step, None)
-                    before = before + product_steps(product, tile)
+                    lax.fori_loop(0, count_steps(product, tile), step, None)
+                    before = before + count_steps(product, tile)
                 return before
 
             # A block must not exit before its neighbour's copies into it have landed.
@@ -104,7 +112,7 @@ def walk_products(
             def visit(tile: Tile, before: Any) -> Any:
                 multiply = [functools.partial(_multiply, products, i, ring, tile, before) for i in range(len(products))]
                 consume(tile, multiply, scratch)
-                return steps_before(products, len(products), tile, before)
+                return count_steps_before(products, len(products), tile, before)
 
             visit_all(visit, jnp.int32(0))
 
@@ -113,7 +121,7 @@ def walk_products(
 
 def _multiply(products: Sequence[Product], number: int, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 n"]:
     """This warpgroup's part of one of the products of a tile."""
-    before = steps_before(products, number, tile, before)
+    before = count_steps_before(products, number, tile, before)
     matmul, tile = products[number].matmul, products[number].part(tile)
     tuning, warpgroup = matmul.tuning, lax.axis_index("wg")
     in_flight = tuning.in_flight
@@ -122,12 +130,12 @@ def _multiply(products: Sequence[Product], number: int, ring: Ring, tile: Tile, 
     before = before + turn * tile.num_steps
 
     def release(step: Any) -> None:
-        plgpu.barrier_arrive(ring.consumed.at[stage_of(matmul, before + step)])
+        plgpu.barrier_arrive(ring.consumed.at[find_stage(matmul, before + step)])
 
     @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((WARPGROUP_ROWS, tuning.tile_n), jnp.float32))
     def product(accumulator: Any) -> Any:
         def step(i: Any, _: None) -> None:
-            stage = stage_of(matmul, before + i)
+            stage = find_stage(matmul, before + i)
             plgpu.barrier_wait(ring.produced.at[turn * tuning.stages + stage])
             lhs = ring.lhs.at[stage, rows, :] if matmul.lhs_k == 1 else ring.lhs.at[stage, :, rows].T
             rhs = ring.rhs.at[stage].T if matmul.rhs_k == 1 else ring.rhs.at[stage]
@@ -183,6 +191,6 @@ def hold(held: Any, x: Float[Array, "64 256"]) -> HeldTile:
     def load(part: Any) -> Array:
         # A barrier, beyond which the compiler moves no load: the whole tile at once would spill registers.
         plgpu.commit_smem()
-        return plgpu.load(part, layout=HELD.layout)
+        return plgpu.load(part, layout=ACCUMULATOR.layout)
 
     return HeldTile.of(x, blocks, load)

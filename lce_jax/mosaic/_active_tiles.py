@@ -96,7 +96,7 @@ class Batch(NamedTuple):
         return cls(first, stop - first, entry, last - entry)
 
 
-def row_block_of(sizes: Sizes, cell: Any) -> Any:
+def find_row_block(sizes: Sizes, cell: Any) -> Any:
     """The row block of an entry; any where it fills up a group."""
     return lax.rem(lax.rem(cell, jnp.int32(sizes.width)), jnp.int32(sizes.blocks))
 
@@ -126,8 +126,8 @@ def place(
     return is_there, slot * sizes.row_block + token % sizes.row_block, column % sizes.tile
 
 
-def orders(sizes: Sizes) -> list[int]:
-    """What `lists` is given: four orders of as many numbers as there are vocabulary tiles.
+def make_orders(sizes: Sizes) -> list[int]:
+    """What `make_worklist` is given: four orders of as many numbers as there are vocabulary tiles.
 
     In the first each part has about the same share of the first as of the last: the fractional parts of multiples of
     the golden ratio are spread evenly. Then the places in it, of the last number first; the cells before these; all.
@@ -138,13 +138,13 @@ def orders(sizes: Sizes) -> list[int]:
     return np.concatenate([mixed, places, np.maximum(places * sizes.width - 1, 0), np.arange(sizes.tiles)]).tolist()
 
 
-def lists(xp: Any, sizes: Sizes, orders: Any, live: Any, contracted: Any) -> Worklist:
+def make_worklist(xp: Any, sizes: Sizes, orders: Any, live: Any, contracted: Any) -> Worklist:
     """All of a shard's lists.
 
     Args:
         xp: ``jax.numpy``, or a namespace like it.
         sizes: of the lists.
-        orders: `orders` of these sizes.
+        orders: `make_orders` of these sizes.
         live: [tiles, blocks or more], 1 where a tile is live.
         contracted: how many of the first vocabulary tiles dhidden contracts in place: those in the lists by row block.
     """
@@ -159,13 +159,13 @@ def lists(xp: Any, sizes: Sizes, orders: Any, live: Any, contracted: Any) -> Wor
     sums_by_row = xp.cumsum(_take(xp, of_rows.T, order, 1).reshape(-1), 0, dtype=xp.int32)
     numbers = xp.arange(sizes.entries, dtype=xp.int32)
     by_batch = xp.argsort(_take(xp, sums, before) // sizes.share, stable=True)
-    cells = places_of(xp, sums, numbers)
+    cells = find_ones(xp, sums, numbers)
     return Worklist(
         order=xp.asarray(order, dtype=xp.int32),
         sums=sums,
         cells=cells,
         sums_by_row=sums_by_row,
-        cells_by_row=places_of(xp, sums_by_row, numbers[: len(sums_by_row)]),
+        cells_by_row=find_ones(xp, sums_by_row, numbers[: len(sums_by_row)]),
         ranks=_take(xp, places, by_batch),
         row_blocks=_row_blocks(xp, sizes, live, cells, sums_by_row),
     )
@@ -189,7 +189,7 @@ def _take(xp: Any, x: Any, places: Any, dim: int = 0) -> Any:
     return xp.take(x, places, axis=dim, mode="clip") if hasattr(x, "at") else xp.index_select(x, dim, places)
 
 
-def places_of(xp: Any, sums: Any, numbers: Any) -> Any:
+def find_ones(xp: Any, sums: Any, numbers: Any) -> Any:
     """Where the ones of these numbers, 0, 1, …, lie in an array of 0 and 1, given its sums; its length for none."""
     if not hasattr(sums, "at"):
         return xp.searchsorted(sums, numbers, right=True, out_int32=True)
