@@ -80,14 +80,14 @@ def of_smallest(smallest: Float[ArrayLike, "..."], dtype: Any) -> Float[Array, "
     if name not in _checks.FLOATS:
         raise TypeError(f"dtype must be one of {', '.join(_checks.FLOATS)}, got {dtype!r}")
     most = float(jnp.finfo(name).max)
-    _checks.known_values(
+    _checks.check_known_values(
         f"smallest must be within {name}, whose largest number is {most:g}",
         smallest,
         lambda x: ~(np.isfinite(x) & (np.abs(x) > most)),
         smallest.shape,
         advice="give the dtype that the sampler's logits were rounded to",
     )
-    return _floor_of_smallest(_describe.on_device(smallest), jax.dtypes.canonicalize_dtype(name))
+    return _floor_of_smallest(_describe.put_on_device(smallest), jax.dtypes.canonicalize_dtype(name))
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -207,7 +207,7 @@ def min_p(max_logit: Float[ArrayLike, "..."], p: float | Float[ArrayLike, "..."]
         -0.303
     """
     _check_floats("max_logit", max_logit)
-    return _min_p(_describe.on_device(max_logit), _check_share(p, max_logit.shape))
+    return _min_p(_describe.put_on_device(max_logit), _check_share(p, max_logit.shape))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -239,7 +239,7 @@ def _widen_to_float32(x: Array) -> Array:
 
 def _broadcast_share(p: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Broadcasts p to all rows, with NaN in place of invalid values."""
-    share = _describe.per_token(p, shape, dtype)
+    share = _describe.broadcast_to_tokens(p, shape, dtype)
     return jnp.where(_is_share(share), share, jnp.nan)
 
 
@@ -262,20 +262,20 @@ def _check_top(top: Any) -> TopK:
         )
     if top.logprobs.shape[-1] < 2:
         raise ValueError(f"top has {top.logprobs.shape[-1]} token: give linear_topk(..., k + 1) for a floor of k")
-    return TopK(*map(_describe.on_device, top))
+    return TopK(*map(_describe.put_on_device, top))
 
 
 def _check_share(p: Any, shape: tuple[int, ...]) -> Any:
     """Returns p as an array that broadcasts to the rows. Refuses known values outside (0, 1]."""
     if is_array(p) and not isinstance(p, np.generic):
-        _checks.per_token("p", p, shape, "the rows")
-        _checks.known_values("p must lie in (0, 1]", p, _is_share, shape, advice="1 keeps the whole vocabulary")
+        _checks.check_per_token("p", p, shape, "the rows")
+        _checks.check_known_values("p must lie in (0, 1]", p, _is_share, shape, advice="1 keeps the whole vocabulary")
     elif scalars.positive("p", p) > 1:
         raise ValueError(f"p must lie in (0, 1], got {p}")
-    return _describe.on_device(p)
+    return _describe.put_on_device(p)
 
 
 def _check_floats(name: str, x: Any) -> None:
-    _checks.array(name, x)
+    _checks.check_array(name, x)
     if jnp.dtype(x.dtype).name not in _checks.FLOATS:
         raise TypeError(f"{name} must be one of {', '.join(_checks.FLOATS)}, got {x.dtype}")

@@ -280,8 +280,8 @@ def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float
 
 def _check_dimensions(logprob: Any, **own: Any) -> None:
     for name, x in own.items():
-        scalars.given_value(name, x)
-        scalars.dimensions_of_tokens(name, jnp.shape(x), jnp.shape(logprob))
+        scalars.require_value(name, x)
+        scalars.check_token_dimensions(name, jnp.shape(x), jnp.shape(logprob))
 
 
 def _bounded(difference: Any) -> Any:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lce_jax.call import _checks
-from lce_jax.call._describe import on_device
+from lce_jax.call._describe import put_on_device
 from lce_jax.types import _jax, scalars, sequences
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def next_tokens(
         >>> rows.next_tokens(jnp.array([5, 6, 7, 8, 9]), ahead=2, cu_seqlens=jnp.array([0, 3, 5])).tolist()
         [7, -100, -100, -100, -100]
     """
-    _checks.label_array(tokens, "tokens")
+    _checks.check_labels(tokens, "tokens")
     if not jnp.issubdtype(tokens.dtype, jnp.signedinteger):
         raise TypeError(f"tokens must be signed, to hold labels of {scalars.IGNORED}, got {tokens.dtype}")
     return _shift_rows(-1, tokens, scalars.IGNORED, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
@@ -241,7 +241,7 @@ def _count_rows(x: Any, axis: int) -> int:
 
     Refuses rows that are split over an Explicit axis, because a neighbour may be on another device.
     """
-    _checks.array("x", x)
+    _checks.check_array("x", x)
     length = sequences.count_rows(x, axis)
     spec = _jax.partitions(jax.typeof(x).sharding.spec) if isinstance(x, jax.Array) else ()
     axes = dict(enumerate(spec)).get(axis % x.ndim)
@@ -257,14 +257,14 @@ def _check_rank(value: Any) -> Any:
     """Returns a ``cp_rank`` as a Python integer, or as it is if it is traced."""
     if scalars.is_integer(value):
         return value
-    _checks.array("cp_rank", value, "an integer")
+    _checks.check_array("cp_rank", value, "an integer")
     if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"cp_rank must be one integer, got {value.dtype} of shape {tuple(value.shape)}")
     return jax.device_get(value).item() if _checks.is_concrete(value) else value
 
 
 def _cast_to_indices(x: Any) -> Any:
-    return None if x is None else on_device(x).astype(int)
+    return None if x is None else put_on_device(x).astype(int)
 
 
 # Both are jitted because outside ``jit`` each Python number in an expression is a transfer to the device, which
@@ -283,19 +283,21 @@ def _take(x: Any, axis: int, *arguments: Any, **options: Any) -> Array:
     """Returns the rows of ``x`` at the positions that `sequences.locate_rows` computes of the other arguments."""
     indices = _locate_rows(_count_rows(x, axis), *arguments, **options)
     fill = False if x.dtype == jnp.bool_ else None  # None: NaN, or an extreme of the integers
-    return jnp.take(on_device(x), indices, axis, mode="fill", fill_value=fill, unique_indices=True)
+    return jnp.take(put_on_device(x), indices, axis, mode="fill", fill_value=fill, unique_indices=True)
 
 
 _JAX = sequences.Library(
     count_rows=_count_rows,
-    check_integers=lambda name, x: _checks.label_array(x, name),
+    check_integers=lambda name, x: _checks.check_labels(x, name),
     read_values=lambda x: jax.device_get(x).tolist() if _checks.is_concrete(x) else None,
     describe_dtype=lambda x: (
         x.dtype == jnp.bool_,
         jnp.iinfo(x.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else None,
     ),
     shift_array=lambda x, ids, ends, begins, fill, **static: _shift_array(
-        *jax.tree.map(on_device, (x, ids, np.asarray(fill, x.dtype))), *map(_cast_to_indices, (ends, begins)), **static
+        *jax.tree.map(put_on_device, (x, ids, np.asarray(fill, x.dtype))),
+        *map(_cast_to_indices, (ends, begins)),
+        **static,
     ),
     compute_positions=lambda begins, rank, **static: _compute_positions(
         _cast_to_indices(begins), _cast_to_indices(rank), **static

@@ -214,9 +214,9 @@ def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float)
 
 def _check_dimensions(logprob: torch.Tensor, **arguments: Any) -> None:
     for name, x in arguments.items():
-        scalars.given_value(name, x)
+        scalars.require_value(name, x)
         if isinstance(x, torch.Tensor):
-            scalars.dimensions_of_tokens(name, x.shape, logprob.shape)
+            scalars.check_token_dimensions(name, x.shape, logprob.shape)
 
 
 def _compute_ratio(logprob: torch.Tensor, old_logprob: torch.Tensor) -> torch.Tensor:
@@ -293,7 +293,7 @@ def distillation_loss(
         0.0725
     """
     _checks.integers("ids", ids)
-    scalars.num_candidates("ids", ids.shape)
+    scalars.count_candidates("ids", ids.shape)
     for name, x in (("candidate_logprobs", candidate_logprobs), ("teacher_logprobs", teacher_logprobs)):
         _checks.tensor(name, x)
         if x.shape != ids.shape or not x.is_floating_point():
@@ -304,9 +304,9 @@ def distillation_loss(
     is_candidate = ids.long() >= 0  # torch compares only some of the unsigned types
     if where is not None:
         is_candidate = is_candidate & _check_where(where, ids)[..., None]
-    scalars.one_of("divergence", divergence, scalars.DIVERGENCES)
-    scalars.one_of("rest", rest, scalars.RESTS)
-    beta = scalars.weight_of_jsd(beta, "divergence", divergence, scalars.DIVERGENCES[:2])
+    scalars.check_choice("divergence", divergence, scalars.DIVERGENCES)
+    scalars.check_choice("rest", rest, scalars.RESTS)
+    beta = scalars.check_beta(beta, "divergence", divergence, scalars.DIVERGENCES[:2])
     dtype = torch.promote_types(torch.promote_types(candidate_logprobs.dtype, teacher_logprobs.dtype), torch.float32)
     q, p = (_make_bins(x.to(dtype), is_candidate, rest) for x in (candidate_logprobs, teacher_logprobs.detach()))
     if beta is not None:

@@ -129,7 +129,7 @@ def linear_cross_entropy(
     """
     reduction = "none" if reduction is None else reduction
     reduction = reduction.lower() if isinstance(reduction, str) else reduction  # type: ignore[assignment]
-    scalars.one_of("reduction", reduction, ("none", "sum", "mean"))
+    scalars.check_choice("reduction", reduction, ("none", "sum", "mean"))
     temperature = 1.0 if temperature is None else temperature
     out = linear_logprobs(
         _reshape_like(labels, hidden), weight, labels, tp_group=dist_process_group, temperature=temperature

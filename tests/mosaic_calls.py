@@ -148,8 +148,8 @@ def draw(test: Call) -> tuple[Operands, Results]:
         inverse_temperature=None if inverse_temperature is None else jnp.asarray(inverse_temperature, jnp.float32),
         num_rows=None if test.num_rows is None else jnp.int32(test.num_rows),
         num_columns=jnp.int32(columns) if test.traced_columns else test.num_columns,
-        bias=None if factor is None else jnp.asarray(factor, test.dtype),
         candidates=draw_candidates(test, columns) if test.options.num_candidates else None,
+        adapter=None if factor is None else jnp.asarray(factor, test.dtype),
     )
     if test.options.has_floor:
         operands = operands._replace(floor=draw_floor(test, operands, columns))
@@ -225,10 +225,12 @@ def expected(test: Call, operands: Operands, cotangent: Results) -> Any:
 
 
 def matrix_of(operands: Operands, options: _types.Call) -> np.ndarray:
-    """The weight [V, H], beside it an adapter's B."""
+    """The weight [V, H], or with an adapter [V, H + R]: the weight, then B."""
     weight = np.asarray(operands.weight, np.float64)
     weight = weight if options.vocab_dim == 0 else weight.T
-    return weight if operands.bias is None else np.concatenate([weight, np.asarray(operands.bias, np.float64)], 1)
+    if operands.adapter is None:
+        return weight
+    return np.concatenate([weight, np.asarray(operands.adapter, np.float64)], 1)
 
 
 class Oracle:
@@ -335,11 +337,11 @@ def check_gradients(
     def run(operands: Operands, rows: Any, cache: Any, before: Any, adds: Any) -> Any:
         return mosaic.gradients(operands, case, rows, cache, dweight=before, adds_dweight=adds, **allowed)
 
-    dhidden, dweight, dbias = traced(run, operands, rows, cache, before, not test.writes_sum)
+    dhidden, dweight, _, dadapter = traced(run, operands, rows, cache, before, not test.writes_sum)
     if case.rank:
         assert dweight is None
-        assert dbias.dtype == jnp.float32
-        dweight, want = dbias, (want[0], want[1][:, case.hidden_size :])
+        assert dadapter.dtype == jnp.float32
+        dweight, want = dadapter, (want[0], want[1][:, case.hidden_size :])
     if before is not None:
         assert dweight.dtype == before.dtype
         dweight = dweight if test.writes_sum else dweight - before

@@ -20,11 +20,11 @@ def linear_logprobs(
     options = {**options, "vocab_size": vocab_size, "implementation": "mosaic_gpu"}
     columns = weight.shape[0] // shards
     given = _describe.describe_call(_options.parse_arguments(options, hidden, weight[:columns], labels, where))
-    spec = _describe.choose_implementation(given.call, scalars.INT32_MAX).but(padded=vocab_size < weight.shape[0])
+    spec = _describe.choose_implementation(given.call, scalars.INT32_MAX).replace(padded=vocab_size < weight.shape[0])
     primals, rows = _describe.make_operands(spec, given)
 
     def part_at(primals: Any, rows: Any, start: Any) -> _shard.Part:
-        return _shard.Part.of(spec, _shard.as_operand(primals), rows, start)
+        return _shard.Part.of(spec, _shard.cast_hidden(primals), rows, start)
 
     @jax.jit
     def part(primals: Any, rows: Any, start: Any) -> Any:

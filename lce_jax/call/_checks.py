@@ -17,11 +17,11 @@ from lce_jax.types._types import Call, Primals, UnsupportedError, is_array
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
-def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call: Call) -> None:
+def check_operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call: Call) -> None:
     """Checks the arrays of a call against each other. They may be tracers or ShapeDtypeStructs."""
     for name, x in (("hidden", hidden), ("weight", weight)):
-        floats(name, x)
-    label_array(labels)
+        check_floats(name, x)
+    check_labels(labels)
     if hidden.ndim < 1:
         raise ValueError("hidden must have at least the hidden dimension, got a scalar")
     if weight.ndim != 2:
@@ -29,31 +29,31 @@ def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call:
     vocab, size = weight.shape[call.vocab_dim], weight.shape[call.hidden_dim]
     if hidden.shape[-1] != size:
         other = "hv" if call.weight_layout == "vh" else "vh"
-        hint = scalars.not_hidden(tuple(hidden.shape), weight.shape, vocab, f'weight_layout="{other}"')
+        hint = scalars.hint_at_logits(tuple(hidden.shape), weight.shape, vocab, f'weight_layout="{other}"')
         raise ValueError(
             f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
             f'weight_layout="{call.weight_layout}" has H = {size}{hint}'
         )
-    scalars.labels_shape(labels.shape, hidden.shape[:-1])
+    scalars.check_labels_shape(labels.shape, hidden.shape[:-1])
     if vocab == 0 or size == 0:
         raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
     if where is not None:
-        where_array(where, labels.shape)
+        check_where(where, labels.shape)
     if bias is not None:
-        _bias(bias, weight, call)
+        _check_bias(bias, weight, call)
 
 
-def floats(name: str, x: Any) -> None:
+def check_floats(name: str, x: Any) -> None:
     """An array of floats whose sizes are known."""
-    array(name, x)
+    check_array(name, x)
     if hasattr(type(x), "__jax_array__") and not isinstance(x, jax.Array):  # as a parameter of Flax NNX
         raise TypeError(f"{name} must be an array, got {type(x).__name__}, which holds one: pass {name}[...]")
-    known_sizes(name, x)
+    check_sizes(name, x)
     if jnp.dtype(x.dtype).name not in FLOATS:
         raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
 
 
-def vocabulary(vocab_size: Any, columns: int) -> int:
+def check_vocab_size(vocab_size: Any, columns: int) -> int:
     """``vocab_size``, checked against the columns of all shards; None means all of them."""
     if vocab_size is None:
         return columns
@@ -63,15 +63,17 @@ def vocabulary(vocab_size: Any, columns: int) -> int:
     return vocab_size
 
 
-def split(primals: Primals, lora: Any, call: Call) -> None:
+def check_split(primals: Primals, lora: Any, call: Call) -> None:
     """Inside ``shard_map``, types must say that each shard of ``axis_name`` has columns of its own."""
     if not _jax.tracks_varying(call.axis_name):
         return
-    axes = [axis for axis in _jax.as_axes(call.axis_name) if lax.axis_size(axis) > 1]
-    weight, bias = primals[1:]
+    axes = [axis for axis in _jax.list_axes(call.axis_name) if lax.axis_size(axis) > 1]
+    _, weight, bias, adapter = primals
     operands = [("weight", weight, weight.shape, ", None) for [V, H]")]
-    if bias is not None:  # an adapter's B stands in its place, padded
-        operands += [("bias", bias, bias.shape, ")") if lora is None else ("lora's B", bias, lora[1].shape, ", None)")]
+    if bias is not None:
+        operands.append(("bias", bias, bias.shape, ")"))
+    if adapter is not None:  # it is padded, and the caller's B is not
+        operands.append(("lora's B", adapter, lora[1].shape, ", None)"))
     for name, x, shape, rest in operands:
         whole = [axis for axis in axes if axis not in _jax.varying_axes(x)]
         if whole:
@@ -82,7 +84,7 @@ def split(primals: Primals, lora: Any, call: Call) -> None:
             )
 
 
-def array(name: str, x: Any, what: str = "an array") -> None:
+def check_array(name: str, x: Any, what: str = "an array") -> None:
     """``x`` must be an array of JAX or NumPy, or the shape of one."""
     if any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__):
         raise TypeError(
@@ -94,7 +96,7 @@ def array(name: str, x: Any, what: str = "an array") -> None:
         raise TypeError(f"{name} must be {what}, got {type(x).__name__}{write}")
 
 
-def known_sizes(name: str, x: Any) -> None:
+def check_sizes(name: str, x: Any) -> None:
     """Refuses symbolic sizes (``jax.export.symbolic_shape``): a program's tiles follow from its sizes."""
     if not all(isinstance(size, int | np.integer) for size in x.shape):
         raise UnsupportedError(
@@ -104,7 +106,7 @@ def known_sizes(name: str, x: Any) -> None:
         )
 
 
-def mesh(value: Any) -> None:
+def check_mesh(value: Any) -> None:
     """Refuses what is no mesh, such as the name of an axis."""
     if value is not None and not isinstance(value, Mesh | AbstractMesh):
         axis = f", and vocab_axis={value!r} for its axis" if isinstance(value, str) else ""
@@ -114,9 +116,9 @@ def mesh(value: Any) -> None:
         )
 
 
-def label_array(x: Any, name: str = "labels") -> None:
+def check_labels(x: Any, name: str = "labels") -> None:
     """Labels (or other ids) must be an array of integers."""
-    array(name, x)
+    check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}: write {name}.astype(int)")
 
@@ -126,19 +128,19 @@ NO_LABELS = "for entropy and lse alone any ids serve, as jnp.zeros(hidden.shape[
 
 def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call) -> None:
     """`scalars.warn_outside`, of the labels that this process can read without waiting for a device."""
-    ids = _at_hand(labels)
+    ids = _read_if_ready(labels)
     if ids is None or not ids.size or call.axis_name is not None:
         return
-    vocab_size = vocabulary(call.given_vocab_size, call.columns)
-    live = None if where is None else _at_hand(where)
-    if scalars.are_inside(ids, vocab_size) or (where is not None and live is None):
+    vocab_size = check_vocab_size(call.caller_vocab_size, call.columns)
+    live = None if where is None else _read_if_ready(where)
+    if scalars.all_in_vocabulary(ids, vocab_size) or (where is not None and live is None):
         return
     ids = ids.reshape(-1) if live is None else ids[live]
     ids = ids if ignore_index is None else ids[ids != ignore_index]
     scalars.warn_outside(ids, vocab_size, is_cross_entropy=call.function == "linear_cross_entropy")
 
 
-def _at_hand(x: Any) -> np.ndarray | None:
+def _read_if_ready(x: Any) -> np.ndarray | None:
     """The values of an array of NumPy, or of one of JAX that lies on a CPU, computed already."""
     if isinstance(x, np.ndarray):
         return x
@@ -148,57 +150,59 @@ def _at_hand(x: Any) -> np.ndarray | None:
     return np.asarray(jax.device_get(x)) if on_cpu and x.is_ready() else None  # type: ignore[attr-defined]
 
 
-def num_candidates(x: Any, name: str = "candidates") -> int:
+def count_candidates(x: Any, name: str = "candidates") -> int:
     """The K of ids ``[..., K]``, whose rows of the weight a program reads."""
-    label_array(x, name)
-    known_sizes(name, x)
-    return scalars.num_candidates(name, x.shape)
+    check_labels(x, name)
+    check_sizes(name, x)
+    return scalars.count_candidates(name, x.shape)
 
 
-def where_array(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
+def check_where(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
     """``where`` must be a bool array of the shape of the labels, or of what else a call has per token."""
-    array("where", x, "a bool array")
+    check_array("where", x, "a bool array")
     if x.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, got {x.dtype}: write `where != 0` if that is what it means")
     if tuple(x.shape) != tuple(shape):
-        fitting = scalars.broadcasting("where", tuple(x.shape), tuple(shape))
+        fitting = scalars.suggest_broadcasts("where", tuple(x.shape), tuple(shape))
         write = " or ".join(f"jnp.broadcast_to({each}, {tuple(shape)})" for each in fitting)
         hint = f": write {write}" if write else ""
         raise ValueError(f"where {tuple(x.shape)} must have the shape of {of} {tuple(shape)}{hint}")
 
 
-def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
+def check_temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
     """A positive number or an array that broadcasts, as given; None if it is the number 1.
 
     Values are checked if they are known. In a traced array a wrong one affects its own row alone.
     """
     if isinstance(value, list | tuple):
-        array("temperature", value, "a number or an array")
+        check_array("temperature", value, "a number or an array")
     if not is_array(value) or isinstance(value, np.generic):
         value = scalars.positive("temperature", value)
         return None if value == 1.0 else value
-    per_token("temperature", value, shape)
-    known_values("temperature must be positive and finite in float32", value, scalars.is_temperature, shape, where)
+    check_per_token("temperature", value, shape)
+    check_known_values(
+        "temperature must be positive and finite in float32", value, scalars.is_temperature, shape, where
+    )
     return value
 
 
-def logit_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
+def check_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
     """A number that may be infinite, or an array that broadcasts, as given.
 
     A NaN is refused where it is known. In a traced array it affects its own row alone.
     """
     if isinstance(value, list | tuple):
-        array("logit_floor", value, "a number or an array")
+        check_array("logit_floor", value, "a number or an array")
     if not is_array(value) or isinstance(value, np.generic):
         return scalars.bound("logit_floor", value)
-    per_token("logit_floor", value, shape)
-    known_values("logit_floor must be a number or infinite", value, lambda x: ~np.isnan(x), shape, where)
+    check_per_token("logit_floor", value, shape)
+    check_known_values("logit_floor must be a number or infinite", value, lambda x: ~np.isnan(x), shape, where)
     return value
 
 
-def per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "labels") -> None:
+def check_per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "labels") -> None:
     """An array of floats that broadcasts to one number per token, where ``shape`` is that of ``of``."""
-    array(name, value)
+    check_array(name, value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
     try:
@@ -206,12 +210,12 @@ def per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "labels")
     except ValueError:
         fits = False
     if not fits:
-        fitting = scalars.broadcasting(name, tuple(value.shape), tuple(shape))
+        fitting = scalars.suggest_broadcasts(name, tuple(value.shape), tuple(shape))
         hint = f": write {fitting[0]} for one number per sequence" if fitting else ""
         raise ValueError(f"{name} {tuple(value.shape)} must broadcast to {of} {tuple(shape)}{hint}")
 
 
-def known_values(
+def check_known_values(
     must: str,
     value: Any,
     is_right: Callable[[Any], Any],
@@ -242,7 +246,7 @@ def is_concrete(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def axis_size(axis_name: Any) -> int:
+def find_axis_size(axis_name: Any) -> int:
     """The number of shards over ``axis_name``, which must be bound by an enclosing ``shard_map``."""
     try:
         return lax.axis_size(axis_name)
@@ -254,7 +258,7 @@ def axis_size(axis_name: Any) -> int:
         ) from None
 
 
-def _bias(bias: Any, weight: Any, call: Call) -> None:
+def _check_bias(bias: Any, weight: Any, call: Call) -> None:
     if not is_array(bias):
         raise TypeError(f"bias must be an array, got {type(bias).__name__}")
     if jnp.dtype(bias.dtype).name not in FLOATS:

@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True, keep_unused=True)
-def no_labels(like: Array, shape: tuple[int, ...]) -> Array:
+def make_missing_labels(like: Array, shape: tuple[int, ...]) -> Array:
     """The labels of a call that has none, on the devices of ``like``. Jitted for the reason that `_make_rows` gives."""
     del like
     return jnp.full(shape, -1, jnp.int32)
@@ -72,41 +72,43 @@ def _make_rows(
     """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
     ids = (labels, candidates)
     labels, candidates = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < vocab_size), x, -1), ids)
-    temperature, scale, softcap, floor = (None if x is None else per_token(x, labels.shape, dtype) for x in numbers)
+    temperature, scale, softcap, floor = (
+        None if x is None else broadcast_to_tokens(x, labels.shape, dtype) for x in numbers
+    )
     return Rows(labels, where, temperature, scale, softcap, candidates, floor=floor)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+def broadcast_to_tokens(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """A factor as one number per token, without a gradient."""
     return jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), shape)
 
 
 @functools.partial(jax.jit, inline=True)
-def tagged(rows: Rows) -> Rows:
+def add_tags(rows: Rows) -> Rows:
     """The same with the tags that shards compare."""
     mixture = () if rows.weights is None else rows.weights
     columns = rows.labels, rows.temperature, rows.logit_scale, rows.logit_softcap, rows.candidates, rows.floor, *mixture
-    return rows._replace(tags=_collectives.tags([x for x in columns if x is not None], rows.where))
+    return rows._replace(tags=_collectives.compute_tags([x for x in columns if x is not None], rows.where))
 
 
 def tag_arrays(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
     """``rows`` with tags of further ``arrays``, ``[*b, ...]`` each, that no type shows to be equal on every shard."""
     if not arrays or rows.tags is None or _jax.tracks_varying(call.axis_name):
         return rows
-    return rows._replace(tags=_collectives.tags([rows.tags, *lax.stop_gradient(arrays)], rows.where))
+    return rows._replace(tags=_collectives.compute_tags([rows.tags, *lax.stop_gradient(arrays)], rows.where))
 
 
 def make_mixture_weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
     """Of student and teacher, 1 - β and β. That of a number is rounded once, because near β = 1 float32 has few."""
     if is_array(beta):
-        return _spread_teachers_weight(on_device(beta, like), shape, dtype)
-    return Pair(*(per_token(on_device(weight, like), shape, dtype) for weight in (1.0 - beta, beta)))
+        return _spread_teachers_weight(put_on_device(beta, like), shape, dtype)
+    return Pair(*(broadcast_to_tokens(put_on_device(weight, like), shape, dtype) for weight in (1.0 - beta, beta)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _spread_teachers_weight(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
-    beta = per_token(beta, shape, dtype)
+    beta = broadcast_to_tokens(beta, shape, dtype)
     return Pair(1.0 - beta, beta)
 
 
@@ -124,8 +126,8 @@ class Scales(NamedTuple):
         return inverse if raw_scale is None or inverse is None else inverse * raw_scale
 
 
-def scales(
-    rows: Rows, dtype: Any, signs_hidden: bool, invert: Callable[[Array], Array] = _logprobs.inverse_of
+def compute_scales(
+    rows: Rows, dtype: Any, signs_hidden: bool, invert: Callable[[Array], Array] = _logprobs.invert_temperature
 ) -> Scales:
     """The factors of a call, whose temperatures ``invert`` inverts.
 
@@ -147,7 +149,7 @@ def scales(
     return Scales(scale if inverse is None else scale * inverse, raw_scale, sign)
 
 
-def wrong_rows(rows: Rows) -> Bool[Array, "T"] | None:
+def find_invalid_rows(rows: Rows) -> Bool[Array, "T"] | None:
     """Rows that count and whose temperature is not positive and finite, or whose floor is NaN.
 
     They return NaN and have no gradient.
@@ -160,7 +162,7 @@ def wrong_rows(rows: Rows) -> Bool[Array, "T"] | None:
     return is_wrong if rows.live is None else is_wrong & rows.live
 
 
-def on_device(value: Any, like: Any = None) -> Array:
+def put_on_device(value: Any, like: Any = None) -> Array:
     """A number as an array, by an explicit transfer, to the mesh of ``like`` if it lies on one; arrays as they are."""
     if isinstance(value, jax.Array):
         return value
@@ -169,14 +171,14 @@ def on_device(value: Any, like: Any = None) -> Array:
     return jax.device_put(np.asarray(value), whole)
 
 
-def int32_labels(labels: Any, name: str = "labels") -> Array:
+def cast_labels(labels: Any, name: str = "labels") -> Array:
     """Labels of any integer type as int32; what does not fit is clamped, and stays out of every vocabulary.
 
     NumPy's 64-bit labels are clamped first, because JAX would wrap them: 2³² + 3 would become 3.
     """
-    _checks.label_array(labels, name)
+    _checks.check_labels(labels, name)
     if isinstance(labels, np.ndarray | np.generic):
-        return on_device(_clamp(labels, np))
+        return put_on_device(_clamp(labels, np))
     return _clamp_jitted(jnp.asarray(labels))
 
 
@@ -190,13 +192,13 @@ def _clamp(labels: Any, numpy: Any) -> Any:
 _clamp_jitted = jax.jit(functools.partial(_clamp, numpy=jnp), inline=True)
 
 
-def owned(ids: Int[Array, "..."], start: Any, columns: int) -> Int[Array, "..."]:
+def find_local_columns(ids: Int[Array, "..."], start: Any, columns: int) -> Int[Array, "..."]:
     """Global ids as columns of the shard that has ``columns`` from ``start`` on; -1 where it does not own them."""
     local = ids - start
     return jnp.where((ids >= 0) & (local >= 0) & (local < columns), local, -1)
 
 
-def flattened[T](tree: T, leading: int) -> T:
+def flatten_tokens[T](tree: T, leading: int) -> T:
     """Every leaf with its first ``leading`` dimensions, those of labels, as one."""
     return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:]), tree)
 
@@ -209,7 +211,7 @@ class Compaction(NamedTuple):
     num_rows: Int[Array, ""]  # how many are live
 
 
-def compaction(where: Bool[Array, "T"]) -> Compaction:
+def plan_compaction(where: Bool[Array, "T"]) -> Compaction:
     """The compaction of ``where``: two prefix sums and a scatter, no sort."""
     live = jnp.cumsum(where, dtype=jnp.int32)
     dead = jnp.cumsum(~where, dtype=jnp.int32)
@@ -286,30 +288,30 @@ def bind_call(arguments: Arguments, others: Any = ()) -> Bound:
         mesh = arguments.placement.find_layout(arguments)
     else:
         arrays = (*arguments[1:5], arguments.bias, arguments.temperature, arguments.candidates, others)
-        mesh = _layout.mesh_of(arrays, call.function, call.asks_for_tiles)
+        mesh = _layout.find_mesh(arrays, call.function, call.asks_for_tiles)
         mesh = mesh if call.axis_name is None else None
-    shards = 1 if call.axis_name is None else _checks.axis_size(call.axis_name)
+    shards = 1 if call.axis_name is None else _checks.find_axis_size(call.axis_name)
     call = choose_implementation(call, call.columns * shards, mesh)
     primals, rows = make_operands(call, arguments)
     if call.axis_name is None:
         return Bound(call, primals, rows, None)
-    _checks.split(primals, arguments.lora, call)
-    rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, call.axis_name)
-    return Bound(call, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
+    _checks.check_split(primals, arguments.lora, call)
+    rows, agree = _collectives.equalize_shards(rows, rows.labels.ndim, call.axis_name)
+    return Bound(call, primals, add_tags(rows), _collectives.ignore_masked_rows(agree, rows.where))
 
 
 def describe_call(arguments: Arguments) -> Arguments:
     """With a call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
     call, hidden, weight, labels, where, *_ = arguments
     if labels is None:
-        _checks.array("hidden", hidden)
+        _checks.check_array("hidden", hidden)
         labels = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
-    _checks.operands(hidden, weight, labels, where, arguments.bias, call)
+    _checks.check_operands(hidden, weight, labels, where, arguments.bias, call)
     columns = weight.shape[call.vocab_dim]
     if arguments.labels is not None:
-        _checks.warn_of_labels(labels, where, arguments.ignore_index, call.but(columns=columns))
+        _checks.warn_of_labels(labels, where, arguments.ignore_index, call.replace(columns=columns))
     if arguments.ignore_index is not None:
-        where = _leave_out(int32_labels(labels), where, arguments.ignore_index)
+        where = _exclude_ignored(cast_labels(labels), where, arguments.ignore_index)
     if arguments.lora is not None and (arguments.lora[0].shape[1], arguments.lora[1].shape[0]) != (
         hidden.shape[-1],
         columns,
@@ -320,15 +322,15 @@ def describe_call(arguments: Arguments) -> Arguments:
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
         )
     if arguments.candidates is not None:
-        scalars.candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
+        scalars.check_candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
     dtype, of_hidden = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     of_hidden = jnp.promote_types(of_hidden, dtype) if call.rank else of_hidden
-    call = call.but(
+    call = call.replace(
         num_tokens=math.prod(labels.shape),
         hidden_size=weight.shape[call.hidden_dim],
         columns=columns,
         dtype=dtype,
-        given_dtype=None if of_hidden == dtype else of_hidden,
+        caller_dtype=None if of_hidden == dtype else of_hidden,
         partial_rows=where is not None,
         device=_dispatch.current_device(weight, hidden, labels, where),
     )
@@ -336,7 +338,7 @@ def describe_call(arguments: Arguments) -> Arguments:
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
-def _leave_out(labels: Array, where: Array | None, ignore_index: int) -> Array:
+def _exclude_ignored(labels: Array, where: Array | None, ignore_index: int) -> Array:
     kept = labels != ignore_index
     return kept if where is None else kept & where
 
@@ -344,9 +346,9 @@ def _leave_out(labels: Array, where: Array | None, ignore_index: int) -> Array:
 def check_values(arguments: Arguments) -> None:
     """Refuses wrong temperatures and floors of a described call, as far as their values are known."""
     shape, where = tuple(arguments.labels.shape), arguments.where
-    _checks.temperature(arguments.temperature, shape, where)
+    _checks.check_temperature(arguments.temperature, shape, where)
     if arguments.logit_floor is not None:
-        _checks.logit_floor(arguments.logit_floor, shape, where)
+        _checks.check_floor(arguments.logit_floor, shape, where)
 
 
 def choose_implementation(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
@@ -356,18 +358,18 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
     """
     if columns is None:
         columns = call.columns if call.axis_name is None else scalars.INT32_MAX
-    vocab_size = _checks.vocabulary(call.given_vocab_size, columns)
+    vocab_size = _checks.check_vocab_size(call.caller_vocab_size, columns)
     if isinstance(mesh, Layout):
         tokens, size = call.num_tokens // mesh.token_shards, call.columns // mesh.vocab_shards
-        call = _dispatch.over(call, mesh.mesh).but(num_tokens=tokens, columns=size)
+        call = _dispatch.use_mesh_device(call, mesh.mesh).replace(num_tokens=tokens, columns=size)
     if call.top_k:
-        scalars.num_largest(call.top_k, vocab_size)
+        scalars.check_k(call.top_k, vocab_size)
     if call.vocab_part_size and columns < scalars.INT32_MAX:  # else how many shards there are is not known here
-        scalars.whole_parts(call.vocab_part_size, columns, call.columns)
-    return call.but(
+        scalars.check_vocab_parts(call.vocab_part_size, columns, call.columns)
+    return call.replace(
         implementation=_dispatch.choose(call)[0].NAME,
         vocab_size=vocab_size,
-        given_vocab_size=None,
+        caller_vocab_size=None,
         padded=vocab_size < columns,
         mesh=mesh,
     )
@@ -377,29 +379,29 @@ def make_operands(call: Call, arguments: Arguments) -> tuple[Primals, Rows]:
     """The arrays of a call: those with gradients, and the per-token ones; ids outside [0, vocab_size) become -1."""
     labels = arguments.labels
     if labels is None:
-        labels = no_labels(jnp.asarray(arguments.hidden), tuple(arguments.hidden.shape[:-1]))
+        labels = make_missing_labels(jnp.asarray(arguments.hidden), tuple(arguments.hidden.shape[:-1]))
     arrays = Primals(arguments.hidden, arguments.weight, arguments.bias), arguments.lora
-    primals, lora = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), arrays)
+    primals, lora = jax.tree.map(lambda x: _jax.drop_reduced_axes(jnp.asarray(x)), arrays)
     shape, where, candidates = labels.shape, arguments.where, arguments.candidates
-    floor = None if arguments.logit_floor is None else _checks.logit_floor(arguments.logit_floor, shape, where)
-    temperature = _checks.temperature(arguments.temperature, shape, where)
+    floor = None if arguments.logit_floor is None else _checks.check_floor(arguments.logit_floor, shape, where)
+    temperature = _checks.check_temperature(arguments.temperature, shape, where)
     numbers = temperature, arguments.logit_scale, arguments.logit_softcap, floor
-    on_devices = tuple(None if x is None else on_device(x, labels) for x in numbers)
+    on_devices = tuple(None if x is None else put_on_device(x, labels) for x in numbers)
     where = None if where is None else jnp.asarray(where)
-    candidates = None if candidates is None else int32_labels(candidates, "candidates")
-    rows = _make_rows(int32_labels(labels), where, on_devices, candidates, call.vocab_size, call.stat_dtype)
-    return primals if lora is None else _with_adapter(call, primals, rows.where, *lora), rows
+    candidates = None if candidates is None else cast_labels(candidates, "candidates")
+    rows = _make_rows(cast_labels(labels), where, on_devices, candidates, call.vocab_size, call.stat_dtype)
+    return primals if lora is None else _append_adapter(call, primals, rows.where, *lora), rows
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _with_adapter(call: Call, primals: Primals, where: Array | None, a: Array, b: Array, scale: Array) -> Primals:
+def _append_adapter(call: Call, primals: Primals, where: Array | None, a: Array, b: Array, scale: Array) -> Primals:
     """With u = hidden · (scale · A)ᵀ beside hidden, and with B. JAX differentiates it in hidden and A."""
-    (hidden, weight, _), missing = primals, (0, call.rank - a.shape[0])
-    hidden, a = _jax.whole(hidden, -1), _jax.whole(a, -2, -1)
+    missing = (0, call.rank - a.shape[0])
+    hidden, a = _jax.gather_dims(primals.hidden, -1), _jax.gather_dims(a, -2, -1)
     a = jnp.pad(a.astype(call.stat_dtype) * lax.stop_gradient(scale).astype(call.stat_dtype), (missing, (0, 0)))
     live = hidden
     if where is not None:
         live = jnp.where(_jax.split_like(where, hidden)[..., None], hidden, jnp.zeros((), hidden.dtype))
     u = jnp.matmul(live.astype(call.dtype), a.astype(call.dtype).T, precision=call.precision)
     beside = [x.astype(call.hidden_dtype) for x in (hidden, u)]
-    return Primals(jnp.concatenate(beside, axis=-1), weight, jnp.pad(b, ((0, 0), missing)))
+    return primals._replace(hidden=jnp.concatenate(beside, axis=-1), adapter=jnp.pad(b, ((0, 0), missing)))

@@ -40,7 +40,7 @@ _described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("desc
 
 
 @contextlib.contextmanager
-def for_device(device: Device | None) -> Iterator[None]:
+def trace_for_device(device: Device | None) -> Iterator[None]:
     """Within it, calls are traced for ``device``, which JAX itself need not know; None: for what JAX knows."""
     token = _described.set(device)
     try:
@@ -55,19 +55,19 @@ def current_device(*operands: Any, mesh: Any = None) -> Device:
     The first that is known: that of ``mesh``; that of the meshes and devices in the operands' types and shardings;
     that of the current mesh; that of operands that are there; JAX's default.
     """
-    device = _described.get() or device_of_mesh(mesh)
-    named = (_of_sharding(x) for x in operands)
-    device = device or next(filter(None, named), None) or device_of_mesh(jax.sharding.get_abstract_mesh())
+    device = _described.get() or find_mesh_device(mesh)
+    named = (_find_named_device(x) for x in operands)
+    device = device or next(filter(None, named), None) or find_mesh_device(jax.sharding.get_abstract_mesh())
     if device is not None:
         return device
     for x in operands:
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            return device_of(min(x.devices(), key=lambda one: one.id))
+            return describe_device(min(x.devices(), key=lambda one: one.id))
     default = jax.config.jax_default_device or jax.devices()[0]
-    return device_of(jax.devices(default)[0] if isinstance(default, str) else default)
+    return describe_device(jax.devices(default)[0] if isinstance(default, str) else default)
 
 
-def device_of(device: jax.Device) -> Device:
+def describe_device(device: jax.Device) -> Device:
     """What of a device of JAX's decides. Those of `jax.experimental.topologies` know it too."""
     return Device(
         platform=device.platform,
@@ -77,32 +77,32 @@ def device_of(device: jax.Device) -> Device:
     )
 
 
-def _of_sharding(x: Any) -> Device | None:
+def _find_named_device(x: Any) -> Device | None:
     """The device that a tracer's type, or the sharding of a ``jax.ShapeDtypeStruct``, names."""
     if isinstance(x, jax.Array):
-        return device_of_mesh(jax.typeof(x).sharding.mesh) if isinstance(x, jax.core.Tracer) else None
+        return find_mesh_device(jax.typeof(x).sharding.mesh) if isinstance(x, jax.core.Tracer) else None
     sharding = getattr(x, "sharding", None)
     if sharding is None:
         return None
     mesh = getattr(sharding, "mesh", None)
-    return device_of(next(iter(sharding.device_set))) if mesh is None else device_of_mesh(mesh)
+    return describe_device(next(iter(sharding.device_set))) if mesh is None else find_mesh_device(mesh)
 
 
-def device_of_mesh(mesh: Mesh | AbstractMesh | None) -> Device | None:
+def find_mesh_device(mesh: Mesh | AbstractMesh | None) -> Device | None:
     """The device that a mesh names, if it names one. All devices of a mesh are of one kind."""
     if mesh is None or mesh.empty:
         return None
     if isinstance(mesh, Mesh):
-        return device_of(mesh.devices.flat[0])
+        return describe_device(mesh.devices.flat[0])
     described = mesh.abstract_device
     if described is None:
         return None
-    platform = _jax.platform_of(described)
-    here = [device for device in _devices_of(platform) if device.device_kind == described.device_kind]
-    return device_of(here[0]) if here else Device(platform, described.device_kind, "", described.num_cores or 0)
+    platform = _jax.find_platform(described)
+    here = [device for device in _list_devices(platform) if device.device_kind == described.device_kind]
+    return describe_device(here[0]) if here else Device(platform, described.device_kind, "", described.num_cores or 0)
 
 
-def _devices_of(platform: str) -> list[jax.Device]:
+def _list_devices(platform: str) -> list[jax.Device]:
     try:
         return jax.devices(platform)
     except RuntimeError:  # no such backend here
@@ -173,7 +173,7 @@ def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
     for name in IMPLEMENTATIONS if call.requested is None else call.requested:
         reason = IMPLEMENTATIONS[name].supports(call)
         if reason is None and name == mosaic.NAME and _described.get() is None:
-            reason = _first_call.refusal(call)
+            reason = _first_call.refuse_kernels(call)
         if reason is None:
             if call.requested is None:
                 what = "linear log-probabilities" if call.teacher is None else "divergences of two heads"
@@ -194,9 +194,9 @@ def explain(call: Call) -> Plan:
     return dataclasses.replace(plan, refused=refused, notes=(*plan.notes, *notes))
 
 
-def over(call: Call, mesh: Any) -> Call:
+def use_mesh_device(call: Call, mesh: Any) -> Call:
     """``call`` on the devices of ``mesh``, if it names them."""
-    return call if device_of_mesh(mesh) is None else call.but(device=current_device(mesh=mesh))
+    return call if find_mesh_device(mesh) is None else call.replace(device=current_device(mesh=mesh))
 
 
 @functools.cache

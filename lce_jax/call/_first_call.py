@@ -23,13 +23,13 @@ from lce_jax import mosaic
 from lce_jax.mathematics import _kl, _logprobs
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations
-from lce_jax.types._types import Call, Device, LogprobOutput, Operands, Results, Wanted
+from lce_jax.types._types import Call, Device, LogprobOutput, Operands, RequestedGradients, Results
 from lce_jax.xla import _kl as xla_kl
 from lce_jax.xla import _logprobs as xla
 from lce_jax.xla._walk import Head, HeadTokens, Shard
 
 T, H, V, BLOCKS = 200, 256, 1000, 2
-OF_TWO_HEADS = 1152  # columns: the kernels read whole halves of tiles
+KL_COLUMNS = 1152  # columns: the kernels read whole halves of tiles
 CACHE_BYTES = 300_000, 900_000  # two tiles, of one head and of two
 BOUNDS = dict.fromkeys(("logprobs", "entropy", "lse", "kl"), 1e-4)  # in nats
 BOUNDS |= dict.fromkeys(("dhidden", "dweight", "dweight of a sum"), 0.03)  # relative
@@ -38,30 +38,30 @@ _logger = logging.getLogger("lce_jax")
 _one_at_a_time = threading.Lock()
 
 
-def refusal(call: Call) -> str | None:
+def refuse_kernels(call: Call) -> str | None:
     """What is wrong with the kernels of ``call``; None if nothing is, or if its device is none of this process's."""
     device = call.device
     for heads in (1,) if call.teacher is None else (1, 2):
-        here = devices_like(device) if _generations.unchecked(device, heads) else []
-        reason = checked(device, functools.partial(_compare, device, here[0], heads), heads) if here else None
+        here = list_devices(device) if _generations.unchecked(device, heads) else []
+        reason = check_once(device, functools.partial(_compare, device, here[0], heads), heads) if here else None
         if reason is not None:
             return reason
     return None
 
 
-def checked(device: Device, compare: Callable[[], dict[str, float]], heads: int = 1) -> str | None:
-    """What is wrong with the kernels on ``device``, which ``compare()`` tells where none has: its `errors`."""
+def check_once(device: Device, compare: Callable[[], dict[str, float]], heads: int = 1) -> str | None:
+    """What is wrong with the kernels on ``device``, which ``compare()`` tells where none has: its `measure_errors`."""
     with _one_at_a_time:
         generation = _generations.unchecked(device, heads)
         if generation is not None:
-            _generations.FOUND[generation, device, heads] = reason = _in_a_thread(device, compare)
+            _generations.FOUND[generation, device, heads] = reason = _compare_in_thread(device, compare)
             if reason is not None:
                 of = "" if heads == 1 else " for linear_kl"
                 _logger.warning('"mosaic_gpu" is not used in this process%s: %s', of, reason)
     return _generations.device_refusal(device, heads)
 
 
-def devices_like(device: Device) -> list[jax.Device]:
+def list_devices(device: Device) -> list[jax.Device]:
     """Those of this process."""
     return [one for one in jax.local_devices() if one.device_kind == device.kind]
 
@@ -75,7 +75,7 @@ def notes(device: Device) -> tuple[str, ...]:
     return (f"the same source ran on {generation.ran_on}, not on {device.kind}: {then} compares a small call with xla",)
 
 
-def errors(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
+def measure_errors(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
     """Of values the largest one; of gradients that of the worst row, beside its length or most rows'."""
     largest = {}
     for name, right in wanted.items():
@@ -86,7 +86,7 @@ def errors(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[
     return largest
 
 
-def _in_a_thread(device: Device, compare: Callable[[], dict[str, float]]) -> str | None:
+def _compare_in_thread(device: Device, compare: Callable[[], dict[str, float]]) -> str | None:
     """Of its own, because what JAX and PyTorch know of traces, meshes and modes around this call is the thread's."""
     found: list[str | None] = []
 
@@ -106,7 +106,7 @@ def _in_a_thread(device: Device, compare: Callable[[], dict[str, float]]) -> str
 
 
 def _compare(device: Device, here: jax.Device, heads: int) -> dict[str, float]:
-    columns, answers = (V, _answers) if heads == 1 else (OF_TWO_HEADS, _answers_of_heads)
+    columns, answers = (V, _run_head) if heads == 1 else (KL_COLUMNS, _run_two_heads)
     call = Call(
         num_tokens=T, hidden_size=H, columns=columns, vocab_size=columns, dtype=jnp.dtype("bfloat16"),
         device=device._replace(core_count=BLOCKS), cache_bytes=CACHE_BYTES[heads - 1],
@@ -117,10 +117,10 @@ def _compare(device: Device, here: jax.Device, heads: int) -> dict[str, float]:
     arrays += [rng.uniform(0.5, 2.0, T).astype(np.float32), rng.standard_normal((3, T)).astype(np.float32)]
     with jax.default_device(here):
         run = [jax.jit(functools.partial(answers, one, call)) for one in (mosaic, xla)]
-        return errors(*(jax.device_get(one(*jax.device_put(arrays, here))) for one in run))
+        return measure_errors(*(jax.device_get(one(*jax.device_put(arrays, here))) for one in run))
 
 
-def _answers(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inverse: Any, seeds: Any) -> dict[str, Any]:
+def _run_head(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inverse: Any, seeds: Any) -> dict[str, Any]:
     operands = Operands(hidden, weight, targets, inverse, None, None)
     stats, cache = one.statistics(operands, call, True)
     scale, factor = _logprobs.compute_row_scale(call, inverse), _logprobs.compute_row_factor(call, inverse)
@@ -128,13 +128,13 @@ def _answers(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inver
     out = _logprobs.finish(stats, scale, targets, None, V, None, per_token).outputs
     rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
     found = {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse}
-    found["dhidden"], found["dweight"], _ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)
-    alone, start = call.but(wanted=Wanted(hidden=False)), weight.astype(jnp.float32)
+    found["dhidden"], found["dweight"], *_ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)
+    alone, start = call.replace(gradients=RequestedGradients(hidden=False)), weight.astype(jnp.float32)
     found["dweight of a sum"] = one.gradients(operands, alone, rows, cache, dweight=start)[1] - start
     return found
 
 
-def _answers_of_heads(
+def _run_two_heads(
     one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inverse: Any, seeds: Any
 ) -> dict[str, Any]:
     """The divergence from the head of other tokens."""
@@ -146,5 +146,5 @@ def _answers_of_heads(
     of_kernels = mosaic.kl_statistics, mosaic.kl_gradients
     statistics, gradients = of_kernels if one is mosaic else (xla_kl.statistics, xla_kl.gradients)
     stats, cache = statistics(plan, shard, True)
-    dhidden, dweight, _ = gradients(plan, shard, _kl.coefficients(stats, seeds[0], factor, None), cache)
+    dhidden, dweight, *_ = gradients(plan, shard, _kl.coefficients(stats, seeds[0], factor, None), cache)
     return {"kl": _kl.finish(stats, scale_of_others, None), "dhidden": dhidden, "dweight": dweight}

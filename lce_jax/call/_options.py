@@ -55,7 +55,7 @@ class GradientOptions(CallOptions, total=False):
     logit_floor: float | Float[ArrayLike, "..."] | None
 
 
-class OptionsBesideEntropy(GradientOptions, total=False):
+class OptionsWithoutEntropy(GradientOptions, total=False):
     """With those of a model's head, and of a call that returns more: all of `linear_logprobs` but one."""
 
     logit_softcap: float | Float[ArrayLike, ""] | None
@@ -69,7 +69,7 @@ class OptionsBesideEntropy(GradientOptions, total=False):
     candidates: Int[ArrayLike, "*b K"] | None
 
 
-class LogprobOptions(OptionsBesideEntropy, total=False):
+class LogprobOptions(OptionsWithoutEntropy, total=False):
     """All of them."""
 
     entropy: bool
@@ -96,7 +96,7 @@ def check_scalar(
     """
     if not is_array(value) or isinstance(value, np.generic):
         return check(name, value)
-    _checks.array(name, value)
+    _checks.check_array(name, value)
     if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
         raise TypeError(f"{name} must be a real number, got an array of {value.dtype}")
     if value.shape != ():
@@ -145,7 +145,7 @@ def _check_implementations(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _check_ids(name: str, value: Any) -> Any:
-    _checks.num_candidates(value, name)
+    _checks.count_candidates(value, name)
     return value
 
 
@@ -154,8 +154,8 @@ def _check_lora(name: str, value: Any) -> Any:
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise TypeError(f"{name} must be a tuple (A [r, H], B [V, r], scale), got {value!r:.80}")
     a, b, scale = value
-    _checks.floats(f"{name}'s A", a)
-    _checks.floats(f"{name}'s B", b)
+    _checks.check_floats(f"{name}'s A", a)
+    _checks.check_floats(f"{name}'s B", b)
     if a.ndim != 2 or b.ndim != 2 or not 0 < a.shape[0] == b.shape[1]:
         raise ValueError(f"{name}'s A {tuple(a.shape)} and B {tuple(b.shape)} must be [r, H] and [V, r]")
     return a, b, check_scalar(f"{name}'s scale", scale, scalars.number)
@@ -173,7 +173,7 @@ class Option:
 
     default: Any
     check: Callable[[str, Any], Any] = _check_later  # (name, value other than the default) -> value, or an error
-    not_of: tuple[str, ...] = ()  # the functions that do not have it
+    excluded: tuple[str, ...] = ()  # the functions that do not have it
 
 
 WITH_LABELS = ("linear_logprobs", "linear_cross_entropy", "linear_loss")
@@ -212,7 +212,7 @@ OPTIONS: dict[str, Option] = {
 def list_options(function: str) -> tuple[str, ...]:
     """The options that a function has. Those over a mesh have no ``axis_name``."""
     base = function.removeprefix("sharded_")
-    names = [name for name, option in OPTIONS.items() if base not in option.not_of]
+    names = [name for name, option in OPTIONS.items() if base not in option.excluded]
     return tuple(name for name in names if name != "axis_name" or base == function)
 
 
@@ -226,7 +226,7 @@ def check_names(
     if isinstance(options.get("axis_name"), MeshPlacement):
         name, keywords = f"sharded_{name}", (*MeshPlacement._fields, *(x for x in keywords if x != "axis_name"))
     if unknown := [option for option in options if option not in OPTIONS]:
-        raise scalars.unknown_options(name, unknown, keywords, loss_fn)
+        raise scalars.unknown_options_error(name, unknown, keywords, loss_fn)
     refuse_options(name, options)
 
 
@@ -240,7 +240,7 @@ def list_keywords(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 # What these functions do not have, and refuse in words of their own.
-OWN_WORDS = {
+SPECIAL_MESSAGES = {
     "linear_cross_entropy": ("entropy", "stats", "candidates"),
     "linear_loss": ("cache_bytes", "candidates", "vocab_part_size"),
 }
@@ -249,7 +249,7 @@ OWN_WORDS = {
 def refuse_options(function: str, options: Mapping[str, Any]) -> None:
     """Refuses options of other functions."""
     base = function.removeprefix("sharded_")
-    known = *list_options(base), *OWN_WORDS.get(base, ())
+    known = *list_options(base), *SPECIAL_MESSAGES.get(base, ())
     if wrong := [name for name in options if name not in known]:
         raise TypeError(f"{function} has no option {', '.join(wrong)}")
 
@@ -269,7 +269,7 @@ class MeshPlacement(NamedTuple):
 
     def find_layout(self, arguments: Arguments) -> Layout:
         """How the names split checked operands."""
-        _checks.mesh(self.mesh)
+        _checks.check_mesh(self.mesh)
         return layout_of_names(arguments.hidden, arguments.weight, arguments.call.vocab_dim, **self._asdict())
 
 
@@ -315,7 +315,7 @@ def parse_arguments(
     options = options if top_k is None else {**options, "entropy": False}
     function = function if top_k is None else "linear_topk"
     if function in WITH_LABELS:
-        scalars.given_labels(labels, _checks.NO_LABELS)
+        scalars.require_labels(labels, _checks.NO_LABELS)
     checked = {name: check_option(name, options) for name in list_options("linear_logprobs")}
     scale, softcap, candidates = checked["logit_scale"], checked["logit_softcap"], checked["candidates"]
     traced = is_array(scale) or is_array(softcap)
@@ -330,13 +330,13 @@ def parse_arguments(
         has_bias=checked["bias"] is not None,
         num_candidates=0 if candidates is None else candidates.shape[-1],
         traced_scale=traced,
-        vocab_part_size=None if part_size is None else scalars.part_size(part_size, **kept),
+        vocab_part_size=None if part_size is None else scalars.check_part_size(part_size, **kept),
         has_floor=checked["logit_floor"] is not None,
         rank=0 if checked["lora"] is None else scalars.padded_rank(checked["lora"][0].shape[0]),
-        top_k=0 if top_k is None else scalars.num_largest(top_k),
+        top_k=0 if top_k is None else scalars.check_k(top_k),
         function=function,
         requested=checked["implementation"],
-        given_vocab_size=checked["vocab_size"],
+        caller_vocab_size=checked["vocab_size"],
         axis_name=checked["axis_name"] if placement is None else None,
         **named,
         **kept,
@@ -347,7 +347,7 @@ def parse_arguments(
             "adapter in it"
         )
     if call.has_floor:
-        scalars.alone_with_floor(call.num_candidates, mean_logit)
+        scalars.check_floor_options(call.num_candidates, mean_logit)
     factors: tuple[Any, Any] = (scale, softcap) if traced else (None, None)
     ignored = None if ignore_index is None else scalars.integer("ignore_index", ignore_index)
     others = checked["bias"], checked["candidates"], checked["logit_floor"], checked["lora"], ignored, placement
@@ -356,9 +356,9 @@ def parse_arguments(
 
 def parse_arguments_with_ids(options: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, where: Any) -> Arguments:
     """What `linear_logits` is given, whose ids are a call's candidates. XLA serves it unless others are asked for."""
-    _checks.array("hidden", hidden)
-    _checks.num_candidates(ids, "ids")
-    scalars.candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
+    _checks.check_array("hidden", hidden)
+    _checks.count_candidates(ids, "ids")
+    scalars.check_candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
     chosen = {"implementation": "xla"} if options.get("implementation") is None else {}
     return parse_arguments(
         {**options, "candidates": ids, **chosen}, hidden, weight, None, where, function="linear_logits"
@@ -379,7 +379,7 @@ def check_loss_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any = None) -> tuple[float, Any, Any]:
     """What a loss adds to the options, validated: the smoothing, the weight of lse² and the mean's divisor."""
-    scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
+    scalars.check_choice("reduction", reduction, ("mean", "sum", "none"))
     if normalizer is not None:
         if reduction != "mean":
             raise ValueError(
@@ -396,8 +396,8 @@ def refuse_axis_name(axis_name: Any) -> None:
         raise ValueError(f"axis_name={axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
 
 
-def check_teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
-    """As `scalars.weight_of_jsd`, of an array too."""
+def check_beta(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
+    """As `scalars.check_beta`, of an array too."""
     if chosen != "jsd" or beta is None:
-        return scalars.weight_of_jsd(beta, argument, chosen, ends)
-    return check_scalar("beta", beta, lambda _, value: scalars.weight_of_jsd(value, argument, chosen, ends))
+        return scalars.check_beta(beta, argument, chosen, ends)
+    return check_scalar("beta", beta, lambda _, value: scalars.check_beta(value, argument, chosen, ends))

@@ -21,7 +21,7 @@ from lce_jax.ops._cross_entropy import Reduction
 from lce_jax.run import _token_chunks
 from lce_jax.run._kl import KLArguments, check_columns
 from lce_jax.types import scalars
-from lce_jax.types._types import PassBytes, Plan, Wanted, is_array
+from lce_jax.types._types import PassBytes, Plan, RequestedGradients, is_array
 from lce_jax.xla import _kl, _logits
 from lce_jax.xla._kl import KLPlan
 
@@ -60,8 +60,8 @@ def measure_programs(
         lora = {"lora": (*factors, scale if scalars.is_number(scale) else 1.0)} if factors else {}
         return function(*first, hidden, weight, **arrays, **lora, **options, **axes)
 
-    operands, wanted = (hidden, weight, factors, arrays), (True, plan.call.wanted.weight, bool(factors))
-    trained = (*(i for i, is_wanted in enumerate(wanted) if is_wanted),)
+    operands, gradients = (hidden, weight, factors, arrays), (True, plan.call.gradients.weight, bool(factors))
+    trained = (*(i for i, is_requested in enumerate(gradients) if is_requested),)
     forward, both = (
         compile_program(call, operands, differentiated).memory_analysis().temp_size_in_bytes
         for differentiated in ((), () if name == "linear_topk" else trained)
@@ -106,7 +106,7 @@ def _check_devices(
     if any(isinstance(mesh, Mesh) for mesh in named) or len(shardings) > sum(hasattr(x, "mesh") for x in shardings):
         return
     device = plan.call.device
-    with _dispatch.for_device(None):
+    with _dispatch.trace_for_device(None):
         is_local = device == _dispatch.current_device()
     if named or not is_local:
         raise ValueError(
@@ -153,7 +153,7 @@ def plan_kl(arguments: KLArguments, labels: Any, placement: MeshPlacement) -> Pl
     layout, _ = find_layout(student, [tokens if student.where is None else student.where], placement)
     names_axis = student.call.axis_name is not None
     check_columns(heads, names_axis or (layout is not None and layout.vocab_axes is not None))
-    call = arguments.of_both(*(divide_call(head.call, layout) for head in heads))
+    call = arguments.combine_calls(*(divide_call(head.call, layout) for head in heads))
     columns = min(head.columns for head in call.heads)
     if not names_axis and (layout is None or layout.vocab_shards == 1):
         columns = min(columns, call.vocab_size)
@@ -278,14 +278,14 @@ def explain(
         True
     """
     _options.check_names(explain, options)
-    scalars.given_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
+    scalars.require_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
     smoothing, penalty, divisor = _options.check_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
     loss_options = (reduction, divisor, None if ignore_index == -100 else "ignore_index")
     loss_arguments = (*loss_options, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
     check_function({"k": k, "ids": ids, "teacher": teacher}, options, *loss_arguments)
     scalars.flag("gradients_in_forward", gradients_in_forward)
-    scalars.flag("compile", compile)
-    wanted = Wanted(weight=not scalars.flag("frozen_weight", frozen_weight) and options.get("lora") is None)
+    is_frozen = scalars.flag("frozen_weight", frozen_weight) or options.get("lora") is not None
+    gradients = RequestedGradients(weight=not is_frozen)
     placement = MeshPlacement(mesh, vocab_axis, batch_axes, sequence_axis)
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in loss_options)
     more: dict[str, Any]  # arguments of the public function that is compiled
@@ -306,12 +306,12 @@ def explain(
     else:
         loss = _PlannedLoss(reduction, ignore_index, smoothing) if is_loss else None
         chunks = (gradients_in_forward, chunk_bytes)
-        plan = _plan_head(hidden, weight, labels, where, placement, options, k, wanted, loss, *chunks)
+        plan = _plan_head(hidden, weight, labels, where, placement, options, k, gradients, loss, *chunks)
         plan = _add_adapter_copies(plan, options.get("lora"))
         name, more = "linear_logprobs", {"labels": labels}
-    if not compile:
+    if not scalars.flag("compile", compile):
         return plan
-    plan = dataclasses.replace(plan, call=plan.call.but(wanted=wanted))
+    plan = dataclasses.replace(plan, call=plan.call.replace(gradients=gradients))
     if k is not None:
         name, more = "linear_topk", {"k": k}
     elif gradients_in_forward:
@@ -340,7 +340,7 @@ def _plan_head(
     placement: MeshPlacement,
     options: KLOptions,
     k: int | None,
-    wanted: Wanted,
+    gradients: RequestedGradients,
     loss: _PlannedLoss | None,
     gradients_in_forward: bool,
     chunk_bytes: int | None,
@@ -352,18 +352,18 @@ def _plan_head(
         _options.parse_arguments(known_options, hidden, weight, labels, where, mean_logit=smooths, top_k=k)
     )
     _describe.check_values(arguments)
-    described = arguments.call.but(wanted=wanted)
+    described = arguments.call.replace(gradients=gradients)
     if loss is not None and loss.ignore_index is not None:
         scalars.integer("ignore_index", loss.ignore_index)
         described = dataclasses.replace(described, partial_rows=True)
     layout, known = find_layout(arguments, [labels, *([] if where is None else [where])], placement)
     call, reason = divide_call(described, layout), None
     if gradients_in_forward:
-        limit = _token_chunks.chunk_bytes(chunk_bytes, options)
+        limit = _token_chunks.check_chunk_bytes(chunk_bytes, options)
         return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=limit))
     if loss is not None:
         reason = _token_chunks.refuse_forward_gradients(call, loss.reduction, options)
-        limit = _token_chunks.chunk_bytes_of_loss(chunk_bytes, reason)
+        limit = _token_chunks.check_loss_chunk_bytes(chunk_bytes, reason)
         if reason is None:
             return _token_chunks.plan(dataclasses.replace(call, chunk_bytes=limit))
     elif chunk_bytes is not None:

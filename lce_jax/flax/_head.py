@@ -41,7 +41,7 @@ METHODS: dict[str, Callable[..., Any]] = {  # of a head: the functions that they
     "loss": linear_cross_entropy,
     "linear_loss": linear_loss,
 }
-ON_MESH = {name: getattr(_sharded, f"sharded_{function.__name__}") for name, function in METHODS.items()}
+SHARDED_METHODS = {name: getattr(_sharded, f"sharded_{function.__name__}") for name, function in METHODS.items()}
 
 # Logits of unit variance for hidden states of unit variance.
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
@@ -135,12 +135,12 @@ class HeadSettings:
             check_dtype("dtype", self.dtype)
         if self.precision is not None:
             _options.check_option("precision", {"precision": self.precision})
-        _checks.mesh(self.mesh)
-        if self.mesh is not None and not self.on_mesh:
+        _checks.check_mesh(self.mesh)
+        if self.mesh is not None and not self.names_axes:
             raise ValueError("mesh without an axis: name one as vocab_axis, batch_axes or sequence_axis")
 
     @property
-    def on_mesh(self) -> bool:
+    def names_axes(self) -> bool:
         """Whether the head names a mesh axis."""
         return any(axes is not None for axes in (self.vocab_axis, self.batch_axes, self.sequence_axis))
 
@@ -182,19 +182,19 @@ class HeadSettings:
         """
         weight, bias = parts
         self.check_hidden(before[-1], weight)
-        function = (ON_MESH if self.on_mesh else METHODS)[method]
+        function = (SHARDED_METHODS if self.names_axes else METHODS)[method]
         own = {"bias": bias, **self._own_options(), **(of_teacher or {})}
         _check_names(method, function, own, options, before[0] if method == "linear_loss" else None)
         return function(*before, self.cast(weight), *after, **own, **options)
 
     def _own_options(self) -> dict[str, Any]:
         """The options that belong to the head, which a call cannot give again."""
-        others = {"dtype"} if self.on_mesh else {"dtype", *MeshPlacement._fields}
+        others = {"dtype"} if self.names_axes else {"dtype", *MeshPlacement._fields}
         return {"weight_layout": "vh", **{name: x for name, x in vars(self).items() if name not in others}}
 
     def check_hidden(self, hidden: Any, weight: Any) -> None:
         """Refuses hidden states that do not end in the head's own size."""
-        _checks.array("hidden", hidden)
+        _checks.check_array("hidden", hidden)
         size, found = weight.shape[1], tuple(hidden.shape[-1:])
         if found == (size,):
             return
@@ -222,8 +222,8 @@ def _check_names(
         may = ", ".join(known)
         raise TypeError(f"LMHead.{method}: {again[0]} is set where the head is made; a call may set {may}")
     others = [name for name in given if name not in (*known, *_options.OPTIONS)]
-    if others and (unknown := [name for name in others if name not in scalars.names_of_loss(loss_fn)]):
-        raise scalars.unknown_options(f"LMHead.{method}", unknown, known, loss_fn)
+    if others and (unknown := [name for name in others if name not in scalars.list_loss_arguments(loss_fn)]):
+        raise scalars.unknown_options_error(f"LMHead.{method}", unknown, known, loss_fn)
 
 
 class LMHead:
@@ -373,9 +373,9 @@ def _logits_sharding(hidden: Float[ArrayLike, "*b H"], weight: Float[Array, "V H
     own = jax.typeof(hidden).sharding
     if AxisType.Explicit not in own.mesh.axis_types:
         return None
-    vocab_axes = _jax.as_axes(_jax.partitions(jax.typeof(weight).sharding.spec)[0])
+    vocab_axes = _jax.list_axes(_jax.partitions(jax.typeof(weight).sharding.spec)[0])
     leading = _jax.partitions(own.spec)[:-1]
-    rows = (tuple(axis for axis in _jax.as_axes(entry) if axis not in vocab_axes) for entry in leading)
+    rows = (tuple(axis for axis in _jax.list_axes(entry) if axis not in vocab_axes) for entry in leading)
     return NamedSharding(own.mesh, P(*rows, None))
 
 
@@ -389,7 +389,7 @@ def check_dtype(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a floating-point dtype of JAX, such as jnp.bfloat16, got {value!r}")
 
 
-def padded_vocabulary(vocab_size: int, pad_to_multiple: int) -> int:
+def pad_vocab_size(vocab_size: int, pad_to_multiple: int) -> int:
     """``vocab_size`` rounded up: the rows of a head's own weight."""
     for name, value in (("vocab_size", vocab_size), ("pad_to_multiple", pad_to_multiple)):
         if scalars.integer(name, value) < 1:
@@ -404,15 +404,15 @@ def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multipl
         raise ValueError(f"hidden_size={hidden_size} does not fit the tied embedding {(rows, size)}")
     if pad_to_multiple != 1:
         raise ValueError(f"pad_to_multiple={pad_to_multiple} cannot pad a tied embedding {(rows, size)}: pad it there")
-    _checks.vocabulary(vocab_size, rows)
+    _checks.check_vocab_size(vocab_size, rows)
 
 
-def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any) -> int:
+def count_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any) -> int:
     """The rows of a head's own weight, checked to divide by the shards of ``vocab_axis`` if the mesh is known."""
-    rows = padded_vocabulary(vocab_size, pad_to_multiple)
-    _checks.mesh(mesh)
+    rows = pad_vocab_size(vocab_size, pad_to_multiple)
+    _checks.check_mesh(mesh)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    shards = math.prod(mesh.shape.get(axis, 1) for axis in _jax.as_axes(vocab_axis))
+    shards = math.prod(mesh.shape.get(axis, 1) for axis in _jax.list_axes(vocab_axis))
     if rows % shards:
         raise ValueError(
             f"the weight's {rows} rows (vocab_size={vocab_size}, pad_to_multiple={pad_to_multiple}) must divide by the "
@@ -423,9 +423,9 @@ def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any)
 
 def check_same_axes(names: Sequence[Any], vocab_axis: Axes) -> None:
     """Checks that an initializer with an annotation splits the weight's rows as the head does."""
-    rows = _jax.as_axes(names[0]) if names else ()
-    if vocab_axis is not None and rows != _jax.as_axes(vocab_axis):
+    rows = _jax.list_axes(names[0]) if names else ()
+    if vocab_axis is not None and rows != _jax.list_axes(vocab_axis):
         raise ValueError(
-            f"weight_init splits the vocabulary over {rows or None}, vocab_axis over {_jax.as_axes(vocab_axis)}: "
+            f"weight_init splits the vocabulary over {rows or None}, vocab_axis over {_jax.list_axes(vocab_axis)}: "
             "name the same axes, or leave the annotation to vocab_axis"
         )

@@ -113,7 +113,7 @@ class LMHead(_head.LMHead, nn.Module):
             self.weight = self.embed.embedding
             _head.check_tied(self.weight, self.hidden_size, self.vocab_size, self.pad_to_multiple)
         else:
-            rows = _head.own_rows(self.vocab_size, self.pad_to_multiple, self.vocab_axis, self.mesh)
+            rows = _head.count_rows(self.vocab_size, self.pad_to_multiple, self.vocab_axis, self.mesh)
             weight_init = _partitioned(self.weight_init, self.vocab_axis, self.mesh)
             self.weight = self.param("weight", weight_init, (rows, self.hidden_size), self.param_dtype)
         self.bias = None

@@ -101,7 +101,7 @@ class LMHead(_head.LMHead, nnx.Module):
         elif rngs is None:
             raise TypeError("LMHead needs rngs=nnx.Rngs(...) to initialise a weight of its own, or embed= to share one")
         else:
-            rows = _head.own_rows(vocab_size, pad_to_multiple, vocab_axis, mesh)
+            rows = _head.count_rows(vocab_size, pad_to_multiple, vocab_axis, mesh)
             weight = weight_init(rngs.params(), (rows, hidden_size), param_dtype)
             if isinstance(weight, nnx.VariableMetadata):
                 _head.check_same_axes(weight.metadata.get("out_sharding") or (), vocab_axis)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mathematics import _logprobs, _statistics
-from lce_jax.mathematics._logprobs import along_rows
+from lce_jax.mathematics._logprobs import expand_rows
 from lce_jax.mathematics._statistics import MASKED, distance
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class KLStatistics(NamedTuple):
         return self.sum_p, self.sum_q, self.cross
 
 
-def no_columns(num_tokens: int, dtype: Any) -> KLStatistics:
+def empty_statistics(num_tokens: int, dtype: Any) -> KLStatistics:
     """The neutral element of a union."""
     lowest, zero = jnp.full((num_tokens,), MASKED, dtype), jnp.zeros((num_tokens,), dtype)
     return KLStatistics(lowest, lowest, lowest, zero, zero, zero)
@@ -80,25 +80,25 @@ def tile_statistics(
 
     max_p, max_q = (jnp.maximum(jnp.max(masked(own), axis=1), MASKED) for own in x)
     at_p = jnp.max(masked(jnp.where(x[0] == max_p[:, None], x[1], MASKED)), axis=1)
-    u_p, u_q = (masked(shifted(*of_one)) for of_one in zip(x, (max_p, max_q), scales, strict=True))
-    e_p, v_q = jnp.exp(u_p), masked(relative(x[1], at_p, scales[1]))
-    return KLStatistics(max_p, max_q, at_p, *row_sums(e_p, jnp.exp(u_q), e_p * (u_p - v_q)))
+    u_p, u_q = (masked(shifted_logits(*of_one)) for of_one in zip(x, (max_p, max_q), scales, strict=True))
+    e_p, v_q = jnp.exp(u_p), masked(relative_logits(x[1], at_p, scales[1]))
+    return KLStatistics(max_p, max_q, at_p, *sum_rows(e_p, jnp.exp(u_q), e_p * (u_p - v_q)))
 
 
-def row_sums(*terms: Float[Array, "T n"]) -> tuple[Float[Array, "T"], ...]:
+def sum_rows(*terms: Float[Array, "T n"]) -> tuple[Float[Array, "T"], ...]:
     """In one reduction, so that XLA stores nothing that several of them are made of."""
     zeros = tuple(jnp.zeros((), x.dtype) for x in terms)
     return tuple(lax.reduce(terms, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), (1,)))
 
 
-def relative(x: Float[Array, "T n"], reference: Float[Array, "T"], scale: RowScale) -> Float[Array, "T n"]:
+def relative_logits(x: Float[Array, "T n"], reference: Float[Array, "T"], scale: RowScale) -> Float[Array, "T n"]:
     """The distance of logits from that at ``reference``: a difference of x before it is scaled."""
     return (x - reference[:, None]) * (scale if isinstance(scale, float | int) else scale[:, None])
 
 
-def shifted(x: Float[Array, "T n"], highest: Float[Array, "T"], scale: RowScale) -> Float[Array, "T n"]:
+def shifted_logits(x: Float[Array, "T n"], highest: Float[Array, "T"], scale: RowScale) -> Float[Array, "T n"]:
     """The u of eq. 1: at most 0, also where x is computed anew and rounded otherwise than for the maximum."""
-    return jnp.clip(relative(x, highest, scale), MASKED, 0.0)
+    return jnp.clip(relative_logits(x, highest, scale), MASKED, 0.0)
 
 
 class RunningKL(NamedTuple):
@@ -120,7 +120,7 @@ class RunningKL(NamedTuple):
         references = max_p, max_q, jnp.maximum(*at_p)
         of_lost = KLStatistics(*self.stats.references, *self.lost)
         old, new, lost = (_sums_relative_to(references, x, scales) for x in (self.stats, part, of_lost))
-        sums, left_out = _statistics.compensated(old, new, lost)
+        sums, left_out = _statistics.add_compensated(old, new, lost)
         return RunningKL(KLStatistics(*references, *sums), left_out)
 
     def finish(self) -> KLStatistics:
@@ -145,7 +145,7 @@ def _sums_relative_to(
     return part.sum_p * a_p, part.sum_q * jnp.exp(d_q), (part.cross + (d_p - d_r) * part.sum_p) * a_p
 
 
-def counted(stats: KLStatistics, live: Bool[Array, "T"] | None) -> KLStatistics:
+def fill_masked_rows(stats: KLStatistics, live: Bool[Array, "T"] | None) -> KLStatistics:
     """The same, with statistics in the other rows for which every e^u is 0, and no number is NaN or infinite."""
     if live is None:
         return stats
@@ -155,7 +155,7 @@ def counted(stats: KLStatistics, live: Bool[Array, "T"] | None) -> KLStatistics:
 
 def finish(stats: KLStatistics, scale_q: RowScale, where: Bool[Array, "T"] | None) -> Float[Array, "T"]:
     """Eq. 6, from statistics of the whole vocabulary; rounding cannot make it negative, and rows left out are 0."""
-    stats = counted(stats, where)
+    stats = fill_masked_rows(stats, where)
     divergence = stats.cross / stats.sum_p + jnp.log(stats.sum_q / stats.sum_p)
     divergence = jnp.maximum(divergence + (stats.max_q - stats.at_p) * scale_q, 0.0)
     return divergence if where is None else jnp.where(where, divergence, 0.0)
@@ -184,7 +184,7 @@ def coefficients(
     stats: KLStatistics, cotangent: Float[Array, "T"], factor: RowScale, live: Bool[Array, "T"] | None
 ) -> KLCoefficients:
     """From the whole vocabulary's statistics. Rows that are not ``live`` have no gradient, whatever they hold."""
-    stats, g = counted(stats, live), cotangent * factor
+    stats, g = fill_masked_rows(stats, live), cotangent * factor
     g = g if live is None else jnp.where(live, g, 0.0)
     return KLCoefficients(*stats.references, g / stats.sum_p, g / stats.sum_q, stats.cross / stats.sum_p)
 
@@ -206,8 +206,8 @@ class Ratios(NamedTuple):
     ) -> Ratios:
         """From a tile of both models' x, relative to `KLStatistics.references`."""
         max_p, max_q, at_p = references
-        u_p, u_q = shifted(x[0], max_p, scales[0]), shifted(x[1], max_q, scales[1])
-        return cls(jnp.exp(u_p), jnp.exp(u_q), u_q - u_p, relative(x[1], at_p, scales[1]) - u_p)
+        u_p, u_q = shifted_logits(x[0], max_p, scales[0]), shifted_logits(x[1], max_q, scales[1])
+        return cls(jnp.exp(u_p), jnp.exp(u_q), u_q - u_p, relative_logits(x[1], at_p, scales[1]) - u_p)
 
 
 def dlogits(own: Ratios, rows: KLCoefficients, reverse: bool) -> Float[Array, "T n"]:
@@ -236,7 +236,7 @@ class MixtureReference(NamedTuple):
         return cls(ratio, weights.student + weights.teacher * ratio, most), log
 
 
-EQUAL = MixtureReference(1.0, 1.0, MOST_DISTANCE)  # d₀ = 0, where the logarithm is 0
+EQUAL_MODELS = MixtureReference(1.0, 1.0, MOST_DISTANCE)  # d₀ = 0, where the logarithm is 0
 
 
 def log_ratios(d: Array, weights: Pair[Array]) -> tuple[Array, Array]:
@@ -246,7 +246,7 @@ def log_ratios(d: Array, weights: Pair[Array]) -> tuple[Array, Array]:
 
 def log_ratio(d: Array, weights: Pair[Array]) -> Array:
     """The t of eq. 9, -ln(1 - β + β e^d)."""
-    return relative_log_ratio(d, d, weights, EQUAL)
+    return relative_log_ratio(d, d, weights, EQUAL_MODELS)
 
 
 def relative_log_ratio(d: Array, distance: Array, weights: Pair[Array], reference: MixtureReference) -> Array:
@@ -268,10 +268,10 @@ REFERENCES = 3
 type References = tuple[Array, Array, Array]  # `KLStatistics.references`
 
 
-class Kept(NamedTuple):
+class CachedRatios(NamedTuple):
     """Of a tile, or of all that are kept. In the dtypes that `dtypes` says."""
 
-    e: Float[Array, "T n"]  # as `_logprobs.to_keep` has it
+    e: Float[Array, "T n"]  # as `_logprobs.encode_exponentials` has it
     ratio: Float[Array, "T n"]  # t or r
 
 
@@ -288,20 +288,24 @@ def dtypes(dtype: jnp.dtype, direction: Direction, capped: bool) -> tuple[jnp.dt
     return dtype, jnp.dtype("float16" if narrow else "float32")
 
 
-def to_keep(own: Ratios, kept: tuple[jnp.dtype, jnp.dtype], direction: Direction) -> Kept:
+def encode_ratios(own: Ratios, kept: tuple[jnp.dtype, jnp.dtype], direction: Direction) -> CachedRatios:
     """Of ratios that are relative to the tile's own references, in the ``kept`` dtypes."""
     most = jnp.finfo(kept[1]).max.astype(own.d.dtype)
     e = jnp.maximum(own.e_p, own.e_q) if direction == "forward" else own.e_p
     ratio = own.distance if direction == "reverse" else own.d
-    return Kept(_logprobs.to_keep(e, kept[0]), jnp.clip(ratio, -most, most).astype(kept[1]))
+    return CachedRatios(_logprobs.encode_exponentials(e, kept[0]), jnp.clip(ratio, -most, most).astype(kept[1]))
 
 
-def from_kept(
-    kept: Kept, of_tile: References, of_rows: References, scales: tuple[RowScale, RowScale], direction: Direction
+def decode_ratios(
+    kept: CachedRatios,
+    of_tile: References,
+    of_rows: References,
+    scales: tuple[RowScale, RowScale],
+    direction: Direction,
 ) -> Ratios:
     """The ratios relative to the whole vocabulary's references, as far as the direction's gradient reads them."""
     dtype = of_tile[0].dtype
-    (e, _), ratio = _logprobs.from_kept(kept.e, dtype), kept.ratio.astype(dtype)
+    (e, _), ratio = _logprobs.decode_exponentials(kept.e, dtype), kept.ratio.astype(dtype)
     down_p, down_q, down_r = map(distance, of_tile, of_rows, (*scales, scales[1]))
     down_p, down_q = jnp.minimum(down_p, 0.0), jnp.minimum(down_q, 0.0)
     e_p, e_q = e * jnp.exp(down_p)[:, None], e * jnp.exp(down_q)[:, None]
@@ -314,16 +318,16 @@ def from_kept(
     return Ratios(e_p, e_q, ratio + (down_q - down_p)[:, None], ratio + (to_at_p - down_p)[:, None])
 
 
-def students_x(
-    kept: Kept, of_tile: References, scales: tuple[RowScale, RowScale], direction: Direction
+def decode_student_x(
+    kept: CachedRatios, of_tile: References, scales: tuple[RowScale, RowScale], direction: Direction
 ) -> Float[Array, "T n"]:
     """The student's capped x, from -1 to 1."""
     which = 1 if direction == "forward" else 0
     highest, scale = of_tile[which], scales[which]
-    u = _logprobs.from_kept(kept.e, highest.dtype)[1]
+    u = _logprobs.decode_exponentials(kept.e, highest.dtype)[1]
     if direction == "forward":
         u = u + jnp.minimum(kept.ratio.astype(highest.dtype), 0.0)
-    return jnp.clip(highest[:, None] + u / along_rows(_logprobs.positive(scale)), -1.0, 1.0)
+    return jnp.clip(highest[:, None] + u / expand_rows(_logprobs.bound_row_scale(scale)), -1.0, 1.0)
 
 
 type Scales = tuple[RowScale, RowScale]
@@ -344,7 +348,7 @@ def mixture(
     stats: KLStatistics, scale_q: RowScale, weights: Pair[Float[Array, "T"]], live: Bool[Array, "T"] | None
 ) -> Mixture:
     """From the whole vocabulary's statistics. In rows that are not ``live``, p and q are 0."""
-    stats = counted(stats, live)
+    stats = fill_masked_rows(stats, live)
     log_sums = jnp.log(stats.sum_p / stats.sum_q)
     at_p = jnp.minimum((stats.at_p - stats.max_q) * scale_q, 0.0) + log_sums
     return Mixture(stats.references, log_sums, weights, *MixtureReference.at(at_p, weights))
@@ -364,14 +368,14 @@ def tile_sums(x: Tile, scales: Scales, rows: Mixture, live: Bool[Array, "n"] | N
     other = Pair(rows.weights.teacher[:, None], rows.weights.student[:, None])
     terms = [own.e_p * of_p, own.e_q * log_ratio(-d, other)]
     terms = terms if live is None else [jnp.where(live[None, :], x, 0.0) for x in terms]
-    return MixtureSums(*row_sums(*terms))
+    return MixtureSums(*sum_rows(*terms))
 
 
 def divergence(
     sums: MixtureSums, stats: KLStatistics, rows: Mixture, where: Bool[Array, "T"] | None
 ) -> Float[Array, "T"]:
     """Eq. 9, from sums over the whole vocabulary; rounding cannot make it negative, and rows left out are 0."""
-    stats = counted(stats, where)
+    stats = fill_masked_rows(stats, where)
     of_p, of_q = rows.log_at_p + sums.of_p / stats.sum_p, sums.of_q / stats.sum_q
     jsd = jnp.maximum(rows.weights.student * of_p + rows.weights.teacher * of_q, 0.0)
     return jsd if where is None else jnp.where(where, jsd, 0.0)
@@ -399,7 +403,7 @@ def mixture_coefficients(
     live: Bool[Array, "T"] | None,
 ) -> MixtureCoefficients:
     """From sums over the whole vocabulary. Rows that are not ``live`` have no gradient, whatever they hold."""
-    sum_p = counted(stats, live).sum_p
+    sum_p = fill_masked_rows(stats, live).sum_p
     of_p, mean = cotangent * factor * rows.weights.student / sum_p, sums.of_p / sum_p
     if live is not None:
         of_p, mean = (jnp.where(live, x, 0.0) for x in (of_p, mean))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mathematics._statistics import floored
+from lce_jax.mathematics._statistics import clip_to_finite
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
@@ -35,7 +35,7 @@ class Largest(NamedTuple):
     @property
     def x(self) -> Float[Array, "T k"]:
         """The x of eq. 0, which is finite also for padding."""
-        return floored(self.products if self.capped is None else self.capped)
+        return clip_to_finite(self.products if self.capped is None else self.capped)
 
     @property
     def max(self) -> Float[Array, "T"]:

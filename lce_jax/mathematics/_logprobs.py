@@ -85,7 +85,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mathematics._statistics import MASKED, SUMS, along, distance, empty
+from lce_jax.mathematics._statistics import MASKED, SUMS, distance, empty_statistics, expand_like
 from lce_jax.types import scalars
 from lce_jax.types._types import Call, LogprobOutput, Operands, Results, RowCoefficients, ShardStatistics
 
@@ -128,9 +128,9 @@ def unscaled_logits(
     """The x of eq. 0, from raw products; ``raw_scale`` is a / c, or the sign of a, if these are traced."""
     if call.logit_softcap is not None:
         scale = call.logit_scale / call.logit_softcap if raw_scale is None else raw_scale
-        return tanh(raw * along_rows(scale))
+        return tanh(raw * expand_rows(scale))
     if raw_scale is not None:
-        return raw * along_rows(raw_scale)
+        return raw * expand_rows(raw_scale)
     return -raw if call.logit_scale < 0 else raw
 
 
@@ -143,10 +143,10 @@ def transform_logits(
     """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
     x = unscaled_logits(raw, call, raw_scale)
     dcap = None if call.logit_softcap is None else cap_derivative(x)
-    return x * along_rows(compute_row_scale(call, inverse_temperature)), dcap
+    return x * expand_rows(compute_row_scale(call, inverse_temperature)), dcap
 
 
-def along_rows(per_row: Float[Array, "T"] | float) -> Float[Array, "T 1"] | float:
+def expand_rows(per_row: Float[Array, "T"] | float) -> Float[Array, "T 1"] | float:
     """Beside [T, n]."""
     return per_row if isinstance(per_row, float | int) else per_row[:, None]
 
@@ -169,12 +169,12 @@ def tile_statistics(
     x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
     owned = (targets >= 0) & (targets < n)
     at_target = jnp.take_along_axis(x, jnp.where(owned, targets, 0)[:, None], axis=1)[:, 0]
-    at_candidates = None if candidates is None else at_columns(x, candidates)
+    at_candidates = None if candidates is None else take_columns(x, candidates)
     # Without this barrier XLA keeps the tile beyond the exponentials.
     x, at_target, at_candidates = lax.optimization_barrier((x, at_target, at_candidates))
-    counts = counting(x, targets, live, floor)
+    counts = counted_columns(x, targets, live, floor)
     m = jnp.maximum(jnp.max(x if counts is None else jnp.where(counts, x, MASKED), axis=1), MASKED)
-    u = distance(x, m[:, None], along_rows(row_scale))
+    u = distance(x, m[:, None], expand_rows(row_scale))
     u = u if counts is None else jnp.where(counts, u, MASKED)
     e = jnp.exp(u)
     lowest = support = None
@@ -217,7 +217,7 @@ def finish(
     outputs, of_candidates = per_token(results, read, row_scale, labels), None
     if stats.candidates is not None:
         highest, log_sumexp = stats.max[:, None], jnp.log(stats.sumexp)[:, None]
-        of_candidates = candidate_logprobs(stats.candidates, highest, along_rows(row_scale), log_sumexp)
+        of_candidates = candidate_logprobs(stats.candidates, highest, expand_rows(row_scale), log_sumexp)
     outputs = outputs._replace(
         # XLA's largest and least numbers of a row may lose NaN; its sum does not.
         max_logit=None if stats.min is None else jnp.where(is_nan, stats.sumexp, stats.max * row_scale),
@@ -228,7 +228,7 @@ def finish(
         support=stats.support,
     )
     found = Results(outputs, mean_logit=None if stats.total is None else stats.total * row_scale / vocab_size)
-    return found if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), found)
+    return found if where is None else jax.tree.map(lambda x: jnp.where(expand_like(where, x), x, 0.0), found)
 
 
 def results(stats: ShardStatistics, row_scale: Float[Array, "T"] | float, labels: Int[Array, "T"]) -> LogprobOutput:
@@ -242,9 +242,9 @@ def results(stats: ShardStatistics, row_scale: Float[Array, "T"] | float, labels
     )
 
 
-def results_of_none(num_tokens: int, dtype: jnp.dtype, call: Call) -> Results:
+def empty_results(num_tokens: int, dtype: jnp.dtype, call: Call) -> Results:
     """Eq. 3 of tokens without columns: their shapes and dtypes are those of the call's results."""
-    stats, labels = empty(num_tokens, dtype, call), jnp.full((num_tokens,), -1, jnp.int32)
+    stats, labels = empty_statistics(num_tokens, dtype, call), jnp.full((num_tokens,), -1, jnp.int32)
     return finish(stats, 1.0, labels, None, 1, stats.sumexp if call.reports_dropped_mass else None)
 
 
@@ -274,7 +274,7 @@ def row_coefficients(
         uniform = cotangent.mean_logit / vocab_size * factor
     if stats.candidates is not None and of.candidate_logprobs is not None:
         dcap = None if call.logit_softcap is None else cap_derivative
-        given, candidates = candidate_terms(stats.candidates, of.candidate_logprobs, along_rows(factor), dcap)
+        given, candidates = candidate_terms(stats.candidates, of.candidate_logprobs, expand_rows(factor), dcap)
         of_candidates = jnp.sum(given, axis=1)
     if of_candidates is not None:
         rest = rest - of_candidates
@@ -286,7 +286,7 @@ def row_coefficients(
     slope = None if slope is None else slope * factor
     at_candidates = None if candidates is None else stats.candidates
     rows = RowCoefficients(stats.max, target * factor, constant, slope, uniform, candidates, at_candidates)
-    return rows if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), rows)
+    return rows if where is None else jax.tree.map(lambda x: jnp.where(expand_like(where, x), x, 0.0), rows)
 
 
 def unscaled_floor(floor: Float[Array, "T"], row_scale: Float[Array, "T"] | float) -> Float[Array, "T"]:
@@ -294,19 +294,19 @@ def unscaled_floor(floor: Float[Array, "T"], row_scale: Float[Array, "T"] | floa
     return floor / row_scale
 
 
-def live_columns(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Bool[Array, "n"] | None:
+def unpadded_columns(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Bool[Array, "n"] | None:
     """Which of the columns [start, start + size) are true vocabulary; None if all are."""
     return None if num_columns is None else start + jnp.arange(size, dtype=jnp.int32) < num_columns
 
 
-def without_padding(weight: Float[Array, "V H"], live: Bool[Array, "V"] | None, call: Call) -> Array:
+def zero_padding(weight: Float[Array, "V H"], live: Bool[Array, "V"] | None, call: Call) -> Array:
     """The weight with its padding set to zero, because 0 times NaN or inf is NaN."""
     if live is None:
         return weight
     return jnp.where(jnp.expand_dims(live, call.hidden_dim), weight, jnp.zeros((), weight.dtype))
 
 
-def counting(
+def counted_columns(
     x: Float[Array, "T n"],
     targets: Int[Array, "T"],
     live: Bool[Array, "n"] | None,
@@ -319,7 +319,7 @@ def counting(
     return counts if live is None else counts & live[None, :]
 
 
-def without_empty(where: Bool[Array, "T"] | None, sumexp: Float[Array, "T"]) -> Bool[Array, "T"]:
+def exclude_empty_rows(where: Bool[Array, "T"] | None, sumexp: Float[Array, "T"]) -> Bool[Array, "T"]:
     """``where``, without the rows whose distribution has no token: a label out of vocabulary, and all below the floor.
 
     Nothing else has a sum of 0. One that is NaN stays.
@@ -331,18 +331,18 @@ def without_empty(where: Bool[Array, "T"] | None, sumexp: Float[Array, "T"]) -> 
 SMALLEST = 1e-20
 
 
-def inverse_of(temperature: Float[Array, "T"]) -> Float[Array, "T"]:
+def invert_temperature(temperature: Float[Array, "T"]) -> Float[Array, "T"]:
     """1 / τ; 1 where there is no such temperature."""
     return 1.0 / jnp.where(scalars.is_temperature(temperature), jnp.maximum(temperature, SMALLEST), 1.0)
 
 
-def without_gradient(rows: RowCoefficients, which: Bool[Array, "T"]) -> RowCoefficients:
+def zero_gradient(rows: RowCoefficients, which: Bool[Array, "T"]) -> RowCoefficients:
     """The coefficients with no gradient in these rows, where e^u becomes 0 too: dweight gets no NaN from them."""
-    found = jax.tree.map(lambda x: jnp.where(along(which, x), 0.0, x), rows)
+    found = jax.tree.map(lambda x: jnp.where(expand_like(which, x), 0.0, x), rows)
     return found._replace(max=jnp.where(which, -MASKED, rows.max))
 
 
-def at_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
+def take_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
     """The x at these columns, -inf where they lie outside [0, n)."""
     owned = (columns >= 0) & (columns < x.shape[1])
     return jnp.where(owned, jnp.take_along_axis(x, jnp.where(owned, columns, 0), axis=1), -jnp.inf)
@@ -369,7 +369,7 @@ def candidate_terms(
     return g, term if dcap is None else term * dcap(jnp.where(owned, x, 0.0))
 
 
-def add_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"], *beside: Array) -> tuple[Array, ...]:
+def sum_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"], *beside: Array) -> tuple[Array, ...]:
     """Columns that occur once per token, sorted, and the sum of their terms; -1 and 0 in place of the repeats.
 
     And ``beside``, which has the same at all repeats, in the same order.
@@ -389,15 +389,15 @@ def add_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"], *beside:
     return jnp.where(repeated, -1, columns), jnp.where(repeated, 0.0, terms), *others
 
 
-def each_once(operands: Operands, rows: RowCoefficients) -> tuple[Operands, RowCoefficients]:
-    """Both, which have candidates, with those of `add_repeats`."""
+def merge_repeated_candidates(operands: Operands, rows: RowCoefficients) -> tuple[Operands, RowCoefficients]:
+    """Both, which have candidates, with those of `sum_repeats`."""
     assert operands.candidates is not None
     assert rows.candidates is not None
-    columns, terms = add_repeats(operands.candidates, rows.candidates)
+    columns, terms = sum_repeats(operands.candidates, rows.candidates)
     return operands._replace(candidates=columns), rows._replace(candidates=terms, at_candidates=None)
 
 
-def unique_places(columns: Int[Array, "T K"], first: Any, last: Any, size: int) -> tuple[Array, Array]:
+def scatter_indices(columns: Int[Array, "T K"], first: Any, last: Any, size: int) -> tuple[Array, Array]:
     """Where to scatter into [T, size], which holds the columns [first, last): those outside lie beyond ``size``.
 
     No two places are equal if each column occurs once per token.
@@ -409,7 +409,7 @@ def unique_places(columns: Int[Array, "T K"], first: Any, last: Any, size: int) 
 FP16_SHIFT = 15.0  # fp16 exponentials are kept times 2^15: in (0, 1] they would waste half of fp16's exponents
 
 
-def keeps_exponentials(call: Call) -> bool:
+def can_cache_exponentials(call: Call) -> bool:
     """Whether the gradient can be made from exponentials.
 
     Not where a capped logit far below the maximum has a gradient too, as in a mean: there e^u is 0 and says nothing.
@@ -417,13 +417,13 @@ def keeps_exponentials(call: Call) -> bool:
     return call.logit_softcap is None or not call.mean_logit
 
 
-def to_keep(e: Float[Array, "T n"], dtype: jnp.dtype) -> Float[Array, "T n"]:
+def encode_exponentials(e: Float[Array, "T n"], dtype: jnp.dtype) -> Float[Array, "T n"]:
     """e^u as it is kept."""
     return (e * 2.0**FP16_SHIFT if dtype == jnp.float16 else e).astype(dtype)
 
 
-def from_kept(kept: Float[Array, "T n"], dtype: jnp.dtype) -> tuple[Float[Array, "T n"], Float[Array, "T n"]]:
-    """The e^u that `to_keep` was given, and the u, finite."""
+def decode_exponentials(kept: Float[Array, "T n"], dtype: jnp.dtype) -> tuple[Float[Array, "T n"], Float[Array, "T n"]]:
+    """The e^u that `encode_exponentials` was given, and the u, finite."""
     e = kept.astype(dtype)
     e = e * 2.0**-FP16_SHIFT if kept.dtype == jnp.float16 else e
     return e, jnp.log(jnp.maximum(e, jnp.finfo(e.dtype).tiny))
@@ -441,9 +441,9 @@ def dlogits_from_logits(
 ) -> Float[Array, "T n"]:
     """Of x and k (eq. 0). ``floor`` is that of `_logprobs.tile_statistics`.
 
-    ``candidates`` are columns of this tile, once each (`add_repeats`), or lie outside [0, n).
+    ``candidates`` are columns of this tile, once each (`sum_repeats`), or lie outside [0, n).
     """
-    u = jnp.minimum(distance(x, rows.max[:, None], along_rows(row_scale)), 0.0)
+    u = jnp.minimum(distance(x, rows.max[:, None], expand_rows(row_scale)), 0.0)
     return _gradient(u, jnp.exp(u), x, rows, targets, live, call, candidates, floor)
 
 
@@ -457,17 +457,17 @@ def dlogits_from_exponentials(
     call: Call,
     candidates: Int[Array, "T K"] | None = None,
 ) -> Float[Array, "T n"]:
-    """Of what `to_keep` made, and the tile's largest x. A floor is in them already."""
-    e, log_e = from_kept(kept, highest.dtype)
+    """Of what `encode_exponentials` made, and the tile's largest x. A floor is in them already."""
+    e, log_e = decode_exponentials(kept, highest.dtype)
     down = jnp.minimum(distance(highest, rows.max, row_scale), 0.0)
     x = None
     if call.logit_softcap is not None:
-        x = jnp.clip(highest[:, None] + log_e / along_rows(positive(row_scale)), -1.0, 1.0)
+        x = jnp.clip(highest[:, None] + log_e / expand_rows(bound_row_scale(row_scale)), -1.0, 1.0)
     e = e * jnp.exp(down)[:, None]
     return _gradient(log_e + down[:, None], e, x, rows, targets, live, call, candidates, None)
 
 
-def positive(row_scale: Float[Array, "T"] | float) -> Float[Array, "T"] | float:
+def bound_row_scale(row_scale: Float[Array, "T"] | float) -> Float[Array, "T"] | float:
     """A row without gradient may have any scale."""
     return row_scale if isinstance(row_scale, float | int) else jnp.maximum(row_scale, jnp.finfo(row_scale.dtype).tiny)
 
@@ -498,5 +498,5 @@ def _gradient(
     d = d if live is None else jnp.where(live[None, :], d, 0.0)
     if candidates is None or rows.candidates is None:
         return d
-    places = unique_places(candidates, 0, d.shape[1], d.shape[1])
+    places = scatter_indices(candidates, 0, d.shape[1], d.shape[1])
     return d.at[places].add(rows.candidates, mode="drop", unique_indices=True)

@@ -41,8 +41,8 @@ _UNIONS |= {"min": jnp.minimum}  # by field, the operation that joins two parts 
 _EXTREMES = {"max": MASKED, "target": -jnp.inf, "min": -MASKED, "candidates": -jnp.inf}
 NO_COLUMNS: Any = ShardStatistics(**_SUMS, **_EXTREMES)  # type: ignore[arg-type]
 
-BESIDE = ("total", "candidates")  # the fields outside the groups of `Parts`: eq. 2 adds or picks them separately
-WITHOUT_GRADIENT = ("min", "squares", "support")  # the fields that no gradient depends on
+SEPARATE = ("total", "candidates")  # the fields outside the groups of `Parts`: eq. 2 adds or picks them separately
+NOT_DIFFERENTIATED = ("min", "squares", "support")  # the fields that no gradient depends on
 PER_CANDIDATE = ("candidates",)  # the fields that are [T, K], also for K = 1; the others are [T]
 
 
@@ -61,24 +61,24 @@ class Parts(NamedTuple):
     """
 
     groups: Float[Array, "*N G fields T"]  # each of neighbouring columns; T may be padded
-    beside: ShardStatistics  # the fields in `BESIDE`, over all columns of the shard
+    separate: ShardStatistics  # the fields in `SEPARATE`, over all columns of the shard
 
 
-def of_fields(fields: Mapping[str, Any]) -> ShardStatistics:
+def make_statistics(fields: Mapping[str, Any]) -> ShardStatistics:
     """Returns the statistics with these fields; the others are None."""
     return ShardStatistics(**{**dict.fromkeys(ShardStatistics._fields), **fields})
 
 
-def empty(num_tokens: int, dtype: jnp.dtype, call: Call) -> ShardStatistics:
+def empty_statistics(num_tokens: int, dtype: jnp.dtype, call: Call) -> ShardStatistics:
     """Returns the statistics of no columns: the neutral element of `merge`."""
     fields = {}
     for name, width in call.statistics.items():
         shape = (num_tokens, width) if name in PER_CANDIDATE else (num_tokens,)
         fields[name] = jnp.full(shape, getattr(NO_COLUMNS, name), dtype)
-    return of_fields(fields)
+    return make_statistics(fields)
 
 
-def along(per_token: Any, x: Any) -> Any:
+def expand_like(per_token: Any, x: Any) -> Any:
     """Adds trailing dimensions of size 1 to ``per_token``, so that it broadcasts with ``x``, [T] or [T, K]."""
     return per_token.reshape(per_token.shape + (1,) * (x.ndim - per_token.ndim))
 
@@ -95,20 +95,20 @@ def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardSt
         rows = packed[..., row : row + width, :]
         fields[name] = jnp.swapaxes(rows, -1, -2) if name in PER_CANDIDATE else rows[..., 0, :]
         row += width
-    return of_fields(fields)
+    return make_statistics(fields)
 
 
-def as_parts(stats: ShardStatistics) -> Parts:
+def make_parts(stats: ShardStatistics) -> Parts:
     """Returns the statistics as the parts of an implementation that sends a single group."""
-    beside = of_fields({name: getattr(stats, name) for name in BESIDE})
-    return Parts(pack(stats._replace(total=None, candidates=None))[None], beside)
+    separate = make_statistics({name: getattr(stats, name) for name in SEPARATE})
+    return Parts(pack(stats._replace(total=None, candidates=None))[None], separate)
 
 
 def merge_parts(parts: Parts, call: Call, num_tokens: int, scale: Float[Array, "T"] | float) -> ShardStatistics:
-    """Merges the parts that `as_parts` returned on all shards, stacked along the first dimension."""
-    widths = {name: width for name, width in call.statistics.items() if name not in BESIDE}
+    """Merges the parts that `make_parts` returned on all shards, stacked along the first dimension."""
+    widths = {name: width for name, width in call.statistics.items() if name not in SEPARATE}
     stats = unpack(parts.groups[:, 0, :, :num_tokens], widths)
-    return merge(stats._replace(total=parts.beside.total, candidates=parts.beside.candidates), scale)
+    return merge(stats._replace(total=parts.separate.total, candidates=parts.separate.candidates), scale)
 
 
 def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
@@ -135,10 +135,10 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStat
 
 def distance(x: Array, m: Array, scale: Array | float) -> Array:
     """Returns (x - m) k, the u of eq. 1 and the dᵢ of eq. 2: exactly 0 at the maximum, and finite far below it."""
-    return floored((x - m) * scale)
+    return clip_to_finite((x - m) * scale)
 
 
-def floored(x: Array) -> Array:
+def clip_to_finite(x: Array) -> Array:
     """Clips ``x`` from below at `MASKED`. NaN stays NaN, which XLA's maximum of two arrays loses on CPUs."""
     return jnp.where(x < MASKED, MASKED, x)
 
@@ -157,7 +157,7 @@ def union(
 def _add(one: ShardStatistics, other: ShardStatistics) -> ShardStatistics:
     """Merges two parts that are relative to the same maximum (eq. 2)."""
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in _UNIONS}
-    return of_fields({name: None if x is None else _UNIONS[name](x, y) for name, (x, y) in pairs.items()})
+    return make_statistics({name: None if x is None else _UNIONS[name](x, y) for name, (x, y) in pairs.items()})
 
 
 class Running(NamedTuple):
@@ -180,7 +180,7 @@ class Running(NamedTuple):
         old, new = _change_maximum(m, self.stats, scale), _change_maximum(m, part, scale)
         lost = _change_maximum(m, self.stats._replace(sumexp=self.lost[0], weighted=self.lost[1]), scale)
         pairs = [_sums(x) for x in (old, new, lost)]
-        (sumexp, weighted), errors = compensated(*pairs)
+        (sumexp, weighted), errors = add_compensated(*pairs)
         return Running(_add(old, new)._replace(sumexp=sumexp, weighted=weighted), errors)
 
     def finish(self) -> ShardStatistics:
@@ -208,7 +208,7 @@ def _move_sums(part: ShardStatistics, a: Array, d: Array) -> dict[str, Any]:
     return {name: one.moved(part, a, d) if name in present else None for name, one in SUMS.items()}
 
 
-def compensated[S](sums: S, terms: S, lost: S) -> tuple[S, S]:
+def add_compensated[S](sums: S, terms: S, lost: S) -> tuple[S, S]:
     """Adds ``terms`` to ``sums``, and the rounding errors of these additions to ``lost``. Returns both."""
     errors = jax.tree.map(lambda a, b, c: c + _rounding_error(a, b), sums, terms, lost)
     return jax.tree.map(jnp.add, sums, terms), errors

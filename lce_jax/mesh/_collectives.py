@@ -40,7 +40,7 @@ PROBED = 8, 16  # rows and columns of a weight's probe
 PIECE = 12  # bits of a tag in one sum, which is exact in float32 over 4096 shards
 
 
-def stacked[T](tree: T, axis_name: AxisName) -> T:
+def gather_trees[T](tree: T, axis_name: AxisName) -> T:
     """Gathers the arrays of all shards of ``axis_name``, [N, ...] each, in one all-gather.
 
     Every shard then adds the same numbers in the same order, so the results of all shards are bitwise equal. Integers
@@ -51,7 +51,7 @@ def stacked[T](tree: T, axis_name: AxisName) -> T:
     packed = jnp.concatenate(
         [lax.bitcast_convert_type(x, _unsigned_dtype(x.dtype)).reshape(-1).astype(widest) for x in leaves]
     )
-    gathered, unpacked, first = from_all_shards(packed, axis_name), [], 0
+    gathered, unpacked, first = gather_shards(packed, axis_name), [], 0
     for x in leaves:
         words = gathered[:, first : first + x.size].astype(_unsigned_dtype(x.dtype))
         unpacked.append(lax.bitcast_convert_type(words, x.dtype).reshape(-1, *x.shape))
@@ -64,12 +64,12 @@ def _unsigned_dtype(dtype: Any) -> Any:
     return jnp.uint64 if dtype.itemsize == 8 else jnp.uint32
 
 
-def from_all_shards(x: Array, axis_name: AxisName) -> Array:
+def gather_shards(x: Array, axis_name: AxisName) -> Array:
     """Gathers and stacks ``x`` of each shard of ``axis_name``. The result is typed as the same on every shard."""
     return lax.all_gather(x, axis_name, to="invarying" if _jax.tracks_varying(axis_name) else "varying")
 
 
-def total_cotangent[T](cotangent: T, axis_name: AxisName) -> T:
+def sum_cotangents[T](cotangent: T, axis_name: AxisName) -> T:
     """Sums the cotangents of outputs that are replicated over ``axis_name``, in one collective.
 
     Under ``check_vma=True`` there is nothing to sum, because the types already make the cotangent the same on every
@@ -82,7 +82,7 @@ def total_cotangent[T](cotangent: T, axis_name: AxisName) -> T:
     return unpack(lax.psum(packed, axis_name))
 
 
-def same_on_all_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:
+def equalize_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:
     """Returns arrays typed as equal on every shard of ``axis_name``, and in which rows they really are equal.
 
     Rows are the first ``leading`` dimensions of the arrays. The second result is None if no type varies, as without
@@ -95,10 +95,10 @@ def same_on_all_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T
     agreements = []
 
     def equalize(x: Array) -> Array:
-        axes = tuple(name for name in _jax.as_axes(axis_name) if name in _jax.varying_axes(x))
+        axes = tuple(name for name in _jax.list_axes(axis_name) if name in _jax.varying_axes(x))
         if not axes:
             return x
-        bits = _bits(lax.stop_gradient(x))  # bits, because a NaN that every shard holds counts as equal
+        bits = _to_bits(lax.stop_gradient(x))  # bits, because a NaN that every shard holds counts as equal
         highest, lowest = lax.pmax(bits, axes), lax.pmin(bits, axes)
         agreements.append(jnp.all(highest == lowest, axis=tuple(range(leading, bits.ndim))))
         equal = _from_bits(highest, x.dtype)
@@ -120,17 +120,17 @@ def _derivative(axes: tuple[Any, ...], primals: tuple[Array, Array], tangents: t
     return primals[0], lax.pmean(tangents[1], axes)
 
 
-def _bits(x: Array) -> Array:
+def _to_bits(x: Array) -> Array:
     """Returns ``x`` as integers of 32 bits or more, which every backend can reduce; a complex number as two."""
     if jnp.iscomplexobj(x):
-        return _bits(jnp.stack([x.real, x.imag], axis=-1))
+        return _to_bits(jnp.stack([x.real, x.imag], axis=-1))
     if jnp.issubdtype(x.dtype, jnp.floating):
         x = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
 
 def _from_bits(bits: Array, dtype: Any) -> Array:
-    """The inverse of `_bits`."""
+    """The inverse of `_to_bits`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = _from_bits(bits, jnp.finfo(dtype).dtype)
         return lax.complex(parts[..., 0], parts[..., 1])
@@ -139,19 +139,19 @@ def _from_bits(bits: Array, dtype: Any) -> Array:
     return bits.astype(dtype)
 
 
-def both(first: Array | None, second: Array | None) -> Array | None:
-    """Joins the rows of two results of `same_on_all_shards`: True in rows that are equal in both."""
+def join_agreement(first: Array | None, second: Array | None) -> Array | None:
+    """Joins the rows of two results of `equalize_shards`: True in rows that are equal in both."""
     return second if first is None else first if second is None else first & second
 
 
-def where_it_counts(agree: Array | None, where: Array | None) -> Array | None:
+def ignore_masked_rows(agree: Array | None, where: Array | None) -> Array | None:
     """Sets ``agree`` to True in masked rows, whose operands do not matter."""
     return agree if agree is None or where is None else agree | ~where
 
 
-def nan_where_different[T](agree: Bool[Array, "*b"], tree: T) -> T:
+def set_nan_where_different[T](agree: Bool[Array, "*b"], tree: T) -> T:
     """Sets results to NaN in rows that differ between the shards. Their gradients become NaN there too."""
-    return jax.tree.map(lambda x: x * jnp.where(_statistics.along(agree, x), 1.0, jnp.nan).astype(x.dtype), tree)
+    return jax.tree.map(lambda x: x * jnp.where(_statistics.expand_like(agree, x), 1.0, jnp.nan).astype(x.dtype), tree)
 
 
 def gather_sequence(hidden: Float[Array, "*b H"], axis_name: AxisName, dim: int) -> Float[Array, "*b H"]:
@@ -164,7 +164,7 @@ def scatter_sequence(dhidden: Float[Array, "*b H"], axis_name: AxisName, dim: in
     return lax.psum_scatter(dhidden, axis_name, scatter_dimension=dim, tiled=True)
 
 
-class Said(NamedTuple):
+class ShardSummary(NamedTuple):
     """A summary of one shard's operands. Of all shards, each field has one more dimension at the front."""
 
     tags: Int[Array, "T"]
@@ -172,7 +172,7 @@ class Said(NamedTuple):
     probes: Int[Array, "n rows columns"]
 
 
-def tags(columns: Sequence[Array], where: Bool[Array, "*b"] | None = None) -> Int[Array, "*b"]:
+def compute_tags(columns: Sequence[Array], where: Bool[Array, "*b"] | None = None) -> Int[Array, "*b"]:
     """Returns one number per token, which shards compare to find tokens that differ.
 
     Two tags are equal if the bits of all columns are. If one column differs, the tags differ. If several columns
@@ -183,7 +183,7 @@ def tags(columns: Sequence[Array], where: Bool[Array, "*b"] | None = None) -> In
     dimensions after it.
     """
     shape = columns[0].shape
-    words = [lax.bitcast_convert_type(_bits(x), jnp.int32) for x in columns]  # two words for a float of 64 bits
+    words = [lax.bitcast_convert_type(_to_bits(x), jnp.int32) for x in columns]  # two words for a float of 64 bits
     bits = jnp.concatenate([x.reshape(*shape, math.prod(x.shape[len(shape) :])) for x in words], axis=-1)
     factors = np.arange(1, 2 * bits.shape[-1], 2, dtype=np.uint32) * np.uint32(ODD)
     sums = jnp.sum(bits * factors.astype(np.int32), axis=-1, dtype=jnp.int32)
@@ -212,10 +212,10 @@ def probe(weight: Float[Array, "V H"], vocab_dim: int, columns: Any) -> Int[Arra
     ids = jnp.arange(rows, dtype=jnp.int32) * columns // rows
     indices = np.arange(elements) * weight.shape[1 - vocab_dim] // elements
     sample = weight[indices[None], ids[:, None]] if vocab_dim else weight[ids[:, None], indices[None]]
-    return lax.bitcast_convert_type(_bits(sample), jnp.int32).reshape(rows, -1)
+    return lax.bitcast_convert_type(_to_bits(sample), jnp.int32).reshape(rows, -1)
 
 
-def agree(every: Said, ids: Int[Array, "..."], columns: int) -> Bool[Array, "T"]:
+def compare_summaries(every: ShardSummary, ids: Int[Array, "..."], columns: int) -> Bool[Array, "T"]:
     """Returns which tokens are the same on all shards. No token is, if two shards hold the same columns of the weight.
 
     There is one exception: a large vocabulary may have shards with equal columns. It is recognized by its ``ids``. If
@@ -235,7 +235,7 @@ def agree(every: Said, ids: Int[Array, "..."], columns: int) -> Bool[Array, "T"]
     return same & near & (~jnp.any(repeated) | ((known > 0) & (4 * outside >= known)))
 
 
-def differences(tags: Int[Array, "*b"], shard: int | Int[Array, ""], shards: int) -> Float[Array, "*b 2"]:
+def difference_terms(tags: Int[Array, "*b"], shard: int | Int[Array, ""], shards: int) -> Float[Array, "*b 2"]:
     """Returns a shard's terms of two sums that show whether all shards have the same tags, for a collective that adds.
 
     The sums over all shards, at most 4096, are exactly 0 if all tags are equal. If not, both sums are 0 in one of 2²⁴

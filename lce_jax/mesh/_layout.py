@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax.mesh._custom_partitioning import warn_once
 from lce_jax.types import _jax
-from lce_jax.types._jax import as_axes
+from lce_jax.types._jax import list_axes
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array
@@ -57,7 +57,7 @@ class Layout:
     @property
     def vocab_shards(self) -> int:
         """How many parts the vocabulary is split into."""
-        return self._count_devices(as_axes(self.vocab_axes))
+        return self._count_devices(list_axes(self.vocab_axes))
 
     def _count_devices(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -65,22 +65,22 @@ class Layout:
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes that split the tokens while the logits are computed."""
-        split = [axis for entry in self.leading for axis in as_axes(entry)]
-        return tuple(axis for axis in split if axis not in as_axes(self.vocab_axes))
+        split = [axis for entry in self.leading for axis in list_axes(entry)]
+        return tuple(axis for axis in split if axis not in list_axes(self.vocab_axes))
 
     @property
     def every_device(self) -> P:
         """The spec of caches that every device has for itself, stacked along the first dimension."""
-        return P((*self.token_axes, *as_axes(self.vocab_axes)))
+        return P((*self.token_axes, *list_axes(self.vocab_axes)))
 
-    def with_batch(self, hidden_spec: P) -> Layout:
+    def add_batch(self, hidden_spec: P) -> Layout:
         """Returns the layout of a batch of such calls, which is the first dimension of hidden and ``hidden_spec``."""
-        used = (*self.token_axes, *as_axes(self.vocab_axes))
+        used = (*self.token_axes, *list_axes(self.vocab_axes))
         batch = tuple(axis for axis in _axes_at(hidden_spec, 0) if axis not in used)
         gather_dim = None if self.gather_dim is None else self.gather_dim + 1
         return dataclasses.replace(self, leading=(_spec_entry(batch), *self.leading), gather_dim=gather_dim)
 
-    def own_rows(self, rows: Array) -> Array:
+    def take_local_rows(self, rows: Array) -> Array:
         """Returns this device's part of a per-token result of the gathered sequence."""
         if self.gather_dim is None:
             return rows
@@ -88,8 +88,8 @@ class Layout:
         start = lax.axis_index(self.vocab_axes) * size
         return lax.dynamic_slice_in_dim(rows, start, size, self.gather_dim)
 
-    def gathered(self, rows: list[Array]) -> list[Array]:
-        """The inverse of `own_rows`, with one collective for all arrays of the same shape and dtype."""
+    def gather_rows(self, rows: list[Array]) -> list[Array]:
+        """The inverse of `take_local_rows`, with one collective for all arrays of the same shape and dtype."""
         if self.gather_dim is None:
             return rows
         types = [(x.shape, x.dtype) for x in rows]
@@ -102,7 +102,7 @@ class Layout:
             gathered |= dict(zip(indices, arrays, strict=True))
         return [gathered[i] for i in range(len(rows))]
 
-    def placed(self, x: Array, spec: P) -> Array:
+    def reshard(self, x: Array, spec: P) -> Array:
         """Reshards ``x`` to ``spec`` over Explicit axes, which require it. Auto axes do not."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         implicit = tuple(name for name, axis_type in types if axis_type != AxisType.Explicit)
@@ -122,7 +122,7 @@ def layout_of_names(
         raise ValueError("no mesh: pass mesh=, or call under jax.set_mesh(mesh)")
     if batch_axes is None:
         batch_axes = _explicit_batch_axes(mesh, hidden, vocab_axis, sequence_axis)
-    vocab, batch, sequence = (as_axes(axes) for axes in (vocab_axis, batch_axes, sequence_axis))
+    vocab, batch, sequence = (list_axes(axes) for axes in (vocab_axis, batch_axes, sequence_axis))
     _check_axes(mesh, vocab, batch, sequence)
     leading: list[tuple[str, ...]] = [()] * (hidden.ndim - 1)
     if (batch or sequence) and not leading:
@@ -191,7 +191,7 @@ def _sharding(x: Any) -> NamedSharding | None:
 def _axes_at(spec: P, dim: int) -> tuple[str, ...]:
     """The mesh axes that split dimension ``dim``."""
     entries = _jax.partitions(spec)
-    return as_axes(entries[dim]) if dim < len(entries) else ()
+    return list_axes(entries[dim]) if dim < len(entries) else ()
 
 
 def _dividing_axes(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ def _explicit_batch_axes(mesh: Any, hidden: Any, vocab_axis: Axes, sequence_axis
     if AxisType.Explicit not in mesh.axis_types or hidden.ndim < 2:
         return None
     spec = jax.typeof(hidden).sharding.spec
-    return tuple(axis for axis in _axes_at(spec, 0) if axis not in as_axes(vocab_axis) + as_axes(sequence_axis))
+    return tuple(axis for axis in _axes_at(spec, 0) if axis not in list_axes(vocab_axis) + list_axes(sequence_axis))
 
 
 def _check_axes(mesh: Any, vocab: tuple[str, ...], batch: tuple[str, ...], sequence: tuple[str, ...]) -> None:
@@ -248,10 +248,10 @@ def _spec_entry(axes: tuple[str, ...]) -> Any:
 
 
 def _remove_axes(entry: Any, axes: Any) -> Any:
-    return _spec_entry(tuple(axis for axis in as_axes(entry) if axis not in as_axes(axes)))
+    return _spec_entry(tuple(axis for axis in list_axes(entry) if axis not in list_axes(axes)))
 
 
-def mesh_of(operands: Any, function: str, asks_for_tiles: bool = False) -> AbstractMesh | None:
+def find_mesh(operands: Any, function: str, asks_for_tiles: bool = False) -> AbstractMesh | None:
     """Returns the mesh over which the operands may be split; None on one device and inside ``shard_map``.
 
     There may be a mesh even if neither types nor `jax.set_mesh` name one, because ``jit(..., in_shardings=...)`` tells
@@ -259,7 +259,7 @@ def mesh_of(operands: Any, function: str, asks_for_tiles: bool = False) -> Abstr
     A call that asks for tiles cannot have the rule. It is refused if it is lowered for several devices.
     """
     arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
-    mesh = mesh_of_types(arrays)
+    mesh = find_typed_mesh(arrays)
     if AxisType.Manual in mesh.axis_types:
         check_other_axes(mesh, arrays, function)
         return None
@@ -292,10 +292,10 @@ def auto_axes(mesh: AbstractMesh) -> list[str]:
 
 
 def _all_axes(spec: P) -> tuple[str, ...]:
-    return tuple(axis for entry in _jax.partitions(spec) for axis in as_axes(entry))
+    return tuple(axis for entry in _jax.partitions(spec) for axis in list_axes(entry))
 
 
-def mesh_of_types(operands: Any) -> AbstractMesh:
+def find_typed_mesh(operands: Any) -> AbstractMesh:
     """Returns the mesh that the operands' types name; an empty mesh if they name none."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
     return next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))

@@ -50,59 +50,59 @@ def _launches[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        (case,) = (x.cases.student if isinstance(x, KLPlan) else x for x in args if isinstance(x, (Call, KLPlan)))
-        capability = case.device.compute_capability or _generation_of(case).compute_capabilities[0]
+        (call,) = (x.calls.student if isinstance(x, KLPlan) else x for x in args if isinstance(x, (Call, KLPlan)))
+        capability = call.device.compute_capability or _generation_of(call).compute_capabilities[0]
         with jax.numpy_rank_promotion("allow"), _pallas.lowering_for(capability, unless_told=True):
             return function(*args, **kwargs)
 
     return run
 
 
-def supports(case: Call) -> str | None:
-    """Why the kernels cannot serve ``case``: the function, the device, the dtype, or a shape they cannot tile."""
-    reason = without_kernels(case) or _generations.refusal(case)
-    if reason is not None or case.teacher is None:
+def supports(call: Call) -> str | None:
+    """Why the kernels cannot serve ``call``: the function, the device, the dtype, or a shape they cannot tile."""
+    reason = without_kernels(call) or _generations.refusal(call)
+    if reason is not None or call.teacher is None:
         return reason
-    of_teacher = _generations.refusal(case.teacher)
-    return _refusal.kl_refusal(case.heads, _generation_of(case)) if of_teacher is None else f"the teacher: {of_teacher}"
+    of_teacher = _generations.refusal(call.teacher)
+    return _refusal.kl_refusal(call.heads, _generation_of(call)) if of_teacher is None else f"the teacher: {of_teacher}"
 
 
-def without_kernels(case: Call) -> str | None:
-    """Why no device has kernels for the function of ``case``; None if some have."""
-    if case.top_k:
+def without_kernels(call: Call) -> str | None:
+    """Why no device has kernels for the function of ``call``; None if some have."""
+    if call.top_k:
         return "linear_topk runs no kernel: XLA's product of a few hundred tokens at a time and a selection serve it"
-    if case.function == "linear_logits":
+    if call.function == "linear_logits":
         return "linear_logits runs no kernel: it is a few dot products per token, and never visits the vocabulary"
     return None
 
 
-def plan(case: Call) -> Plan:
+def plan(call: Call) -> Plan:
     """Tiles and bytes; what ``cache_bytes`` will keep."""
-    return _plan.plan(case, _generation_of(case), NAME)
+    return _plan.plan(call, _generation_of(call), NAME)
 
 
 @_launches
-def statistics(operands: Operands, case: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
+def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
     """Eq. 1 of the whole shard, and the cache."""
-    return _forward.statistics(operands, case, _generation_of(case), keep_cache)
+    return _forward.statistics(operands, call, _generation_of(call), keep_cache)
 
 
 @_launches
-def in_parts(operands: Operands, case: Call, keep_cache: bool = False) -> tuple[Parts, Any]:
+def in_parts(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[Parts, Any]:
     """Eq. 1 of each group of tiles, and the cache."""
-    return _forward.in_parts(operands, case, _generation_of(case), keep_cache)
+    return _forward.in_parts(operands, call, _generation_of(call), keep_cache)
 
 
 @_launches
-def merged(parts: Parts, case: Call, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
+def merged(parts: Parts, call: Call, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
     """All shards' groups joined in their order."""
-    return _forward.merged(parts, case, _generation_of(case), inverse_temperature, num_rows)
+    return _forward.merged(parts, call, _generation_of(call), inverse_temperature, num_rows)
 
 
 @_launches
-def per_token(case: Call, function: Callable[..., Any], *operands: Any) -> Any:
+def per_token(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
     """In a kernel."""
-    del case
+    del call
     return _tokens.per_token(function, *operands)
 
 
@@ -112,17 +112,17 @@ def serves(device: Device) -> bool:
 
 
 @_launches
-def selected(case: Call, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
+def selected(call: Call, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
     """The live tiles, and the dropped mass."""
     if cache is None:
         return None, None
-    return _threshold.select(case, cache, of_rows, num_rows)
+    return _threshold.select(call, cache, of_rows, num_rows)
 
 
 @_launches
 def gradients(
     operands: Operands,
-    case: Call,
+    call: Call,
     rows: RowCoefficients,
     cache: Any = None,
     *,
@@ -136,41 +136,39 @@ def gradients(
     dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it. The tiles here know
     no parts of the vocabulary.
     """
-    case = case.without_parts
-    if case.gradient_threshold:
+    call = call.single_part
+    if call.gradient_threshold:
         assert cache is not None, "the forward keeps which tiles are live"
-        return Primals(*_threshold.gradients(operands, case, _generation_of(case), rows, cache, dweight))
+        return _threshold.gradients(operands, call, _generation_of(call), rows, cache, dweight)
     allowed = (may_round_dhidden, may_overwrite_cache)
-    return Primals(
-        *_backward.gradients(operands, case, _generation_of(case), rows, cache, *allowed, dweight, adds_dweight)
-    )
+    return _backward.gradients(operands, call, _generation_of(call), rows, cache, *allowed, dweight, adds_dweight)
 
 
 def kl_plan(plan: KLPlan) -> Plan:
     """What `explain` says of it."""
-    return _plan.kl_plan(plan, _generation_of(plan.cases.student), NAME)
+    return _plan.kl_plan(plan, _generation_of(plan.calls.student), NAME)
 
 
 @_launches
 def kl_statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Any]:
     """`lce_jax.xla._kl.statistics`, with kernels."""
-    return _forward.kl_statistics(plan, shard, _generation_of(plan.cases.student), keep_cache)
+    return _forward.kl_statistics(plan, shard, _generation_of(plan.calls.student), keep_cache)
 
 
 @_launches
 def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
     """`lce_jax.xla._kl.mixture_sums`, with kernels."""
-    return _forward.kl_mixture_sums(plan, shard, rows, _generation_of(plan.cases.student))
+    return _forward.kl_mixture_sums(plan, shard, rows, _generation_of(plan.calls.student))
 
 
 @_launches
 def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: Any = None) -> Primals:
     """`lce_jax.xla._kl.gradients`, with kernels."""
-    return _backward.kl_gradients(plan, shard, rows, cache, _generation_of(plan.cases.student))
+    return _backward.kl_gradients(plan, shard, rows, cache, _generation_of(plan.calls.student))
 
 
-def _generation_of(case: Call) -> Generation:
-    generation = _generations.serving(case.device)
+def _generation_of(call: Call) -> Generation:
+    generation = _generations.serving(call.device)
     if generation is None:
-        raise UnsupportedError(f'implementation "{NAME}": {_generations.refusal(case)}')
+        raise UnsupportedError(f'implementation "{NAME}": {_generations.refusal(call)}')
     return generation

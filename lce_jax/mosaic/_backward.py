@@ -32,7 +32,8 @@ from lce_jax.xla._walk import Shard
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
-# Parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if not `Call.wanted`. Of an adapter those of u and B too.
+# Parts of dhidden [splits, Tp, Hp], and dweight [V, H]; None if not in `Call.gradients`.
+# With an adapter, the gradients of u and B too.
 type Carry = tuple[Any, ...]
 
 
@@ -48,7 +49,7 @@ class Part(NamedTuple):
 
 def gradients(
     operands: Operands,
-    case: Call,
+    call: Call,
     generation: Generation,
     rows: RowCoefficients,
     cache: Cache | None,
@@ -56,27 +57,30 @@ def gradients(
     may_overwrite_cache: bool,
     dweight: Float[Array, "V H"] | None = None,
     adds_dweight: Any = True,
-) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None, Float[Array, "V R"] | None]:
+) -> Primals:
     """Eq. 5 of the whole shard: dhidden, anything on rows that are not live, and dweight in the weight's dtype.
 
-    Of an adapter dhidden is [T, H + R], and the last result is the gradient of its B, in fp32.
+    With an adapter dhidden is [T, H + R], and the adapter's own gradient is in fp32.
 
     dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it. With
     ``dweight``, a sum in fp32, the kernels add to that sum, or write it if not ``adds_dweight``.
     """
-    call = KernelCall.prepare(operands, case, generation)
-    factors = _operands.row_factors(rows, call.shape.padded_tokens)
+    kernel_call = KernelCall.prepare(operands, call, generation)
+    factors = _operands.row_factors(rows, kernel_call.shape.padded_tokens)
     may_round = may_round_dhidden and rows.uniform is None
-    candidates = _candidates.of_rows(call, factors, rows)
-    sums, total, *beside = walk(call, factors, candidates, cache, may_round, may_overwrite_cache, dweight, adds_dweight)
-    dhidden = _chunks.total_dhidden(sums, case)
-    if call.beside is not None:
-        du = _chunks.total_dhidden(beside[0], call.beside.case)
+    candidates = _candidates.of_rows(kernel_call, factors, rows)
+    sums, total, *of_adapter = walk(
+        kernel_call, factors, candidates, cache, may_round, may_overwrite_cache, dweight, adds_dweight
+    )
+    dhidden = _chunks.total_dhidden(sums, call)
+    if kernel_call.adapter is not None:
+        partial_du, dadapter = of_adapter
+        du = _chunks.total_dhidden(partial_du, kernel_call.adapter.call)
         dhidden = None if du is None or dhidden is None else jnp.concatenate([dhidden, du.astype(dhidden.dtype)], 1)
-        return dhidden, total, beside[1]
+        return Primals(dhidden, total, adapter=dadapter)
     if rows.uniform is not None:
-        dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
-    return dhidden, total, None
+        dhidden, total = _mean.add_gradients(operands, call, rows.uniform, dhidden, total)
+    return Primals(dhidden, total)
 
 
 def kl_gradients(
@@ -87,15 +91,15 @@ def kl_gradients(
     generation: Generation,
 ) -> Primals:
     """Eq. 8 or 10 of the whole shard: the student's part of dhidden in fp32, and its dweight in the weight's dtype."""
-    call = KernelCall.prepare_heads(plan, shard, generation)
-    factors = kl_factors(rows, call.shape.padded_tokens, plan.direction)
+    kernel_call = KernelCall.prepare_heads(plan, shard, generation)
+    factors = kl_factors(rows, kernel_call.shape.padded_tokens, plan.direction)
     may_round, may_overwrite, adds_dweight = False, True, False
-    sums, dweight = walk(call, factors, None, cache, may_round, may_overwrite, None, adds_dweight)
-    return Primals(_chunks.total_dhidden(sums, call.case), dweight)
+    sums, dweight = walk(kernel_call, factors, None, cache, may_round, may_overwrite, None, adds_dweight)
+    return Primals(_chunks.total_dhidden(sums, kernel_call.call), dweight)
 
 
 def walk(
-    call: KernelCall,
+    kernel_call: KernelCall,
     factors: Float[Array, "factors Tp"],
     candidates: PlacedCandidates | None,
     cache: Cache | KLCache | None,
@@ -105,47 +109,54 @@ def walk(
     adds_dweight: Any = True,
 ) -> Carry:
     """The parts of dhidden, and dweight, from the coefficients as the kernels take them, of one head or two."""
-    host, start = call.host, []
-    parts = _parts(call, factors, cache, may_overwrite_cache)
-    has_edge = _edge.is_left(call)
+    host, start = kernel_call.host, []
+    parts = _parts(kernel_call, factors, cache, may_overwrite_cache)
+    has_edge = _edge.is_left(kernel_call)
     rounds = may_round_dhidden and not has_edge and sum(len(part.chunks) for part in parts) == 1
-    for one in call.products:
-        dtype = jnp.float32 if one is call.beside else one.case.dtype
+    for one in kernel_call.products:
+        dtype = jnp.float32 if one is kernel_call.adapter else one.call.dtype
         total = host.empty(one.prepared.weight.shape, dtype) if dweight is None else dweight
-        sums = _chunks.empty_dhidden(host, one.case, call.shape, rounds)
-        start += [sums if one.case.wanted.hidden else None, total if one.case.wanted.weight else None]
-    read = [one.prepared for one in call.heads], factors, candidates, cache
+        sums = _chunks.empty_dhidden(host, one.call, kernel_call.shape, rounds)
+        start += [sums if one.call.gradients.hidden else None, total if one.call.gradients.weight else None]
+    read = [one.prepared for one in kernel_call.heads], factors, candidates, cache
     carry: Carry = host.vary_like(tuple(start), read)
     for i, part in enumerate(parts):
-        carry = _walk_chunks(call, part, candidates, carry, i > 0, dweight is not None, adds_dweight)
-    if not (has_edge and call.case.wanted.hidden):
+        carry = _walk_chunks(kernel_call, part, candidates, carry, i > 0, dweight is not None, adds_dweight)
+    if not (has_edge and kernel_call.call.gradients.hidden):
         return carry
-    added = _edge.update_dhidden(call, factors, candidates, *carry[::2])
+    added = _edge.update_dhidden(kernel_call, factors, candidates, *carry[::2])
     return tuple(itertools.chain(*zip(added, carry[1::2], strict=True)))
 
 
 def _parts(
-    call: KernelCall, factors: Float[Array, "factors Tp"], cache: Cache | KLCache | None, may_overwrite_cache: bool
+    kernel_call: KernelCall,
+    factors: Float[Array, "factors Tp"],
+    cache: Cache | KLCache | None,
+    may_overwrite_cache: bool,
 ) -> list[Part]:
     """The tiles in the cache, if any, one chunk if their dlogits overwrite it; and the tiles to recompute, if any."""
-    overwrites = may_overwrite_cache and _chunks.can_overwrite_cache(call.shape)
-    cached, num_tiles = 0 if cache is None else cache.num_tiles, call.shape.num_tiles
+    overwrites = may_overwrite_cache and _chunks.can_overwrite_cache(kernel_call.shape)
+    cached, num_tiles = 0 if cache is None else cache.num_tiles, kernel_call.shape.num_tiles
 
     def chunks(start: int, stop: int) -> range:
-        return range(start, stop, _chunks.chunk_tiles(call.case, call.shape, call.generation.budget, stop - start))
+        return range(
+            start,
+            stop,
+            _chunks.chunk_tiles(kernel_call.call, kernel_call.shape, kernel_call.generation.budget, stop - start),
+        )
 
     parts = []
     if cache is not None and cached:
-        from_cache = functools.partial(_cached_dlogits, call, factors, cache, overwrites)
+        from_cache = functools.partial(_cached_dlogits, kernel_call, factors, cache, overwrites)
         parts.append(Part(range(0, cached, cached) if overwrites else chunks(0, cached), from_cache))
     if cached < num_tiles:
-        recomputed = functools.partial(_edge.compute_dlogits, call, factors)
+        recomputed = functools.partial(_edge.compute_dlogits, kernel_call, factors)
         parts.append(Part(chunks(cached, num_tiles), recomputed))
     return parts
 
 
 def _cached_dlogits(
-    call: KernelCall,
+    kernel_call: KernelCall,
     factors: Float[Array, "factors Tp"],
     cache: Cache | KLCache,
     overwrites: bool,
@@ -154,16 +165,18 @@ def _cached_dlogits(
     *weights: Array,
 ) -> Array:
     """Of the span's tiles, from what the forward kept of one head or two."""
-    launch, generation = call.host.launch, call.generation
+    launch, generation = kernel_call.host.launch, kernel_call.generation
     if isinstance(cache, Cache):
-        return launch(cached_dlogits, generation, call.arrays, call.case, factors, cache, span, columns, overwrites)
-    assert call.plan is not None
-    given = call.kl_cases, call.kl_operands(weights), factors, cache, span, columns
-    return launch(cached_kl_dlogits, generation, *given, call.plan.direction)
+        return launch(
+            cached_dlogits, generation, kernel_call.arrays, kernel_call.call, factors, cache, span, columns, overwrites
+        )
+    assert kernel_call.plan is not None
+    given = kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, cache, span, columns
+    return launch(cached_kl_dlogits, generation, *given, kernel_call.plan.direction)
 
 
 def _walk_chunks(
-    call: KernelCall,
+    kernel_call: KernelCall,
     part: Part,
     candidates: PlacedCandidates | None,
     carry: Carry,
@@ -175,8 +188,8 @@ def _walk_chunks(
 
     dweight is added if it ``may_add`` and ``adds_dweight``, which the kernels are told when they run.
     """
-    shape, generation, launch = call.shape, call.generation, call.host.launch
-    contracted = _edge.contracted_columns(call)
+    shape, generation, launch = kernel_call.shape, kernel_call.generation, kernel_call.host.launch
+    contracted = _edge.contracted_columns(kernel_call)
     most = part.chunks.step
 
     @jax.named_scope("chunk")
@@ -186,30 +199,30 @@ def _walk_chunks(
         adds = follows or first > part.chunks.start
         in_place = shape.whole_atoms  # otherwise the kernels are given copies of each chunk, without padding
         offset = column if in_place else 0
-        span = call.span(
+        span = kernel_call.span(
             column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds, adds_dweight=adds_dweight
         )
         weights = [
             one.prepared.weight if in_place else _edge.columns_from(one, column, most * shape.tile)
-            for one in call.sources
+            for one in kernel_call.sources
         ]
         d = part.dlogits(span, most * shape.tile, *weights)
-        d = d if candidates is None else candidates.put(call, d, column, column + num_tiles * shape.tile)
+        d = d if candidates is None else candidates.put(kernel_call, d, column, column + num_tiles * shape.tile)
         found: list[Any] = []
-        products = zip(call.products, weights[: len(call.products)], carry[::2], carry[1::2], strict=True)
+        products = zip(kernel_call.products, weights[: len(kernel_call.products)], carry[::2], carry[1::2], strict=True)
         for one, weight, sums, dweight in products:
-            case, hidden = one.case, one.prepared.hidden
-            if case.wanted.hidden:
-                sums = launch(update_dhidden, generation, sums, d, weight, case, span)
-            if case.wanted.weight and in_place:
-                dweight = launch(write_dweight, generation, dweight, d, hidden, case, span, may_add)
-            elif case.wanted.weight:
-                copy = call.host.vary_like(call.host.empty(weight.shape, dweight.dtype), carry)
-                copy = launch(write_dweight, generation, copy, d, hidden, case, span)
+            call, hidden = one.call, one.prepared.hidden
+            if call.gradients.hidden:
+                sums = launch(update_dhidden, generation, sums, d, weight, call, span)
+            if call.gradients.weight and in_place:
+                dweight = launch(write_dweight, generation, dweight, d, hidden, call, span, may_add)
+            elif call.gradients.weight:
+                copy = kernel_call.host.vary_like(kernel_call.host.empty(weight.shape, dweight.dtype), carry)
+                copy = launch(write_dweight, generation, copy, d, hidden, call, span)
                 dweight = _edge.put_columns(
                     one, dweight, copy, column, num_tiles * shape.tile, may_add and adds_dweight
                 )
             found += [sums, dweight]
         return tuple(found)
 
-    return call.host.loop(part.chunks, step, carry)
+    return kernel_call.host.loop(part.chunks, step, carry)

@@ -4,7 +4,7 @@ A call of two heads is the student's, which has the teacher's.
 
 What a generation of GPUs gives: its tiles, what a launch covers, its tunings, and how it multiplies.
 
-In `lce_jax.mosaic` a `Call` is named ``case``, and ``call`` is a `KernelCall`.
+In `lce_jax.mosaic` a `Call` is named ``call``, and ``kernel_call`` is a `KernelCall`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lce_jax.mosaic import _operands
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import TRACED, Host
 from lce_jax.mosaic._operands import Geometry, KLHead, KLOperands, Prepared, Span, Tiling, geometry
-from lce_jax.types._types import Call, Operands, Wanted
+from lce_jax.types._types import Call, Operands, RequestedGradients
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import HeadTokens, Shard
 
@@ -61,7 +61,7 @@ class Generation:
         devices: parts of the names of devices with that capability, as regular expressions; first a name that all know.
         tiling: the tile sizes.
         budget: what decides how much of the vocabulary one launch covers.
-        tunings: the free choices of a kernel, ``tunings.of(case, kernel)``, and ``tunings.smem_bytes(case)``: what
+        tunings: the free choices of a kernel, ``tunings.of(call, kernel)``, and ``tunings.smem_bytes(call)``: what
             a block of each needs of shared memory.
         machine: how tiles are multiplied.
         smem_limit: the bytes of shared memory that a block may use.
@@ -88,18 +88,18 @@ class KernelCall(NamedTuple):
 
     operands: Operands
     prepared: Prepared
-    case: Call
+    call: Call
     shape: Geometry
     generation: Generation
     host: Host = TRACED
-    beside: KernelCall | None = None  # of an adapter: with u and B in place of hidden and the weight
+    adapter: KernelCall | None = None  # the adapter's product u·Bᵀ: u in place of hidden, and B of the weight
     teacher: KernelCall | None = None  # of two heads: the other one; the tiles' geometry is the student's
     plan: KLPlan | None = None  # of two heads
 
     @property
     def products(self) -> tuple[KernelCall, ...]:
         """The calls whose products a chunk of dlogits enters."""
-        return (self,) if self.beside is None else (self, self.beside)
+        return (self,) if self.adapter is None else (self, self.adapter)
 
     @property
     def heads(self) -> tuple[KernelCall, ...]:
@@ -112,9 +112,9 @@ class KernelCall(NamedTuple):
         return self.products if self.teacher is None else self.heads
 
     @property
-    def kl_cases(self) -> tuple[Call, Call]:
+    def kl_calls(self) -> tuple[Call, Call]:
         """Of both heads, that of p first."""
-        return self._ordered([one.case for one in self.heads])
+        return self._ordered([one.call for one in self.heads])
 
     def kl_operands(self, weights: Sequence[Any]) -> KLOperands:
         """Both heads' as the kernels take them, with these ``weights``, the student's first."""
@@ -125,7 +125,7 @@ class KernelCall(NamedTuple):
     @property
     def row_scales(self) -> tuple[Any, Any]:
         """The k of eq. 0, that of p first."""
-        scales = (_logprobs.compute_row_scale(one.case, one.operands.inverse_temperature) for one in self.heads)
+        scales = (_logprobs.compute_row_scale(one.call, one.operands.inverse_temperature) for one in self.heads)
         return self._ordered([*scales])
 
     def _ordered[A](self, of_heads: Sequence[A]) -> tuple[A, A]:
@@ -133,15 +133,23 @@ class KernelCall(NamedTuple):
         student, teacher = of_heads
         return Pair(student, teacher).ordered(self.plan.student_first)
 
-    def with_adapter(self, b: Any) -> KernelCall:
-        """The call, whose hidden is [T, H + R], with its products beside; the weight has none of its own gradient."""
-        case, wanted = self.case, self.case.wanted
-        beside = case.but(hidden_size=case.rank, rank=0, wanted=Wanted(wanted.hidden, wanted.bias))
-        u = self.host.compute(_from_column, self.prepared.hidden, case.hidden_size)
-        own = self.operands._replace(weight=b), self.prepared._replace(hidden=u, weight=b), beside
+    def add_adapter(self) -> KernelCall:
+        """Returns the call, whose hidden is [T, H + R], with the adapter's product if the operands have an adapter."""
+        b, call = self.operands.adapter, self.call
+        if b is None:
+            return self
+        u = self.host.compute(_from_column, self.prepared.hidden, call.hidden_size)
+        adapter = self._replace(
+            operands=self.operands._replace(weight=b, adapter=None),
+            prepared=self.prepared._replace(hidden=u, weight=b),
+            call=call.replace(
+                hidden_size=call.rank,
+                rank=0,
+                gradients=RequestedGradients(call.gradients.hidden, call.gradients.adapter),
+            ),
+        )
         return self._replace(
-            case=case.but(wanted=Wanted(wanted.hidden, weight=False)),
-            beside=KernelCall(*own, self.shape, self.generation, self.host),
+            call=call.replace(gradients=RequestedGradients(call.gradients.hidden, weight=False)), adapter=adapter
         )
 
     def span(self, **fields: Any) -> Any:
@@ -154,11 +162,10 @@ class KernelCall(NamedTuple):
         return self.prepared._replace(num_rows=None, num_columns=None)
 
     @classmethod
-    def prepare(cls, operands: Operands, case: Call, generation: Generation) -> KernelCall:
+    def prepare(cls, operands: Operands, call: Call, generation: Generation) -> KernelCall:
         """The call of ``operands``, padded and marked."""
-        shape = geometry(case, generation.tiling)
-        call = cls(operands, _operands.prepare(operands, case, shape), case, shape, generation)
-        return call.with_adapter(operands.bias) if case.rank else call
+        shape = geometry(call, generation.tiling)
+        return cls(operands, _operands.prepare(operands, call, shape), call, shape, generation).add_adapter()
 
     @classmethod
     def prepare_heads(cls, plan: KLPlan, shard: Shard, generation: Generation) -> KernelCall:
@@ -167,14 +174,14 @@ class KernelCall(NamedTuple):
         if columns is None and plan.columns < max(head.weight.shape[0] for head in shard.heads):
             columns = plan.columns
 
-        def call(case: Call, tokens: HeadTokens, weight: Any) -> KernelCall:
-            case = dataclasses.replace(case, num_tokens=tokens.hidden.shape[0], columns=weight.shape[0])
-            targets = jnp.full((case.num_tokens,), -1, jnp.int32)
+        def kernel_call(call: Call, tokens: HeadTokens, weight: Any) -> KernelCall:
+            call = dataclasses.replace(call, num_tokens=tokens.hidden.shape[0], columns=weight.shape[0])
+            targets = jnp.full((call.num_tokens,), -1, jnp.int32)
             given = Operands(tokens.hidden, weight, targets, tokens.inverse_temperature, shard.num_rows, columns)
-            return cls.prepare(given, case, generation)
+            return cls.prepare(given, call, generation)
 
-        each = zip(plan.cases, shard.tokens, shard.heads, strict=True)
-        student, teacher = [call(case, tokens, head.weight) for case, tokens, head in each]
+        each = zip(plan.calls, shard.tokens, shard.heads, strict=True)
+        student, teacher = [kernel_call(call, tokens, head.weight) for call, tokens, head in each]
         return student._replace(teacher=teacher, plan=plan)
 
 

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 @jax.named_scope("candidates")
-def unscaled(call: KernelCall, columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
+def unscaled(kernel_call: KernelCall, columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
     """The x of the candidates at these columns of the shard, -inf at -1."""
-    x = call.operands
-    raw = call.host.products(x.hidden, x.weight, columns, call.case, x.num_rows)
-    return call.host.compute(_unscaled, raw, columns, x.raw_scale, call.case)
+    x = kernel_call.operands
+    raw = kernel_call.host.products(x.hidden, x.weight, columns, kernel_call.call, x.num_rows)
+    return kernel_call.host.compute(_unscaled, raw, columns, x.raw_scale, kernel_call.call)
 
 
-def _unscaled(xp: Any, raw: Array, columns: Array, raw_scale: Array | None, case: Call) -> Float[Array, "T K"]:
+def _unscaled(xp: Any, raw: Array, columns: Array, raw_scale: Array | None, call: Call) -> Float[Array, "T K"]:
     x = _logprobs.unscaled_logits(
-        raw[: len(columns)], case, raw_scale, _logprobs.softcap_tanh if xp is jnp else xp.tanh
+        raw[: len(columns)], call, raw_scale, _logprobs.softcap_tanh if xp is jnp else xp.tanh
     )
     return xp.where(columns >= 0, x, -xp.inf)
 
@@ -50,25 +50,29 @@ class PlacedCandidates(NamedTuple):
 
     @jax.named_scope("candidates")
     def put(
-        self, call: KernelCall, dlogits: Float[Array, "Tp columns"], column: Any, stop: Any
+        self, kernel_call: KernelCall, dlogits: Float[Array, "Tp columns"], column: Any, stop: Any
     ) -> Float[Array, "Tp columns"]:
         """A chunk's ``dlogits``, of columns from ``column`` on, with the values of the candidates before ``stop``."""
-        return call.host.put(dlogits, *self, call.host.numbers(column, call.prepared.num_rows, stop))
+        return kernel_call.host.put(
+            dlogits, *self, kernel_call.host.numbers(column, kernel_call.prepared.num_rows, stop)
+        )
 
     @jax.named_scope("candidates")
-    def entries(self, call: KernelCall, work: Worklist, sizes: Sizes) -> Int[Array, "T K"]:
+    def entries(self, kernel_call: KernelCall, work: Worklist, sizes: Sizes) -> Int[Array, "T K"]:
         """How many entries of live tiles there are up to that of each candidate, whose tile is live."""
-        return call.host.compute(_entries, self.columns, work.order, work.sums, sizes)
+        return kernel_call.host.compute(_entries, self.columns, work.order, work.sums, sizes)
 
 
 @jax.named_scope("candidates")
-def of_rows(call: KernelCall, factors: Float[Array, "factors Tp"], rows: RowCoefficients) -> PlacedCandidates | None:
+def of_rows(
+    kernel_call: KernelCall, factors: Float[Array, "factors Tp"], rows: RowCoefficients
+) -> PlacedCandidates | None:
     """The call's own, if there are any with a gradient."""
-    if call.operands.candidates is None or rows.candidates is None:
+    if kernel_call.operands.candidates is None or rows.candidates is None:
         return None
-    of_rows = call.prepared.targets, call.prepared.row_scale, factors, call.prepared.num_rows
-    given = call.operands.candidates, rows.candidates, rows.at_candidates
-    return _placed(*given, *of_rows, call.case.logit_softcap is not None)
+    of_rows = kernel_call.prepared.targets, kernel_call.prepared.row_scale, factors, kernel_call.prepared.num_rows
+    given = kernel_call.operands.candidates, rows.candidates, rows.at_candidates
+    return _placed(*given, *of_rows, kernel_call.call.logit_softcap is not None)
 
 
 def _placed(
@@ -76,7 +80,7 @@ def _placed(
 ) -> PlacedCandidates:
     """What stands at their places, from what each adds there, and from its x all else: eqs. 4 and 5, in base 2."""
     T = len(columns)
-    columns, terms, x = _logprobs.add_repeats(columns, terms, x)
+    columns, terms, x = _logprobs.sum_repeats(columns, terms, x)
     rows = RowFactors.of([factor[:T, None] for factor in factors])
     values = rows.at(x, row_scale[:T, None], columns == targets[:T, None], is_capped) + terms
     counts = jnp.arange(T, dtype=jnp.int32)[:, None] < num_rows

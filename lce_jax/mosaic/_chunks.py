@@ -34,33 +34,33 @@ if TYPE_CHECKING:
 MAX_SPLITS = 4  # of the contraction over the vocabulary
 
 
-def dhidden_shape(case: Call, shape: Geometry) -> tuple[int, int, int]:
+def dhidden_shape(call: Call, shape: Geometry) -> tuple[int, int, int]:
     """(splits, tokens, hidden): whole tiles, and several arrays where one has fewer tiles than there are cores."""
-    rows, columns = shape.padded_tokens, -(-case.hidden_size // shape.tile) * shape.tile
+    rows, columns = shape.padded_tokens, -(-call.hidden_size // shape.tile) * shape.tile
     num_tiles = rows // shape.row_block * (columns // shape.tile)
-    most = MAX_SPLITS if num_tiles < case.device.core_count else 1  # each array is read and written once a chunk
+    most = MAX_SPLITS if num_tiles < call.device.core_count else 1  # each array is read and written once a chunk
 
     def waves(splits: int) -> float:
-        return -(-num_tiles * splits // case.device.core_count) / splits
+        return -(-num_tiles * splits // call.device.core_count) / splits
 
     return min(range(1, most + 1), key=waves), rows, columns
 
 
-def empty_dhidden(host: Host, case: Call, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
+def empty_dhidden(host: Host, call: Call, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
     """The memory for the kernels' output, in the weight's dtype if they round.
 
     Splits are added up after the kernels, so they stay fp32.
     """
-    splits = dhidden_shape(case, shape)
-    return host.empty(splits, case.dtype if rounds and splits[0] == 1 else jnp.float32)
+    splits = dhidden_shape(call, shape)
+    return host.empty(splits, call.dtype if rounds and splits[0] == 1 else jnp.float32)
 
 
-def total_dhidden(sums: Float[Array, "splits Tp Hp"] | None, case: Call) -> Float[Array, "T H"] | None:
+def total_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Float[Array, "T H"] | None:
     """The sum of the splits, without padding."""
     if sums is None:
         return None
     dhidden = sums[0] if sums.shape[0] == 1 else jnp.sum(sums, axis=0)
-    return dhidden[: case.num_tokens, : case.hidden_size]
+    return dhidden[: call.num_tokens, : call.hidden_size]
 
 
 class Cache(NamedTuple):
@@ -76,7 +76,7 @@ class Cache(NamedTuple):
 
 
 class KLCache(NamedTuple):
-    """What the backward needs of the first vocabulary tiles to spare both heads' products: `mathematics._kl.Kept`."""
+    """The `mathematics._kl.CachedRatios` of the first vocabulary tiles, whose products the backward does not repeat."""
 
     e: Float[Array, "Tp columns"]  # whole tiles
     ratio: Float[Array, "Tp columns"]  # in base 2
@@ -88,10 +88,10 @@ class KLCache(NamedTuple):
         return self.references.shape[0]
 
 
-def empty_cache(host: Host, case: Call, shape: Geometry, num_tiles: int) -> Cache:
+def empty_cache(host: Host, call: Call, shape: Geometry, num_tiles: int) -> Cache:
     """Memory for the forward to fill."""
     return Cache(
-        host.empty((shape.tokens, num_tiles * shape.tile), case.dtype),
+        host.empty((shape.tokens, num_tiles * shape.tile), call.dtype),
         host.empty((num_tiles, shape.padded_tokens), jnp.float32),
     )
 
@@ -103,21 +103,21 @@ def empty_kl_cache(host: Host, plan: KLPlan, shape: Geometry, num_tiles: int) ->
     return KLCache(e, ratio, host.empty((num_tiles, _kl.REFERENCES, shape.padded_tokens), jnp.float32))
 
 
-def num_cached_tiles(case: Call, shape: Geometry) -> int:
+def num_cached_tiles(call: Call, shape: Geometry) -> int:
     """The vocabulary tiles whose exponentials fit ``cache_bytes``; none if the backward visits live tiles alone."""
-    if case.gradient_threshold:
+    if call.gradient_threshold:
         return 0
-    return min(shape.num_tiles, case.cache_budget // cached_tile_bytes(case, shape))
+    return min(shape.num_tiles, call.cache_budget // cached_tile_bytes(call, shape))
 
 
-def cached_tile_bytes(case: Call, shape: Geometry) -> int:
+def cached_tile_bytes(call: Call, shape: Geometry) -> int:
     """The bytes of one tile's exponentials and of its maximum per token."""
-    return shape.tokens * shape.tile * case.dtype.itemsize + shape.padded_tokens * 4
+    return shape.tokens * shape.tile * call.dtype.itemsize + shape.padded_tokens * 4
 
 
 def num_cached_kl_tiles(plan: KLPlan, shape: Geometry) -> int:
     """`num_cached_tiles` of two heads."""
-    return min(shape.tiles_of(plan.columns), plan.cases.student.cache_budget // cached_kl_tile_bytes(plan, shape))
+    return min(shape.tiles_of(plan.columns), plan.calls.student.cache_budget // cached_kl_tile_bytes(plan, shape))
 
 
 def cached_kl_tile_bytes(plan: KLPlan, shape: Geometry) -> int:
@@ -151,26 +151,26 @@ class Budget:
     statistics_bytes: int = 160 << 20  # of the forward's partial statistics; more take several launches
 
 
-def chunk_tiles(case: Call, shape: Geometry, budget: Budget, num_tiles: int) -> int:
+def chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int) -> int:
     """Vocabulary tiles per chunk of the backward, of ``num_tiles``: within the budget, the fastest number.
 
     The cost is counted in waves of tiles over the multiprocessors; each chunk also reads and writes dhidden.
     """
-    tile_bytes = shape.tokens * shape.tile * case.dtype.itemsize
-    for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(case, shape)) * 4
+    tile_bytes = shape.tokens * shape.tile * call.dtype.itemsize
+    for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(call, shape)) * 4
     most = min(num_tiles, max(for_dlogits // tile_bytes, _least_tiles(shape, budget, tile_bytes)))
 
     def cost(chunk: int) -> float:
         whole, rest = divmod(num_tiles, chunk)
-        waves = [-(-shape.row_blocks * size // case.device.core_count) for size in (chunk, rest)]
+        waves = [-(-shape.row_blocks * size // call.device.core_count) for size in (chunk, rest)]
         return whole * waves[0] + waves[1] + -(-num_tiles // chunk) * (1 + shape.tokens * budget.dhidden_waves)
 
     return min(range(most, most // 2, -1), key=cost)
 
 
-def launch_groups(case: Call, shape: Geometry, budget: Budget) -> int:
+def launch_groups(call: Call, shape: Geometry, budget: Budget) -> int:
     """Groups of vocabulary tiles per launch of the forward: partial statistics within the budget, even launches."""
-    tile_bytes = 4 * math.prod(_operands.statistics_shape(case, shape, 1))
+    tile_bytes = 4 * math.prod(_operands.statistics_shape(call, shape, 1))
     groups = num_groups(shape)
     most = max(budget.statistics_bytes // tile_bytes - groups, 1)  # the groups' statistics lie beside them
     if shape.num_tiles <= most:
@@ -178,9 +178,9 @@ def launch_groups(case: Call, shape: Geometry, budget: Budget) -> int:
     return -(-groups // -(-groups // max(most // GROUP, 1)))
 
 
-def launch_tiles(case: Call, shape: Geometry, budget: Budget) -> int:
+def launch_tiles(call: Call, shape: Geometry, budget: Budget) -> int:
     """Vocabulary tiles that a launch of the forward has at most."""
-    return min(launch_groups(case, shape, budget) * GROUP, shape.num_tiles)
+    return min(launch_groups(call, shape, budget) * GROUP, shape.num_tiles)
 
 
 def launch_kl_tiles(shape: Geometry, budget: Budget, columns: int) -> int:
@@ -219,14 +219,14 @@ def first_tile(shape: Geometry, group: Any) -> Any:
     return group * GROUP - (group // part_groups(shape) * missing if shape.has_parts else 0)
 
 
-def live_slots(case: Call, shape: Geometry, budget: Budget, group: int) -> int:
+def live_slots(call: Call, shape: Geometry, budget: Budget, group: int) -> int:
     """Tiles of dlogits that a batch of live tiles may take: within the budget, and whole waves where it has several."""
     of_tile = -(-shape.row_blocks // group) * group
-    slot_bytes = shape.row_block * shape.tile * case.dtype.itemsize
-    for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(case, shape)) * 4
+    slot_bytes = shape.row_block * shape.tile * call.dtype.itemsize
+    for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(call, shape)) * 4
     least = max(_least_tiles(shape, budget, of_tile * slot_bytes), 2) * of_tile
     most = max(for_dlogits // slot_bytes, least)
-    cores = case.device.core_count
+    cores = call.device.core_count
     return min(of_tile * shape.num_tiles, max(most // cores * cores, least))
 
 

@@ -28,61 +28,68 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
 
-def whole_tiles(call: KernelCall) -> int:
+def whole_tiles(kernel_call: KernelCall) -> int:
     """The vocabulary tiles that a kernel can read where they lie."""
-    return call.shape.num_tiles if call.shape.whole_atoms else call.shape.num_tiles - 1
+    return kernel_call.shape.num_tiles if kernel_call.shape.whole_atoms else kernel_call.shape.num_tiles - 1
 
 
-def contracted_tiles(call: KernelCall) -> Int[Array, ""] | int:
+def contracted_tiles(kernel_call: KernelCall) -> Int[Array, ""] | int:
     """The vocabulary tiles without padding, which dhidden's product reads where they lie."""
-    if call.operands.num_columns is None:
-        return call.shape.num_tiles
-    return call.operands.num_columns // call.shape.tile
+    if kernel_call.operands.num_columns is None:
+        return kernel_call.shape.num_tiles
+    return kernel_call.operands.num_columns // kernel_call.shape.tile
 
 
-def is_left(call: KernelCall) -> bool:
+def is_left(kernel_call: KernelCall) -> bool:
     """Whether that product leaves out true columns."""
-    columns = call.operands.num_columns
-    return call.shape.whole_atoms and columns is not None and not _is_whole(columns, call.shape.tile)
+    columns = kernel_call.operands.num_columns
+    return kernel_call.shape.whole_atoms and columns is not None and not _is_whole(columns, kernel_call.shape.tile)
 
 
 def _is_whole(columns: Any, tile: int) -> bool:
     return isinstance(columns, int) and columns % tile == 0
 
 
-def contracted_columns(call: KernelCall) -> Int[Array, ""] | int:
+def contracted_columns(kernel_call: KernelCall) -> Int[Array, ""] | int:
     """Where dhidden's product ends: it reads copies of chunks whole, and the weight up to the tile with padding."""
-    if call.operands.num_columns is None or not call.shape.whole_atoms:
-        return call.case.columns
-    return contracted_tiles(call) * call.shape.tile
+    if kernel_call.operands.num_columns is None or not kernel_call.shape.whole_atoms:
+        return kernel_call.call.columns
+    return contracted_tiles(kernel_call) * kernel_call.shape.tile
 
 
-def weight(call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
+def weight(kernel_call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
     """The copy of one tile."""
-    column, (case, shape) = call.shape.column(tile), (call.case, call.shape)
-    if not shape.whole_atoms or case.vocab_dim == 1:
-        return columns_from(call, column, shape.tile)
-    rows, width = case.columns // ATOM_ROWS, ATOM_ROWS * case.hidden_size
-    numbers = call.host.numbers(column // ATOM_ROWS, call.prepared.num_columns - column)
-    copied = call.host.launch(copy, case, call.host.reshape(call.prepared.weight, (rows, width)), numbers)
-    return call.host.reshape(copied, (shape.tile, case.hidden_size))
+    column, (call, shape) = kernel_call.shape.column(tile), (kernel_call.call, kernel_call.shape)
+    if not shape.whole_atoms or call.vocab_dim == 1:
+        return columns_from(kernel_call, column, shape.tile)
+    rows, width = call.columns // ATOM_ROWS, ATOM_ROWS * call.hidden_size
+    numbers = kernel_call.host.numbers(column // ATOM_ROWS, kernel_call.prepared.num_columns - column)
+    copied = kernel_call.host.launch(
+        copy, call, kernel_call.host.reshape(kernel_call.prepared.weight, (rows, width)), numbers
+    )
+    return kernel_call.host.reshape(copied, (shape.tile, call.hidden_size))
 
 
-def columns_from(call: KernelCall, column: Any, size: int) -> Float[Array, "size H"]:
+def columns_from(kernel_call: KernelCall, column: Any, size: int) -> Float[Array, "size H"]:
     """A copy of so many columns of the vocabulary, zero where they are padding or do not exist."""
     columns = column + jnp.arange(size, dtype=jnp.int32)
-    last = call.case.columns if call.operands.num_columns is None else call.operands.num_columns
-    copied = jnp.take(call.operands.weight, columns, axis=call.case.vocab_dim, mode="clip")
-    return _logprobs.without_padding(copied, columns < last, call.case)
+    last = kernel_call.call.columns if kernel_call.operands.num_columns is None else kernel_call.operands.num_columns
+    copied = jnp.take(kernel_call.operands.weight, columns, axis=kernel_call.call.vocab_dim, mode="clip")
+    return _logprobs.zero_padding(copied, columns < last, kernel_call.call)
 
 
 def put_columns(
-    call: KernelCall, dweight: Float[Array, "V H"], part: Float[Array, "size H"], column: Any, count: Any, add: Any
+    kernel_call: KernelCall,
+    dweight: Float[Array, "V H"],
+    part: Float[Array, "size H"],
+    column: Any,
+    count: Any,
+    add: Any,
 ) -> Float[Array, "V H"]:
     """``dweight`` with the first ``count`` columns of ``part`` written, or added, from ``column`` on."""
     places = column + jnp.arange(part.shape[0], dtype=jnp.int32)
     # The others get a place outside dweight, where nothing is written.
-    places = jnp.where(places < column + count, places, places + call.case.columns)
+    places = jnp.where(places < column + count, places, places + kernel_call.call.columns)
     if add is not False:
         part = jnp.where(add, dweight.at[places].get(mode="clip") + part, part)
     return dweight.at[places].set(part, mode="drop", indices_are_sorted=True, unique_indices=True)
@@ -90,29 +97,35 @@ def put_columns(
 
 @jax.named_scope("edge")
 def update_dhidden(
-    call: KernelCall,
+    kernel_call: KernelCall,
     factors: Float[Array, "factors Tp"],
     candidates: PlacedCandidates | None,
     *sums: Float[Array, "splits Tp Hp"],
 ) -> list[Float[Array, "splits Tp Hp"]]:
     """The ``sums`` of each product with the tile's true columns added, if it has any."""
-    tile = contracted_tiles(call)
-    column, copied = tile * call.shape.tile, [weight(one, tile) for one in call.sources]
-    depth = call.prepared.num_columns - column
-    span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
-    d = compute_dlogits(call, factors, span, call.shape.tile, *copied)
-    d = d if candidates is None else candidates.put(call, d, column, column + depth)
-    each = zip(call.products, sums, copied[: len(sums)], strict=True)
-    return [call.host.launch(add_product, call.generation, x, d, own, one.case, span) for one, x, own in each]
+    tile = contracted_tiles(kernel_call)
+    column, copied = tile * kernel_call.shape.tile, [weight(one, tile) for one in kernel_call.sources]
+    depth = kernel_call.prepared.num_columns - column
+    span = kernel_call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
+    d = compute_dlogits(kernel_call, factors, span, kernel_call.shape.tile, *copied)
+    d = d if candidates is None else candidates.put(kernel_call, d, column, column + depth)
+    each = zip(kernel_call.products, sums, copied[: len(sums)], strict=True)
+    return [
+        kernel_call.host.launch(add_product, kernel_call.generation, x, d, own, one.call, span) for one, x, own in each
+    ]
 
 
 def compute_dlogits(
-    call: KernelCall, factors: Float[Array, "factors Tp"], span: Int[Array, "fields"], columns: int, *weights: Any
+    kernel_call: KernelCall,
+    factors: Float[Array, "factors Tp"],
+    span: Int[Array, "fields"],
+    columns: int,
+    *weights: Any,
 ) -> Float[Array, "T columns"]:
     """Of the span's tiles, from the products of one head or two, whose ``weights`` may lie elsewhere."""
-    launch, generation = call.host.launch, call.generation
-    if call.plan is not None:
-        given = call.kl_cases, call.kl_operands(weights), factors, span, columns
-        return launch(kl_dlogits, generation, *given, call.plan.direction)
-    weight, *beside = weights
-    return launch(dlogits, generation, call.arrays, weight, call.case, factors, span, columns, *beside)
+    launch, generation = kernel_call.host.launch, kernel_call.generation
+    if kernel_call.plan is not None:
+        given = kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, columns
+        return launch(kl_dlogits, generation, *given, kernel_call.plan.direction)
+    weight, *adapter = weights
+    return launch(dlogits, generation, kernel_call.arrays, weight, kernel_call.call, factors, span, columns, *adapter)

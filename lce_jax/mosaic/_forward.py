@@ -38,135 +38,137 @@ if TYPE_CHECKING:
 
 
 def statistics(
-    operands: Operands, case: Call, generation: Generation, keep_cache: bool
+    operands: Operands, call: Call, generation: Generation, keep_cache: bool
 ) -> tuple[ShardStatistics, Cache | TileStatistics | None]:
     """Eq. 1 of the whole shard, and as many tiles' exponentials as fit ``cache_bytes``.
 
     With a ``gradient_threshold``, what tells which tiles carry gradient instead.
     """
-    parts, kept = in_parts(operands, case, generation, keep_cache)
+    parts, kept = in_parts(operands, call, generation, keep_cache)
     return merged(
-        jax.tree.map(lambda x: x[None], parts), case, generation, operands.inverse_temperature, operands.num_rows
+        jax.tree.map(lambda x: x[None], parts), call, generation, operands.inverse_temperature, operands.num_rows
     ), kept
 
 
 def in_parts(
-    operands: Operands, case: Call, generation: Generation, keep_cache: bool
+    operands: Operands, call: Call, generation: Generation, keep_cache: bool
 ) -> tuple[Parts, Cache | TileStatistics | None]:
     """The same of each group of tiles, in base 2, beside what no kernel computes of each column."""
-    call = KernelCall.prepare(operands, case, generation)
-    num_tiles = num_live_tiles(call)
-    cached = min(_chunks.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
-    cache = _chunks.empty_cache(call.host, case, call.shape, cached) if cached else None
-    groups, cache, maxima = joined(call, num_tiles, cache, _kept_fields(case, keep_cache))
-    total = _mean.total(operands, case) if case.mean_logit else None
-    x = None if operands.candidates is None else _candidates.unscaled(call, operands.candidates)
-    beside = _statistics.of_fields({"total": total, "candidates": x})
-    return Parts(groups, beside), cache if maxima is None else _threshold.tile_statistics(call, maxima)
+    kernel_call = KernelCall.prepare(operands, call, generation)
+    num_tiles = num_live_tiles(kernel_call)
+    cached = min(_chunks.num_cached_tiles(call, kernel_call.shape), num_tiles) if keep_cache else 0
+    cache = _chunks.empty_cache(kernel_call.host, call, kernel_call.shape, cached) if cached else None
+    groups, cache, maxima = joined(kernel_call, num_tiles, cache, _kept_fields(call, keep_cache))
+    total = _mean.total(operands, call) if call.mean_logit else None
+    x = None if operands.candidates is None else _candidates.unscaled(kernel_call, operands.candidates)
+    beside = _statistics.make_statistics({"total": total, "candidates": x})
+    return Parts(groups, beside), cache if maxima is None else _threshold.tile_statistics(kernel_call, maxima)
 
 
 def merged(
-    parts: Parts, case: Call, generation: Generation, inverse_temperature: Float[Array, "T"] | None, num_rows: Any
+    parts: Parts, call: Call, generation: Generation, inverse_temperature: Float[Array, "T"] | None, num_rows: Any
 ) -> ShardStatistics:
     """Eq. 1 of all shards whose `in_parts` are stacked, joined in the order of the groups.
 
     So where shards are whole groups, it has the same bits over any number of shards.
     """
-    shape = geometry(case, generation.tiling)
-    row_scale = _operands.compute_row_scale(inverse_temperature, case, shape)
+    shape = geometry(call, generation.tiling)
+    row_scale = _operands.compute_row_scale(inverse_temperature, call, shape)
     num_rows = _operands.num_live_rows(num_rows, shape)
     groups = parts.groups.reshape(-1, *parts.groups.shape[2:])
-    found = join_all(TRACED, case, row_scale, num_rows, groups)[0]
-    total, candidates = parts.beside.total, parts.beside.candidates
-    return _operands.unstacked_statistics(case, found)._replace(
+    found = join_all(TRACED, call, row_scale, num_rows, groups)[0]
+    total, candidates = parts.separate.total, parts.separate.candidates
+    return _operands.unstacked_statistics(call, found)._replace(
         total=None if total is None else jnp.sum(total, axis=0),
         candidates=None if candidates is None else jnp.max(candidates, axis=0),
     )
 
 
-def _kept_fields(case: Call, keep_cache: bool) -> int:
+def _kept_fields(call: Call, keep_cache: bool) -> int:
     """What is kept of each tile, where what is left out of the gradients must be known: for a backward, as a result."""
-    if not case.gradient_threshold:
+    if not call.gradient_threshold:
         return 0
-    return 2 if case.reports_dropped_mass else int(keep_cache)
+    return 2 if call.reports_dropped_mass else int(keep_cache)
 
 
-def num_live_tiles(call: KernelCall) -> int:
+def num_live_tiles(kernel_call: KernelCall) -> int:
     """The tiles to visit: not those of padding alone, if the number of live columns is static."""
-    num_columns = call.operands.num_columns
+    num_columns = kernel_call.operands.num_columns
     if isinstance(num_columns, int):
-        return max(1, min(call.shape.num_tiles, call.shape.tiles_of(num_columns)))
-    return call.shape.num_tiles
+        return max(1, min(kernel_call.shape.num_tiles, kernel_call.shape.tiles_of(num_columns)))
+    return kernel_call.shape.num_tiles
 
 
 def joined(
-    call: KernelCall, num_tiles: int, cache: Cache | None, kept_fields: int = 0, more_fields: int = 0
+    kernel_call: KernelCall, num_tiles: int, cache: Cache | None, kept_fields: int = 0, more_fields: int = 0
 ) -> tuple[Float[Array, "groups fields Tp"], Cache | None, Float[Array, "tiles kept Tp"] | None]:
     """Eq. 1 of each group of the shard's tiles, in base 2; the cache with the first tiles' part.
 
     The first ``num_tiles`` tiles are visited; the others are padding. The groups have room for ``more_fields``. Also
     the first ``kept_fields`` of each tile, whole groups of tiles.
     """
-    case, shape, host = call.case, call.shape, call.host
-    most, per_launch = (of(case, shape, call.generation.budget) for of in (_chunks.launch_tiles, _chunks.launch_groups))
+    call, shape, host = kernel_call.call, kernel_call.shape, kernel_call.host
+    most, per_launch = (
+        of(call, shape, kernel_call.generation.budget) for of in (_chunks.launch_tiles, _chunks.launch_groups)
+    )
     groups_of_launches = range(0, _chunks.num_groups(shape), per_launch)
     parted = Parted(per_launch, shape.part_tiles) if shape.has_parts else None
 
     def memory(count: int, more_fields: int = 0) -> Any:
-        return host.empty(_operands.statistics_shape(case, shape, count, more_fields), jnp.float32)
+        return host.empty(_operands.statistics_shape(call, shape, count, more_fields), jnp.float32)
 
-    def launch(span: Array, parts: Array, cache: Cache | None, weight: Array, *beside: Array) -> Any:
-        given = call.generation, call.arrays, weight, case, span, parts, cache
-        return host.launch(kernels.statistics, *given, *beside)
+    def launch(span: Array, parts: Array, cache: Cache | None, weight: Array, *adapter: Array) -> Any:
+        given = kernel_call.generation, kernel_call.arrays, weight, call, span, parts, cache
+        return host.launch(kernels.statistics, *given, *adapter)
 
     def window(group: Any, carry: Any) -> Any:
         cache, groups, maxima = carry
         first = _chunks.first_tile(shape, group)
         last = greatest(least(_chunks.first_tile(shape, group + per_launch), num_tiles), first)
-        parts = host.vary_like(memory(most), call.prepared)
+        parts = host.vary_like(memory(most), kernel_call.prepared)
         # Copies into shared memory count whole atoms.
-        in_atoms = case.columns // shape.atom * shape.atom
-        weights = [host.prefix(one.prepared.weight, in_atoms, case.vocab_dim) for one in call.sources]
-        parts, cache = _window(call, first, last, parts, cache, weights, launch)
+        in_atoms = call.columns // shape.atom * shape.atom
+        weights = [host.prefix(one.prepared.weight, in_atoms, call.vocab_dim) for one in kernel_call.sources]
+        parts, cache = _window(kernel_call, first, last, parts, cache, weights, launch)
         with jax.named_scope("join_tiles"):
-            given = call.prepared.row_scale, parts, groups, case, GROUP
-            numbers = host.numbers(call.prepared.num_rows, last - first, group)
+            given = kernel_call.prepared.row_scale, parts, groups, call, GROUP
+            numbers = host.numbers(kernel_call.prepared.num_rows, last - first, group)
             if maxima is None:
                 groups = host.launch(join, *given, numbers, False, parted)
             else:
                 groups, maxima = host.launch(join_keeping, *given, numbers, maxima)
         return cache, groups, maxima
 
-    maxima = host.empty(maxima_shape(call, kept_fields), jnp.float32) if kept_fields else None
+    maxima = host.empty(maxima_shape(kernel_call, kept_fields), jnp.float32) if kept_fields else None
     start = cache, memory(_chunks.num_groups(shape), more_fields), maxima
-    cache, groups, maxima = host.loop(groups_of_launches, window, host.vary_like(start, call.prepared))
+    cache, groups, maxima = host.loop(groups_of_launches, window, host.vary_like(start, kernel_call.prepared))
     return groups, cache, maxima
 
 
-def maxima_shape(call: KernelCall, kept_fields: int) -> tuple[int, int, int]:
+def maxima_shape(kernel_call: KernelCall, kept_fields: int) -> tuple[int, int, int]:
     """What `joined` keeps of each tile: [tiles, fields, Tp]."""
-    most = _chunks.launch_groups(call.case, call.shape, call.generation.budget)
-    launches = -(-_chunks.num_groups(call.shape) // most)
-    return launches * most * GROUP, kept_fields, call.shape.padded_tokens
+    most = _chunks.launch_groups(kernel_call.call, kernel_call.shape, kernel_call.generation.budget)
+    launches = -(-_chunks.num_groups(kernel_call.shape) // most)
+    return launches * most * GROUP, kept_fields, kernel_call.shape.padded_tokens
 
 
 def join_all(
     host: Host,
-    case: Call,
+    call: Call,
     row_scale: Float[Array, "Tp"],
     num_rows: Any,
     groups: Float[Array, "groups fields Tp"],
 ) -> Float[Array, "1 fields Tp"]:
     """The union of all groups, in nats."""
     numbers = host.numbers(num_rows, len(groups), 0)
-    joined = host.empty((1, len(_operands.statistic_names(case)), groups.shape[2]), groups.dtype)
+    joined = host.empty((1, len(_operands.statistic_names(call)), groups.shape[2]), groups.dtype)
     joined = host.vary_like(joined, (groups, row_scale))
     with jax.named_scope("join_tiles"):
-        return host.launch(join, row_scale, groups, joined, case, -(-len(groups) // GROUP) * GROUP, numbers, True)
+        return host.launch(join, row_scale, groups, joined, call, -(-len(groups) // GROUP) * GROUP, numbers, True)
 
 
 def _window(
-    call: KernelCall,
+    kernel_call: KernelCall,
     first: Any,
     last: Any,
     parts: Float[Array, "tiles fields Tp"],
@@ -179,13 +181,13 @@ def _window(
     ``launch(span, parts, cache, *weights)`` is called for the tiles that the cache keeps, for the others, and for the
     tile that is copied: each may be empty.
     """
-    shape, whole = call.shape, _edge.whole_tiles(call)
+    shape, whole = kernel_call.shape, _edge.whole_tiles(kernel_call)
     cached = 0 if cache is None else cache.num_tiles
     for begin, count, (start, stop, copied) in _chunks.launches(first, last, _pieces(cached, whole, shape.num_tiles)):
         keeps = stop <= cached
         offset = 0 if copied else shape.column(begin)
-        span = call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
-        sources = [_edge.weight(one, start) for one in call.sources] if copied else weights
+        span = kernel_call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
+        sources = [_edge.weight(one, start) for one in kernel_call.sources] if copied else weights
         parts, kept = launch(span, parts, cache if keeps else None, *sources)
         cache = kept if keeps else cache
     return parts, cache
@@ -202,47 +204,47 @@ def kl_statistics(
     plan: KLPlan, shard: Shard, generation: Generation, keep_cache: bool
 ) -> tuple[KLStatistics, KLCache | None]:
     """Eqs. 1 and 6 of the whole shard of two heads, and what ``cache_bytes`` hold of the first tiles."""
-    call = KernelCall.prepare_heads(plan, shard, generation)
-    cached = _chunks.num_cached_kl_tiles(plan, call.shape) if keep_cache else 0
+    kernel_call = KernelCall.prepare_heads(plan, shard, generation)
+    cached = _chunks.num_cached_kl_tiles(plan, kernel_call.shape) if keep_cache else 0
 
     def launch(span: Array, parts: Array, cache: KLCache | None, *weights: Array) -> tuple[Array, KLCache | None]:
-        given = generation, call.kl_cases, call.kl_operands(weights), span, parts, cache, plan.direction
-        return call.host.launch(kernels.kl_statistics, *given)
+        given = generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), span, parts, cache, plan.direction
+        return kernel_call.host.launch(kernels.kl_statistics, *given)
 
     def merge(running: KLStatistics | None, parts: Array, count: Any) -> KLStatistics:
-        own = _kl.merge(_kl_tiles(parts, count), call.row_scales)
+        own = _kl.merge(_kl_tiles(parts, count), kernel_call.row_scales)
         if running is None:
             return own
-        return _kl.merge(jax.tree.map(lambda *x: jnp.stack(x), running, own), call.row_scales)
+        return _kl.merge(jax.tree.map(lambda *x: jnp.stack(x), running, own), kernel_call.row_scales)
 
-    start = _kl.no_columns(call.case.num_tokens, jnp.float32)
-    kept = _chunks.empty_kl_cache(call.host, plan, call.shape, cached) if cached else None
-    found, cache = _fold_tiles(call, plan.columns, shard, _chunks.KL_FIELDS, launch, merge, start, kept)
+    start = _kl.empty_statistics(kernel_call.call.num_tokens, jnp.float32)
+    kept = _chunks.empty_kl_cache(kernel_call.host, plan, kernel_call.shape, cached) if cached else None
+    found, cache = _fold_tiles(kernel_call, plan.columns, shard, _chunks.KL_FIELDS, launch, merge, start, kept)
     max_p, max_q, at_p = (jnp.where(found.sum_p == 0.0, MASKED, x) for x in found.references)
     return found._replace(max_p=max_p, max_q=max_q, at_p=at_p), cache
 
 
 def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, generation: Generation) -> MixtureSums:
     """Eq. 9 of the whole shard, [T] each."""
-    call = KernelCall.prepare_heads(plan, shard, generation)
-    factors = mixture_factors(rows, call.shape.padded_tokens)
+    kernel_call = KernelCall.prepare_heads(plan, shard, generation)
+    factors = mixture_factors(rows, kernel_call.shape.padded_tokens)
 
     def launch(span: Array, parts: Array, cache: None, *weights: Array) -> tuple[Array, None]:
-        given = generation, call.kl_cases, call.kl_operands(weights), factors, span, parts
-        return call.host.launch(kernels.kl_mixture_sums, *given), cache
+        given = generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, parts
+        return kernel_call.host.launch(kernels.kl_mixture_sums, *given), cache
 
     def add(running: Array | None, parts: Array, count: Any) -> Array:
         parts = parts if count is None else jnp.where(_computed(parts, count)[..., None], parts, 0.0)
         own = jnp.sum(parts, axis=0)
         return own if running is None else running + own
 
-    zeros = jnp.zeros((len(MixtureSums._fields), call.case.num_tokens), jnp.float32)
-    found, _ = _fold_tiles(call, plan.columns, (shard, rows), len(zeros), launch, add, zeros, None)
+    zeros = jnp.zeros((len(MixtureSums._fields), kernel_call.call.num_tokens), jnp.float32)
+    found, _ = _fold_tiles(kernel_call, plan.columns, (shard, rows), len(zeros), launch, add, zeros, None)
     return MixtureSums(*(found * (1.0 / LOG2E)))
 
 
 def _fold_tiles[S](
-    call: KernelCall,
+    kernel_call: KernelCall,
     columns: int,
     given: Any,
     fields: int,
@@ -255,17 +257,17 @@ def _fold_tiles[S](
 
     ``merge`` gets None where there is one window of tiles, and as ``count`` how many of them there are, if not all.
     """
-    host, shape = call.host, call.shape
-    num_tiles, most = shape.tiles_of(columns), _chunks.launch_kl_tiles(shape, call.generation.budget, columns)
+    host, shape = kernel_call.host, kernel_call.shape
+    num_tiles, most = shape.tiles_of(columns), _chunks.launch_kl_tiles(shape, kernel_call.generation.budget, columns)
 
     def window(first: Any, carry: tuple[S, KLCache | None]) -> tuple[S, KLCache | None]:
         running, cache = carry
         count = least(num_tiles - first, most)
         parts = host.vary_like(host.empty((most, fields, shape.padded_tokens), jnp.float32), given)
-        weights = [one.prepared.weight for one in call.sources]  # V is whole atoms
-        parts, cache = _window(call, first, first + count, parts, cache, weights, launch)
+        weights = [one.prepared.weight for one in kernel_call.sources]  # V is whole atoms
+        parts, cache = _window(kernel_call, first, first + count, parts, cache, weights, launch)
         with jax.named_scope("join_tiles"):
-            parts = parts[..., : call.case.num_tokens]
+            parts = parts[..., : kernel_call.call.num_tokens]
             return merge(None, parts, None) if num_tiles <= most else merge(running, parts, count), cache
 
     return host.loop(range(0, num_tiles, most), window, host.vary_like((start, cache), given))
@@ -277,7 +279,7 @@ def _kl_tiles(parts: Float[Array, "tiles 6 T"], count: Any) -> KLStatistics:
     stats = stats._replace(cross=stats.cross * (1.0 / LOG2E))
     if count is None:
         return stats
-    computed, none = _computed(parts, count), _kl.no_columns(1, parts.dtype)
+    computed, none = _computed(parts, count), _kl.empty_statistics(1, parts.dtype)
     return jax.tree.map(lambda x, other: jnp.where(computed, x, other), stats, none)
 
 

@@ -49,14 +49,14 @@ def using(generation: Generation) -> Iterator[None]:
         GENERATIONS = before
 
 
-def refusal(case: Call) -> str | None:
-    """Why no kernels can serve ``case``; None where one can."""
-    reason = device_refusal(case.device, 1 if case.teacher is None else 2)
+def refusal(call: Call) -> str | None:
+    """Why no kernels can serve ``call``; None where one can."""
+    reason = device_refusal(call.device, 1 if call.teacher is None else 2)
     if reason is not None:
         return reason
-    generation = serving(case.device)
+    generation = serving(call.device)
     assert generation is not None
-    return _refusal.refusal(case, generation)
+    return _refusal.refusal(call, generation)
 
 
 def device_refusal(device: Device, heads: int = 1) -> str | None:

@@ -46,7 +46,7 @@ class Host(Protocol):
     def compute[R](self, function: Callable[..., R], *operands: Any) -> R:
         """``function(xp, *operands)``: array code between kernels, over ``jax.numpy`` or a namespace like it."""
 
-    def products(self, hidden: Any, weight: Any, columns: Any, case: Call, num_rows: Any) -> Any:
+    def products(self, hidden: Any, weight: Any, columns: Any, call: Call, num_rows: Any) -> Any:
         """H · w of each token's columns of the vocabulary, [T, K], summed in float32; anything at the column -1."""
 
     def put(self, x: Any, columns: Any, values: Any, numbers: Any, *of_live_tiles: Any) -> Any:
@@ -91,9 +91,9 @@ class Traced:
         """By XLA."""
         return function(jnp, *operands)
 
-    def products(self, hidden: Array, weight: Array, columns: Array, case: Call, num_rows: Any) -> Array:
+    def products(self, hidden: Array, weight: Array, columns: Array, call: Call, num_rows: Any) -> Array:
         """Rows of the weight are gathered for a chunk of tokens at a time, and XLA stores none."""
-        given = hidden, weight, columns, case, jnp.float32, num_rows
+        given = hidden, weight, columns, call, jnp.float32, num_rows
         return _logits.products(*given, gathered_bytes=_logits.FUSED_BYTES)
 
     def put(self, x: Array, columns: Array, values: Array, numbers: Array, *of_live_tiles: Any) -> Array:

@@ -18,33 +18,33 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float
 
 
-def total(operands: Operands, case: Call) -> Float[Array, "T"]:
+def total(operands: Operands, call: Call) -> Float[Array, "T"]:
     """Σ x over the shard's true columns."""
-    return jnp.matmul(operands.hidden.astype(jnp.float32), _summed_weight(operands, case), precision="highest")
+    return jnp.matmul(operands.hidden.astype(jnp.float32), _summed_weight(operands, call), precision="highest")
 
 
 def add_gradients(
     operands: Operands,
-    case: Call,
+    call: Call,
     uniform: Float[Array, "T"],
     dhidden: Float[Array, "T H"] | None,
     dweight: Float[Array, "V H"] | None,
 ) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None]:
     """Both gradients with the mean logit's part added; dweight is rounded a second time."""
     if dhidden is not None:
-        dhidden = dhidden + uniform[:, None] * _summed_weight(operands, case)[None, :]
+        dhidden = dhidden + uniform[:, None] * _summed_weight(operands, call)[None, :]
     if dweight is None:
         return dhidden, None
     row = jnp.matmul(uniform, operands.hidden.astype(jnp.float32), precision="highest")
-    part = jnp.broadcast_to(jnp.expand_dims(row, case.vocab_dim), dweight.shape)
-    part = _logprobs.without_padding(part, _live(operands, case), case)
+    part = jnp.broadcast_to(jnp.expand_dims(row, call.vocab_dim), dweight.shape)
+    part = _logprobs.zero_padding(part, _live(operands, call), call)
     return dhidden, (dweight.astype(jnp.float32) + part).astype(dweight.dtype)
 
 
-def _summed_weight(operands: Operands, case: Call) -> Float[Array, "H"]:
-    weight = _logprobs.without_padding(operands.weight, _live(operands, case), case)
-    return jnp.sum(weight.astype(jnp.float32), axis=case.vocab_dim)
+def _summed_weight(operands: Operands, call: Call) -> Float[Array, "H"]:
+    weight = _logprobs.zero_padding(operands.weight, _live(operands, call), call)
+    return jnp.sum(weight.astype(jnp.float32), axis=call.vocab_dim)
 
 
-def _live(operands: Operands, case: Call) -> Bool[Array, "V"] | None:
-    return _logprobs.live_columns(0, case.columns, operands.num_columns)
+def _live(operands: Operands, call: Call) -> Bool[Array, "V"] | None:
+    return _logprobs.unpadded_columns(0, call.columns, operands.num_columns)

@@ -71,12 +71,12 @@ class Geometry:
         return parts * self.part_tiles + -(-rest // self.tile)
 
 
-def geometry(case: Call, tiling: Tiling) -> Geometry:
-    """The shapes of ``case``."""
-    tokens = max(-(-case.num_tokens // tiling.atom) * tiling.atom, tiling.row_block)
+def geometry(call: Call, tiling: Tiling) -> Geometry:
+    """The shapes of ``call``."""
+    tokens = max(-(-call.num_tokens // tiling.atom) * tiling.atom, tiling.row_block)
     row_blocks = -(-tokens // tiling.row_block)
-    part = min(case.vocab_part_size or case.columns, case.columns)
-    part_tiles, (parts, rest) = -(-part // tiling.tile), divmod(case.columns, part)
+    part = min(call.vocab_part_size or call.columns, call.columns)
+    part_tiles, (parts, rest) = -(-part // tiling.tile), divmod(call.columns, part)
     return Geometry(
         row_block=tiling.row_block,
         tile=tiling.tile,
@@ -85,7 +85,7 @@ def geometry(case: Call, tiling: Tiling) -> Geometry:
         padded_tokens=-(-row_blocks // tiling.most_clustered) * tiling.most_clustered * tiling.row_block,
         row_blocks=row_blocks,
         num_tiles=parts * part_tiles + -(-rest // tiling.tile),
-        whole_atoms=case.columns % tiling.atom == 0,
+        whole_atoms=call.columns % tiling.atom == 0,
         part_columns=part,
         part_tiles=part_tiles,
     )
@@ -153,15 +153,15 @@ class Marked(NamedTuple):
     floor: Float[Array, "Tp"] | None = None  # as in `Prepared`
 
 
-def prepare(operands: Operands, case: Call, shape: Geometry) -> Prepared:
+def prepare(operands: Operands, call: Call, shape: Geometry) -> Prepared:
     """Pads the per-token operands, marks the tiles that hold a target and the columns that are padding."""
     hidden = pad(operands.hidden, shape.tokens)
     targets = pad(operands.targets, shape.padded_tokens, -1)
     targets = jnp.where(targets < 0, -1, shape.place(targets)) if shape.has_parts else targets
-    row_scale = compute_row_scale(operands.inverse_temperature, case, shape)
+    row_scale = compute_row_scale(operands.inverse_temperature, call, shape)
     tile = jnp.where(targets < 0, -1, targets // shape.tile).reshape(-1, shape.row_block, 1)
     flags = jnp.max((tile == jnp.arange(shape.num_tiles, dtype=jnp.int32)).astype(jnp.int32), axis=1)
-    columns = jnp.asarray(case.columns if operands.num_columns is None else operands.num_columns, jnp.int32)
+    columns = jnp.asarray(call.columns if operands.num_columns is None else operands.num_columns, jnp.int32)
     places = jnp.arange(2 * shape.tile, dtype=jnp.int32)
     mask = jnp.concatenate([(places >= first).astype(jnp.int32) for first in first_padding(columns, shape)])
     num_rows = num_live_rows(operands.num_rows, shape)
@@ -176,9 +176,9 @@ def first_padding(columns: Any, shape: Geometry) -> list[Any]:
     return [shape.part_columns % shape.tile, columns % shape.part_columns % shape.tile]
 
 
-def compute_row_scale(inverse_temperature: Float[Array, "T"] | None, case: Call, shape: Geometry) -> Float[Array, "Tp"]:
+def compute_row_scale(inverse_temperature: Float[Array, "T"] | None, call: Call, shape: Geometry) -> Float[Array, "Tp"]:
     """The k of eq. 0 times log2 e, so that e^((x - m) k) is a power of 2."""
-    k = case.logit_softcap or case.logit_scale
+    k = call.logit_softcap or call.logit_scale
     row_scale = jnp.full((shape.padded_tokens,), LOG2E * k, jnp.float32)
     return row_scale if inverse_temperature is None else row_scale * pad(inverse_temperature, shape.padded_tokens)
 
@@ -237,20 +237,20 @@ FLOOR = -1e10  # a tile's maximum where all its columns are padding: below every
 UNWRITTEN: Any = _statistics.NO_COLUMNS._replace(max=FLOOR, min=-FLOOR)
 
 
-def statistic_names(case: Call) -> list[str]:
+def statistic_names(call: Call) -> list[str]:
     """The fields of `ShardStatistics` that the kernels compute, one number per token each.
 
     Σ z (`_mean`) and the logits of candidates (`_candidates`) are computed beside them.
     """
-    return [name for name in case.statistics if name not in _statistics.BESIDE]
+    return [name for name in call.statistics if name not in _statistics.SEPARATE]
 
 
-def kept_statistics(case: Call) -> list[str]:
+def kept_statistics(call: Call) -> list[str]:
     """Those of them that gradients have, which `lce_jax.run.kernels` saves of each token."""
-    return [name for name in statistic_names(case) if name not in _statistics.WITHOUT_GRADIENT]
+    return [name for name in statistic_names(call) if name not in _statistics.NOT_DIFFERENTIATED]
 
 
-class KeptFields(NamedTuple):
+class SavedLayout(NamedTuple):
     """Where `lce_jax.run.kernels` keeps what of each token: 0 is the label, 1 the temperature, if there is one."""
 
     floor: int
@@ -260,29 +260,29 @@ class KeptFields(NamedTuple):
     size: int  # how many there are
 
 
-def kept_fields(case: Call, has_temperature: bool) -> KeptFields:
+def lay_out_saved(call: Call, has_temperature: bool) -> SavedLayout:
     """Those of a call."""
     floor = 1 + has_temperature
-    statistics = floor + case.has_floor + case.num_candidates
-    x = statistics + len(kept_statistics(case))
-    return KeptFields(floor, floor + case.has_floor, statistics, x, x + case.num_candidates)
+    statistics = floor + call.has_floor + call.num_candidates
+    x = statistics + len(kept_statistics(call))
+    return SavedLayout(floor, floor + call.has_floor, statistics, x, x + call.num_candidates)
 
 
-def result_statistics(case: Call) -> list[str]:
+def result_statistics(call: Call) -> list[str]:
     """Those of `RESULTS` that the call has."""
-    there = {"entropy": case.entropy, "support": case.stats and case.has_floor}
-    return [name for i, name in enumerate(RESULTS) if there.get(name, i < 3 or case.stats)]
+    there = {"entropy": call.entropy, "support": call.stats and call.has_floor}
+    return [name for i, name in enumerate(RESULTS) if there.get(name, i < 3 or call.stats)]
 
 
-def statistics_shape(case: Call, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:
+def statistics_shape(call: Call, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:
     """(tiles, fields, tokens)."""
-    return num_tiles, len(statistic_names(case)) + more_fields, shape.padded_tokens
+    return num_tiles, len(statistic_names(call)) + more_fields, shape.padded_tokens
 
 
-def unstacked_statistics(case: Call, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
+def unstacked_statistics(call: Call, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
     """The fields of the call's own tokens, in base 2, [..., T] each."""
-    fields = zip(statistic_names(case), jnp.moveaxis(parts[..., : case.num_tokens], -2, 0), strict=True)
-    return _statistics.of_fields(dict(fields))
+    fields = zip(statistic_names(call), jnp.moveaxis(parts[..., : call.num_tokens], -2, 0), strict=True)
+    return _statistics.make_statistics(dict(fields))
 
 
 def to_nats(stats: ShardStatistics) -> ShardStatistics:

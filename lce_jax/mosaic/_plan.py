@@ -14,45 +14,45 @@ from lce_jax.types.scalars import format_bytes
 from lce_jax.xla._kl import KLPlan
 
 
-def plan(case: Call, generation: Generation, name: str) -> Plan:
-    """Tiles and bytes of ``case``."""
-    shape = geometry(case, generation.tiling)
-    of_gradients = geometry(case.without_parts, generation.tiling)
-    backward = _backward(case, of_gradients, generation)
-    copied = _copied_bytes(case, shape)
+def plan(call: Call, generation: Generation, name: str) -> Plan:
+    """Tiles and bytes of ``call``."""
+    shape = geometry(call, generation.tiling)
+    of_gradients = geometry(call.single_part, generation.tiling)
+    backward = _backward(call, of_gradients, generation)
+    copied = _copied_bytes(call, shape)
     groups = _chunks.num_groups(shape)
-    gathered = groups * case.shards if case.shards > 1 else 0
-    arrays = _chunks.launch_tiles(case, shape, generation.budget) + groups + gathered
-    statistics = 4 * math.prod(_operands.statistics_shape(case, shape, arrays))
-    live = case.gradient_threshold > 0
-    maxima = (1 + case.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if live else 0
-    mask = 4 * math.prod(live_shape(case)) if live else 0
-    cached = _chunks.num_cached_tiles(case, shape)
+    gathered = groups * call.shards if call.shards > 1 else 0
+    arrays = _chunks.launch_tiles(call, shape, generation.budget) + groups + gathered
+    statistics = 4 * math.prod(_operands.statistics_shape(call, shape, arrays))
+    live = call.gradient_threshold > 0
+    maxima = (1 + call.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if live else 0
+    mask = 4 * math.prod(live_shape(call)) if live else 0
+    cached = _chunks.num_cached_tiles(call, shape)
     return Plan(
         implementation=name,
         refused={},
-        call=case,
+        call=call,
         tiles={
             "tokens": shape.row_block,
             "vocabulary": shape.tile,
-            **_tile_sizes(case, generation),
+            **_tile_sizes(call, generation),
             "backward chunk": backward.columns,
         },
-        forward_bytes=statistics + maxima + copied + case.candidate_bytes,
-        backward_bytes=backward.num_bytes + copied + case.candidate_bytes,
-        kept_bytes=case.statistics_bytes + cached * _chunks.cached_tile_bytes(case, shape) + mask,
-        logits_bytes=case.num_tokens * case.columns * 4,
-        notes=_notes(case, shape),
-        full_cache_bytes=of_gradients.num_tiles * _chunks.cached_tile_bytes(case, shape),
-        same_bits=_same_bits(case, shape),
+        forward_bytes=statistics + maxima + copied + call.candidate_bytes,
+        backward_bytes=backward.num_bytes + copied + call.candidate_bytes,
+        kept_bytes=call.statistics_bytes + cached * _chunks.cached_tile_bytes(call, shape) + mask,
+        logits_bytes=call.num_tokens * call.columns * 4,
+        notes=_notes(call, shape),
+        full_cache_bytes=of_gradients.num_tiles * _chunks.cached_tile_bytes(call, shape),
+        same_bits=_same_bits(call, shape),
     )
 
 
 def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
     """Tiles and bytes of `lce_jax.linear_kl` on one device."""
-    student, teacher = kl.cases
+    student, teacher = kl.calls
     shape = geometry(student, generation.tiling)
-    copied = [_copied_bytes(case, geometry(case, generation.tiling)) for case in kl.cases]
+    copied = [_copied_bytes(call, geometry(call, generation.tiling)) for call in kl.calls]
     cached, tiles = _chunks.num_cached_kl_tiles(kl, shape), shape.tiles_of(kl.columns)
     left = shape.num_tiles - cached
     chunk = _chunks.chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
@@ -86,9 +86,9 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
     )
 
 
-def _tile_sizes(case: Call, generation: Generation) -> dict[str, int]:
+def _tile_sizes(call: Call, generation: Generation) -> dict[str, int]:
     """Of the two kernels that contract H."""
-    forward, backward = (generation.tunings.of(case, kernel) for kernel in ("forward", "dlogits"))
+    forward, backward = (generation.tunings.of(call, kernel) for kernel in ("forward", "dlogits"))
     return {
         "hidden forward": forward.tile_k,
         "stages forward": forward.stages,
@@ -108,86 +108,86 @@ class _Backward(NamedTuple):
     num_bytes: int  # of it, unless it lies where the cache was, of what it is copied from and to, and of dhidden
 
 
-def _backward(case: Call, shape: Geometry, generation: Generation) -> _Backward:
-    item = case.dtype.itemsize
-    sums = 4 * math.prod(_chunks.dhidden_shape(case, shape))
-    of_adapter = 4 * math.prod(_chunks.dhidden_shape(case.but(hidden_size=case.rank), shape)) if case.rank else 0
-    cached = _chunks.num_cached_tiles(case, shape)
+def _backward(call: Call, shape: Geometry, generation: Generation) -> _Backward:
+    item = call.dtype.itemsize
+    sums = 4 * math.prod(_chunks.dhidden_shape(call, shape))
+    of_adapter = 4 * math.prod(_chunks.dhidden_shape(call.replace(hidden_size=call.rank), shape)) if call.rank else 0
+    cached = _chunks.num_cached_tiles(call, shape)
     overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
-    columns = max((_chunks.chunk_tiles(case, shape, generation.budget, part) for part in parts), default=0) * shape.tile
-    if case.gradient_threshold:
-        slots = _chunks.live_slots(case, shape, generation.budget, generation.tunings.of(case, "dlogits").cluster)
+    columns = max((_chunks.chunk_tiles(call, shape, generation.budget, part) for part in parts), default=0) * shape.tile
+    if call.gradient_threshold:
+        slots = _chunks.live_slots(call, shape, generation.budget, generation.tunings.of(call, "dlogits").cluster)
         lists = 5 * 4 * shape.num_tiles * shape.row_blocks
         return _Backward(columns, slots * shape.row_block * shape.tile * item + lists + sums)
-    if overwritten == shape.num_tiles and _writes_dhidden_once(case, shape):
+    if overwritten == shape.num_tiles and _writes_dhidden_once(call, shape):
         sums = 0
     sums += of_adapter
-    copied = 1 + case.wanted.weight  # the weight, and dweight
-    copies = 0 if shape.whole_atoms else copied * columns * case.hidden_size * item
+    copied = 1 + call.gradients.weight  # the weight, and dweight
+    copies = 0 if shape.whole_atoms else copied * columns * call.hidden_size * item
     return _Backward(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
 
 
-def _writes_dhidden_once(case: Call, shape: Geometry) -> bool:
+def _writes_dhidden_once(call: Call, shape: Geometry) -> bool:
     """Whether the one chunk that there is is contracted by one launch, which rounds."""
-    whole = case.shards == 1 and case.vocab_size == case.columns
-    return whole and not case.mean_logit and _chunks.dhidden_shape(case, shape)[0] == 1
+    whole = call.shards == 1 and call.vocab_size == call.columns
+    return whole and not call.mean_logit and _chunks.dhidden_shape(call, shape)[0] == 1
 
 
-def _copied_bytes(case: Call, shape: Geometry) -> int:
+def _copied_bytes(call: Call, shape: Geometry) -> int:
     """Of copies of hidden: cast or its rows moved, padded, gathered, beside u, and in float32 for its mean logit."""
-    width = case.hidden_size + case.rank
-    hidden = case.num_tokens * width * case.dtype.itemsize
-    moved = hidden if case.partial_rows or case.hidden_dtype != case.dtype else 0
-    padded = shape.tokens * width * case.dtype.itemsize if shape.tokens != case.num_tokens else 0
-    gathered = hidden if case.gather_dim is not None else 0
-    beside = case.num_tokens * width * case.hidden_dtype.itemsize if case.rank else 0
-    return moved + padded + gathered + beside + (case.num_tokens * case.hidden_size * 4 if case.mean_logit else 0)
+    width = call.hidden_size + call.rank
+    hidden = call.num_tokens * width * call.dtype.itemsize
+    moved = hidden if call.partial_rows or call.hidden_dtype != call.dtype else 0
+    padded = shape.tokens * width * call.dtype.itemsize if shape.tokens != call.num_tokens else 0
+    gathered = hidden if call.gather_dim is not None else 0
+    beside = call.num_tokens * width * call.hidden_dtype.itemsize if call.rank else 0
+    return moved + padded + gathered + beside + (call.num_tokens * call.hidden_size * 4 if call.mean_logit else 0)
 
 
-def _same_bits(case: Call, shape: Geometry) -> str:
-    columns, size, part = case.columns, _chunks.GROUP * shape.tile, case.vocab_part_size
+def _same_bits(call: Call, shape: Geometry) -> str:
+    columns, size, part = call.columns, _chunks.GROUP * shape.tile, call.vocab_part_size
     if part is not None:
         return f"in every call, over any number of shards of whole parts of {part:,} columns"
     if columns % size == 0:
         return f"in every call, over any number of shards of whole groups of {size:,} columns"
-    if case.shards == 1:
+    if call.shards == 1:
         return "in every call of these columns"
-    return f"in every call over {case.shards} shards: {columns:,} columns are no whole groups of {size:,}"
+    return f"in every call over {call.shards} shards: {columns:,} columns are no whole groups of {size:,}"
 
 
-def _notes(case: Call, shape: Geometry) -> tuple[str, ...]:
-    notes = [*_threshold_notes(case, shape)]
+def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
+    notes = [*_threshold_notes(call, shape)]
     if shape.has_parts:
         notes.append(
             f"vocab_part_size={shape.part_columns}: {shape.part_tiles} tiles a part, {shape.num_tiles} in the forward "
-            f"in place of {-(-case.columns // shape.tile)}"
+            f"in place of {-(-call.columns // shape.tile)}"
         )
-    if case.cache_budget and not case.gradient_threshold:
-        cached = _chunks.num_cached_tiles(case, shape)
-        notes += cache_notes(case, cached, shape.num_tiles, _chunks.cached_tile_bytes(case, shape))
+    if call.cache_budget and not call.gradient_threshold:
+        cached = _chunks.num_cached_tiles(call, shape)
+        notes += cache_notes(call, cached, shape.num_tiles, _chunks.cached_tile_bytes(call, shape))
         if cached and _chunks.can_overwrite_cache(shape):
             notes.append(OVERWRITES)
     if not shape.whole_atoms:
         notes.append(
             f"V is no multiple of {shape.atom}: the backward copies the weight and its gradient, one chunk at a time"
         )
-    return *notes, *candidate_notes(case)
+    return *notes, *candidate_notes(call)
 
 
-def _threshold_notes(case: Call, shape: Geometry) -> tuple[str, ...]:
+def _threshold_notes(call: Call, shape: Geometry) -> tuple[str, ...]:
     """What is left out, and how far off it puts the gradient in a logit: p (|g| + |g'| (|ln p| + entropy))."""
-    threshold = case.gradient_threshold
+    threshold = call.gradient_threshold
     if not threshold:
         return ()
     of_entropy = -math.log(threshold) if threshold < math.exp(-1) else math.exp(-1) / threshold  # p |ln p| rises to 1/e
     notes = [
         f"gradient_threshold={threshold:g}: the gradients leave out tiles of {shape.row_block} tokens by {shape.tile} "
-        f"columns without a label{' or a candidate' if case.num_candidates else ''} and without a probability "
+        f"columns without a label{' or a candidate' if call.num_candidates else ''} and without a probability "
         "of at least that",
         f"what is left out of a logit's gradient is below {threshold:g} (|dlogprob - dlse| + |dentropy| "
         f"({of_entropy:.3g} + entropy))",
     ]
-    if case.cache_bytes:
-        notes.append(f"cache_bytes={case.cache_bytes} is not used: a backward over live tiles recomputes them")
+    if call.cache_bytes:
+        notes.append(f"cache_bytes={call.cache_bytes} is not used: a backward over live tiles recomputes them")
     return tuple(notes)

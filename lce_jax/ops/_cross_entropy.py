@@ -104,13 +104,13 @@ def linear_cross_entropy(
     )  # fmt: skip
     arguments = _describe.describe_call(arguments)
     because = _token_chunks.refuse_forward_gradients(arguments.call, reduction, options)
-    most, axis_name = _token_chunks.chunk_bytes_of_loss(chunk_bytes, because), arguments.call.axis_name
-    divisor = None if normalizer is None else _describe.on_device(normalizer, labels)
-    penalty = None if isinstance(z_loss, float) else _describe.on_device(z_loss, labels)
+    most, axis_name = _token_chunks.check_loss_chunk_bytes(chunk_bytes, because), arguments.call.axis_name
+    divisor = None if normalizer is None else _describe.put_on_device(normalizer, labels)
+    penalty = None if isinstance(z_loss, float) else _describe.put_on_device(z_loss, labels)
     labels, where, numbers, agree = labels, arguments.where, (penalty, divisor), None
     if axis_name is not None:
         labels, where, numbers, agree = _compare_shards(labels, where, numbers, axis_name)
-    arguments = arguments._replace(call=arguments.call.but(chunk_bytes=most), labels=labels, where=where)
+    arguments = arguments._replace(call=arguments.call.replace(chunk_bytes=most), labels=labels, where=where)
     loss = _Loss(reduction, smoothing, z_loss if isinstance(z_loss, float) else 0.0)
     if because is None:
         call, *arrays = _describe.bind_call(arguments, numbers)
@@ -120,7 +120,7 @@ def linear_cross_entropy(
         result = _reduce_results(loss, results, where, *numbers)
     if agree is None:
         return result
-    return _collectives.nan_where_different(jnp.all(agree) if agree.ndim > result.ndim else agree, result)
+    return _collectives.set_nan_where_different(jnp.all(agree) if agree.ndim > result.ndim else agree, result)
 
 
 class _Loss(NamedTuple):
@@ -133,10 +133,10 @@ class _Loss(NamedTuple):
 
 def _compare_shards(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Any, Array | None]:
     """Inside ``shard_map``: what the loss is made of, typed as equal on every shard, and the rows in which it is."""
-    _checks.axis_size(axis_name)
-    (labels, where), agree = _collectives.same_on_all_shards((labels, where), labels.ndim, axis_name)
-    numbers, also = _collectives.same_on_all_shards(numbers, 0, axis_name)
-    return labels, where, numbers, _collectives.both(_collectives.where_it_counts(agree, where), also)
+    _checks.find_axis_size(axis_name)
+    (labels, where), agree = _collectives.equalize_shards((labels, where), labels.ndim, axis_name)
+    numbers, also = _collectives.equalize_shards(numbers, 0, axis_name)
+    return labels, where, numbers, _collectives.join_agreement(_collectives.ignore_masked_rows(agree, where), also)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)

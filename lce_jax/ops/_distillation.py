@@ -90,22 +90,22 @@ def distillation_loss(
         ``loss_add_tail`` of TRL's server distillation; "renormalize" is NeMo RL with ``zero_outside_topk=False``. TRL
         and Liger Kernel write ``beta=0`` for the forward and ``beta=1`` for the reverse KL.
     """
-    _checks.label_array(ids, "ids")
-    scalars.num_candidates("ids", ids.shape)
+    _checks.check_labels(ids, "ids")
+    scalars.count_candidates("ids", ids.shape)
     for name, x in (("candidate_logprobs", candidate_logprobs), ("teacher_logprobs", teacher_logprobs)):
-        _checks.array(name, x)
+        _checks.check_array(name, x)
         if tuple(x.shape) != tuple(ids.shape) or not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
                 f"{name} {tuple(x.shape)} of {x.dtype} must be floating point in the shape of ids {tuple(ids.shape)}"
             )
     if where is not None:
-        _checks.where_array(where, ids.shape[:-1], "ids before K")
-    scalars.one_of("divergence", divergence, scalars.DIVERGENCES)
-    scalars.one_of("rest", rest, scalars.RESTS)
-    beta = _options.check_teachers_weight(beta, "divergence", divergence, scalars.DIVERGENCES[:2])
+        _checks.check_where(where, ids.shape[:-1], "ids before K")
+    scalars.check_choice("divergence", divergence, scalars.DIVERGENCES)
+    scalars.check_choice("rest", rest, scalars.RESTS)
+    beta = _options.check_beta(beta, "divergence", divergence, scalars.DIVERGENCES[:2])
     dtype = jnp.promote_types(jnp.promote_types(candidate_logprobs.dtype, teacher_logprobs.dtype), jnp.float32)
     weights = None if beta is None else _describe.make_mixture_weights(beta, (), dtype)
-    arrays = jnp.asarray(candidate_logprobs), jnp.asarray(teacher_logprobs), _describe.int32_labels(ids, "ids")
+    arrays = jnp.asarray(candidate_logprobs), jnp.asarray(teacher_logprobs), _describe.cast_labels(ids, "ids")
     return _divergence(divergence, rest, *arrays, None if where is None else jnp.asarray(where), weights)
 
 

@@ -125,4 +125,4 @@ def linear_kl(
     arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
     bound = _kl.bind(KLArguments.of(arrays, where, direction, options | own))
     found = _runner.run(KL, bound.call, bound.primals.student, (bound.primals.teacher, bound.rows))
-    return found if bound.agree is None else _collectives.nan_where_different(bound.agree, found)
+    return found if bound.agree is None else _collectives.set_nan_where_different(bound.agree, found)

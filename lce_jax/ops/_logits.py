@@ -54,17 +54,17 @@ def masked_logprobs(
         >>> [round(float(x), 3) for x in out.entropy]       # ln 2, ln 3
         [0.693, 1.099]
     """
-    _checks.array("logits", logits)
-    _checks.label_array(ids, "ids")
-    scalars.num_candidates("ids", ids.shape)
-    _checks.label_array(labels)
-    scalars.candidate_shape("ids", ids.shape, labels.shape, "labels")
+    _checks.check_array("logits", logits)
+    _checks.check_labels(ids, "ids")
+    scalars.count_candidates("ids", ids.shape)
+    _checks.check_labels(labels)
+    scalars.check_candidate_shape("ids", ids.shape, labels.shape, "labels")
     if tuple(logits.shape) != tuple(ids.shape) or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(
             f"logits {tuple(logits.shape)} of {logits.dtype} must be floating point in the shape of ids "
             f"{tuple(ids.shape)}"
         )
-    return _masked(_describe.on_device(logits), _describe.int32_labels(ids, "ids"), _describe.int32_labels(labels))
+    return _masked(_describe.put_on_device(logits), _describe.cast_labels(ids, "ids"), _describe.cast_labels(labels))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -146,4 +146,4 @@ def linear_logits(
     arguments = _describe.describe_call(_options.parse_arguments_with_ids(options, hidden, weight, ids, where))
     call, primals, rows, agree = _describe.bind_call(arguments)
     found = _runner.run(LOGITS, call, primals, rows)
-    return found if agree is None else _collectives.nan_where_different(agree, found)
+    return found if agree is None else _collectives.set_nan_where_different(agree, found)

@@ -16,7 +16,7 @@ from lce_jax.types._types import LogprobOutput, Results
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
 
-    from lce_jax.call._options import OptionsBesideEntropy
+    from lce_jax.call._options import OptionsWithoutEntropy
     from lce_jax.mesh._layout import Axes
     from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
     from lce_jax.types._types import PerhapsWithoutEntropy
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 def linear_logprobs(  # type: ignore[overload-overlap]  # bool has True in it
     hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"], labels: Int[ArrayLike, "*b"], *,
     where: Bool[ArrayLike, "*b"] | None = None, ignore_index: int | None = None,
-    entropy: Literal[True] = True, **options: Unpack[OptionsBesideEntropy],
+    entropy: Literal[True] = True, **options: Unpack[OptionsWithoutEntropy],
 ) -> LogprobOutput: ...  # fmt: skip
 @overload
 def linear_logprobs(
     hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"], labels: Int[ArrayLike, "*b"], *,
     where: Bool[ArrayLike, "*b"] | None = None, ignore_index: int | None = None,
-    entropy: bool, **options: Unpack[OptionsBesideEntropy],
+    entropy: bool, **options: Unpack[OptionsWithoutEntropy],
 ) -> PerhapsWithoutEntropy: ...  # fmt: skip
 def linear_logprobs(
     hidden: Float[ArrayLike, "*b H"],
@@ -203,4 +203,4 @@ def compute_results(arguments: Arguments, numbers: tuple[Array, ...] = ()) -> Re
     if call.axis_name is not None:
         rows = _describe.tag_arrays(call, rows, tuple(jnp.broadcast_to(x, rows.labels.shape) for x in numbers))
     found = _runner.run(LOGPROBS, call, primals, rows)
-    return found if agree is None else _collectives.nan_where_different(agree, found)
+    return found if agree is None else _collectives.set_nan_where_different(agree, found)

@@ -130,13 +130,13 @@ def linear_loss(
     axes = placement._asdict() if isinstance(placement, MeshPlacement) else {}
     parameters = {"where": where, "ignore_index": ignore_index, "chunk_bytes": chunk_bytes, **axes}
     known = _options.list_options("linear_loss")
-    named, own = scalars.arguments_of_loss(loss_fn, per_token, options, known, parameters)
+    named, own = scalars.split_loss_arguments(loss_fn, per_token, options, known, parameters)
     _options.check_names(linear_loss, own, loss_fn)
     parsed = _options.parse_arguments(own, hidden, weight, labels, where, ignore_index, function="linear_loss")
-    parsed = parsed._replace(call=parsed.call.but(chunk_bytes=_token_chunks.chunk_bytes(chunk_bytes, own)))
+    parsed = parsed._replace(call=parsed.call.replace(chunk_bytes=_token_chunks.check_chunk_bytes(chunk_bytes, own)))
     names = {**own, **{name: x for name, x in axes.items() if x is not None}}
     refusal = functools.partial(
-        scalars.mixed_tokens,
+        scalars.mixed_tokens_error,
         function="sharded_linear_logprobs" if axes else "linear_logprobs",
         shape=jnp.shape(labels),
         where=None if where is None else "where",
@@ -160,23 +160,23 @@ def sum_losses(
     call, primals, rows, agree = bound
     flat, own = _loss.flatten_arguments(arguments, rows.labels)
     if call.axis_name is not None:
-        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, call.axis_name)
-        agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
+        flat, also = _collectives.equalize_shards(flat, rows.labels.ndim, call.axis_name)
+        agree = _collectives.join_agreement(agree, _collectives.ignore_masked_rows(also, rows.where))
         rows = _describe.tag_arrays(call, rows, flat)
     inputs = Inputs(primals, flat, ())
-    axes = _runner.result_axes(call, (inputs, rows))
-    run, held = (_runner.compute, loss_fn) if _jax.is_traced() else _loss.keep_program(loss_fn)
+    axes = _runner.list_result_axes(call, (inputs, rows))
+    run, held = (_runner.compute, loss_fn) if _jax.is_traced() else _loss.cache_program(loss_fn)
     loss, constants = _loss.trace(held, own, call, flat, rows.labels.ndim, axes)
     if refusal is not None:
         refuse_mixed_tokens(loss.jaxpr.jaxpr, refusal)
     _loss.check_closure(constants, axes)
     inputs = inputs._replace(constants=constants)
-    traced_there = call.mesh is not None and not _runner.is_left_to_xla(call, (inputs, rows))
+    traced_there = call.mesh is not None and not _runner.is_partitioned_by_xla(call, (inputs, rows))
     loss = loss if traced_there else dataclasses.replace(loss, retrace=None)  # which keeps nothing alive
     if run is not _runner.compute:
         loss, inputs = _loss.identify(loss, inputs)
     total, out = run(LOSS._replace(static=(loss,)), call, inputs, rows)
     if agree is not None:
-        total = _collectives.nan_where_different(jnp.all(agree), total)
-        out = _collectives.nan_where_different(agree, out)
+        total = _collectives.set_nan_where_different(jnp.all(agree), total)
+        out = _collectives.set_nan_where_different(agree, out)
     return total, jax.tree.map(lax.stop_gradient, Results(out).public)

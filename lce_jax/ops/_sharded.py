@@ -22,7 +22,7 @@ from lce_jax.types._types import LogprobOutput, TopK
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
-    from lce_jax.call._options import KLOptions, LogprobOptions, OptionsBesideEntropy
+    from lce_jax.call._options import KLOptions, LogprobOptions, OptionsWithoutEntropy
     from lce_jax.mesh._layout import Axes
     from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
     from lce_jax.types._types import PerhapsWithoutEntropy
@@ -59,14 +59,14 @@ def sharded_linear_logprobs(  # type: ignore[overload-overlap]  # bool has True 
     hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"], labels: Int[ArrayLike, "*b"], *,
     mesh: Mesh | AbstractMesh | None = None, vocab_axis: Axes = "tensor", batch_axes: Axes = None,
     sequence_axis: Axes = None, where: Bool[ArrayLike, "*b"] | None = None, ignore_index: int | None = None,
-    entropy: Literal[True] = True, **options: Unpack[OptionsBesideEntropy],
+    entropy: Literal[True] = True, **options: Unpack[OptionsWithoutEntropy],
 ) -> LogprobOutput: ...  # fmt: skip
 @overload
 def sharded_linear_logprobs(
     hidden: Float[ArrayLike, "*b H"], weight: Float[ArrayLike, "V H"], labels: Int[ArrayLike, "*b"], *,
     mesh: Mesh | AbstractMesh | None = None, vocab_axis: Axes = "tensor", batch_axes: Axes = None,
     sequence_axis: Axes = None, where: Bool[ArrayLike, "*b"] | None = None, ignore_index: int | None = None,
-    entropy: bool, **options: Unpack[OptionsBesideEntropy],
+    entropy: bool, **options: Unpack[OptionsWithoutEntropy],
 ) -> PerhapsWithoutEntropy: ...  # fmt: skip
 @over_mesh(linear_logprobs)
 def sharded_linear_logprobs(

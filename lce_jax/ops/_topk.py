@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from lce_jax.call import _describe, _options
 from lce_jax.call._describe import Rows
 from lce_jax.call._options import LogprobOptions
-from lce_jax.mathematics._statistics import along
+from lce_jax.mathematics._statistics import expand_like
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _topk
-from lce_jax.run._runner import Kind, Program, spread
+from lce_jax.run._runner import ArraySharding, Program, run_program
 from lce_jax.types import _jax
 from lce_jax.types._types import Call, Primals, TopK
 
@@ -94,8 +94,8 @@ def linear_topk(
     out = _program(call, primals, rows)
     if agree is None:
         return out
-    ids = jnp.where(along(agree, out.ids), out.ids, -1)
-    return TopK(ids, *_collectives.nan_where_different(agree, (out.logprobs, out.lse)))
+    ids = jnp.where(expand_like(agree, out.ids), out.ids, -1)
+    return TopK(ids, *_collectives.set_nan_where_different(agree, (out.logprobs, out.lse)))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -106,6 +106,6 @@ def _program(call: Call, primals: Primals, rows: Rows) -> TopK:
         k, dtype = call.top_k, call.stat_dtype
         none = TopK(jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k), dtype), jnp.zeros(shape, dtype))
         return _jax.vary_like(none, (primals.hidden, rows.labels))
-    operands = _runner.head(call.vocab_dim), Kind.TOKENS
-    run = functools.partial(spread, call, Program(_topk.forward, operands, Kind.RESULTS, joins=True))
+    operands = _runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS
+    run = functools.partial(run_program, call, Program(_topk.forward, operands, ArraySharding.RESULTS, joins=True))
     return _jax.not_differentiable(run, _NO_DERIVATIVE)(primals, rows)

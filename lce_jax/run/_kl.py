@@ -1,6 +1,6 @@
-"""`lce_jax.linear_kl` as the runner takes it, and one device's part of it: its shard, its collectives, its gradients.
+"""The capability of `lce_jax.linear_kl`, and one device's part of a call: its shard, its collectives, its gradients.
 
-The student's head has gradients, the teacher's has none.
+Gradients flow to the student's head and not to the teacher's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lce_jax.mathematics._kl import Direction, KLStatistics, Mixture, MixtureSum
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import Capability, Kind, Program, spread
+from lce_jax.run._runner import ArraySharding, Capability, Program, run_program
 from lce_jax.types import scalars
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _kl as _kl_tiles
@@ -34,49 +34,51 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
-NEUTRAL: dict[str, float | None] = {"logit_scale": 1.0, "logit_softcap": None}  # what changes no logit
+NEUTRAL: dict[str, float | None] = {"logit_scale": 1.0, "logit_softcap": None}  # the values that change no logit
 
 
 @contextlib.contextmanager
-def _of_the_teacher() -> Iterator[None]:
-    """Errors about the teacher's arguments say so."""
+def _name_teacher() -> Iterator[None]:
+    """Inside, errors say that they are about the teacher's arguments."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise type(error)(scalars.of_the_teacher(error)) from None
+        raise type(error)(scalars.reword_for_teacher(error)) from None
 
 
 class KLArguments(NamedTuple):
-    """What `linear_kl` is given."""
+    """The parsed arguments of `linear_kl`."""
 
     heads: Pair[Arguments]
     direction: Direction
     beta: Any  # of a JSD
-    implementation: tuple[str, ...] | None  # asked for by name
+    implementation: tuple[str, ...] | None  # the names that the caller allows; None: all
 
     @classmethod
     def of(
-        cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: Direction, given: Mapping[str, Any]
+        cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: Direction, options: Mapping[str, Any]
     ) -> KLArguments:
-        """From what the public functions are given."""
-        scalars.one_of("direction", direction, scalars.DIRECTIONS)
-        beta = _options.check_teachers_weight(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
-        student, teacher = _options_of_each(given)
-        own = _options.parse_arguments(student, *arrays.student, None, where, function="linear_kl")
+        """Parses the arguments of the public functions."""
+        scalars.check_choice("direction", direction, scalars.DIRECTIONS)
+        beta = _options.check_beta(options.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
+        student, teacher = _split_options(options)
+        students = _options.parse_arguments(student, *arrays.student, None, where, function="linear_kl")
         for name, neutral in NEUTRAL.items():
             if isinstance(teacher[name], str) and teacher[name] == "unset":
-                if isinstance(student[name], jax.Array) or student[name] != neutral:  # no device is asked for a value
-                    raise scalars.of_the_student_alone(name, student[name], neutral)
+                if (
+                    isinstance(student[name], jax.Array) or student[name] != neutral
+                ):  # no array is read, because its device would be asked
+                    raise scalars.student_only_error(name, student[name], neutral)
                 teacher[name] = neutral
-        with _of_the_teacher():
+        with _name_teacher():
             teachers = _options.parse_arguments(teacher, *arrays.teacher, None, where, function="linear_kl")
-        return cls(Pair(own, teachers), direction, beta, _options.check_option("implementation", given))
+        return cls(Pair(students, teachers), direction, beta, _options.check_option("implementation", options))
 
     def describe(self) -> Pair[Arguments]:
-        """Each model's call with its shapes."""
+        """Returns the arguments of each model, with shapes and dtypes in their calls."""
         student, teacher = _describe.describe_call(self.heads.student), self.heads.teacher
-        with _of_the_teacher():
-            _checks.array("hidden", teacher.hidden)
+        with _name_teacher():
+            _checks.check_array("hidden", teacher.hidden)
             if tuple(teacher.hidden.shape[:-1]) != tuple(student.hidden.shape[:-1]):
                 raise ValueError(
                     f"hidden {tuple(teacher.hidden.shape)} must have the leading shape of the student's "
@@ -84,203 +86,216 @@ class KLArguments(NamedTuple):
                 )
             return Pair(student, _describe.describe_call(teacher))
 
-    def of_both(self, student: Call, teacher: Call) -> Call:
-        """One call of both, and the implementation that serves it."""
+    def combine_calls(self, student: Call, teacher: Call) -> Call:
+        """Returns one call of both models, with the implementation that serves it."""
         call = dataclasses.replace(student, teacher=teacher, direction=self.direction, requested=self.implementation)
         return dataclasses.replace(call, implementation=_dispatch.choose(call)[0].NAME)
 
 
 def check_columns(heads: Pair[Arguments], is_split: bool) -> None:
-    """Refuses weights of which one has more columns, unless ``vocab_size`` says which of them count.
+    """Refuses weights with different numbers of columns, unless ``vocab_size`` says how many columns count.
 
-    A mesh axis splits both alike, so there they must have as many.
+    If a mesh axis splits the vocabulary, both weights must have equally many columns.
     """
     student, teacher = (head.call.columns for head in heads)
-    if student != teacher and (is_split or heads.student.call.given_vocab_size is None):
+    if student != teacher and (is_split or heads.student.call.caller_vocab_size is None):
         least, most = sorted((student, teacher))
         raise ValueError(
-            f"weight has {student} columns of the vocabulary, the teacher's {teacher}: give the tokenizer's size, "
-            f"at most {least}, as vocab_size; where a mesh axis splits the vocabulary, pad the smaller weight to "
+            f"weight has {student} columns of the vocabulary, the teacher's {teacher}: pass the tokenizer's size, "
+            f"at most {least}, as vocab_size; if a mesh axis splits the vocabulary, pad the smaller weight to "
             f"{most} columns too"
         )
 
 
-def bind(given: KLArguments) -> Bound:
-    """The call, over the mesh of its placement, over the one that the operands name, or of this device."""
-    heads = given.describe()
+def bind(arguments: KLArguments) -> Bound:
+    """Binds a call to the mesh of its placement, to the mesh that its operands name, or to this device."""
+    heads = arguments.describe()
     axis_name = heads.student.call.axis_name
     check_columns(heads, axis_name is not None)
     student = _describe.bind_call(heads.student, heads.teacher[1:3])
     if heads.student.placement is not None:
         check_columns(heads, student.call.mesh.vocab_axes is not None)
-    with _of_the_teacher():
+    with _name_teacher():
         teacher = _describe.bind_call(heads.teacher, heads.student[1:3])
-    call = given.of_both(student.call, teacher.call)
-    rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
-    if given.beta is not None:
-        weights = _describe.make_mixture_weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels)
+    call = arguments.combine_calls(student.call, teacher.call)
+    rows, agree = student.rows, _collectives.join_agreement(student.agree, teacher.agree)
+    if arguments.beta is not None:
+        weights = _describe.make_mixture_weights(arguments.beta, rows.labels.shape, call.result_dtype, rows.labels)
         if axis_name is not None:
-            weights, also = _collectives.same_on_all_shards(weights, rows.labels.ndim, axis_name)
-            agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
+            weights, same_weights = _collectives.equalize_shards(weights, rows.labels.ndim, axis_name)
+            agree = _collectives.join_agreement(agree, _collectives.ignore_masked_rows(same_weights, rows.where))
         rows = rows._replace(weights=weights)
-        rows = rows if axis_name is None else _describe.tagged(rows)
+        rows = rows if axis_name is None else _describe.add_tags(rows)
     primals = Pair(student.primals, jax.tree.map(lax.stop_gradient, teacher.primals))
     return Bound(call, primals, Pair(rows, teacher.rows), agree)
 
 
-def _options_of_each(given: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The options of the student's head and of the teacher's, where "same" stands for the student's.
+def _split_options(options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns the options of the student's head and of the teacher's.
 
-    What was not given of the teacher is "same", but a scale or cap is "unset": it belongs to its model.
+    The teacher's default "same" stands for the student's value. Its scale and cap are "unset" by default, because these
+    belong to one model.
     """
     shared: Any = {"entropy": False, "implementation": "xla"}
-    shared |= {name: given[name] for name in ("vocab_size", "precision", "axis_name") if name in given}
-    names, options = ("temperature", "logit_softcap", "logit_scale", "weight_layout"), _options.OPTIONS
-    own = {name: given.get(name, options[name].default) for name in names}
-    teachers = {name: given.get(f"teacher_{name}", options[f"teacher_{name}"].default) for name in names}
-    teachers = {name: own[name] if isinstance(x, str) and x == "same" else x for name, x in teachers.items()}
-    student, teacher = ({**shared, **x} for x in (own, teachers))
-    student["cache_bytes"] = given.get("cache_bytes")
-    student["bias"], teacher["bias"] = given.get("bias"), given.get("teacher_bias")
+    shared |= {name: options[name] for name in ("vocab_size", "precision", "axis_name") if name in options}
+    names, table = ("temperature", "logit_softcap", "logit_scale", "weight_layout"), _options.OPTIONS
+    students = {name: options.get(name, table[name].default) for name in names}
+    teachers = {name: options.get(f"teacher_{name}", table[f"teacher_{name}"].default) for name in names}
+    teachers = {name: students[name] if isinstance(x, str) and x == "same" else x for name, x in teachers.items()}
+    student, teacher = ({**shared, **x} for x in (students, teachers))
+    student["cache_bytes"] = options.get("cache_bytes")
+    student["bias"], teacher["bias"] = options.get("bias"), options.get("teacher_bias")
     return student, teacher
 
 
-type Found = tuple[KLStatistics, MixtureSums | None]  # by token
-type Kept = tuple[Found, Any]  # from forward to backward: also the implementation's cache
-type Rest = tuple[Primals, Pair[Rows]]  # the teacher, and the rows of both
+type Statistics = tuple[KLStatistics, MixtureSums | None]  # per token
+type Saved = tuple[Statistics, Any]  # for the backward: the statistics, and the implementation's cache
+type Rest = tuple[Primals, Pair[Rows]]  # the teacher, and the rows of both models
 
 
-def forward(call: Call, student: Primals, rest: Rest, differentiated: bool) -> tuple[Array, Kept]:
-    """The divergence of each token, and what a backward needs. Where XLA splits the operands, no tile is kept."""
-    asked, left = differentiated and call.cache_budget > 0, _runner.is_left_to_xla(call, (student, rest))
-    keeps = asked and not left
-    unused = ("cache_bytes keeps nothing",) if asked and left and call.cache_bytes else ()
-    call = call if keeps else call.but(cache_bytes=0)
+def forward(call: Call, student: Primals, rest: Rest, differentiated: bool) -> tuple[Array, Saved]:
+    """Returns each token's divergence, and what the backward needs. Where XLA partitions, no tile is cached."""
+    wants_cache, partitioned = (
+        differentiated and call.cache_budget > 0,
+        _runner.is_partitioned_by_xla(call, (student, rest)),
+    )
+    caches = wants_cache and not partitioned
+    unused = ("cache_bytes keeps nothing",) if wants_cache and partitioned and call.cache_bytes else ()
+    call = call if caches else call.replace(cache_bytes=0)
 
-    def run(call: Call, student: Primals, rest: Rest) -> tuple[Array, Kept]:
+    def run(call: Call, student: Primals, rest: Rest) -> tuple[Array, Saved]:
         teacher, rows = rest
-        return device_forward(call, Pair(student, teacher), rows, keeps)
+        return device_forward(call, Pair(student, teacher), rows, caches)
 
-    own, others = _heads(call)
-    results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
-    program = Program(run, (own, (others, Kind.TOKENS)), results, joins=not keeps, unused=unused)
-    return spread(call, program, student, rest)
+    student_sharding, teacher_sharding = _head_shardings(call)
+    results = ArraySharding.RESULTS, (ArraySharding.TOKENS, ArraySharding.DEVICE)
+    program = Program(
+        run, (student_sharding, (teacher_sharding, ArraySharding.TOKENS)), results, joins=not caches, unused=unused
+    )
+    return run_program(call, program, student, rest)
 
 
-def backward(call: Call, student: Primals, rest: Rest, kept: Kept, cotangent: Array) -> Primals:
-    """The student's gradients."""
+def backward(call: Call, student: Primals, rest: Rest, saved: Saved, cotangent: Array) -> Primals:
+    """Returns the student's gradients."""
 
-    def run(call: Call, student: Primals, rest: Rest, kept: Kept, cotangent: Array) -> Primals:
+    def run(call: Call, student: Primals, rest: Rest, saved: Saved, cotangent: Array) -> Primals:
         teacher, rows = rest
-        return device_backward(call, Pair(student, teacher), rows, kept, cotangent)
+        return device_backward(call, Pair(student, teacher), rows, saved, cotangent)
 
-    own, others = _heads(call)
-    operands = own, (others, Kind.TOKENS), (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS
-    return spread(call, Program(run, operands, own), student, rest, kept, cotangent)
+    student_sharding, teacher_sharding = _head_shardings(call)
+    operands = (
+        student_sharding,
+        (teacher_sharding, ArraySharding.TOKENS),
+        (ArraySharding.TOKENS, ArraySharding.DEVICE),
+        ArraySharding.RESULTS,
+    )
+    return run_program(call, Program(run, operands, student_sharding), student, rest, saved, cotangent)
 
 
-def _of_no_tokens(call: Call, rest: Rest) -> Array:
+def _make_empty_results(call: Call, rest: Rest) -> Array:
     return jnp.zeros(rest[1].student.labels.shape, call.result_dtype)
 
 
-KL = Capability(forward, backward, _of_no_tokens)
+KL = Capability(forward, backward, _make_empty_results)
 
 
-def _heads(call: Call) -> tuple[Any, Any]:
-    own, others = (_runner.head(one.vocab_dim) for one in call.heads)
-    return own, others
+def _head_shardings(call: Call) -> tuple[Any, Any]:
+    student, teacher = (_runner.head_sharding(head.vocab_dim) for head in call.heads)
+    return student, teacher
 
 
 def device_forward(
     call: Call, primals: Pair[Primals], rows: Pair[Rows], keep_cache: bool = False
-) -> tuple[Array, Kept]:
-    """One device's result, the whole vocabulary's statistics and sums of each row, and the device's cache."""
+) -> tuple[Array, Saved]:
+    """Returns the divergences, the statistics of the whole vocabulary, and this device's cache."""
     shape, axis_name = rows.student.labels.shape, call.axis_name
-    part, agree = KLPart.of(call, primals, _describe.flattened(rows, len(shape))), None
+    part, agree = KLPart.of(call, primals, _describe.flatten_tokens(rows, len(shape))), None
     stats, cache = part.statistics(keep_cache)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
-            parts, every = _collectives.stacked((jnp.stack(stats), _given_to(call, primals, part.rows)), axis_name)
+            parts, summaries = _collectives.gather_trees(
+                (jnp.stack(stats), _summarize_operands(call, primals, part.rows)), axis_name
+            )
             stats = part.merge(parts)
-            agree = _shard.agree(call, every, part.rows.student, primals.student.weight)
-    stats = stats if agree is None else KLStatistics(*_collectives.nan_where_different(agree, (*stats,)))
+            agree = _shard.find_agreeing_rows(call, summaries, part.rows.student, primals.student.weight)
+    stats = stats if agree is None else KLStatistics(*_collectives.set_nan_where_different(agree, (*stats,)))
     sums = None
-    if part.is_of_mixture:
+    if part.has_mixture:
         sums = part.mixture_sums(stats)
         if axis_name is not None:
             with jax.named_scope("lce_merge"):
-                sums = MixtureSums(*jnp.sum(_collectives.from_all_shards(jnp.stack(sums), axis_name), axis=0))
+                sums = MixtureSums(*jnp.sum(_collectives.gather_shards(jnp.stack(sums), axis_name), axis=0))
     out = part.finish(stats, sums)
-    out = out if agree is None else _collectives.nan_where_different(agree, out)
-    out, found = jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
-    return out, (found, cache)
+    out = out if agree is None else _collectives.set_nan_where_different(agree, out)
+    out, saved = jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
+    return out, (saved, cache)
 
 
-def _given_to(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.Said | None:
-    """What the shard says of both heads, flat; None where it need not."""
-    start = _shard.first_column(call, primals.student.weight)
-    flat = map(_shard.flat_operands, call.heads, primals)
-    one, other = (_shard.given_to(*each, start) for each in zip(call.heads, flat, rows, strict=True))
+def _summarize_operands(call: Call, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.ShardSummary | None:
+    """Returns a summary of both heads' operands, by which shards compare them, or None."""
+    start = _shard.find_first_column(call, primals.student.weight)
+    flat = map(_shard.flatten_operands, call.heads, primals)
+    one, other = (_shard.summarize_operands(*each, start) for each in zip(call.heads, flat, rows, strict=True))
     if one is None or other is None:
         return None
-    tags = _collectives.tags([one.tags, other.tags])
-    return _collectives.Said(tags, *map(jnp.concatenate, zip(one[1:], other[1:], strict=True)))
+    tags = _collectives.compute_tags([one.tags, other.tags])
+    return _collectives.ShardSummary(tags, *map(jnp.concatenate, zip(one[1:], other[1:], strict=True)))
 
 
-def device_backward(call: Call, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
-    """The student's gradients, in the shapes, dtypes and types of its operands."""
-    found, cache = kept
-    rows, found, cotangent = _describe.flattened((rows, found, cotangent), rows.student.labels.ndim)
+def device_backward(call: Call, primals: Pair[Primals], rows: Pair[Rows], saved: Saved, cotangent: Array) -> Primals:
+    """Returns the student's gradients, in the shapes, dtypes and types of its operands."""
+    stats, cache = saved
+    rows, stats, cotangent = _describe.flatten_tokens((rows, stats, cotangent), rows.student.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
-        cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
-    gradients = KLPart.of(call, primals, rows).gradients(*found, cache, cotangent)
-    return _shard.reduced(call, gradients, primals.student)
+        cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
+    gradients = KLPart.of(call, primals, rows).gradients(*stats, cache, cotangent)
+    return _shard.reduce_gradients(call, gradients, primals.student)
 
 
 class KLPart(NamedTuple):
-    """One device's part of a call: its columns, and all tokens, flat. Nothing in here is a collective."""
+    """One device's part of a call: its columns, and all tokens, flat. No method runs a collective."""
 
     call: Call
     rows: Pair[Rows]
     scales: Pair[Scales]
     plan: KLPlan
-    shard: Shard  # the rows that count first
-    order: _describe.Compaction | None  # of these; None: all count
+    shard: Shard  # unmasked rows first
+    order: _describe.Compaction | None  # of the unmasked rows; None: no row is masked
 
     @classmethod
     def of(cls, call: Call, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> KLPart:
-        """From the arrays of this device; ``first_column`` is its global id, None that of its place in the mesh."""
-        scales = Pair(*(_describe.scales(own, call.result_dtype, signs_hidden=False) for own in rows))
+        """Makes the part of this device. ``first_column`` None: the device's place in the mesh says it."""
+        scales = Pair(*(_describe.compute_scales(x, call.result_dtype, signs_hidden=False) for x in rows))
         if first_column is None:
-            first_column = _shard.first_column(call, primals.student.weight)
-        return cls(call, rows, scales, *_shard_of(call, primals, rows, scales, first_column))
+            first_column = _shard.find_first_column(call, primals.student.weight)
+        return cls(call, rows, scales, *_make_shard(call, primals, rows, scales, first_column))
 
     @property
-    def is_of_mixture(self) -> bool:
+    def has_mixture(self) -> bool:
         """Whether the divergence needs `mixture_sums`."""
         return self.rows.student.weights is not None
 
     @jax.named_scope("lce_kl_statistics")
     def statistics(self, keep_cache: bool) -> tuple[KLStatistics, Any]:
-        """Of these columns, [T] each, and the cache."""
+        """Returns the statistics of these columns, [T] each, and the cache."""
         statistics = mosaic.kl_statistics if self._has_kernels else _kl_tiles.statistics
         stats, cache = statistics(self.plan, self.shard, keep_cache)
-        return self._by_token(stats), cache
+        return self._restore_order(stats), cache
 
     def merge(self, parts: Float[Array, "N 6 T"]) -> KLStatistics:
-        """The whole vocabulary's statistics, from those of all its parts in their order."""
+        """Merges the statistics of all parts of the vocabulary, in their order."""
         return _kl.merge(KLStatistics(*(parts[:, i] for i in range(parts.shape[1]))), self._row_scales)
 
     @jax.named_scope("lce_kl_mixture")
     def mixture_sums(self, stats: KLStatistics) -> MixtureSums:
-        """Eq. 9 over these columns, from the whole vocabulary's statistics."""
-        mixture = self._of_counted(self._mixture(stats, self.rows.student.where))
+        """Computes eq. 9 over these columns, from the statistics of the whole vocabulary."""
+        mixture = self._take_unmasked_rows(self._mixture(stats, self.rows.student.where))
         mixture_sums = mosaic.kl_mixture_sums if self._has_kernels else _kl_tiles.mixture_sums
-        return self._by_token(mixture_sums(self.plan, self.shard, mixture))
+        return self._restore_order(mixture_sums(self.plan, self.shard, mixture))
 
     def finish(self, stats: KLStatistics, sums: MixtureSums | None) -> Float[Array, "T"]:
-        """The divergence, from statistics and sums over the whole vocabulary."""
-        where, wrong = self.rows.student.where, _wrong_temperature(self.rows)
+        """Computes the divergence from the statistics and sums of the whole vocabulary."""
+        where, wrong = self.rows.student.where, _find_wrong_rows(self.rows)
         if sums is None:
             out = _kl.finish(stats, self._row_scales[1], where)
         else:
@@ -291,8 +306,11 @@ class KLPart(NamedTuple):
     def gradients(
         self, stats: KLStatistics, sums: MixtureSums | None, cache: Any, cotangent: Float[Array, "T"]
     ) -> Primals:
-        """The student's part of dhidden and dbias, in the statistics' dtype, and its dweight in the weight's."""
-        live, wrong = self.rows.student.where, _wrong_temperature(self.rows)
+        """Returns this shard's part of the student's dhidden, its dbias, and its dweight.
+
+        dweight is in the weight's dtype, and the others are in the statistics' dtype.
+        """
+        live, wrong = self.rows.student.where, _find_wrong_rows(self.rows)
         counts = live if wrong is None else ~wrong if live is None else live & ~wrong
         factor = _logprobs.compute_row_factor(self.call, self.scales.student.derivative)
         coefficients: Any
@@ -302,18 +320,18 @@ class KLPart(NamedTuple):
             mixture = self._mixture(stats, counts)
             coefficients = _kl.mixture_coefficients(sums, stats, mixture, cotangent, factor, counts)
 
-        of_head = mosaic.kl_gradients if self._has_kernels else _kl_tiles.gradients
-        found = of_head(self.plan, self.shard, self._of_counted(coefficients), cache)
-        if found.hidden is None:
-            return found
-        dhidden = self._by_token(found.hidden)
-        return found._replace(hidden=dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0))
+        compute = mosaic.kl_gradients if self._has_kernels else _kl_tiles.gradients
+        gradients = compute(self.plan, self.shard, self._take_unmasked_rows(coefficients), cache)
+        if gradients.hidden is None:
+            return gradients
+        dhidden = self._restore_order(gradients.hidden)
+        return gradients._replace(hidden=dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0))
 
     @property
     def _row_scales(self) -> tuple[Any, Any]:
-        """The k of eq. 0, that of p first."""
+        """The k of eq. 0 of both models, that of p first."""
         pairs = zip(self.call.heads, self.scales, strict=True)
-        each = (_logprobs.compute_row_scale(head, own.inverse_temperature) for head, own in pairs)
+        each = (_logprobs.compute_row_scale(head, x.inverse_temperature) for head, x in pairs)
         return Pair(*each).ordered(self.plan.student_first)
 
     def _mixture(self, stats: KLStatistics, live: Bool[Array, "T"] | None) -> Mixture:
@@ -321,54 +339,54 @@ class KLPart(NamedTuple):
         assert weights is not None
         return _kl.mixture(stats, self._row_scales[1], weights, live)
 
-    def _of_counted[T](self, by_token: T) -> T:
-        """Those of the rows that count, first."""
+    def _take_unmasked_rows[T](self, by_token: T) -> T:
+        """Takes the unmasked rows of per-token arrays."""
         order = self.order
         return by_token if order is None else jax.tree.map(lambda x: x[order.source], by_token)
 
-    def _by_token(self, found: Any) -> Any:
-        """The same, in the order of the tokens."""
-        return found if self.order is None else _describe.expand(self.order, found)
+    def _restore_order(self, results: Any) -> Any:
+        """Puts the results of the unmasked rows in the order of the tokens."""
+        return results if self.order is None else _describe.expand(self.order, results)
 
     @property
     def _has_kernels(self) -> bool:
-        """Whether kernels serve the call, both passes alike, so that the backward's logits have the forward's bits."""
+        """Whether kernels serve the call. They serve both passes or none, because both must compute the same bits."""
         return self.call.implementation == mosaic.NAME
 
 
-def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
-    """Rows of which one temperature is wrong: they return NaN and have no gradient."""
-    student, teacher = map(_describe.wrong_rows, rows)
+def _find_wrong_rows(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
+    """Returns the rows in which a temperature is wrong. They return NaN and have no gradient."""
+    student, teacher = map(_describe.find_invalid_rows, rows)
     return teacher if student is None else student if teacher is None else student | teacher
 
 
-def _shard_of(
+def _make_shard(
     call: Call, primals: Pair[Primals], rows: Pair[Rows], scales: Pair[Scales], first_column: Any
 ) -> tuple[KLPlan, Shard, _describe.Compaction | None]:
-    """The arrays of this device, with the rows that count first."""
-    operands = Pair(*map(_shard.flat_operands, call.heads, primals))
+    """Returns the plan, this device's arrays with the unmasked rows first, and the order of these rows."""
+    operands = Pair(*map(_shard.flatten_operands, call.heads, primals))
     tokens = Pair(
-        *(HeadTokens(x.hidden, own.inverse_temperature, own.raw_scale) for x, own in zip(operands, scales, strict=True))
+        *(HeadTokens(x.hidden, y.inverse_temperature, y.raw_scale) for x, y in zip(operands, scales, strict=True))
     )
-    order = None if rows.student.where is None else _describe.compaction(rows.student.where)
+    order = None if rows.student.where is None else _describe.plan_compaction(rows.student.where)
     num_rows = None if order is None else order.num_rows
     tokens = tokens if order is None else _describe.compact(order, tokens)
     heads = Pair(
         *(
-            # What both models rule out with -inf is a difference of two infinities otherwise.
+            # Without the bound, a column that both models rule out with -inf is a difference of infinities.
             Head(x.weight, None if x.bias is None else jnp.maximum(x.bias.astype(head.stat_dtype), MASKED))
             for x, head in zip(operands, call.heads, strict=True)
         )
     )
-    columns, num_columns = _true_columns(call, primals, first_column)
+    columns, num_columns = _count_columns(call, primals, first_column)
     return KLPlan(Pair(*call.heads), call.direction, columns), Shard(tokens, heads, None, num_rows, num_columns), order
 
 
-def _true_columns(call: Call, primals: Pair[Primals], first_column: Any) -> tuple[int, Int[Array, ""] | None]:
-    """The columns to walk over, and how many of these are no padding if that is known only to the shard."""
+def _count_columns(call: Call, primals: Pair[Primals], first_column: Any) -> tuple[int, Int[Array, ""] | None]:
+    """Returns how many columns to walk over, and how many of them are no padding if only the device knows that."""
     sizes = (x.weight.shape[head.vocab_dim] for x, head in zip(primals, call.heads, strict=True))
     columns = min(sizes)
-    left = call.vocab_size - first_column
-    if isinstance(left, int):
-        return min(left, columns), None
-    return columns, jnp.clip(left, 0, columns) if any(head.padded for head in call.heads) else None
+    rest = call.vocab_size - first_column
+    if isinstance(rest, int):
+        return min(rest, columns), None
+    return columns, jnp.clip(rest, 0, columns) if any(head.padded for head in call.heads) else None

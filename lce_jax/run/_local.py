@@ -1,10 +1,10 @@
-"""What `lce_torch_bridge` compiles for one shard of a vocabulary, whose parts it merges over a process group itself.
+"""What `lce_torch_bridge` compiles for one shard of a vocabulary. It merges the shards over a process group itself.
 
-All is flat and the same on every shard, but for the weight: hidden [T, H], what is per token [T]. The bridge has
-checked its arguments, and nothing here is differentiable. Which columns a shard has it says by these:
+Hidden is flat, [T, H], and per-token arrays are [T]. Everything except the weight is equal on all shards. The bridge
+validates its arguments, and no function here is differentiable. Two arguments say which columns a shard has:
 
-    vocab_start   global id of the first one
-    vocab_size    that of the whole vocabulary, or None if no shard has padding
+    vocab_start   the global id of the shard's first column
+    vocab_size    the size of the whole vocabulary, or None if no shard has padding
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lce_jax.call._options import Arguments
 from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
 from lce_jax.mathematics._statistics import pack, unpack
-from lce_jax.mesh._collectives import differences, tags
+from lce_jax.mesh._collectives import compute_tags, difference_terms
 from lce_jax.run import _shard
 from lce_jax.run._kl import KLArguments, KLPart
 from lce_jax.types import scalars
-from lce_jax.types._types import Call, LogprobOutput, Primals, Results, ShardStatistics, Wanted
+from lce_jax.types._types import Call, LogprobOutput, Primals, RequestedGradients, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
@@ -44,31 +44,33 @@ class LogprobPart(NamedTuple):
         cls, call: Call, primals: Primals, labels: Any, temperature: Any, candidates: Any, floor: Any,
         vocab_start: int, num_rows: Any,
     ) -> LogprobPart:  # fmt: skip
-        """Of a ``call`` that has its options alone, with the given vocabulary. The first ``num_rows`` rows count."""
-        hidden, weight, bias = primals
-        rank, wanted = call.rank, {}
-        if rank:  # of an adapter: what `_describe.make_operands` puts there is there
-            wanted = {"wanted": Wanted(weight=False)}
+        """Describes a ``call`` that has only its options yet. The first ``num_rows`` rows are unmasked."""
+        hidden, weight, bias, adapter = primals
+        rank, fields = call.rank, {}
+        if rank:
+            fields = {"gradients": RequestedGradients(weight=False)}
         requested = _options.check_option("implementation", {"implementation": call.requested})
-        call = call.but(rank=0, has_bias=bias is not None and not rank, requested=requested, vocab_size=0)
+        call = call.replace(rank=0, has_bias=bias is not None, requested=requested, vocab_size=0)
         arrays = hidden[:, : weight.shape[1]], weight, labels, None, 1.0 if temperature is None else temperature
-        others = None if rank else bias, candidates, floor, None, None, None
+        others = bias, candidates, floor, None, None, None
         arguments = _describe.describe_call(Arguments(call, *arrays, None, None, *others))
-        arguments = arguments._replace(hidden=hidden, bias=bias)
-        call = _chosen(arguments._replace(call=arguments.call.but(partial_rows=True, rank=rank, **wanted)))
-        primals, rows = _describe.make_operands(call, arguments)
-        return cls(call, _shard.as_operand(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
+        call = _choose_implementation(
+            arguments._replace(call=arguments.call.replace(partial_rows=True, rank=rank, **fields))
+        )
+        primals, rows = _describe.make_operands(call, arguments._replace(hidden=hidden))
+        primals = primals._replace(adapter=adapter)
+        return cls(call, _shard.cast_hidden(primals), rows._replace(num_rows=num_rows), jnp.int32(vocab_start))
 
     def statistics(self, keep_cache: bool) -> tuple[ShardStatistics, Any]:
-        """Those of the shard, and the cache."""
+        """Returns the statistics of the shard, and the cache."""
         return _shard.Part.of(*self).statistics(keep_cache)[:2]
 
-    def gradients(self, merged: ShardStatistics, cotangent: Results, cache: Any, **how: Any) -> Primals:
-        """`_shard.Part.gradients`, from the whole vocabulary's statistics. Autograd may read the cache again."""
+    def gradients(self, merged: ShardStatistics, cotangent: Results, cache: Any, **options: Any) -> Primals:
+        """Returns `_shard.Part.gradients`, and does not overwrite the cache, which autograd may read again."""
         part = _shard.Part.of(*self)
         if self.call.gradient_threshold:
             cache, _ = part.select(merged, cache)
-        return part.gradients(merged, cotangent, cache, may_overwrite_cache=False, **how)
+        return part.gradients(merged, cotangent, cache, may_overwrite_cache=False, **options)
 
 
 def results(
@@ -78,10 +80,10 @@ def results(
     temperature: Float[Array, "T"] | None,
     **options: Any,
 ) -> tuple[ShardStatistics, Results]:
-    """The whole vocabulary's statistics from those of all shards, stacked [N, T], and its results.
+    """Merges the statistics of all shards, stacked as [N, T], and computes the results.
 
     ``options`` are fields of `Call`: those of the logits, and the size of the whole vocabulary. XLA merges. On a device
-    with kernels one computes the results, so those of one shard alone have the bits of `lce_jax.linear_logprobs`.
+    with kernels, a kernel computes the results, so a single shard returns the bits of `lce_jax.linear_logprobs`.
     """
     device = _dispatch.current_device(parts.max)
     implementation = mosaic.NAME if mosaic.serves(device) else "xla"
@@ -94,23 +96,23 @@ def results(
 def kl_part(
     options: Mapping[str, Any], hidden: Pair[Any], weight: Pair[Any], vocab_start: int, where: Any, direction: Any
 ) -> KLPart:
-    """One shard's part of `lce_jax.linear_kl`, of student and teacher, with ``options`` of it."""
-    given = KLArguments.of(Pair(*zip(hidden, weight, strict=True)), where, direction, options)
-    heads = given.describe()
-    calls = Pair(*map(_chosen, heads))
-    (own, rows), (others, teachers_rows) = map(_describe.make_operands, calls, heads)
-    call = given.of_both(*calls)
-    if given.beta is not None:
+    """Makes one shard's part of `lce_jax.linear_kl`. Each `Pair` has the student's array and the teacher's."""
+    arguments = KLArguments.of(Pair(*zip(hidden, weight, strict=True)), where, direction, options)
+    heads = arguments.describe()
+    calls = Pair(*map(_choose_implementation, heads))
+    (student, rows), (teacher, teacher_rows) = map(_describe.make_operands, calls, heads)
+    call = arguments.combine_calls(*calls)
+    if arguments.beta is not None:
         rows = rows._replace(
-            weights=_describe.make_mixture_weights(given.beta, rows.labels.shape, call.result_dtype, rows.labels)
+            weights=_describe.make_mixture_weights(arguments.beta, rows.labels.shape, call.result_dtype, rows.labels)
         )
-    return KLPart.of(call, Pair(own, others), Pair(rows, teachers_rows), jnp.int32(vocab_start))
+    return KLPart.of(call, Pair(student, teacher), Pair(rows, teacher_rows), jnp.int32(vocab_start))
 
 
-def _chosen(given: Arguments) -> Call:
-    """Of how many shards there are, the bridge alone knows: any vocab_size may leave padding."""
-    return _describe.choose_implementation(given.call, scalars.INT32_MAX).but(
-        padded=given.call.given_vocab_size is not None
+def _choose_implementation(arguments: Arguments) -> Call:
+    """Chooses the implementation. Only the bridge knows the number of shards, so any vocab_size may leave padding."""
+    return _describe.choose_implementation(arguments.call, scalars.INT32_MAX).replace(
+        padded=arguments.call.caller_vocab_size is not None
     )
 
 
@@ -124,10 +126,10 @@ __all__ = [
     "Pair",
     "Primals",
     "Results",
-    "differences",
+    "compute_tags",
+    "difference_terms",
     "kl_part",
     "pack",
     "results",
-    "tags",
     "unpack",
 ]

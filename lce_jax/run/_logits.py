@@ -1,4 +1,4 @@
-"""`lce_jax.linear_logits` as the runner takes it: a few dot products per token, of the ids that a shard owns."""
+"""The capability of `lce_jax.linear_logits`: a few dot products per token, for the ids that each shard owns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import Capability, Kind, Program, spread
+from lce_jax.run._runner import ArraySharding, Capability, Program, run_program
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _logits
 
@@ -22,87 +22,93 @@ if TYPE_CHECKING:
 
 
 def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Array, Array | None]:
-    """The logits [..., K], and what the backward needs: their derivatives in the raw products."""
+    """Returns the logits [..., K], and for the backward their derivatives in the raw products."""
 
     def run(call: Call, primals: Primals, rows: Rows) -> tuple[Array, Array | None]:
         z, slope = _forward(call, primals, rows)
         return z, slope if differentiated else None
 
-    operands = _runner.head(call.vocab_dim), Kind.TOKENS
-    return spread(call, Program(run, operands, (Kind.RESULTS, Kind.TOKENS), joins=True), primals, rows)
+    operands = _runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS
+    return run_program(
+        call, Program(run, operands, (ArraySharding.RESULTS, ArraySharding.TOKENS), joins=True), primals, rows
+    )
 
 
 def backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
-    """The gradients of the operands."""
-    own = _runner.head(call.vocab_dim)
-    program = Program(_backward, (own, Kind.TOKENS, Kind.TOKENS, Kind.RESULTS), own)
-    return spread(call, program, primals, rows, slope, cotangent)
+    """Returns the gradients of the operands."""
+    head = _runner.head_sharding(call.vocab_dim)
+    program = Program(_backward, (head, ArraySharding.TOKENS, ArraySharding.TOKENS, ArraySharding.RESULTS), head)
+    return run_program(call, program, primals, rows, slope, cotangent)
 
 
-def _of_no_tokens(call: Call, rows: Rows) -> Array:
+def _make_empty_results(call: Call, rows: Rows) -> Array:
     assert rows.candidates is not None
     return jnp.zeros(rows.candidates.shape, call.stat_dtype)
 
 
-LOGITS = Capability(forward, backward, _of_no_tokens)
+LOGITS = Capability(forward, backward, _make_empty_results)
 
 
 def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b K"], Float[Array, "*b K"]]:
-    """The logits and their slopes; 0 where an id is none, out of vocabulary, or in a row that does not count."""
+    """Returns the logits and their slopes; both are 0 for the id -1, out of vocabulary, and in masked rows."""
     assert rows.candidates is not None
     shape, dtype = rows.candidates.shape, call.stat_dtype
-    rows = _describe.flattened(rows, rows.labels.ndim)
-    columns, wrong = _columns(call, primals, rows), _describe.wrong_rows(rows)
-    hidden = _shard.flat_operands(call, primals).hidden
+    rows = _describe.flatten_tokens(rows, rows.labels.ndim)
+    columns, wrong = _find_columns(call, primals, rows), _describe.find_invalid_rows(rows)
+    hidden = _shard.flatten_operands(call, primals).hidden
     raw = _logits.products(hidden, primals.weight, columns, call, dtype)
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(dtype)
-    scales = _describe.scales(rows, dtype, signs_hidden=False)
+    scales = _describe.compute_scales(rows, dtype, signs_hidden=False)
     z, slope = _logprobs.transform_logits(raw, call, scales.inverse_temperature, scales.raw_scale)
     factor = _logprobs.compute_row_factor(call, scales.derivative)
     factor = factor if isinstance(factor, float) else factor[:, None]
     slope = jnp.full_like(raw, factor) if slope is None else slope * factor
-    found = jax.tree.map(lambda x: jnp.where(columns >= 0, x, 0.0), (z, slope))
-    z, slope = found if call.axis_name is None else _summed(found, rows, call.axis_name)
+    z, slope = jax.tree.map(lambda x: jnp.where(columns >= 0, x, 0.0), (z, slope))
+    if call.axis_name is not None:
+        z, slope = _sum_over_shards((z, slope), rows, call.axis_name)
     z = z if wrong is None else jnp.where(wrong[:, None], jnp.nan, z)
     return z.reshape(shape), slope.reshape(shape)
 
 
-def _summed(found: tuple[Array, Array], rows: Rows, axis_name: _collectives.AxisName) -> tuple[Array, Array]:
-    """The sum over the shards, exact because one has the logit and the others 0; NaN in rows that differ."""
+def _sum_over_shards(local: tuple[Array, Array], rows: Rows, axis_name: _collectives.AxisName) -> tuple[Array, Array]:
+    """Sums over the shards. The sum is exact, because one shard has the logit and the others have 0.
+
+    Rows are NaN if the shards got different operands.
+    """
     if rows.tags is None:
-        return lax.psum(found, axis_name)
-    (z, slope), K = found, found[0].shape[1]
-    own = _collectives.differences(rows.tags, lax.axis_index(axis_name), lax.axis_size(axis_name))
-    z, slope = lax.psum((jnp.concatenate([z, own.astype(z.dtype)], axis=1), slope), axis_name)
-    agree: Any = _collectives.where_it_counts(jnp.all(z[:, K:] == 0, axis=1), rows.where)
-    z, slope = _collectives.nan_where_different(agree, (z[:, :K], slope))
+        return lax.psum(local, axis_name)
+    (z, slope), K = local, local[0].shape[1]
+    differences = _collectives.difference_terms(rows.tags, lax.axis_index(axis_name), lax.axis_size(axis_name))
+    z, slope = lax.psum((jnp.concatenate([z, differences.astype(z.dtype)], axis=1), slope), axis_name)
+    agree: Any = _collectives.ignore_masked_rows(jnp.all(z[:, K:] == 0, axis=1), rows.where)
+    z, slope = _collectives.set_nan_where_different(agree, (z[:, :K], slope))
     return z, slope
 
 
 def _backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
-    """One device's gradients, in the shapes, dtypes and types of their operands."""
-    rows, slope, cotangent = _describe.flattened((rows, slope, cotangent), rows.labels.ndim)
+    """Returns one device's gradients, in the shapes, dtypes and types of their operands."""
+    rows, slope, cotangent = _describe.flatten_tokens((rows, slope, cotangent), rows.labels.ndim)
     if call.axis_name is not None and call.token_axes is None:
-        cotangent = _collectives.total_cotangent(cotangent, call.axis_name)
-    columns = _columns(call, primals, rows)
+        cotangent = _collectives.sum_cotangents(cotangent, call.axis_name)
+    columns = _find_columns(call, primals, rows)
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
-    hidden = _shard.flat_operands(call, primals).hidden
+    hidden = _shard.flatten_operands(call, primals).hidden
     dweight = _logits.dweight(terms, hidden, columns, primals.weight, call).astype(primals.weight.dtype)
     dbias = None if primals.bias is None else _logits.dbias(terms, columns, primals.bias.shape[0])
     dhidden = _logits.dhidden(terms, primals.weight, columns, call)
-    return _shard.reduced(call, Primals(dhidden, dweight, dbias), primals)
+    return _shard.reduce_gradients(call, Primals(dhidden, dweight, dbias), primals)
 
 
-def _columns(call: Call, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
-    """The ids as columns of this shard; -1 where it does not own them, and in rows that do not count."""
+def _find_columns(call: Call, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
+    """Returns the ids as columns of this shard; -1 for ids of other shards, and in masked rows."""
     assert rows.candidates is not None
-    start, size = _shard.first_column(call, primals.weight), primals.weight.shape[call.vocab_dim]
-    columns = _describe.owned(rows.candidates, start, size)
-    live = _live(rows)
-    return columns if live is None else jnp.where(live[:, None], columns, -1)
+    start, size = _shard.find_first_column(call, primals.weight), primals.weight.shape[call.vocab_dim]
+    columns = _describe.find_local_columns(rows.candidates, start, size)
+    unmasked = _find_unmasked_rows(rows)
+    return columns if unmasked is None else jnp.where(unmasked[:, None], columns, -1)
 
 
-def _live(rows: Rows) -> Bool[Array, "T"] | None:
-    wrong = _describe.wrong_rows(rows)
+def _find_unmasked_rows(rows: Rows) -> Bool[Array, "T"] | None:
+    wrong = _describe.find_invalid_rows(rows)
     return rows.where if wrong is None else ~wrong if rows.where is None else rows.where & ~wrong

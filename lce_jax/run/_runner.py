@@ -1,9 +1,11 @@
-"""The runner: how a function that has a derivative becomes one call of JAX, on one device or over many.
+"""Runs a differentiable function as one call of JAX, on one device or over a mesh.
 
-A `Capability` says what is computed, a `Program` what one device computes of its share, and `spread` where: on this
-device, over the devices that names or types give, or where XLA partitions. All functions have one ``custom_vjp``, whose
-residuals are the call's own operands and what the forward keeps, or the gradients where the forward computes these; one
-derivative alone; and calls without tokens.
+A `Capability` holds the forward and the backward of a public function. A `Program` is what one device computes of its
+share. `run_program` decides where a program runs: on this device, on the devices of a layout that names or types give,
+or where XLA partitions it.
+
+All functions share one ``custom_vjp``. Its residuals are the call's operands and what the forward saves, or the
+gradients if the forward computes them. Only first derivatives exist. A call without tokens runs no program.
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import mosaic
 from lce_jax.call import _dispatch
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
-from lce_jax.mesh._layout import Layout, auto_axes, layout_of_specs, mesh_of_types
+from lce_jax.mesh._layout import Layout, auto_axes, find_typed_mesh, layout_of_specs
 from lce_jax.types import _jax, scalars
-from lce_jax.types._types import Call, Device, Primals, UnsupportedError, Wanted
+from lce_jax.types._types import Call, Device, Primals, RequestedGradients, UnsupportedError
 from lce_jax.xla import _logprobs as xla
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array
 
 
-def has_own_columns(in_batched: Any) -> bool:
-    """Whether each example has a weight or a bias of its own."""
-    return any(primals.weight or primals.bias for primals in _primals(in_batched))
+def has_batched_head(in_batched: Any) -> bool:
+    """Whether the examples of a batch have different weights, biases or adapters."""
+    return any(any(primals[1:]) for primals in _find_primals(in_batched))
 
 
-def _primals(operands: Any) -> list[Primals]:
-    """The heads among the operands of a call, one or several."""
+def _find_primals(operands: Any) -> list[Primals]:
+    """Returns the `Primals` of each head among the operands of a call."""
     leaves = jax.tree.leaves(operands, is_leaf=_is_primals)
     return [x for x in leaves if _is_primals(x)]
 
@@ -49,92 +51,104 @@ def _is_primals(x: Any) -> bool:
     return isinstance(x, Primals)
 
 
-def one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
-    """``function`` of each example in turn: its own operands and those that all share.
+def map_examples(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
+    """Calls ``function`` for each example in turn, with the example's own operands and the shared ones.
 
-    Explicit axes that split the examples are Manual for ``function``: each of their devices has examples of its own.
+    If explicit mesh axes split the examples, ``function`` runs under a ``shard_map`` in which these axes are Manual,
+    because each device has other examples.
     """
     tree: Any = jax.tree.structure(operands)
     batched = jax.tree.leaves(tuple(in_batched))
     flat = list(zip(jax.tree.leaves(operands), batched, strict=True))
 
-    def all_of(own: list[Array], shared: list[Array]) -> Any:
-        def one(own: list[Array]) -> Any:
-            of_each, of_all = iter(own), iter(shared)
-            return function(*tree.unflatten(next(of_each if b else of_all) for b in batched))
+    def run_examples(stacked: list[Array], shared: list[Array]) -> Any:
+        def run_example(example: list[Array]) -> Any:
+            leaves, shared_leaves = iter(example), iter(shared)
+            return function(*tree.unflatten(next(leaves if b else shared_leaves) for b in batched))
 
-        return lax.map(one, own)
+        return lax.map(run_example, stacked)
 
-    own, shared = [x for x, b in flat if b], [x for x, b in flat if not b]
-    sharding = jax.typeof(own[0]).sharding
+    stacked, shared = [x for x, b in flat if b], [x for x, b in flat if not b]
+    sharding = jax.typeof(stacked[0]).sharding
     examples = P(_jax.partitions(sharding.spec)[0])
-    axes = _jax.as_axes(examples[0])
+    axes = _jax.list_axes(examples[0])
     if not axes:
-        return all_of(own, shared)
-    of_each_device: Any = jax.shard_map(
-        all_of, mesh=sharding.mesh, in_specs=(examples, P()), out_specs=examples, axis_names=set(axes), check_vma=False
+        return run_examples(stacked, shared)
+    run_on_devices: Any = jax.shard_map(
+        run_examples,
+        mesh=sharding.mesh,
+        in_specs=(examples, P()),
+        out_specs=examples,
+        axis_names=set(axes),
+        check_vma=False,
     )
-    return of_each_device(own, shared)
+    return run_on_devices(stacked, shared)
 
 
-def with_batch(size: int, in_batched: Any, operands: Any) -> Any:
-    """Every leaf with the batch as its first dimension, except weights and biases."""
+def broadcast_batch(size: int, in_batched: Any, operands: Any) -> Any:
+    """Returns the operands with the batch as first dimension of every array, except weights, biases and adapters."""
 
-    def lead(batched: bool, x: Array) -> Array:
+    def add_batch(batched: bool, x: Array) -> Array:
         return x if batched else jnp.broadcast_to(x, (size, *x.shape))
 
-    def shared(batched: Any) -> Any:
+    def skip_head(batched: Any) -> Any:
         if not _is_primals(batched):
             return batched
-        return batched._replace(weight=True, bias=None if batched.bias is None else True)
+        return Primals(batched.hidden, *(None if x is None else True for x in batched[1:]))
 
-    in_batched = jax.tree.map(shared, tuple(in_batched), is_leaf=_is_primals)
-    return jax.tree.map(lead, in_batched, tuple(operands))
+    in_batched = jax.tree.map(skip_head, tuple(in_batched), is_leaf=_is_primals)
+    return jax.tree.map(add_batch, in_batched, tuple(operands))
 
 
-class Kind(enum.Enum):
-    """How an array is split; further dimensions than those named here are whole everywhere."""
+class ArraySharding(enum.Enum):
+    """How a mesh shards an array. Dimensions that are not named here are never split."""
 
-    HIDDEN = "by token, also over the axis of the vocabulary if that splits the sequence"
-    RESULTS = "as hidden is, one or K numbers per token: as an operand gathered over the axis of the vocabulary"
-    TOKENS = "by token, the same along the axis of the vocabulary"
-    ROWS = "by column of the vocabulary, its first dimension"
-    COLUMNS = "by column of the vocabulary, its second dimension"
-    WHOLE = "not at all"
-    DEVICE = "each device has its own, which no other reads"
+    HIDDEN = "split by token, also over the vocabulary axis if that axis splits the sequence"
+    RESULTS = "per token and sharded like hidden; an operand of this kind is gathered over the vocabulary axis"
+    TOKENS = "per token, split by token and replicated over the vocabulary axis"
+    ROWS = "the first dimension is the vocabulary and is split over the vocabulary axis"
+    COLUMNS = "the second dimension is the vocabulary and is split over the vocabulary axis"
+    REPLICATED = "the same on every device"
+    DEVICE = "each device has its own array, which no other device reads"
 
     @property
     def vocab_dim(self) -> int | None:
         """The dimension of the vocabulary."""
-        return {Kind.ROWS: 0, Kind.COLUMNS: 1}.get(self)
+        return {ArraySharding.ROWS: 0, ArraySharding.COLUMNS: 1}.get(self)
 
     def spec(self, layout: Layout) -> P:
-        """Over a layout."""
-        if self in (Kind.HIDDEN, Kind.RESULTS):
+        """Returns the partition spec of such an array over ``layout``."""
+        if self in (ArraySharding.HIDDEN, ArraySharding.RESULTS):
             return layout.out_spec
-        if self is Kind.TOKENS:
+        if self is ArraySharding.TOKENS:
             return layout.row_spec
-        if self is Kind.DEVICE:
+        if self is ArraySharding.DEVICE:
             return layout.every_device
-        return P() if self is Kind.WHOLE else P(*[None] * (self.vocab_dim or 0), layout.vocab_axes)
+        return P() if self is ArraySharding.REPLICATED else P(*[None] * (self.vocab_dim or 0), layout.vocab_axes)
 
 
-def head(vocab_dim: int) -> Primals[Kind]:
-    """The kinds of a head's operands and gradients."""
-    return Primals(Kind.HIDDEN, Kind.COLUMNS if vocab_dim else Kind.ROWS, Kind.ROWS)
+def head_sharding(vocab_dim: int) -> Primals[ArraySharding]:
+    """Returns the shardings of a head's operands and of their gradients."""
+    return Primals(
+        ArraySharding.HIDDEN,
+        ArraySharding.COLUMNS if vocab_dim else ArraySharding.ROWS,
+        ArraySharding.ROWS,
+        ArraySharding.ROWS,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What one device computes of its share, with its collectives.
+    """What one device computes of its share of a call, including the collectives.
 
     Attributes:
-        run: ``run(call, *operands)``, with the call of the share, whose ``axis_name``, ``gather_dim`` and
-            ``token_axes`` say which collectives it needs.
-        operands: a `Kind` in place of each array, or of a tree of them. There is a `Kind.HIDDEN` and a weight.
-        results: the same.
-        joins: whether a batch of calls is one call with more tokens: all results are by token.
-        unused: what is lost of the call where XLA decides how operands are split, in words.
+        run: ``run(call, *operands)``. It gets the call of the device's share, whose ``axis_name``, ``gather_dim`` and
+            ``token_axes`` name the axes of its collectives.
+        operands: an `ArraySharding` in place of each array, or of a tree of arrays. One of them is
+            `ArraySharding.HIDDEN`, and one is a weight.
+        results: likewise for the results.
+        joins: whether a batch of calls can run as one call with more tokens, because all results are per token.
+        unused: phrases that name the options which have no effect where XLA partitions the program.
     """
 
     run: Callable[..., Any]
@@ -144,84 +158,91 @@ class Program:
     unused: tuple[str, ...] = ()
 
 
-def spread(call: Call, program: Program, *operands: Any) -> Any:
-    """``program`` of global arrays, or of this device's."""
+def run_program(call: Call, program: Program, *operands: Any) -> Any:
+    """Runs ``program`` on global arrays, or on the arrays of this device."""
 
     @jax.custom_batching.custom_vmap
-    def run_here(*operands: Any) -> Any:
+    def run_one(*operands: Any) -> Any:
         if call.mesh is None:
             first, *others = jax.tree.leaves(operands)
-            told = [_traced_for_p.bind(first, call=call), *others]
-            return program.run(call, *jax.tree.unflatten(jax.tree.structure(operands), told))
-        layout = call.mesh if isinstance(call.mesh, Layout) else _layout_of_types(call, program, operands)
-        run = _by_xla if layout is None else functools.partial(_over_devices, layout)
+            marked = [_traced_for_p.bind(first, call=call), *others]
+            return program.run(call, *jax.tree.unflatten(jax.tree.structure(operands), marked))
+        layout = call.mesh if isinstance(call.mesh, Layout) else _find_layout(call, program, operands)
+        run = _run_partitioned if layout is None else functools.partial(_run_over_devices, layout)
         return run(call, program, *operands)
 
-    @run_here.def_vmap
-    def batched(size: int, in_batched: Any, *operands: Any) -> Any:
-        by_default = call.cache_bytes is None and call.cache_budget > 0
-        run = _keeping_nothing if by_default else _spread_batch
+    @run_one.def_vmap
+    def run_many(size: int, in_batched: Any, *operands: Any) -> Any:
+        caches_by_default = call.cache_bytes is None and call.cache_budget > 0
+        run = _run_batch_without_cache if caches_by_default else _run_batch
         out = run(call, program, size, tuple(in_batched), operands)
         return out, jax.tree.map(lambda _: True, out)
 
-    return run_here(*operands)
+    return run_one(*operands)
 
 
-def _spread_batch(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
-    """`spread` of a batch of calls, as one call or one by one."""
-    if program.joins and not has_own_columns(in_batched):
-        operands = with_batch(size, in_batched, operands)
-        return spread(_of_batch(call, program, operands), program, *operands)
-    return one_by_one(functools.partial(spread, call, program), in_batched, operands)
+def _run_batch(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
+    """Runs a batch of calls: as one call with more tokens if possible, else one after the other."""
+    if program.joins and not has_batched_head(in_batched):
+        operands = broadcast_batch(size, in_batched, operands)
+        return run_program(_merge_batch(call, program, operands), program, *operands)
+    return map_examples(functools.partial(run_program, call, program), in_batched, operands)
 
 
-def _keeping_nothing(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
-    """A batch of calls that do not ask for a cache: that of each example would be too much, so there is none.
+def _run_batch_without_cache(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
+    """Runs a batch of calls that cache tiles only by default. It caches none, because each example would need a cache.
 
-    A program that returns a cache returns zeros in its place, which the compiler drops, because a program that is given
-    one of a batch does not read it.
+    Programs that return a cache return zeros instead. The compiler drops these, because a program that receives such a
+    cache in a batch does not read it.
     """
     kinds = program.operands
-    if any(jax.tree.leaves(jax.tree.map(lambda kind, x: x if kind is Kind.DEVICE else None, kinds, in_batched))):
-        in_batched, operands = (jax.tree.map(_but_of_devices, kinds, x) for x in (in_batched, operands))
-    elif Kind.DEVICE not in jax.tree.leaves(program.results):
-        return _spread_batch(call, program, size, in_batched, operands)
-    joins = program.joins or Kind.DEVICE in jax.tree.leaves(program.results)
-    found = _spread_batch(
-        call.but(cache_bytes=0), dataclasses.replace(program, joins=joins), size, in_batched, operands
+    if any(
+        jax.tree.leaves(jax.tree.map(lambda kind, x: x if kind is ArraySharding.DEVICE else None, kinds, in_batched))
+    ):
+        in_batched, operands = (jax.tree.map(_drop_device_arrays, kinds, x) for x in (in_batched, operands))
+    elif ArraySharding.DEVICE not in jax.tree.leaves(program.results):
+        return _run_batch(call, program, size, in_batched, operands)
+    joins = program.joins or ArraySharding.DEVICE in jax.tree.leaves(program.results)
+    results = _run_batch(
+        call.replace(cache_bytes=0), dataclasses.replace(program, joins=joins), size, in_batched, operands
     )
-    examples = jax.tree.map(functools.partial(_jax.of_one, size), in_batched, operands)
-    made, shapes = jax.make_jaxpr(functools.partial(spread, call, program), return_shape=True)(*examples)
+    examples = jax.tree.map(functools.partial(_jax.example_type, size), in_batched, operands)
+    made, shapes = jax.make_jaxpr(functools.partial(run_program, call, program), return_shape=True)(*examples)
     avals = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)
 
-    def filled(kind: Kind, own: Any, avals: Any) -> Any:
-        return jax.tree.map(functools.partial(_jax.zeros_of_batch, size), avals) if kind is Kind.DEVICE else own
+    def fill(kind: ArraySharding, result: Any, avals: Any) -> Any:
+        if kind is not ArraySharding.DEVICE:
+            return result
+        return jax.tree.map(functools.partial(_jax.make_batch_zeros, size), avals)
 
-    return jax.tree.map(filled, program.results, found, avals)
-
-
-def _but_of_devices(kind: Kind, x: Any) -> Any:
-    return None if kind is Kind.DEVICE else x
+    return jax.tree.map(fill, program.results, results, avals)
 
 
-def _of_batch(call: Call, program: Program, operands: Any) -> Call:
-    """A batch of calls as one, with a dimension of tokens more."""
-    hidden = _hidden(program, operands)
-    call = call.but(num_tokens=math.prod(hidden.shape[:-1]))
+def _drop_device_arrays(kind: ArraySharding, x: Any) -> Any:
+    return None if kind is ArraySharding.DEVICE else x
+
+
+def _merge_batch(call: Call, program: Program, operands: Any) -> Call:
+    """Returns the call that computes a batch of calls at once, with one more dimension of tokens."""
+    hidden = _find_hidden(program, operands)
+    call = call.replace(num_tokens=math.prod(hidden.shape[:-1]))
     if not isinstance(call.mesh, Layout):
         return call
-    return dataclasses.replace(call, mesh=call.mesh.with_batch(jax.typeof(hidden).sharding.spec))
+    return dataclasses.replace(call, mesh=call.mesh.add_batch(jax.typeof(hidden).sharding.spec))
 
 
-def is_left_to_xla(call: Call, operands: Any) -> bool:
-    """Whether XLA decides how operands are split: nothing can be kept there that is no global array."""
+def is_partitioned_by_xla(call: Call, operands: Any) -> bool:
+    """Whether XLA partitions the call. Then nothing but global arrays can pass from forward to backward."""
     if call.mesh is None or isinstance(call.mesh, Layout):
         return False
-    return all(kind == AxisType.Auto for kind in mesh_of_types(operands).axis_types)
+    return all(kind == AxisType.Auto for kind in find_typed_mesh(operands).axis_types)
 
 
-def typed_as(gradients: Primals, operands: Primals) -> Primals:
-    """Gradients split and typed as their operands are: summed over axes of a ``shard_map`` that share an operand."""
+def match_types(gradients: Primals, operands: Primals) -> Primals:
+    """Returns the gradients with the shardings and types of their operands.
+
+    A gradient is summed over those axes of a ``shard_map`` over which its operand is replicated.
+    """
     summed = []
     for gradient, operand in zip(gradients, operands, strict=True):
         axes = _jax.varying_axes(operand)
@@ -230,11 +251,11 @@ def typed_as(gradients: Primals, operands: Primals) -> Primals:
             summed.append(_jax.psum_to_axes(wide, axes).astype(gradient.dtype))
         else:
             summed.append(gradient)
-    return split_as(Primals(*summed), operands)
+    return match_shardings(Primals(*summed), operands)
 
 
-def split_as[T](gradients: T, operands: T) -> T:
-    """Gradients split as their operands are by types. Some may be None."""
+def match_shardings[T](gradients: T, operands: T) -> T:
+    """Returns the gradients, resharded as their operands are typed. A gradient may be None."""
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, operands)
     return jax.tree.map(
         lambda x, like: x if x is None or like.mesh.empty else jax.sharding.reshard(x, like),
@@ -244,122 +265,132 @@ def split_as[T](gradients: T, operands: T) -> T:
     )
 
 
-def _pairs(kinds: Any, tree: Any) -> Iterator[tuple[Kind, Any]]:
-    """Each array with its kind."""
+def _pair_with_shardings(kinds: Any, tree: Any) -> Iterator[tuple[ArraySharding, Any]]:
+    """Yields each array of ``tree`` with its sharding."""
     return zip(jax.tree.leaves(jax.tree.broadcast(kinds, tree)), jax.tree.leaves(tree), strict=True)
 
 
-def _hidden(program: Program, operands: Any) -> Any:
-    """The hidden states whose leading dimensions are those of the call."""
-    return next(x for kind, x in _pairs(program.operands, operands) if kind is Kind.HIDDEN)
+def _find_hidden(program: Program, operands: Any) -> Any:
+    """Returns the hidden states, whose leading dimensions are those of the call."""
+    return next(x for kind, x in _pair_with_shardings(program.operands, operands) if kind is ArraySharding.HIDDEN)
 
 
-def _share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
-    """What one device computes of its ``operands``, by the implementation that serves their shapes."""
-    hidden = _hidden(program, operands)
+def _describe_share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
+    """Returns the call of one device's share, with the implementation that serves the shapes of its ``operands``."""
+    hidden = _find_hidden(program, operands)
     gathered = 1 if layout.gather_dim is None else layout.vocab_shards
-    pairs = _pairs(program.operands, operands)
+    pairs = _pair_with_shardings(program.operands, operands)
     columns = [x.shape[kind.vocab_dim] for kind, x in pairs if kind.vocab_dim is not None and x.ndim == 2]
     teacher = call.teacher and dataclasses.replace(call.teacher, columns=columns[1])
-    share = dataclasses.replace(call, columns=columns[0], teacher=teacher).but(
+    share = dataclasses.replace(call, columns=columns[0], teacher=teacher).replace(
         num_tokens=math.prod(hidden.shape[:-1]) * gathered,
         axis_name=layout.vocab_axes,
         gather_dim=layout.gather_dim,
         token_axes=layout.token_axes,
         mesh=None,
     )
-    share = _dispatch.over(share, layout.mesh)
-    scalars.whole_parts(call.vocab_part_size, call.columns, share.columns)
+    share = _dispatch.use_mesh_device(share, layout.mesh)
+    scalars.check_vocab_parts(call.vocab_part_size, call.columns, share.columns)
     return dataclasses.replace(share, implementation=_dispatch.choose(share)[0].NAME)
 
 
-def _split_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layout:
-    """The layout of operands that are split by ``specs``."""
-    split = list(zip(_pairs(program.operands, operands), specs, strict=True))
-    (hidden, of_hidden), *others = [(x, spec) for (kind, x), spec in split if kind is Kind.HIDDEN]
+def _make_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layout:
+    """Returns the layout of operands that are sharded by ``specs``."""
+    split = list(zip(_pair_with_shardings(program.operands, operands), specs, strict=True))
+    (hidden, hidden_spec), *others = [(x, spec) for (kind, x), spec in split if kind is ArraySharding.HIDDEN]
     weights = [(kind.vocab_dim, x, spec) for (kind, x), spec in split if kind.vocab_dim is not None and x.ndim == 2]
-    of_rows = [spec for (kind, _), spec in split if kind in (Kind.TOKENS, Kind.RESULTS)]
-    of_rows += [spec for _, spec in others]
-    vocab_dim, weight, of_weight = weights[0]
-    layout = layout_of_specs(mesh, hidden, weight, of_hidden, of_weight, of_rows, vocab_dim)
-    if len({x.shape[dim] for dim, x, _ in weights}) > 1:  # of different sizes: each device has all of each
+    token_specs = [spec for (kind, _), spec in split if kind in (ArraySharding.TOKENS, ArraySharding.RESULTS)]
+    token_specs += [spec for _, spec in others]
+    vocab_dim, weight, weight_spec = weights[0]
+    layout = layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, token_specs, vocab_dim)
+    if len({x.shape[dim] for dim, x, _ in weights}) > 1:  # their sizes differ, so both are replicated
         return dataclasses.replace(layout, vocab_axes=None, gather_dim=None)
     return layout
 
 
-# By names, and by types
+# On the devices of a layout, which names or types give
 
 
-def _layout_of_types(call: Call, program: Program, operands: Any) -> Layout | None:
-    """The layout that the operands' types name; None if all axes of their mesh are Auto."""
-    mesh = mesh_of_types(operands)
+def _find_layout(call: Call, program: Program, operands: Any) -> Layout | None:
+    """Returns the layout that the operands' types name, or None if all axes of their mesh are Auto."""
+    mesh = find_typed_mesh(operands)
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return None
     if auto := auto_axes(mesh):
         warn_once(
-            f"{call.function} takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of a mesh "
-            f"that also has Explicit ones: make them Explicit, or call {call.sharded_function}"
+            f"{call.function} treats its operands as replicated over {', '.join(map(repr, auto))}, Auto axes of a mesh "
+            f"that also has Explicit axes: make them Explicit, or call {call.sharded_function}"
         )
-    return _split_layout(mesh, program, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
+    return _make_layout(mesh, program, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
 
 
-def _over_devices(layout: Layout, call: Call, program: Program, *operands: Any) -> Any:
-    """The program on every device of a layout.
+def _run_over_devices(layout: Layout, call: Call, program: Program, *operands: Any) -> Any:
+    """Runs the program on every device of a layout.
 
-    It writes all collectives itself, so no types are checked; inside a ``shard_map`` over other axes, results vary over
-    those as operands do.
+    The program contains all collectives, so ``shard_map`` checks no types. Inside a ``shard_map`` over other axes, the
+    results vary over the axes that the operands vary over.
     """
     here = jax.sharding.get_abstract_mesh()
     layout = dataclasses.replace(layout, mesh=here) if here.manual_axes else layout
-    pairs = _pairs(program.operands, operands)
-    placed = [x if kind is Kind.DEVICE else layout.placed(x, kind.spec(layout)) for kind, x in pairs]
-    in_specs, out_specs = _specs(layout, program)
-    device = functools.partial(_of_device, layout, call, program)
+    pairs = _pair_with_shardings(program.operands, operands)
+    placed = [x if kind is ArraySharding.DEVICE else layout.reshard(x, kind.spec(layout)) for kind, x in pairs]
+    in_specs, out_specs = _make_specs(layout, program)
+    device = functools.partial(_run_on_device, layout, call, program)
     mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    found = mapped(*jax.tree.unflatten(jax.tree.structure(operands), placed))
-    return _jax.vary_over(found, _jax.varying_axes(operands))
+    results = mapped(*jax.tree.unflatten(jax.tree.structure(operands), placed))
+    return _jax.vary_over(results, _jax.varying_axes(operands))
 
 
-def _of_device(layout: Layout, call: Call, program: Program, *operands: Any) -> Any:
-    """The program of one device's share: of what is by token, its own part."""
-    share = _share(call, layout, program, operands)
-    kinds, flat = zip(*_pairs(program.operands, operands), strict=True)
-    gathered = iter(layout.gathered([x for kind, x in zip(kinds, flat, strict=True) if kind is Kind.RESULTS]))
-    whole = [next(gathered) if kind is Kind.RESULTS else x for kind, x in zip(kinds, flat, strict=True)]
-    found = program.run(share, *jax.tree.unflatten(jax.tree.structure(operands), whole))
-    own = [layout.own_rows(x) if kind is Kind.RESULTS else x for kind, x in _pairs(program.results, found)]
-    return jax.tree.unflatten(jax.tree.structure(found), own)
+def _run_on_device(layout: Layout, call: Call, program: Program, *operands: Any) -> Any:
+    """Runs the program on the share of one device.
+
+    Operands of kind `ArraySharding.RESULTS` are gathered over the vocabulary axis. Of such results, each device keeps
+    its own rows.
+    """
+    share = _describe_share(call, layout, program, operands)
+    kinds, flat = zip(*_pair_with_shardings(program.operands, operands), strict=True)
+    gathered = iter(
+        layout.gather_rows([x for kind, x in zip(kinds, flat, strict=True) if kind is ArraySharding.RESULTS])
+    )
+    full = [next(gathered) if kind is ArraySharding.RESULTS else x for kind, x in zip(kinds, flat, strict=True)]
+    results = program.run(share, *jax.tree.unflatten(jax.tree.structure(operands), full))
+    local = [
+        layout.take_local_rows(x) if kind is ArraySharding.RESULTS else x
+        for kind, x in _pair_with_shardings(program.results, results)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(results), local)
 
 
-def _specs(layout: Layout, program: Program) -> tuple[Any, Any]:
-    """How operands and results are split, a spec in place of each kind."""
+def _make_specs(layout: Layout, program: Program) -> tuple[Any, Any]:
+    """Returns the partition specs of operands and results, in place of each `ArraySharding`."""
     operands = jax.tree.map(lambda kind: kind.spec(layout), program.operands)
     return operands, jax.tree.map(lambda kind: kind.spec(layout), program.results)
 
 
-# By XLA
+# Where XLA partitions
 
 
-def _by_xla(call: Call, program: Program, *operands: Any) -> Any:
-    """The program of global arrays, which XLA partitions."""
-    whole = functools.partial(program.run, call)
-    if call.mesh.empty:  # then it may be lowered for one device
-        whole = functools.partial(spread, dataclasses.replace(call, mesh=None), program)
-    rule, dimensions = functools.partial(_rule, call, program), functools.partial(_dimensions, program)
-    return Partitioned(whole, rule, dimensions, call.mesh, call, program.unused)(*operands)
+def _run_partitioned(call: Call, program: Program, *operands: Any) -> Any:
+    """Runs the program on global arrays, which XLA partitions."""
+    run = functools.partial(program.run, call)
+    if call.mesh.empty:  # the program may be lowered for one device
+        run = functools.partial(run_program, dataclasses.replace(call, mesh=None), program)
+    rule, dimensions = functools.partial(_partition, call, program), functools.partial(_name_dimensions, program)
+    return Partitioned(run, rule, dimensions, call.mesh, call, program.unused)(*operands)
 
 
-def _dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tuple[str, ...]]:
-    """The names of all arrays' dimensions, for XLA, and of those that are not split, in the order of appearance.
+def _name_dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tuple[str, ...]]:
+    """Returns a name for each dimension of each array, for XLA's rule, and the names that are never split.
 
-    A name has one size, so sizes are names, but those of tokens.
+    Dimensions of one name must have one size. Therefore the names are made of the sizes, except those of token
+    dimensions.
     """
-    all_tokens = [f"b{dim}" for dim in range(_hidden(program, operands).ndim - 1)]
+    all_tokens = [f"b{dim}" for dim in range(_find_hidden(program, operands).ndim - 1)]
     sides, unsplit = [], []
     for kinds, tree in ((program.operands, operands), (program.results, results)):
         arrays = []
-        for kind, x in _pairs(kinds, tree):
-            tokens = all_tokens if kind in (Kind.HIDDEN, Kind.RESULTS, Kind.TOKENS) else []
+        for kind, x in _pair_with_shardings(kinds, tree):
+            tokens = all_tokens if kind in (ArraySharding.HIDDEN, ArraySharding.RESULTS, ArraySharding.TOKENS) else []
             names = [*tokens, *(f"n{size}" for size in x.shape[len(tokens) :])]
             if kind.vocab_dim is not None:
                 names[kind.vocab_dim] = f"v{x.shape[kind.vocab_dim]}"
@@ -369,10 +400,10 @@ def _dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tup
     return " -> ".join(sides), tuple(dict.fromkeys(unsplit))
 
 
-def _rule(call: Call, program: Program, mesh: Any, operands: Any, specs: Any) -> Partition:
-    layout = _split_layout(mesh, program, operands, jax.tree.leaves(specs, is_leaf=_is_spec))
-    in_specs, out_specs = _specs(layout, program)
-    device = functools.partial(_of_device, layout, call, program)
+def _partition(call: Call, program: Program, mesh: Any, operands: Any, specs: Any) -> Partition:
+    layout = _make_layout(mesh, program, operands, jax.tree.leaves(specs, is_leaf=_is_spec))
+    in_specs, out_specs = _make_specs(layout, program)
+    device = functools.partial(_run_on_device, layout, call, program)
     return Partition(device, jax.tree.broadcast(in_specs, operands, is_leaf=_is_spec), out_specs)
 
 
@@ -380,49 +411,49 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
 
 
-# Without a mesh
+# On one device
 
 
-_traced_for_p = Primitive("lce_traced_for")  # its operand, in a program that knows what it was traced for
+_traced_for_p = Primitive("lce_traced_for")  # the identity; it remembers the device that its program was traced for
 _traced_for_p.def_abstract_eval(lambda x, **_: x)
 _traced_for_p.def_impl(lambda x, **_: x)
 
 
 def _lower_traced(context: Any, x: Any, *, call: Call) -> list[Any]:
-    """Refuses a program that is lowered for other devices than it was traced for.
+    """Refuses a program that is lowered for another device than it was traced for.
 
-    Tracing chooses the implementation, for the device that the mesh, the arrays or JAX's default name. ``jit`` may
-    lower the program for another: where ``in_shardings`` or the operands' own devices name one, or by ``jax.export``.
+    Tracing chooses the implementation, for the device of the mesh, of the arrays, or JAX's default device. ``jit`` may
+    lower the program for another device: that of ``in_shardings``, of the operands, or of ``jax.export``.
     """
     module, traced = context.module_context, call.device
     count = getattr(module.axis_context, "num_devices", 1)
     if count > 1:
         raise UnsupportedError(
-            f"{call.function} is lowered for {count} devices, and tracing saw no mesh: each device would compute "
-            f"all of it. Call it under jax.set_mesh(mesh), or call {call.sharded_function}"
+            f"{call.function} is lowered for {count} devices, but tracing saw no mesh: each device would compute "
+            f"the whole call. Call it under jax.set_mesh(mesh), or call {call.sharded_function}"
         )
     kinds = {"cuda": "gpu", "rocm": "gpu"}
     for platform in module.platforms:
         kind, backend = kinds.get(platform, platform), module.backend
         there = traced if traced.platform == kind else None
         if backend is not None and kinds.get(backend.platform, backend.platform) == kind:
-            there = _dispatch.device_of(backend.devices()[0])
+            there = _dispatch.describe_device(backend.devices()[0])
         if there != traced:
-            _check(call, there, platform)
+            _check_device(call, there, platform)
     return [x]
 
 
 _jax.mlir.register_lowering(_traced_for_p, _lower_traced)
 
 
-def _check(call: Call, there: Device | None, platform: str) -> None:
-    """Raises unless what was traced serves the call on a device as well; ``there`` is None for one that is not here."""
-    traced, reason = call.device, f"{platform}, for a device that is not known here"
+def _check_device(call: Call, there: Device | None, platform: str) -> None:
+    """Raises if the traced implementation would not be chosen on the device ``there``; None: an unknown device."""
+    traced_for, reason = call.device, f"{platform}, a device that is unknown here"
     if call.requested == (call.implementation,) == (xla.NAME,) or (there is None and mosaic.without_kernels(call)):
         return
     if there is not None:
         try:
-            chosen = _dispatch.choose(call.but(device=there))[0].NAME
+            chosen = _dispatch.choose(call.replace(device=there))[0].NAME
         except UnsupportedError as error:
             reason = f"{there.kind or there.platform}: {error}"
         else:
@@ -430,48 +461,49 @@ def _check(call: Call, there: Device | None, platform: str) -> None:
                 return
             reason = f'{there.kind or there.platform}, where "{chosen}" serves it'
     raise UnsupportedError(
-        f"{call.function} was traced for {traced.kind or traced.platform}, where implementation "
+        f"{call.function} was traced for {traced_for.kind or traced_for.platform}, where implementation "
         f'"{call.implementation}" serves it, and is lowered for {reason}. Call it under jax.set_mesh(mesh) with a mesh '
-        'of the devices that it is for, such as jax.sharding.Mesh([device], ("device",)), or give implementation="xla"'
+        'of the target devices, such as jax.sharding.Mesh([device], ("device",)), or pass implementation="xla"'
     )
 
 
 class Capability(NamedTuple):
-    """A function of global arrays, differentiable in its operands. Everything else is ``rest``."""
+    """A function of global arrays, differentiable in ``operands`` and not in ``rest``."""
 
-    forward: Callable[..., Any]  # (call, operands, rest, differentiated, *static) -> results, kept for the backward
-    backward: Callable[..., Any]  # (call, operands, rest, kept, cotangent) -> gradients, None if not `Call.wanted`
-    of_no_tokens: Callable[..., Any]  # (call, rest) -> results
+    forward: Callable[..., Any]  # (call, operands, rest, differentiated, *static) -> results, saved for the backward
+    # (call, operands, rest, saved, cotangent) -> gradients, None for operands that are not in `Call.gradients`
+    backward: Callable[..., Any]
+    make_empty_results: Callable[..., Any]  # (call, rest) -> results
     static: tuple[Hashable, ...] = ()
-    # Whether the forward keeps the gradients, for a cotangent of 1. Then the backward multiplies them, it may be
-    # differentiated, and it is given `OperandType`s: nothing keeps the operands.
-    keeps_gradients: bool = False
+    # Whether the forward saves the gradients, for a cotangent of 1. Then the backward multiplies them by the cotangent,
+    # may itself be differentiated, and gets `OperandType`s, because the operands are not saved.
+    saves_gradients: bool = False
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class OperandType:
-    """What a gradient must look like."""
+    """The type that a gradient must have."""
 
     dtype: jnp.dtype
     varying: frozenset[Any]  # the manual mesh axes
 
 
 def compute(capability: Capability, call: Call, operands: Any, rest: Any) -> Any:
-    """The results, differentiable in ``operands``."""
+    """Returns the results of a capability, differentiable in ``operands``."""
     if not call.num_tokens:
-        return _jax.vary_over(capability.of_no_tokens(call, rest), result_axes(call, (operands, rest)))
+        return _jax.vary_over(capability.make_empty_results(call, rest), list_result_axes(call, (operands, rest)))
     marked = functools.partial(_jax.only_in_reverse.bind, function=call.function)
     return _differentiable(capability, call, jax.tree.map(marked, operands), rest)
 
 
-# Jitted, so that calls outside ``jit`` compile once; within ``jit`` it is inlined.
+# It is jitted so that calls outside ``jit`` compile once. Inside ``jit`` it is inlined.
 run = jax.jit(compute, static_argnums=(0, 1), inline=True)
 
 
-def result_axes(call: Call, operands: Any) -> frozenset[Any]:
-    """The axes over which results may differ by the types of ``operands``."""
-    return _jax.varying_axes(operands) - frozenset(_jax.as_axes(call.axis_name))
+def list_result_axes(call: Call, operands: Any) -> frozenset[Any]:
+    """Returns the mesh axes over which results vary, by the types of ``operands``."""
+    return _jax.varying_axes(operands) - frozenset(_jax.list_axes(call.axis_name))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -480,31 +512,31 @@ def _differentiable(capability: Capability, call: Call, operands: Any, rest: Any
 
 
 def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) -> tuple[Any, Any]:
-    primals, *_ = _primals(operands)
-    asked = Wanted(*(x is not None and x.perturbed for x in primals))
-    if call.rank and asked.weight:
-        raise ValueError(
-            f"{call.function} with lora has no gradient of the weight: give it jax.lax.stop_gradient(weight)"
-        )
-    call, given = call.but(wanted=asked), _jax.values((operands, rest))
-    out, kept = _jax.not_differentiable(lambda *given: capability.forward(call, *given, True, *capability.static))(
-        *given
+    primals, *_ = _find_primals(operands)
+    requested = RequestedGradients(*(x is not None and x.perturbed for x in primals))
+    if call.rank and requested.weight:
+        raise ValueError(f"{call.function} with lora has no gradient of the weight: pass jax.lax.stop_gradient(weight)")
+    call, inputs = call.replace(gradients=requested), _jax.primal_arrays((operands, rest))
+    out, saved = _jax.not_differentiable(lambda *inputs: capability.forward(call, *inputs, True, *capability.static))(
+        *inputs
     )
-    if capability.keeps_gradients:
-        given = jax.tree.map(lambda x: OperandType(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
-    # The shape of an array without numbers tells the backward rule what is asked for. The residuals' tree cannot: JAX
-    # takes it from any trace of this rule, also one where other operands are differentiated.
-    told = jnp.zeros((0, asked.hidden, asked.weight, asked.bias), jnp.int8)
-    return out, (given, kept, told)
+    if capability.saves_gradients:
+        inputs = jax.tree.map(lambda x: OperandType(jnp.dtype(x.dtype), _jax.varying_axes(x)), inputs)
+    # The shape of an empty array tells the backward rule which gradients are requested. The structure of the residuals
+    # cannot: JAX takes it from any trace of this rule, also from one where other operands are differentiated.
+    requested_shape = jnp.zeros((0, *dataclasses.astuple(requested)), jnp.int8)
+    return out, (inputs, saved, requested_shape)
 
 
 def _backward_rule(capability: Capability, call: Call, residuals: Any, cotangent: Any) -> tuple[Any, None]:
-    given, kept, told = residuals
-    backward = functools.partial(capability.backward, call.but(wanted=Wanted(*map(bool, told.shape[1:]))))
-    if capability.keeps_gradients:
-        return backward(*given, kept, _jax.cotangents(cotangent)), None
-    gradients = _jax.not_differentiable(backward)(*given, kept, _jax.cotangents(cotangent))
-    return (gradients if call.mesh is None else typed_as(gradients, given[0])), None
+    inputs, saved, requested_shape = residuals
+    backward = functools.partial(
+        capability.backward, call.replace(gradients=RequestedGradients(*map(bool, requested_shape.shape[1:])))
+    )
+    if capability.saves_gradients:
+        return backward(*inputs, saved, _jax.cotangent_arrays(cotangent)), None
+    gradients = _jax.not_differentiable(backward)(*inputs, saved, _jax.cotangent_arrays(cotangent))
+    return (gradients if call.mesh is None else match_types(gradients, inputs[0])), None
 
 
 _differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -1,6 +1,6 @@
-"""One device's part of `lce_jax.linear_topk` with its collective, as `_shard` has it of `linear_logprobs`.
+"""One device's part of `lce_jax.linear_topk`, including its collective, like `_shard` for `linear_logprobs`.
 
-hidden ─ gather over the sequence ─ the shard's k largest ─ one all-gather of them ─ the k largest of all ─▶ TopK
+hidden ─ gather over the sequence ─ k largest of the shard ─ all-gather of these ─ k largest of all ─▶ TopK
 """
 
 from __future__ import annotations
@@ -25,33 +25,36 @@ if TYPE_CHECKING:
 
 
 def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
-    """The results, in the shape of labels with k more, the same on every shard of the vocabulary."""
+    """Returns the results [..., k] and [...], the same on every shard of the vocabulary."""
     shape = rows.labels.shape
-    rows = _describe.flattened(rows, len(shape))
+    rows = _describe.flatten_tokens(rows, len(shape))
     with jax.named_scope("lce_topk"):
-        part = _shard.Part.of(call, _shard.flat_operands(call, primals), rows)
+        part = _shard.Part.of(call, _shard.flatten_operands(call, primals), rows)
         operands, order = part.operands()
-        found = _products.largest(operands, call)
-        found = found._replace(ids=found.ids + part.start)
-        found = found if order is None else _describe.expand(order, found)
+        largest = _products.largest(operands, call)
+        largest = largest._replace(ids=largest.ids + part.start)
+        largest = largest if order is None else _describe.expand(order, largest)
         row_scale = jnp.asarray(part.row_scale, call.stat_dtype).reshape(-1, 1)
     agree = None
     if call.axis_name is not None:
         with jax.named_scope("lce_merge"):
-            given = _shard.given_to(call, part.primals, rows, part.start)
-            parts, every = _collectives.stacked((found, given), call.axis_name)
-            found, agree = _merge(call, parts, row_scale), _shard.agree(call, every, rows, primals.weight)
-    out = _finish(rows, found, row_scale, agree)
+            summary = _shard.summarize_operands(call, part.primals, rows, part.start)
+            parts, summaries = _collectives.gather_trees((largest, summary), call.axis_name)
+            largest, agree = (
+                _merge(call, parts, row_scale),
+                _shard.find_agreeing_rows(call, summaries, rows, primals.weight),
+            )
+    out = _finish(rows, largest, row_scale, agree)
     return jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), out)
 
 
-def _finish(rows: Rows, found: Largest, row_scale: Float[Array, "#T 1"], agree: Bool[Array, "T"] | None) -> TopK:
-    """Eq. 3 at the largest; ids are -1 where there is no result."""
-    log_sumexp = jnp.log(found.sumexp)
-    logprobs = (found.x - found.max[:, None]) * row_scale - log_sumexp[:, None]
-    out = TopK(found.ids, logprobs, found.max * row_scale[:, 0] + log_sumexp)
-    left_out, differ = (None if kept is None else ~kept for kept in (rows.where, agree))
-    for no_result, value in ((_describe.wrong_rows(rows), jnp.nan), (left_out, 0.0), (differ, jnp.nan)):
+def _finish(rows: Rows, largest: Largest, row_scale: Float[Array, "#T 1"], agree: Bool[Array, "T"] | None) -> TopK:
+    """Computes eq. 3 at the k largest. Ids are -1 where there is no result."""
+    log_sumexp = jnp.log(largest.sumexp)
+    logprobs = (largest.x - largest.max[:, None]) * row_scale - log_sumexp[:, None]
+    out = TopK(largest.ids, logprobs, largest.max * row_scale[:, 0] + log_sumexp)
+    masked, differ = (None if x is None else ~x for x in (rows.where, agree))
+    for no_result, value in ((_describe.find_invalid_rows(rows), jnp.nan), (masked, 0.0), (differ, jnp.nan)):
         if no_result is not None:
             out = TopK(
                 jnp.where(no_result[:, None], -1, out.ids),
@@ -62,12 +65,12 @@ def _finish(rows: Rows, found: Largest, row_scale: Float[Array, "#T 1"], agree: 
 
 
 def _merge(call: Call, parts: Largest, row_scale: Float[Array, "#T 1"]) -> Largest:
-    """The k largest of all shards, and eq. 2 of their sums, in the same order on every shard."""
+    """Returns the k largest of all shards, and merges their sums (eq. 2), in the same order on every shard."""
 
-    def side_by_side(x: Array) -> Array:
+    def concatenate_shards(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
 
-    k, per_id = call.top_k, jax.tree.map(side_by_side, (-parts.products, parts.ids, parts.capped))
+    k, per_id = call.top_k, jax.tree.map(concatenate_shards, (-parts.products, parts.ids, parts.capped))
     falling, ids, *capped = (x[:, :k] for x in lax.sort(jax.tree.leaves(per_id), dimension=1, num_keys=2))
     merged = Largest(-falling, ids, capped[0] if capped else None, jnp.zeros_like(parts.sumexp[0]))
     shift = jnp.clip((parts.max - merged.max[None]) * row_scale.T, MASKED, 0.0)

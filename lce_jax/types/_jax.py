@@ -38,14 +38,14 @@ def list_devices(sharding: Any) -> np.ndarray[Any, Any]:
     return np.array(sharding._device_assignment)
 
 
-def as_axes(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+def list_axes(axes: str | Sequence[str] | None) -> tuple[str, ...]:
     """Returns the mesh axes in ``axes`` as a tuple: none, one or several."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def platform_of(device: Any) -> str:
+def find_platform(device: Any) -> str:
     """Returns the platform of a mesh's ``AbstractDevice``.
 
     Before JAX 0.11 an ``AbstractDevice`` has no such field. The name of its kind decides then.
@@ -106,7 +106,7 @@ def has_explicit_axes(x: Any) -> bool:
     return any(AxisType.Explicit in (mesh.axis_types or ()) for mesh in meshes)
 
 
-def without_reduced(x: jax.Array) -> jax.Array:
+def drop_reduced_axes(x: jax.Array) -> jax.Array:
     """Returns ``x`` without reduced axes in its type (``P(..., reduced={...})``), which ask for an unsummed gradient.
 
     Inside ``shard_map`` the result varies over these axes instead; outside, its sharding does not name them. Either way
@@ -120,7 +120,7 @@ def without_reduced(x: jax.Array) -> jax.Array:
     return x
 
 
-def whole(x: jax.Array, *dims: int) -> jax.Array:
+def gather_dims(x: jax.Array, *dims: int) -> jax.Array:
     """Gathers ``x`` over the Explicit axes that split ``dims``, negative numbers, as concatenations require."""
     entries = partitions(jax.typeof(x).sharding.spec)
     gathered = (*(None if dim - x.ndim in dims else axes for dim, axes in enumerate(entries)),)
@@ -145,22 +145,22 @@ def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     return lax.psum(x, extra) if extra else x
 
 
-def values(primals: Any) -> Any:
+def primal_arrays(primals: Any) -> Any:
     """Returns the arrays of the primals that a forward rule of a ``custom_vjp`` with ``symbolic_zeros`` receives."""
     return jax.tree.map(lambda x: x.value, primals)
 
 
-def cotangents(tree: Any) -> Any:
+def cotangent_arrays(tree: Any) -> Any:
     """Returns the cotangents that the backward rule of such a ``custom_vjp`` receives, with zeros as arrays."""
     return jax.tree.map(lambda x: ad.instantiate_zeros(ad.Zero(x.aval)) if isinstance(x, SymbolicZero) else x, tree)
 
 
-def of_one(size: int, batched: bool, x: Any) -> Any:
+def example_type(size: int, batched: bool, x: Any) -> Any:
     """Returns the type of one example of ``x``. If ``x`` is batched, its first dimension is the batch of ``size``."""
     return mapped_aval(size, 0, jax.typeof(x)) if batched else jax.typeof(x)
 
 
-def zeros_of_batch(size: int, aval: Any) -> jax.Array:
+def make_batch_zeros(size: int, aval: Any) -> jax.Array:
     """Returns zeros for a batch of ``size`` examples of the type ``aval``."""
     zeros: jax.Array = ad.instantiate_zeros(ad.Zero(unmapped_aval(size, 0, aval)))
     return zeros

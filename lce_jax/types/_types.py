@@ -129,11 +129,11 @@ class Operands(NamedTuple):
     num_columns: Int[Array, ""] | int | None  # None: V
     # A factor of the raw products, applied first: scale / cap if one of them is traced, or the sign of a traced scale.
     raw_scale: Float[Array, "T"] | None = None
-    # Added to the raw products, in the statistics' dtype. With an adapter: its B [V, R], in the weight's dtype.
-    bias: Float[Array, "V"] | None = None
+    bias: Float[Array, "V"] | None = None  # added to the raw products, in the statistics' dtype
     candidates: Int[Array, "T K"] | None = None  # int32 columns of this shard, -1 where the shard does not own the id
     # A column whose x is below its token's floor does not count, except the target. None: every column counts.
     floor: Float[Array, "T"] | None = None
+    adapter: Float[Array, "V R"] | None = None  # B of an adapter, in the weight's dtype
 
 
 class ShardStatistics(NamedTuple):
@@ -175,26 +175,28 @@ class Primals[A](NamedTuple):
 
     hidden: A  # [..., H]
     weight: A  # [V, H], or [H, V]: Call.weight_layout
-    bias: A | None = None  # [V]; with an adapter its B [V, R] (`Call.rank`)
+    bias: A | None = None  # [V]
+    adapter: A | None = None  # [V, R], B of an adapter (`Call.rank`)
 
-    def only(self, wanted: Wanted) -> Primals[A | None]:
+    def select(self, gradients: RequestedGradients) -> Primals[A | None]:
         """Returns the operands whose gradients are computed, with None in place of the others."""
-        is_wanted = dataclasses.astuple(wanted)
-        return Primals(*(x if computed else None for x, computed in zip(self, is_wanted, strict=True)))
+        is_requested = dataclasses.astuple(gradients)
+        return Primals(*(x if computed else None for x, computed in zip(self, is_requested, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class RequestedGradients:
     """For each operand, whether its gradient is computed. A frozen operand costs no product in the backward."""
 
     hidden: bool = True
     weight: bool = True
     bias: bool = True
+    adapter: bool = True
 
     @property
     def any(self) -> bool:
         """Whether any gradient is computed."""
-        return self.hidden or self.weight or self.bias
+        return any(dataclasses.astuple(self))
 
 
 class RowCoefficients(NamedTuple):
@@ -239,7 +241,7 @@ class Call:
     hidden_size: int = 0
     columns: int = 0
     dtype: jnp.dtype = FLOAT32  # of the weight, and therefore of the matrix products
-    given_dtype: jnp.dtype | None = None  # of the caller's hidden, if it differs from the weight's
+    caller_dtype: jnp.dtype | None = None  # of the caller's hidden, if it differs from the weight's
     partial_rows: bool = False  # whether some rows may not count: the call has ``where``, or a number of rows
     device: Device = CPU
 
@@ -255,8 +257,8 @@ class Call:
     mean_logit: bool = False  # whether the mean logit is computed, which label smoothing needs
     has_bias: bool = False
     # The padded rank R of an adapter (`scalars.padded_rank`); 0: no adapter. With an adapter, hidden is [..., H + R],
-    # the weight is frozen, and B [V, R] takes the place of a bias. B multiplies the last R columns u of hidden, and
-    # the weight the others: logits = h·Wᵀ + u·Bᵀ.
+    # the weight is frozen, and there is no bias. B [V, R] multiplies the last R columns u of hidden, and the weight the
+    # others: logits = h·Wᵀ + u·Bᵀ.
     rank: int = 0
     num_candidates: int = 0  # K; 0: the call has no candidates
     traced_scale: bool = False  # whether scale or cap is an array: both are then in `Rows`, and the numbers here are 1
@@ -266,11 +268,11 @@ class Call:
     top_k: int = 0  # k of `linear_topk`; 0 in every other function
     direction: Literal["forward", "reverse", "jsd"] = "forward"  # of `linear_kl`
     teacher: Call | None = None  # the other head of `linear_kl`
-    wanted: Wanted = Wanted()  # the gradients that a differentiated call computes
+    gradients: RequestedGradients = RequestedGradients()  # the gradients that a differentiated call computes
 
     implementation: str = ""  # the one that serves the call, chosen among ``requested``
     requested: tuple[str, ...] | None = None  # names to choose from, again for the shapes of a shard; None: all
-    given_vocab_size: int | None = None  # the caller's; None once ``vocab_size`` is known
+    caller_vocab_size: int | None = None  # the caller's; None once ``vocab_size`` is known
     vocab_size: int = 0
     padded: bool = False  # whether all shards together have more columns than ``vocab_size``
     axis_name: Any = None  # the mesh axis over which the vocabulary is split inside this program
@@ -289,13 +291,13 @@ class Call:
         """The call of each head: this one, and the teacher's if there is one."""
         return (self,) if self.teacher is None else (self, self.teacher)
 
-    def but(self, **fields: Any) -> Call:
+    def replace(self, **fields: Any) -> Call:
         """Returns a copy with other ``fields``, which are set in the teacher's call too.
 
         It takes a tenth of the time of `dataclasses.replace`.
         """
         other = object.__new__(Call)
-        vars(other).update(vars(self) | {"teacher": self.teacher and self.teacher.but(**fields)} | fields)
+        vars(other).update(vars(self) | {"teacher": self.teacher and self.teacher.replace(**fields)} | fields)
         assert len(vars(other)) == len(vars(self)), fields
         return other
 
@@ -355,14 +357,14 @@ class Call:
         return (hidden[..., : self.hidden_size], hidden[..., self.hidden_size :]) if self.rank else (hidden, hidden)
 
     @property
-    def without_parts(self) -> Call:
+    def single_part(self) -> Call:
         """The same call without ``vocab_part_size``."""
         return dataclasses.replace(self, vocab_part_size=None)
 
     @property
     def hidden_dtype(self) -> jnp.dtype:
         """The dtype of hidden before it is cast to the weight's, and of dhidden."""
-        return self.given_dtype or self.dtype
+        return self.caller_dtype or self.dtype
 
     @property
     def stat_dtype(self) -> jnp.dtype:

@@ -34,43 +34,43 @@ __all__ = [
     "MOST_MASS",
     "OTHER_NAMES",
     "RESTS",
-    "alone_with_floor",
-    "are_inside",
-    "arguments_of_loss",
+    "all_in_vocabulary",
     "bound",
-    "broadcasting",
-    "candidate_shape",
-    "dimensions_of_tokens",
+    "check_beta",
+    "check_candidate_shape",
+    "check_choice",
+    "check_floor_options",
+    "check_k",
+    "check_labels_shape",
+    "check_part_size",
+    "check_per_token_shape",
+    "check_token_dimensions",
+    "check_vocab_parts",
+    "count_candidates",
     "flag",
     "format_bytes",
     "fraction",
-    "given_labels",
-    "given_value",
+    "hint_at_logits",
     "integer",
     "is_integer",
     "is_number",
     "is_temperature",
-    "labels_shape",
-    "mixed_tokens",
-    "names_of_loss",
-    "not_hidden",
+    "list_loss_arguments",
+    "mixed_tokens_error",
     "not_negative",
     "num_bytes",
-    "num_candidates",
-    "num_largest",
     "number",
-    "of_the_student_alone",
-    "of_the_teacher",
-    "one_of",
-    "part_size",
-    "per_token_shape",
     "positive",
     "real",
+    "require_labels",
+    "require_value",
+    "reword_for_teacher",
     "smoothing",
-    "unknown_options",
+    "split_loss_arguments",
+    "student_only_error",
+    "suggest_broadcasts",
+    "unknown_options_error",
     "warn_outside",
-    "weight_of_jsd",
-    "whole_parts",
 ]
 
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -170,7 +170,7 @@ def integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def weight_of_jsd(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) -> float | None:
+def check_beta(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) -> float | None:
     """Returns the β of a generalised JSD, by default 0.5, or None if ``chosen`` is another divergence.
 
     ``ends`` are the names of the divergences that a β of 0 and of 1 would be.
@@ -188,7 +188,7 @@ def weight_of_jsd(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) 
     return beta
 
 
-def of_the_student_alone(name: str, value: Any, neutral: float | None) -> ValueError:
+def student_only_error(name: str, value: Any, neutral: float | None) -> ValueError:
     """Returns the error for a student's scale or cap without the teacher's, because each model has its own."""
     advice = f'write teacher_{name}="same", or the teacher\'s own, teacher_{name}={neutral} if it has none'
     return ValueError(f"{name}={value} is the student's alone: {advice}")
@@ -217,7 +217,7 @@ MODEL_ARGUMENTS = "hidden|weight|bias|temperature|logit_scale|logit_softcap|weig
 NAME_IN_CODE = re.compile(rf"(?<=\()\b({MODEL_ARGUMENTS})(?=[,)])|\b({MODEL_ARGUMENTS})(?=[=\[]|\.\w)")
 
 
-def of_the_teacher(error: Exception) -> str:
+def reword_for_teacher(error: Exception) -> str:
     r"""Returns an error's message for the teacher's arguments: the code in it names the teacher's arguments.
 
     Example:
@@ -228,7 +228,7 @@ def of_the_teacher(error: Exception) -> str:
     return "the teacher's " + NAME_IN_CODE.sub(r"teacher_\g<0>", str(error))
 
 
-def not_hidden(hidden: Sequence[int], weight: Sequence[int], vocab_size: int, other: str) -> str:
+def hint_at_logits(hidden: Sequence[int], weight: Sequence[int], vocab_size: int, other: str) -> str:
     """Returns the hint for hidden states whose last dimension has the size of the vocabulary; else an empty string.
 
     ``other`` is what to write for a weight [H, V]. The likelier mistake comes first: a vocabulary is usually larger
@@ -243,7 +243,7 @@ def not_hidden(hidden: Sequence[int], weight: Sequence[int], vocab_size: int, ot
     return f": hidden has V = {vocab_size} columns: did you pass logits? {advice}. If hidden is right, {transposed}"
 
 
-def part_size(value: Any, cache_bytes: int | None, gradient_threshold: float) -> int | None:
+def check_part_size(value: Any, cache_bytes: int | None, gradient_threshold: float) -> int | None:
     """Returns a ``vocab_part_size``, in columns; None for a vocabulary without parts.
 
     It is a multiple of 8, because TMA reads the weight in such atoms.
@@ -300,14 +300,14 @@ SHARDS = {  # the option that names the shards of the vocabulary, of which a fun
 SHARD_NAMES = (*SHARDS, "axis", "tp_axis", "group", "process_group")
 
 
-def unknown_options(
+def unknown_options_error(
     function: str, unknown: Sequence[str], known: Sequence[str], loss_fn: Callable[..., Any] | None = None
 ) -> TypeError:
     """Returns the error for names that are neither options of a function nor arguments of its ``loss_fn``.
 
     The message has the option that the first name may mean, or what to write in its place.
     """
-    loss_names = names_of_loss(loss_fn)
+    loss_names = list_loss_arguments(loss_fn)
     similar = iter(difflib.get_close_matches(unknown[0], [*loss_names, *known], 1))
     shards = (advice for name, advice in SHARDS.items() if unknown[0] in SHARD_NAMES and name in known)
     meant = OTHER_NAMES.get(unknown[0]) or next(shards, None) or next(similar, None)
@@ -317,7 +317,7 @@ def unknown_options(
     return TypeError(f"{function}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}{arguments}")
 
 
-def arguments_of_loss(
+def split_loss_arguments(
     loss_fn: Callable[..., Any],
     per_token: Sequence[Any],
     keywords: Mapping[str, Any],
@@ -332,7 +332,7 @@ def arguments_of_loss(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {type(loss_fn)}")
     taken = [name for name, x in parameters.items() if x is not None]
-    loss_names = names_of_loss(loss_fn) if keywords or taken else []
+    loss_names = list_loss_arguments(loss_fn) if keywords or taken else []
     named = {name: x for name, x in keywords.items() if name in loss_names}
     others = {name: x for name, x in keywords.items() if name not in loss_names}
     if both := [name for name in loss_names if name in taken or (name in named and name in options)]:
@@ -356,7 +356,7 @@ def _check_arguments(loss_fn: Callable[..., Any], per_token: Sequence[Any], name
     try:
         signature.bind(None, None, None, *per_token, **named)
     except TypeError as error:
-        names = ", ".join(names_of_loss(loss_fn)) or "none by name"
+        names = ", ".join(list_loss_arguments(loss_fn)) or "none by name"
         missing = ", ".join(f"{name}=..." for name in _missing_arguments(signature, per_token, named))
         hint = f": give {missing}" if missing else ""
         raise TypeError(f"loss_fn: {error}; its further arguments are {names}{hint}") from None
@@ -391,7 +391,7 @@ def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature | None:
     return signature
 
 
-def names_of_loss(loss_fn: Any) -> list[str]:
+def list_loss_arguments(loss_fn: Any) -> list[str]:
     """Returns the arguments that a per-token loss takes by name, after log-probability, entropy and lse."""
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
@@ -402,7 +402,7 @@ def names_of_loss(loss_fn: Any) -> list[str]:
     return [x.name for x in by_name if x not in first]
 
 
-def mixed_tokens(
+def mixed_tokens_error(
     reason: str,
     function: str,
     shape: Sequence[int],
@@ -427,7 +427,7 @@ def mixed_tokens(
     )
 
 
-def broadcasting(name: str, shape: Sequence[int], tokens: Sequence[int]) -> list[str]:
+def suggest_broadcasts(name: str, shape: Sequence[int], tokens: Sequence[int]) -> list[str]:
     """Returns expressions of an array ``name`` of this shape that broadcast to the shape of the tokens.
 
     Example:
@@ -441,7 +441,7 @@ def broadcasting(name: str, shape: Sequence[int], tokens: Sequence[int]) -> list
     return [name] * fits + [f"{name}[..., {', '.join(['None'] * missing)}]"] * leads
 
 
-def per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
+def check_per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
     """Refuses a shape that does not begin with that of the tokens.
 
     A size of 1 may stand in place of any of the tokens' sizes, and () is one number for all tokens.
@@ -452,7 +452,7 @@ def per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]) -> N
         )
 
 
-def given_labels(labels: Any, without: str) -> None:
+def require_labels(labels: Any, without: str) -> None:
     """Refuses None as labels. ``without`` says what to write for tokens without labels."""
     if labels is None:
         raise TypeError(
@@ -460,7 +460,7 @@ def given_labels(labels: Any, without: str) -> None:
         )
 
 
-def are_inside(labels: Any, vocab_size: int) -> bool:
+def all_in_vocabulary(labels: Any, vocab_size: int) -> bool:
     """Whether every label lies in the vocabulary or is `IGNORED`, labels of masked rows included."""
     if labels.max() >= vocab_size:
         return False
@@ -489,7 +489,7 @@ def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy
     )
 
 
-def labels_shape(labels: Sequence[int], leading: Sequence[int]) -> None:
+def check_labels_shape(labels: Sequence[int], leading: Sequence[int]) -> None:
     """Refuses labels whose shape is not that of the hidden states before H. The message suggests a line if it can."""
     labels, leading = tuple(labels), tuple(leading)
     if labels == leading:
@@ -506,13 +506,13 @@ def labels_shape(labels: Sequence[int], leading: Sequence[int]) -> None:
     raise ValueError(f"labels {labels} must have hidden's leading shape {leading}{hint}")
 
 
-def given_value(name: str, value: Any) -> None:
+def require_value(name: str, value: Any) -> None:
     """Refuses None as an argument of a loss that needs it."""
     if value is None:
         raise TypeError(f"{name} is None: give one number per token, or [b, 1] for one per sequence")
 
 
-def dimensions_of_tokens(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
+def check_token_dimensions(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
     """Refuses an array unless it has no dimensions or as many as the tokens.
 
     An array [b] would broadcast along the sequence of [b, s].
@@ -524,7 +524,7 @@ def dimensions_of_tokens(name: str, shape: Sequence[int], tokens: Sequence[int])
         )
 
 
-def alone_with_floor(num_candidates: int, mean_logit: bool) -> None:
+def check_floor_options(num_candidates: int, mean_logit: bool) -> None:
     """Refuses options that have no meaning with a ``logit_floor``, which gives each row its own set of tokens."""
     if num_candidates:
         raise ValueError(
@@ -538,7 +538,7 @@ def alone_with_floor(num_candidates: int, mean_logit: bool) -> None:
         )
 
 
-def whole_parts(part_size: int | None, columns: int, shard_columns: int) -> None:
+def check_vocab_parts(part_size: int | None, columns: int, shard_columns: int) -> None:
     """Refuses shards whose columns do not divide into parts. A vocabulary of one shard may end inside a part."""
     if part_size is None or shard_columns == columns or shard_columns % part_size == 0:
         return
@@ -558,14 +558,14 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Refuses a value that is not one of ``choices``."""
     if value not in choices:
         *first, last = (f'"{choice}"' for choice in choices)
         raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
 
 
-def num_largest(k: Any, vocab_size: int | None = None) -> int:
+def check_k(k: Any, vocab_size: int | None = None) -> int:
     """Returns the k of ``linear_topk``. It is at most ``vocab_size``, if that is known."""
     k = integer("k", k)
     if not 1 <= k <= MOST_CANDIDATES:
@@ -575,14 +575,14 @@ def num_largest(k: Any, vocab_size: int | None = None) -> int:
     return k
 
 
-def num_candidates(name: str, shape: Sequence[int]) -> int:
+def count_candidates(name: str, shape: Sequence[int]) -> int:
     """Returns the K of ids of this shape, ``[..., K]``."""
     if len(shape) < 1 or not 1 <= shape[-1] <= MOST_CANDIDATES:
         raise ValueError(f"{name} {tuple(shape)} must end in K, from 1 to {MOST_CANDIDATES} ids per token")
     return int(shape[-1])
 
 
-def candidate_shape(name: str, shape: Sequence[int], leading: Sequence[int], operand: str) -> None:
+def check_candidate_shape(name: str, shape: Sequence[int], leading: Sequence[int], operand: str) -> None:
     """Refuses ids whose shape is not ``[*leading, K]``, where ``leading`` is the shape of ``operand``."""
     if tuple(shape[:-1]) != tuple(leading):
         raise ValueError(

@@ -76,7 +76,7 @@ def locate_rows(
 
     A ``rank`` is checked if it is a Python number.
     """
-    scalars.one_of("layout", layout, ("zigzag", "contiguous"))
+    scalars.check_choice("layout", layout, ("zigzag", "contiguous"))
     if scalars.integer("cp_size", cp_size) < 1:
         raise ValueError(f"cp_size must be at least 1, got {cp_size}")
     chunks = 2 * cp_size if layout == "zigzag" and cp_size > 1 else cp_size

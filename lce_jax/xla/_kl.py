@@ -3,7 +3,7 @@
 For each chunk of tokens and tile of the vocabulary: a matrix product per model, the statistics of both (eqs. 1 and 6),
 a union (eqs. 2 and 7). A mixture of both distributions needs a second pass (eq. 9). The backward recomputes both
 products, turns them into the gradient of the student's (eqs. 8 and 10) and feeds the student's two gradient products.
-With ``cache_bytes`` the forward keeps what the gradient needs of the first tiles instead (`mathematics._kl.Kept`).
+With ``cache_bytes`` the forward keeps what the gradient needs of the first tiles (`mathematics._kl.CachedRatios`).
 `xla._walk` has the loops; a shard's first model is the student.
 """
 
@@ -20,8 +20,8 @@ from jax import lax
 
 from lce_jax.mathematics import _kl, _logprobs, _statistics
 from lce_jax.mathematics._kl import (
+    CachedRatios,
     Direction,
-    Kept,
     KLCoefficients,
     KLStatistics,
     Mixture,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class KLPlan:
     """What is known when a call is traced."""
 
-    cases: Pair[Call]
+    calls: Pair[Call]
     direction: Direction
     columns: int  # to walk over
 
@@ -60,7 +60,7 @@ class KLPlan:
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of everything that both models enter."""
-        return jnp.promote_types(self.cases.student.stat_dtype, self.cases.teacher.stat_dtype)
+        return jnp.promote_types(self.calls.student.stat_dtype, self.calls.teacher.stat_dtype)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -69,7 +69,7 @@ class KLPlan:
         At (4096, 4096, 151936) on an H200 a forward and backward take 55 ms and 224 MiB with 4096 columns, 57 ms and
         512 MiB with 8192, 54 ms and 960 MiB with 16384.
         """
-        student, teacher = self.cases
+        student, teacher = self.calls
         size = max(student.hidden_size, teacher.hidden_size)
         tile_t, tile_v = _walk.tile_sizes(dataclasses.replace(student, hidden_size=size, columns=self.columns))
         parts = 2 if student.device.platform == "cpu" else 4
@@ -78,17 +78,17 @@ class KLPlan:
     @property
     def walk(self) -> Walk:
         """Over both models' tiles."""
-        return Walk(self.cases, self.columns, *self.tiles)
+        return Walk(self.calls, self.columns, *self.tiles)
 
     @property
     def kept_columns(self) -> int:
         """Those of the first tiles of a walk, whose products ``cache_bytes`` spare the backward."""
-        return _walk.kept_columns(self.cases.student, self.columns, self.tiles[1], self.per_tile)
+        return _walk.kept_columns(self.calls.student, self.columns, self.tiles[1], self.per_tile)
 
     @property
     def kept_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
-        """Of a `Kept`."""
-        student = self.cases.student
+        """Of a `CachedRatios`."""
+        student = self.calls.student
         return _kl.dtypes(_walk.gradient_dtype(student), self.direction, student.logit_softcap is not None)
 
     @property
@@ -98,19 +98,19 @@ class KLPlan:
 
     @property
     def per_tile(self) -> PerTile:
-        """A `Kept`, and what it is relative to."""
+        """A `CachedRatios`, and what it is relative to."""
         return PerTile(columns=self.kept_dtypes, rows=(self.dtype,) * _kl.REFERENCES)
 
 
 def explained(kl: KLPlan) -> Plan:
     """What `explain` says of a call: its tiles and their bytes."""
-    student, teacher = kl.cases
+    student, teacher = kl.calls
     tile_t, tile_v = kl.tiles
     columns, kept, sizes = min(student.columns, teacher.columns), kl.kept_columns, (tile_v, kl.per_tile)
     has_padding = student.vocab_size != student.columns  # or may have
     in_place = _walk.is_one_piece(student, kept, tile_t, has_padding, adds_dweight=False)
     of_tile = _walk.kept_bytes_of_tile(student, *sizes)
-    own, others = (_walk.tile_bytes(call, tile_t, min(tile_v, columns)) + _walk.copied_bytes(call) for call in kl.cases)
+    own, others = (_walk.tile_bytes(call, tile_t, min(tile_v, columns)) + _walk.copied_bytes(call) for call in kl.calls)
     return Plan(
         implementation="xla",
         refused={},
@@ -133,7 +133,7 @@ def explained(kl: KLPlan) -> Plan:
 def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, TileCache | None]:
     """Eqs. 1 and 6 of the whole shard, [T] each, and what ``cache_bytes`` hold of the first tiles."""
     walk, cache = plan.walk, None
-    if keep_cache and plan.cases.student.cache_budget:
+    if keep_cache and plan.calls.student.cache_budget:
         walk = dataclasses.replace(walk, kept_columns=plan.kept_columns)
         cache = _walk.empty_cache(walk, shard, plan.per_tile)
 
@@ -142,12 +142,12 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
         found = _kl.tile_statistics(x, scales, tile.live)
         if cache is not None and tile.index is not None:
             own = Ratios.of(x, found.references, scales)
-            kept = _kl.to_keep(own, plan.kept_dtypes, plan.direction)
+            kept = _kl.encode_ratios(own, plan.kept_dtypes, plan.direction)
             cache = cache.with_part(tile, kept, found.references)
         return running.add(found, scales), cache
 
     running, cache = walk.fold_keeping(
-        shard, lambda tokens: _kl.RunningKL.start(_kl.no_columns(tokens, plan.dtype)), add, cache
+        shard, lambda tokens: _kl.RunningKL.start(_kl.empty_statistics(tokens, plan.dtype)), add, cache
     )
     return running.finish(), cache
 
@@ -164,7 +164,7 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
     def add(running: tuple[MixtureSums, MixtureSums], tile: XTile) -> tuple[MixtureSums, MixtureSums]:
         x, scales = _x(plan, tile).ordered(plan.student_first), _scales(plan, tile.tokens)
         sums, lost = running
-        return _statistics.compensated(sums, _kl.tile_sums(x, scales, tile.rows, tile.live), lost)
+        return _statistics.add_compensated(sums, _kl.tile_sums(x, scales, tile.rows, tile.live), lost)
 
     return jax.tree.map(jnp.add, *plan.walk.fold(shard, empty, add))
 
@@ -173,7 +173,7 @@ def gradients(
     plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: TileCache | None = None
 ) -> Primals:
     """The student's part of dhidden and its dbias, in its statistics' dtype, and its dweight in the weight's."""
-    call, shard = plan.cases.student, shard._replace(rows=rows)
+    call, shard = plan.calls.student, shard._replace(rows=rows)
 
     def dlogits(tile: XTile, cache: TileCache | None) -> Float[Array, "t v"]:
         """Eqs. 5 and 8 or 10."""
@@ -205,9 +205,9 @@ def _ratios(plan: KLPlan, tile: XTile) -> Found:
 def _ratios_kept(plan: KLPlan, tile: XTile, cache: TileCache) -> Found:
     """The same without a product."""
     (columns, (max_p, max_q, at_p)), scales = cache.part(tile), _scales(plan, tile.tokens)
-    kept, references = Kept(*columns), (max_p, max_q, at_p)
-    own = _kl.from_kept(kept, references, tile.rows.references, scales, plan.direction)
-    return own, functools.partial(_kl.students_x, kept, references, scales, plan.direction)
+    kept, references = CachedRatios(*columns), (max_p, max_q, at_p)
+    own = _kl.decode_ratios(kept, references, tile.rows.references, scales, plan.direction)
+    return own, functools.partial(_kl.decode_student_x, kept, references, scales, plan.direction)
 
 
 def _x(plan: KLPlan, tile: XTile) -> Pair[Float[Array, "t v"]]:
@@ -217,7 +217,7 @@ def _x(plan: KLPlan, tile: XTile) -> Pair[Float[Array, "t v"]]:
     another.
     """
     found = []
-    for call, tokens, raw in zip(plan.cases, tile.tokens, tile.products(), strict=True):
+    for call, tokens, raw in zip(plan.calls, tile.tokens, tile.products(), strict=True):
         x = _logprobs.unscaled_logits(lax.optimization_barrier(raw), call, tokens.raw_scale)
         found.append(lax.optimization_barrier(x.astype(plan.dtype)))
     return Pair(*found)
@@ -225,6 +225,6 @@ def _x(plan: KLPlan, tile: XTile) -> Pair[Float[Array, "t v"]]:
 
 def _scales(plan: KLPlan, tokens: tuple[HeadTokens, ...]) -> tuple[Any, Any]:
     """The k of eq. 0, that of p first."""
-    pairs = zip(plan.cases, tokens, strict=True)
+    pairs = zip(plan.calls, tokens, strict=True)
     scales = Pair(*(_logprobs.compute_row_scale(call, own.inverse_temperature) for call, own in pairs))
     return scales.ordered(plan.student_first)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mathematics._statistics import along
+from lce_jax.mathematics._statistics import expand_like
 from lce_jax.types import _jax
 from lce_jax.types._types import Call, Plan
 from lce_jax.types.scalars import format_bytes
@@ -142,7 +142,7 @@ def _running_sums(columns: Int[Array, "n"], values: Float[Array, "n ..."]) -> Fl
     def body(i: Any, values: Array) -> Array:
         step = jnp.left_shift(jnp.int32(1), i)
         same = before(columns, step, -1) == columns
-        return values + jnp.where(along(same, values), before(values, step, 0.0), 0.0)
+        return values + jnp.where(expand_like(same, values), before(values, step, 0.0), 0.0)
 
     return lax.fori_loop(0, (size - 1).bit_length(), body, _jax.vary_like(values, columns))
 

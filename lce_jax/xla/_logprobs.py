@@ -61,11 +61,11 @@ def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tupl
         (x, row_scale), (targets, *more) = _logits(call, tile), tile.rows.relative_to(tile.start)
         stats, e = _logprobs.tile_statistics(x, row_scale, targets, tile.live, call, *more)
         if cache is not None and tile.index is not None:
-            cache = cache.with_part(tile, [_logprobs.to_keep(e, _walk.gradient_dtype(call))], [stats.max])
+            cache = cache.with_part(tile, [_logprobs.encode_exponentials(e, _walk.gradient_dtype(call))], [stats.max])
         return running.add(stats, row_scale), cache
 
     running, cache = walk.fold_keeping(
-        shard, lambda tokens: Running.start(_statistics.empty(tokens, call.stat_dtype, call)), add, cache
+        shard, lambda tokens: Running.start(_statistics.empty_statistics(tokens, call.stat_dtype, call)), add, cache
     )
     return running.finish(), cache
 
@@ -97,7 +97,7 @@ def gradients(
         return _logprobs.dlogits_from_exponentials(kept, highest, row_scale, rows, targets, tile.live, call, candidates)
 
     if operands.candidates is not None and rows.candidates is not None:
-        operands, rows = _logprobs.each_once(operands, rows)
+        operands, rows = _logprobs.merge_repeated_candidates(operands, rows)
     walk, shard = _walk_of(operands, call, rows)
     if cache is None:
         return walk.gradients(shard, functools.partial(dlogits, cache=None), dweight)
@@ -123,7 +123,7 @@ def _walk_of(operands: Operands, call: Call, coefficients: RowCoefficients | Non
         columns, padded_from = padded_from, None
     shard = Shard(
         tokens=(HeadTokens(x.hidden, x.inverse_temperature, x.raw_scale),),
-        heads=(Head(x.weight, x.bias),),
+        heads=(Head(x.weight, x.bias, x.adapter),),
         rows=_Rows(x.targets, x.candidates, x.floor, coefficients),
         num_rows=x.num_rows,
         num_columns=padded_from,

@@ -14,7 +14,7 @@ import numpy as np
 
 from lce_jax.mathematics import _largest, _logprobs
 from lce_jax.mathematics._largest import Largest
-from lce_jax.mathematics._statistics import floored
+from lce_jax.mathematics._statistics import clip_to_finite
 from lce_jax.types._types import Call, Operands, Plan
 from lce_jax.xla import _walk
 
@@ -66,7 +66,7 @@ def largest(operands: Operands, call: Call) -> Largest:
         if own.bias is not None:
             sign = np.sign(call.logit_scale) if raw_scale is None else jnp.sign(raw_scale)[:, None]
             raw = raw + own.bias[None, :] * sign
-        live = _logprobs.live_columns(0, call.columns, own.num_columns)
+        live = _logprobs.unpadded_columns(0, call.columns, own.num_columns)
         raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
         products, ids = _largest.largest(raw, min(call.top_k, call.columns))
         capped = None
@@ -104,13 +104,13 @@ def _sumexp(raw: Float[Array, "t V"], some: Largest, operands: Operands, call: C
 
     XLA may round the cap of all columns otherwise than that of the selected ones. So no log-probability is above 0.
     """
-    row_scale = _logprobs.along_rows(_logprobs.compute_row_scale(call, operands.inverse_temperature))
+    row_scale = _logprobs.expand_rows(_logprobs.compute_row_scale(call, operands.inverse_temperature))
 
     def exponentials(products: Array, x: Array) -> Array:
         u = x - some.max[:, None]
         return jnp.where(products == -jnp.inf, 0.0, jnp.exp(jnp.where(u > 0.0, 0.0, u) * row_scale))
 
-    x = floored(raw)
+    x = clip_to_finite(raw)
     x = x if call.logit_softcap is None else _capped(x, call, operands.raw_scale)
     selected, least = exponentials(some.products, some.x), jnp.min(some.products, axis=1, keepdims=True)
     of_least = jnp.min(selected, axis=1, keepdims=True)  # others may be equal to it

@@ -107,7 +107,8 @@ class Head(NamedTuple):
     """What some columns of the vocabulary have of one model."""
 
     weight: Float[Array, "v H"]  # or [H, v]: Call.weight_layout
-    bias: Float[Array, "v"] | None  # in the statistics' dtype; of an adapter [v, R], in the weight's
+    bias: Float[Array, "v"] | None  # in the statistics' dtype
+    adapter: Float[Array, "v R"] | None = None  # in the weight's dtype
 
 
 class Shard(NamedTuple):
@@ -133,13 +134,15 @@ class XTile(NamedTuple):
     index: Any  # its number among the tiles of `Walk.kept_columns`; None: it is none of them
 
     def products(self) -> tuple[Float[Array, "t v"], ...]:
-        """The raw products of each model, with the bias."""
+        """The raw products of each model: h·Wᵀ, with the bias, or with the adapter's u·Bᵀ."""
         found = []
         for call, tokens, head in zip(self.calls, self.tokens, self.heads, strict=True):
             hidden, u = call.split(tokens.hidden)
             raw = dot(hidden, head.weight, 1, call.hidden_dim, call, call.stat_dtype)
             if head.bias is not None:
-                raw = raw + (dot(u, head.bias, 1, 1, call, call.stat_dtype) if call.rank else head.bias[None, :])
+                raw = raw + head.bias[None, :]
+            if head.adapter is not None:
+                raw = raw + dot(u, head.adapter, 1, 1, call, call.stat_dtype)
             found.append(raw)
         return tuple(found)
 
@@ -179,10 +182,10 @@ class Walk:
     def gradients(
         self, shard: Shard, dlogits: Callable[[XTile], Float[Array, "t v"]], dweight: Float[Array, "V H"] | None = None
     ) -> Primals:
-        """Eq. 5, ``dlogits`` being the gradient in the first model's raw products: dhidden, dweight and dbias.
+        """Eq. 5, ``dlogits`` being the gradient in the first model's raw products: those of `Primals`.
 
         dweight is rounded, or added to the sum ``dweight``; the others are in the statistics' dtype. None of what is
-        not `Call.wanted`.
+        not in `Call.gradients`.
         """
         # The barrier puts all this after the forward's results. Otherwise XLA keeps what both passes compute, and
         # allocates the gradients from the start, although the forward's tiles could use their memory.
@@ -202,14 +205,14 @@ class Walk:
             return Primals(
                 part.hidden,
                 jax.tree.map(put_weight, carry.weight, part.weight),
-                jax.tree.map(functools.partial(put, dim=0), carry.bias, part.bias),
+                *jax.tree.map(functools.partial(put, dim=0), carry[2:], part[2:]),
             )
 
         init = Primals(
             jnp.full(shard.tokens[0].hidden.shape, zero.astype(call.stat_dtype)),
             jnp.full(head.weight.shape, zero.astype(call.dtype)) if dweight is None else dweight,
-            jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), head.bias),
-        ).only(call.wanted)
+            *jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), head[1:]),
+        ).select(call.gradients)
         return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
 
     def _of_columns(
@@ -234,17 +237,18 @@ class Walk:
             return Primals(dhidden, *jax.tree.map(jnp.add, carry[1:], part[1:]))
 
         of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), tile.heads[0])
-        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).only(call.wanted)
+        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).select(call.gradients)
         return over_chunks(call.num_tokens, self.tile_t, shard.num_rows, chunk, init)
 
     def _tile(self, shard: Shard, start: Any, size: int, is_kept: bool) -> XTile:
         """All tokens and some columns."""
-        live = _logprobs.live_columns(start, size, shard.num_columns)
+        live = _logprobs.unpadded_columns(start, size, shard.num_columns)
         index = (start + (self.tile_v - 1)) // self.tile_v if is_kept else None
         heads = []
         for call, head in zip(self.calls, shard.heads, strict=True):
             weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=call.vocab_dim)
-            heads.append(Head(weight, None if head.bias is None else lax.dynamic_slice_in_dim(head.bias, start, size)))
+            others = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), head[1:])
+            heads.append(Head(weight, *others))
         return XTile(self.calls, shard.tokens, shard.rows, 0, tuple(heads), start, live, index)
 
 
@@ -256,28 +260,29 @@ def gradient_dtype(call: Call) -> jnp.dtype:
 def gradient_products(
     call: Call, d: Float[Array, "t v"], tile: XTile, dhidden_dtype: Any, dweight_dtype: Any
 ) -> Primals:
-    """Eq. 5 of a tile, from ``d``, the gradient in its raw products; dbias is in the statistics' dtype.
+    """Eq. 5 of a tile, from ``d``, the gradient in its raw products.
 
-    With an adapter the bias is its B, whose gradient is a product too.
+    The gradients of a bias and of an adapter are in the statistics' dtype.
     """
-    (weight, bias), dbias = tile.heads[0], None
-    if bias is not None and not call.rank and call.wanted.bias:
+    head, dhidden, dweight, dbias, dadapter = tile.heads[0], None, None, None, None
+    if head.bias is not None and call.gradients.bias:
         dbias = jnp.sum(d, axis=0, dtype=call.stat_dtype)
-    weight = _logprobs.without_padding(weight, tile.live, call)
-    if call.rank and bias is not None and tile.live is not None:
-        bias = jnp.where(tile.live[:, None], bias, jnp.zeros((), call.dtype))
-    d, weight, bias, hidden = jax.tree.map(
-        lambda x: x.astype(gradient_dtype(call)), (d, weight, bias, tile.tokens[0].hidden)
-    )
+    head = head._replace(weight=_logprobs.zero_padding(head.weight, tile.live, call))
+    if head.adapter is not None and tile.live is not None:
+        head = head._replace(adapter=jnp.where(tile.live[:, None], head.adapter, jnp.zeros((), call.dtype)))
+    operands = d, head, tile.tokens[0].hidden
+    d, head, hidden = jax.tree.map(lambda x: x.astype(gradient_dtype(call)), operands)
     hidden, u = call.split(hidden)
-    left, right = (d, hidden) if call.vocab_dim == 0 else (hidden, d)
-    dhidden = dot(d, weight, 1, call.vocab_dim, call, dhidden_dtype) if call.wanted.hidden else None
-    if dhidden is not None and bias is not None and call.rank:
-        dhidden = jnp.concatenate([dhidden, dot(d, bias, 1, 0, call, dhidden_dtype)], axis=1)
-    if call.rank and call.wanted.bias:
-        dbias = dot(d, u, 0, 0, call, call.stat_dtype)
-    dweight = dot(left, right, 0, 0, call, dweight_dtype) if call.wanted.weight else None
-    return Primals(dhidden, dweight, dbias)
+    if call.gradients.hidden:
+        dhidden = dot(d, head.weight, 1, call.vocab_dim, call, dhidden_dtype)
+        if head.adapter is not None:
+            dhidden = jnp.concatenate([dhidden, dot(d, head.adapter, 1, 0, call, dhidden_dtype)], axis=1)
+    if head.adapter is not None and call.gradients.adapter:
+        dadapter = dot(d, u, 0, 0, call, call.stat_dtype)
+    if call.gradients.weight:
+        left, right = (d, hidden) if call.vocab_dim == 0 else (hidden, d)
+        dweight = dot(left, right, 0, 0, call, dweight_dtype)
+    return Primals(dhidden, dweight, dbias, dadapter)
 
 
 def dot(left: Array, right: Array, left_dim: int, right_dim: int, call: Call, dtype: Any) -> Array:
@@ -338,7 +343,7 @@ def kept_columns(call: Call, columns: int, tile_v: int, each: PerTile | None = N
     """The columns of the first tiles that fit ``cache_bytes``, of a walk over ``columns``."""
     whole, rest = divmod(columns, tile_v)
     left = call.cache_budget - (kept_bytes_of_tile(call, rest, each) if rest else 0)
-    if not call.cache_budget or left < 0 or not _logprobs.keeps_exponentials(call):
+    if not call.cache_budget or left < 0 or not _logprobs.can_cache_exponentials(call):
         return 0
     return rest + min(whole, left // max(kept_bytes_of_tile(call, tile_v, each), 1)) * tile_v
 
@@ -450,7 +455,7 @@ def plan(call: Call, name: str) -> Plan:
             *unused_notes(call),
             *candidate_notes(call),
         ),
-        full_cache_bytes=num_bytes(call, columns, tile_v) if _logprobs.keeps_exponentials(call) else 0,
+        full_cache_bytes=num_bytes(call, columns, tile_v) if _logprobs.can_cache_exponentials(call) else 0,
     )
 
 
@@ -458,7 +463,7 @@ def _cache_notes(call: Call, kept: int, columns: int, tile_v: int) -> tuple[str,
     """What of ``cache_bytes`` is used."""
     if not call.cache_budget:
         return ()
-    if not _logprobs.keeps_exponentials(call):
+    if not _logprobs.can_cache_exponentials(call):
         return ("no tile is kept: label smoothing needs capped logits that no exponential shows",)
     tiles = -(-kept // tile_v), -(-columns // tile_v)
     return cache_notes(call, *tiles, kept_bytes_of_tile(call, min(tile_v, columns)))
@@ -485,7 +490,7 @@ def bytes_of_gradient_products(call: Call, tile_t: int, width: int) -> int:
     if call.device.platform != "cpu":
         return 0
     read = (width + min(tile_t, call.num_tokens)) * (call.hidden_size + call.rank) * call.stat_dtype.itemsize
-    size = width * (call.hidden_size * call.wanted.weight + call.rank * call.wanted.bias)
+    size = width * (call.hidden_size * call.gradients.weight + call.rank * call.gradients.adapter)
     if tile_t < call.num_tokens:
         return read + 2 * size * call.stat_dtype.itemsize
     return read + (0 if call.dtype == call.stat_dtype else size * call.dtype.itemsize)

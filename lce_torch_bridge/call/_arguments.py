@@ -88,7 +88,7 @@ def check_names(
     if unknown:
         keywords = [x.name for x in inspect.signature(function).parameters.values() if x.kind == x.KEYWORD_ONLY]
         known = dict.fromkeys([*keywords, *(name for name in Options._fields if name not in refused)])
-        raise scalars.unknown_options(function.__name__, unknown, list(known), loss_fn)
+        raise scalars.unknown_options_error(function.__name__, unknown, list(known), loss_fn)
 
 
 def check_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def parse_arguments(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Te
         _checks.logit_floor(logit_floor, hidden, labels)
     if options.ignore_index is not None:
         where = exclude_label(options.ignore_index, where, labels)
-    scalars.one_of("wgrad", options.wgrad, ("return", "main_grad"))
+    scalars.check_choice("wgrad", options.wgrad, ("return", "main_grad"))
     if not (known and bias is None and tp_group is None):
         weight, bias = _read_head(weight, bias, tp_group, options.wgrad)
     rank = 0
@@ -196,7 +196,7 @@ def _find_call(*arguments: Any) -> TorchCall:
 
 def check_values(options: Options, rows: int) -> None:
     """Refuses numbers, flags and names that a call would refuse, of a head with ``rows`` rows, before any call."""
-    scalars.one_of("wgrad", options.wgrad, ("return", "main_grad"))
+    scalars.check_choice("wgrad", options.wgrad, ("return", "main_grad"))
     if not isinstance(options.temperature, torch.Tensor):
         scalars.positive("temperature", options.temperature)
     floor, group = options.logit_floor, options.tp_group
@@ -216,13 +216,13 @@ def _check_call(
     """Returns the call of checked and normalised options. ``values`` are those of `CALL_OPTIONS`."""
     names, columns = [Options._fields[i] for i in CALL_OPTIONS], shards * rows
     options = Options(**dict(zip(names, values, strict=True)))
-    scalars.one_of("out_of_vocab", options.out_of_vocab, ("zero", "megatron"))
+    scalars.check_choice("out_of_vocab", options.out_of_vocab, ("zero", "megatron"))
     cache_bytes = scalars.num_bytes("cache_bytes", options.cache_bytes)
     gradient_threshold = scalars.fraction("gradient_threshold", options.gradient_threshold)
-    vocab_part_size = scalars.part_size(options.vocab_part_size, cache_bytes, gradient_threshold)
-    scalars.whole_parts(vocab_part_size, columns, rows)
+    vocab_part_size = scalars.check_part_size(options.vocab_part_size, cache_bytes, gradient_threshold)
+    scalars.check_vocab_parts(vocab_part_size, columns, rows)
     if has_floor:
-        scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", options.mean_logit))
+        scalars.check_floor_options(num_candidates, scalars.flag("mean_logit", options.mean_logit))
     softcap, size = options.logit_softcap, _checks.vocabulary(options.vocab_size, columns)
     traced = torch.compiler.is_compiling() or type(columns) is not int
     return make_call(
@@ -418,7 +418,7 @@ class EntropyOptions(CrossEntropyOptions, total=False):
     where: torch.Tensor | None
 
 
-class OptionsExceptEntropy(EntropyOptions, total=False):
+class OptionsWithoutEntropy(EntropyOptions, total=False):
     """Options of `linear_logprobs`, except ``entropy``."""
 
     stats: bool
@@ -428,7 +428,7 @@ class OptionsExceptEntropy(EntropyOptions, total=False):
     out_of_vocab: OutOfVocab
 
 
-class ExplainOptions(OptionsExceptEntropy, total=False):
+class ExplainOptions(OptionsWithoutEntropy, total=False):
     """Options of `explain`."""
 
     entropy: Entropy

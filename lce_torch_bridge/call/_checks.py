@@ -29,17 +29,17 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
     """Checks the three tensors of a call, each and together."""
     floats("hidden", hidden)
     floats("weight", weight)
-    scalars.given_labels(labels, "linear_entropy serves tokens without labels")
+    scalars.require_labels(labels, "linear_entropy serves tokens without labels")
     integers("labels", labels)
     if weight.ndim != 2 or 0 in weight.shape:
         part = f". {GATHER}" if weight.ndim == 1 or 0 in weight.shape else ""  # FSDP leaves such shapes
         raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}{part}")
     if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
-        hint = scalars.not_hidden(hidden.shape, weight.shape, weight.shape[0], "weight.T")
+        hint = scalars.hint_at_logits(hidden.shape, weight.shape, weight.shape[0], "weight.T")
         raise ValueError(
             f"hidden {tuple(hidden.shape)} must end in the H of weight [V, H] = {tuple(weight.shape)}{hint}"
         )
-    scalars.labels_shape(labels.shape, hidden.shape[:-1])
+    scalars.check_labels_shape(labels.shape, hidden.shape[:-1])
     same_device(hidden, weight=weight, labels=labels)
     if hidden.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"hidden must be on a CUDA GPU or the CPU, got {hidden.device}")
@@ -78,8 +78,8 @@ def candidates(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> int:
 def ids(name: str, value: Any, hidden: torch.Tensor, leading: torch.Size, operand: str) -> int:
     """Returns the K of ids ``[*leading, K]``, after checking them. ``leading`` is the shape of ``operand``."""
     integers(name, value)
-    count = scalars.num_candidates(name, value.shape)
-    scalars.candidate_shape(name, value.shape, leading, operand)
+    count = scalars.count_candidates(name, value.shape)
+    scalars.check_candidate_shape(name, value.shape, leading, operand)
     same_device(hidden, **{name: value})
     return count
 
@@ -262,7 +262,7 @@ def _check_broadcast(name: str, value: torch.Tensor, labels: torch.Tensor) -> No
     except RuntimeError:
         fits = False
     if not fits:
-        fitting = scalars.broadcasting(name, value.shape, labels.shape)
+        fitting = scalars.suggest_broadcasts(name, value.shape, labels.shape)
         hint = f": write {fitting[0]} for one number per sequence" if fitting else ""
         raise ValueError(f"{name} {tuple(value.shape)} must broadcast to the tokens' shape {tuple(labels.shape)}{hint}")
 
@@ -280,7 +280,7 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     same_device(hidden, where=value)
     if value.dtype == torch.bool:
         if value.shape != labels.shape:
-            fitting = scalars.broadcasting("where", value.shape, labels.shape)
+            fitting = scalars.suggest_broadcasts("where", value.shape, labels.shape)
             write = " or ".join(f"{each}.expand{tuple(labels.shape)}" for each in fitting)
             hint = f": write {write}" if write else ""
             raise ValueError(f"where {tuple(value.shape)} must have the tokens' shape {tuple(labels.shape)}{hint}")
@@ -305,9 +305,9 @@ def expand_per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.
 
     In place of a size of labels it may have 1, and its shape may be ().
     """
-    scalars.given_value(name, value)
+    scalars.require_value(name, value)
     tensor(name, value)
-    scalars.per_token_shape(name, value.shape, labels.shape)
+    scalars.check_per_token_shape(name, value.shape, labels.shape)
     same_device(hidden, **{name: value})
     return value.expand(labels.shape + value.shape[labels.ndim :])
 
@@ -319,7 +319,7 @@ def warn_of_labels(
     if labels.device.type != "cpu" or is_traced() or not has_values(labels) or not labels.numel():
         return
     ids = labels.reshape(-1).long()
-    if scalars.are_inside(ids, vocab_size):
+    if scalars.all_in_vocabulary(ids, vocab_size):
         return
     ids = ids if where is None else ids[where.reshape(-1)]
     scalars.warn_outside(ids, vocab_size, *PACKAGES, is_cross_entropy=is_cross_entropy)

@@ -1,6 +1,6 @@
 """The check of a card that has not run its kernels: its first direct launch against stored logits in float64.
 
-It runs once per process, and starts no client of JAX on the GPU. `lce_jax.run.kernels.checked` keeps the result, which
+It runs once per process, without a client of JAX on the GPU. `lce_jax.run.kernels.check_once` keeps the result, which
 also holds for calls that JAX runs.
 """
 
@@ -33,7 +33,7 @@ def compare(device: torch.device, launch: Callable[..., list[torch.Tensor]]) -> 
     names = *CALL.differentiable, "dhidden", "dweight", "dweight of a sum"
     actual, expected = launch(x, CALL, seeds), _differentiate_logits(x, seeds)
     numbers = [[y.detach().double().cpu().numpy() for y in tensors] for tensors in (actual, expected)]
-    return kernels.errors(*(dict(zip(names, arrays, strict=True)) for arrays in numbers))
+    return kernels.measure_errors(*(dict(zip(names, arrays, strict=True)) for arrays in numbers))
 
 
 def _differentiate_logits(x: Tensors, seeds: torch.Tensor) -> list[torch.Tensor]:

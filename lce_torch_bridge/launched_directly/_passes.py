@@ -56,7 +56,7 @@ def launches_kernels(way: Way, device: torch.device) -> bool:
 
 def _check_first_call(described: kernels.Device, device: torch.device) -> str | None:
     """Returns what is wrong with the kernels on a card; None if they compute the right numbers."""
-    return kernels.checked(described, functools.partial(_first_call.compare, device, _launch_first_call))
+    return kernels.check_once(described, functools.partial(_first_call.compare, device, _launch_first_call))
 
 
 def _launch_first_call(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -67,7 +67,7 @@ def _launch_first_call(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor
             return _launch_first_call(x, call, seeds)
     launched = describe_launch(x.hidden, x.weight, call, False)
     card = launched.call.device
-    few_blocks = launched.call.but(device=card._replace(core_count=_first_call.BLOCKS))
+    few_blocks = launched.call.replace(device=card._replace(core_count=_first_call.BLOCKS))
     launched = dataclasses.replace(launched, call=few_blocks)
     operands = [_device.make_usable(x.hidden), _device.make_usable(x.weight)]
     outputs = Launches(forward_tape(launched, True, names), few_blocks.device).run(
@@ -79,9 +79,9 @@ def _launch_first_call(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor
         gradients_tape, launched, names, dtype=x.hidden.dtype, kept=[*map(_device.describe_tensor, kept)]
     )
     cache, total = [_device.make_usable(y) for y in kept], x.weight.float()
-    adding = make_tape(requested=(False, True), adds=True)
+    adding = make_tape(requested_gradients=(False, True), adds=True)
     Launches(adding, few_blocks.device).run(device, [*operands, total, *cache])
-    overwriting = make_tape(requested=(True, True), owns_cache=True)
+    overwriting = make_tape(requested_gradients=(True, True), owns_cache=True)
     gradients = Launches(overwriting, few_blocks.device).run(device, [*operands, *cache])
     return [*results, *gradients, total - x.weight.float()]
 
@@ -91,12 +91,12 @@ def describe_launch(
 ) -> kernels.LaunchedCall:
     """Returns the call with the shapes of its operands, as `lce_jax.run.kernels` takes it."""
     (tokens, columns), (_, rank) = (hidden.shape[0], weight.shape[0]), _tensor_parallel.size_and_rank(call.group)
-    shaped = call.jax.but(
+    shaped = call.jax.replace(
         num_tokens=int(tokens),
         hidden_size=int(weight.shape[1]),
         columns=int(columns),
         dtype=jnp.dtype(name_dtype(weight.dtype)),
-        given_dtype=jnp.dtype(name_dtype(hidden.dtype)),
+        caller_dtype=jnp.dtype(name_dtype(hidden.dtype)),
         device=_device.describe_device(hidden.device),
     )
     return kernels.LaunchedCall(
@@ -172,8 +172,8 @@ def forward_tape(launched: kernels.LaunchedCall, keep_cache: bool, fields: Seque
     for name in fields:
         candidates = (call.num_candidates,) if name == PER_CANDIDATE else ()
         tape.output(outputs.results[name], (launched.stride, *candidates), torch.float32)
-    tape.output(outputs.saved, (launched.kept.size, launched.stride), torch.int32)
-    tape.outputs += outputs.kept
+    tape.output(outputs.saved, (launched.saved_layout.size, launched.stride), torch.int32)
+    tape.outputs += outputs.cached
     return tape
 
 
@@ -222,7 +222,7 @@ def gradients(
     saved: torch.Tensor,
     cache: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
-    requested: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
     sums: Sums,
     way: Way,
@@ -239,11 +239,11 @@ def gradients(
         return None
     if device != _device.current_device():
         with torch.cuda.device(device):
-            return gradients(hidden, weight, saved, cache, cotangents, requested, call, sums, way, b)
+            return gradients(hidden, weight, saved, cache, cotangents, requested_gradients, call, sums, way, b)
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, saved.shape, len(cache), ranks
     writes = sums.total is not None and not sums.total.is_begun and not call.jax.gradient_threshold
-    options = call, tuple(cotangents), requested, None if adds is None else not writes, owns_cache
+    options = call, tuple(cotangents), requested_gradients, None if adds is None else not writes, owns_cache
     key = "gradients", device, *shapes, *options, call.jax.gradient_threshold and are_active_tiles(cache)
     plan = find_plan(key, lambda: _plan_gradients(hidden, weight, saved, cache, *options))
     if isinstance(plan, str):
@@ -257,20 +257,20 @@ def gradients(
     operands += [] if b is None else [_device.make_usable(b.to(weight.dtype))]
     grads = plan.run(device, [*operands, pad_tokens(saved, 1), *seeds, *target, *map(_device.make_usable, cache)])
     if b is not None:
-        grads = _join_adapter_gradients(grads, requested, b.dtype)
-    if requested[0] and call.reduce_grad_hidden:
+        grads = _join_adapter_gradients(grads, requested_gradients, b.dtype)
+    if requested_gradients[0] and call.reduce_grad_hidden:
         grads[0] = _tensor_parallel.sum_dhidden(grads[0], hidden.dtype, call.group)
-    if adds is not None and requested[1]:
+    if adds is not None and requested_gradients[1]:
         grads.pop()
     return grads if sums.main_grad is None else [*grads, empty_sparse_like(sums.main_grad, weight.dtype)]
 
 
 def _join_adapter_gradients(
-    grads: list[torch.Tensor], requested: tuple[bool, ...], dtype: torch.dtype
+    grads: list[torch.Tensor], requested_gradients: tuple[bool, ...], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Returns dhidden and du in one tensor, and the gradient of B, if they are requested."""
-    joined = [torch.cat([grads[0], grads[1].to(grads[0].dtype)], 1)] if requested[0] else []
-    return [*joined, grads[-1].to(dtype)] if requested[2] else joined
+    joined = [torch.cat([grads[0], grads[1].to(grads[0].dtype)], 1)] if requested_gradients[0] else []
+    return [*joined, grads[-1].to(dtype)] if requested_gradients[2] else joined
 
 
 def _plan_gradients(
@@ -280,7 +280,7 @@ def _plan_gradients(
     cache: Sequence[torch.Tensor],
     call: TorchCall,
     seeds: tuple[str, ...],
-    requested: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     adds: bool | None,
     owns_cache: bool,
 ) -> Launches | str:
@@ -292,7 +292,7 @@ def _plan_gradients(
     def make_tape(launched: kernels.LaunchedCall) -> Tape | str:
         if call.jax.gradient_threshold and not are_active_tiles(cache):
             return "gradient_threshold: JAX ran the forward, and saved other numbers than kernels do"
-        return gradients_tape(launched, seeds, requested, dtype, kept, adds, owns_cache)
+        return gradients_tape(launched, seeds, requested_gradients, dtype, kept, adds, owns_cache)
 
     return _make_plan(Tensors(hidden, weight, None, saved[0]), call, len(saved) > 1 + num_fields, make_tape)
 
@@ -300,7 +300,7 @@ def _plan_gradients(
 def gradients_tape(
     launched: kernels.LaunchedCall,
     seeds: Sequence[str],
-    requested: Sequence[bool],
+    requested_gradients: Sequence[bool],
     dtype: torch.dtype,
     kept: Sequence[jax.ShapeDtypeStruct | Buffer] = (),
     adds: bool | None = None,
@@ -314,7 +314,7 @@ def gradients_tape(
     """
     tape, rows, candidates = Tape(), launched.rows, launched.call.num_candidates
     hidden, weight, *adapter = _add_operands(tape, launched)
-    saved = tape.input((launched.kept.size * rows,), jnp.float32)
+    saved = tape.input((launched.saved_layout.size * rows,), jnp.float32)
     shapes = {name: (rows, candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
     cotangents = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}
     total = tape.input(weight.shape, jnp.float32) if adds is not None else None
@@ -323,12 +323,12 @@ def gradients_tape(
         launched, tape, hidden, weight, saved, cotangents, cache, name_dtype(dtype), *adapter,
         owns_cache=owns_cache, total=total, adds_total=adds is True,
     )  # fmt: skip
-    if requested[0]:
+    if requested_gradients[0]:
         tape.output(dhidden, (launched.call.num_tokens, launched.call.hidden_size), dtype)
         tape.outputs += adapter_gradients[:1]
-    if requested[1]:
+    if requested_gradients[1]:
         tape.outputs.append(dweight)
-    if adapter_gradients and requested[2]:
+    if adapter_gradients and requested_gradients[2]:
         tape.outputs.append(adapter_gradients[1])
     return tape
 

@@ -38,7 +38,7 @@ def launch_with(way: Literal["direct", "jax"] | None) -> None:
     """
     global _requested_way
     if way is not None:
-        scalars.one_of("way", way, ("direct", "jax"))
+        scalars.check_choice("way", way, ("direct", "jax"))
     _requested_way = way
 
 

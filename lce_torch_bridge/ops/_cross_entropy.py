@@ -14,7 +14,7 @@ from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.ops._logprobs import compute
-from lce_torch_bridge.ops._loss import chunk_rows, resolve_chunk_bytes, sum_losses
+from lce_torch_bridge.ops._loss import choose_chunk_rows, resolve_chunk_bytes, sum_losses
 from lce_torch_bridge.tensors import _device
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _check_loss_options(
     reduction: Any, label_smoothing: Any, z_loss: Any, chunk_bytes: Any, options: Mapping[str, Any]
 ) -> tuple[float, float, int | None, str | None]:
     """Returns the smoothing, the weight of lse² and the bytes of a chunk, checked, and `refuse_forward_gradients`."""
-    scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
+    scalars.check_choice("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.smoothing(label_smoothing), scalars.not_negative("z_loss", z_loss)
     refusal = refuse_forward_gradients(reduction, smoothing, Options(**options))
     if chunk_bytes is not None:
@@ -190,7 +190,7 @@ def _adds_one_chunk_to_main_grad(arguments: Arguments, x: Tensors, wgrad: Wgrad,
     if wgrad != "main_grad" or not x.weight.requires_grad:
         return False
     tokens = len(x.labels)
-    return chunk_rows(tokens, x.weight, chunk_bytes, wgrad, arguments.call) >= tokens
+    return choose_chunk_rows(tokens, x.weight, chunk_bytes, wgrad, arguments.call) >= tokens
 
 
 def linear_entropy(

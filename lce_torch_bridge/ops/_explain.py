@@ -90,7 +90,7 @@ def explain(
     if _way.is_jax_requested():
         reason = 'launch_with("jax") asks for JAX'
     described = _device.describe_device(hidden.device)
-    with kernels.for_device(described or kernels.Device()):
+    with kernels.trace_for_device(described or kernels.Device()):
         hidden = operands.hidden[:, : weight.shape[1]]
         structs = _device.describe_tensor(hidden), _device.describe_tensor(weight), _describe_ids(operands.labels)
         frozen = arguments.hidden.requires_grad and not arguments.weight.requires_grad

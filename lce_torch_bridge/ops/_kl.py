@@ -123,8 +123,8 @@ def linear_kl(
         (0.1213, torch.Size([3, 4]))
     """
     _arguments.check_unknown(linear_kl, unknown)
-    scalars.one_of("direction", direction, scalars.DIRECTIONS)
-    beta = scalars.weight_of_jsd(beta, "direction", direction, scalars.DIRECTIONS[:2])
+    scalars.check_choice("direction", direction, scalars.DIRECTIONS)
+    beta = scalars.check_beta(beta, "direction", direction, scalars.DIRECTIONS[:2])
     _check_tokens(hidden, teacher_hidden)
     shared = Options(
         tp_group=tp_group, entropy=False, implementation=implementation, vocab_size=vocab_size, where=where
@@ -188,7 +188,7 @@ def _resolve_unset(name: str, teacher_value: Any, student_value: float | None, n
     if not (isinstance(teacher_value, str) and teacher_value == "unset"):
         return _resolve_same(teacher_value, student_value)
     if student_value != neutral:
-        raise scalars.of_the_student_alone(name, student_value, neutral)
+        raise scalars.student_only_error(name, student_value, neutral)
     return neutral
 
 
@@ -227,4 +227,4 @@ def _name_teacher_in_errors() -> Iterator[None]:
     except (TypeError, ValueError, RuntimeError) as error:
         if type(error) not in (TypeError, ValueError, RuntimeError):
             raise  # an error of another package, whose class may take other arguments
-        raise type(error)(scalars.of_the_teacher(error)) from None
+        raise type(error)(scalars.reword_for_teacher(error)) from None

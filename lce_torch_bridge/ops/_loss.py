@@ -144,9 +144,9 @@ def linear_loss(
     """
     parameters = {"where": where, "ignore_index": ignore_index, "wgrad": None if wgrad == "return" else wgrad,
                   "cotangent": cotangent, "chunk_bytes": chunk_bytes}  # fmt: skip
-    named, rest = scalars.arguments_of_loss(loss_fn, per_token, options, Options._fields, parameters)
+    named, rest = scalars.split_loss_arguments(loss_fn, per_token, options, Options._fields, parameters)
     _arguments.check_names(linear_loss, rest, REFUSED, loss_fn)
-    scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
+    scalars.check_choice("wgrad", wgrad, ("return", "main_grad"))
     if chunk_bytes is not None:
         chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
     options_of_call = Options(where=where, ignore_index=ignore_index, wgrad=wgrad, **rest)
@@ -202,7 +202,7 @@ def _make_error(
     mask = "where"
     if where is not None and where.dtype != torch.bool:
         mask = "torch.zeros_like(labels, dtype=torch.bool).flatten().index_fill(0, where.long(), True).view_as(labels)"
-    error = scalars.mixed_tokens(
+    error = scalars.mixed_tokens_error(
         reason,
         function="linear_logprobs",
         shape=labels.shape,
@@ -227,7 +227,7 @@ def sum_losses(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Returns the sum of ``loss_fn(results by name, *per_token)`` over the tokens of ``x``, and the results."""
     call = arguments.call
-    rows = chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, call)
+    rows = choose_chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, call)
     plan = LossPlan(loss_fn, call, rows, choose_way(x.hidden))
     options: Any = {
         f"{name}.requires_grad": is_differentiated(y) for name, y in (("hidden", x.hidden), ("weight", x.weight))
@@ -249,7 +249,7 @@ def resolve_chunk_bytes(chunk_bytes: int | None) -> int:
     return CHUNK_BYTES if chunk_bytes is None else chunk_bytes
 
 
-def chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: TorchCall) -> int:
+def choose_chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: TorchCall) -> int:
     """Returns the number of rows of a chunk: as many as fit.
 
     The products take the same time for any chunks, and each chunk also reads and writes the float32 sum of dweight. So

@@ -90,7 +90,7 @@ def linear_topk(
         True
     """
     _arguments.check_unknown(linear_topk, unknown)
-    k = scalars.num_largest(k)
+    k = scalars.check_k(k)
     _checks.hidden(hidden)
     options = Options(
         bias=bias,
@@ -105,7 +105,7 @@ def linear_topk(
     no_labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
     arguments = _arguments.parse_arguments(hidden, weight, no_labels, options)
     columns = arguments.weight.shape[0] * (1 if tp_group is None else tp_group.size())
-    scalars.num_largest(k, arguments.call.jax.vocab_size or columns)
+    scalars.check_k(k, arguments.call.jax.vocab_size or columns)
     x, rows = _arguments.flatten_operands(arguments, _arguments.prepare_weight(arguments, "return").detach())
     x = x._replace(hidden=x.hidden.detach(), bias=None if x.bias is None else x.bias.detach())
     results = _operators.apply(x, make_call(arguments.call.text, function="linear_topk", top_k=int(k)))

@@ -256,7 +256,7 @@ def sum_dhidden(dhidden: torch.Tensor, dtype: torch.dtype, name: str) -> torch.T
 def add_parts(x: torch.Tensor, columns: int, name: str) -> torch.Tensor:
     """Returns the sum of ``x [T, columns]`` over the group: exact, because one rank has each element and the others 0.
 
-    Further columns are the ranks' `lce_jax.run._local.differences`. If their sum in a row is not 0, the row is NaN.
+    Further columns are the ranks' `lce_jax.run._local.difference_terms`. A row whose sum of them is not 0 is NaN.
     """
     total = all_reduce(x.contiguous(), name)
     return total[:, :columns].where((total[:, columns:] == 0).all(1, keepdim=True), torch.nan)

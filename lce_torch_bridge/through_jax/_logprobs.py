@@ -124,7 +124,7 @@ def gradients(
     x: Tensors,
     kept: Sequence[torch.Tensor | jax.Array],
     cotangents: dict[str, torch.Tensor],
-    requested: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
     sums: Sums,
 ) -> list[torch.Tensor]:
@@ -135,15 +135,19 @@ def gradients(
     if cache:
         numbers = len(saved) - sum(merged_fields(call).values())
         tree = jax.tree.structure(infer_cache(hidden, weight, bias, numbers, key))
-    run = build_program(pull_back, key, tuple(cotangents), requested, not call.reduce_grad_hidden, tree, donate=(4,))
+    run = build_program(
+        pull_back, key, tuple(cotangents), requested_gradients, not call.reduce_grad_hidden, tree, donate=(4,)
+    )
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
     per_token = torch.cat([saved, *[seed[None] if seed.ndim == 1 else seed.T for seed in seeds]])
     operands = _padding.pad(hidden, rows), weight, bias, _padding.pack_rows(per_token.T, rows)
     if sums.total is None:
         (grads,) = _programs.run(run, (*operands, None, *cache))
     else:
-        *grads, _ = sums.total.add_in_jax(run, (*operands, *cache), operand=len(operands), place=int(requested[0]))
-    if requested[0]:
+        *grads, _ = sums.total.add_in_jax(
+            run, (*operands, *cache), operand=len(operands), place=int(requested_gradients[0])
+        )
+    if requested_gradients[0]:
         grads[0] = grads[0][: hidden.shape[0]]
         if call.reduce_grad_hidden:
             grads[0] = _tensor_parallel.sum_dhidden(grads[0], hidden.dtype, call.group)
@@ -169,7 +173,7 @@ def infer_cache(
 @functools.cache
 def merged_fields(call: TorchCall) -> dict[str, int]:
     """Returns the merged statistics that the backward needs, and how many numbers per token each is."""
-    return call.jax.but(stats=False, mean_logit=False).statistics
+    return call.jax.replace(stats=False, mean_logit=False).statistics
 
 
 def statistics(key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, packed: Any) -> Any:
@@ -199,10 +203,10 @@ def single_shard(
 
 
 def pull_back(
-    key: ProgramKey, cotangents: tuple[str, ...], requested: tuple[bool, ...], rounded: bool, cache: Any,
+    key: ProgramKey, cotangents: tuple[str, ...], requested_gradients: tuple[bool, ...], rounded: bool, cache: Any,
     hidden: Any, weight: Any, bias: Any, per_token: Any, total: Any, *leaves: Any,
 ) -> list[Any]:  # fmt: skip
-    """``-> dhidden, dweight, dbias``, those that are requested, from S and the cotangents.
+    """``-> dhidden, dweight, dbias``, those that are requested_gradients, from S and the cotangents.
 
     The compiler drops the product of a gradient that is not requested. Without a cotangent of the entropy, the
     entropy's terms are left out. With ``rounded``, dhidden has hidden's dtype, because no sum over the group follows.
@@ -230,8 +234,9 @@ def pull_back(
         may_round_dhidden=rounded and hidden.dtype == weight.dtype,
     )
     dhidden = primals.hidden.astype(hidden.dtype) if rounded else primals.hidden
-    grads = [dhidden, primals.weight, None if primals.bias is None else primals.bias.astype(bias.dtype)]
-    grads = [grad for grad, flag in zip(grads, requested, strict=False) if flag]  # a call without a bias has no dbias
+    dbias = primals.adapter if key.call.jax.rank else primals.bias
+    grads = [dhidden, primals.weight, None if dbias is None else dbias.astype(bias.dtype)]
+    grads = [grad for grad, flag in zip(grads, requested_gradients, strict=False) if flag]  # there may be no dbias
     return grads if total is None else [*grads, primals.weight[0, :1]]
 
 
@@ -323,6 +328,7 @@ def _make_part(
     options = {"mean_logit": False, "num_candidates": key.call.jax.num_candidates, **options}
     if tokens.candidates is None:
         options["num_candidates"] = 0
-    call = key.call.jax.but(given_vocab_size=vocab_size, precision=key.precision, **options)
+    call = key.call.jax.replace(caller_vocab_size=vocab_size, precision=key.precision, **options)
     per_token = tokens.labels, tokens.temperature, tokens.candidates, tokens.floor
-    return _local.LogprobPart.of(call, Primals(hidden, weight, bias), *per_token, start, tokens.num_rows)
+    primals = Primals(hidden, weight, adapter=bias) if call.rank else Primals(hidden, weight, bias)
+    return _local.LogprobPart.of(call, primals, *per_token, start, tokens.num_rows)

@@ -83,13 +83,13 @@ def logit_options(call: TorchCall) -> tuple[object, ...]:
 
 
 def make_tags(columns: Any, num_rows: Any, *options: object) -> Any:
-    """Returns `lce_jax.run._local.tags` of per-token columns, of how many rows count, and of options.
+    """Returns `lce_jax.run._local.compute_tags` of per-token columns, of how many rows count, and of options.
 
     Columns that are None are left out.
     """
     columns = [x for x in columns if x is not None]
     numbers = num_rows, jnp.int32(_tensor_parallel.compute_checksum(*options))
-    return _local.tags([*(jnp.broadcast_to(x, columns[0].shape[:1]) for x in numbers), *columns])
+    return _local.compute_tags([*(jnp.broadcast_to(x, columns[0].shape[:1]) for x in numbers), *columns])
 
 
 def append_tags(packed: Any, tags: Any) -> Any:

@@ -371,7 +371,7 @@ def infer_shapes(
 ) -> Any:
     """Returns the shapes of ``step(key, *inputs)``, planned for ``device``. The caller's mesh has no effect."""
     described = isinstance(device, kernels.Device)
-    planned = kernels.for_device(device) if described else jax.default_device(device)
+    planned = kernels.trace_for_device(device) if described else jax.default_device(device)
     with planned, jax.sharding.use_abstract_mesh(NO_MESH.abstract_mesh):
         return jax.eval_shape(functools.partial(step, key), *inputs)
 

@@ -236,7 +236,7 @@ OF_ROW_LOSSES: Mistakes = [
     (dict(chunk_byte=3), TypeError, r"unknown option chunk_byte \(did you mean chunk_bytes\?\)"),
     (dict(cache_bytes=3), ValueError, "cache_bytes=3: linear_loss keeps nothing"),
     (dict(vocab_part_size=8), ValueError, r"vocab_part_size=8: linear_loss .* Call linear_logprobs"),
-    (dict(candidates=IDS), ValueError, "candidates: a loss_fn gets the label's"),
+    (dict(candidates=IDS), ValueError, "candidates: loss_fn gets only the label's"),
     (dict(chunk_bytes=-1), ValueError, "chunk_bytes"),
     (dict(loss_fn=3), TypeError, "loss_fn must be a function"),
     (dict(loss_fn=lambda *_: 1), ValueError, "scalar for one token, got int32"),

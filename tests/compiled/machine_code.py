@@ -30,7 +30,7 @@ from lce_jax.mosaic import _compiler, _generations, mma, sm90
 from lce_jax.mosaic._compiler import Kernel
 from lce_jax.mosaic._host import Traced
 from lce_jax.mosaic._pallas import lowering_for
-from lce_jax.run.kernels import Call, LaunchedCall, for_device
+from lce_jax.run.kernels import Call, LaunchedCall, trace_for_device
 from lce_jax.types._types import Device
 from lce_torch_bridge.launched_directly import _passes
 from lce_torch_bridge.launched_directly._host import Tape, find_needed_steps
@@ -89,7 +89,7 @@ def _head(model: str, device: Device, rows: int = 4096, has_temperature: bool = 
 def calls(device: Device) -> dict[str, LaunchedCall]:
     """The calls whose kernels are compiled, by name: models, then options."""
     head = functools.partial(_head, device=device)
-    everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, given_dtype=jnp.dtype("float32"))
+    everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, caller_dtype=jnp.dtype("float32"))
     threshold: Any = dict(gradient_threshold=2.0**-12, stats=True)
     return {
         **{
@@ -148,7 +148,7 @@ def of_two_heads(device: Device) -> Iterator[tuple[Kernel, str]]:
         found.append(_compiler.traced(kernel, tree, tuple(given)))
         return kernel(*operands)
 
-    with mock.patch.object(Traced, "launch", launch), for_device(device):
+    with mock.patch.object(Traced, "launch", launch), trace_for_device(device):
         for direction, cache_bytes in (("forward", 0), ("forward", 1 << 40), ("reverse", 0)):
             loss = functools.partial(_divergence, direction=direction, cache_bytes=cache_bytes)
             jax.eval_shape(jax.grad(loss, (0, 1)), *head, *head)
@@ -183,7 +183,7 @@ def compile_all(target: str) -> None:
     for kernel, name in kernels(device):
         print(f"{PREFIX} {kernel.name}|{name}|{shared_bytes(kernel, device)}", flush=True)
         given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in kernel.arrays]
-        with for_device(device), lowering_for(device.compute_capability):
+        with trace_for_device(device), lowering_for(device.compute_capability):
             lowered = jax.jit(lambda *x, kernel=kernel: kernel.function(*x)).trace(*given)
             lowered.lower(lowering_platforms=("cuda",)).compile()
 

@@ -77,7 +77,7 @@ def test_devices_that_nothing_names() -> None:
     abstract = jax.sharding.AbstractMesh((2,), ("tensor",))
     for options in ({"mesh": abstract, "vocab_axis": "tensor"}, {}):
         with (
-            kernels.for_device(kernels.Device("gpu", "NVIDIA A100", "8.0", 108)),
+            kernels.trace_for_device(kernels.Device("gpu", "NVIDIA A100", "8.0", 108)),
             pytest.raises(ValueError, match="neither operands nor mesh name devices of NVIDIA A100"),
         ):
             explain(*CALL, **options, compile=True)

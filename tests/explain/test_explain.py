@@ -184,7 +184,7 @@ def test_a_call_that_misses_the_kernels_of_its_gpu_is_warned_of_once(caplog: pyt
         caplog.clear()
         struct = jax.ShapeDtypeStruct
         for _ in range(2):
-            with _dispatch.for_device(device):
+            with _dispatch.trace_for_device(device):
                 jax.eval_shape(
                     lambda *x: function(*x),
                     struct((128, 128), dtype),

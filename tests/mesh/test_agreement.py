@@ -163,35 +163,35 @@ def test_rows_that_differ(function: Callable[..., Any], check_vma: bool) -> None
 def test_tags() -> None:
     """Each bit of each column makes another tag; rows that do not count have one, and another mask has others."""
     columns = [jnp.arange(6), jnp.linspace(0.5, 1.0, 6), jnp.arange(12).reshape(6, 2), jnp.ones(6, jnp.bfloat16)]
-    tags = np.asarray(_collectives.tags(columns))
+    tags = np.asarray(_collectives.compute_tags(columns))
     changed = [x.at[3].set(y) for x, y in zip(columns, (4, 0.8000001, jnp.array([6, 8]), 1 + 2.0**-7), strict=True)]
     for i, column in enumerate(changed):
-        other = np.asarray(_collectives.tags([*columns[:i], column, *columns[i + 1 :]]))
+        other = np.asarray(_collectives.compute_tags([*columns[:i], column, *columns[i + 1 :]]))
         assert np.flatnonzero(other != tags).tolist() == [3]
     where = jnp.ones(6, bool).at[3].set(False)
-    masked = _collectives.tags(columns, where)
-    np.testing.assert_array_equal(_collectives.tags([columns[0].at[3].set(9), *columns[1:]], where), masked)
+    masked = _collectives.compute_tags(columns, where)
+    np.testing.assert_array_equal(_collectives.compute_tags([columns[0].at[3].set(9), *columns[1:]], where), masked)
     swapped = where.at[3].set(True).at[0].set(False)
-    assert (_collectives.tags(columns, swapped) != masked).all()
+    assert (_collectives.compute_tags(columns, swapped) != masked).all()
     with jax.enable_x64():
         wide = [jnp.arange(6) * 2**20, jnp.linspace(0.5, 1.0, 6)]
         assert wide[1].dtype == jnp.float64
-        other = _collectives.tags([wide[0], wide[1].at[3].add(2.0**-50)])
-        assert np.flatnonzero(np.asarray(other != _collectives.tags(wide))).tolist() == [3]
+        other = _collectives.compute_tags([wide[0], wide[1].at[3].add(2.0**-50)])
+        assert np.flatnonzero(np.asarray(other != _collectives.compute_tags(wide))).tolist() == [3]
         assert other.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("shards", [2, 3, 4096])
 def test_differences(shards: int) -> None:
     """Exactly 0 in any order of addition, and nothing else where one shard differs, or several by opposite amounts."""
-    tags = _collectives.tags([jnp.arange(1000)])
-    parts = [np.asarray(_collectives.differences(tags, shard, shards)) for shard in (0, 1)]
+    tags = _collectives.compute_tags([jnp.arange(1000)])
+    parts = [np.asarray(_collectives.difference_terms(tags, shard, shards)) for shard in (0, 1)]
     total = parts[0].copy()
     for _ in range(shards - 1):
         total += parts[1]
     assert not total.any()
     near = [
-        np.asarray(_collectives.differences(_collectives.tags([jnp.arange(1000) + i]), shard, shards))
+        np.asarray(_collectives.difference_terms(_collectives.compute_tags([jnp.arange(1000) + i]), shard, shards))
         for i, shard in ((1, 1), (-1, 2))
     ]
     assert (total - parts[1] + near[0]).any(1).all()
@@ -209,12 +209,12 @@ def test_sketches() -> None:
 
         def given(hidden: Any) -> Any:
             probe = jnp.arange(2)[None, :, None]
-            return _collectives.Said(jnp.zeros(500, jnp.int32), _collectives.sketch(hidden)[None], probe)
+            return _collectives.ShardSummary(jnp.zeros(500, jnp.int32), _collectives.sketch(hidden)[None], probe)
 
         def agree(*all_of: Any) -> Any:
             every = jax.tree.map(lambda *x: jnp.stack(x), *map(given, all_of))
             every = every._replace(probes=every.probes + jnp.arange(len(all_of))[:, None, None, None])
-            return _collectives.agree(every, jnp.zeros(500, jnp.int32), 10)
+            return _collectives.compare_summaries(every, jnp.zeros(500, jnp.int32), 10)
 
         assert agree(hidden, rounded, hidden).all()
         assert agree(jnp.zeros_like(hidden), jnp.zeros_like(hidden)).all()

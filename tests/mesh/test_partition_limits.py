@@ -74,7 +74,7 @@ def test_axes_of_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
     _custom_partitioning.warn_once.cache_clear()
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
         got = jax.jit(linear_logprobs)(*operands).lse
-        assert "takes its operands as whole over 'tensor'" in caplog.text
+        assert "treats its operands as replicated over 'tensor'" in caplog.text
         told = jax.jit(functools.partial(sharded_linear_logprobs, batch_axes="data"))(*operands).lse
     for lse in (got, told):
         assert oracle.value_error(lse, linear_logprobs(HIDDEN, WEIGHT, LABELS).lse) < 2e-6
@@ -100,7 +100,7 @@ def test_warnings_name_the_function_that_was_called(name: str, caplog: pytest.Lo
         with jax.set_mesh(mesh_of(AxisType.Auto)):
             over = jax.shard_map(FUNCTIONS[name], in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
             jax.eval_shape(over, HIDDEN, WEIGHT, LABELS)
-    assert f"{name} takes its operands as whole over 'tensor'" in caplog.text
+    assert f"{name} treats its operands as replicated over 'tensor'" in caplog.text
     assert f"or call sharded_{name}" in caplog.text
     assert f"{name} inside shard_map over 'data'" in caplog.text
     assert "linear_logprobs" not in caplog.text

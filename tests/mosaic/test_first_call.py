@@ -18,7 +18,7 @@ from lce_jax.mosaic import _generations, mma
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.common import _cached_dlogits
 from lce_jax.mosaic.mma import _pipeline
-from lce_jax.run.kernels import for_device
+from lce_jax.run.kernels import trace_for_device
 from tests.devices import A100
 from tests.mosaic_interpreter import afresh
 from tests.pairs import values_of
@@ -33,7 +33,7 @@ def a100(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's CPU counts as an A100."""
     monkeypatch.setattr(_generations, "FOUND", {})
     monkeypatch.setattr(_dispatch, "current_device", lambda *_, **__: DEVICE)
-    monkeypatch.setattr(_first_call, "devices_like", lambda _: jax.local_devices())
+    monkeypatch.setattr(_first_call, "list_devices", lambda _: jax.local_devices())
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def interpreted() -> Iterator[None]:
 @pytest.fixture
 def by_xla(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The check runs `xla` in place of the kernels. Returns what it was asked for."""
-    answers, asked = _first_call._answers, list[Any]()
-    monkeypatch.setattr(_first_call, "_answers", lambda one, *x: asked.append(one) or answers(_first_call.xla, *x))
+    answers, asked = _first_call._run_head, list[Any]()
+    monkeypatch.setattr(_first_call, "_run_head", lambda one, *x: asked.append(one) or answers(_first_call.xla, *x))
     return asked
 
 
@@ -140,7 +140,7 @@ def test_two_heads_are_compared_when_a_call_has_them(
     """Right kernels are used. What is wrong with those of two heads alone refuses no other call."""
     caplog.set_level(logging.WARNING, "lce_jax")
     small_check(monkeypatch)
-    monkeypatch.setattr(_first_call, "OF_TWO_HEADS", 640)
+    monkeypatch.setattr(_first_call, "KL_COLUMNS", 640)
     monkeypatch.setattr(_first_call, "CACHE_BYTES", (300_000, 500_000))  # one of three tiles
     divergence()
     assert [(heads, reason) for (_, _, heads), reason in _generations.FOUND.items()] == [(1, None), (2, None)]
@@ -189,9 +189,9 @@ def test_whatever_is_around_the_call(name: str, by_xla: list[Any]) -> None:
 
 
 def test_devices_of_others_are_not_checked(monkeypatch: pytest.MonkeyPatch, by_xla: list[Any]) -> None:
-    with for_device(DEVICE):
+    with trace_for_device(DEVICE):
         assert explain(*CALL).implementation == "mosaic_gpu"
-    monkeypatch.setattr(_first_call, "devices_like", lambda _: [])
+    monkeypatch.setattr(_first_call, "list_devices", lambda _: [])
     plan = explain(*CALL)
     assert plan.implementation == "mosaic_gpu"
     assert plan.notes[-1].endswith(f"not on {A100.kind}: the first call compares a small call with xla")

@@ -153,7 +153,7 @@ def test_every_head(H: int, V: int, split: int) -> None:
 @pytest.mark.usefixtures("hopper")
 def test_one_shard_with_padded_rows() -> None:
     """What the bridge asks of JAX: statistics of a shard, the results of all, the shard's gradients."""
-    call = Call(given_vocab_size=151669, cache_bytes=1 << 22, requested=("mosaic_gpu",))
+    call = Call(caller_vocab_size=151669, cache_bytes=1 << 22, requested=("mosaic_gpu",))
 
     def step(hidden, weight, labels, seeds, start, num_rows):
         part = _local.LogprobPart.of(call, Primals(hidden, weight), labels, None, None, None, start, num_rows)

@@ -15,7 +15,7 @@ from lce_jax.mosaic import _generations, mma
 from lce_jax.mosaic._call import Generation
 from lce_jax.mosaic._pallas import interpreting, lowering_for, plgpu
 from lce_jax.mosaic.common import _cached_dlogits
-from lce_jax.run.kernels import for_device
+from lce_jax.run.kernels import trace_for_device
 from lce_jax.types._types import Device
 from tests.devices import H200
 from tests.mosaic.test_lowering import EVERYTHING, lower, lower_adapter
@@ -100,7 +100,7 @@ HEADS: list[tuple[int, int, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("T", "H", "V", "options"), HEADS, ids=[head[0] for head in HEADS])
 def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any], generation: Generation) -> None:
     capability = generation.compute_capabilities[0]
-    claimed = for_device(Device("gpu", generation.devices[0], capability, 108))
+    claimed = trace_for_device(Device("gpu", generation.devices[0], capability, 108))
     with _generations.using(generation), lowering_for(capability), claimed:
         lower(T, H, V, **options)
         if T == 600:
@@ -118,7 +118,7 @@ def test_kept_tiles_of_two_heads_go_where_the_gpu_can_send_them(generation: Gene
         )
 
     tested, device = dataclasses.replace(generation, ran_on=None), Device("gpu", generation.devices[0], capability, 108)
-    with _generations.using(tested), for_device(device):
+    with _generations.using(tested), trace_for_device(device):
         text = str(jax.jit(jax.grad(divergence)).trace(given).jaxpr)
     name = "lce_cached_kl_dlogits"
     assert name in text

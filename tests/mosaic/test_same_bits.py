@@ -23,7 +23,7 @@ from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import HOPPER
 from lce_jax.run import _shard
-from lce_jax.run.kernels import for_device
+from lce_jax.run.kernels import trace_for_device
 from lce_jax.types._types import Operands
 from lce_torch_bridge.tensors import _padding
 from tests.devices import H200
@@ -59,7 +59,7 @@ def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: 
         )
         return _shard.device_forward(*bound[:3], False)[0].outputs
 
-    with for_device(SMALL), interpreting(plgpu.InterpretGPUParams()):
+    with trace_for_device(SMALL), interpreting(plgpu.InterpretGPUParams()):
         out = jax.jit(run)(hidden, weight, labels, where, temperature)
     return {name: np.asarray(getattr(out, name)) for name in FIELDS if getattr(out, name) is not None}
 
@@ -128,9 +128,9 @@ def test_a_function_of_a_few_numbers_per_token() -> None:
     for count in (3, 256, 200):
         temperature = jnp.asarray(np.random.default_rng(4).uniform(0.1, 3.0, count), jnp.float32).at[1].set(-1.0)
         with interpreting(plgpu.InterpretGPUParams(detect_races=count != 200)):
-            found = jax.jit(lambda x: mosaic.per_token(case, _logprobs.inverse_of, x))(temperature)
+            found = jax.jit(lambda x: mosaic.per_token(case, _logprobs.invert_temperature, x))(temperature)
         assert count == 200 or not races_found()
-        np.testing.assert_allclose(found, _logprobs.inverse_of(temperature), rtol=1e-6)
+        np.testing.assert_allclose(found, _logprobs.invert_temperature(temperature), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -173,7 +173,7 @@ def check_live_tiles(test: Call, case: Any) -> None:
         assert want.max() > 0
         np.testing.assert_allclose(dropped[: oracle.rows], want, rtol=1e-3, atol=1e-7)
     if test.options.has_floor:
-        rows_that_count = _logprobs.without_empty(rows_that_count, stats.sumexp)
+        rows_that_count = _logprobs.exclude_empty_rows(rows_that_count, stats.sumexp)
         assert not rows_that_count[7]
     rows = coefficients(test, stats, cotangent, operands, rows_that_count)
     check_gradients(test, case, operands, rows, found, oracle.gradients(rows, oracle.kept(live)))
@@ -202,7 +202,7 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
 
     def of_shard(i: int) -> Operands:
         targets, candidates = jax.tree.map(
-            lambda ids, i=i: _describe.owned(ids, i * size, size), (operands.targets, operands.candidates)
+            lambda ids, i=i: _describe.find_local_columns(ids, i * size, size), (operands.targets, operands.candidates)
         )
         return operands._replace(
             weight=operands.weight[i * size :][:size], targets=targets, candidates=candidates,
@@ -213,7 +213,7 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
         found = [mosaic.in_parts(part, case, True) for part in parts]
         stats = mosaic.merged(jax.tree.map(lambda *x: jnp.stack(x), *(each[0] for each in found)), case, None, None)
         live = [mosaic.selected(case, tiles, Normalizer(stats.max, stats.sumexp), None) for _, tiles in found]
-        counts = _logprobs.without_empty(None, stats.sumexp) if test.options.has_floor else None
+        counts = _logprobs.exclude_empty_rows(None, stats.sumexp) if test.options.has_floor else None
         rows = coefficients(test, stats, cotangent, operands, counts)
         each = zip(parts, live, strict=True)
         return rows, live, [mosaic.gradients(part, case, rows, tiles)[:2] for part, (tiles, _) in each]

@@ -15,7 +15,7 @@ from lce_jax.mosaic import _chunks
 from lce_jax.mosaic._operands import geometry
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import HOPPER
-from lce_jax.run.kernels import for_device
+from lce_jax.run.kernels import trace_for_device
 from tests import one_device_shards, oracle
 from tests.devices import H200
 from tests.mosaic.test_lowering import lower
@@ -55,7 +55,7 @@ def test_any_number_of_shards(part: int, parts: int, columns: int, shards: tuple
 
     def over(count: int, weight: Any) -> Any:
         given = {**options, "stats": True, "vocab_size": columns, "vocab_part_size": part}
-        with for_device(H200), interpreting(plgpu.InterpretGPUParams()):
+        with trace_for_device(H200), interpreting(plgpu.InterpretGPUParams()):
             return one_device_shards.linear_logprobs(count, hidden, weight, labels, **given)
 
     whole = over(1, weight)

@@ -453,7 +453,7 @@ def test_a_loss_that_mixes_tokens_is_refused() -> None:
             return -advantage * reduce(logprob)
 
         with pytest.raises(
-            ValueError, match=r"loss_fn mixes tokens: .* one number goes over no axis.*linear_logprobs\("
+            ValueError, match=r"loss_fn mixes tokens: .* one number reduces no axis.*linear_logprobs\("
         ):
             pytest.fail(f"{name}: {call(linear_loss, loss)}")
     for reduce in HONEST.values():

@@ -105,6 +105,6 @@ def test_merging_any_split_in_any_order(cuts: list[int], order, seed: int) -> No
     want = oracle.logprobs(hidden, weight, labels)
     for got, true in zip(jax.tree.leaves(out), jax.tree.leaves(want), strict=True):
         assert oracle.value_error(got, true) < 5e-6
-    none = _statistics.empty(7, merged.max.dtype, Call(stats=True))
+    none = _statistics.empty_statistics(7, merged.max.dtype, Call(stats=True))
     again, _ = united([merged, none], labels)  # a shard of padding alone
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(merged)))

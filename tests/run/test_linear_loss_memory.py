@@ -12,7 +12,7 @@ import pytest
 import lce_jax
 from lce_jax import linear_loss
 from lce_jax.explain._pod import GPUS
-from lce_jax.run._token_chunks import chunk_rows
+from lce_jax.run._token_chunks import choose_chunk_rows
 from lce_jax.types._types import CPU, Call, Device
 from tests.mosaic.test_lowering import lower, overwrites_cache
 
@@ -87,13 +87,13 @@ def test_more_bytes_never_cost_more(T: int, H: int, V: int, dtype: str, device: 
     case = case if device == "h100" else dataclasses.replace(case, device=CPU)
     kept, own, costs = 4 if device == "cpu" else case.dtype.itemsize, V * H * case.dtype.itemsize, []
     for chunk_bytes in sorted(BUDGETS):
-        rows = chunk_rows(dataclasses.replace(case, chunk_bytes=chunk_bytes))
+        rows = choose_chunk_rows(dataclasses.replace(case, chunk_bytes=chunk_bytes))
         chunks = -(-T // rows)
         costs.append(chunks if T % rows == 0 else 1.25 * chunks)
         assert rows * V * kept + (own if chunks == 1 else V * H * 4) <= max(chunk_bytes, 128 * V * kept) + V * H * 4
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == 1
-    assert chunk_rows(dataclasses.replace(case, chunk_bytes=None)) == chunk_rows(
+    assert choose_chunk_rows(dataclasses.replace(case, chunk_bytes=None)) == choose_chunk_rows(
         dataclasses.replace(case, chunk_bytes=1400 << 20 if device == "h100" else 256 << 20)
     )
 

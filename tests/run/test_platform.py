@@ -82,7 +82,7 @@ def test_a_cache_on_several_devices_needs_a_mesh() -> None:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (HIDDEN, WEIGHT, LABELS)]
     step = jax.jit(jax.grad(loss), in_shardings=(split, None, split))
     with pytest.raises(
-        UnsupportedError, match=r"lowered for 2 devices, and tracing saw no mesh.* jax\.set_mesh\(mesh\)"
+        UnsupportedError, match=r"lowered for 2 devices, but tracing saw no mesh.* jax\.set_mesh\(mesh\)"
     ):
         step.lower(*shapes)
     with jax.set_mesh(devices):

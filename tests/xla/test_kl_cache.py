@@ -30,7 +30,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several tiles of columns, the last one narrower, on a device that jit knows: elsewhere nothing may be kept."""
 
     def tiles(plan: _kl.KLPlan) -> tuple[int, int]:
-        case = plan.cases.student
+        case = plan.calls.student
         return max(case.num_tokens // 2 if case.partial_rows else case.num_tokens, 1), min(48, plan.columns)
 
     monkeypatch.setattr(_kl.KLPlan, "tiles", property(tiles))

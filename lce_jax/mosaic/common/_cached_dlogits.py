@@ -32,7 +32,7 @@ from lce_jax.mosaic.common._heads import (
     load_fields,
     relative_log_ratio,
 )
-from lce_jax.mosaic.common._logits import Held
+from lce_jax.mosaic.common._logits import AccumulatorLayout
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, ceil_div, swizzled
 from lce_jax.types._types import Call
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ROWS = 64  # of a block
 COLUMNS = 128  # of a block
 BLOCK = (ROWS, COLUMNS)
-HELD = Held(ROWS)
+HELD = AccumulatorLayout(ROWS)
 PER_TILE = TILE_N // COLUMNS
 RESERVED_BYTES = 1 << 10  # of shared memory, which each kernel block takes beside its own
 STAGES = 2
@@ -109,7 +109,7 @@ def kernel(
     generation: Generation,
     body: Callable[..., None],
     output: Any,
-    case: Call,
+    call: Call,
     name: str,
     cached: Sequence[Any],
     updated: Any,
@@ -120,7 +120,7 @@ def kernel(
     return _pallas.kernel(
         body,
         out_type=[output],
-        grid=(case.device.core_count * per_core,),
+        grid=(call.device.core_count * per_core,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
@@ -178,7 +178,7 @@ def _send(d: Array, slots: Any, step: Any, destination: Any) -> None:
 def cached_dlogits(
     generation: Generation,
     prepared: Prepared,
-    case: Call,
+    call: Call,
     factors: Float[Array, "factors Tp"],
     cache: Cache,
     span: Int[Array, "fields"],
@@ -191,9 +191,9 @@ def cached_dlogits(
     tiles after the span and row blocks without a live row, which the forward did not keep, are left unwritten. With
     ``overwrites`` the gradient takes the place of all of the cache, block by block, each read before it is written.
     """
-    output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), case.dtype)
-    body, updated = functools.partial(_kernel, generation, case), {0: 0} if overwrites else None
-    (result,) = kernel(generation, body, output, case, "lce_cached_dlogits", [cache.exponentials], updated)(
+    output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), call.dtype)
+    body, updated = functools.partial(_kernel, generation, call), {0: 0} if overwrites else None
+    (result,) = kernel(generation, body, output, call, "lce_cached_dlogits", [cache.exponentials], updated)(
         cache.exponentials,
         cache.max,
         factors,
@@ -218,7 +218,7 @@ class Refs(NamedTuple):
 
 def _kernel(
     generation: Generation,
-    case: Call,
+    call: Call,
     exponentials: Any,  # [T, columns of the cache]
     tile_max: Any,
     factors: Any,
@@ -229,11 +229,11 @@ def _kernel(
     output: Any,
 ) -> None:
     refs, span = Refs(tile_max, factors, row_scale, targets, holds_target, output), Span.unpack(scalars)
-    gradient = functools.partial(_block_gradient, case, refs, span)
+    gradient = functools.partial(_block_gradient, call, refs, span)
     walk_blocks(generation, BlockWalk.of(span), [exponentials], output, gradient)
 
 
-def _block_gradient(case: Call, refs: Refs, span: Span, block: Block, values: Sequence[Array]) -> Array:
+def _block_gradient(call: Call, refs: Refs, span: Span, block: Block, values: Sequence[Array]) -> Array:
     """The gradient of one block: loads what its rows need, then eqs. 4 and 5."""
     load = functools.partial(HELD.load_rows, rows=block.rows)
     row_block = lax.div(block.row, jnp.int32(ROW_BLOCK // ROWS))
@@ -243,7 +243,7 @@ def _block_gradient(case: Call, refs: Refs, span: Span, block: Block, values: Se
     row_scale, highest = load(refs.row_scale), load(refs.tile_max.at[block.tile])
     e, log2_e = of_cache(values[0], refs.output.dtype)
     d = _gradient(e, log2_e, rows, (highest - rows.max) * row_scale)
-    d = d if case.logit_softcap is None else d * cap_derivative(log2_e, highest, row_scale)
+    d = d if call.logit_softcap is None else d * cap_derivative(log2_e, highest, row_scale)
     return HELD.with_target(d, rows, label, holds)
 
 
@@ -276,7 +276,7 @@ def cap_derivative(u: Array, highest: Array, row_scale: Array) -> Array:
 
 def cached_kl_dlogits(
     generation: Generation,
-    cases: tuple[Call, Call],
+    calls: tuple[Call, Call],
     operands: KLOperands,
     factors: Float[Array, "fields Tp"],
     cache: KLCache,
@@ -285,17 +285,17 @@ def cached_kl_dlogits(
     direction: Direction,
 ) -> Float[Array, "Tp columns"]:
     """As `kl_dlogits`, in the place of the cache's exponentials: a block is read before it is written."""
-    case = cases[direction == "forward"]  # the student's
-    output = jax.ShapeDtypeStruct((factors.shape[1], columns), case.dtype)
-    body = functools.partial(_kl_kernel, generation, case, direction)
+    call = calls[direction == "forward"]  # the student's
+    output = jax.ShapeDtypeStruct((factors.shape[1], columns), call.dtype)
+    body = functools.partial(_kl_kernel, generation, call, direction)
     row_scales = [head.row_scale for head in operands.heads]
-    run = kernel(generation, body, output, case, "lce_cached_kl_dlogits", cache[:2], {0: 0})
+    run = kernel(generation, body, output, call, "lce_cached_kl_dlogits", cache[:2], {0: 0})
     return run(*cache, *row_scales, factors, span)[0]
 
 
 def _kl_kernel(
     generation: Generation,
-    case: Call,
+    call: Call,
     direction: Direction,
     e: Any,
     ratio: Any,
@@ -306,12 +306,12 @@ def _kl_kernel(
     scalars: Any,  # a `Span`
     output: Any,
 ) -> None:
-    gradient = functools.partial(_kl_block_gradient, case, direction, references, (scale_p, scale_q), factors)
+    gradient = functools.partial(_kl_block_gradient, call, direction, references, (scale_p, scale_q), factors)
     walk_blocks(generation, BlockWalk.of(Span.unpack(scalars)), [e, ratio], output, gradient)
 
 
 def _kl_block_gradient(
-    case: Call,
+    call: Call,
     direction: Direction,
     references: Any,
     row_scales: Sequence[Any],
@@ -327,7 +327,7 @@ def _kl_block_gradient(
     rows = (
         load_fields(MixtureFactors, factors, load) if direction == "jsd" else load_fields(KLCoefficients, factors, load)
     )
-    (e, log2_e), ratio = of_cache(values[0], case.dtype), values[1]
+    (e, log2_e), ratio = of_cache(values[0], call.dtype), values[1]
     down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
     of_p, u = along(rows.of_p * jnp.exp2(down_p)), log2_e
     if isinstance(rows, MixtureFactors):
@@ -342,6 +342,6 @@ def _kl_block_gradient(
         below_p, below_q = jnp.minimum(-ratio, 0.0), jnp.minimum(ratio, 0.0)
         of_q, u = along(rows.of_q * jnp.exp2(down_q)), log2_e + below_q
         gradient = e * (jnp.exp2(below_q) * of_q - jnp.exp2(below_p) * of_p)
-    if case.logit_softcap is not None:
+    if call.logit_softcap is not None:
         gradient = gradient * cap_derivative(u, *((max_q, k_q) if direction == "forward" else (max_p, k_p)))
     return jnp.where(e > 0.0, gradient, 0.0)  # on padding the ratio says nothing

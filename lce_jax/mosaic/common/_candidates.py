@@ -20,7 +20,7 @@ from jax import lax
 
 from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist, place
-from lce_jax.mosaic._operands import KeptFields, RowFactors, kept_fields, kept_statistics
+from lce_jax.mosaic._operands import RowFactors, SavedLayout, kept_statistics, lay_out_saved
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tokens import (
     THREADS,
@@ -97,16 +97,16 @@ def _piece(columns: Any, layout: Any, ref: Any, row: Any) -> Float[Array, "n"]:
 class _Kept(NamedTuple):
     """What is kept of the candidates of a block's tokens."""
 
-    case: Call
+    call: Call
     has_temperature: bool
     fields: Any  # flat
     rows: BlockRows
     stride: Any
 
     @property
-    def layout(self) -> KeptFields:
+    def layout(self) -> SavedLayout:
         """Where what lies."""
-        return kept_fields(self.case, self.has_temperature)
+        return lay_out_saved(self.call, self.has_temperature)
 
     def at(self, field: Any) -> Any:
         """Where the tokens' numbers of a field lie."""
@@ -114,7 +114,7 @@ class _Kept(NamedTuple):
 
     def statistic(self, name: str) -> Any:
         """One of the tokens' statistics."""
-        return self.fields[self.at(self.layout.statistics + kept_statistics(self.case).index(name))]
+        return self.fields[self.at(self.layout.statistics + kept_statistics(self.call).index(name))]
 
     def id(self, k: Any) -> Any:
         """The tokens' candidate of a number."""
@@ -132,11 +132,11 @@ class _Kept(NamedTuple):
     @property
     def inverse_temperature(self) -> Any:
         """None: 1."""
-        return _logprobs.inverse_of(self.temperature) if self.has_temperature else None
+        return _logprobs.invert_temperature(self.temperature) if self.has_temperature else None
 
 
 def keep(
-    case: Call,
+    call: Call,
     has_temperature: bool,
     ids: Int[Array, "R K"],
     x: Float[Array, "R K"],
@@ -150,11 +150,11 @@ def keep(
 
     def body(ids: Any, x: Any, numbers: Any, _: Any, found: Any, kept: Any) -> None:
         k, rows = lax.axis_index("candidate"), BlockRows.of(lax.axis_index("rows"), numbers[0])
-        of = _Kept(case, has_temperature, kept, rows, numbers[1])
+        of = _Kept(call, has_temperature, kept, rows, numbers[1])
 
         def write() -> None:
             own, highest = x[rows.here, k], of.statistic("max")
-            row_scale = _logprobs.compute_row_scale(case, of.inverse_temperature)
+            row_scale = _logprobs.compute_row_scale(call, of.inverse_temperature)
             logprob = _logprobs.candidate_logprobs(own, highest, row_scale, jnp.log(of.statistic("sumexp")))
             nan = on_all_threads(jnp.nan, jnp.float32)
             found.at[rows.here, k][...] = jnp.where(highest == highest, logprob, nan)
@@ -169,7 +169,7 @@ def keep(
 
 
 def cotangents(
-    case: Call,
+    call: Call,
     has_temperature: bool,
     kept: Float[Array, "n"],
     seed: Float[Array, "R K"],
@@ -180,7 +180,7 @@ def cotangents(
 
     def body(kept: Any, seed: Any, numbers: Any, each: Any, total: Any) -> None:
         rows = BlockRows.of(lax.axis_index("rows"), numbers[0])
-        of, zero = _Kept(case, has_temperature, kept, rows, numbers[1]), on_all_threads(0.0, jnp.float32)
+        of, zero = _Kept(call, has_temperature, kept, rows, numbers[1]), on_all_threads(0.0, jnp.float32)
 
         def step(k: Any, total: Any) -> Any:
             g = jnp.where(of.x(k) > -jnp.inf, seed[rows.here, k], zero)
@@ -198,7 +198,7 @@ def cotangents(
 
 
 def place_values(
-    case: Call,
+    call: Call,
     has_temperature: bool,
     kept: Float[Array, "n"],
     each: Float[Array, "K R"],
@@ -219,7 +219,7 @@ def place_values(
         kept, each, targets, row_scale, factors, numbers, columns, values = refs
         k, block = lax.axis_index("candidate"), lax.axis_index("rows")
         rows, padded = BlockRows.of(block, numbers[0]), block_rows(block)
-        of = _Kept(case, has_temperature, kept, rows, numbers[1])
+        of = _Kept(call, has_temperature, kept, rows, numbers[1])
 
         def pad() -> None:
             columns.at[padded, k][...] = on_all_threads(-1)
@@ -240,13 +240,13 @@ def place_values(
             there = there & (on_all_threads(rows.first) + numbered() < on_all_threads(numbers[0]))
             columns.at[rows.here, k][...] = jnp.where(there, column, on_all_threads(-1))
             row, x = RowFactors.of([factors[f, rows.here] for f in range(factors.shape[0])]), of.x(k)
-            term = total * _logprobs.compute_row_factor(case, of.inverse_temperature)
-            term = term if case.logit_softcap is None else term * _logprobs.cap_derivative(x)
+            term = total * _logprobs.compute_row_factor(call, of.inverse_temperature)
+            term = term if call.logit_softcap is None else term * _logprobs.cap_derivative(x)
             if has_temperature:
                 term = jnp.where(is_wrong(of.temperature), 0.0, term)
             is_label = column == targets[rows.here]
             values.at[rows.here, k][...] = (
-                row.at(x, row_scale[rows.here], is_label, case.logit_softcap is not None) + term
+                row.at(x, row_scale[rows.here], is_label, call.logit_softcap is not None) + term
             )
 
         pl.when(jnp.logical_not(rows.whole))(before_others(pad))

@@ -54,19 +54,19 @@ def dlogits(
     generation: Generation,
     prepared: Prepared,
     weight: Float[Array, "V H"],
-    case: Call,
+    call: Call,
     factors: Float[Array, "factors Tp"],
     span: Int[Array, "fields"],
     columns: int,
-    beside: Float[Array, "V R"] | None = None,
+    adapter: Float[Array, "V R"] | None = None,
 ) -> Float[Array, "T columns"]:
     """The gradient in the span's raw products, in the weight's dtype, at the beginning of ``columns``.
 
-    ``weight`` holds the span's part at its offset, and so does the B of an adapter ``beside`` it. Zero on columns that
+    ``weight`` holds the span's part at its offset, and so does ``adapter``, B of an adapter. Zero on columns that
     are padding or do not exist; tiles after the span and row blocks without a live row are left unwritten.
     """
-    machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "dlogits"))
-    output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), case.dtype)
+    machine, matmul = generation.machine, _logits.logits(call, generation.tunings.of(call, "dlogits"))
+    output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), call.dtype)
     run = machine.kernel(matmul, functools.partial(_kernel, machine, matmul), [output], "lce_dlogits")
     (result,) = run(
         prepared.hidden,
@@ -77,7 +77,7 @@ def dlogits(
         prepared.mask,
         factors,
         span,
-        *[x for x in (prepared.floor, beside) if x is not None],
+        *[x for x in (prepared.floor, adapter) if x is not None],
     )
     return result
 
@@ -96,24 +96,24 @@ def _kernel(
     *refs_of_case: Any,  # the floor and B, if any, and [T, columns]
 ) -> None:
     *given, output = refs_of_case
-    floor, beside = given[: matmul.case.has_floor], given[matmul.case.has_floor :]
+    floor, adapter = given[: matmul.call.has_floor], given[matmul.call.has_floor :]
     span, refs = Span.unpack(scalars), DlogitsRefs(targets, row_scale, holds_target, mask, factors, output, *floor)
     first_tile = _logits.first_tile(span)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         column, number = span.column + tile.column, first_tile + tile.vocabulary_tile
         where = DlogitsWhere(column, number, span.num_columns, tile.row, tile.column)
-        write_dlogits(matmul.case, refs, tile, where, multiply, slots)
+        write_dlogits(matmul.call, refs, tile, where, multiply, slots)
 
     slots = staging(machine, matmul, output.shape[1], output.dtype)
-    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots, *beside)
+    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots, *adapter)
 
 
 def live_dlogits(
     generation: Generation,
     prepared: Prepared,
     weight: Float[Array, "V H"],
-    case: Call,
+    call: Call,
     factors: Float[Array, "factors Tp"],
     work: Worklist,
     sizes: Sizes,
@@ -123,8 +123,8 @@ def live_dlogits(
 
     ``numbers``: that of the batch, and how many live rows and columns there are.
     """
-    machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "dlogits"))
-    output = jax.ShapeDtypeStruct((sizes.slots * ROW_BLOCK, TILE_N), case.dtype)
+    machine, matmul = generation.machine, _logits.logits(call, generation.tunings.of(call, "dlogits"))
+    output = jax.ShapeDtypeStruct((sizes.slots * ROW_BLOCK, TILE_N), call.dtype)
     run = machine.kernel(matmul, functools.partial(_live_kernel, machine, matmul, sizes), [output], "lce_live_dlogits")
     per_token = (prepared.targets, prepared.row_scale, prepared.holds_target, prepared.mask, factors)
     floor = [] if prepared.floor is None else [prepared.floor]
@@ -155,7 +155,7 @@ def _live_kernel(
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         where = DlogitsWhere(tile.column, tile.vocabulary_tile, num_columns, tile.slot * ROW_BLOCK, 0)
-        write_dlogits(matmul.case, refs, tile, where, multiply, slots)
+        write_dlogits(matmul.call, refs, tile, where, multiply, slots)
 
     slots = staging(machine, matmul, TILE_N, output.dtype)
     _logits.walk_live_logits(machine, matmul, hidden, weight, cells, order, sizes, batch, consume, slots)
@@ -183,9 +183,9 @@ class DlogitsWhere(NamedTuple):
     output_column: Any
 
 
-def write_dlogits(case: Call, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere, multiply: Any, slots: Any) -> None:
+def write_dlogits(call: Call, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere, multiply: Any, slots: Any) -> None:
     """A warpgroup's part of a tile, from its products to the output."""
-    output_rows, cap = rows_of(where.output_row), case.logit_softcap
+    output_rows, cap = rows_of(where.output_row), call.logit_softcap
     row_scale = HELD.load_rows(refs.row_scale, rows_of(tile.row))
     rows = HELD.load_factors(refs.factors, rows_of(tile.row))
     target = HELD.load_rows(refs.targets, rows_of(tile.row)) - where.column
@@ -198,7 +198,7 @@ def write_dlogits(case: Call, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere
         start = i * STAGING_COLUMNS
         block = z[:, start : start + STAGING_COLUMNS]
         if cap is not None:  # a block at a time: a second tile beside the first would spill its registers
-            block = real(softcap(block, cap, case), start=start)
+            block = real(softcap(block, cap, call), start=start)
         block = HELD.reaching(block, floor)
         d = HELD.gradient(block, row_scale, rows)
         d = d if cap is None else d * (1.0 - block * block)
@@ -208,7 +208,7 @@ def write_dlogits(case: Call, refs: DlogitsRefs, tile: Tile, where: DlogitsWhere
 
 def kl_dlogits(
     generation: Generation,
-    cases: tuple[Call, Call],
+    calls: tuple[Call, Call],
     operands: KLOperands,
     factors: Float[Array, "fields Tp"],
     span: Int[Array, "fields"],
@@ -221,8 +221,8 @@ def kl_dlogits(
     `MixtureFactors`. Zero on columns that are padding or do not exist; tiles after the span and row blocks without a
     live row are left unwritten.
     """
-    machine, matmuls = generation.machine, _heads.make_matmuls(cases, generation.tunings.of(cases[0], "kl_dlogits"))
-    output = jax.ShapeDtypeStruct((factors.shape[1], columns), cases[0].dtype)  # whole tiles
+    machine, matmuls = generation.machine, _heads.make_matmuls(calls, generation.tunings.of(calls[0], "kl_dlogits"))
+    output = jax.ShapeDtypeStruct((factors.shape[1], columns), calls[0].dtype)  # whole tiles
     body = functools.partial(_kl_kernel, machine, matmuls, direction)
     run = machine.kernel_of_heads(matmuls[0], body, [output], "lce_kl_dlogits")
     return run(*_heads.pack_operands(operands, span), factors)[0]
@@ -246,8 +246,8 @@ def write_kl_dlogits(
     """A warpgroup's part of a tile, from its products to the output."""
     rows = functools.partial(rows_of, tile.row)
     p, q = refs.heads
-    held = hold(x_of(p.case, multiply[0](), refs.mask, where))
-    x = x_of(q.case, multiply[1](), refs.mask, where)
+    held = hold(x_of(p.call, multiply[0](), refs.mask, where))
+    x = x_of(q.call, multiply[1](), refs.mask, where)
     gradient = (
         _mixture_gradient(refs, rows, where) if direction == "jsd" else _kl_gradient(refs, rows, direction == "reverse")
     )
@@ -271,7 +271,7 @@ def _kl_gradient(refs: KLRefs, rows: Callable[[], Any], reverse: bool) -> Gradie
     def of_block(held: HeldTile, x: Array, i: int) -> Array:
         both = held.block(i), block_of(x, i)
         d = _block_gradient(both, row_scales, factors, reverse)
-        return _through_cap((p if reverse else q).case, d, both[0] if reverse else both[1])
+        return _through_cap((p if reverse else q).call, d, both[0] if reverse else both[1])
 
     return of_block
 
@@ -284,7 +284,7 @@ def _mixture_gradient(refs: KLRefs, rows: Callable[[], Any], where: KLWhere) -> 
         factors, row_scales = load_mixture_factors(refs, rows)
         own = MixtureRatios.of((x_p, x), row_scales, factors)
         d = times_exp2(own.u_p, factors.of_p * (own.of_p - factors.mean))
-        return _through_cap(refs.heads[0].case, d, x_p)
+        return _through_cap(refs.heads[0].call, d, x_p)
 
     def of_block(held: HeldTile, x: Array, i: int) -> Array:
         first = i * STAGING_COLUMNS
@@ -299,9 +299,9 @@ def _mixture_gradient(refs: KLRefs, rows: Callable[[], Any], where: KLWhere) -> 
     return of_block
 
 
-def _through_cap(case: Call, d: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
+def _through_cap(call: Call, d: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
     """In the raw products."""
-    return d if case.logit_softcap is None else d * (1.0 - x * x)
+    return d if call.logit_softcap is None else d * (1.0 - x * x)
 
 
 def _block_gradient(

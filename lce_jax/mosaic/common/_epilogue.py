@@ -16,7 +16,7 @@ from jax import lax
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._call import Machine
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._logits import FOLDED, PADDING, Held
+from lce_jax.mosaic.common._logits import FOLDED, PADDING, AccumulatorLayout
 from lce_jax.mosaic.common._tiles import (
     ATOM_ROWS,
     COMPUTE_WARPGROUPS,
@@ -78,7 +78,7 @@ def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, 
     return jnp.where(padding > 0, value, z)
 
 
-HELD = Held(WARPGROUP_ROWS)
+HELD = AccumulatorLayout(WARPGROUP_ROWS)
 
 
 def rows_of(row: Any) -> Any:

@@ -155,7 +155,7 @@ def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
 class HeadOperands(NamedTuple):
     """What an epilogue knows of one head."""
 
-    case: Call
+    call: Call
     row_scale: Any  # [Tp]
 
 
@@ -216,15 +216,15 @@ def strip_of(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
     return x[:, column : column + STRIP]
 
 
-def x_of(case: Call, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
+def x_of(call: Call, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
     """The x of eq. 0 from raw products but for the scale, padding marked."""
-    x = z if case.logit_softcap is None else softcap(z, case.logit_softcap, case)
+    x = z if call.logit_softcap is None else softcap(z, call.logit_softcap, call)
     return without_padding(x, where.column, where.num_columns, mask)
 
 
 def update_tiles(
     generation: Generation,
-    cases: tuple[Call, Call],
+    calls: tuple[Call, Call],
     epilogue: Callable[..., None],
     kernel: str,
     name: str,
@@ -235,7 +235,7 @@ def update_tiles(
 
     ``given`` may end with factors of the rows.
     """
-    machine, both = generation.machine, make_matmuls(cases, generation.tunings.of(cases[0], kernel))
+    machine, both = generation.machine, make_matmuls(calls, generation.tunings.of(calls[0], kernel))
     run = machine.kernel_of_heads(
         both[0],
         functools.partial(_kernel_per_tile, machine, both, epilogue, len(updated)),
@@ -281,9 +281,9 @@ def store_references(cache: Any, where: KLWhere, rows: Callable[[], Any], stats:
         cache.references.at[tile, i, rows()][...] = field
 
 
-def make_matmuls(cases: tuple[Call, Call], tuning: Any) -> tuple[Matmul, Matmul]:
+def make_matmuls(calls: tuple[Call, Call], tuning: Any) -> tuple[Matmul, Matmul]:
     """The static part of a kernel, of each head."""
-    first, second = (_logits.logits(case, tuning) for case in cases)
+    first, second = (_logits.logits(call, tuning) for call in calls)
     return first, second
 
 
@@ -300,7 +300,7 @@ def unpack_refs(refs: Sequence[Any]) -> list[Any]:
 
 def make_head_operands(matmuls: tuple[Matmul, Matmul], row_scales: Sequence[Any]) -> tuple[HeadOperands, HeadOperands]:
     """Of both heads, from what a kernel is given."""
-    first, second = (HeadOperands(own.case, row_scale) for own, row_scale in zip(matmuls, row_scales, strict=True))
+    first, second = (HeadOperands(own.call, row_scale) for own, row_scale in zip(matmuls, row_scales, strict=True))
     return first, second
 
 

@@ -35,7 +35,7 @@ def join(
     row_scale: Float[Array, "Tp"],
     parts: Float[Array, "parts fields Tp"],
     joined: Float[Array, "groups fields Tp"],
-    case: Call,
+    call: Call,
     group: int,
     numbers: Int[Array, "3"],
     in_nats: bool = False,
@@ -49,14 +49,14 @@ def join(
     than statistics do. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are. With
     ``parted`` the first of ``parts`` is the first tile of a group of the shard, and groups end where its parts do.
     """
-    return _join(row_scale, parts, [joined], case, group, numbers, in_nats, parted)[0]
+    return _join(row_scale, parts, [joined], call, group, numbers, in_nats, parted)[0]
 
 
 def join_keeping(
     row_scale: Float[Array, "Tp"],
     parts: Float[Array, "parts fields Tp"],
     joined: Float[Array, "groups fields Tp"],
-    case: Call,
+    call: Call,
     group: int,
     numbers: Int[Array, "3"],
     maxima: Float[Array, "tiles kept Tp"],
@@ -65,7 +65,7 @@ def join_keeping(
 
     A group's parts go where the group's number says, in whole groups.
     """
-    joined, maxima = _join(row_scale, parts, [joined, maxima], case, group, numbers)
+    joined, maxima = _join(row_scale, parts, [joined, maxima], call, group, numbers)
     return joined, maxima
 
 
@@ -73,7 +73,7 @@ def _join(
     row_scale: Array,
     parts: Array,
     updated: list[Array],
-    case: Call,
+    call: Call,
     group: int,
     numbers: Array,
     in_nats: bool = False,
@@ -81,7 +81,7 @@ def _join(
 ) -> list[Array]:
     """``updated``, the unions and what is kept of each part, if anything is."""
     run = _pallas.kernel(
-        functools.partial(_kernel, case, group, in_nats, parted),
+        functools.partial(_kernel, call, group, in_nats, parted),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
         grid=(parts.shape[2] // THREADS, -(-parts.shape[0] // group) if parted is None else parted.groups),
         grid_names=("rows", "group"),
@@ -93,7 +93,7 @@ def _join(
 
 
 def _kernel(
-    case: Call,
+    call: Call,
     group: int,
     in_nats: bool,
     parted: Parted | None,
@@ -104,19 +104,19 @@ def _kernel(
 ) -> None:
     output, *maxima = results[len(results) // 2 :]
     most_groups = output.shape[0]
-    names, block, number = _operands.statistic_names(case), lax.axis_index("rows"), lax.axis_index("group")
+    names, block, number = _operands.statistic_names(call), lax.axis_index("rows"), lax.axis_index("group")
     rows, num_parts = block_rows(block), numbers[1]
     begin, stop = None, num_parts
     if parted is not None:
         begin, stop = _tiles.tiles_of_group(parted, group, numbers[2], number, num_parts)
-    none = _statistics.of_fields(
+    none = _statistics.make_statistics(
         {name: on_all_threads(getattr(_operands.UNWRITTEN, name), jnp.float32) for name in names}
     )
 
     def load(i: Any) -> ShardStatistics:
         there, at = on_all_threads(i) < stop, jnp.maximum(jnp.minimum(i, stop - 1), 0)
         found = {name: jnp.where(there, parts[at, f, rows], getattr(none, name)) for f, name in enumerate(names)}
-        return _statistics.of_fields(found)
+        return _statistics.make_statistics(found)
 
     def of_live_rows() -> None:
         k = row_scale[rows]

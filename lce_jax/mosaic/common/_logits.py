@@ -40,7 +40,7 @@ FOLDED = 8  # columns of which each of four threads holds two
 PADDING = -1e15  # stands for the raw products of columns that do not count: exp2 of it is 0, its square is finite
 
 
-class Held(NamedTuple):
+class AccumulatorLayout(NamedTuple):
     """Rows of a tile in the registers of a warpgroup."""
 
     num_rows: int
@@ -109,9 +109,9 @@ class Held(NamedTuple):
         return d if rows.slope is None else d + along(rows.slope) * (u * e)
 
 
-def softcap(z: Any, cap: float, case: Call) -> Any:
+def softcap(z: Any, cap: float, call: Call) -> Any:
     """The tanh of eq. 0, to the last digits of fp32: the hardware's own tanh has eleven bits."""
-    return 1.0 - 2.0 / (jnp.exp2(z * (2.0 * LOG2E * case.logit_scale / cap)) + 1.0)
+    return 1.0 - 2.0 / (jnp.exp2(z * (2.0 * LOG2E * call.logit_scale / cap)) + 1.0)
 
 
 class LabelBelow(NamedTuple):
@@ -153,23 +153,23 @@ def extent(x: Float[Array, "rows n"]) -> tuple[Float[Array, "rows"], Float[Array
     return lowest, jnp.sum(jnp.where(counts, 1.0, 0.0), axis=1)
 
 
-def logits(case: Call, tuning: Any) -> Matmul:
+def logits(call: Call, tuning: Any) -> Matmul:
     """The static part of a kernel that walks over logits: the product hidden · weightᵀ."""
-    return Matmul(case, tuning, 1, case.hidden_dim)
+    return Matmul(call, tuning, 1, call.hidden_dim)
 
 
 def walk_logits(
-    machine: Machine, matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any, *beside: Any
+    machine: Machine, matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any, *adapter: Any
 ) -> None:
     """`Machine.walk_tiles` over the logits of the live row groups and the span's vocabulary tiles."""
     how = Offset(column=span.offset), visit_all(matmul, span), consume, scratch
-    machine.walk_tiles(matmul, hidden, weight, *how, *beside)
+    machine.walk_tiles(matmul, hidden, weight, *how, *adapter)
 
 
 def visit_all(matmul: Matmul, span: Span) -> VisitAll:
     """What visits the logits of the live row groups and the span's vocabulary tiles."""
     tuning, groups = matmul.tuning, row_groups(matmul, span.num_rows)
-    shape = geometry(matmul.case, TILING)
+    shape = geometry(matmul.call, TILING)
 
     def column(number: Any) -> Any:
         if not shape.has_parts:
@@ -198,7 +198,7 @@ def visit_all(matmul: Matmul, span: Span) -> VisitAll:
 def num_steps(matmul: Matmul) -> int:
     """Those of a contraction over H, and over the rank of an adapter."""
     tile_k = matmul.tuning.tile_k
-    return -(-matmul.case.hidden_size // tile_k) + -(-matmul.case.rank // tile_k)
+    return -(-matmul.call.hidden_size // tile_k) + -(-matmul.call.rank // tile_k)
 
 
 def walk_live_logits(

@@ -53,7 +53,7 @@ def update_dhidden(
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "T columns"],
     weight: Float[Array, "V H"],
-    case: Call,
+    call: Call,
     span: Int[Array, "fields"],
 ) -> Float[Array, "splits Tp Hp"]:
     """The product over the span's first ``depth`` columns, in the span's rows, written to ``sums`` or added there.
@@ -61,7 +61,7 @@ def update_dhidden(
     The contraction is cut into as many parts as there are arrays of sums.
     """
     machine = generation.machine
-    matmul = Matmul(case, generation.tunings.of(case, "dhidden"), 1, case.vocab_dim)
+    matmul = Matmul(call, generation.tunings.of(call, "dhidden"), 1, call.vocab_dim)
     body = functools.partial(_dhidden_kernel, machine, matmul)
     return update(machine, matmul, body, "lce_dhidden", (dlogits, weight, span), sums)
 
@@ -77,7 +77,7 @@ def _dhidden_kernel(
 ) -> None:
     del sums
     span = Span.unpack(scalars)
-    splits, columns = output.shape[0], -(-matmul.case.hidden_size // matmul.tuning.tile_n)
+    splits, columns = output.shape[0], -(-matmul.call.hidden_size // matmul.tuning.tile_n)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
@@ -94,13 +94,13 @@ def write_dweight(
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "T columns"],
     hidden: Float[Array, "T H"],
-    case: Call,
+    call: Call,
     span: Int[Array, "fields"],
     may_add: bool = False,
 ) -> Float[Array, "V H"]:
     """``dweight`` with the span's tiles written at its offset, from its rows, or added if the span says so too."""
-    machine, matmul = generation.machine, Matmul(case, generation.tunings.of(case, "dweight"), 0, 0)
-    lhs, rhs = (dlogits, hidden) if case.vocab_dim == 0 else (hidden, dlogits)
+    machine, matmul = generation.machine, Matmul(call, generation.tunings.of(call, "dweight"), 0, 0)
+    lhs, rhs = (dlogits, hidden) if call.vocab_dim == 0 else (hidden, dlogits)
     body = functools.partial(_dweight_kernel, machine, matmul, may_add)
     return update(machine, matmul, body, "lce_dweight", (lhs, rhs, span), dweight)
 
@@ -117,7 +117,7 @@ def _dweight_kernel(
 ) -> None:
     del dweight
     span = Span.unpack(scalars)
-    if matmul.case.vocab_dim == 0:
+    if matmul.call.vocab_dim == 0:
         first_row, first_column = span.offset, 0
         groups = row_groups(matmul, span.num_tiles * TILE_N)
         columns = -(-rhs.shape[1] // matmul.tuning.tile_n)
@@ -162,7 +162,7 @@ def update_live_dhidden(
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "slots*128 256"],
     weight: Float[Array, "V H"],
-    case: Call,
+    call: Call,
     work: Worklist,
     sizes: Sizes,
     numbers: Int[Array, "3"],
@@ -171,8 +171,8 @@ def update_live_dhidden(
 
     ``numbers``: that of the batch, and how many live rows and columns there are.
     """
-    machine, tuning = generation.machine, generation.tunings.of(case, "live_dhidden")
-    matmul = Matmul(case, tuning, 1, case.vocab_dim, shares_lhs=True)
+    machine, tuning = generation.machine, generation.tunings.of(call, "live_dhidden")
+    matmul = Matmul(call, tuning, 1, call.vocab_dim, shares_lhs=True)
     body = functools.partial(_live_dhidden_kernel, machine, matmul, sizes)
     lists = (*work[:5], work.row_blocks, numbers)
     return update(machine, matmul, body, "lce_live_dhidden", (dlogits, weight, *lists), sums)
@@ -238,15 +238,15 @@ def write_live_dweight(
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "slots*128 256"],
     hidden: Float[Array, "T H"],
-    case: Call,
+    call: Call,
     work: Worklist,
     sizes: Sizes,
     numbers: Int[Array, "3"],
     add: bool,
 ) -> Float[Array, "V H"]:
     """``dweight`` with a batch's vocabulary tiles written, or added; zeros where nothing is live."""
-    machine, matmul = generation.machine, Matmul(case, generation.tunings.of(case, "live_dweight"), 0, 0)
-    by_rows = case.vocab_dim == 0
+    machine, matmul = generation.machine, Matmul(call, generation.tunings.of(call, "live_dweight"), 0, 0)
+    by_rows = call.vocab_dim == 0
     operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
     lists = (work.order, work.sums, work.cells, work.ranks, numbers)
     body = functools.partial(_live_dweight_kernel, machine, matmul, sizes, by_rows, add)

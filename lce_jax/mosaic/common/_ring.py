@@ -43,7 +43,7 @@ class Ring(NamedTuple):
 
 def ring_of(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
     """The stages of a product."""
-    tuning, itemsize = matmul.tuning, matmul.case.dtype.itemsize
+    tuning, itemsize = matmul.tuning, matmul.call.dtype.itemsize
     swizzles = [widest_swizzle(operand.shape[1], itemsize)[0] for operand in (lhs, rhs)]
     if matmul.lhs_k == 1 or matmul.rhs_k == 1:
         swizzles.append(tuning.tile_k * itemsize)

@@ -27,7 +27,7 @@ TILES = 16  # of a block, whose loads overlap
 
 
 def select(
-    case: Call,
+    call: Call,
     maxima: Float[Array, "tiles kept Tp"],
     targets: Int[Array, "Tp"],
     row_scale: Float[Array, "Tp"],
@@ -39,7 +39,7 @@ def select(
     """1 where a tile is live, and of several parts of the vocabulary the probability in the tiles that are not.
 
     Args:
-        case: of the shard.
+        call: of the shard.
         maxima: each tile's largest x, and its sum if the probabilities are asked for.
         targets: the shard's columns of the labels, -1 where it does not hold them.
         row_scale: the k of eq. 0 in base 2.
@@ -49,18 +49,18 @@ def select(
         numbers: how many rows there are, the stride of fields, and a tile that is live whatever it holds, or -1.
         held: 1 where a tile holds a candidate. None: there are none.
     """
-    shape = geometry(case, TILING)
-    outputs, parts = [jax.ShapeDtypeStruct(live_shape(case), jnp.int32)], -(-shape.num_tiles // TILES)
+    shape = geometry(call, TILING)
+    outputs, parts = [jax.ShapeDtypeStruct(live_shape(call), jnp.int32)], -(-shape.num_tiles // TILES)
     if maxima.shape[1] > 1:
         outputs.append(jax.ShapeDtypeStruct((parts, shape.padded_tokens), jnp.float32))
-    body = functools.partial(_select, case, field, held is not None)
+    body = functools.partial(_select, call, field, held is not None)
     run = kernel(body, outputs, "lce_select", {"part": parts, "rows": shape.row_blocks})
     live, *masses = run(maxima, targets, row_scale, merged, numbers, *([] if held is None else [held]))
     return live, masses[0] if masses else None
 
 
 def _select(
-    case: Call,
+    call: Call,
     field: int,
     has_held: bool,
     maxima: Any,
@@ -98,8 +98,8 @@ def _select(
         ]:
             u = (largest - highest) * k - of_rows  # the logarithm of the tile's largest probability
             # NaN is not below: a row without probabilities makes all tiles live, so that its gradient is NaN as well.
-            is_live = jnp.where(u < math.log2(case.gradient_threshold), on_all_threads(0), on_all_threads(1))
-            if case.has_floor:  # a row without a column that counts has no gradient, and its u is infinite
+            is_live = jnp.where(u < math.log2(call.gradient_threshold), on_all_threads(0), on_all_threads(1))
+            if call.has_floor:  # a row without a column that counts has no gradient, and its u is infinite
                 is_live = jnp.where(sumexp == 0.0, on_all_threads(0), is_live)
             is_live = jnp.where(held > 0, on_all_threads(1), is_live)
             is_live = jnp.where(on_all_threads(tile) == always, on_all_threads(1), is_live)

@@ -18,7 +18,7 @@ from jax import lax
 
 from lce_jax.mathematics._kl import Direction, KLStatistics
 from lce_jax.mathematics._logprobs import FP16_SHIFT
-from lce_jax.mathematics._statistics import MASKED, SUMS, of_fields
+from lce_jax.mathematics._statistics import MASKED, SUMS, make_statistics
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._call import Generation, Machine
 from lce_jax.mosaic._chunks import Cache, KLCache
@@ -56,22 +56,22 @@ def statistics(
     generation: Generation,
     prepared: Prepared,
     weight: Float[Array, "V H"],
-    case: Call,
+    call: Call,
     span: Int[Array, "fields"],
     parts: Float[Array, "tiles fields Tp"],
     cache: Cache | None,
-    beside: Float[Array, "V R"] | None = None,
+    adapter: Float[Array, "V R"] | None = None,
 ) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
     """``parts`` with the partial statistics of the span's tiles, and the cache, if any, with their exponentials.
 
-    ``weight`` holds the span's part at its offset, and so does the B of an adapter ``beside`` it.
+    ``weight`` holds the span's part at its offset, and so does ``adapter``, B of an adapter.
     """
-    machine, matmul = generation.machine, _logits.logits(case, generation.tunings.of(case, "forward"))
+    machine, matmul = generation.machine, _logits.logits(call, generation.tunings.of(call, "forward"))
     updated = [parts, *jax.tree.leaves(cache)]
     operands = [
         prepared.hidden, weight, prepared.targets, prepared.row_scale, prepared.holds_target, prepared.mask, span,
     ]  # fmt: skip
-    operands += [x for x in (prepared.floor, beside) if x is not None]
+    operands += [x for x in (prepared.floor, adapter) if x is not None]
     run = machine.kernel(
         matmul,
         functools.partial(_kernel, machine, matmul),
@@ -117,13 +117,17 @@ def _kernel(
     scalars: Any,  # a `Span`
     *refs_of_case: Any,  # the floor and B, if any, and `results`
 ) -> None:
-    has_floor, given = matmul.case.has_floor, matmul.case.has_floor + (matmul.case.rank > 0)
-    floor, beside, results = refs_of_case[0] if has_floor else None, refs_of_case[has_floor:given], refs_of_case[given:]
+    has_floor, given = matmul.call.has_floor, matmul.call.has_floor + (matmul.call.rank > 0)
+    floor, adapter, results = (
+        refs_of_case[0] if has_floor else None,
+        refs_of_case[has_floor:given],
+        refs_of_case[given:],
+    )
     # [tiles, fields, Tp] and the cache, if any, as they were; both as they will be, in the same places
     partial, *kept = results[len(results) // 2 :]
     cache: Any = Cache(*kept) if kept else None
     refs, span = StatisticsRefs(targets, row_scale, holds_target, mask, partial, cache, floor), Span.unpack(scalars)
-    first_tile, shape = _logits.first_tile(span), geometry(matmul.case, TILING)
+    first_tile, shape = _logits.first_tile(span), geometry(matmul.call, TILING)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         number = tile.vocabulary_tile
@@ -132,21 +136,21 @@ def _kernel(
         if shape.has_parts:
             edge = _tiles.edge(shape, first_tile + number, span.num_columns, mask)
         where = StatisticsWhere(column, number, first_tile, span.slot, edge)
-        write_statistics(matmul.case, refs, tile, where, multiply, slots)
+        write_statistics(matmul.call, refs, tile, where, multiply, slots)
 
     slots = None if cache is None else staging(machine, matmul, TILE_N, hidden.dtype)
-    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots, *beside)
+    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots, *adapter)
 
 
-def sums(case: Call, u: Array, e: Array) -> list[Array]:
+def sums(call: Call, u: Array, e: Array) -> list[Array]:
     """The `SUMS` of a block of columns that the call has, in their order."""
-    return [jnp.sum(one.term(u, e), axis=1) for name, one in SUMS.items() if name in case.statistics]
+    return [jnp.sum(one.term(u, e), axis=1) for name, one in SUMS.items() if name in call.statistics]
 
 
-def of_sums(case: Call, found: Sequence[Array], **extremes: Array | None) -> ShardStatistics:
+def of_sums(call: Call, found: Sequence[Array], **extremes: Array | None) -> ShardStatistics:
     """A tile's statistics from its `sums`, and what are none."""
-    names = [name for name in SUMS if name in case.statistics]
-    return of_fields(extremes | dict(zip(names, found, strict=True)))
+    names = [name for name in SUMS if name in call.statistics]
+    return make_statistics(extremes | dict(zip(names, found, strict=True)))
 
 
 def store(refs: StatisticsRefs, where: StatisticsWhere, rows: Callable[[], Any], stats: ShardStatistics) -> None:
@@ -161,7 +165,7 @@ def as_cached(e: Array, dtype: Any) -> Array:
 
 
 def write_statistics(
-    case: Call, refs: StatisticsRefs, tile: Tile, where: StatisticsWhere, multiply: Any, slots: Any
+    call: Call, refs: StatisticsRefs, tile: Tile, where: StatisticsWhere, multiply: Any, slots: Any
 ) -> None:
     """A warpgroup's part of a tile, from its products to the partial statistics and the cache."""
     rows = functools.partial(rows_of, tile.row)  # computed where they are needed: no register holds them
@@ -170,9 +174,9 @@ def write_statistics(
     holds = refs.holds_target[tile.row_block, where.first_tile + where.number] > 0
     floor = None if refs.floor is None else HELD.load_rows(refs.floor, rows())
     z = multiply()
-    if case.logit_softcap is not None:
-        z = softcap(z, case.logit_softcap, case)
-    lowest = lowest_live(z, *where.edge) if case.stats and floor is None else None
+    if call.logit_softcap is not None:
+        z = softcap(z, call.logit_softcap, call)
+    lowest = lowest_live(z, *where.edge) if call.stats and floor is None else None
     z = without_padding(z, *where.edge)
     at_target = None if floor is None else _target_logit(z, target, holds)
     label = None if floor is None or at_target is None else LabelBelow.of(at_target, target, floor)
@@ -184,19 +188,19 @@ def write_statistics(
     if refs.cache is not None:
         at_target = _target_logit(z, target, holds) if at_target is None else at_target
         send = functools.partial(_send_exponentials, slots, rows(), refs.cache.exponentials, where.column)
-        found = _add_sums(z, row_scale, highest, case, send)
+        found = _add_sums(z, row_scale, highest, call, send)
         refs.cache.max.at[where.first_tile + where.number, rows()][...] = highest
     else:
-        found = _add_sums(z, row_scale, highest, case, None)
+        found = _add_sums(z, row_scale, highest, call, None)
         at_target = _target_logit(z, target, holds) if at_target is None else at_target
     support = None
-    if floor is not None and case.stats:
+    if floor is not None and call.stats:
         lowest, support = _extent(z)
     if floor is not None:  # read anew: no register holds it beside the sums
         target = HELD.load_rows(refs.targets, rows()) - where.column
     owned = (target >= 0) & (target < TILE_N)
     at_target = jnp.where(owned, (at_target - highest) * row_scale, -jnp.inf)
-    of_tile = of_sums(case, found, max=highest, target=at_target, min=lowest, support=support)
+    of_tile = of_sums(call, found, max=highest, target=at_target, min=lowest, support=support)
     store(refs, where, rows, of_tile if label is None else label.added(of_tile, row_scale))
 
 
@@ -207,7 +211,7 @@ def _extent(z: Array) -> tuple[Array, Array]:
     return functools.reduce(jnp.minimum, lowest), functools.reduce(jnp.add, support)
 
 
-def _add_sums(z: Array, row_scale: Array, highest: Array, case: Call, send: Any) -> list[Array]:
+def _add_sums(z: Array, row_scale: Array, highest: Array, call: Call, send: Any) -> list[Array]:
     """The `sums` of the tile, a block of columns at a time, each block's e handed to ``send``.
 
     u takes one instruction more than a fused multiply-add, which would not be 0 at the largest column.
@@ -217,7 +221,7 @@ def _add_sums(z: Array, row_scale: Array, highest: Array, case: Call, send: Any)
         u = z[:, start : start + STAGING_COLUMNS] - HELD.along_rows(highest, STAGING_COLUMNS)
         u = u * HELD.along_rows(row_scale, STAGING_COLUMNS)
         e = jnp.exp2(u)
-        parts = sums(case, u, e)
+        parts = sums(call, u, e)
         found = [a + b for a, b in zip(found, parts, strict=True)] if found else parts
         if send is not None:
             send(i, e)
@@ -242,7 +246,7 @@ def _target_logit(z: Array, target: Array, holds: Any) -> Array:
 
 def kl_statistics(
     generation: Generation,
-    cases: tuple[Call, Call],
+    calls: tuple[Call, Call],
     operands: KLOperands,
     span: Int[Array, "fields"],
     parts: Float[Array, "n 6 Tp"],
@@ -259,13 +263,13 @@ def kl_statistics(
     given, updated = _heads.pack_operands(operands, span), [parts, *jax.tree.leaves(cache)]
     names = "kl_statistics", "lce_kl_statistics" if cache is None else "lce_kl_statistics_cached"
     epilogue = functools.partial(write_kl_statistics, direction)
-    parts, *kept = _heads.update_tiles(generation, cases, epilogue, *names, given, updated)
+    parts, *kept = _heads.update_tiles(generation, calls, epilogue, *names, given, updated)
     return parts, KLCache(*kept) if kept else None
 
 
 def kl_mixture_sums(
     generation: Generation,
-    cases: tuple[Call, Call],
+    calls: tuple[Call, Call],
     operands: KLOperands,
     factors: Float[Array, "14 Tp"],
     span: Int[Array, "fields"],
@@ -276,7 +280,7 @@ def kl_mixture_sums(
     A tile of padding alone has sums of 0. What is left unwritten is as with `kl_statistics`.
     """
     given, names = [*_heads.pack_operands(operands, span), factors], ("kl_mixture_sums", "lce_kl_mixture_sums")
-    return _heads.update_tiles(generation, cases, write_mixture_sums, *names, given, [parts])[0]
+    return _heads.update_tiles(generation, calls, write_mixture_sums, *names, given, [parts])[0]
 
 
 def write_kl_statistics(
@@ -285,10 +289,10 @@ def write_kl_statistics(
     """A warpgroup's part of a tile, from its products to the partial statistics."""
     rows = functools.partial(rows_of, tile.row)  # computed where they are needed: no register holds them
     p, q = refs.heads
-    x = x_of(p.case, multiply[0](), refs.mask, where)
+    x = x_of(p.call, multiply[0](), refs.mask, where)
     max_p = jnp.maximum(jnp.max(x, axis=1), FLOOR)
     held = hold(x)
-    x = x_of(q.case, multiply[1](), refs.mask, where)
+    x = x_of(q.call, multiply[1](), refs.mask, where)
     max_q = jnp.maximum(jnp.max(x, axis=1), FLOOR)
     at_p = functools.reduce(jnp.maximum, [_at(held.block(i), max_p, block_of(x, i)) for i in range(BLOCKS)])
     references = max_p, max_q, at_p
@@ -312,7 +316,7 @@ def _terms(
     row_scales: tuple[Array, Array],
     direction: Direction,
 ) -> tuple[Array, Array, Array, Array]:
-    """Those of the three sums, and the ratio that a `mathematics._kl.Kept` has."""
+    """Those of the three sums, and the ratio that a `mathematics._kl.CachedRatios` has."""
     u_p = relative(x[0], references[0], row_scales[0])
     e_p = jnp.exp2(u_p)
     # Where e is 0, v may be infinite, and 0 · inf is NaN.
@@ -327,7 +331,7 @@ def _kept_e(direction: Direction, e_p: Array, e_q: Array) -> Array:
 
 
 def _keep(cache: KLCache, rows: Callable[[], Any], column: Any, e: Array, ratio: Array) -> None:
-    """Some columns of a `mathematics._kl.Kept`. Not through shared memory, as `dlogits`."""
+    """Some columns of a `mathematics._kl.CachedRatios`. Not through shared memory, as `dlogits`."""
     columns = pl.ds(multiple_of(column, STRIP), STRIP)
     for output, values in (cache.e, as_cached(e, cache.e.dtype)), (cache.ratio, ratio):
         _pallas.store(output.at[rows(), columns], values.astype(output.dtype))
@@ -342,8 +346,8 @@ def write_mixture_sums(refs: KLRefs, tile: Tile, where: KLWhere, multiply: Multi
     """A warpgroup's part of a tile, from its products to the partial sums of a mixture."""
     rows = functools.partial(rows_of, tile.row)
     p, q = refs.heads
-    held = hold(x_of(p.case, multiply[0](), refs.mask, where))
-    x = x_of(q.case, multiply[1](), refs.mask, where)
+    held = hold(x_of(p.call, multiply[0](), refs.mask, where))
+    x = x_of(q.call, multiply[1](), refs.mask, where)
     is_above_half = refs.factors[MixtureFactors._fields.index("is_above_half"), 0] > 0.0
 
     def add(column: int, apart: bool, sums: list[Array]) -> list[Array]:

@@ -54,9 +54,9 @@ DHIDDEN_WAVES = (8 / 4.3e12) / (2 * ROW_BLOCK * TILE_N / 5.5e12)
 TILING = Tiling(row_block=ROW_BLOCK, tile=TILE_N, atom=ATOM_ROWS, most_clustered=2)
 
 
-def live_shape(case: Call) -> tuple[int, int]:
+def live_shape(call: Call) -> tuple[int, int]:
     """That of the tiles that `select` finds live: vocabulary tiles, and a row block for each thread."""
-    shape = geometry(case, TILING)
+    shape = geometry(call, TILING)
     return shape.num_tiles, -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK
 
 
@@ -105,16 +105,16 @@ class Tuning:
         return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
 
 
-def stages_output(case: Call, kernel: str) -> bool:
+def stages_output(call: Call, kernel: str) -> bool:
     """Whether a kernel stores tiles of its result through slots: the forward for a cache only, those of a KL never."""
-    return not kernel.startswith("kl") and (kernel != "forward" or case.cache_budget > 0)
+    return not kernel.startswith("kl") and (kernel != "forward" or call.cache_budget > 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
     """The static part of a kernel: its tuning, and which dimension of lhs and of rhs is contracted."""
 
-    case: Call
+    call: Call
     tuning: Tuning
     lhs_k: int
     rhs_k: int
@@ -123,12 +123,12 @@ class Matmul:
     @property
     def clusters(self) -> int:
         """Those that run at the same time. Each takes a tile for each of its blocks: all together a wave of tiles."""
-        return self.case.device.core_count // self.tuning.cluster
+        return self.call.device.core_count // self.tuning.cluster
 
     @property
     def column_grain(self) -> int:
         """What the first column of every tile of rhs is a multiple of."""
-        return math.gcd(self.tuning.tile_n, self.case.vocab_part_size or 0)
+        return math.gcd(self.tuning.tile_n, self.call.vocab_part_size or 0)
 
 
 class StepPlace(NamedTuple):
@@ -161,21 +161,21 @@ class Product(NamedTuple):
     lhs: Any
     rhs: Any
     num_steps: int | None = None  # None: those of the tile
-    beside: Any = None  # of an adapter: what takes the place of rhs after the steps over H
+    adapter: Any = None  # B of an adapter, which takes the place of rhs after the steps over H
 
     def part(self, tile: Tile) -> Tile:
         """The tile as this product takes it."""
         return tile if self.num_steps is None else tile._replace(num_steps=self.num_steps)
 
     def copy_rhs(self, k: Any, copy: Callable[[Any, Any], None]) -> None:
-        """``copy(rhs, k)``, or after the steps over H of what is beside."""
-        if self.beside is None:
+        """``copy(rhs, k)``, or after the steps over H of the adapter."""
+        if self.adapter is None:
             copy(self.rhs, k)
             return
-        size = self.matmul.case.hidden_size
+        size = self.matmul.call.hidden_size
         assert size % self.matmul.tuning.tile_k == 0, "a step over H would have columns of lhs that are of the others"
         pl.when(k < size)(lambda: copy(self.rhs, k))
-        pl.when(k >= size)(lambda: copy(self.beside, k - size))
+        pl.when(k >= size)(lambda: copy(self.adapter, k - size))
 
 
 class Offset(NamedTuple):

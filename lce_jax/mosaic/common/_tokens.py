@@ -26,7 +26,7 @@ from jax import lax
 from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mosaic import _operands, _pallas
 from lce_jax.mosaic._chunks import num_groups
-from lce_jax.mosaic._operands import LOG2E, Geometry, Marked, geometry, kept_fields
+from lce_jax.mosaic._operands import LOG2E, Geometry, Marked, geometry, lay_out_saved
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tiles import SCALED, TILE_N, TILING
 from lce_jax.types import scalars
@@ -118,7 +118,7 @@ def kernel(body: Callable[..., None], outputs: Sequence[Any], name: str, grid: d
 
 
 def prepare(
-    case: Call,
+    call: Call,
     labels: Int[Array, "R 2"] | Int[Array, "R"],
     temperatures: Float[Array, "n"] | None,
     field: int,
@@ -130,7 +130,7 @@ def prepare(
     """The shard's columns of the labels, the rows' scales and floors, and which tiles hold a label.
 
     Args:
-        case: R tokens, and the shard.
+        call: R tokens, and the shard.
         labels: global ids, or the halves of int64 numbers.
         temperatures: None: 1. They are the field ``field`` of a flat array.
         field: 0 if there is no other.
@@ -140,7 +140,7 @@ def prepare(
         floors: in logits, a flat array. None: every column counts.
         floor_field: the field of that array that they are.
     """
-    shape = geometry(case, TILING)
+    shape = geometry(call, TILING)
     blocks, parts = shape.padded_tokens // THREADS, -(-shape.num_tiles // THREADS)
     shapes = [(shape.padded_tokens,), (shape.padded_tokens,), (blocks, parts * THREADS)]
     outputs = list(map(jax.ShapeDtypeStruct, shapes, (jnp.int32, jnp.float32, jnp.int32)))
@@ -149,20 +149,20 @@ def prepare(
     first = len(outputs)
     outputs += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in memory]
     fields = None if temperatures is None else field, None if floors is None else floor_field
-    body = functools.partial(_prepare, case, fields, bool(memory))
+    body = functools.partial(_prepare, call, fields, bool(memory))
     updated = {len(given) + 1: first} if memory else None
     run = kernel(body, outputs, "lce_prepare", {"rows": blocks, "part": parts}, updated=updated)
     found = run(*given, numbers, *memory)
     return Marked(*found[:first]), found[first] if memory else None
 
 
-def _prepare(case: Call, fields: tuple[int | None, int | None], in_halves: bool, labels: Any, *refs: Any) -> None:
+def _prepare(call: Call, fields: tuple[int | None, int | None], in_halves: bool, labels: Any, *refs: Any) -> None:
     (field, floor_field), given = fields, list(refs)
     temperatures: Any = None if field is None else given.pop(0)
     floors: Any = None if floor_field is None else given.pop(0)
     numbers, targets, row_scale, holds_target, *rest = given[:1] + given[1 + in_halves :]
     floor: Any = None if floor_field is None else rest.pop(0)
-    part, block, shape = lax.axis_index("part"), lax.axis_index("rows"), geometry(case, TILING)
+    part, block, shape = lax.axis_index("part"), lax.axis_index("rows"), geometry(call, TILING)
     count, stride, start, vocab_size = (numbers[i] for i in range(4))
     rows, padded = BlockRows.of(block, count), block_rows(block)
 
@@ -174,17 +174,17 @@ def _prepare(case: Call, fields: tuple[int | None, int | None], in_halves: bool,
 
     def target() -> Any:
         column = label() - on_all_threads(start)
-        owned = (label() >= 0) & (label() < vocab_size) & (column >= 0) & (column < case.columns)
+        owned = (label() >= 0) & (label() < vocab_size) & (column >= 0) & (column < call.columns)
         return jnp.where(owned, _place(shape, column), on_all_threads(-1))
 
     def write() -> None:
-        inverse = None if field is None else _logprobs.inverse_of(temperatures[rows.of_field(field, stride)])
-        k = LOG2E * float(_logprobs.compute_row_scale(case, None))
+        inverse = None if field is None else _logprobs.invert_temperature(temperatures[rows.of_field(field, stride)])
+        k = LOG2E * float(_logprobs.compute_row_scale(call, None))
         targets.at[rows.here][...] = target()
         row_scale.at[rows.here][...] = on_all_threads(k, jnp.float32) if inverse is None else k * inverse
         if floor is not None:
             in_logits = floors[rows.of_field(floor_field, stride)]
-            floor.at[rows.here][...] = _logprobs.unscaled_floor(in_logits, _logprobs.compute_row_scale(case, inverse))
+            floor.at[rows.here][...] = _logprobs.unscaled_floor(in_logits, _logprobs.compute_row_scale(call, inverse))
         for ref in rest:
             ref.at[rows.here][...] = label()
 
@@ -224,7 +224,7 @@ def _place(shape: Geometry, column: Any) -> Any:
 
 
 def finish(
-    case: Call,
+    call: Call,
     joined: Float[Array, "1 fields Tp"],
     ids: Int[Array, "R"],
     temperatures: Float[Array, "R"] | None,
@@ -241,7 +241,7 @@ def finish(
     is one, and after the fields of candidates the fields of `ShardStatistics` that gradients have, in nats.
 
     Args:
-        case: R tokens, and the shard.
+        call: R tokens, and the shard.
         joined: statistics of the whole vocabulary, in nats.
         ids: global ids of the labels.
         temperatures: None: 1.
@@ -253,18 +253,18 @@ def finish(
             a tag for each token, in the first group of a part. Where these differ, the results are NaN.
         floors: in logits. None: every column counts.
     """
-    count = len(_operands.result_statistics(case))
-    outputs = [jax.ShapeDtypeStruct((case.num_tokens,), jnp.float32)] * count
+    count = len(_operands.result_statistics(call))
+    outputs = [jax.ShapeDtypeStruct((call.num_tokens,), jnp.float32)] * count
     outputs.append(jax.ShapeDtypeStruct(kept.shape, kept.dtype))
     given = [joined, ids, *(x for x in (temperatures, tags, floors) if x is not None)]
-    body = functools.partial(_finish, case, vocab_size, megatron, temperatures is not None, tags is not None)
-    grid = {"rows": -(-case.num_tokens // THREADS)}
+    body = functools.partial(_finish, call, vocab_size, megatron, temperatures is not None, tags is not None)
+    grid = {"rows": -(-call.num_tokens // THREADS)}
     *results, kept = kernel(body, outputs, "lce_finish", grid, updated={len(given) + 1: count})(*given, numbers, kept)
     return results, kept
 
 
 def _finish(
-    case: Call,
+    call: Call,
     vocab_size: int,
     megatron: bool,
     has_temperature: bool,
@@ -275,43 +275,45 @@ def _finish(
 ) -> None:
     temperatures: Any = refs[0] if has_temperature else None
     tags: Any = refs[has_temperature] if is_split else None
-    floors: Any = refs[has_temperature + is_split] if case.has_floor else None
-    numbers, _, *results, kept = refs[has_temperature + is_split + case.has_floor :]
+    floors: Any = refs[has_temperature + is_split] if call.has_floor else None
+    numbers, _, *results, kept = refs[has_temperature + is_split + call.has_floor :]
     rows, stride = BlockRows.of(lax.axis_index("rows"), numbers[0]), numbers[1]
-    names, nan = _operands.statistic_names(case), on_all_threads(jnp.nan, jnp.float32)
+    names, nan = _operands.statistic_names(call), on_all_threads(jnp.nan, jnp.float32)
 
     def write() -> None:
         temperature = temperatures[rows.here] if has_temperature else None
-        stats = _statistics.of_fields({name: joined[0, f, rows.here] for f, name in enumerate(names)})
+        stats = _statistics.make_statistics({name: joined[0, f, rows.here] for f, name in enumerate(names)})
         floor = floors[rows.here] if floors is not None else None
         for wrong in wrong_rows(temperature, floor):
             stats = jax.tree.map(lambda x, wrong=wrong: jnp.where(wrong, nan, x), stats)
-        k = _logprobs.compute_row_scale(case, None if temperature is None else _logprobs.inverse_of(temperature))
-        labels, groups = ids[rows.here], num_groups(geometry(case, TILING))  # of a shard
+        k = _logprobs.compute_row_scale(
+            call, None if temperature is None else _logprobs.invert_temperature(temperature)
+        )
+        labels, groups = ids[rows.here], num_groups(geometry(call, TILING))  # of a shard
         for first in range(groups, tags.shape[0] if is_split else 0, groups):
             other = tags[first, len(names), rows.here] != tags[0, len(names), rows.here]
             stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
             labels = jnp.where(other, on_all_threads(0), labels)  # the result of no label would be 0
-        counts = None if floor is None else _logprobs.without_empty(None, stats.sumexp)
+        counts = None if floor is None else _logprobs.exclude_empty_rows(None, stats.sumexp)
         out = _logprobs.finish(stats, k, labels, counts, vocab_size).outputs
         if megatron:
             sumexp = stats.sumexp if counts is None else jnp.where(counts, stats.sumexp, 1.0)
             out = out._replace(logprobs=jnp.where(labels >= 0, out.logprobs, -jnp.log(sumexp)))
-        for ref, name in zip(results, _operands.result_statistics(case), strict=True):
+        for ref, name in zip(results, _operands.result_statistics(call), strict=True):
             ref.at[rows.here][...] = getattr(out, name)
         if temperature is not None:
             kept.at[rows.of_field(1, stride)][...] = temperature
-        layout = kept_fields(case, has_temperature)
+        layout = lay_out_saved(call, has_temperature)
         if floor is not None:
             kept.at[rows.of_field(layout.floor, stride)][...] = floor
-        for field, name in enumerate(_operands.kept_statistics(case), layout.statistics):
+        for field, name in enumerate(_operands.kept_statistics(call), layout.statistics):
             kept.at[rows.of_field(field, stride)][...] = getattr(stats, name)
 
     pl.when(rows.live)(write)
 
 
 def coefficients(
-    case: Call,
+    call: Call,
     kept: Float[Array, "n"],
     has_temperature: bool,
     seeds: dict[str, Float[Array, "R"]],
@@ -324,20 +326,20 @@ def coefficients(
     ``seeds`` are the cotangents that there are, by the fields of `LogprobOutput`, and ``of_candidates`` the Σ g of
     those of candidates. ``numbers`` are those of `finish`.
     """
-    padded = geometry(case, TILING).padded_tokens
+    padded = geometry(call, TILING).padded_tokens
     output = jax.ShapeDtypeStruct((3 + ("entropy" in seeds), padded), jnp.float32)
-    body = functools.partial(_coefficients, case, has_temperature, tuple(seeds), vocab_size)
+    body = functools.partial(_coefficients, call, has_temperature, tuple(seeds), vocab_size)
     run = kernel(body, [output], "lce_coefficients", {"rows": padded // THREADS})
     return run(kept, numbers, *seeds.values(), *([] if of_candidates is None else [of_candidates]))[0]
 
 
 def _coefficients(
-    case: Call, has_temperature: bool, names: tuple[str, ...], vocab_size: int, kept: Any, numbers: Any, *refs: Any
+    call: Call, has_temperature: bool, names: tuple[str, ...], vocab_size: int, kept: Any, numbers: Any, *refs: Any
 ) -> None:
     seeds, of_candidates, factors = refs[: len(names)], refs[len(names) : -1], refs[-1]
     block, stride = lax.axis_index("rows"), numbers[1]
     rows, padded = BlockRows.of(block, numbers[0]), block_rows(block)
-    fields, layout = _operands.kept_statistics(case), kept_fields(case, has_temperature)
+    fields, layout = _operands.kept_statistics(call), lay_out_saved(call, has_temperature)
 
     def pad() -> None:
         for f in range(factors.shape[0]):
@@ -345,21 +347,23 @@ def _coefficients(
 
     def write() -> None:
         first, zero = layout.statistics, on_all_threads(0.0, jnp.float32)
-        stats = _statistics.of_fields({name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)})
+        stats = _statistics.make_statistics(
+            {name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)}
+        )
         given = {name: ref[rows.here] for name, ref in zip(names, seeds, strict=True)}
         entropy: Any = given.get("entropy")
         seed = LogprobOutput(given.get("logprobs", zero), entropy, given.get("lse", zero))
         temperature = kept[rows.of_field(1, stride)] if has_temperature else None
-        inverse = None if temperature is None else _logprobs.inverse_of(temperature)
-        k, factor = _logprobs.compute_row_scale(case, inverse), _logprobs.compute_row_factor(case, inverse)
+        inverse = None if temperature is None else _logprobs.invert_temperature(temperature)
+        k, factor = _logprobs.compute_row_scale(call, inverse), _logprobs.compute_row_factor(call, inverse)
         given_to = [sums[rows.here] for sums in of_candidates]
-        floor = kept[rows.of_field(layout.floor, stride)] if case.has_floor else None
-        counts = None if floor is None else _logprobs.without_empty(None, stats.sumexp)
+        floor = kept[rows.of_field(layout.floor, stride)] if call.has_floor else None
+        counts = None if floor is None else _logprobs.exclude_empty_rows(None, stats.sumexp)
         found: RowCoefficients = _logprobs.row_coefficients(
-            stats, Results(seed), k, factor, counts, case, vocab_size, *given_to
+            stats, Results(seed), k, factor, counts, call, vocab_size, *given_to
         )
         for wrong in wrong_rows(temperature, floor):
-            found = _logprobs.without_gradient(found, wrong)
+            found = _logprobs.zero_gradient(found, wrong)
         # With few tokens the rows after them hold anything.
         there = on_all_threads(rows.first) + numbered() < numbers[0]
         for f, x in enumerate(jax.tree.leaves(_operands.in_base_2(found))):
@@ -417,13 +421,13 @@ COPIED = 512  # numbers that a block copies at a time
 SUMMED_ROWS = 4  # rows that a block adds up, or copies
 
 
-def total(case: Call, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+def total(call: Call, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
     """dhidden: the splits added up in their order, rounded once. ``numbers``: how many rows there are."""
-    width, grid = _pieces(case)
-    output = jax.ShapeDtypeStruct((case.num_tokens, case.hidden_size), dtype)
+    width, grid = _pieces(call)
+    output = jax.ShapeDtypeStruct((call.num_tokens, call.hidden_size), dtype)
 
     def body(sums: Any, numbers: Any, dhidden: Any) -> None:
-        columns = _columns(case, width)
+        columns = _columns(call, width)
         first, last = lax.axis_index("rows") * SUMMED_ROWS, numbers[0] - 1
 
         def rows() -> None:
@@ -437,35 +441,35 @@ def total(case: Call, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: I
     return kernel(body, [output], "lce_total", grid)(sums, numbers)[0]
 
 
-def _pieces(case: Call) -> tuple[int, dict[str, int]]:
+def _pieces(call: Call) -> tuple[int, dict[str, int]]:
     """The columns that a block takes at a time, and the grid. Its last axis is the one that may exceed 65,535."""
-    width = next(width for width in (COPIED, THREADS) if case.hidden_size >= width)
-    return width, {"part": -(-case.hidden_size // width), "rows": case.num_tokens // SUMMED_ROWS}
+    width = next(width for width in (COPIED, THREADS) if call.hidden_size >= width)
+    return width, {"part": -(-call.hidden_size // width), "rows": call.num_tokens // SUMMED_ROWS}
 
 
-def _columns(case: Call, width: int) -> Any:
+def _columns(call: Call, width: int) -> Any:
     """Those of a block. The last part ends with the last column: it takes some of the part before it too."""
-    return pl.ds(jnp.minimum(lax.axis_index("part") * width, case.hidden_size - width), width)
+    return pl.ds(jnp.minimum(lax.axis_index("part") * width, call.hidden_size - width), width)
 
 
-def copy_rows(case: Call, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+def copy_rows(call: Call, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
     """The rows that there are, in the weight's dtype, then rows of zeros as far as any kernel looks beyond the last.
 
     ``numbers``: how many there are.
     """
-    width, grid = _pieces(case)
-    output = jax.ShapeDtypeStruct(hidden.shape, case.dtype)
+    width, grid = _pieces(call)
+    output = jax.ShapeDtypeStruct(hidden.shape, call.dtype)
     seen = TILING.row_block * TILING.most_clustered
 
     def body(hidden: Any, numbers: Any, copied: Any) -> None:
-        columns = _columns(case, width)
+        columns = _columns(call, width)
         first, count = lax.axis_index("rows") * SUMMED_ROWS, numbers[0]
 
         def copy(row: Any) -> None:
-            copied.at[row, columns][...] = hidden[row, columns].astype(case.dtype)
+            copied.at[row, columns][...] = hidden[row, columns].astype(call.dtype)
 
         def pad(row: Any) -> None:
-            copied.at[row, columns][...] = jnp.zeros((width,), case.dtype)
+            copied.at[row, columns][...] = jnp.zeros((width,), call.dtype)
 
         for row in [first + i for i in range(SUMMED_ROWS)]:
             pl.when(row < count)(functools.partial(copy, row))
@@ -474,12 +478,12 @@ def copy_rows(case: Call, hidden: Float[Array, "R H"], numbers: Int[Array, "1"])
     return kernel(body, [output], "lce_rows", grid)(hidden, numbers)[0]
 
 
-def copy(case: Call, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) -> Float[Array, "tile_atoms n"]:
+def copy(call: Call, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) -> Float[Array, "tile_atoms n"]:
     """A tile of the weight's rows, of both in whole atoms: [V / 8, 8 H]. ``numbers``: its first atom, its true rows.
 
     The rows after these are zero.
     """
-    atom_size = TILING.atom * case.hidden_size
+    atom_size = TILING.atom * call.hidden_size
     output = jax.ShapeDtypeStruct((TILE_N // TILING.atom, atom_size), weight.dtype)
     layout = plgpu.Layout.WG_STRIDED((COPIED,), vec_size=COPIED // THREADS)
 
@@ -487,7 +491,7 @@ def copy(case: Call, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) 
         atom, first = lax.axis_index("atom"), lax.axis_index("part") * COPIED
         columns = pl.ds(pl.multiple_of(first, COPIED), COPIED)
         source = jnp.minimum(numbers[0] + atom, weight.shape[0] - 1)
-        there = (numbers[1] - atom * TILING.atom) * case.hidden_size - first
+        there = (numbers[1] - atom * TILING.atom) * call.hidden_size - first
         number = plgpu.layout_cast(lax.iota(jnp.int32, COPIED), layout)
         values = plgpu.load(weight.at[source, columns], layout=layout, optimized=False)
         copied.at[atom, columns][...] = jnp.where(number < there, values, jnp.zeros((), values.dtype))

@@ -65,7 +65,7 @@ def walk_tiles(
     visit_all: VisitAll,
     consume: Callable[[Tile, Callable[[], Float[Array, "64 n"]], Any], None],
     scratch: Any = None,
-    beside: Any = None,
+    adapter: Any = None,
 ) -> None:
     """As that of `lce_jax.mosaic.sm90`, but a tile's copies begin after the epilogue of the tile before it."""
 
@@ -74,7 +74,7 @@ def walk_tiles(
         product = multiply[0]()
         consume(tile, lambda: product, scratch)
 
-    walk_products(copies, [Product(matmul, lhs, rhs, beside=beside)], offset, visit_all, multiplied, scratch)
+    walk_products(copies, [Product(matmul, lhs, rhs, adapter=adapter)], offset, visit_all, multiplied, scratch)
 
 
 def walk_products(

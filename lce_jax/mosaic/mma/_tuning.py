@@ -20,13 +20,13 @@ class OneTuning:
     tuning: Tuning
     has_tma: bool = True  # or nothing is stored through shared memory
 
-    def of(self, case: Call, kernel: str) -> Tuning:
+    def of(self, call: Call, kernel: str) -> Tuning:
         """That one."""
-        del case, kernel
+        del call, kernel
         return self.tuning
 
-    def smem_bytes(self, case: Call) -> dict[str, int]:
+    def smem_bytes(self, call: Call) -> dict[str, int]:
         """What a block of each kernel needs of shared memory."""
-        itemsize, tuning = case.dtype.itemsize, self.tuning
-        staged = {kernel: self.has_tma and stages_output(case, kernel) for kernel in KERNELS}
+        itemsize, tuning = call.dtype.itemsize, self.tuning
+        staged = {kernel: self.has_tma and stages_output(call, kernel) for kernel in KERNELS}
         return {kernel: tuning.smem_bytes(itemsize, staged[kernel], EXCHANGE_BYTES) for kernel in KERNELS}

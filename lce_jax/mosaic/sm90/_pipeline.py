@@ -59,13 +59,13 @@ def walk_tiles(
     visit_all: VisitAll,
     consume: Callable[[Tile, Callable[[], Float[Array, "64 n"]], Any], None],
     scratch: Any = None,
-    beside: Any = None,
+    adapter: Any = None,
 ) -> None:
     """Calls ``consume(tile, multiply, scratch)`` in both compute warpgroups for every tile that ``visit_all`` visits.
 
     ``consume`` loads what its epilogue needs, calls ``multiply()`` for its 64 rows of the product, and uses them.
     """
-    one = [Product(matmul, lhs, rhs, beside=beside)]
+    one = [Product(matmul, lhs, rhs, adapter=adapter)]
     walk_products(one, offset, visit_all, lambda tile, multiply, own: consume(tile, multiply[0], own), scratch)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the epilogues' stores
 

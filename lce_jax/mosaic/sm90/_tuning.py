@@ -61,44 +61,44 @@ class Tunings:
     # finds it.
     tuned: Mapping[tuple[str, str], tuple[tuple[int, Tuning], ...]] = dataclasses.field(default_factory=lambda: TUNED)
 
-    def of(self, case: Call, kernel: str) -> Tuning:
+    def of(self, call: Call, kernel: str) -> Tuning:
         """The tuning of a kernel: for the device and hidden size, else the one that serves every Hopper GPU."""
-        row_blocks = geometry(case, TILING).row_blocks
+        row_blocks = geometry(call, TILING).row_blocks
         many = row_blocks >= self.many_row_blocks
         choice = BY_KERNEL[kernel]
-        if self._is_short(case, kernel, many):
+        if self._is_short(call, kernel, many):
             choice = SHORT
-        elif _fills_narrow_tiles(case, kernel):
+        elif _fills_narrow_tiles(call, kernel):
             choice = NARROW
-        for least, tuned in self.tuned.get((case.device.kind, kernel), ()):
-            if case.hidden_size >= least:
+        for least, tuned in self.tuned.get((call.device.kind, kernel), ()):
+            if call.hidden_size >= least:
                 choice = tuned
-        if case.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):  # or the last step is half empty
+        if call.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):  # or the last step is half empty
             choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
-        if kernel == "live_dhidden" and -(-case.hidden_size // TILE_N) % choice.cluster:
+        if kernel == "live_dhidden" and -(-call.hidden_size // TILE_N) % choice.cluster:
             choice = dataclasses.replace(choice, cluster=1)
         by_row_block = kernel in ("forward", "dlogits", "dhidden", "kl_statistics", "kl_mixture_sums", "kl_dlogits")
         if by_row_block and choice.cluster > 1 and row_blocks % choice.cluster and not many:
             choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
         return choice
 
-    def smem_bytes(self, case: Call) -> dict[str, int]:
+    def smem_bytes(self, call: Call) -> dict[str, int]:
         """What a block of each kernel needs of shared memory."""
-        itemsize = case.dtype.itemsize
+        itemsize = call.dtype.itemsize
 
         def needed(kernel: str) -> int:
             held = KL_HELD_BYTES if kernel.startswith("kl") else 0
-            return self.of(case, kernel).smem_bytes(itemsize, stages_output(case, kernel), held)
+            return self.of(call, kernel).smem_bytes(itemsize, stages_output(call, kernel), held)
 
         return {kernel: needed(kernel) for kernel in BY_KERNEL}
 
-    def _is_short(self, case: Call, kernel: str, many: bool) -> bool:
+    def _is_short(self, call: Call, kernel: str, many: bool) -> bool:
         if kernel == "dweight":
-            return case.num_tokens < self.short_tokens
-        return kernel in ("forward", "dlogits") and case.hidden_size < self.short_hidden and many
+            return call.num_tokens < self.short_tokens
+        return kernel in ("forward", "dlogits") and call.hidden_size < self.short_hidden and many
 
 
-def _fills_narrow_tiles(case: Call, kernel: str) -> bool:
+def _fills_narrow_tiles(call: Call, kernel: str) -> bool:
     """Whether the columns of the kernel's result are H, and narrow tiles leave none of theirs empty."""
-    along_hidden = kernel == "dhidden" or (kernel == "dweight" and case.vocab_dim == 0)
-    return along_hidden and case.hidden_size % TILE_N != 0 and case.hidden_size % NARROW_TILE_N == 0
+    along_hidden = kernel == "dhidden" or (kernel == "dweight" and call.vocab_dim == 0)
+    return along_hidden and call.hidden_size % TILE_N != 0 and call.hidden_size % NARROW_TILE_N == 0
