@@ -159,7 +159,7 @@ def plan_kl(arguments: KLArguments, labels: Any, placement: MeshPlacement) -> Pl
         columns = min(columns, call.vocab_size)
     planned = KLPlan(Pair(*call.heads), call.direction, columns)
     chosen, refused = _dispatch.choose(call)
-    plan = mosaic.kl_plan if chosen.NAME == mosaic.NAME else _kl.explained
+    plan = mosaic.kl_plan if chosen.NAME == mosaic.NAME else _kl.make_plan
     return dataclasses.replace(plan(planned), refused=refused)
 
 

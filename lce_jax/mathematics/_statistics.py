@@ -19,7 +19,7 @@ from lce_jax.types._types import Call, ShardStatistics
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
-MASKED = -1e30  # used in place of -inf in a maximum, because it and its difference to any logit are finite in float32
+MASKED = -1e30  # stands for -inf in a maximum: it and its difference to any logit are finite in float32
 
 
 class Sum(NamedTuple):
@@ -29,7 +29,7 @@ class Sum(NamedTuple):
     moved: Callable[[ShardStatistics, Any, Any], Any]  # a part's sum relative to the union's maximum, from a and d
 
 
-# Every implementation computes, merges and sends these sums, as far as `Call.statistics` has them.
+# Every implementation computes, merges and sends those of these sums that are in `Call.statistics`.
 SUMS = {
     "sumexp": Sum(lambda _, e: e, lambda part, a, _: part.sumexp * a),
     "weighted": Sum(lambda u, e: e * u, lambda part, a, d: (part.weighted + d * part.sumexp) * a),
@@ -60,7 +60,7 @@ class Parts(NamedTuple):
     which are stacked along a leading dimension.
     """
 
-    groups: Float[Array, "*N G fields T"]  # each of neighbouring columns; T may be padded
+    groups: Float[Array, "*N G fields T"]  # G groups of neighbouring columns; T may be padded
     separate: ShardStatistics  # the fields in `SEPARATE`, over all columns of the shard
 
 

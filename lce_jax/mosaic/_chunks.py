@@ -99,7 +99,7 @@ def empty_cache(host: Host, call: Call, shape: Geometry, num_tiles: int) -> Cach
 def empty_kl_cache(host: Host, plan: KLPlan, shape: Geometry, num_tiles: int) -> KLCache:
     """The same of two heads."""
     columns = shape.padded_tokens, num_tiles * shape.tile
-    e, ratio = (host.empty(columns, dtype) for dtype in plan.kept_dtypes)
+    e, ratio = (host.empty(columns, dtype) for dtype in plan.cached_dtypes)
     return KLCache(e, ratio, host.empty((num_tiles, _kl.REFERENCES, shape.padded_tokens), jnp.float32))
 
 
@@ -122,7 +122,7 @@ def num_cached_kl_tiles(plan: KLPlan, shape: Geometry) -> int:
 
 def cached_kl_tile_bytes(plan: KLPlan, shape: Geometry) -> int:
     """`cached_tile_bytes` of two heads."""
-    return shape.padded_tokens * (plan.kept_item_bytes * shape.tile + 4 * _kl.REFERENCES)
+    return shape.padded_tokens * (plan.cached_item_bytes * shape.tile + 4 * _kl.REFERENCES)
 
 
 def can_overwrite_cache(shape: Geometry) -> bool:

@@ -94,7 +94,7 @@ class Traced:
     def products(self, hidden: Array, weight: Array, columns: Array, call: Call, num_rows: Any) -> Array:
         """Rows of the weight are gathered for a chunk of tokens at a time, and XLA stores none."""
         given = hidden, weight, columns, call, jnp.float32, num_rows
-        return _logits.products(*given, gathered_bytes=_logits.FUSED_BYTES)
+        return _logits.compute_products(*given, gathered_bytes=_logits.FUSED_BYTES)
 
     def put(self, x: Array, columns: Array, values: Array, numbers: Array, *of_live_tiles: Any) -> Array:
         """A scatter. What has no place gets one outside."""

@@ -74,7 +74,7 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
         },
         forward_bytes=statistics + beside,
         backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize + sums + beside,
-        kept_bytes=kl.numbers_kept * 4 * student.num_tokens + cached * _chunks.cached_kl_tile_bytes(kl, shape),
+        kept_bytes=kl.saved_numbers * 4 * student.num_tokens + cached * _chunks.cached_kl_tile_bytes(kl, shape),
         logits_bytes=student.num_tokens * min(student.columns, teacher.columns) * 4,
         notes=(
             f"linear_kl: the teacher (hidden size {teacher.hidden_size:,}, {teacher.dtype.name}) adds a product to "

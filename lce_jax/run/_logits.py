@@ -56,7 +56,7 @@ def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
     rows = _describe.flatten_tokens(rows, rows.labels.ndim)
     columns, wrong = _find_columns(call, primals, rows), _describe.find_invalid_rows(rows)
     hidden = _shard.flatten_operands(call, primals).hidden
-    raw = _logits.products(hidden, primals.weight, columns, call, dtype)
+    raw = _logits.compute_products(hidden, primals.weight, columns, call, dtype)
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(dtype)
     scales = _describe.compute_scales(rows, dtype, signs_hidden=False)
@@ -94,9 +94,9 @@ def _backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent:
     columns = _find_columns(call, primals, rows)
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
     hidden = _shard.flatten_operands(call, primals).hidden
-    dweight = _logits.dweight(terms, hidden, columns, primals.weight, call).astype(primals.weight.dtype)
-    dbias = None if primals.bias is None else _logits.dbias(terms, columns, primals.bias.shape[0])
-    dhidden = _logits.dhidden(terms, primals.weight, columns, call)
+    dweight = _logits.compute_dweight(terms, hidden, columns, primals.weight, call).astype(primals.weight.dtype)
+    dbias = None if primals.bias is None else _logits.compute_dbias(terms, columns, primals.bias.shape[0])
+    dhidden = _logits.compute_dhidden(terms, primals.weight, columns, call)
     return _shard.reduce_gradients(call, Primals(dhidden, dweight, dbias), primals)
 
 

@@ -31,7 +31,7 @@ def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
     with jax.named_scope("lce_topk"):
         part = _shard.Part.of(call, _shard.flatten_operands(call, primals), rows)
         operands, order = part.operands()
-        largest = _products.largest(operands, call)
+        largest = _products.find_largest(operands, call)
         largest = largest._replace(ids=largest.ids + part.start)
         largest = largest if order is None else _describe.expand(order, largest)
         row_scale = jnp.asarray(part.row_scale, call.stat_dtype).reshape(-1, 1)

@@ -1,7 +1,7 @@
-"""Logits of given columns per token, each a dot product with one row of the weight: no pass over the vocabulary.
+"""Logits of a few columns per token, each a dot product with one row of the weight: no pass over the vocabulary.
 
-The rows of the weight are gathered for a chunk of tokens at a time. XLA fuses gather, product and sum on a GPU, and
-where it does not, a chunk bounds the gathered rows.
+A chunk of tokens at a time gathers its rows of the weight. On a GPU, XLA fuses the gather, the product and the sum. On
+other devices, the size of a chunk limits the memory of the gathered rows.
 """
 
 from __future__ import annotations
@@ -20,42 +20,43 @@ from lce_jax.xla import _walk
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
 
-GATHERED_BYTES = 32 << 20  # of the rows of the weight that one chunk gathers
-BLOCK_PAIRS = 128  # whose sums are one product
-# Where XLA fuses the gather, a chunk holds nothing and its size is that of a launch: for 64 candidates at (4096, 4096,
-# 151936) on an H200 a forward takes 1.140 of one without at 32 MiB, 1.073 at 128, 1.055 at 512, 1.053 at once.
+GATHERED_BYTES = 32 << 20  # of the rows of the weight that a chunk gathers
+BLOCK_PAIRS = 128  # pairs whose sums one matrix product computes
+# Where XLA fuses the gather, a chunk stores no rows, and its size is the size of a launch. With 64 candidates at (4096,
+# 4096, 151936) on an H200, a forward takes 1.140 times as long as without candidates at 32 MiB, 1.073 at 128, 1.055 at
+# 512, and 1.053 in a single chunk.
 FUSED_BYTES = 512 << 20
 
 
-def chunk_tokens(num_columns: int, hidden_size: int, itemsize: int, gathered_bytes: int | None = None) -> int:
-    """Tokens whose rows of the weight are gathered at a time."""
+def choose_chunk_tokens(num_columns: int, hidden_size: int, itemsize: int, gathered_bytes: int | None = None) -> int:
+    """Returns the number of tokens in a chunk, whose rows of the weight are gathered at a time."""
     most = GATHERED_BYTES if gathered_bytes is None else gathered_bytes
     return max(1, most // (num_columns * hidden_size * itemsize))
 
 
 def plan(call: Call) -> Plan:
-    """What `explain` says of `lce_jax.linear_logits`: the call's candidates are the ids."""
+    """Returns the plan of `lce_jax.linear_logits`, whose ids are the candidates of the call."""
     num_ids, stat, item = call.num_candidates, call.stat_dtype.itemsize, call.dtype.itemsize
-    size = min(max(call.num_tokens, 1), chunk_tokens(max(num_ids, 1), call.hidden_size, item))
+    size = min(max(call.num_tokens, 1), choose_chunk_tokens(max(num_ids, 1), call.hidden_size, item))
     rows = size * num_ids * call.hidden_size * item
-    held = rows + _walk.copied_bytes(call) if num_ids and call.num_tokens else 0
+    copies = rows + _walk.copied_bytes(call) if num_ids and call.num_tokens else 0
     return Plan(
         implementation="xla",
         refused={},
         call=call,
         tiles={"tokens": size},
-        forward_bytes=held,
-        backward_bytes=held + (_walk.sum_bytes(call) if held else 0),
+        forward_bytes=copies,
+        backward_bytes=copies + (_walk.sum_bytes(call) if copies else 0),
         kept_bytes=call.num_tokens * num_ids * stat,
         logits_bytes=call.num_tokens * call.columns * stat,
         notes=(
             f"linear_logits: {num_ids} ids per token, {call.num_tokens * num_ids:,} products with one row of the "
-            f"weight each, at most {format_bytes(rows)} of rows at a time; a GPU stores none of the forward's",
+            f"weight each, at most {format_bytes(rows)} of rows at a time; the forward on a GPU stores no rows",
         ),
     )
 
 
-def products(
+def compute_products(
     hidden: Float[Array, "T H"],
     weight: Float[Array, "V H"],
     columns: Int[Array, "T K"],
@@ -64,18 +65,21 @@ def products(
     num_rows: Int[Array, ""] | None = None,
     gathered_bytes: int | None = None,
 ) -> Float[Array, "T K"]:
-    """H · w of each token's columns, summed in ``dtype``; 0 for the column -1 and, by chunks, after ``num_rows``."""
-    size = chunk_tokens(columns.shape[1], hidden.shape[1], weight.dtype.itemsize, gathered_bytes)
+    """Computes h · w of each token's columns, summed in ``dtype``.
+
+    The result is 0 at the column -1, and in chunks after the first ``num_rows`` rows.
+    """
+    size = choose_chunk_tokens(columns.shape[1], hidden.shape[1], weight.dtype.itemsize, gathered_bytes)
 
     def chunk(per_token: tuple[Array, Array]) -> Array:
-        return _products(per_token[0], weight, per_token[1], call, dtype)
+        return _compute_products(per_token[0], weight, per_token[1], call, dtype)
 
-    return _walk.by_chunks(chunk, (hidden, columns), size, num_rows, (weight, num_rows))
+    return _walk.map_chunks(chunk, (hidden, columns), size, num_rows, (weight, num_rows))
 
 
-def _products(hidden: Array, weight: Array, columns: Array, call: Call, dtype: Any) -> Float[Array, "T K"]:
-    """A product and a sum, not a ``dot_general``, whose operand XLA would have to store."""
-    rows = _rows_of(weight, columns, call).astype(dtype)
+def _compute_products(hidden: Array, weight: Array, columns: Array, call: Call, dtype: Any) -> Float[Array, "T K"]:
+    """Computes products and their sum without a ``dot_general``, whose gathered operand XLA would store."""
+    rows = _take_rows(weight, columns, call).astype(dtype)
     wide = hidden.astype(dtype)
     if call.vocab_dim == 0:
         raw = jnp.sum(wide[:, None, :] * rows, axis=2)
@@ -84,39 +88,39 @@ def _products(hidden: Array, weight: Array, columns: Array, call: Call, dtype: A
     return jnp.where(columns >= 0, raw, 0.0)
 
 
-def _rows_of(weight: Array, columns: Array, call: Call) -> Array:
-    """The weight's row of each column, along `Options.vocab_dim`."""
-    if weight.shape[1] == 1 and call.vocab_dim == 1:  # XLA of JAX 0.12.0 reads past it on CPUs
+def _take_rows(weight: Array, columns: Array, call: Call) -> Array:
+    """Takes the weight's row of each column, along `Call.vocab_dim`."""
+    if weight.shape[1] == 1 and call.vocab_dim == 1:  # XLA of JAX 0.12.0 reads past the end on CPUs
         weight = jnp.pad(weight, ((0, 0), (0, 1)))
     return jnp.take(weight, columns, axis=call.vocab_dim, mode="clip")
 
 
-def dhidden(
+def compute_dhidden(
     terms: Float[Array, "T K"], weight: Float[Array, "V H"], columns: Int[Array, "T K"], call: Call
 ) -> Float[Array, "T H"]:
-    """Σ_k terms · w of each token's columns, summed in the dtype of ``terms``."""
-    size = chunk_tokens(terms.shape[1], weight.shape[call.hidden_dim], weight.dtype.itemsize)
+    """Computes Σ_k terms · w of each token's columns, summed in the dtype of ``terms``."""
+    size = choose_chunk_tokens(terms.shape[1], weight.shape[call.hidden_dim], weight.dtype.itemsize)
 
     def chunk(per_token: tuple[Array, Array]) -> Array:
-        own, at = per_token
-        rows = _rows_of(weight, at, call).astype(terms.dtype)
+        terms, columns = per_token
+        rows = _take_rows(weight, columns, call).astype(terms.dtype)
         rows = rows if call.vocab_dim == 0 else jnp.moveaxis(rows, 0, 2)
-        return jnp.sum(jnp.where((at >= 0)[:, :, None], own[:, :, None] * rows, 0.0), axis=1)
+        return jnp.sum(jnp.where((columns >= 0)[:, :, None], terms[:, :, None] * rows, 0.0), axis=1)
 
-    return _walk.by_chunks(chunk, (terms, columns), size, None, weight)
+    return _walk.map_chunks(chunk, (terms, columns), size, None, weight)
 
 
 class Pairs(NamedTuple):
-    """The (token, column) pairs of a call, sorted by column; those without a column come last, as column V."""
+    """The (token, column) pairs of a call, sorted by column. Pairs with the column -1 come last, as column V."""
 
     columns: Int[Array, "N"]
     tokens: Int[Array, "N"]
     terms: Float[Array, "N"]
-    ends: Bool[Array, "N"]  # whether a pair is the last of its column
+    ends: Bool[Array, "N"]  # whether the pair is the last of its column
 
 
-def sorted_pairs(terms: Float[Array, "T K"], columns: Int[Array, "T K"], num_columns: int, multiple: int) -> Pairs:
-    """The pairs, padded to a multiple of ``multiple``. The sort is stable, so each column has its tokens in order."""
+def sort_pairs(terms: Float[Array, "T K"], columns: Int[Array, "T K"], num_columns: int, multiple: int) -> Pairs:
+    """Sorts the pairs, and pads their number to a multiple of ``multiple``. Each column has its tokens in order."""
     places = jnp.where(columns < 0, num_columns, columns).reshape(-1)
     order = jnp.arange(places.shape[0], dtype=jnp.int32)
     places, order = lax.sort((places, order), num_keys=1, is_stable=True)
@@ -127,11 +131,12 @@ def sorted_pairs(terms: Float[Array, "T K"], columns: Int[Array, "T K"], num_col
     return Pairs(places, tokens, flat, jnp.append(places[1:] != places[:-1], True))
 
 
-def _running_sums(columns: Int[Array, "n"], values: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
-    """The sum of the values of a column up to each of its pairs: after the step of 2ⁿ, of the last 2ⁿ⁺¹ of them.
+def _sum_columns(columns: Int[Array, "n"], values: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
+    """Computes, for each pair, the sum of its column's values up to that pair.
 
-    A fixed order of additions, which a scatter that adds to one place many times does not have on a GPU. A loop,
-    because XLA would hold the values of all steps at once.
+    The step of distance 2ⁿ completes the sums of the last 2ⁿ⁺¹ pairs. So the order of additions is fixed, which it is
+    not in a scatter that adds to one place repeatedly on a GPU. The steps are a loop, because XLA would otherwise keep
+    the values of all steps.
     """
     size = columns.shape[0]
 
@@ -147,44 +152,44 @@ def _running_sums(columns: Int[Array, "n"], values: Float[Array, "n ..."]) -> Fl
     return lax.fori_loop(0, (size - 1).bit_length(), body, _jax.vary_like(values, columns))
 
 
-def _places(columns: Array, ends: Array, num_columns: int) -> Array:
-    """Where the sum of a column goes, from its last pair; every other pair gets a place of its own outside."""
+def _find_places(columns: Array, ends: Array, num_columns: int) -> Array:
+    """Returns the place of a column's sum at its last pair, and for other pairs distinct places outside."""
     outside = num_columns + jnp.arange(columns.shape[0], dtype=jnp.int32)
     return jnp.where(ends & (columns < num_columns), columns, outside)
 
 
-def dbias(terms: Float[Array, "T K"], columns: Int[Array, "T K"], num_columns: int) -> Float[Array, "V"]:
-    """The sum of the terms of each column."""
-    pairs = sorted_pairs(terms, columns, num_columns, 1)
-    places = _places(pairs.columns, pairs.ends, num_columns)
+def compute_dbias(terms: Float[Array, "T K"], columns: Int[Array, "T K"], num_columns: int) -> Float[Array, "V"]:
+    """Sums the terms of each column."""
+    pairs = sort_pairs(terms, columns, num_columns, 1)
+    places = _find_places(pairs.columns, pairs.ends, num_columns)
     empty = jnp.zeros((num_columns,), terms.dtype)
-    return empty.at[places].set(_running_sums(pairs.columns, pairs.terms), mode="drop", unique_indices=True)
+    return empty.at[places].set(_sum_columns(pairs.columns, pairs.terms), mode="drop", unique_indices=True)
 
 
-def dweight(
+def compute_dweight(
     terms: Float[Array, "T K"], hidden: Float[Array, "T H"], columns: Int[Array, "T K"], weight: Array, call: Call
 ) -> Float[Array, "V H"]:
-    """Σ terms · h of each column, summed in the dtype of ``terms`` and rounded once; two runs are bitwise equal.
+    """Computes Σ terms · h of each column, summed in the dtype of ``terms``, rounded once, and deterministic.
 
-    The sorted pairs go by chunks, and a chunk by blocks, each a matrix product. The sum of a column that the next block
-    or chunk continues goes on with it, and the others are written, each once.
+    The sorted pairs are processed in chunks of blocks, each of which is a matrix product. The sum of a column is
+    carried on if the next block or chunk continues it. Each finished sum is written once.
     """
     num_columns = weight.shape[call.vocab_dim]
-    terms, columns = _jax.vary_like((terms, columns), (terms, hidden, columns, weight))  # as what is carried does
-    shape = blocks(terms.size, hidden.shape[1], terms.dtype.itemsize)
-    pairs = sorted_pairs(terms, columns, num_columns, shape.size)
+    terms, columns = _jax.vary_like((terms, columns), (terms, hidden, columns, weight))  # as the carry does
+    shape = choose_blocks(terms.size, hidden.shape[1], terms.dtype.itemsize)
+    pairs = sort_pairs(terms, columns, num_columns, shape.size)
 
     def body(i: Any, carry: Any) -> Any:
         written, last, column = carry
-        own = Pairs(*(lax.dynamic_slice_in_dim(x, i * shape.size, shape.size) for x in pairs))
-        sums, last = _sums_of_blocks(own, hidden, shape, num_columns, last, column)
-        places = _places(own.columns, own.ends, num_columns)
+        chunk = Pairs(*(lax.dynamic_slice_in_dim(x, i * shape.size, shape.size) for x in pairs))
+        sums, last = _sum_blocks(chunk, hidden, shape, num_columns, last, column)
+        places = _find_places(chunk.columns, chunk.ends, num_columns)
         rounded = sums.astype(weight.dtype)
         if call.vocab_dim == 0:
             written = written.at[places].set(rounded, mode="drop", unique_indices=True)
         else:
             written = written.at[:, places].set(rounded.T, mode="drop", unique_indices=True)
-        return written, last, own.columns[-1]
+        return written, last, chunk.columns[-1]
 
     start = jnp.zeros_like(weight), jnp.zeros((hidden.shape[1],), terms.dtype), jnp.int32(-1)
     start = _jax.vary_like(start, terms)
@@ -192,51 +197,58 @@ def dweight(
 
 
 class Blocks(NamedTuple):
-    """How the pairs of a chunk lie."""
+    """The division of a chunk into blocks of pairs."""
 
     number: int
-    pairs: int  # of each
+    pairs: int  # per block
 
     @property
     def size(self) -> int:
-        """Pairs of a chunk."""
+        """The number of pairs of a chunk."""
         return self.number * self.pairs
 
 
-def blocks(num_pairs: int, hidden_size: int, itemsize: int) -> Blocks:
-    """Blocks whose sums take `GATHERED_BYTES`, or fewer: chunks of the same size, as few as that leaves."""
+def choose_blocks(num_pairs: int, hidden_size: int, itemsize: int) -> Blocks:
+    """Returns blocks for as few chunks of equal size as keep the sums of a chunk within `GATHERED_BYTES`."""
     pairs = min(BLOCK_PAIRS, num_pairs)
     blocks = -(-num_pairs // pairs)
-    chunks = -(-blocks // max(1, chunk_tokens(1, hidden_size, itemsize) // pairs))
+    chunks = -(-blocks // max(1, choose_chunk_tokens(1, hidden_size, itemsize) // pairs))
     return Blocks(-(-blocks // chunks), pairs)
 
 
-def _sums_of_blocks(
-    own: Pairs, hidden: Float[Array, "T H"], shape: Blocks, num_columns: int, last: Float[Array, "H"], column: Any
+def _sum_blocks(
+    chunk: Pairs, hidden: Float[Array, "T H"], shape: Blocks, num_columns: int, last: Float[Array, "H"], column: Any
 ) -> tuple[Float[Array, "n H"], Float[Array, "H"]]:
-    """Of each pair of a chunk the sum of its column so far, with ``last``, what ``column`` had before; and the last."""
-    rows = jnp.where((own.columns < num_columns)[:, None], hidden[own.tokens], 0)  # NaN of no column cannot spread
-    columns, terms, rows = (x.reshape(shape.number, shape.pairs, *x.shape[1:]) for x in (own.columns, own.terms, rows))
-    sums = _sums_so_far(columns, terms, rows)
-    # The same again over blocks: of what their last columns have so far.
+    """Computes, for each pair of a chunk, the sum of its column so far. Returns these sums and the last one.
+
+    ``last`` is the sum of ``column`` before the chunk.
+    """
+    has_column = chunk.columns < num_columns  # NaN of a pair without a column must not spread
+    rows = jnp.where(has_column[:, None], hidden[chunk.tokens], 0)
+    columns, terms, rows = (
+        x.reshape(shape.number, shape.pairs, *x.shape[1:]) for x in (chunk.columns, chunk.terms, rows)
+    )
+    sums = _sum_prefixes(columns, terms, rows)
+    # The same over blocks: the sums of their last columns are carried to the next block.
     ends = jnp.append(column, columns[:, -1])
-    carried = _sums_so_far(ends, jnp.ones_like(ends, own.terms.dtype), jnp.concatenate([last[None], sums[:, -1]]))
+    carried = _sum_prefixes(ends, jnp.ones_like(ends, chunk.terms.dtype), jnp.concatenate([last[None], sums[:, -1]]))
     continues = columns == ends[:-1, None]
     sums += jnp.where(continues[:, :, None], carried[:-1, None], 0.0)
     return sums.reshape(shape.size, -1), carried[-1]
 
 
-def _sums_so_far(
+def _sum_prefixes(
     columns: Int[Array, "*b n"], terms: Float[Array, "*b n"], values: Float[Array, "*b n H"]
 ) -> Float[Array, "*b n H"]:
-    """Of each place Σ terms · values over the places up to it that have its column, in the terms' dtype.
+    """Computes, at each place, Σ terms · values over the places up to it with the same column, in the terms' dtype.
 
-    Beside values in bfloat16 a float32 term is the sum of two bfloat16 numbers, 16 bits of it. At (4096, 4096, 151936)
-    and 64 ids per token on an H200, dweight takes 1.24 of one `hidden @ weight.T` so, and 2.03 with float32 products.
+    If the values are bfloat16, a float32 term is split into two bfloat16 numbers, which hold 16 of its bits. At (4096,
+    4096, 151936) and 64 ids per token on an H200, dweight takes 1.24 times as long as `hidden @ weight.T`, and 2.03
+    times as long with float32 products.
     """
     same = jnp.tril(columns[..., :, None] == columns[..., None, :])
     if values.dtype == jnp.bfloat16 and terms.dtype == jnp.float32:
-        high = lax.reduce_precision(terms, 8, 7)  # not two casts, which XLA may leave out
+        high = lax.reduce_precision(terms, 8, 7)  # not by casts, which XLA may remove
         parts = [jnp.where(same, x[..., None, :], 0.0).astype(jnp.bfloat16) for x in (high, terms - high)]
         factors, values = jnp.concatenate(parts, axis=-1), jnp.concatenate([values, values], axis=-2)
         return jnp.matmul(factors, values, preferred_element_type=jnp.float32)

@@ -1,7 +1,7 @@
-"""The most likely tokens by plain XLA: the logits of one chunk of tokens at a time, and a selection from them.
+"""The most likely tokens in plain XLA: the logits of one chunk of tokens at a time, and a selection from these.
 
-A chunk has all columns of the shard, so its sums and its selection are those of whole rows. The weight is read once per
-chunk: a few hundred tokens keep the product bound by arithmetic.
+A chunk has all columns of the shard, so each row is summed and selected at once. Each chunk reads the weight once. With
+a few hundred tokens per chunk, the product is bound by arithmetic and not by memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
 CHUNK_BYTES, CHUNK_BYTES_ON_CPU = 160 << 20, 32 << 20  # of logits in the statistics' dtype
-# A chunk has a multiple of as many tokens: at (4096, 4096, 151936) on an H200 chunks of 128 tokens take 15.4 ms in
-# place of 10.6, because every chunk reads the weight.
+# A chunk has a multiple of so many tokens. At (4096, 4096, 151936) on an H200, chunks of 128 tokens take 15.4 ms
+# instead of 10.6, because each chunk reads the weight.
 GRAIN, GRAIN_ON_CPU = 256, 128
-LEAST_TERMS = 16  # of a product: see `increasing`
+LEAST_TERMS = 16  # of a product: see `_apply_sign`
 
 
-def chunk_tokens(call: Call) -> int:
-    """Tokens whose logits exist at a time."""
+def choose_chunk_tokens(call: Call) -> int:
+    """Returns the number of tokens in a chunk, whose logits exist at a time."""
     on_cpu = call.device.platform == "cpu"
     budget, grain = (CHUNK_BYTES_ON_CPU, GRAIN_ON_CPU) if on_cpu else (CHUNK_BYTES, GRAIN)
     most = budget // (call.columns * call.stat_dtype.itemsize)
@@ -37,8 +37,8 @@ def chunk_tokens(call: Call) -> int:
 
 
 def plan(call: Call, name: str) -> Plan:
-    """The chunk of tokens, and the bytes of its logits."""
-    size, stat = chunk_tokens(call), call.stat_dtype.itemsize
+    """Returns the plan of a call: the chunk of tokens, and the bytes of its logits."""
+    size, stat = choose_chunk_tokens(call), call.stat_dtype.itemsize
     return Plan(
         implementation=name,
         refused={},
@@ -52,43 +52,43 @@ def plan(call: Call, name: str) -> Plan:
     )
 
 
-def largest(operands: Operands, call: Call) -> Largest:
-    """The k largest products of each token, of all columns of the shard or of the first k columns if it has fewer.
+def find_largest(operands: Operands, call: Call) -> Largest:
+    """Returns the k largest products of each token over the shard's columns, or all if there are fewer than k.
 
-    They are selected before scale and cap, which cannot change their order, only round two of them to one.
+    They are selected before scale and softcap, which cannot change their order but may round two of them to one number.
     """
 
-    def of_chunk(per_token: Any) -> Largest:
+    def select_in_chunk(per_token: Any) -> Largest:
         hidden, inverse_temperature, raw_scale = per_token
-        own = operands._replace(hidden=hidden, inverse_temperature=inverse_temperature, raw_scale=raw_scale)
-        own = _increasing(own, call)
-        raw = _walk.dot(own.hidden, own.weight, 1, call.hidden_dim, call, call.stat_dtype)
-        if own.bias is not None:
+        chunk = operands._replace(hidden=hidden, inverse_temperature=inverse_temperature, raw_scale=raw_scale)
+        chunk = _apply_sign(chunk, call)
+        raw = _walk.dot(chunk.hidden, chunk.weight, 1, call.hidden_dim, call, call.stat_dtype)
+        if chunk.bias is not None:
             sign = np.sign(call.logit_scale) if raw_scale is None else jnp.sign(raw_scale)[:, None]
-            raw = raw + own.bias[None, :] * sign
-        live = _logprobs.unpadded_columns(0, call.columns, own.num_columns)
+            raw = raw + chunk.bias[None, :] * sign
+        live = _logprobs.unpadded_columns(0, call.columns, chunk.num_columns)
         raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
         products, ids = _largest.largest(raw, min(call.top_k, call.columns))
         capped = None
         if call.logit_softcap is not None:
-            capped = jnp.where(products == -jnp.inf, -jnp.inf, _capped(products, call, raw_scale))
-        some = Largest(products, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
-        return some._replace(sumexp=_sumexp(raw, some, own, call))
+            capped = jnp.where(products == -jnp.inf, -jnp.inf, _apply_softcap(products, call, raw_scale))
+        selected = Largest(products, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
+        return selected._replace(sumexp=_sumexp(raw, selected, chunk, call))
 
     per_token = operands.hidden, operands.inverse_temperature, operands.raw_scale
-    return _walk.by_chunks(of_chunk, per_token, chunk_tokens(call), operands.num_rows, operands)
+    return _walk.map_chunks(select_in_chunk, per_token, choose_chunk_tokens(call), operands.num_rows, operands)
 
 
-def _increasing(operands: Operands, call: Call) -> Operands:
-    """The operands with the sign of the scale on hidden, so that logits increase with the products.
+def _apply_sign(operands: Operands, call: Call) -> Operands:
+    """Multiplies hidden by the sign of the scale, so that logits increase with the products, and pads short products.
 
-    A sign is exact. A scale of 0 makes all products 0, so that all are equal. A product has at least `LEAST_TERMS`,
-    because XLA may compute one of fewer anew for each use, and round it otherwise, with the bias at once for example:
-    then a selected logit is none of its row's, and its exponential is in no sum.
+    The sign is exact. With a scale of 0, all products are 0 and therefore equal. A product is padded to `LEAST_TERMS`
+    terms, because XLA may recompute shorter products for each use and round them differently, for example together with
+    the bias. Then a selected logit would not be among the logits of its row, and its exponential in no sum.
     """
     if (missing := LEAST_TERMS - operands.hidden.shape[1]) > 0:
-        of_weight = [(0, missing if dim == call.hidden_dim else 0) for dim in range(2)]
-        hidden, weight = jnp.pad(operands.hidden, [(0, 0), (0, missing)]), jnp.pad(operands.weight, of_weight)
+        padding = [(0, missing if dim == call.hidden_dim else 0) for dim in range(2)]
+        hidden, weight = jnp.pad(operands.hidden, [(0, 0), (0, missing)]), jnp.pad(operands.weight, padding)
         operands = operands._replace(hidden=hidden, weight=weight)
     if operands.raw_scale is not None:
         sign = jnp.sign(operands.raw_scale).astype(operands.hidden.dtype)[:, None]
@@ -99,27 +99,28 @@ def _increasing(operands: Operands, call: Call) -> Operands:
     return operands._replace(hidden=operands.hidden * sign)
 
 
-def _sumexp(raw: Float[Array, "t V"], some: Largest, operands: Operands, call: Call) -> Float[Array, "t"]:
-    """Eq. 1 of the selected ones, whose x are what they are there, and of all others.
+def _sumexp(raw: Float[Array, "t V"], largest: Largest, operands: Operands, call: Call) -> Float[Array, "t"]:
+    """Computes the sum of exponentials (eq. 1): of the selected columns from their own x, and of all others.
 
-    XLA may round the cap of all columns otherwise than that of the selected ones. So no log-probability is above 0.
+    XLA may round the softcap of the selected columns differently than that of all columns. Their own x in the sum keeps
+    log-probabilities at most 0.
     """
     row_scale = _logprobs.expand_rows(_logprobs.compute_row_scale(call, operands.inverse_temperature))
 
     def exponentials(products: Array, x: Array) -> Array:
-        u = x - some.max[:, None]
+        u = x - largest.max[:, None]
         return jnp.where(products == -jnp.inf, 0.0, jnp.exp(jnp.where(u > 0.0, 0.0, u) * row_scale))
 
     x = clip_to_finite(raw)
-    x = x if call.logit_softcap is None else _capped(x, call, operands.raw_scale)
-    selected, least = exponentials(some.products, some.x), jnp.min(some.products, axis=1, keepdims=True)
-    of_least = jnp.min(selected, axis=1, keepdims=True)  # others may be equal to it
-    others = jnp.where(raw == least, of_least, exponentials(raw, x))  # of NaN too
+    x = x if call.logit_softcap is None else _apply_softcap(x, call, operands.raw_scale)
+    selected, least = exponentials(largest.products, largest.x), jnp.min(largest.products, axis=1, keepdims=True)
+    least_exponential = jnp.min(selected, axis=1, keepdims=True)  # other columns may be equal
+    others = jnp.where(raw == least, least_exponential, exponentials(raw, x))  # also of NaN
     others = jnp.where(raw > least, 0.0, others)
-    return jnp.sum(others, axis=1) + jnp.sum(jnp.where(some.products > least, selected, 0.0), axis=1)
+    return jnp.sum(others, axis=1) + jnp.sum(jnp.where(largest.products > least, selected, 0.0), axis=1)
 
 
-def _capped(products: Float[Array, "t n"], call: Call, raw_scale: Float[Array, "t"] | None) -> Array:
-    """The x of eq. 0 with a softcap, from products with the sign of the scale."""
+def _apply_softcap(products: Float[Array, "t n"], call: Call, raw_scale: Float[Array, "t"] | None) -> Array:
+    """Computes the x of eq. 0 with a softcap, from products that have the sign of the scale."""
     call = dataclasses.replace(call, logit_scale=abs(call.logit_scale))
     return _logprobs.unscaled_logits(products, call, None if raw_scale is None else jnp.abs(raw_scale))

@@ -1,4 +1,8 @@
-"""The walk over tiles of a vocabulary that every function of "xla" takes: its loops, its cache, its plan."""
+"""The walk over tiles of logits that all functions of the implementation "xla" share: its loops, cache and plan.
+
+`Walk.fold` computes statistics, `Walk.gradients` the gradients. Both form one tile of logits at a time, of a chunk of
+tokens and some columns of the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +24,26 @@ if TYPE_CHECKING:
 
 
 class Chunk(NamedTuple):
-    """Some of the tokens."""
+    """A chunk of tokens."""
 
     start: Any
     size: int
-    new: Bool[Array, "t"]  # which of them no earlier chunk had
+    new: Bool[Array, "t"]  # which tokens are in no earlier chunk
 
     def take[A](self, tree: A) -> A:
-        """Their part of [T, ...] arrays."""
+        """Returns the chunk's part of [T, ...] arrays."""
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size), tree)
 
-    def put[A](self, whole: A, part: A) -> A:
-        """``whole`` with their part written."""
-        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, self.start, 0), whole, part)
+    def put[A](self, full: A, part: A) -> A:
+        """Returns ``full`` with the chunk's part written."""
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, self.start, 0), full, part)
 
 
-def over_chunks[C](num_tokens: int, size: int, num_rows: Any, body: Callable[[Chunk, C], C], carry: C) -> C:
-    """``carry = body(chunk, carry)`` over chunks of ``size`` tokens, as far as ``num_rows`` reaches; None: over all.
+def loop_over_chunks[C](num_tokens: int, size: int, num_rows: Any, body: Callable[[Chunk, C], C], carry: C) -> C:
+    """Runs ``carry = body(chunk, carry)`` over chunks of ``size`` tokens that hold the first ``num_rows``; None: all.
 
-    The last chunk reaches back into the one before, to stay whole: one body serves all, and none has so few tokens that
-    XLA would compute its products otherwise.
+    All chunks have equal size, so the last chunk overlaps the chunk before it. Then one loop body serves all chunks,
+    and XLA computes the products of all chunks in the same way.
     """
     rows = num_tokens if num_rows is None else num_rows
 
@@ -50,53 +54,55 @@ def over_chunks[C](num_tokens: int, size: int, num_rows: Any, body: Callable[[Ch
     return lax.fori_loop(0, (rows + size - 1) // size, step, carry)
 
 
-def by_chunks[R](function: Callable[[Any], R], per_token: Any, size: int, num_rows: Any, like: Any) -> R:
-    """``function(per_token)`` of [T, ...] arrays, computed by `over_chunks`; 0 where no chunk has been.
+def map_chunks[R](function: Callable[[Any], R], per_token: Any, size: int, num_rows: Any, like: Any) -> R:
+    """Computes ``function(per_token)`` of [T, ...] arrays in chunks of tokens. Rows that no chunk computes are 0.
 
-    ``like`` varies over the axes that the results do.
+    ``like`` varies over the mesh axes over which the results vary.
     """
-    return keeping_by_chunks(lambda own, _, kept: (function(own), kept), per_token, size, num_rows, like, None)[0]
+    return map_chunks_with_cache(lambda part, _, cache: (function(part), cache), per_token, size, num_rows, like, None)[
+        0
+    ]
 
 
-def keeping_by_chunks[R, K](
-    function: Callable[[Any, Any, K], tuple[R, K]], per_token: Any, size: int, num_rows: Any, like: Any, kept: K
+def map_chunks_with_cache[R, K](
+    function: Callable[[Any, Any, K], tuple[R, K]], per_token: Any, size: int, num_rows: Any, like: Any, cache: K
 ) -> tuple[R, K]:
-    """`by_chunks` of ``function(per_token, first, kept)``, which also returns ``kept`` with what it writes.
+    """Like `map_chunks`, of ``function(per_token, first, cache)``, which returns its result and the updated cache.
 
     ``first`` is the chunk's first token.
     """
     num_tokens = jax.tree.leaves(per_token)[0].shape[0]
     if size >= num_tokens:
-        return function(per_token, 0, kept)
+        return function(per_token, 0, cache)
 
-    def chunk(own: Chunk, carry: tuple[R, K]) -> tuple[R, K]:
-        results, kept = carry
-        part, kept = function(own.take(per_token), own.start, kept)
-        return own.put(results, part), kept
+    def run_chunk(chunk: Chunk, carry: tuple[R, K]) -> tuple[R, K]:
+        results, cache = carry
+        part, cache = function(chunk.take(per_token), chunk.start, cache)
+        return chunk.put(results, part), cache
 
-    shapes = jax.eval_shape(lambda: function(jax.tree.map(lambda x: x[:size], per_token), 0, kept)[0])
+    shapes = jax.eval_shape(lambda: function(jax.tree.map(lambda x: x[:size], per_token), 0, cache)[0])
     empty = jax.tree.map(lambda x: jnp.zeros((num_tokens, *x.shape[1:]), x.dtype), shapes)
-    return over_chunks(num_tokens, size, num_rows, chunk, (_jax.vary_like(empty, (per_token, like)), kept))
+    return loop_over_chunks(num_tokens, size, num_rows, run_chunk, (_jax.vary_like(empty, (per_token, like)), cache))
 
 
-def over_columns[C](columns: int, tile_v: int, kept: int, body: Callable[[Any, int, bool, C], C], carry: C) -> C:
-    """``carry = body(start, size, is_kept, carry)`` over the vocabulary: the remainder, then whole tiles in loops.
+def loop_over_columns[C](columns: int, tile_v: int, cached: int, body: Callable[[Any, int, bool, C], C], carry: C) -> C:
+    """Runs ``carry = body(start, size, is_cached, carry)`` over the vocabulary: first the remainder, then whole tiles.
 
-    A loop depends on the remainder. The other way round, XLA could start the remainder early and hold its tile. The
-    tiles of the first ``kept`` columns are kept.
+    The loops depend on the remainder. In the other order, XLA could compute the remainder early and keep its tile in
+    memory. The tiles of the first ``cached`` columns are cached.
     """
-    whole, rest = divmod(columns, tile_v)
+    num_tiles, rest = divmod(columns, tile_v)
     if rest:
-        carry = body(jnp.int32(0), rest, kept > 0, carry)
-    last_kept = max(kept - rest, 0) // tile_v
-    for first, last, is_kept in ((0, last_kept, True), (last_kept, whole, False)):
+        carry = body(jnp.int32(0), rest, cached > 0, carry)
+    num_cached = max(cached - rest, 0) // tile_v
+    for first, last, is_cached in ((0, num_cached, True), (num_cached, num_tiles, False)):
         if first < last:
-            carry = lax.fori_loop(first, last, lambda i, c, own=is_kept: body(rest + i * tile_v, tile_v, own, c), carry)
+            carry = lax.fori_loop(first, last, lambda i, c, x=is_cached: body(rest + i * tile_v, tile_v, x, c), carry)
     return carry
 
 
 class HeadTokens(NamedTuple):
-    """What some tokens have of one model."""
+    """The per-token operands of one model, for some tokens."""
 
     hidden: Float[Array, "t H"]  # in the weight's dtype
     inverse_temperature: Float[Array, "t"] | None  # as in `Operands`
@@ -104,7 +110,7 @@ class HeadTokens(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What some columns of the vocabulary have of one model."""
+    """The per-column operands of one model, for some columns of the vocabulary."""
 
     weight: Float[Array, "v H"]  # or [H, v]: Call.weight_layout
     bias: Float[Array, "v"] | None  # in the statistics' dtype
@@ -112,30 +118,30 @@ class Head(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The arrays of a shard, those of each model in turn. The rows that count come first."""
+    """The arrays of a shard, with an entry for each model. Unmasked rows come first."""
 
     tokens: tuple[HeadTokens, ...]
     heads: tuple[Head, ...]
-    rows: Any  # the client's own arrays, [T, ...] each
-    num_rows: Int[Array, ""] | None  # how many rows count; None: all
-    num_columns: Int[Array, ""] | None  # columns from there on are padding; None: those of the walk are all true
+    rows: Any  # further [T, ...] arrays of the caller of the walk
+    num_rows: Int[Array, ""] | None  # how many rows are unmasked; None: all
+    num_columns: Int[Array, ""] | None  # how many columns are no padding; None: all of the walk
 
 
-class XTile(NamedTuple):
-    """Some tokens and some columns, and what belongs to them."""
+class LogitTile(NamedTuple):
+    """A tile of logits: some tokens and some columns, with their operands."""
 
     calls: tuple[Call, ...]
     tokens: tuple[HeadTokens, ...]
     rows: Any
-    first: Any  # the first token
+    first: Any  # the tile's first token
     heads: tuple[Head, ...]
-    start: Any  # the first column
+    start: Any  # the tile's first column
     live: Bool[Array, "v"] | None  # which columns are no padding; None: all
-    index: Any  # its number among the tiles of `Walk.kept_columns`; None: it is none of them
+    index: Any  # the tile's number among the cached tiles; None: it is not cached
 
     def products(self) -> tuple[Float[Array, "t v"], ...]:
-        """The raw products of each model: h·Wᵀ, with the bias, or with the adapter's u·Bᵀ."""
-        found = []
+        """Computes the raw products of each model: h·Wᵀ, plus the bias or the adapter's u·Bᵀ."""
+        products = []
         for call, tokens, head in zip(self.calls, self.tokens, self.heads, strict=True):
             hidden, u = call.split(tokens.hidden)
             raw = dot(hidden, head.weight, 1, call.hidden_dim, call, call.stat_dtype)
@@ -143,63 +149,71 @@ class XTile(NamedTuple):
                 raw = raw + head.bias[None, :]
             if head.adapter is not None:
                 raw = raw + dot(u, head.adapter, 1, 1, call, call.stat_dtype)
-            found.append(raw)
-        return tuple(found)
+            products.append(raw)
+        return tuple(products)
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """What is known when a call is traced."""
+    """The static part of a walk over tiles of logits."""
 
-    calls: tuple[Call, ...]  # of each model; gradients are those of the first
-    columns: int  # to walk over
+    calls: tuple[Call, ...]  # of each model; only the first has gradients
+    columns: int  # that the walk covers
     tile_t: int  # tokens of a chunk
     tile_v: int  # columns of a tile
-    kept_columns: int = 0  # those of the first tiles, of which the client keeps something
+    cached_columns: int = 0  # the columns of the first tiles, which are cached
 
-    def fold[C](self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, XTile], C]) -> C:
-        """``add`` of all tiles of a chunk to ``empty(t)``, [t, ...] each, for all chunks: [T, ...] each."""
-        return self.fold_keeping(shard, empty, lambda carry, tile, kept: (add(carry, tile), kept), None)[0]
+    def fold[C](self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, LogitTile], C]) -> C:
+        """Folds ``carry = add(carry, tile)`` over all tiles. A chunk of t tokens starts with ``empty(t)``.
 
-    def fold_keeping[C, K](
-        self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, XTile, K], tuple[C, K]], kept: K
+        Arrays of the carry are [t, ...], and those of the result [T, ...].
+        """
+        return self.fold_with_cache(shard, empty, lambda carry, tile, cache: (add(carry, tile), cache), None)[0]
+
+    def fold_with_cache[C, K](
+        self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, LogitTile, K], tuple[C, K]], cache: K
     ) -> tuple[C, K]:
-        """`fold`, where ``add`` also returns ``kept``, arrays of all tiles, with what it writes of one."""
-        kept = _jax.vary_like(kept, shard)
+        """Like `fold`, of ``add(carry, tile, cache)``, which returns the carry and the cache with the tile written."""
+        cache = _jax.vary_like(cache, shard)
 
-        def of_chunk(per_token: Any, first: Any, kept: K) -> tuple[C, K]:
+        def fold_chunk(per_token: Any, first: Any, cache: K) -> tuple[C, K]:
             tokens, rows = per_token
 
-            def tile(start: Any, size: int, is_kept: bool, carry: tuple[C, K]) -> tuple[C, K]:
-                own = self._tile(shard, start, size, is_kept)._replace(tokens=tokens, rows=rows, first=first)
-                return add(carry[0], own, carry[1])
+            def fold_tile(start: Any, size: int, is_cached: bool, carry: tuple[C, K]) -> tuple[C, K]:
+                logits = self._tile(shard, start, size, is_cached)._replace(tokens=tokens, rows=rows, first=first)
+                return add(carry[0], logits, carry[1])
 
             carry = _jax.vary_like(empty(tokens[0].hidden.shape[0]), shard)
-            return over_columns(self.columns, self.tile_v, self.kept_columns, tile, (carry, kept))
+            return loop_over_columns(self.columns, self.tile_v, self.cached_columns, fold_tile, (carry, cache))
 
-        return keeping_by_chunks(of_chunk, (shard.tokens, shard.rows), self.tile_t, shard.num_rows, shard, kept)
+        return map_chunks_with_cache(fold_chunk, (shard.tokens, shard.rows), self.tile_t, shard.num_rows, shard, cache)
 
     def gradients(
-        self, shard: Shard, dlogits: Callable[[XTile], Float[Array, "t v"]], dweight: Float[Array, "V H"] | None = None
+        self,
+        shard: Shard,
+        dlogits: Callable[[LogitTile], Float[Array, "t v"]],
+        dweight: Float[Array, "V H"] | None = None,
     ) -> Primals:
-        """Eq. 5, ``dlogits`` being the gradient in the first model's raw products: those of `Primals`.
+        """Computes the gradients of the first model (eq. 5), from ``dlogits``, the gradients in its raw products.
 
-        dweight is rounded, or added to the sum ``dweight``; the others are in the statistics' dtype. None of what is
-        not in `Call.gradients`.
+        dweight is rounded, or added to the sum ``dweight``. The other gradients are in the statistics' dtype. Gradients
+        that are not in `Call.gradients` are None.
         """
-        # The barrier puts all this after the forward's results. Otherwise XLA keeps what both passes compute, and
-        # allocates the gradients from the start, although the forward's tiles could use their memory.
+        # Because of the barrier, the backward starts after the forward's results. Otherwise XLA keeps tiles that both
+        # passes compute, and allocates the gradients at once, although the forward's tiles could use their memory.
         shard, zero = lax.optimization_barrier((shard, jnp.float32(0)))
         (call, *_), head, vocab_dim = self.calls, shard.heads[0], self.calls[0].vocab_dim
         dtype = call.dtype if dweight is None else dweight.dtype
 
-        def tile(start: Any, size: int, is_kept: bool, carry: Primals) -> Primals:
-            part = self._of_columns(shard, self._tile(shard, start, size, is_kept), dlogits, carry.hidden, dtype)
+        def tile(start: Any, size: int, is_cached: bool, carry: Primals) -> Primals:
+            part = self._column_gradients(
+                shard, self._tile(shard, start, size, is_cached), dlogits, carry.hidden, dtype
+            )
 
-            def put(whole: Array, columns: Array, dim: int, adds: bool = False) -> Array:
-                columns = columns.astype(whole.dtype)
-                columns += lax.dynamic_slice_in_dim(whole, start, size, dim) if adds else 0
-                return lax.dynamic_update_slice_in_dim(whole, columns, start, dim)
+            def put(full: Array, columns: Array, dim: int, adds: bool = False) -> Array:
+                columns = columns.astype(full.dtype)
+                columns += lax.dynamic_slice_in_dim(full, start, size, dim) if adds else 0
+                return lax.dynamic_update_slice_in_dim(full, columns, start, dim)
 
             put_weight = functools.partial(put, dim=vocab_dim, adds=dweight is not None)
             return Primals(
@@ -213,54 +227,54 @@ class Walk:
             jnp.full(head.weight.shape, zero.astype(call.dtype)) if dweight is None else dweight,
             *jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), head[1:]),
         ).select(call.gradients)
-        return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
+        return loop_over_columns(self.columns, self.tile_v, self.cached_columns, tile, _jax.vary_like(init, shard))
 
-    def _of_columns(
-        self, shard: Shard, tile: XTile, dlogits: Callable[..., Array], dhidden: Float[Array, "T H"], dtype: Any
+    def _column_gradients(
+        self, shard: Shard, tile: LogitTile, dlogits: Callable[..., Array], dhidden: Float[Array, "T H"], dtype: Any
     ) -> Primals:
-        """``dhidden`` plus the part of a tile of all tokens, and the gradients of its columns.
+        """Adds the part of some columns to ``dhidden``, and computes the gradients of these columns over all tokens.
 
-        With one chunk the product itself rounds dweight to ``dtype``; with several it is summed first.
+        With a single chunk, the product itself rounds dweight to ``dtype``. With several, dweight is summed first.
         """
         call = self.calls[0]
         if self.tile_t == call.num_tokens:
             part = gradient_products(call, dlogits(tile), tile, call.stat_dtype, dtype)
             return part._replace(hidden=jax.tree.map(jnp.add, dhidden, part.hidden))
 
-        def chunk(own: Chunk, carry: Primals) -> Primals:
-            tokens, rows = own.take((shard.tokens, shard.rows))
-            of_chunk = tile._replace(tokens=tokens, rows=rows, first=own.start)
-            d = dlogits(of_chunk)
-            d = jnp.where(own.new[:, None], d, 0.0)  # a token's gradient counts in one chunk
-            part = gradient_products(call, d, of_chunk, call.stat_dtype, call.stat_dtype)
-            dhidden = jax.tree.map(lambda whole, x: own.put(whole, x + own.take(whole)), carry.hidden, part.hidden)
+        def add_chunk(chunk: Chunk, carry: Primals) -> Primals:
+            tokens, rows = chunk.take((shard.tokens, shard.rows))
+            chunk_tile = tile._replace(tokens=tokens, rows=rows, first=chunk.start)
+            d = dlogits(chunk_tile)
+            d = jnp.where(chunk.new[:, None], d, 0.0)  # chunks may overlap, and a token counts once
+            part = gradient_products(call, d, chunk_tile, call.stat_dtype, call.stat_dtype)
+            dhidden = jax.tree.map(lambda full, x: chunk.put(full, x + chunk.take(full)), carry.hidden, part.hidden)
             return Primals(dhidden, *jax.tree.map(jnp.add, carry[1:], part[1:]))
 
-        of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), tile.heads[0])
-        init = Primals(dhidden, *_jax.vary_like(of_columns, shard)).select(call.gradients)
-        return over_chunks(call.num_tokens, self.tile_t, shard.num_rows, chunk, init)
+        columns = jax.tree.map(lambda x: jnp.zeros(x.shape, call.stat_dtype), tile.heads[0])
+        init = Primals(dhidden, *_jax.vary_like(columns, shard)).select(call.gradients)
+        return loop_over_chunks(call.num_tokens, self.tile_t, shard.num_rows, add_chunk, init)
 
-    def _tile(self, shard: Shard, start: Any, size: int, is_kept: bool) -> XTile:
-        """All tokens and some columns."""
+    def _tile(self, shard: Shard, start: Any, size: int, is_cached: bool) -> LogitTile:
+        """Returns the tile of all tokens and some columns."""
         live = _logprobs.unpadded_columns(start, size, shard.num_columns)
-        index = (start + (self.tile_v - 1)) // self.tile_v if is_kept else None
+        index = (start + (self.tile_v - 1)) // self.tile_v if is_cached else None
         heads = []
         for call, head in zip(self.calls, shard.heads, strict=True):
             weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=call.vocab_dim)
             others = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), head[1:])
             heads.append(Head(weight, *others))
-        return XTile(self.calls, shard.tokens, shard.rows, 0, tuple(heads), start, live, index)
+        return LogitTile(self.calls, shard.tokens, shard.rows, 0, tuple(heads), start, live, index)
 
 
 def gradient_dtype(call: Call) -> jnp.dtype:
-    """Of the gradient products' operands, and of what is kept: float32 on a CPU, which rounds neither to 16 bits."""
+    """Returns the dtype of dlogits and of the cache: on a CPU the statistics' dtype, elsewhere the weight's."""
     return call.stat_dtype if call.device.platform == "cpu" else call.dtype
 
 
 def gradient_products(
-    call: Call, d: Float[Array, "t v"], tile: XTile, dhidden_dtype: Any, dweight_dtype: Any
+    call: Call, d: Float[Array, "t v"], tile: LogitTile, dhidden_dtype: Any, dweight_dtype: Any
 ) -> Primals:
-    """Eq. 5 of a tile, from ``d``, the gradient in its raw products.
+    """Computes eq. 5 of a tile, from ``d``, the gradients in its raw products.
 
     The gradients of a bias and of an adapter are in the statistics' dtype.
     """
@@ -286,52 +300,54 @@ def gradient_products(
 
 
 def dot(left: Array, right: Array, left_dim: int, right_dim: int, call: Call, dtype: Any) -> Array:
-    """The matrix product that sums over ``left_dim`` and ``right_dim``, summed and returned in ``dtype``."""
+    """Computes the matrix product that contracts ``left_dim`` with ``right_dim``, summed and returned in ``dtype``."""
     dims = (((left_dim,), (right_dim,)), ((), ()))
     return lax.dot_general(left, right, dims, precision=call.precision, preferred_element_type=dtype)
 
 
 class TileCache(NamedTuple):
-    """What is kept of the first tiles of a walk."""
+    """What the forward caches of the first tiles of a walk."""
 
-    columns: tuple[Float[Array, "T columns"], ...]  # the first in `_walk.gradient_dtype`
-    rows: tuple[Float[Array, "tiles T"], ...]  # what the tile's columns are relative to
+    columns: tuple[Float[Array, "T columns"], ...]  # the first is in `gradient_dtype`
+    rows: tuple[Float[Array, "tiles T"], ...]  # the references of each tile, to which its columns are relative
 
-    def part(self, tile: XTile) -> tuple[list[Float[Array, "t v"]], list[Float[Array, "t"]]]:
-        """Those of a tile."""
+    def read(self, tile: LogitTile) -> tuple[list[Float[Array, "t v"]], list[Float[Array, "t"]]]:
+        """Returns the columns and the references of a tile."""
         t, v = tile.tokens[0].hidden.shape[0], tile.heads[0].weight.shape[tile.calls[0].vocab_dim]
         columns = [lax.dynamic_slice(x, _place(tile.first, tile.start), (t, v)) for x in self.columns]
         return columns, [lax.dynamic_slice(x, _place(tile.index, tile.first), (1, t))[0] for x in self.rows]
 
-    def with_part(self, tile: XTile, columns: Sequence[Array], rows: Sequence[Array]) -> TileCache:
-        """With those of a tile."""
-        place, of_columns = _place(tile.index, tile.first), _place(tile.first, tile.start)
-        of_rows = zip(self.rows, rows, strict=True)
+    def write(self, tile: LogitTile, columns: Sequence[Array], rows: Sequence[Array]) -> TileCache:
+        """Returns the cache with the columns and the references of a tile written."""
+        row_place, column_place = _place(tile.index, tile.first), _place(tile.first, tile.start)
+        row_pairs = zip(self.rows, rows, strict=True)
         return TileCache(
-            tuple(lax.dynamic_update_slice(x, part, of_columns) for x, part in zip(self.columns, columns, strict=True)),
-            tuple(lax.dynamic_update_slice(x, part[None], place) for x, part in of_rows),
+            tuple(
+                lax.dynamic_update_slice(x, part, column_place) for x, part in zip(self.columns, columns, strict=True)
+            ),
+            tuple(lax.dynamic_update_slice(x, part[None], row_place) for x, part in row_pairs),
         )
 
-    def with_dlogits(self, tile: XTile, d: Float[Array, "t v"]) -> TileCache:
-        """With a tile's gradient in place of the first number of each of its columns."""
+    def write_dlogits(self, tile: LogitTile, d: Float[Array, "t v"]) -> TileCache:
+        """Returns the cache with a tile's dlogits in place of its first array of columns."""
         first, *others = self.columns
         return self._replace(columns=(lax.dynamic_update_slice(first, d, _place(tile.first, tile.start)), *others))
 
     @property
     def num_columns(self) -> int:
-        """Of all tiles that are kept."""
+        """The columns of all cached tiles."""
         return self.columns[0].shape[1]
 
 
-class PerTile(NamedTuple):
-    """What is kept of a tile."""
+class CacheDtypes(NamedTuple):
+    """The dtypes of what is cached of a tile."""
 
-    columns: tuple[jnp.dtype, ...]  # dtypes of the numbers of each token and column
-    rows: tuple[jnp.dtype, ...]  # of those of each token
+    columns: tuple[jnp.dtype, ...]  # of the arrays with a number per token and column
+    rows: tuple[jnp.dtype, ...]  # of the arrays with a number per token
 
     @classmethod
-    def of_one_head(cls, call: Call) -> PerTile:
-        """An exponential, and the tile's largest x."""
+    def make(cls, call: Call) -> CacheDtypes:
+        """Returns the dtypes of one head: an exponential, and the largest x of the tile."""
         return cls((gradient_dtype(call),), (call.stat_dtype,))
 
 
@@ -339,88 +355,93 @@ def _place(*first: Any) -> tuple[Any, ...]:
     return tuple(jnp.asarray(i, jnp.int32) for i in first)
 
 
-def kept_columns(call: Call, columns: int, tile_v: int, each: PerTile | None = None) -> int:
-    """The columns of the first tiles that fit ``cache_bytes``, of a walk over ``columns``."""
-    whole, rest = divmod(columns, tile_v)
-    left = call.cache_budget - (kept_bytes_of_tile(call, rest, each) if rest else 0)
-    if not call.cache_budget or left < 0 or not _logprobs.can_cache_exponentials(call):
+def count_cached_columns(call: Call, columns: int, tile_v: int, dtypes: CacheDtypes | None = None) -> int:
+    """Returns how many of the columns are cached: those of the first tiles that fit ``cache_bytes``."""
+    num_tiles, rest = divmod(columns, tile_v)
+    budget = call.cache_budget - (cached_tile_bytes(call, rest, dtypes) if rest else 0)
+    if not call.cache_budget or budget < 0 or not _logprobs.can_cache_exponentials(call):
         return 0
-    return rest + min(whole, left // max(kept_bytes_of_tile(call, tile_v, each), 1)) * tile_v
+    return rest + min(num_tiles, budget // max(cached_tile_bytes(call, tile_v, dtypes), 1)) * tile_v
 
 
-def num_bytes(call: Call, columns: int, tile_v: int, each: PerTile | None = None) -> int:
-    """Of the first tiles, which have so many columns."""
-    whole, rest = divmod(columns, tile_v)
-    return whole * kept_bytes_of_tile(call, tile_v, each) + (kept_bytes_of_tile(call, rest, each) if rest else 0)
+def cached_bytes(call: Call, columns: int, tile_v: int, dtypes: CacheDtypes | None = None) -> int:
+    """Returns the bytes of a cache of ``columns`` columns."""
+    num_tiles, rest = divmod(columns, tile_v)
+    remainder = cached_tile_bytes(call, rest, dtypes) if rest else 0
+    return num_tiles * cached_tile_bytes(call, tile_v, dtypes) + remainder
 
 
-def kept_bytes_of_tile(call: Call, columns: int, each: PerTile | None = None) -> int:
-    """Of one tile: its columns, and what they are relative to."""
-    of_columns, of_rows = (sum(dtype.itemsize for dtype in own) for own in each or PerTile.of_one_head(call))
-    return call.num_tokens * (of_columns * columns + of_rows)
+def cached_tile_bytes(call: Call, columns: int, dtypes: CacheDtypes | None = None) -> int:
+    """Returns the bytes that the cache holds of one tile of ``columns`` columns."""
+    dtypes = dtypes or CacheDtypes.make(call)
+    column_bytes, row_bytes = (sum(dtype.itemsize for dtype in each) for each in dtypes)
+    return call.num_tokens * (column_bytes * columns + row_bytes)
 
 
-def is_one_piece(call: Call, kept: int, tile_t: int, has_padding: bool, adds_dweight: bool) -> bool:
-    """Whether dlogits of all tokens and columns can take the place of the exponentials.
+def can_overwrite_cache(call: Call, cached: int, tile_t: int, has_padding: bool, adds_dweight: bool) -> bool:
+    """Whether the dlogits of all tokens and columns can overwrite the cached exponentials, for a single product each.
 
-    Not where the product with all of the weight would copy it: to leave padding out, or for a CPU's float32 operands.
-    Nor on a CPU with a sum of dweight; a GPU adds to it in the product itself. And a chunk of tokens that reaches back
-    into the one before would meet dlogits there.
+    They cannot if that product would copy the whole weight, to exclude padding or to cast it to float32 on a CPU; on a
+    CPU that adds dweight to a sum, which a GPU does inside the product; or if chunks of tokens overlap, because the
+    second chunk would find dlogits in place of exponentials.
     """
     widens, on_cpu = gradient_dtype(call) != call.dtype, call.device.platform == "cpu"
-    every_column = kept == call.columns and not has_padding
+    every_column = cached == call.columns and not has_padding
     every_row = not call.partial_rows and call.num_tokens % tile_t == 0
     return every_column and every_row and not widens and not (on_cpu and adds_dweight)
 
 
-def empty_cache(walk: Walk, shard: Shard, each: PerTile | None = None) -> TileCache | None:
-    """Memory for the forward to fill, if anything is kept."""
-    width = walk.kept_columns
+def empty_cache(walk: Walk, shard: Shard, dtypes: CacheDtypes | None = None) -> TileCache | None:
+    """Returns memory for the forward to fill; None if nothing is cached."""
+    width = walk.cached_columns
     if not width:
         return None
-    each, num_tokens = each or PerTile.of_one_head(walk.calls[0]), walk.calls[0].num_tokens
+    dtypes, num_tokens = dtypes or CacheDtypes.make(walk.calls[0]), walk.calls[0].num_tokens
     tiles = -(-width // walk.tile_v)
-    memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # which has no mesh in its type
+    memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # its type has no mesh
     return TileCache(
-        tuple(memory((num_tokens, width), dtype) for dtype in each.columns),
-        tuple(memory((tiles, num_tokens), dtype) for dtype in each.rows),
+        tuple(memory((num_tokens, width), dtype) for dtype in dtypes.columns),
+        tuple(memory((tiles, num_tokens), dtype) for dtype in dtypes.rows),
     )
 
 
-def gradients_with_cache(
+def overwrite_cache(
     walk: Walk,
     shard: Shard,
     cache: TileCache,
-    dlogits: Callable[[XTile, TileCache], Float[Array, "t v"]],
+    dlogits: Callable[[LogitTile, TileCache], Float[Array, "t v"]],
     dhidden_dtype: Any,
     dweight: Float[Array, "V H"] | None,
 ) -> Primals:
-    """`Walk.gradients` in one piece, which overwrites the cache."""
-    _, ((d, *_), _) = walk.fold_keeping(
+    """Computes `Walk.gradients` with a single product each, from dlogits that overwrite the cache."""
+    _, ((d, *_), _) = walk.fold_with_cache(
         shard,
         lambda _: None,
-        lambda _, tile, cache: (None, cache.with_dlogits(tile, dlogits(tile, cache).astype(walk.calls[0].dtype))),
+        lambda _, tile, cache: (None, cache.write_dlogits(tile, dlogits(tile, cache).astype(walk.calls[0].dtype))),
         cache,
     )
-    whole = XTile(walk.calls, shard.tokens, shard.rows, 0, shard.heads, 0, None, None)
+    all_columns = LogitTile(walk.calls, shard.tokens, shard.rows, 0, shard.heads, 0, None, None)
     dweight_dtype = walk.calls[0].dtype if dweight is None else dweight.dtype
-    found = gradient_products(walk.calls[0], d, whole, dhidden_dtype, dweight_dtype)
-    return found._replace(weight=jax.tree.map(lambda x: x if dweight is None else dweight + x, found.weight))
+    gradients = gradient_products(walk.calls[0], d, all_columns, dhidden_dtype, dweight_dtype)
+    if dweight is None:
+        return gradients
+    return gradients._replace(weight=jax.tree.map(lambda x: dweight + x, gradients.weight))
 
 
-def tile_sizes(call: Call) -> tuple[int, int]:
-    """Tokens and vocabulary columns per tile.
+def choose_tile_sizes(call: Call) -> tuple[int, int]:
+    """Returns the tokens and the vocabulary columns of a tile.
 
-    On CPU a tile has at most 4 Mi logits (16 MiB of float32) and 2048 columns. Wider tiles do not fit the caches (50 ms
-    against 28 ms forward at T 512, H 256, V 32000 on two cores); narrower ones make the products too small. XLA copies
-    a tile's columns of the weight too. With few tokens this copy is the larger part, so it has at most half as many
-    numbers as the call's logits, or 128 Ki if that is more. Elsewhere 64 Mi logits keep a GPU's products large. A tile
-    has at most an eighth of the vocabulary, so that a small call does not hold all its logits. If rows may be left out,
-    a tile has a sixteenth of the tokens; off the CPU, where every token tile copies the weight, a quarter.
+    On a CPU a tile has at most 4 Mi logits (16 MiB of float32) and 2048 columns. Wider tiles do not fit the CPU's
+    caches (50 ms instead of 28 ms forward at T 512, H 256, V 32000 on two cores), and narrower tiles make the products
+    too small. XLA also copies a tile's columns of the weight. With few tokens this copy is larger than the tile, so it
+    has at most half as many numbers as the call's logits, or 128 Ki if that is more. On other devices a tile has 64 Mi
+    logits, which makes the products large. A tile has at most an eighth of the vocabulary, so that a small call never
+    holds all its logits. If rows may be masked, a tile has a sixteenth of the tokens; on a GPU, where each chunk of
+    tokens copies the weight, a quarter.
     """
     on_cpu = call.device.platform == "cpu"
     widest_t, widest_v, budget = (4096, 2048, 4 << 20) if on_cpu else (16384, 1 << 20, 64 << 20)
-    tile_t = min(max(call.num_tokens, 1), widest_t)  # `explain` takes a call without tokens too
+    tile_t = min(max(call.num_tokens, 1), widest_t)  # `explain` accepts a call without tokens
     if call.partial_rows:
         least, parts = (256, 16) if on_cpu else (1024, 4)
         tile_t = min(tile_t, max(least, -(-call.num_tokens // parts)))
@@ -432,79 +453,79 @@ def tile_sizes(call: Call) -> tuple[int, int]:
 
 
 def plan(call: Call, name: str) -> Plan:
-    """Tiles and bytes."""
-    tile_t, tile_v = tile_sizes(call)
+    """Returns the plan of a call: its tiles and their bytes."""
+    tile_t, tile_v = choose_tile_sizes(call)
     columns = min(call.vocab_size, call.columns)
-    kept = kept_columns(call, columns, tile_v)
-    in_place = is_one_piece(call, kept, tile_t, call.vocab_size != call.columns, adds_dweight=False)
+    cached = count_cached_columns(call, columns, tile_v)
+    in_place = can_overwrite_cache(call, cached, tile_t, call.vocab_size != call.columns, adds_dweight=False)
     width = min(tile_v, columns)
-    held = copied_bytes(call) + tile_bytes(call, tile_t, width) + call.candidate_bytes
-    of_backward = 0 if in_place else bytes_of_gradient_products(call, tile_t, width)
+    shared = copied_bytes(call) + tile_bytes(call, tile_t, width) + call.candidate_bytes
+    gradient_bytes = 0 if in_place else gradient_product_bytes(call, tile_t, width)
     return Plan(
         implementation=name,
         refused={},
         call=call,
         tiles={"tokens": tile_t, "vocabulary": tile_v},
-        forward_bytes=held + bytes_of_products(call, tile_t, width),
-        backward_bytes=held + of_backward + (0 if in_place and call.shards == 1 else sum_bytes(call)),
-        kept_bytes=call.statistics_bytes + num_bytes(call, kept, tile_v),
+        forward_bytes=shared + product_bytes(call, tile_t, width),
+        backward_bytes=shared + gradient_bytes + (0 if in_place and call.shards == 1 else sum_bytes(call)),
+        kept_bytes=call.statistics_bytes + cached_bytes(call, cached, tile_v),
         logits_bytes=call.num_tokens * call.columns * call.stat_dtype.itemsize,
         notes=(
-            *_cache_notes(call, kept, columns, tile_v),
+            *_cache_notes(call, cached, columns, tile_v),
             *([OVERWRITES] if in_place else []),
             *unused_notes(call),
             *candidate_notes(call),
         ),
-        full_cache_bytes=num_bytes(call, columns, tile_v) if _logprobs.can_cache_exponentials(call) else 0,
+        full_cache_bytes=cached_bytes(call, columns, tile_v) if _logprobs.can_cache_exponentials(call) else 0,
     )
 
 
-def _cache_notes(call: Call, kept: int, columns: int, tile_v: int) -> tuple[str, ...]:
-    """What of ``cache_bytes`` is used."""
+def _cache_notes(call: Call, cached: int, columns: int, tile_v: int) -> tuple[str, ...]:
+    """Returns the plan's note on how much of ``cache_bytes`` is used."""
     if not call.cache_budget:
         return ()
     if not _logprobs.can_cache_exponentials(call):
-        return ("no tile is kept: label smoothing needs capped logits that no exponential shows",)
-    tiles = -(-kept // tile_v), -(-columns // tile_v)
-    return cache_notes(call, *tiles, kept_bytes_of_tile(call, min(tile_v, columns)))
+        return ("no tile is cached: label smoothing needs the capped logits, which exponentials do not determine",)
+    tiles = -(-cached // tile_v), -(-columns // tile_v)
+    return cache_notes(call, *tiles, cached_tile_bytes(call, min(tile_v, columns)))
 
 
 def tile_bytes(call: Call, tile_t: int, width: int) -> int:
-    """Of a tile of logits."""
+    """Returns the bytes of a tile of logits."""
     return min(tile_t, call.num_tokens) * width * call.stat_dtype.itemsize
 
 
-def bytes_of_products(call: Call, tile_t: int, width: int) -> int:
-    """Of a tile's columns of the weight, and a chunk's tokens of several, which XLA copies on a CPU."""
+def product_bytes(call: Call, tile_t: int, width: int) -> int:
+    """Returns the bytes that XLA copies on a CPU: a tile's columns of the weight, and a chunk's hidden states."""
     if call.device.platform != "cpu":
         return 0
     rows = width + (tile_t if tile_t < call.num_tokens else 0)
     return rows * (call.hidden_size + call.rank) * call.dtype.itemsize
 
 
-def bytes_of_gradient_products(call: Call, tile_t: int, width: int) -> int:
-    """Of the same in `gradient_dtype`, and of a tile's dweight before it is written, which a CPU holds.
+def gradient_product_bytes(call: Call, tile_t: int, width: int) -> int:
+    """Returns the bytes of the gradient products on a CPU: `product_bytes` in `gradient_dtype`, and a tile's dweight.
 
-    With several chunks of tokens it is a sum and its next term.
+    With several chunks of tokens, the sum of dweight and its next term exist at the same time.
     """
     if call.device.platform != "cpu":
         return 0
-    read = (width + min(tile_t, call.num_tokens)) * (call.hidden_size + call.rank) * call.stat_dtype.itemsize
+    operands = (width + min(tile_t, call.num_tokens)) * (call.hidden_size + call.rank) * call.stat_dtype.itemsize
     size = width * (call.hidden_size * call.gradients.weight + call.rank * call.gradients.adapter)
     if tile_t < call.num_tokens:
-        return read + 2 * size * call.stat_dtype.itemsize
-    return read + (0 if call.dtype == call.stat_dtype else size * call.dtype.itemsize)
+        return operands + 2 * size * call.stat_dtype.itemsize
+    return operands + (0 if call.dtype == call.stat_dtype else size * call.dtype.itemsize)
 
 
 def copied_bytes(call: Call) -> int:
-    """Of a copy of hidden: it is gathered, cast or multiplied by a sign, or its rows are moved."""
-    own = call.partial_rows or call.gather_dim is not None or call.hidden_dtype != call.dtype or call.signs_hidden
-    beside = call.hidden_dtype.itemsize if call.rank else 0  # u beside hidden, in another copy
-    return call.num_tokens * (call.hidden_size + call.rank) * ((call.dtype.itemsize if own else 0) + beside)
+    """Returns the bytes of copies of hidden, which is gathered, cast, multiplied by a sign, or reordered."""
+    is_copied = call.partial_rows or call.gather_dim is not None or call.hidden_dtype != call.dtype or call.signs_hidden
+    adapter = call.hidden_dtype.itemsize if call.rank else 0  # another copy, of hidden and u
+    return call.num_tokens * (call.hidden_size + call.rank) * ((call.dtype.itemsize if is_copied else 0) + adapter)
 
 
 def sum_bytes(call: Call) -> int:
-    """Of dhidden in the statistics' dtype, before it is rounded, scattered or its rows are put back."""
-    moved = call.partial_rows or call.gather_dim is not None or call.rank  # with that of u, which is cut off
-    is_result = call.hidden_dtype == call.stat_dtype and not moved
+    """Returns the bytes of dhidden in the statistics' dtype, before it is rounded, scattered or reordered."""
+    is_copied = call.partial_rows or call.gather_dim is not None or call.rank  # du is split off
+    is_result = call.hidden_dtype == call.stat_dtype and not is_copied
     return 0 if is_result else call.num_tokens * (call.hidden_size + call.rank) * call.stat_dtype.itemsize

@@ -33,7 +33,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def tile_sizes(case: Any) -> tuple[int, int]:
         return max(case.num_tokens // 2 if case.partial_rows else case.num_tokens, 1), min(TILE, case.vocab_size)
 
-    monkeypatch.setattr(_walk, "tile_sizes", tile_sizes)
+    monkeypatch.setattr(_walk, "choose_tile_sizes", tile_sizes)
     jax.clear_caches()
     with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("device",))):
         yield
@@ -179,7 +179,7 @@ def test_what_keeps_nothing() -> None:
     smoothed = explain(*CALL, implementation="xla", logit_softcap=3.0, label_smoothing=0.1, cache_bytes=ALL)
     assert smoothed.kept_bytes == smoothed.call.statistics_bytes
     assert smoothed.full_cache_bytes == 0
-    assert any("label smoothing needs capped logits" in note for note in smoothed.notes)
+    assert any("label smoothing needs the capped logits" in note for note in smoothed.notes)
 
 
 @pytest.mark.fast("float32")
@@ -191,7 +191,7 @@ def test_what_keeps_nothing() -> None:
 def test_the_cache_is_not_copied(share: float, dtype: str, where: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What XLA holds of both passes is what is kept, and a few tiles."""
     T, H, V = 512, 64, 4096
-    monkeypatch.setattr(_walk, "tile_sizes", lambda _: (256 if where else T, 512))
+    monkeypatch.setattr(_walk, "choose_tile_sizes", lambda _: (256 if where else T, 512))
     operands = STRUCT((T, H), dtype), STRUCT((V, H), dtype), STRUCT((T,), "int32")
     mask = {"where": STRUCT((T,), "bool")} if where else {}
     full = explain(*operands, implementation="xla", **mask).full_cache_bytes

@@ -33,7 +33,9 @@ TILINGS = [
 @pytest.mark.fast("everything-(7, 104)")
 @pytest.mark.parametrize(("test", "tile"), TILINGS, ids=str)
 def test_any_tiling(test: cases.TestCase, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_walk, "tile_sizes", lambda case: (min(tile[0], case.num_tokens), min(tile[1], case.columns)))
+    monkeypatch.setattr(
+        _walk, "choose_tile_sizes", lambda case: (min(tile[0], case.num_tokens), min(tile[1], case.columns))
+    )
     hidden, weight, labels, options, seeds = cases.draw(test)
 
     @jax.jit
@@ -63,7 +65,7 @@ def test_rows_left_out_cost_no_work() -> None:
         visited.append(1)
         return np.zeros((), np.float32)
 
-    original = _walk.XTile.products
+    original = _walk.LogitTile.products
 
     def counting(tile):
         tick = jax.pure_callback(count, jax.ShapeDtypeStruct((), jnp.float32), tile.tokens[0].hidden[0, 0])
@@ -72,7 +74,7 @@ def test_rows_left_out_cost_no_work() -> None:
     hidden, weight = jnp.ones((T, H)), jnp.ones((V, H))
     labels = jnp.zeros((T,), jnp.int32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_walk.XTile, "products", counting)
+        patch.setattr(_walk.LogitTile, "products", counting)
         counts = []
         for live in (0, 1, 1000, T):
             visited.clear()

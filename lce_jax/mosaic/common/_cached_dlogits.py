@@ -329,7 +329,7 @@ def _kl_block_gradient(
     )
     (e, log2_e), ratio = of_cache(values[0], call.dtype), values[1]
     down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
-    of_p, u = along(rows.of_p * jnp.exp2(down_p)), log2_e
+    of_p, u = along(rows.factor_p * jnp.exp2(down_p)), log2_e
     if isinstance(rows, MixtureFactors):
         reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
         d, to_distance = ratio + along(down_q - down_p + rows.log_sums), (max_q - rows.at_p) * k_q - down_p
@@ -340,7 +340,7 @@ def _kl_block_gradient(
         gradient = e * of_p * -(ratio + along(to_distance) + along(rows.mean))
     else:
         below_p, below_q = jnp.minimum(-ratio, 0.0), jnp.minimum(ratio, 0.0)
-        of_q, u = along(rows.of_q * jnp.exp2(down_q)), log2_e + below_q
+        of_q, u = along(rows.factor_q * jnp.exp2(down_q)), log2_e + below_q
         gradient = e * (jnp.exp2(below_q) * of_q - jnp.exp2(below_p) * of_p)
     if call.logit_softcap is not None:
         gradient = gradient * cap_derivative(u, *((max_q, k_q) if direction == "forward" else (max_p, k_p)))

@@ -283,7 +283,7 @@ def _mixture_gradient(refs: KLRefs, rows: Callable[[], Any], where: KLWhere) -> 
         x_p = held.strip(column)
         factors, row_scales = load_mixture_factors(refs, rows)
         own = MixtureRatios.of((x_p, x), row_scales, factors)
-        d = times_exp2(own.u_p, factors.of_p * (own.of_p - factors.mean))
+        d = times_exp2(own.u_p, factors.factor_p * (own.of_p - factors.mean))
         return _through_cap(refs.heads[0].call, d, x_p)
 
     def of_block(held: HeldTile, x: Array, i: int) -> Array:
@@ -312,6 +312,6 @@ def _block_gradient(
     e_p = jnp.exp2(u_p)
     if reverse:
         distance = u_p - relative(x[1], rows.at_p, row_scales[1]) - along(rows.mean)
-        return jnp.where(e_p > 0.0, e_p * along(rows.of_p) * distance, 0.0)
+        return jnp.where(e_p > 0.0, e_p * along(rows.factor_p) * distance, 0.0)
     u_q = jnp.minimum(relative(x[1], rows.max_q, row_scales[1]), 0.0)
-    return jnp.exp2(u_q) * along(rows.of_q) - e_p * along(rows.of_p)
+    return jnp.exp2(u_q) * along(rows.factor_q) - e_p * along(rows.factor_p)

@@ -69,16 +69,16 @@ class MixtureFactors(NamedTuple):
     student: Array  # 1 - β
     teacher: Array  # β
     is_above_half: Array  # 1.0 in every row if a β of any row is above ½
-    of_p: Array  # as in `MixtureCoefficients`, of a logarithm in base 2
+    factor_p: Array  # that of `MixtureCoefficients`, for a logarithm in base 2
     mean: Array
 
 
 def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[Array, "14 Tp"]:
     """Of the sums' pass, or of the gradient's; 0 from the call's tokens to ``length``."""
     if isinstance(rows, MixtureCoefficients):
-        rows, of_p, mean = rows
+        rows, factor_p, mean = rows
     else:
-        of_p = mean = jnp.zeros_like(rows.log_sums)
+        factor_p = mean = jnp.zeros_like(rows.log_sums)
     student, teacher = rows.weights
     other = teacher / rows.at_p.total
     found = MixtureFactors(
@@ -92,10 +92,10 @@ def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[A
         student=student,
         teacher=teacher,
         is_above_half=jnp.any(teacher > 0.5),
-        of_p=of_p * (1.0 / LOG2E),
+        factor_p=factor_p * (1.0 / LOG2E),
         mean=mean * LOG2E,
     )
-    stacked = jnp.stack([jnp.broadcast_to(x, of_p.shape).astype(jnp.float32) for x in found])
+    stacked = jnp.stack([jnp.broadcast_to(x, factor_p.shape).astype(jnp.float32) for x in found])
     return jnp.pad(stacked, ((0, 0), (0, length - stacked.shape[1])))
 
 
@@ -106,7 +106,7 @@ def kl_factors(
     if isinstance(rows, MixtureCoefficients):
         return mixture_factors(rows, length)
     if direction == "reverse":
-        rows = rows._replace(of_p=rows.of_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
+        rows = rows._replace(factor_p=rows.factor_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
     factors = jnp.stack(rows)
     return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
 
