@@ -118,7 +118,7 @@ def dapo(
         -1.28
     """
     del entropy, lse
-    _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
+    scalars.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
     ratio = _compute_ratio(logprob, old_logprob)
     return -torch.minimum(ratio * advantage, _clip_ratio(ratio, clip_low, clip_high) * advantage)
 
@@ -154,7 +154,7 @@ def grpo(
         >>> round(losses.grpo(*torch.tensor([-1.0, 0.0, 0.0, -1.0, 1.0, -2.0]), kl=1.0).item(), 3)    # -1 + 1/e
         -0.632
     """
-    _check_dimensions(logprob, reference_logprob=reference_logprob)
+    scalars.check_loss_arguments(logprob, reference_logprob=reference_logprob)
     kl, difference = scalars.not_negative("kl", kl), (reference_logprob - logprob).clamp(max=MOST_DISTANCE)
     clipped = ppo_clip(logprob, entropy, lse, old_logprob, advantage, clip=clip)
     return clipped + kl * (difference.expm1() - difference)
@@ -190,7 +190,7 @@ def cispo(
         2.0
     """
     del entropy, lse
-    _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
+    scalars.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
     return -_clip_ratio(_compute_ratio(logprob, old_logprob), clip_low, clip_high).detach() * advantage * logprob
 
 
@@ -210,13 +210,6 @@ def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float)
     add_bonus: Any = jax_losses.with_entropy_bonus  # works on tensors too
     loss: Callable[..., torch.Tensor] = add_bonus(loss_fn, scalars.not_negative("coefficient", coefficient))
     return loss
-
-
-def _check_dimensions(logprob: torch.Tensor, **arguments: Any) -> None:
-    for name, x in arguments.items():
-        scalars.require_value(name, x)
-        if isinstance(x, torch.Tensor):
-            scalars.check_token_dimensions(name, x.shape, logprob.shape)
 
 
 def _compute_ratio(logprob: torch.Tensor, old_logprob: torch.Tensor) -> torch.Tensor:

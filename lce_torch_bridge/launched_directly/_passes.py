@@ -73,12 +73,12 @@ def _launch_first_call(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor
     outputs = Launches(forward_tape(launched, True, names), few_blocks.device).run(
         device, [*operands, pad_tokens(x.labels)]
     )
-    results, saved, kept = outputs[: len(names)], outputs[len(names)], outputs[len(names) + 1 :]
+    results, saved, cached = outputs[: len(names)], outputs[len(names)], outputs[len(names) + 1 :]
     operands += [pad_tokens(saved, 1), *map(pad_tokens, seeds)]
     make_tape = functools.partial(
-        gradients_tape, launched, names, dtype=x.hidden.dtype, kept=[*map(_device.describe_tensor, kept)]
+        gradients_tape, launched, names, dtype=x.hidden.dtype, cached=[*map(_device.describe_tensor, cached)]
     )
-    cache, total = [_device.make_usable(y) for y in kept], x.weight.float()
+    cache, total = [_device.make_usable(y) for y in cached], x.weight.float()
     adding = make_tape(requested_gradients=(False, True), adds=True)
     Launches(adding, few_blocks.device).run(device, [*operands, total, *cache])
     overwriting = make_tape(requested_gradients=(True, True), owns_cache=True)
@@ -287,12 +287,12 @@ def _plan_gradients(
     """Returns the launches of a backward; or, as text, why kernels do not serve it."""
     num_fields = 3 + call.jax.entropy + call.jax.has_floor + 2 * call.jax.num_candidates  # without a temperature
     dtype = torch.float32 if call.reduce_grad_hidden else hidden.dtype
-    kept = [_device.describe_tensor(x) for x in cache]
+    cached = [_device.describe_tensor(x) for x in cache]
 
     def make_tape(launched: kernels.LaunchedCall) -> Tape | str:
         if call.jax.gradient_threshold and not are_active_tiles(cache):
             return "gradient_threshold: JAX ran the forward, and saved other numbers than kernels do"
-        return gradients_tape(launched, seeds, requested_gradients, dtype, kept, adds, owns_cache)
+        return gradients_tape(launched, seeds, requested_gradients, dtype, cached, adds, owns_cache)
 
     return _make_plan(Tensors(hidden, weight, None, saved[0]), call, len(saved) > 1 + num_fields, make_tape)
 
@@ -302,7 +302,7 @@ def gradients_tape(
     seeds: Sequence[str],
     requested_gradients: Sequence[bool],
     dtype: torch.dtype,
-    kept: Sequence[jax.ShapeDtypeStruct | Buffer] = (),
+    cached: Sequence[jax.ShapeDtypeStruct | Buffer] = (),
     adds: bool | None = None,
     owns_cache: bool = False,
 ) -> Tape:
@@ -318,7 +318,7 @@ def gradients_tape(
     shapes = {name: (rows, candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
     cotangents = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}
     total = tape.input(weight.shape, jnp.float32) if adds is not None else None
-    cache = [tape.input(x.shape, x.dtype) for x in kept]
+    cache = [tape.input(x.shape, x.dtype) for x in cached]
     dhidden, dweight, *adapter_gradients = kernels.backward(
         launched, tape, hidden, weight, saved, cotangents, cache, name_dtype(dtype), *adapter,
         owns_cache=owns_cache, total=total, adds_total=adds is True,

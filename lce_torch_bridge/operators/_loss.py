@@ -290,7 +290,7 @@ def _run_chunks(
         for rows in plan.chunks(tokens):
             temperature, floor = [None if y is None else y[rows] for y in (x.temperature, x.floor)]
             chunk = x._replace(hidden=x.hidden[rows], labels=x.labels[rows], temperature=temperature, floor=floor)
-            results, kept = compute_results(plan, chunk, keep=True)
+            results, residuals = compute_results(plan, chunk, keep=True)
             for field, name in zip(fields, names, strict=True):
                 field[rows] = results[name]  # before loss_fn, which may overwrite its arguments
             derivatives = _differentiate(plan, results, [y[rows] for y in per_token], requested_gradients[6:])
@@ -298,8 +298,8 @@ def _run_chunks(
             for token_grad, chunk_grad in zip(token_grads, derivatives.per_token, strict=True):
                 if token_grad is not None and chunk_grad is not None:
                     token_grad[rows] = chunk_grad
-            sums.add(rows, chunk, kept, derivatives.cotangents, plan.call, plan.way)
-            del kept, results  # before the next chunk's exponentials are cached
+            sums.add(rows, chunk, residuals, derivatives.cotangents, plan.call, plan.way)
+            del residuals, results  # before the next chunk's exponentials are cached
     grads = [*sums.finish(x.weight), *token_grads]  # `finish` sets the unit if no chunk has
     return losses, fields, grads, sums.unit
 
@@ -377,7 +377,7 @@ class ChunkSums:
         self,
         rows: slice,
         chunk: Tensors,
-        kept: list[Any],
+        residuals: list[Any],
         cotangents: dict[str, torch.Tensor],
         call: TorchCall,
         way: Way,
@@ -389,7 +389,7 @@ class ChunkSums:
             unit = self._update_unit(choose_unit(cotangents, chunk, call))
             cotangents = {name: cotangent * unit for name, cotangent in cotangents.items()}
         sums = Sums(self._total, owns_cache=True)
-        grads = _operators.run_backward(chunk, kept, cotangents, self._requested_gradients, call, way, sums)
+        grads = _operators.run_backward(chunk, residuals, cotangents, self._requested_gradients, call, way, sums)
         if self._hidden is not None:
             self._hidden[rows] = grads.pop(0)
         if self._requested_gradients[1] and self._total is None:

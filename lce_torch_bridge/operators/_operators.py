@@ -97,7 +97,7 @@ def make_empty_results(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Te
 
 def run_backward(
     x: Tensors,
-    kept: Sequence[torch.Tensor | jax.Array],
+    residuals: Sequence[torch.Tensor | jax.Array],
     cotangents: dict[str, torch.Tensor],
     requested_gradients: tuple[bool, ...],
     call: TorchCall,
@@ -106,8 +106,8 @@ def run_backward(
 ) -> list[torch.Tensor]:
     """Returns the requested gradients among dhidden, dweight and dbias, in their operands' dtypes.
 
-    ``kept`` is what `run_forward` returned after the fields. With ``reduce_grad_hidden``, dhidden is summed over the
-    group in float32 and rounded once. (With stored logits, each rank rounds before the sum.)
+    ``residuals`` are what `run_forward` returned after the fields. With ``reduce_grad_hidden``, dhidden is summed over
+    the group in float32 and rounded once. (With stored logits, each rank rounds before the sum.)
     """
     if x.hidden.shape[0] == 0:
         return [y.new_zeros(y.shape) for y in select_requested(x, requested_gradients)]
@@ -119,10 +119,10 @@ def run_backward(
     if by_jax is not None:
         assert by_jax.gradients is not None
         way.refuse(by_jax.reason)
-        return by_jax.gradients(x, kept, cotangents, requested_gradients, call)
-    kept_tensors = [y for y in kept if isinstance(y, torch.Tensor)]
-    saved, *cache = kept_tensors
-    if way.direct and (x.bias is None or call.jax.rank) and len(kept_tensors) == len(kept):
+        return by_jax.gradients(x, residuals, cotangents, requested_gradients, call)
+    tensors = [y for y in residuals if isinstance(y, torch.Tensor)]
+    saved, *cache = tensors
+    if way.direct and (x.bias is None or call.jax.rank) and len(tensors) == len(residuals):
         adapter = [x.bias] if call.jax.rank else []
         grads = _passes.gradients(
             x.hidden, x.weight, saved, cache, cotangents, requested_gradients, call, sums, way, *adapter
@@ -133,7 +133,7 @@ def run_backward(
         way.refuse("JAX ran the forward")
     if call.jax.gradient_threshold and _passes.are_active_tiles(cache):
         refuse_other_way()
-    return _logprobs.gradients(x, kept, cotangents, requested_gradients, call, sums)
+    return _logprobs.gradients(x, residuals, cotangents, requested_gradients, call, sums)
 
 
 def select_requested(x: Tensors, requested_gradients: Sequence[bool]) -> list[torch.Tensor]:
@@ -241,23 +241,23 @@ def differentiate(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torc
     x: list[Any] = [None] * len(Tensors._fields)
     for place, operand in zip(places, tensors, strict=False):
         x[place] = operand
-    kept, requested_gradients = list(tensors[len(places) :]), list(ctx.needs_input_grad[:3])
+    residuals, requested_gradients = list(tensors[len(places) :]), list(ctx.needs_input_grad[:3])
     if torch.is_grad_enabled():  # as always in torch.func: a second derivative may be asked for
-        results = Gradients.apply((len(x), len(kept)), requested_gradients, call.text, *x, *kept, *seeds)
+        results = Gradients.apply((len(x), len(residuals)), requested_gradients, call.text, *x, *residuals, *seeds)
     elif torch.compiler.is_compiling():
-        results = backward(x, kept, list(seeds), requested_gradients, call.text, None, False)
+        results = backward(x, residuals, list(seeds), requested_gradients, call.text, None, False)
     else:
         watched = not _device.nothing_watches() or _device.any_is_watched(tensors + grads)
         with _device.lock_backward(ctx):
-            sums = find_writable(ctx, len(kept) - 1)
+            sums = find_writable(ctx, len(residuals) - 1)
             if watched:
                 results = backward(
-                    x, kept, list(seeds), requested_gradients, call.text, sums.main_grad, sums.owns_cache
+                    x, residuals, list(seeds), requested_gradients, call.text, sums.main_grad, sums.owns_cache
                 )
             else:
                 operands = Tensors(*x)
                 way = choose_way(operands.hidden)
-                results = run_backward(operands, kept, cotangents, tuple(requested_gradients), call, way, sums)
+                results = run_backward(operands, residuals, cotangents, tuple(requested_gradients), call, way, sums)
             ctx.is_spent = sums.owns_cache
     remaining = iter(results)
     return [next(remaining) if is_requested else None for is_requested in requested_gradients]
@@ -277,8 +277,8 @@ class Gradients(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
         """Calls the operator."""
-        (num_operands, num_kept), requested_gradients, text, *tensors = inputs
-        last = num_operands + num_kept
+        (num_operands, num_residuals), requested_gradients, text, *tensors = inputs
+        last = num_operands + num_residuals
         return tuple(
             backward(tensors[:num_operands], tensors[num_operands:last], tensors[last:], requested_gradients, text)
         )
@@ -368,7 +368,7 @@ def _(x: list[Any], keep: bool, text: str) -> list[torch.Tensor]:
 )
 def backward(
     x: list[Any],
-    kept: Any,
+    residuals: Any,
     seeds: Any,
     requested_gradients: Any,
     text: str,
@@ -381,11 +381,12 @@ def backward(
     """
     operands, call = Tensors(*x), read_call(text, x[1])
     cotangents, sums = name_cotangents(call, seeds), Sums(main_grad=main_grad, owns_cache=owns_cache)
-    return run_backward(operands, kept, cotangents, tuple(requested_gradients), call, choose_way(operands.hidden), sums)
+    way = choose_way(operands.hidden)
+    return run_backward(operands, residuals, cotangents, tuple(requested_gradients), call, way, sums)
 
 
 @torch.library.register_fake(f"{NAME}::backward")  # type: ignore[untyped-decorator]
-def _(x: list[Any], _kept: Any, _seeds: Any, requested_gradients: list[bool], *_: Any) -> list[torch.Tensor]:
+def _(x: list[Any], _residuals: Any, _seeds: Any, requested_gradients: list[bool], *_: Any) -> list[torch.Tensor]:
     return [y.new_empty(y.shape) for y in select_requested(Tensors(*x), requested_gradients)]
 
 

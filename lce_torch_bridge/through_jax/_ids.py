@@ -56,14 +56,14 @@ def make_empty_logits(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Ten
 
 def gradients(
     x: Tensors,
-    kept: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
     requested_gradients: tuple[bool, ...],
     call: TorchCall,
 ) -> list[torch.Tensor]:
     """Returns dhidden, dweight and dbias, those that are requested; NaN where the ranks had different rows."""
     (cotangent,) = cotangents.values()
-    for differs in kept:
+    for differs in residuals:
         cotangent = cotangent.masked_fill(differs, torch.nan)
     run = build_program(pull_back, make_key(call, x.weight), requested_gradients, not call.reduce_grad_hidden)
     grads = _run_padded(run, x, _pack_tokens(x, call, cotangent.view(torch.int32)))

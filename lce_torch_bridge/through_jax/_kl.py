@@ -75,13 +75,13 @@ def make_empty(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
 
 def gradients(
     x: Tensors,
-    kept: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
     requested_gradients: tuple[bool, ...],
     call: TorchCall,
 ) -> list[torch.Tensor]:
     """Returns dhidden, dweight and dbias, those that are requested."""
-    (saved, *cache), (cotangent,) = kept, cotangents.values()
+    (saved, *cache), (cotangent,) = residuals, cotangents.values()
     tree = jax.tree.structure(_infer_cache(x, call)) if cache else None
     key = make_key(call, x.weight, _teacher_weight(x))
     run = build_program(pull_back, key, requested_gradients, not call.reduce_grad_hidden, tree)
@@ -172,8 +172,8 @@ def pull_back(
     *saved, cotangent = columns
     merged = _local.KLStatistics(*saved[:6])
     sums = _local.MixtureSums(*saved[6:]) if saved[6:] else None
-    kept = None if cache is None else jax.tree.unflatten(cache, leaves)
-    primals = part.gradients(merged, sums, kept, cotangent)
+    cached = None if cache is None else jax.tree.unflatten(cache, leaves)
+    primals = part.gradients(merged, sums, cached, cotangent)
     dhidden = primals.hidden.astype(operands[0].dtype) if rounded else primals.hidden
     missing = operands[1].shape[0] - primals.weight.shape[0]
     head_grads = [primals.weight, *([] if primals.bias is None else [primals.bias.astype(operands[2].dtype)])]

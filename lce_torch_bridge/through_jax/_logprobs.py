@@ -122,14 +122,14 @@ def make_empty(x: Tensors, call: TorchCall, keep_cache: bool) -> list[torch.Tens
 
 def gradients(
     x: Tensors,
-    kept: Sequence[torch.Tensor | jax.Array],
+    residuals: Sequence[torch.Tensor | jax.Array],
     cotangents: dict[str, torch.Tensor],
     requested_gradients: tuple[bool, ...],
     call: TorchCall,
     sums: Sums,
 ) -> list[torch.Tensor]:
     """Returns what `operators._operators.run_backward` does."""
-    (hidden, weight, bias, *_), (saved, *cache) = x, list[Any](kept)
+    (hidden, weight, bias, *_), (saved, *cache) = x, list[Any](residuals)
     rows, key = _padding.size(hidden.shape[0]), make_key(call, weight)
     tree = None
     if cache:
@@ -206,7 +206,7 @@ def pull_back(
     key: ProgramKey, cotangents: tuple[str, ...], requested_gradients: tuple[bool, ...], rounded: bool, cache: Any,
     hidden: Any, weight: Any, bias: Any, per_token: Any, total: Any, *leaves: Any,
 ) -> list[Any]:  # fmt: skip
-    """``-> dhidden, dweight, dbias``, those that are requested_gradients, from S and the cotangents.
+    """``-> dhidden, dweight, dbias``, those that are requested, from S and the cotangents.
 
     The compiler drops the product of a gradient that is not requested. Without a cotangent of the entropy, the
     entropy's terms are left out. With ``rounded``, dhidden has hidden's dtype, because no sum over the group follows.
@@ -281,8 +281,8 @@ def _compute_results(
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(sumexp), out.logprobs))
     by_name = out._asdict() | {"mean_logit": mean}
     forward_only: dict[str, Any] = dict.fromkeys(key.call.jax.statistics.keys() - merged_fields(key.call).keys())
-    kept = _local.pack(merged._replace(**forward_only))
-    saved = pack_arrays(*(x for x in (labels, temperature, floor, candidates) if x is not None), kept.T)
+    packed = _local.pack(merged._replace(**forward_only))
+    saved = pack_arrays(*(x for x in (labels, temperature, floor, candidates) if x is not None), packed.T)
     return {name: by_name[name] for name in fields}, saved
 
 
