@@ -1,6 +1,6 @@
 """The forward and the backward of a call as kernels on torch's current stream, and why some calls have none.
 
-`forward` and `gradients` are called by `operators._operators`. What depends on shapes and options alone is a plan, made
+`forward` and `gradients` are called by `operators._operators`. What depends only on shapes and options is a plan, made
 once (`_host`). This module prepares the caller's tensors as kernels read them, and runs the collectives of a split
 vocabulary.
 """
@@ -29,7 +29,7 @@ ODD = 0x01000193  # a product with an odd number loses nothing modulo 2³²
 
 
 def refusal(x: Tensors, call: TorchCall) -> str | None:
-    """Returns why no kernels serve such calls; None if kernels do."""
+    """Returns why kernels do not support a call; None if they do."""
     reason = _device.launch_refusal(x.hidden.device)
     if reason is not None:
         return reason
@@ -146,7 +146,7 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[tor
 def _make_plan(
     x: Tensors, call: TorchCall, has_temperature: bool, make_tape: Callable[[kernels.LaunchedCall], Tape | str]
 ) -> Launches | str:
-    """Returns the launches of the tape that ``make_tape`` returns; or, as text, why kernels do not serve such calls."""
+    """Returns the launches of what ``make_tape`` returns; or, as text, why kernels do not support the call."""
     reason = refusal(x, call)
     if reason is not None:
         return reason
@@ -284,17 +284,21 @@ def _plan_gradients(
     adds: bool | None,
     owns_cache: bool,
 ) -> Launches | str:
-    """Returns the launches of a backward; or, as text, why kernels do not serve it."""
+    """Returns the launches of a backward; or, as text, why kernels do not support it."""
     num_fields = 3 + call.jax.entropy + call.jax.has_floor + 2 * call.jax.num_candidates  # without a temperature
     dtype = torch.float32 if call.reduce_grad_hidden else hidden.dtype
     cached = [_device.describe_tensor(x) for x in cache]
-
-    def make_tape(launched: kernels.LaunchedCall) -> Tape | str:
-        if call.jax.gradient_threshold and not are_active_tiles(cache):
-            return "gradient_threshold: JAX ran the forward, and saved other numbers than kernels do"
-        return gradients_tape(launched, seeds, requested_gradients, dtype, cached, adds, owns_cache)
-
-    return _make_plan(Tensors(hidden, weight, None, saved[0]), call, len(saved) > 1 + num_fields, make_tape)
+    by_jax = call.jax.gradient_threshold and not are_active_tiles(cache)
+    return _make_plan(
+        Tensors(hidden, weight, None, saved[0]),
+        call,
+        len(saved) > 1 + num_fields,
+        lambda launched: (
+            "gradient_threshold: JAX ran the forward, and saved other numbers than kernels do"
+            if by_jax
+            else gradients_tape(launched, seeds, requested_gradients, dtype, cached, adds, owns_cache)
+        ),
+    )
 
 
 def gradients_tape(
