@@ -42,9 +42,9 @@ __all__ = [
     "check_floor_options",
     "check_k",
     "check_labels_shape",
+    "check_loss_arguments",
     "check_part_size",
     "check_per_token_shape",
-    "check_token_dimensions",
     "check_vocab_parts",
     "count_candidates",
     "flag",
@@ -517,16 +517,20 @@ def require_value(name: str, value: Any) -> None:
         raise TypeError(f"{name} is None: give one number per token, or [b, 1] for one per sequence")
 
 
-def check_token_dimensions(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
-    """Refuses an array unless it has no dimensions or as many as the tokens.
+def check_loss_arguments(logprob: Any, **arguments: Any) -> None:
+    """Refuses per-token arguments of a loss unless they have no dimensions, or as many as ``logprob``.
 
     An array [b] would broadcast along the sequence of [b, s].
     """
-    if len(shape) not in (0, len(tokens)):
-        raise ValueError(
-            f"{name} {tuple(shape)} must have the dimensions of logprob {tuple(tokens)}, of size 1 where all are the "
-            "same: [b, 1] for one number per sequence"
-        )
+    tokens = tuple(getattr(logprob, "shape", ()))  # a number has no shape
+    for name, value in arguments.items():
+        require_value(name, value)
+        shape = tuple(getattr(value, "shape", ()))
+        if len(shape) not in (0, len(tokens)):
+            raise ValueError(
+                f"{name} {shape} must have the dimensions of logprob {tokens}, of size 1 where all are the same: "
+                "[b, 1] for one number per sequence"
+            )
 
 
 def check_floor_options(num_candidates: int, mean_logit: bool) -> None:

@@ -430,7 +430,7 @@ class EntropyOptions(CrossEntropyOptions, total=False):
     where: torch.Tensor | None
 
 
-class OptionsExceptEntropy(EntropyOptions, total=False):
+class OptionsWithoutEntropy(EntropyOptions, total=False):
     """Options of `linear_logprobs`, except ``entropy``."""
 
     stats: bool
@@ -440,7 +440,7 @@ class OptionsExceptEntropy(EntropyOptions, total=False):
     out_of_vocab: OutOfVocab
 
 
-class ExplainOptions(OptionsExceptEntropy, total=False):
+class ExplainOptions(OptionsWithoutEntropy, total=False):
     """Options of `explain`."""
 
     entropy: Entropy

@@ -1,6 +1,6 @@
 """The check of a card that has not run its kernels: its first direct launch against stored logits in float64.
 
-It runs once per process, and starts no client of JAX on the GPU. `lce_jax.run.kernels.checked` keeps the result, which
+It runs once per process, without a client of JAX on the GPU. `lce_jax.run.kernels.check_once` keeps the result, which
 also holds for calls that JAX runs.
 """
 

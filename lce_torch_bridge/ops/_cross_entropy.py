@@ -14,7 +14,7 @@ from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.ops._logprobs import compute
-from lce_torch_bridge.ops._loss import chunk_rows, resolve_chunk_bytes, sum_losses
+from lce_torch_bridge.ops._loss import choose_chunk_rows, resolve_chunk_bytes, sum_losses
 from lce_torch_bridge.tensors import _device, _tensor_parallel
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _adds_one_chunk_to_main_grad(arguments: Arguments, x: Tensors, wgrad: Wgrad,
     if wgrad != "main_grad" or not x.weight.requires_grad:
         return False
     tokens = len(x.labels)
-    return chunk_rows(tokens, x.weight, chunk_bytes, wgrad, arguments.call) >= tokens
+    return choose_chunk_rows(tokens, x.weight, chunk_bytes, wgrad, arguments.call) >= tokens
 
 
 def linear_entropy(

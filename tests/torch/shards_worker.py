@@ -521,7 +521,7 @@ def whole_weights(group: dist.ProcessGroup) -> None:
     x, size = given(), group.size()
     ranges = rf"ranks 0 and 1 .* columns \[0, {V}\) and \[{V}, {2 * V}\) of a vocabulary of {size * V}\..*"
     for function in (*FUNCTIONS, verls):
-        with pytest.raises(ValueError, match=ranges + "leave it out if each rank has the whole weight"):
+        with pytest.raises(ValueError, match=ranges + "leave it out if each rank has the full weight"):
             function(x, tp_group=new_group())
     want = p.stored(*x[:3], temperature=x.temperature)
     for told in ({}, dict(tp_group=new_group(), vocab_size=V)):
