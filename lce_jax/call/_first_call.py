@@ -3,8 +3,8 @@
 Once per kind of device, on a small problem: a vocabulary that ends in a tile, labels that are none, a cache of two
 tiles, both gradients, dweight added to a sum; of two blocks, so that each walks over several tiles. The first call of
 two heads compares theirs besides. It takes as long as it takes to compile them. If they differ, no call of the process
-runs them; if not, later processes of the user do not compare again (`_remembered`). Live tiles, candidates and mixtures
-of two heads are not compared.
+runs them; if not, later processes of the user do not compare again (`_remembered`). Live tiles, candidates, padding of
+the vocabulary and mixtures of two heads are not compared.
 """
 
 from __future__ import annotations

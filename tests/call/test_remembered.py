@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,41 @@ def test_an_edited_source_and_another_jax_are_other_software(tmp_path: Path, mon
         assert describe() is None
     finally:
         _remembered.describe_software.cache_clear()
+
+
+def open_library() -> Any:
+    """CUDA's library, or NVML's."""
+
+    def tell_driver(number: Any) -> int:
+        number._obj.value = 13000
+        return 0
+
+    def tell_module(text: Any, _: int) -> int:
+        text.value = b"570.1"
+        return 0
+
+    names = {"cuDriverGetVersion": tell_driver, "nvmlInit_v2": lambda: 0, "nvmlSystemGetDriverVersion": tell_module}
+    return types.SimpleNamespace(**names)
+
+
+def test_the_drivers_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    module = tmp_path / "version"
+    module.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n")
+    libraries = {"libcuda.so.1": open_library, "libnvidia-ml.so.1": open_library}
+
+    def find(*paths: Path) -> str | None:
+        with monkeypatch.context() as patch:
+            patch.setattr(_remembered, "MODULE_VERSIONS", paths)
+            patch.setattr(_remembered.ctypes, "CDLL", lambda name: libraries.get(name, raise_os_error)())
+            return _remembered.find_driver.__wrapped__()
+
+    assert find(tmp_path / "none", module) == "580.95.05, CUDA 13.0"
+    assert find() == "570.1, CUDA 13.0"
+    del libraries["libnvidia-ml.so.1"]
+    assert find() is None
+    del libraries["libcuda.so.1"]
+    assert find(module) is None
 
 
 def test_generations_of_sweeps_and_tests_are_not_remembered(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
