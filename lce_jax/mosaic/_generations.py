@@ -16,6 +16,7 @@ from lce_jax.types._types import Call, Device
 
 JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest whose kernel language has been tested on a GPU
 GENERATIONS: tuple[Generation, ...] = (HOPPER, SM120, SM80, SM89)
+RELEASED = GENERATIONS  # without what `using` adds
 # What the first call with one head, and with two, found wrong on a GPU of this machine.
 FOUND: dict[tuple[Generation, Device, int], str | None] = {}
 

@@ -140,7 +140,7 @@ def test_two_heads_are_compared_when_a_call_has_them(
     """Right kernels are used. What is wrong with those of two heads alone refuses no other call."""
     caplog.set_level(logging.WARNING, "lce_jax")
     small_check(monkeypatch)
-    monkeypatch.setattr(_first_call, "KL_COLUMNS", 640)
+    monkeypatch.setattr(_first_call, "V", 640)
     monkeypatch.setattr(_first_call, "CACHE_BYTES", (300_000, 500_000))  # one of three tiles
     divergence()
     assert [(heads, reason) for (_, _, heads), reason in _generations.FOUND.items()] == [(1, None), (2, None)]

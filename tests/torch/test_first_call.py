@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import lce_jax
+from lce_jax.call import _remembered
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.mma import _pipeline
 from lce_jax.run import kernels
@@ -45,6 +48,18 @@ def test_right_kernels_are_launched(programs: list[Program], caplog: pytest.LogC
     launch_with("jax")
     assert p.value_error(out.lse, linear_logprobs(*leaves, implementation="xla").lse) < 1e-4
     assert not caplog.records
+
+
+def test_what_a_direct_launch_has_compared_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(_remembered.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(_remembered, "find_driver", lambda: "580.95.05, CUDA 13.0")
+    monkeypatch.setattr(_first_call, "compare", lambda *_: {"lse": 0.0})
+    assert _passes.launches_kernels(Way(direct=True, required=False), torch.device("cpu"))
+    (file,) = tmp_path.glob("*.json")
+    assert json.loads(file.read_text())["compared_by"] == "PyTorch"
+    monkeypatch.setattr(_generations, "FOUND", {})  # as in another process
+    monkeypatch.setattr(_first_call, "compare", lambda *_: pytest.fail("it is remembered"))
+    assert _passes.launches_kernels(Way(direct=True, required=False), torch.device("cpu"))
 
 
 def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
