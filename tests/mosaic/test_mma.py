@@ -124,7 +124,7 @@ def test_kept_tiles_of_two_heads_go_where_the_gpu_can_send_them(generation: Gene
     assert name in text
     assert ("copy_smem_to_gmem" in text) == generation.machine.has_tma
     kept, output = [jnp.empty(1, jnp.bfloat16), jnp.empty(1, jnp.float32)], jnp.empty(1, jnp.bfloat16)
-    staged, needed = _cached_dlogits.room(generation, kept, output)
+    staged, needed = _cached_dlogits.plan_shared_memory(generation, kept, output)
     assert not staged
     assert needed <= generation.smem_limit
 

@@ -93,7 +93,7 @@ def test_more_bytes_never_cost_more(T: int, H: int, V: int, dtype: str, device: 
         assert rows * V * kept + (own if chunks == 1 else V * H * 4) <= max(chunk_bytes, 128 * V * kept) + V * H * 4
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == 1
-    assert choose_chunk_rows(dataclasses.replace(case, chunk_bytes=None)) == chunk_rows(
+    assert choose_chunk_rows(dataclasses.replace(case, chunk_bytes=None)) == choose_chunk_rows(
         dataclasses.replace(case, chunk_bytes=1400 << 20 if device == "h100" else 256 << 20)
     )
 
