@@ -118,8 +118,8 @@ class Part(NamedTuple):
                 order, (hidden, targets, candidates, scales, floor)
             )
             num_rows = order.num_rows
-        elif rows.live is not None:  # NaN or inf in a masked row must not spread
-            hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
+        elif rows.unmasked is not None:  # NaN or inf in a masked row must not spread
+            hidden = jnp.where(rows.unmasked[:, None], hidden, jnp.zeros((), hidden.dtype))
         operands = Operands(
             hidden,
             weight,
@@ -234,14 +234,16 @@ class Part(NamedTuple):
             return gradients
         dhidden = gradients.hidden if order is None else _describe.expand(order, gradients.hidden)
         dhidden = _apply_sign(dhidden, self.scales)
-        return gradients._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
+        if rows.unmasked is not None:
+            dhidden = jnp.where(rows.unmasked[:, None], dhidden, 0.0)
+        return gradients._replace(hidden=dhidden)
 
     def _coefficients(self, stats: ShardStatistics, cotangent: Results) -> RowCoefficients:
         """Computes the coefficients of eqs. 4 and 5, in the call's row order."""
         call, rows = self.call, self.rows
         factors = self.row_scale, _logprobs.compute_row_factor(call, self.scales.derivative)
         compute = functools.partial(_logprobs.row_coefficients, call=call, vocab_size=call.vocab_size)
-        live = _logprobs.exclude_empty_rows(rows.live, stats.sumexp) if call.has_floor else rows.live
+        live = _logprobs.exclude_empty_rows(rows.unmasked, stats.sumexp) if call.has_floor else rows.unmasked
         if stats.candidates is not None:
             coefficients = compute(stats, cotangent, *factors, live)
         else:

@@ -200,15 +200,14 @@ def _prepare(call: Call, fields: tuple[int | None, int | None], in_halves: bool,
         pl.when((part == 0) & rows.live)(write)
         place = lax.cond(rows.live, target, lambda: on_all_threads(-1))
         tile_of_row[...] = lax.shift_right_arithmetic(place, on_all_threads(TILE_BITS))
-        holds_target.at[block, block_rows(part)][...] = _mark_tiles(
-            on_all_threads(part * THREADS) + thread_numbers(), tile_of_row
-        )
+        holds_target.at[block, block_rows(part)][...] = _mark_tiles(part, tile_of_row)
 
     pl.run_scoped(mark, plgpu.SMEM((THREADS,), jnp.int32))
 
 
-def _mark_tiles(number: Any, tile_of_row: Any) -> Any:
-    """Returns 1 for each tile ``number`` that is the tile of some row."""
+def _mark_tiles(part: Any, tile_of_row: Any) -> Any:
+    """Returns, for each tile of a ``part`` of the tiles, 1 if it is the tile of some row, else 0."""
+    number = on_all_threads(part * THREADS) + thread_numbers()
 
     def step(i: Any, marked: Any) -> Any:
         for j in range(STEP):
