@@ -125,9 +125,8 @@ def _multiply(products: Sequence[Product], number: int, ring: Ring, tile: Tile, 
     matmul, tile = products[number].matmul, products[number].part(tile)
     tuning, warpgroup = matmul.tuning, lax.axis_index("wg")
     in_flight = tuning.in_flight
-    turn, part = (
-        (warpgroup, 0) if tuning.turns > 1 else (0, warpgroup)
-    )  # the turn in the tile's steps, the part of a step's rows
+    # The turn selects some of the tile's steps, and the part some of a step's rows.
+    turn, part = (warpgroup, 0) if tuning.turns > 1 else (0, warpgroup)
     rows = pl.ds(part * WARPGROUP_ROWS, WARPGROUP_ROWS)
     before = before + turn * tile.num_steps
 
