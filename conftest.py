@@ -17,6 +17,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("MPLBACKEND", "agg")
+os.environ["LCE_JAX_CACHE_DIR"] = "0"  # what one test's first call has found is not another's
 
 import contextlib
 import gc

@@ -35,6 +35,7 @@ from benchmarks.problem import GRADIENTS, Problem, random_problem, reference, ve
 from benchmarks.programs import use_kernels
 from benchmarks.records import Job, Measured
 from lce_jax import UnsupportedError
+from lce_jax.call import _remembered
 from lce_jax.call._dispatch import current_device
 from lce_jax.mosaic import _generations
 from lce_jax.types._types import Device
@@ -85,7 +86,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
     """Returns a job for each check."""
-    print(describe_kernels(current_device()), flush=True)
+    device = current_device()
+    print(describe_kernels(device), flush=True)
+    if (generation := _generations.serving(device)) is not None and generation.ran_on is not None:
+        print(*_remembered.report(), sep="\n", flush=True)
     names = options.only or list(CHECKS)
     return [Job(["doctor", "--only", name], functools.partial(_measure, name, options.rounds)) for name in names]
 

@@ -1,7 +1,8 @@
 """``lce-jax explain``: the memory that a head will take per device. It needs no GPU and changes nothing.
 
 It prints the memory that the call itself asks for, and with ``--compile`` also the memory of XLA's programs. With
-``--pod`` it compiles for a whole pod (`lce_jax.explain._pod`).
+``--pod`` it compiles for a whole pod (`lce_jax.explain._pod`). ``--remembered`` prints which cards' first calls are
+remembered.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lce_jax import Plan, explain
+from lce_jax.call import _remembered
 from lce_jax.explain import _pod
 from lce_jax.explain._arguments import gibibytes, positive
 from lce_jax.explain._models import MODELS, ModelHead, find_model, model_head
@@ -57,7 +59,18 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--compile", action="store_true", help=compile_help)
     functions = f"the function that --pod compiles: {', '.join(_pod.CALLS)} (default linear_logprobs)"
     out.add_argument("--function", choices=_pod.CALLS, metavar="NAME", help=functions)
+    remembered = "print the remembered comparisons of first calls, where they are and how to forget them; and exit"
+    out.add_argument("--remembered", action=_PrintRemembered, nargs=0, help=remembered)
     return out
+
+
+class _PrintRemembered(argparse.Action):
+    """Needs no other option, as ``--help``."""
+
+    def __call__(self, command: argparse.ArgumentParser, *_: Any) -> None:
+        for line in _remembered.report():
+            print(line)
+        command.exit()
 
 
 def main(arguments: list[str] | None = None) -> int:

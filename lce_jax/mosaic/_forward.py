@@ -1,11 +1,11 @@
-"""The forward: statistics of each vocabulary tile from the kernels, joined: eqs. 1 and 2, of two heads 6 and 7.
+"""The forward: kernels compute the statistics of each vocabulary tile, which are then joined (eqs. 1, 2; 6, 7).
 
-The tiles' numbers alone say which tiles are joined first and in what order. So a token's statistics have the same bits
-whatever else is in the call, and however many launches it takes. With many tokens there are several, so that the
-partial statistics stay small.
+The order in which tiles are joined depends only on their numbers. So a token's statistics have the same bits in every
+call, however many launches it takes. With many tokens there are several launches, so that the partial statistics stay
+small.
 
-A mixture of two heads has a second pass over the same tiles, when the whole vocabulary's statistics are known: the sums
-of eq. 9. The functions of two heads are those of `lce_jax.xla._kl`, with the same arguments and results.
+A mixture of two heads has a second pass over the same tiles, after the merge: the sums of eq. 9. The functions for two
+heads have the arguments and results of `lce_jax.xla._kl`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lce_jax.mosaic import _candidates, _chunks, _edge, _mean, _operands, _thres
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._chunks import GROUP, Cache, KLCache, Piece
 from lce_jax.mosaic._host import TRACED, Host, greatest, least
-from lce_jax.mosaic._operands import geometry
+from lce_jax.mosaic._operands import make_geometry
 from lce_jax.mosaic._threshold import TileStatistics
 from lce_jax.mosaic.common import _statistics as kernels
 from lce_jax.mosaic.common._heads import mixture_factors
@@ -40,72 +40,72 @@ if TYPE_CHECKING:
 def statistics(
     operands: Operands, call: Call, generation: Generation, keep_cache: bool
 ) -> tuple[ShardStatistics, Cache | TileStatistics | None]:
-    """Eq. 1 of the whole shard, and as many tiles' exponentials as fit ``cache_bytes``.
+    """Computes the statistics of the shard (eq. 1), and caches as many tiles as fit ``cache_bytes``.
 
-    With a ``gradient_threshold``, what tells which tiles carry gradient instead.
+    With a ``gradient_threshold``, it returns `TileStatistics` instead, which decide which tiles are active.
     """
-    parts, kept = in_parts(operands, call, generation, keep_cache)
-    return merged(
+    parts, cache = partial_statistics(operands, call, generation, keep_cache)
+    return merge_statistics(
         jax.tree.map(lambda x: x[None], parts), call, generation, operands.inverse_temperature, operands.num_rows
-    ), kept
+    ), cache
 
 
-def in_parts(
+def partial_statistics(
     operands: Operands, call: Call, generation: Generation, keep_cache: bool
 ) -> tuple[Parts, Cache | TileStatistics | None]:
-    """The same of each group of tiles, in base 2, beside what no kernel computes of each column."""
+    """Computes the statistics of each group of tiles in base 2, and separately those that no kernel computes."""
     kernel_call = KernelCall.prepare(operands, call, generation)
-    num_tiles = num_live_tiles(kernel_call)
-    cached = min(_chunks.num_cached_tiles(call, kernel_call.shape), num_tiles) if keep_cache else 0
+    num_tiles = count_visited_tiles(kernel_call)
+    cached = min(_chunks.count_cached_tiles(call, kernel_call.shape), num_tiles) if keep_cache else 0
     cache = _chunks.empty_cache(kernel_call.host, call, kernel_call.shape, cached) if cached else None
-    groups, cache, maxima = joined(kernel_call, num_tiles, cache, _kept_fields(call, keep_cache))
+    groups, cache, maxima = join_tiles(kernel_call, num_tiles, cache, _count_saved_fields(call, keep_cache))
     total = _mean.total(operands, call) if call.mean_logit else None
     x = None if operands.candidates is None else _candidates.unscaled(kernel_call, operands.candidates)
     beside = _statistics.make_statistics({"total": total, "candidates": x})
-    return Parts(groups, beside), cache if maxima is None else _threshold.tile_statistics(kernel_call, maxima)
+    return Parts(groups, beside), cache if maxima is None else _threshold.make_tile_statistics(kernel_call, maxima)
 
 
-def merged(
+def merge_statistics(
     parts: Parts, call: Call, generation: Generation, inverse_temperature: Float[Array, "T"] | None, num_rows: Any
 ) -> ShardStatistics:
-    """Eq. 1 of all shards whose `in_parts` are stacked, joined in the order of the groups.
+    """Merges the stacked `partial_statistics` of all shards, in the order of the groups.
 
-    So where shards are whole groups, it has the same bits over any number of shards.
+    If the shards are whole groups, the result has the same bits for any number of shards.
     """
-    shape = geometry(call, generation.tiling)
+    shape = make_geometry(call, generation.tiling)
     row_scale = _operands.compute_row_scale(inverse_temperature, call, shape)
-    num_rows = _operands.num_live_rows(num_rows, shape)
+    num_rows = _operands.count_rows(num_rows, shape)
     groups = parts.groups.reshape(-1, *parts.groups.shape[2:])
-    found = join_all(TRACED, call, (row_scale,), num_rows, groups)[0]
+    joined = join_groups(TRACED, call, (row_scale,), num_rows, groups)[0]
     total, candidates = parts.separate.total, parts.separate.candidates
-    return _operands.unstacked_statistics(call, found)._replace(
+    return _operands.unstack_statistics(call, joined)._replace(
         total=None if total is None else jnp.sum(total, axis=0),
         candidates=None if candidates is None else jnp.max(candidates, axis=0),
     )
 
 
-def _kept_fields(call: Call, keep_cache: bool) -> int:
-    """What is kept of each tile, where what is left out of the gradients must be known: for a backward, as a result."""
+def _count_saved_fields(call: Call, keep_cache: bool) -> int:
+    """Returns how many fields of each tile are saved, to select the active tiles or to report the dropped mass."""
     if not call.gradient_threshold:
         return 0
     return 2 if call.reports_dropped_mass else int(keep_cache)
 
 
-def num_live_tiles(kernel_call: KernelCall) -> int:
-    """The tiles to visit: not those of padding alone, if the number of live columns is static."""
+def count_visited_tiles(kernel_call: KernelCall) -> int:
+    """Returns how many tiles to visit. Tiles that are only padding are skipped if the number of columns is static."""
     num_columns = kernel_call.operands.num_columns
     if isinstance(num_columns, int):
-        return max(1, min(kernel_call.shape.num_tiles, kernel_call.shape.tiles_of(num_columns)))
+        return max(1, min(kernel_call.shape.num_tiles, kernel_call.shape.count_tiles(num_columns)))
     return kernel_call.shape.num_tiles
 
 
-def joined(
-    kernel_call: KernelCall, num_tiles: int, cache: Cache | None, kept_fields: int = 0, more_fields: int = 0
+def join_tiles(
+    kernel_call: KernelCall, num_tiles: int, cache: Cache | None, saved_fields: int = 0, more_fields: int = 0
 ) -> tuple[Float[Array, "groups fields Tp"], Cache | None, Float[Array, "tiles kept Tp"] | None]:
-    """Eq. 1 of each group of the shard's tiles, in base 2; the cache with the first tiles' part.
+    """Computes the statistics of each group of tiles (eq. 1) in base 2, and fills the cache with the first tiles.
 
-    The first ``num_tiles`` tiles are visited; the others are padding. The groups have room for ``more_fields``. Also
-    the first ``kept_fields`` of each tile, whole groups of tiles.
+    Only the first ``num_tiles`` tiles are visited; the others are padding. The groups have room for ``more_fields``. It
+    also returns the first ``saved_fields`` of each tile, in whole groups.
     """
     call, host = kernel_call.call, kernel_call.host
 
@@ -113,7 +113,7 @@ def joined(
         given = kernel_call.generation, kernel_call.arrays, weight, call, span, parts, cache
         return host.launch(kernels.statistics, *given, *adapter)
 
-    maxima = host.empty(maxima_shape(kernel_call, kept_fields), jnp.float32) if kept_fields else None
+    maxima = host.empty(maxima_shape(kernel_call, saved_fields), jnp.float32) if saved_fields else None
     scales = (kernel_call.prepared.row_scale,)
     return _join_windows(kernel_call, call, scales, num_tiles, launch, cache, maxima, more_fields)
 
@@ -129,11 +129,11 @@ def _join_windows[C, M](
     more_fields: int,
     factors: Any = None,
 ) -> tuple[Float[Array, "groups fields Tp"], C, M]:
-    """Launches the windows of tiles, as many at a time as the budget holds, and joins each group. See `joined`."""
+    """Launches the windows of tiles, as many at a time as the budget holds, and joins each group. See `join_tiles`."""
     shape, host, fields = kernel_call.shape, kernel_call.host, len(Rules.of(of).none)
     budget = fields, shape, kernel_call.generation.budget
-    most, per_launch = _chunks.launch_tiles(*budget), _chunks.launch_groups(*budget)
-    groups_of_launches = range(0, _chunks.num_groups(shape), per_launch)
+    most, per_launch = _chunks.choose_launch_tiles(*budget), _chunks.choose_launch_groups(*budget)
+    launches = range(0, _chunks.count_groups(shape), per_launch)
     parted = Parted(per_launch, shape.part_tiles) if shape.has_parts else None
     given = [one.prepared for one in kernel_call.heads], factors
 
@@ -145,10 +145,10 @@ def _join_windows[C, M](
         first = _chunks.first_tile(shape, group)
         last = greatest(least(_chunks.first_tile(shape, group + per_launch), num_tiles), first)
         parts = host.vary_like(memory(most), given)
-        # Copies into shared memory count whole atoms.
+        # Copies into shared memory move whole atoms.
         dim, weights = kernel_call.call.vocab_dim, [one.prepared.weight for one in kernel_call.sources]
         weights = [host.prefix(x, x.shape[dim] // shape.atom * shape.atom, dim) for x in weights]
-        parts, cache = _window(kernel_call, first, last, parts, cache, weights, launch)
+        parts, cache = _launch_tiles(kernel_call, first, last, parts, cache, weights, launch)
         with jax.named_scope("join_tiles"):
             operands = row_scales, parts, groups, of, GROUP
             numbers = host.numbers(kernel_call.prepared.num_rows, last - first, group)
@@ -158,27 +158,27 @@ def _join_windows[C, M](
                 groups, maxima = host.launch(join_keeping, *operands, numbers, maxima)
         return cache, groups, maxima
 
-    start = cache, memory(_chunks.num_groups(shape), more_fields), maxima
-    cache, groups, maxima = host.loop(groups_of_launches, window, host.vary_like(start, given))
+    start = cache, memory(_chunks.count_groups(shape), more_fields), maxima
+    cache, groups, maxima = host.loop(launches, window, host.vary_like(start, given))
     return groups, cache, maxima
 
 
-def maxima_shape(kernel_call: KernelCall, kept_fields: int) -> tuple[int, int, int]:
-    """What `joined` keeps of each tile: [tiles, fields, Tp]."""
-    fields = len(_operands.statistic_names(kernel_call.call))
-    most = _chunks.launch_groups(fields, kernel_call.shape, kernel_call.generation.budget)
-    launches = -(-_chunks.num_groups(kernel_call.shape) // most)
-    return launches * most * GROUP, kept_fields, kernel_call.shape.padded_tokens
+def maxima_shape(kernel_call: KernelCall, saved_fields: int) -> tuple[int, int, int]:
+    """Returns the shape of the fields that `join_tiles` saves of each tile: [tiles, fields, Tp]."""
+    fields = len(_operands.list_statistics(kernel_call.call))
+    most = _chunks.choose_launch_groups(fields, kernel_call.shape, kernel_call.generation.budget)
+    num_launches = -(-_chunks.count_groups(kernel_call.shape) // most)
+    return num_launches * most * GROUP, saved_fields, kernel_call.shape.padded_tokens
 
 
-def join_all(
+def join_groups(
     host: Host,
     of: Joined,
     row_scales: tuple[Float[Array, "Tp"], ...],
     num_rows: Any,
     groups: Float[Array, "groups fields Tp"],
 ) -> Float[Array, "1 fields Tp"]:
-    """The union of all groups, in nats."""
+    """Joins all groups, and returns the union in nats."""
     numbers = host.numbers(num_rows, len(groups), 0)
     joined = host.empty((1, len(Rules.of(of).none), groups.shape[2]), groups.dtype)
     joined = host.vary_like(joined, (groups, row_scales))
@@ -186,7 +186,7 @@ def join_all(
         return host.launch(join, row_scales, groups, joined, of, -(-len(groups) // GROUP) * GROUP, numbers, True)
 
 
-def _window(
+def _launch_tiles(
     kernel_call: KernelCall,
     first: Any,
     last: Any,
@@ -195,25 +195,27 @@ def _window(
     weights: Sequence[Float[Array, "V H"]],
     launch: Callable[..., tuple[Array, Any]],
 ) -> tuple[Float[Array, "tiles fields Tp"], Any]:
-    """``parts`` with the numbers of the tiles from ``first`` to ``last``, and the cache with what it keeps of them.
+    """Writes the statistics of the tiles from ``first`` to ``last`` to ``parts``, and caches the first tiles.
 
-    ``launch(span, parts, cache, *weights)`` is called for the tiles that the cache keeps, for the others, and for the
-    tile that is copied: each may be empty.
+    It calls ``launch(span, parts, cache, *weights)`` for the cached tiles, for the other tiles, and for the copied
+    tile. Each of these may be empty.
     """
-    shape, whole = kernel_call.shape, _edge.whole_tiles(kernel_call)
+    shape, whole = kernel_call.shape, _edge.count_whole_tiles(kernel_call)
     cached = 0 if cache is None else cache.num_tiles
-    for begin, count, (start, stop, copied) in _chunks.launches(first, last, _pieces(cached, whole, shape.num_tiles)):
+    for begin, count, (start, stop, copied) in _chunks.plan_launches(
+        first, last, _make_pieces(cached, whole, shape.num_tiles)
+    ):
         keeps = stop <= cached
         offset = 0 if copied else shape.column(begin)
         span = kernel_call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
-        sources = [_edge.weight(one, start) for one in kernel_call.sources] if copied else weights
+        sources = [_edge.copy_tile(one, start) for one in kernel_call.sources] if copied else weights
         parts, kept = launch(span, parts, cache if keeps else None, *sources)
         cache = kept if keeps else cache
     return parts, cache
 
 
-def _pieces(cached: int, whole: int, num_tiles: int) -> list[Piece]:
-    """The tiles [start, stop) of each kind of launch, and whether it reads a copy."""
+def _make_pieces(cached: int, whole: int, num_tiles: int) -> list[Piece]:
+    """Returns the tiles [start, stop) of each kind of launch, and whether it reads a copy of the weight."""
     middle = min(cached, whole)
     pieces = [(0, middle, False), (middle, whole, False), (whole, num_tiles, True)]
     return [piece for piece in pieces if piece[0] < piece[1]]
@@ -222,46 +224,46 @@ def _pieces(cached: int, whole: int, num_tiles: int) -> list[Piece]:
 def kl_statistics(
     plan: KLPlan, shard: Shard, generation: Generation, keep_cache: bool
 ) -> tuple[KLStatistics, KLCache | None]:
-    """Eqs. 1 and 6 of the whole shard of two heads, and what ``cache_bytes`` hold of the first tiles."""
+    """Computes the statistics of both heads (eqs. 1, 6), and caches as many tiles as fit ``cache_bytes``."""
     kernel_call = KernelCall.prepare_heads(plan, shard, generation)
     groups, cache = join_heads(kernel_call, keep_cache)
-    found = join_all(TRACED, KLStatistics, kernel_call.kernel_scales, kernel_call.prepared.num_rows, groups)
-    return KLStatistics(*found[0, :, : kernel_call.call.num_tokens]), cache
+    joined = join_groups(TRACED, KLStatistics, kernel_call.kernel_scales, kernel_call.prepared.num_rows, groups)
+    return KLStatistics(*joined[0, :, : kernel_call.call.num_tokens]), cache
 
 
 def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, generation: Generation) -> MixtureSums:
-    """Eq. 9 of the whole shard, [T] each."""
+    """Computes the sums of eq. 9 over the shard, [T] each."""
     kernel_call = KernelCall.prepare_heads(plan, shard, generation)
     groups = join_mixture(kernel_call, mixture_factors(rows, kernel_call.shape.padded_tokens))
-    found = join_all(TRACED, MixtureSums, (), kernel_call.prepared.num_rows, groups)
-    return MixtureSums(*found[0, :, : kernel_call.call.num_tokens])
+    joined = join_groups(TRACED, MixtureSums, (), kernel_call.prepared.num_rows, groups)
+    return MixtureSums(*joined[0, :, : kernel_call.call.num_tokens])
 
 
 def join_heads(
     kernel_call: KernelCall, keep_cache: bool, more_fields: int = 0
 ) -> tuple[Float[Array, "groups fields Tp"], KLCache | None]:
-    """Eqs. 1 and 6 of each group of tiles of two heads, in base 2, as `joined`; and the cache."""
+    """Computes the statistics of both heads for each group of tiles in base 2, as `join_tiles`, and the cache."""
     plan, shape, host = kernel_call.plan, kernel_call.shape, kernel_call.host
     assert plan is not None
-    cached = _chunks.num_cached_kl_tiles(plan, shape) if keep_cache else 0
+    cached = _chunks.count_cached_kl_tiles(plan, shape) if keep_cache else 0
     cache = _chunks.empty_kl_cache(host, plan, shape, cached) if cached else None
 
     def launch(span: Array, parts: Array, cache: KLCache | None, *weights: Array) -> tuple[Array, KLCache | None]:
         given = kernel_call.generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), span, parts, cache
         return host.launch(kernels.kl_statistics, *given, plan.direction)
 
-    given = KLStatistics, kernel_call.kernel_scales, shape.tiles_of(plan.columns), launch, cache, None
+    given = KLStatistics, kernel_call.kernel_scales, shape.count_tiles(plan.columns), launch, cache, None
     groups, cache, _ = _join_windows(kernel_call, *given, more_fields)
     return groups, cache
 
 
 def join_mixture(kernel_call: KernelCall, factors: Float[Array, "14 Tp"]) -> Float[Array, "groups 2 Tp"]:
-    """Eq. 9 of each group of tiles, in base 2."""
+    """Computes the sums of eq. 9 for each group of tiles, in base 2."""
     assert kernel_call.plan is not None
 
     def launch(span: Array, parts: Array, cache: None, *weights: Array) -> tuple[Array, None]:
         given = kernel_call.generation, kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, parts
         return kernel_call.host.launch(kernels.kl_mixture_sums, *given), cache
 
-    num_tiles = kernel_call.shape.tiles_of(kernel_call.plan.columns)
+    num_tiles = kernel_call.shape.count_tiles(kernel_call.plan.columns)
     return _join_windows(kernel_call, MixtureSums, (), num_tiles, launch, None, None, 0, factors)[0]

@@ -130,12 +130,12 @@ def forward(
         groups = exchange(groups, saved)
         tags = groups.view(groups.shape, jnp.int32)
     num_rows = launched.heads.student.call.num_tokens
-    joined = _forward.join_all(host, KLStatistics, kernel_call.kernel_scales, num_rows, groups)
+    joined = _forward.join_groups(host, KLStatistics, kernel_call.kernel_scales, num_rows, groups)
     result, saved = host.launch(keep, of, joined, numbers, saved, tags)
     if of.beta is not None:
         sums = _forward.join_mixture(kernel_call, result)
         sums = sums if exchange is None else exchange(sums, None)
-        joined = _forward.join_all(host, MixtureSums, (), num_rows, sums)
+        joined = _forward.join_groups(host, MixtureSums, (), num_rows, sums)
         result, saved = host.launch(keep_mixture, of, joined, numbers, saved)
     return Forward(result, saved, jax.tree.leaves(cache))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import re
 import tomllib
@@ -14,9 +15,27 @@ import pytest
 import lce_jax
 from benchmarks import __main__ as bench
 from benchmarks import doctor, programs, records
+from lce_jax.call import _remembered
 from lce_jax.mosaic import _pallas, mma
 from lce_jax.types._types import Device
 from tests.devices import A100, H200
+
+
+def test_it_says_what_first_calls_have_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(_remembered.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(_remembered, "find_driver", lambda: "580.95.05, CUDA 13.0")
+    monkeypatch.setattr(doctor, "current_device", lambda: A100)
+    comparison = _remembered.find_comparison(A100, 1)
+    assert comparison is not None
+    comparison.write("JAX")
+    options = argparse.Namespace(only=None, rounds=1)
+    doctor.jobs(options, argparse.ArgumentParser())
+    assert f"{A100.kind}, one head: compared by JAX on" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "current_device", lambda: H200)
+    doctor.jobs(options, argparse.ArgumentParser())
+    assert str(tmp_path) not in capsys.readouterr().out  # the kernels have run on this card
 
 
 @pytest.mark.site

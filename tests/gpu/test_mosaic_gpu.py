@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -19,6 +20,7 @@ import lce_jax
 from benchmarks.problem import TOPK_NAME, stored
 from benchmarks.programs import KERNELS, use_kernels
 from lce_jax import LogprobOutput
+from lce_jax.call import _remembered
 from lce_jax.mosaic import _generations, mma, sm90
 from lce_jax.mosaic.mma import _pipeline
 
@@ -175,8 +177,8 @@ def test_the_first_call_checks_itself(right: bool, monkeypatch: pytest.MonkeyPat
     device = jax.devices()[0]
     generation = dataclasses.replace(mma.SM120, compute_capabilities=(device.compute_capability,))
     if not right:
-        exchanged = _pipeline._exchanged
-        monkeypatch.setattr(_pipeline, "_exchanged", lambda own, given, *more: exchanged(given, own, *more))
+        exchanged = _pipeline._exchange
+        monkeypatch.setattr(_pipeline, "_exchange", lambda own, given, *more: exchanged(given, own, *more))
     hidden, weight, rows, options = draw(T=100, H=128, V=1000)
     jax.clear_caches()
     with _generations.using(generation):
@@ -186,6 +188,26 @@ def test_the_first_call_checks_itself(right: bool, monkeypatch: pytest.MonkeyPat
     assert right or f"its first call on {device.device_kind} is off by" in plan.refused["mosaic_gpu"]
     (found,) = [reason for (of, _, _), reason in _generations.FOUND.items() if of is generation]
     assert (found is None) == right
+
+
+def test_what_the_first_call_has_compared_is_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """With this machine's driver, and with kernels that count as never run on this card."""
+    assert re.fullmatch(r"\d+\.[\d.]+, CUDA \d+\.\d+", _remembered.find_driver() or "")
+    device = jax.devices()[0]
+    generation = dataclasses.replace(mma.SM120, compute_capabilities=(device.compute_capability,))
+    monkeypatch.setenv(_remembered.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(_generations, "RELEASED", (generation,))
+    hidden, weight, rows, _ = draw(T=100, H=128, V=1000)
+    for compared in (True, False):
+        monkeypatch.setattr(_generations, "FOUND", {})
+        jax.clear_caches()
+        with _generations.using(generation):
+            plan = lce_jax.explain(hidden, weight, rows["labels"])
+        assert plan.implementation == "mosaic_gpu"
+        assert ("this process compares" in plan.notes[-1]) == compared
+    assert len([*tmp_path.glob("*.json")]) == 1
 
 
 def check_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def small_check(
     monkeypatch.setattr(module, "H", hidden_size)
 
 
-def swapped(own: Any, given: Any, exchange: Any, exchanged: Callable[..., Any] = _pipeline._exchanged) -> Any:
+def swapped(own: Any, given: Any, exchange: Any, exchanged: Callable[..., Any] = _pipeline._exchange) -> Any:
     return exchanged(given, own, exchange)
 
 
@@ -90,8 +90,8 @@ def raising(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "fault", "told"),
     [
-        ("_exchanged", swapped, "is off by dhidden"),
-        ("_exchanged", raising, "raised RuntimeError: no"),
+        ("_exchange", swapped, "is off by dhidden"),
+        ("_exchange", raising, "raised RuntimeError: no"),
         ("_multiply", doubled_later, "is off by "),
     ],
 )
@@ -140,7 +140,7 @@ def test_two_heads_are_compared_when_a_call_has_them(
     """Right kernels are used. What is wrong with those of two heads alone refuses no other call."""
     caplog.set_level(logging.WARNING, "lce_jax")
     small_check(monkeypatch)
-    monkeypatch.setattr(_first_call, "KL_COLUMNS", 640)
+    monkeypatch.setattr(_first_call, "V", 640)
     monkeypatch.setattr(_first_call, "CACHE_BYTES", (300_000, 500_000))  # one of three tiles
     divergence()
     assert [(heads, reason) for (_, _, heads), reason in _generations.FOUND.items()] == [(1, None), (2, None)]

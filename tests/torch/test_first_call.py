@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import lce_jax
+from lce_jax.call import _remembered
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.mma import _pipeline
 from lce_jax.run import kernels
@@ -47,10 +50,22 @@ def test_right_kernels_are_launched(programs: list[Program], caplog: pytest.LogC
     assert not caplog.records
 
 
+def test_what_a_direct_launch_has_compared_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(_remembered.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(_remembered, "find_driver", lambda: "580.95.05, CUDA 13.0")
+    monkeypatch.setattr(_first_call, "compare", lambda *_: {"lse": 0.0})
+    assert _passes.launches_kernels(Way(direct=True, required=False), torch.device("cpu"))
+    (file,) = tmp_path.glob("*.json")
+    assert json.loads(file.read_text())["compared_by"] == "PyTorch"
+    monkeypatch.setattr(_generations, "FOUND", {})  # as in another process
+    monkeypatch.setattr(_first_call, "compare", lambda *_: pytest.fail("it is remembered"))
+    assert _passes.launches_kernels(Way(direct=True, required=False), torch.device("cpu"))
+
+
 def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lce_jax")
-    exchanged = _pipeline._exchanged
-    monkeypatch.setattr(_pipeline, "_exchanged", lambda own, given, *more: exchanged(given, own, *more))
+    exchanged = _pipeline._exchange
+    monkeypatch.setattr(_pipeline, "_exchange", lambda own, given, *more: exchanged(given, own, *more))
     call = p.draw(9, 128, 1024, torch.bfloat16)
     told = f"its first call on {A100.kind} is off by logprobs"
     with pytest.raises(lce_jax.UnsupportedError, match=told):
@@ -89,6 +104,6 @@ def test_a_launch_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def raising(*_: Any) -> Any:
         raise RuntimeError("Mosaic did not compile a kernel")
 
-    monkeypatch.setattr(_pipeline, "_exchanged", raising)
+    monkeypatch.setattr(_pipeline, "_exchange", raising)
     with pytest.raises(lce_jax.UnsupportedError, match="raised RuntimeError: Mosaic did not compile a kernel"):
         linear_logprobs(*p.draw(9, 128, 1024, torch.bfloat16))

@@ -1,10 +1,10 @@
-"""Joining the statistics of neighbouring tiles (eqs. 2, 7), in an order that the tiles' numbers alone decide.
+"""Joins the statistics of adjacent tiles (eqs. 2, 7), in an order that depends only on the tiles' numbers.
 
-    [parts, fields, Tp] ── each group of neighbours ──▶ [groups, fields, Tp]
+    [parts, fields, Tp] ── each group of adjacent parts ──▶ [groups, fields, Tp]
 
-A thread takes its token's parts of a group in their order, a few at a time so that their loads overlap. So a token's
-sums are rounded in the same way whatever else is in the call. XLA's own reduction over the tiles goes by the number of
-tokens.
+A thread joins its token's parts of a group in order. It loads a few parts at a time so that the loads overlap. So a
+token's sums are rounded in the same way in every call. The order of XLA's reduction over tiles would depend on the
+number of tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Rules(NamedTuple):
 
     @classmethod
     def _of_head(cls, call: Call) -> Rules:
-        names = _operands.statistic_names(call)
+        names = _operands.list_statistics(call)
 
         def make(numbers: Numbers) -> Any:
             return _statistics.make_statistics(dict(zip(names, numbers, strict=True)))
@@ -85,14 +85,14 @@ def join(
     in_nats: bool = False,
     parted: Parted | None = None,
 ) -> Float[Array, "groups fields Tp"]:
-    """``joined`` with the unions (eqs. 2, 7) of each ``group`` neighbours among ``parts``, added in their order.
+    """Writes the unions (eqs. 2, 7) of each ``group`` adjacent parts to ``joined``, each added up in the parts' order.
 
-    ``row_scales`` are the k of eq. 0 in base 2, of two heads that of p first. ``numbers`` are the live rows, the parts
-    that count, and where in ``joined`` the first group goes. Groups after the last part are those of no columns; those
-    after the last of ``joined`` are not written, nor are row blocks without a live row. ``parts`` and ``joined`` may
-    have more fields than statistics do. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts
-    are. With ``parted`` the first of ``parts`` is the first tile of a group of the shard, and groups end where its
-    parts do.
+    ``row_scales`` are the k of eq. 0 in base 2, of two heads that of p first. ``numbers`` are the number of unmasked
+    rows, the number of valid parts, and the place of the first group in ``joined``. Groups after the last part are
+    empty. Groups after the end of ``joined``, and row blocks without an unmasked row, are not written. ``parts`` and
+    ``joined`` may have more fields than the statistics. With ``in_nats`` the unions are in the units of eq. 1,
+    otherwise in base 2 like the parts. With ``parted``, ``parts`` begins with the first tile of a group of the shard,
+    and a group ends with its vocabulary part.
     """
     return _join(row_scales, parts, [joined], of, group, numbers, in_nats, parted)[0]
 
@@ -106,9 +106,9 @@ def join_keeping(
     numbers: Int[Array, "3"],
     maxima: Float[Array, "tiles kept Tp"],
 ) -> tuple[Float[Array, "groups fields Tp"], Float[Array, "tiles kept Tp"]]:
-    """The same, and ``maxima`` with the first fields of each part, which the thread has at hand.
+    """Does the same as `join`, and also copies the first fields of each part to ``maxima``.
 
-    A group's parts go where the group's number says, in whole groups.
+    The group's number determines the place of its parts in ``maxima``, in whole groups.
     """
     joined, maxima = _join(row_scales, parts, [joined, maxima], of, group, numbers)
     return joined, maxima
@@ -124,7 +124,7 @@ def _join(
     in_nats: bool = False,
     parted: Parted | None = None,
 ) -> list[Array]:
-    """``updated``, the unions and what is kept of each part, if anything is."""
+    """Runs the kernel on ``updated``: the unions, and the maxima of the parts if they are copied."""
     run = _pallas.kernel(
         functools.partial(_kernel, of, len(row_scales), group, in_nats, parted),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
@@ -144,8 +144,8 @@ def _kernel(
     in_nats: bool,
     parted: Parted | None,
     parts: Any,  # [parts, fields, Tp]
-    # The scales [Tp]; live rows, parts, the first group; then [groups, fields, Tp] and the maxima, if any, as they
-    # were, and both as they will be, in their places.
+    # The scales [Tp]; the unmasked rows, the parts, the first group; [groups, fields, Tp] and the maxima, if any; then
+    # the same memory as outputs.
     *refs: Any,
 ) -> None:
     row_scales, numbers, results = refs[:num_scales], refs[num_scales], refs[num_scales + 1 :]
@@ -159,22 +159,22 @@ def _kernel(
     none = tuple(on_all_threads(x, jnp.float32) for x in rules.none)
 
     def load(i: Any) -> Numbers:
-        there, at = on_all_threads(i) < stop, jnp.maximum(jnp.minimum(i, stop - 1), 0)
-        return tuple(jnp.where(there, parts[at, f, rows], x) for f, x in enumerate(none))
+        is_valid, at = on_all_threads(i) < stop, jnp.maximum(jnp.minimum(i, stop - 1), 0)
+        return tuple(jnp.where(is_valid, parts[at, f, rows], x) for f, x in enumerate(none))
 
-    def of_live_rows() -> None:
+    def join_rows() -> None:
         k = [row_scale[rows] for row_scale in row_scales]
 
         def step(i: Any, union: Numbers) -> Numbers:
             first = (number * group if begin is None else begin) + i * AT_A_TIME
-            of_step = [load(first + j) for j in range(min(group, AT_A_TIME))]
+            loaded = [load(first + j) for j in range(min(group, AT_A_TIME))]
             for ref in maxima:
-                for (j, part), f in itertools.product(enumerate(of_step), range(ref.shape[1])):
+                for (j, part), f in itertools.product(enumerate(loaded), range(ref.shape[1])):
                     ref.at[numbers[2] * group + first + j, f, rows][...] = part[f]
-            return tuple(rules.union([union, *of_step], k))
+            return tuple(rules.union([union, *loaded], k))
 
         union = lax.fori_loop(0, -(-group // AT_A_TIME), step, none)
         for f, x in enumerate(rules.to_nats(union) if in_nats else union):
             output.at[numbers[2] + number, f, rows][...] = x
 
-    pl.when((block * THREADS < numbers[0]) & (numbers[2] + number < most_groups))(of_live_rows)
+    pl.when((block * THREADS < numbers[0]) & (numbers[2] + number < most_groups))(join_rows)

@@ -22,8 +22,8 @@ from jax import lax
 
 from lce_jax.mathematics import _kl, _logprobs
 from lce_jax.mathematics._kl import KLStatistics, MixtureSums, Pair
-from lce_jax.mosaic._chunks import KL_FIELDS, num_groups
-from lce_jax.mosaic._operands import LOG2E, geometry
+from lce_jax.mosaic._chunks import KL_FIELDS, count_groups
+from lce_jax.mosaic._operands import LOG2E, make_geometry
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common import _heads
 from lce_jax.mosaic.common._heads import MixtureFactors, Reference, relative_log_ratio
@@ -31,11 +31,11 @@ from lce_jax.mosaic.common._tiles import TILING
 from lce_jax.mosaic.common._tokens import (
     THREADS,
     BlockRows,
-    before_others,
+    add_barrier,
     block_rows,
     kernel,
-    numbered,
     on_all_threads,
+    thread_numbers,
 )
 from lce_jax.types import scalars
 from lce_jax.types._types import Call
@@ -61,7 +61,7 @@ class KLRows:
     @property
     def padded_tokens(self) -> int:
         """The length of a kernel's per-token vectors."""
-        return geometry(self.call, TILING).padded_tokens
+        return make_geometry(self.call, TILING).padded_tokens
 
     @property
     def num_temperatures(self) -> int:
@@ -94,7 +94,7 @@ class _Tokens:
 
     def field(self, number: int) -> Any:
         """Returns the places of a field."""
-        return self.rows.of_field(number, self.stride)
+        return self.rows.field_rows(number, self.stride)
 
     def load(self, first: int, count: int) -> list[Array]:
         """Returns so many fields."""
@@ -155,7 +155,7 @@ class _Tokens:
                 for place in [(f, rows) for f in range(ref.shape[0])] if len(ref.shape) > 1 else [(rows,)]:
                     ref.at[place][...] = on_all_threads(0.0, jnp.float32)
 
-        pl.when(jnp.logical_not(self.rows.whole))(before_others(pad))
+        pl.when(jnp.logical_not(self.rows.whole))(add_barrier(pad))
         pl.when(self.rows.live)(write)
 
 
@@ -216,7 +216,7 @@ def keep(
 
 def _keep(of: KLRows, joined: Any, *refs: Any) -> None:
     *tags, numbers, _, found, kept = refs
-    tokens, groups = _Tokens(of, numbers, kept), num_groups(geometry(of.call, TILING))  # of a shard
+    tokens, groups = _Tokens(of, numbers, kept), count_groups(make_geometry(of.call, TILING))  # of a shard
     here, nan = tokens.rows.here, on_all_threads(jnp.nan, jnp.float32)
 
     def write() -> None:
@@ -276,7 +276,7 @@ def _coefficients(of: KLRows, kept: Any, seed: Any, numbers: Any, factors: Any) 
     def write() -> None:
         stats, given = KLStatistics(*tokens.load(first, KL_FIELDS)), seed[tokens.rows.here]
         # With few tokens the rows after them hold anything.
-        counts = on_all_threads(tokens.rows.first) + numbered() < numbers[0]
+        counts = on_all_threads(tokens.rows.first) + thread_numbers() < numbers[0]
         valid = tokens.is_valid
         counts = counts if valid is None else jnp.logical_and(counts, valid)
         factor = _logprobs.compute_row_factor(of.call, tokens.inverse_temperatures.student)
