@@ -337,7 +337,7 @@ def use_kernels(generation: Generation) -> Iterator[None]:
     capability = current_device().compute_capability or "9.0"  # a CPU has none, and refuses kernels anyway
     served = dataclasses.replace(generation, compute_capabilities=(capability,), ran_on=None)
     known = generation.compute_capabilities
-    is_forced = not generation.has_tma and capability not in known  # else JAX would copy by TMA
+    is_forced = not generation.machine.has_tma and capability not in known  # else JAX would copy by TMA
     jax.clear_caches()
     try:
         with _generations.using(served), _pallas.lowering_for(known[0]) if is_forced else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""Floors for ``logit_floor``: of a sampler's smallest logit, or of the sets that top-k, top-p and min-p keep.
+"""Floors for ``logit_floor``, from a sampler's smallest logit, or for the sets that top-k, top-p and min-p select.
 
     floor = floors.top_k(linear_topk(hidden, weight, k + 1, temperature=0.7))
     out = linear_logprobs(hidden, weight, labels, temperature=0.7, logit_floor=floor)
@@ -92,10 +92,10 @@ def of_smallest(smallest: Float[ArrayLike, "..."], dtype: Any) -> Float[Array, "
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _floor_of_smallest(smallest: Array, dtype: Any) -> Array:
-    kept, rounded = _widen_to_float32(smallest), smallest.astype(dtype)
-    step = kept - jnp.nextafter(rounded, jnp.full_like(rounded, -jnp.inf)).astype(kept.dtype)
-    floor = kept - jnp.maximum(step / 2, _eps(kept) * ROOM * jnp.abs(kept))
-    return jnp.where(jnp.isfinite(rounded), floor, jnp.where(jnp.isinf(kept), kept, jnp.nan))
+    logit, rounded = _widen_to_float32(smallest), smallest.astype(dtype)
+    step = logit - jnp.nextafter(rounded, jnp.full_like(rounded, -jnp.inf)).astype(logit.dtype)
+    floor = logit - jnp.maximum(step / 2, _eps(logit) * ROOM * jnp.abs(logit))
+    return jnp.where(jnp.isfinite(rounded), floor, jnp.where(jnp.isinf(logit), logit, jnp.nan))
 
 
 def top_k(top: TopK) -> Float[Array, "..."]:
@@ -157,7 +157,7 @@ def top_p(top: TopK, p: float | Float[ArrayLike, "..."], *, after_top_k: bool = 
         >>> top = linear_topk(jnp.ones((1, 1)), weight, 3)
         >>> float(jnp.exp(floors.top_p(top, 0.6))[0]) > 0.2  # 0.4 and 0.3 are the nucleus
         True
-        >>> floors.top_p(top, 0.95).tolist()                 # it has four tokens
+        >>> floors.top_p(top, 0.95).tolist()                 # the nucleus has four tokens
         [nan]
     """
     top = _check_top(top)
@@ -223,10 +223,10 @@ def _floor_below(top: TopK, last: Array) -> Array:
     lse = _widen_to_float32(top.lse)
     z = _widen_to_float32(top.logprobs) + lse[..., None]
     inside = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) <= last
-    kept = jnp.min(jnp.where(inside, z, jnp.inf), axis=-1)
-    dropped = jnp.max(jnp.where(inside, -jnp.inf, z), axis=-1)
-    room = (_eps(lse) * ROOM + _eps(top.lse)) * jnp.maximum(jnp.abs(kept - lse), jnp.abs(lse))
-    return kept - jnp.maximum((kept - dropped) / 2, room)
+    smallest = jnp.min(jnp.where(inside, z, jnp.inf), axis=-1)
+    next_smaller = jnp.max(jnp.where(inside, -jnp.inf, z), axis=-1)
+    room = (_eps(lse) * ROOM + _eps(top.lse)) * jnp.maximum(jnp.abs(smallest - lse), jnp.abs(lse))
+    return smallest - jnp.maximum((smallest - next_smaller) / 2, room)
 
 
 def _eps(x: Array) -> float:

@@ -1,19 +1,21 @@
-"""Per-token losses for `lce_jax.linear_loss`: functions of one token's results and of what comes with it.
+"""Per-token losses for `lce_jax.linear_loss`: functions of one token's results and of further numbers per token.
 
     total, out = linear_loss(
         losses.dapo, hidden, weight, labels, old_logprob=old, advantage=advantages, clip_high=0.3, where=mask
     )
 
-Each takes ``(logprob, entropy, lse)`` of a token and what comes with it, in one order: ``old_logprob``, ``advantage``,
-``reference_logprob``. Then parameters by name, numbers or traced arrays, which `functools.partial` sets too. Each
-returns the token's loss: divide the sum by the number of tokens, or of sequences, as your objective says.
+Each loss takes ``(logprob, entropy, lse)`` of a token, then further per-token arguments, always in the order
+``old_logprob``, ``advantage``, ``reference_logprob``. Parameters follow by name. They are numbers or traced arrays, and
+`functools.partial` can set them. Each loss returns the loss of the token. Divide the sum by the number of tokens or of
+sequences, as your objective requires.
 
-They serve whole arrays too, such as the results of `linear_logprobs`. What comes with these is a number, or has their
-dimensions, with size 1 where all are the same: ``[b, 1]`` for one advantage per sequence. `distillation_loss` takes
-whole arrays alone, what ``linear_logprobs(..., candidates=ids)`` returns and what a teacher says of the same ids.
+The losses also work on arrays of all tokens, such as the results of `linear_logprobs`. A per-token argument is then a
+number, or an array with the same dimensions as the results, where a size of 1 means the same for all: ``[b, 1]`` for
+one advantage per sequence. `distillation_loss` takes only arrays of all tokens: the results of
+``linear_logprobs(..., candidates=ids)`` and a teacher's log-probabilities of the same ids.
 
-A difference of log-probabilities counts as at most 80, so that ratios are finite in float32, and has no gradient
-beyond that: a token so far off-policy is to be left out by ``where``.
+A difference of log-probabilities above 80 counts as 80, so that ratios are finite in float32, and has no gradient.
+Leave out tokens that are so far off-policy with ``where``.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def cross_entropy(
         The loss in nats.
 
     Raises:
-        ValueError, TypeError: ``z_loss`` is no number that is at least 0.
+        ValueError, TypeError: ``z_loss`` is not a number of at least 0.
 
     Example:
         >>> from lce_jax import losses
@@ -88,7 +90,7 @@ def ppo_clip(
         logprob: ln p(label), nats.
         entropy: not used.
         lse: not used.
-        old_logprob: that of the policy which drew the token.
+        old_logprob: the log-probability under the policy that drew the token.
         advantage: A.
         clip: ε, at least 0.
 
@@ -96,7 +98,7 @@ def ppo_clip(
         The loss.
 
     Raises:
-        ValueError, TypeError: ``clip`` is no number that is at least 0.
+        ValueError, TypeError: ``clip`` is not a number of at least 0.
 
     Example:
         >>> from lce_jax import losses
@@ -120,15 +122,15 @@ def dapo(
     clip_low: float | Float[Array, ""] = 0.2,
     clip_high: float | Float[Array, ""] = 0.28,
 ) -> Float[Array, ""]:
-    """`ppo_clip` with a range that is wider above 1, so that unlikely tokens can become likely.
+    """`ppo_clip` with a wider range above 1, so that unlikely tokens can become likely.
 
-    Divide the sum by the number of tokens of all sequences.
+    Divide the sum by the number of tokens of all sequences, as DAPO does.
 
     Args:
         logprob: ln p(label), nats.
         entropy: not used.
         lse: not used.
-        old_logprob: that of the policy which drew the token.
+        old_logprob: the log-probability under the policy that drew the token.
         advantage: A.
         clip_low: how far the ratio may fall below 1, at least 0.
         clip_high: how far it may rise above 1, at least 0.
@@ -137,7 +139,7 @@ def dapo(
         The loss.
 
     Raises:
-        ValueError, TypeError: ``clip_low`` or ``clip_high`` is no number that is at least 0.
+        ValueError, TypeError: ``clip_low`` or ``clip_high`` is not a number of at least 0.
 
     Example:
         >>> from lce_jax import losses
@@ -148,8 +150,8 @@ def dapo(
         Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025).
     """
     del entropy, lse
-    _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
-    ratio = jnp.exp(_bounded(logprob - old_logprob))
+    scalars.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
+    ratio = jnp.exp(_bound(logprob - old_logprob))
     low, high = _not_negative("clip_low", clip_low), _not_negative("clip_high", clip_high)
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1.0 - low, 1.0 + high) * advantage)
 
@@ -167,15 +169,15 @@ def grpo(
 ) -> Float[Array, ""]:
     """`ppo_clip` plus ``kl·(e^d - d - 1)`` with ``d = reference_logprob - logprob``.
 
-    The second term estimates KL(policy ‖ reference) without bias, and is never negative (k3).
+    The second term is an unbiased estimate of KL(policy ‖ reference), and is never negative (k3).
 
     Args:
         logprob: ln p(label), nats.
         entropy: not used.
         lse: not used.
-        old_logprob: that of the policy which drew the token.
-        advantage: A, normalised within the token's group of answers.
-        reference_logprob: that of the policy to stay close to.
+        old_logprob: the log-probability under the policy that drew the token.
+        advantage: A, normalised within the group of answers to the same prompt.
+        reference_logprob: the log-probability under the policy to stay close to.
         clip: ε, at least 0.
         kl: weight of the divergence, at least 0.
 
@@ -183,7 +185,7 @@ def grpo(
         The loss.
 
     Raises:
-        ValueError, TypeError: ``clip`` or ``kl`` is no number that is at least 0.
+        ValueError, TypeError: ``clip`` or ``kl`` is not a number of at least 0.
 
     Example:
         >>> from lce_jax import losses
@@ -194,8 +196,8 @@ def grpo(
         Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (2024), eqs.
         3 and 4; Schulman, "Approximating KL Divergence" (2020), for k3.
     """
-    _check_dimensions(logprob, reference_logprob=reference_logprob)
-    difference = _bounded(reference_logprob - logprob)
+    scalars.check_loss_arguments(logprob, reference_logprob=reference_logprob)
+    difference = _bound(reference_logprob - logprob)
     divergence = jnp.expm1(difference) - difference
     return ppo_clip(logprob, entropy, lse, old_logprob, advantage, clip=clip) + _not_negative("kl", kl) * divergence
 
@@ -210,24 +212,24 @@ def cispo(
     clip_low: float | Float[Array, ""] = 1.0,
     clip_high: float | Float[Array, ""],
 ) -> Float[Array, ""]:
-    """``-w·A·logprob``, where the weight ``w = clip(r, 1 - ε_low, 1 + ε_high)`` of the ratio has no gradient.
+    """``-w·A·logprob``, where the weight ``w = clip(r, 1 - ε_low, 1 + ε_high)`` has no gradient.
 
-    So a token whose ratio is clipped still has a gradient.
+    The ratio is ``r = exp(logprob - old_logprob)``. A token whose ratio is clipped still has a gradient.
 
     Args:
         logprob: ln p(label), nats.
         entropy: not used.
         lse: not used.
-        old_logprob: that of the policy which drew the token.
+        old_logprob: the log-probability under the policy that drew the token.
         advantage: A.
-        clip_low: how far the weight may fall below 1, at least 0; 1 leaves it free, as the paper does.
+        clip_low: how far the weight may fall below 1, at least 0. With 1 there is no lower bound, as in the paper.
         clip_high: how far it may rise above 1, at least 0. The paper tunes it and gives no number.
 
     Returns:
         The loss.
 
     Raises:
-        ValueError, TypeError: ``clip_low`` or ``clip_high`` is no number that is at least 0.
+        ValueError, TypeError: ``clip_low`` or ``clip_high`` is not a number of at least 0.
 
     Example:
         >>> from lce_jax import losses
@@ -238,25 +240,25 @@ def cispo(
         MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention" (2025).
     """
     del entropy, lse
-    _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
+    scalars.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
     low, high = _not_negative("clip_low", clip_low), _not_negative("clip_high", clip_high)
-    weight = lax.stop_gradient(jnp.clip(jnp.exp(_bounded(logprob - old_logprob)), 1.0 - low, 1.0 + high))
+    weight = lax.stop_gradient(jnp.clip(jnp.exp(_bound(logprob - old_logprob)), 1.0 - low, 1.0 + high))
     return -weight * advantage * logprob
 
 
 def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float[Array, ""]) -> Callable[..., Array]:
-    """``loss_fn`` minus ``coefficient·entropy``: a policy that stays undecided is rewarded.
+    """``loss_fn`` minus ``coefficient·entropy``, which rewards a policy with a high entropy.
 
     Args:
         loss_fn: a per-token loss.
         coefficient: weight of the entropy, at least 0.
 
     Returns:
-        A per-token loss of the same arguments.
+        A per-token loss with the same arguments as ``loss_fn``.
 
     Raises:
-        ValueError, TypeError: ``coefficient`` is no number that is at least 0; or, where the loss is used, there is no
-            entropy.
+        ValueError, TypeError: ``coefficient`` is not a number of at least 0. The loss itself raises a ValueError if a
+            call has ``entropy=False``.
 
     Example:
         >>> from lce_jax import losses
@@ -270,22 +272,16 @@ def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float
     coefficient = _not_negative("coefficient", coefficient)
 
     @functools.wraps(loss_fn)
-    def with_bonus(logprob: Any, entropy: Any, lse: Any, *per_token: Any, **parameters: Any) -> Any:
+    def loss_with_bonus(logprob: Any, entropy: Any, lse: Any, *per_token: Any, **parameters: Any) -> Any:
         if entropy is None:
             raise ValueError(f"an entropy bonus of {coefficient} needs the entropy, but the call has entropy=False")
         return loss_fn(logprob, entropy, lse, *per_token, **parameters) - coefficient * entropy
 
-    return with_bonus
+    return loss_with_bonus
 
 
-def _check_dimensions(logprob: Any, **own: Any) -> None:
-    for name, x in own.items():
-        scalars.require_value(name, x)
-        scalars.check_token_dimensions(name, jnp.shape(x), jnp.shape(logprob))
-
-
-def _bounded(difference: Any) -> Any:
-    """A difference of log-probabilities whose exponential is finite, so that 0 times it is 0; no gradient beyond."""
+def _bound(difference: Any) -> Any:
+    """Bounds a difference of log-probabilities, so that its exponential is finite. A bounded one has no gradient."""
     return jnp.minimum(difference, _kl.MOST_DISTANCE)
 
 

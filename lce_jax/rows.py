@@ -1,16 +1,16 @@
-"""Rows of packed sequences and of context-parallel ranks: labels, masks and results that belong to them.
+"""Labels, masks and results for the rows of packed sequences and of context-parallel ranks.
 
 Every function of `lce_jax` works row by row, on a hidden state and its label. So packing and context parallelism need
-only one thing: each row must have the label of the next token of its own sequence.
+only one thing: the label of each row must be the next token of the same sequence.
 
     labels = rows.next_tokens(tokens, segment_ids=segment_ids)           # -100 at the last token of each sequence
     labels = rows.of_rank(labels, cp_rank, cp_size)                      # after the shift, never before it
-    loss = linear_cross_entropy(hidden, weight, labels)                  # hidden: the rank's own rows
+    loss = linear_cross_entropy(hidden, weight, labels)                  # hidden: the rows of this rank
 
 Shapes are static, so all functions run under ``jit``, also with a traced ``cp_rank``. Traced values cannot be checked.
-If traced offsets or a traced rank do not fit, every element of the result is NaN (of integers the least, of unsigned
-integers the largest, of bools False). `lce_torch_bridge.rows` has the same functions for tensors. L is the length of a
-row of tokens, which may hold several sequences one after another.
+If traced offsets or a traced rank are invalid, every element of the result is NaN; for integers it is the smallest
+number, for unsigned integers the largest, for bools False. `lce_torch_bridge.rows` has the same functions for tensors.
+L is the number of tokens in a row of the batch, which may hold several sequences one after another.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ def next_tokens(
         tokens: ``[..., L]`` integers.
         ahead: how many tokens ahead the label is: 1 for the next token, 2 for the one after it. Multi-token prediction
             uses k + 1 at depth k.
-        segment_ids: ``[..., L]`` integers: neighbours with the same id are of one sequence. None: see ``cu_seqlens``.
+        segment_ids: ``[..., L]`` integers: neighbouring tokens with the same id belong to one sequence. None: see
+            ``cu_seqlens``.
         cu_seqlens: ``[n + 1]`` integers that rise from 0: sequence i has ``cu_seqlens[i + 1] - cu_seqlens[i]`` tokens,
-            and rows after the last sequence are padding. Repeat the last offset to fill a static shape. None, without
-            ``segment_ids`` too: each row of tokens is one sequence.
-        cu_seqlens_padded: ``[n + 1]``, where each sequence begins if it is padded to a multiple. None: ``cu_seqlens``.
+            and rows after the last sequence are padding. Repeat the last offset to fill a static shape. If this and
+            ``segment_ids`` are None, each row of tokens is one sequence.
+        cu_seqlens_padded: ``[n + 1]``, where each sequence begins if sequences are padded to a multiple. None:
+            ``cu_seqlens``.
         padding_segment: the id of ``segment_ids`` that marks padding, 0 in MaxText and Tunix. None: no id does.
 
     Returns:
@@ -94,7 +96,7 @@ def next_values(
 ) -> Array:
     """Moves values of tokens (a mask, an advantage, an old log-probability) to the rows that predict these tokens.
 
-    ``values`` ``[..., L]`` are a number or bool per token; rows without such a token get ``fill``. `next_tokens`
+    ``values`` ``[..., L]`` holds a number or bool per token. Rows that predict no token get ``fill``. `next_tokens`
     documents the other arguments and the errors.
 
     Example:
@@ -119,8 +121,8 @@ def at_tokens(
 ) -> Array:
     """Moves results of rows (log-probabilities) to the tokens that the rows predict: the inverse of `next_values`.
 
-    ``results`` ``[..., L]`` are a number or bool per row; the first ``ahead`` tokens of each sequence and padding get
-    ``fill``. `next_tokens` documents the other arguments and the errors.
+    ``results`` ``[..., L]`` holds a number or bool per row. The first ``ahead`` tokens of each sequence, and padding,
+    get ``fill``. `next_tokens` documents the other arguments and the errors.
 
     Example:
         >>> import jax.numpy as jnp
@@ -147,18 +149,18 @@ def positions(
         cp_rank: the rank, from 0; it may be traced, as ``jax.lax.axis_index`` is.
         cp_size: the number of ranks.
         layout: how a sequence is split. "zigzag": into ``2 * cp_size`` chunks, of which rank r has the chunks r and
-            ``2 * cp_size - 1 - r``, as in Megatron, Transformer Engine and MaxText (load balance), so that causal
+            ``2 * cp_size - 1 - r``, as in Megatron, Transformer Engine and MaxText. This balances the load: causal
             attention takes the same work on every rank. "contiguous": into ``cp_size`` chunks, as in a plain ring.
         cu_seqlens: where each sequence begins, and L at the end. Each sequence is split separately, as Transformer
             Engine does with packed sequences (give ``cu_seqlens_padded`` if they are padded). None: the L tokens are
             split as one sequence.
 
     Returns:
-        ``[L / cp_size]`` int32, the positions in the order of the rank's rows. All are L, which is out of range, if
-        traced values do not fit.
+        ``[L / cp_size]`` int32, the positions in the order of the rank's rows. If traced values are invalid, all
+        positions are L, which is out of range.
 
     Raises:
-        ValueError, TypeError: lengths that do not divide, and other values that do not fit.
+        ValueError, TypeError: lengths that do not divide, and other invalid values.
 
     Example:
         >>> from lce_jax import rows
@@ -179,8 +181,8 @@ def of_rank(
 ) -> Array:
     """Returns the rows of a context-parallel rank.
 
-    Shift labels before this, because the label of a chunk's last row stands in another chunk. ``x`` has L rows along
-    ``axis``, of which ``L / cp_size`` remain. `positions` documents the other arguments and the errors.
+    Shift labels before this call, because the label of a chunk's last row is in another chunk. ``x`` has L rows along
+    ``axis``, and the result has ``L / cp_size``. `positions` documents the other arguments and the errors.
 
     Example:
         >>> import jax.numpy as jnp
@@ -200,7 +202,7 @@ def in_rank_order(
     cu_seqlens: Int[ArrayLike, "n+1"] | None = None,
     axis: int = -1,
 ) -> Array:
-    """Returns the rows of all context-parallel ranks, one rank after another, to be split over a mesh axis.
+    """Returns the rows of all context-parallel ranks, one rank after another, so that a mesh axis can split them.
 
     The arguments are those of `of_rank`.
 
@@ -254,7 +256,7 @@ def _count_rows(x: Any, axis: int) -> int:
 
 
 def _check_rank(value: Any) -> Any:
-    """Returns a ``cp_rank`` as a Python integer, or as it is if it is traced."""
+    """Returns a ``cp_rank`` as a Python integer, or unchanged if it is traced."""
     if scalars.is_integer(value):
         return value
     _checks.check_array("cp_rank", value, "an integer")
@@ -280,7 +282,7 @@ def _compute_positions(begins: Any, rank: Any, **static: Any) -> Array:
 
 
 def _take(x: Any, axis: int, *arguments: Any, **options: Any) -> Array:
-    """Returns the rows of ``x`` at the positions that `sequences.locate_rows` computes of the other arguments."""
+    """Returns the rows of ``x`` at the positions that `sequences.locate_rows` computes from the other arguments."""
     indices = _locate_rows(_count_rows(x, axis), *arguments, **options)
     fill = False if x.dtype == jnp.bool_ else None  # None: NaN, or an extreme of the integers
     return jnp.take(put_on_device(x), indices, axis, mode="fill", fill_value=fill, unique_indices=True)

@@ -23,7 +23,7 @@ type OutOfVocab = Literal["zero", "megatron"]
 type Wgrad = Literal["return", "main_grad"]
 type Reduction = Literal["none", "sum", "mean"]
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # the types of tensors that are no subclasses with behaviour of their own
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensor types without behaviour of a subclass
 PER_CANDIDATE = "candidate_logprobs"  # the only result of shape [T, K]; the others are [T]
 DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", PER_CANDIDATE)  # results that can have a gradient
 STATS_FIELDS = ("max_logit", "min_logit", "sum_p_squared")  # results that ``stats=True`` adds, without a gradient

@@ -74,7 +74,7 @@ def ppo_clip(
         logprob: ln p(label), nats.
         entropy: not used.
         lse: not used.
-        old_logprob: that of the policy which drew the token.
+        old_logprob: the token's log-probability under the policy that drew it, nats.
         advantage: A.
         clip: ε, at least 0.
 
@@ -106,7 +106,7 @@ def dapo(
         logprob: ln p(label), nats.
         entropy: not used.
         lse: not used.
-        old_logprob: that of the policy which drew the token.
+        old_logprob: the token's log-probability under the policy that drew it, nats.
         advantage: A.
         clip_low: how far the ratio may fall below 1, at least 0.
         clip_high: how far it may rise above 1, at least 0.
@@ -118,7 +118,7 @@ def dapo(
         -1.28
     """
     del entropy, lse
-    _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
+    scalars.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
     ratio = _compute_ratio(logprob, old_logprob)
     return -torch.minimum(ratio * advantage, _clip_ratio(ratio, clip_low, clip_high) * advantage)
 
@@ -142,9 +142,9 @@ def grpo(
         logprob: ln p(label), nats.
         entropy: not used.
         lse: not used.
-        old_logprob: that of the policy which drew the token.
+        old_logprob: the token's log-probability under the policy that drew it, nats.
         advantage: A, normalised within the token's group of answers.
-        reference_logprob: that of the policy to stay close to.
+        reference_logprob: the token's log-probability under the policy to stay close to, nats.
         clip: ε, at least 0.
         kl: weight of the divergence, at least 0.
 
@@ -154,7 +154,7 @@ def grpo(
         >>> round(losses.grpo(*torch.tensor([-1.0, 0.0, 0.0, -1.0, 1.0, -2.0]), kl=1.0).item(), 3)    # -1 + 1/e
         -0.632
     """
-    _check_dimensions(logprob, reference_logprob=reference_logprob)
+    scalars.check_loss_arguments(logprob, reference_logprob=reference_logprob)
     kl, difference = scalars.not_negative("kl", kl), (reference_logprob - logprob).clamp(max=MOST_DISTANCE)
     clipped = ppo_clip(logprob, entropy, lse, old_logprob, advantage, clip=clip)
     return clipped + kl * (difference.expm1() - difference)
@@ -178,7 +178,7 @@ def cispo(
         logprob: ln p(label), nats.
         entropy: not used.
         lse: not used.
-        old_logprob: that of the policy which drew the token.
+        old_logprob: the token's log-probability under the policy that drew it, nats.
         advantage: A.
         clip_low: how far the weight may fall below 1, at least 0; 1 leaves it free, as the paper does.
         clip_high: how far it may rise above 1, at least 0. The paper tunes it and gives no number.
@@ -190,7 +190,7 @@ def cispo(
         2.0
     """
     del entropy, lse
-    _check_dimensions(logprob, old_logprob=old_logprob, advantage=advantage)
+    scalars.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
     return -_clip_ratio(_compute_ratio(logprob, old_logprob), clip_low, clip_high).detach() * advantage * logprob
 
 
@@ -210,13 +210,6 @@ def with_entropy_bonus(loss_fn: Callable[..., torch.Tensor], coefficient: float)
     add_bonus: Any = jax_losses.with_entropy_bonus  # works on tensors too
     loss: Callable[..., torch.Tensor] = add_bonus(loss_fn, scalars.not_negative("coefficient", coefficient))
     return loss
-
-
-def _check_dimensions(logprob: torch.Tensor, **arguments: Any) -> None:
-    for name, x in arguments.items():
-        scalars.require_value(name, x)
-        if isinstance(x, torch.Tensor):
-            scalars.check_token_dimensions(name, x.shape, logprob.shape)
 
 
 def _compute_ratio(logprob: torch.Tensor, old_logprob: torch.Tensor) -> torch.Tensor:
@@ -243,45 +236,46 @@ def distillation_loss(
 
     With the teacher's probabilities p and the student's q, over the candidates and what ``rest`` adds to them:
 
-    - ``"forward_kl"``: ``KL(p ‖ q) = Σ p (ln p - ln q)``, which spreads the student over all that the teacher does;
-    - ``"reverse_kl"``: ``KL(q ‖ p) = Σ q (ln q - ln p)``, which keeps it away from what the teacher does not do;
+    - ``"forward_kl"``: ``KL(p ‖ q) = Σ p (ln p - ln q)`` gives the student probability wherever the teacher has it;
+    - ``"reverse_kl"``: ``KL(q ‖ p) = Σ q (ln q - ln p)`` takes it from the student wherever the teacher has none;
     - ``"jsd"``: ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with ``m = β p + (1 - β) q``, the generalised Jensen-Shannon
       divergence.
 
-    Both models' log-probabilities are those under their whole vocabularies, at one temperature τ. Multiply by τ² to
-    keep the size of the gradients (Hinton et al.).
+    The log-probabilities of both models are under their full vocabularies, at one temperature τ. Multiply by τ² to keep
+    the size of the gradients (Hinton et al.).
 
     Args:
         candidate_logprobs: ``[..., K]`` ln q of the candidates, nats: the field of that name that
             ``linear_logprobs(..., candidates=ids)`` returns.
-        teacher_logprobs: ``[..., K]`` ln p of the same ids, nats. No gradient. -inf stands for p = 0, with which a
-            reverse KL is infinite.
-        ids: ``[..., K]`` the candidates, those of each token all different; -1 stands for none, and what the
-            log-probabilities hold there is not read. An id out of vocabulary must be -1 too.
+        teacher_logprobs: ``[..., K]`` ln p of the same ids, nats, without a gradient. -inf stands for p = 0, which
+            makes a reverse KL infinite.
+        ids: ``[..., K]`` the candidates of each token, without repetitions. -1 stands for no id: the log-probabilities
+            at this place are not read. Write -1 for an id out of vocabulary too.
         divergence: "forward_kl", "reverse_kl" or "jsd".
-        beta: the teacher's weight β in (0, 1) in "jsd". As β approaches 0, the gradient approaches β times that of the
-            forward KL; as it approaches 1, 1 - β times that of the reverse KL. Exact to rounding up to both ends. None:
-            0.5.
-        rest: what is done with the probability outside the candidates. "bin": all of it is one more candidate, for
-            both models, so that the result is a divergence of two distributions, at least 0 and at most that over the
-            whole vocabulary. "drop": it is left out, and the sums are over the candidates alone. Then a KL may be
-            negative, and nothing holds the student's mass on the candidates to the teacher's. "renormalize": p and
-            q are divided by their sums over the candidates.
-        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+        beta: the teacher's weight β in (0, 1) in "jsd". As β approaches 0, the gradient approaches β times the gradient
+            of the forward KL; as β approaches 1, it approaches 1 - β times the gradient of the reverse KL. It is exact
+            to rounding for β close to 0 or 1 too. None: 0.5.
+        rest: what happens to the probability outside the candidates. "bin": it is one more candidate of both models.
+            The result is then a divergence of two distributions, at least 0 and at most the divergence over the full
+            vocabulary. "drop": it is left out, and the sums are over the candidates only. A KL may then be negative,
+            and nothing makes the student's total probability of the candidates equal the teacher's. "renormalize": p
+            and q are divided by their sums over the candidates.
+        where: ``[...]`` bool, the rows that count. Other rows are exactly 0 in outputs and gradients, whatever they
             hold. None: every row counts.
 
     Returns:
-        ``[...]`` in nats, float32 (float64 if one of the two is). 0 in a row without candidates. NaN in a row in which
-        the candidates of student or teacher have more than 1.01 of probability together: its ids repeat, or what it
-        holds are no log-probabilities. "renormalize" takes any logits and has no such row.
+        ``[...]`` in nats, float32 (float64 if one of the two is). 0 in a row without candidates. NaN in a row whose
+        candidates have a total probability of more than 1.01 in student or teacher: its ids repeat, or its numbers are
+        no log-probabilities. "renormalize" accepts any logits and never returns NaN for this reason.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message has their values.
 
     Numerics:
         Everything is float32. The rest ``1 - Σ q`` is computed without cancellation when one candidate has nearly all
-        mass: ``-expm1`` of its log-probability less the others. Log-probabilities in float32 fix the rest to 1e-7, so
-        in a logarithm it counts as 2⁻²⁰ if it is smaller, and has no gradient then.
+        probability: as ``-expm1`` of its log-probability minus the other candidates' probabilities. Log-probabilities
+        in float32 determine the rest only to 1e-7. So in a logarithm a smaller rest than 2⁻²⁰ counts as 2⁻²⁰, and has
+        no gradient.
 
     Example:
         >>> import torch

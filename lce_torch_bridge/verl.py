@@ -94,10 +94,10 @@ def linear_cross_entropy(
     As in verl, the first result is a log-probability, ``z[label] - lse ≤ 0``: the loss is its negative.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
-            or the CPU.
-        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
-            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
+        hidden: ``[..., H]`` hidden states with any leading shape, also an empty one. bfloat16, float16 or float32, on a
+            GPU or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head. A weight that is not contiguous is copied in each call. The
+            matrix products have its dtype. Under ``torch.autocast`` it is first cast to autocast's dtype, and all calls
             of the context share the copy, as with ``torch.nn.functional.linear``.
         labels: hidden's leading shape, also with other dimensions of 1 (``[1, T]`` for ``[T, 1, H]``), or flat.
             ``[b, s]`` for ``[s, b, H]`` is refused. A label outside the vocabulary has logprob 0 (verl's kernel:

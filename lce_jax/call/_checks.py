@@ -1,4 +1,4 @@
-"""Checks of the arrays that a caller passes, before anything is computed: errors show the offending values."""
+"""Checks of the arrays that a caller passes. They run before anything is computed, and errors show the wrong values."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def check_operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any,
 
 
 def check_floats(name: str, x: Any) -> None:
-    """An array of floats whose sizes are known."""
+    """Checks that ``x`` is an array of floats whose sizes are known."""
     check_array(name, x)
-    if hasattr(type(x), "__jax_array__") and not isinstance(x, jax.Array):  # as a parameter of Flax NNX
+    if hasattr(type(x), "__jax_array__") and not isinstance(x, jax.Array):  # such as a parameter of Flax NNX
         raise TypeError(f"{name} must be an array, got {type(x).__name__}, which holds one: pass {name}[...]")
     check_sizes(name, x)
     if jnp.dtype(x.dtype).name not in FLOATS:
@@ -54,7 +54,7 @@ def check_floats(name: str, x: Any) -> None:
 
 
 def check_vocab_size(vocab_size: Any, columns: int) -> int:
-    """``vocab_size``, checked against the columns of all shards; None means all of them."""
+    """Returns ``vocab_size``, checked against the columns of all shards. None means all of these columns."""
     if vocab_size is None:
         return columns
     vocab_size = scalars.integer("vocab_size", vocab_size)
@@ -64,7 +64,7 @@ def check_vocab_size(vocab_size: Any, columns: int) -> int:
 
 
 def check_split(primals: Primals, lora: Any, call: Call) -> None:
-    """Inside ``shard_map``, types must say that each shard of ``axis_name`` has columns of its own."""
+    """Checks inside ``shard_map`` that each shard of ``axis_name`` has its own columns, as far as types show it."""
     if not _jax.tracks_varying(call.axis_name):
         return
     axes = [axis for axis in _jax.list_axes(call.axis_name) if lax.axis_size(axis) > 1]
@@ -75,17 +75,17 @@ def check_split(primals: Primals, lora: Any, call: Call) -> None:
     if adapter is not None:  # it is padded, and the caller's B is not
         operands.append(("lora's B", adapter, lora[1].shape, ", None)"))
     for name, x, shape, rest in operands:
-        whole = [axis for axis in axes if axis not in _jax.varying_axes(x)]
-        if whole:
+        replicated = [axis for axis in axes if axis not in _jax.varying_axes(x)]
+        if replicated:
             raise ValueError(
                 f"axis_name={call.axis_name!r}, but {name} {tuple(shape)} is the same on every shard of "
-                f"{', '.join(map(repr, whole))}: each of them would count all {call.columns} columns. Pass each shard "
-                f"its own columns (in_specs=P({call.axis_name!r}{rest}), or leave axis_name out for a whole weight"
+                f"{', '.join(map(repr, replicated))}: each shard would count all {call.columns} columns. Pass each "
+                f"shard its own columns (in_specs=P({call.axis_name!r}{rest}), or leave axis_name out for a full weight"
             )
 
 
 def check_array(name: str, x: Any, what: str = "an array") -> None:
-    """``x`` must be an array of JAX or NumPy, or the shape of one."""
+    """Checks that ``x`` is an array of JAX or NumPy, or a ``ShapeDtypeStruct``. ``what`` says what is expected."""
     if any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__):
         raise TypeError(
             f"{name} must be {what} of JAX, got torch's {type(x).__name__}: lce_torch_bridge has the same functions "
@@ -97,17 +97,17 @@ def check_array(name: str, x: Any, what: str = "an array") -> None:
 
 
 def check_sizes(name: str, x: Any) -> None:
-    """Refuses symbolic sizes (``jax.export.symbolic_shape``): a program's tiles follow from its sizes."""
+    """Refuses symbolic sizes (``jax.export.symbolic_shape``), because a program's tiles depend on its sizes."""
     if not all(isinstance(size, int | np.integer) for size in x.shape):
         raise UnsupportedError(
-            f"{name} {tuple(x.shape)} has a symbolic size, and tiles follow from sizes. Export one program for each of "
+            f"{name} {tuple(x.shape)} has a symbolic size, but tiles depend on sizes. Export one program for each of "
             "a few sizes, {n: jax.export.export(jax.jit(f))(*shapes(n)) for n in (1024, 4096)}, and pad the tokens of "
             "a call up to the next of them with where=False"
         )
 
 
 def check_mesh(value: Any) -> None:
-    """Refuses what is no mesh, such as the name of an axis."""
+    """Refuses a value that is not a mesh, such as the name of an axis."""
     if value is not None and not isinstance(value, Mesh | AbstractMesh):
         axis = f", and vocab_axis={value!r} for its axis" if isinstance(value, str) else ""
         raise TypeError(
@@ -117,7 +117,7 @@ def check_mesh(value: Any) -> None:
 
 
 def check_labels(x: Any, name: str = "labels") -> None:
-    """Labels (or other ids) must be an array of integers."""
+    """Checks that labels, or other ids, are an array of integers."""
     check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}: write {name}.astype(int)")
@@ -127,21 +127,21 @@ NO_LABELS = "for entropy and lse alone any ids serve, as jnp.zeros(hidden.shape[
 
 
 def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call) -> None:
-    """`scalars.warn_outside`, of the labels that this process can read without waiting for a device."""
+    """Runs `scalars.warn_outside` for labels that this process can read without waiting for a device."""
     ids = _read_if_ready(labels)
     if ids is None or not ids.size or call.axis_name is not None:
         return
     vocab_size = check_vocab_size(call.caller_vocab_size, call.columns)
-    live = None if where is None else _read_if_ready(where)
-    if scalars.all_in_vocabulary(ids, vocab_size) or (where is not None and live is None):
+    unmasked = None if where is None else _read_if_ready(where)
+    if scalars.all_in_vocabulary(ids, vocab_size) or (where is not None and unmasked is None):
         return
-    ids = ids.reshape(-1) if live is None else ids[live]
+    ids = ids.reshape(-1) if unmasked is None else ids[unmasked]
     ids = ids if ignore_index is None else ids[ids != ignore_index]
     scalars.warn_outside(ids, vocab_size, is_cross_entropy=call.function == "linear_cross_entropy")
 
 
 def _read_if_ready(x: Any) -> np.ndarray | None:
-    """The values of an array of NumPy, or of one of JAX that lies on a CPU, computed already."""
+    """Returns the values of a NumPy array, or of a JAX array that is on a CPU and already computed; else None."""
     if isinstance(x, np.ndarray):
         return x
     if not isinstance(x, jax.Array) or not is_concrete(x) or x.is_deleted():
@@ -151,14 +151,14 @@ def _read_if_ready(x: Any) -> np.ndarray | None:
 
 
 def count_candidates(x: Any, name: str = "candidates") -> int:
-    """The K of ids ``[..., K]``, whose rows of the weight a program reads."""
+    """Returns the K of ids ``[..., K]``, after checks of their dtype and sizes."""
     check_labels(x, name)
     check_sizes(name, x)
     return scalars.count_candidates(name, x.shape)
 
 
 def check_where(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
-    """``where`` must be a bool array of the shape of the labels, or of what else a call has per token."""
+    """Checks that ``where`` is a bool array of ``shape``, which is the shape of ``of``."""
     check_array("where", x, "a bool array")
     if x.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, got {x.dtype}: write `where != 0` if that is what it means")
@@ -170,9 +170,9 @@ def check_where(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
 
 
 def check_temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
-    """A positive number or an array that broadcasts, as given; None if it is the number 1.
+    """Checks a temperature, a positive number or an array that broadcasts. Returns it, or None if it is the number 1.
 
-    Values are checked if they are known. In a traced array a wrong one affects its own row alone.
+    Values are checked if they are known. In a traced array, a wrong value affects only its own row.
     """
     if isinstance(value, list | tuple):
         check_array("temperature", value, "a number or an array")
@@ -187,9 +187,9 @@ def check_temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> 
 
 
 def check_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
-    """A number that may be infinite, or an array that broadcasts, as given.
+    """Checks a floor, a number that may be infinite or an array that broadcasts, and returns it.
 
-    A NaN is refused where it is known. In a traced array it affects its own row alone.
+    A known NaN is refused. In a traced array, a NaN affects only its own row.
     """
     if isinstance(value, list | tuple):
         check_array("logit_floor", value, "a number or an array")
@@ -201,7 +201,7 @@ def check_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
 
 
 def check_per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "labels") -> None:
-    """An array of floats that broadcasts to one number per token, where ``shape`` is that of ``of``."""
+    """Checks that an array of floats broadcasts to one number per token. ``shape`` is the shape of ``of``."""
     check_array(name, value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
@@ -223,31 +223,31 @@ def check_known_values(
     where: Any = None,
     advice: str = "leave such rows out with where=",
 ) -> None:
-    """Refuses values that are known and wrong, in rows that count."""
+    """Refuses known values that are wrong in unmasked rows. ``must`` begins the message, ``advice`` ends it."""
     known = [x for x in (value, where) if x is not None]
     if not all(is_concrete(x) for x in known):
         return
-    given, *live = jax.device_get(known)
-    given = np.broadcast_to(given.astype(np.float64), shape)
-    wrong = ~is_right(given) & (live[0] if live else True)
+    numbers, *unmasked = jax.device_get(known)
+    numbers = np.broadcast_to(numbers.astype(np.float64), shape)
+    wrong = ~is_right(numbers) & (unmasked[0] if unmasked else True)
     if wrong.any():
-        found = np.unique(given[wrong])
+        examples = np.unique(numbers[wrong])
         raise ValueError(
-            f"{must}, but is {', '.join(map(str, found[:3]))}"
-            f"{', …' if len(found) > 3 else ''} in {wrong.sum()} of {wrong.size} rows, the first of them "
+            f"{must}, but is {', '.join(map(str, examples[:3]))}"
+            f"{', …' if len(examples) > 3 else ''} in {wrong.sum()} of {wrong.size} rows, the first of them "
             f"{tuple(int(i) for i in np.argwhere(wrong)[0])}: {advice}"
         )
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether ``x`` has numbers that this process can read."""
+    """Whether this process can read the numbers of ``x``."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def find_axis_size(axis_name: Any) -> int:
-    """The number of shards over ``axis_name``, which must be bound by an enclosing ``shard_map``."""
+    """Returns the number of shards over ``axis_name``. Refuses a name that no enclosing ``shard_map`` binds."""
     try:
         return lax.axis_size(axis_name)
     except NameError:
@@ -256,6 +256,15 @@ def find_axis_size(axis_name: Any) -> int:
             f"axis_name {axis_name!r} is not bound here (bound: {bound or 'none'}): call inside jax.shard_map over a "
             "mesh with that axis, or use sharded_linear_logprobs outside it"
         ) from None
+
+
+def check_class_weights(class_weights: Any, weight: Any, call: Call, smoothing: float) -> None:
+    """Checks the type and shape of class weights, and that no label is smoothed."""
+    if not is_array(class_weights):
+        raise TypeError(f"class_weights must be an array, got {type(class_weights).__name__}")
+    if jnp.dtype(class_weights.dtype).name not in FLOATS:
+        raise TypeError(f"class_weights must be one of {', '.join(FLOATS)}, got {class_weights.dtype}")
+    scalars.check_class_weights(class_weights.shape, weight.shape, weight.shape[call.vocab_dim], smoothing)
 
 
 def _check_bias(bias: Any, weight: Any, call: Call) -> None:

@@ -1,8 +1,8 @@
-"""A call: its arguments checked once, where they lie, the implementation that serves it, its rows, and what is static.
+"""From a caller's arguments to a call and its arrays: checks, layout on a mesh, implementation, rows.
 
-    Arguments ─ `describe_call` ─ where it lies ─ `choose_implementation` ─ `make_operands` ─▶ Bound
+    Arguments ─ `describe_call` ─ layout ─ `choose_implementation` ─ `make_operands` ─▶ Bound
 
-Rows that ``where`` leaves out move to the end, after the live ones: tiles that hold only dead rows are never computed.
+Rows that ``where`` masks move to the end, after the unmasked rows. Tiles of masked rows alone are never computed.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """A call's per-token operands, in the shape of labels (candidates with K more). None of them has a gradient."""
+    """A call's per-token operands, in the shape of labels; candidates are ``[*b, K]``. None of them has a gradient."""
 
     labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
     where: Bool[Array, "*b"] | None
     temperature: Float[Array, "*b"] | None
-    logit_scale: Float[Array, "*b"] | None = None  # if it or the softcap is an array; else the options have both
+    logit_scale: Float[Array, "*b"] | None = None  # None: the call has scale and softcap as numbers
     logit_softcap: Float[Array, "*b"] | None = None
-    candidates: Int[Array, "*b K"] | None = None  # int32 global ids, -1 for none and out of vocabulary
+    candidates: Int[Array, "*b K"] | None = None  # int32 global ids, -1 for none or out of vocabulary
     weights: Pair[Float[Array, "*b"]] | None = None  # of both models in the mixture of `lce_jax.linear_kl`
-    floor: Float[Array, "*b"] | None = None  # logits below it do not count, but for the label's; None: all do
-    num_rows: Int[Array, ""] | None = None  # instead of ``where``: how many rows count, from the first on
-    tags: Int[Array, "*b"] | None = None  # where shards must compare what they were given: of all the above
+    floor: Float[Array, "*b"] | None = None  # logits below it do not count, except the label's; None: all count
+    num_rows: Int[Array, ""] | None = None  # in place of ``where``: this many rows count, from the first on
+    tags: Int[Array, "*b"] | None = None  # one number for all fields above, which shards compare
 
     @property
-    def live(self) -> Bool[Array, "T"] | None:
+    def unmasked(self) -> Bool[Array, "T"] | None:
         """Which rows count; None if all do."""
         if self.num_rows is None:
             return self.where
@@ -60,7 +60,10 @@ class Rows(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=1, inline=True, keep_unused=True)
 def make_missing_labels(like: Array, shape: tuple[int, ...]) -> Array:
-    """The labels of a call that has none, on the devices of ``like``. Jitted for the reason that `_make_rows` gives."""
+    """Returns -1 as every label of a call without labels, on the devices of ``like``.
+
+    It is jitted for the same reason as `_make_rows`.
+    """
     del like
     return jnp.full(shape, -1, jnp.int32)
 
@@ -69,7 +72,11 @@ def make_missing_labels(like: Array, shape: tuple[int, ...]) -> Array:
 def _make_rows(
     labels: Array, where: Array | None, numbers: Any, candidates: Array | None, vocab_size: int, dtype: Any
 ) -> Rows:
-    """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
+    """Casts and broadcasts per-token operands.
+
+    It is jitted because outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may
+    forbid.
+    """
     ids = (labels, candidates)
     labels, candidates = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < vocab_size), x, -1), ids)
     temperature, scale, softcap, floor = (
@@ -80,48 +87,51 @@ def _make_rows(
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def broadcast_to_tokens(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """A factor as one number per token, without a gradient."""
+    """Broadcasts a factor to one number per token, without a gradient."""
     return jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), shape)
 
 
 @functools.partial(jax.jit, inline=True)
 def add_tags(rows: Rows) -> Rows:
-    """The same with the tags that shards compare."""
+    """Returns the rows with the tags that shards compare."""
     mixture = () if rows.weights is None else rows.weights
     columns = rows.labels, rows.temperature, rows.logit_scale, rows.logit_softcap, rows.candidates, rows.floor, *mixture
     return rows._replace(tags=_collectives.compute_tags([x for x in columns if x is not None], rows.where))
 
 
 def tag_arrays(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
-    """``rows`` with tags of further ``arrays``, ``[*b, ...]`` each, that no type shows to be equal on every shard."""
+    """Adds further ``arrays``, ``[*b, ...]`` each, to the tags of ``rows``, unless types show that shards are equal."""
     if not arrays or rows.tags is None or _jax.tracks_varying(call.axis_name):
         return rows
     return rows._replace(tags=_collectives.compute_tags([rows.tags, *lax.stop_gradient(arrays)], rows.where))
 
 
 def make_mixture_weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
-    """Of student and teacher, 1 - β and β. That of a number is rounded once, because near β = 1 float32 has few."""
+    """Returns 1 - β and β, the weights of student and teacher, per token.
+
+    If β is a number, 1 - β is rounded to float32 once. If β is a float32 array near 1, it has few digits of 1 - β.
+    """
     if is_array(beta):
-        return _spread_teachers_weight(put_on_device(beta, like), shape, dtype)
+        return _broadcast_beta(put_on_device(beta, like), shape, dtype)
     return Pair(*(broadcast_to_tokens(put_on_device(weight, like), shape, dtype) for weight in (1.0 - beta, beta)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _spread_teachers_weight(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
+def _broadcast_beta(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
     beta = broadcast_to_tokens(beta, shape, dtype)
     return Pair(1.0 - beta, beta)
 
 
 class Scales(NamedTuple):
-    """Per-token factors of eq. 0 from temperature and a traced scale or softcap; x is one of sign · r."""
+    """Per-token factors of eq. 0, from the temperature and from a traced scale or softcap."""
 
-    inverse_temperature: Float[Array, "T"] | None  # times a traced scale or cap; None: 1
-    raw_scale: Float[Array, "T"] | None = None  # x = tanh(raw_scale · r), or raw_scale · r
-    sign: Float[Array, "T"] | None = None  # of a traced scale, where it multiplies hidden
+    inverse_temperature: Float[Array, "T"] | None  # includes a traced |scale| or cap; None: 1
+    raw_scale: Float[Array, "T"] | None = None  # x = tanh(raw_scale · r) with a softcap, else x = raw_scale · r
+    sign: Float[Array, "T"] | None = None  # of a traced scale, if it multiplies hidden
 
     @property
     def derivative(self) -> Float[Array, "T"] | None:
-        """The row factor of eq. 5, without the scale in the options."""
+        """The row factor of eq. 5, without a scale that is a number."""
         inverse, raw_scale = self.inverse_temperature, self.raw_scale
         return inverse if raw_scale is None or inverse is None else inverse * raw_scale
 
@@ -129,10 +139,10 @@ class Scales(NamedTuple):
 def compute_scales(
     rows: Rows, dtype: Any, signs_hidden: bool, invert: Callable[[Array], Array] = _logprobs.invert_temperature
 ) -> Scales:
-    """The factors of a call, whose temperatures ``invert`` inverts.
+    """Computes the factors of a call. ``invert`` computes the inverse temperatures.
 
-    The sign of a traced scale, which may be 0, is apart, because k of eq. 1 must be positive. It multiplies hidden
-    where ``signs_hidden`` says so, else the raw products, which no kernel does.
+    The sign of a traced scale, which may be 0, is separate, because the k of eq. 1 must be positive. It multiplies
+    hidden if ``signs_hidden``. Otherwise it multiplies the raw products, which no kernel does.
     """
     inverse = None if rows.temperature is None else invert(rows.temperature.astype(dtype))
     if rows.logit_scale is None:
@@ -150,31 +160,35 @@ def compute_scales(
 
 
 def find_invalid_rows(rows: Rows) -> Bool[Array, "T"] | None:
-    """Rows that count and whose temperature is not positive and finite, or whose floor is NaN.
+    """Returns the unmasked rows whose temperature is not positive and finite, or whose floor is NaN.
 
-    They return NaN and have no gradient.
+    Their results are NaN, and they have no gradient. Returns None if the call has neither temperature nor floor.
     """
-    found = [] if rows.temperature is None else [~scalars.is_temperature(rows.temperature)]
-    found += [] if rows.floor is None else [jnp.isnan(rows.floor)]
-    if not found:
+    conditions = [] if rows.temperature is None else [~scalars.is_temperature(rows.temperature)]
+    conditions += [] if rows.floor is None else [jnp.isnan(rows.floor)]
+    if not conditions:
         return None
-    is_wrong = functools.reduce(jnp.logical_or, found)
-    return is_wrong if rows.live is None else is_wrong & rows.live
+    is_invalid = functools.reduce(jnp.logical_or, conditions)
+    return is_invalid if rows.unmasked is None else is_invalid & rows.unmasked
 
 
 def put_on_device(value: Any, like: Any = None) -> Array:
-    """A number as an array, by an explicit transfer, to the mesh of ``like`` if it lies on one; arrays as they are."""
+    """Returns a number or NumPy array as a JAX array, by an explicit transfer. Returns a JAX array unchanged.
+
+    If ``like`` is on a mesh, the result is replicated over that mesh.
+    """
     if isinstance(value, jax.Array):
         return value
-    of = None if isinstance(like, jax.core.Tracer) else getattr(like, "sharding", None)
-    whole = NamedSharding(of.mesh, PartitionSpec()) if isinstance(of, NamedSharding) else None
-    return jax.device_put(np.asarray(value), whole)
+    sharding = None if isinstance(like, jax.core.Tracer) else getattr(like, "sharding", None)
+    replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    return jax.device_put(np.asarray(value), replicated)
 
 
 def cast_labels(labels: Any, name: str = "labels") -> Array:
-    """Labels of any integer type as int32; what does not fit is clamped, and stays out of every vocabulary.
+    """Casts labels of any integer type to int32. Labels beyond int32 are clamped, and stay out of every vocabulary.
 
-    NumPy's 64-bit labels are clamped first, because JAX would wrap them: 2³² + 3 would become 3.
+    64-bit labels of NumPy are clamped before they become a JAX array, because JAX would wrap them: 2³² + 3 would
+    become 3.
     """
     _checks.check_labels(labels, name)
     if isinstance(labels, np.ndarray | np.generic):
@@ -193,57 +207,60 @@ _clamp_jitted = jax.jit(functools.partial(_clamp, numpy=jnp), inline=True)
 
 
 def find_local_columns(ids: Int[Array, "..."], start: Any, columns: int) -> Int[Array, "..."]:
-    """Global ids as columns of the shard that has ``columns`` from ``start`` on; -1 where it does not own them."""
+    """Maps global ids to columns of the shard whose ``columns`` begin at ``start``; -1 for ids of other shards."""
     local = ids - start
     return jnp.where((ids >= 0) & (local >= 0) & (local < columns), local, -1)
 
 
 def flatten_tokens[T](tree: T, leading: int) -> T:
-    """Every leaf with its first ``leading`` dimensions, those of labels, as one."""
+    """Reshapes every leaf: its first ``leading`` dimensions, those of labels, become one dimension."""
     return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:]), tree)
 
 
 class Compaction(NamedTuple):
-    """The order with the live rows first, in their own order."""
+    """A permutation of a call's rows: the unmasked rows first, then the masked rows, each in the call's order."""
 
-    source: Int[Array, "T"]  # row of the call at each compacted position
-    position: Int[Array, "T"]  # compacted position of each row of the call
-    num_rows: Int[Array, ""]  # how many are live
+    source: Int[Array, "T"]  # the call's row at each compacted position
+    position: Int[Array, "T"]  # the compacted position of each of the call's rows
+    num_rows: Int[Array, ""]  # the number of unmasked rows
 
 
 def plan_compaction(where: Bool[Array, "T"]) -> Compaction:
-    """The compaction of ``where``: two prefix sums and a scatter, no sort."""
-    live = jnp.cumsum(where, dtype=jnp.int32)
-    dead = jnp.cumsum(~where, dtype=jnp.int32)
+    """Returns the compaction for ``where``, by two prefix sums and a scatter, without a sort."""
+    unmasked = jnp.cumsum(where, dtype=jnp.int32)
+    masked = jnp.cumsum(~where, dtype=jnp.int32)
     num_rows = jnp.sum(where, dtype=jnp.int32)
-    position = jnp.where(where, live - 1, num_rows + dead - 1)
+    position = jnp.where(where, unmasked - 1, num_rows + masked - 1)
     rows = jnp.arange(where.shape[0], dtype=jnp.int32)
     source = jnp.zeros_like(rows).at[position].set(rows, unique_indices=True)
     return Compaction(source, position, num_rows)
 
 
 def compact(order: Compaction, tree: Any) -> Any:
-    """Every [T, ...] leaf in compacted order, with dead rows zero: NaN or inf in them cannot spread."""
-    live = jnp.arange(order.source.shape[0], dtype=jnp.int32) < order.num_rows
+    """Brings every [T, ...] leaf into compacted order. Masked rows become 0, so that their NaN or inf cannot spread."""
+    unmasked = jnp.arange(order.source.shape[0], dtype=jnp.int32) < order.num_rows
 
     def gather(x: Array) -> Array:
-        return jnp.where(live.reshape((-1,) + (1,) * (x.ndim - 1)), x[order.source], jnp.zeros((), x.dtype))
+        return jnp.where(unmasked.reshape((-1,) + (1,) * (x.ndim - 1)), x[order.source], jnp.zeros((), x.dtype))
 
     return jax.tree.map(gather, tree)
 
 
 def expand(order: Compaction, tree: Any) -> Any:
-    """The inverse of `compact` on the live rows. Dead rows hold anything, and the caller overwrites them."""
+    """Inverts `compact` for unmasked rows. Masked rows may hold anything, and the caller overwrites them."""
     return jax.tree.map(lambda x: x[order.position], tree)
 
 
-# Where a call runs
+# How a mesh splits a call
 
 
 def find_layout(
     arguments: Arguments, per_token: list[Any], placement: MeshPlacement
 ) -> tuple[Layout | None, Layout | None]:
-    """How the operands lie on a mesh, if they do; and if it is not XLA that partitions the call, over Auto axes."""
+    """Returns the layout of the operands on a mesh, and the layout that the call itself uses; None without a mesh.
+
+    The second is None also over Auto axes, because XLA partitions the call there.
+    """
     if placement.names_axes:
         _options.refuse_axis_name(arguments.call.axis_name)
         return (placement.find_layout(arguments),) * 2
@@ -256,7 +273,7 @@ def find_layout(
 
 
 def divide_call(call: Call, layout: Layout | None) -> Call:
-    """What one device computes of it, with the implementation."""
+    """Returns the call of one device's share, with its implementation."""
     call = choose_implementation(call, mesh=layout)
     if layout is None:
         return call
@@ -265,20 +282,20 @@ def divide_call(call: Call, layout: Layout | None) -> Call:
     )
 
 
-# The door of every function
+# What every public function calls
 
 
 class Bound(NamedTuple):
-    """A call and its arrays; of `lce_jax.linear_kl` a `Pair` of these."""
+    """A call and its arrays. For `lce_jax.linear_kl`, the arrays are a `Pair`, one for each model."""
 
     call: Call
     primals: Any  # `Primals`
     rows: Any  # `Rows`
-    agree: Bool[Array, "*b"] | None  # inside ``shard_map``: the rows that all shards of the vocabulary were given alike
+    agree: Bool[Array, "*b"] | None  # inside ``shard_map``: the rows that are equal on all shards of the vocabulary
 
 
 def bind_call(arguments: Arguments, others: Any = ()) -> Bound:
-    """A call over the mesh of its placement, over the one that the operands name, or of this device.
+    """Binds a described call to its arrays, over the mesh of its placement, the mesh of its operands, or one device.
 
     ``others`` are further operands, which may name the mesh too.
     """
@@ -301,7 +318,10 @@ def bind_call(arguments: Arguments, others: Any = ()) -> Bound:
 
 
 def describe_call(arguments: Arguments) -> Arguments:
-    """With a call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
+    """Checks a call's arrays against each other, and sets the shapes, dtypes and device of the call.
+
+    Arrays may be tracers or ``ShapeDtypeStruct``.
+    """
     call, hidden, weight, labels, where, *_ = arguments
     if labels is None:
         _checks.check_array("hidden", hidden)
@@ -312,39 +332,43 @@ def describe_call(arguments: Arguments) -> Arguments:
         _checks.warn_of_labels(labels, where, arguments.ignore_index, call.replace(columns=columns))
     if arguments.ignore_index is not None:
         where = _exclude_ignored(cast_labels(labels), where, arguments.ignore_index)
-    if arguments.lora is not None and (arguments.lora[0].shape[1], arguments.lora[1].shape[0]) != (
-        hidden.shape[-1],
-        columns,
-    ):
-        a, b, _ = arguments.lora
-        raise ValueError(
-            f"lora's A {tuple(a.shape)} and B {tuple(b.shape)} must be [r, {hidden.shape[-1]}] and [{columns}, r], of "
-            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
-        )
+    if arguments.lora is not None:
+        _check_adapter(arguments.lora, hidden, weight, columns)
     if arguments.candidates is not None:
         scalars.check_candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
-    dtype, of_hidden = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
-    of_hidden = jnp.promote_types(of_hidden, dtype) if call.rank else of_hidden
+    dtype, hidden_dtype = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
+    hidden_dtype = jnp.promote_types(hidden_dtype, dtype) if call.rank else hidden_dtype
     call = call.replace(
         num_tokens=math.prod(labels.shape),
         hidden_size=weight.shape[call.hidden_dim],
         columns=columns,
         dtype=dtype,
-        caller_dtype=None if of_hidden == dtype else of_hidden,
+        caller_dtype=None if hidden_dtype == dtype else hidden_dtype,
         partial_rows=where is not None,
         device=_dispatch.current_device(weight, hidden, labels, where),
     )
     return arguments._replace(call=call, where=where, ignore_index=None)
 
 
+def _check_adapter(lora: Any, hidden: Any, weight: Any, columns: int) -> None:
+    """Refuses factors of an adapter that do not fit hidden and weight."""
+    a, b, _ = lora
+    if (a.shape[1], b.shape[0]) != (hidden.shape[-1], columns):
+        raise ValueError(
+            f"lora's A {tuple(a.shape)} and B {tuple(b.shape)} must be [r, {hidden.shape[-1]}] and [{columns}, r], to "
+            f"fit hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
+        )
+
+
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def _exclude_ignored(labels: Array, where: Array | None, ignore_index: int) -> Array:
-    kept = labels != ignore_index
-    return kept if where is None else kept & where
+    """Returns ``where`` without the rows whose label is ``ignore_index``."""
+    counts = labels != ignore_index
+    return counts if where is None else counts & where
 
 
 def check_values(arguments: Arguments) -> None:
-    """Refuses wrong temperatures and floors of a described call, as far as their values are known."""
+    """Refuses wrong temperatures and floors of a described call if their values are known."""
     shape, where = tuple(arguments.labels.shape), arguments.where
     _checks.check_temperature(arguments.temperature, shape, where)
     if arguments.logit_floor is not None:
@@ -352,9 +376,9 @@ def check_values(arguments: Arguments) -> None:
 
 
 def choose_implementation(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
-    """With the true vocabulary and the implementation; over a layout, those of one device's share.
+    """Sets the true vocabulary and the implementation. Over a layout, the call becomes that of one device's share.
 
-    ``columns``: of all shards. None: the call's own, or some number where an axis splits them.
+    ``columns`` are those of all shards. None: the call's columns, or an unknown number if an axis splits them.
     """
     if columns is None:
         columns = call.columns if call.axis_name is None else scalars.INT32_MAX
@@ -364,7 +388,7 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
         call = _dispatch.use_mesh_device(call, mesh.mesh).replace(num_tokens=tokens, columns=size)
     if call.top_k:
         scalars.check_k(call.top_k, vocab_size)
-    if call.vocab_part_size and columns < scalars.INT32_MAX:  # else how many shards there are is not known here
+    if call.vocab_part_size and columns < scalars.INT32_MAX:  # otherwise the number of shards is unknown here
         scalars.check_vocab_parts(call.vocab_part_size, columns, call.columns)
     return call.replace(
         implementation=_dispatch.choose(call)[0].NAME,
@@ -376,7 +400,7 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
 
 
 def make_operands(call: Call, arguments: Arguments) -> tuple[Primals, Rows]:
-    """The arrays of a call: those with gradients, and the per-token ones; ids outside [0, vocab_size) become -1."""
+    """Returns a call's arrays: those with gradients, and per-token rows, whose ids outside [0, vocab_size) are -1."""
     labels = arguments.labels
     if labels is None:
         labels = make_missing_labels(jnp.asarray(arguments.hidden), tuple(arguments.hidden.shape[:-1]))
@@ -395,13 +419,13 @@ def make_operands(call: Call, arguments: Arguments) -> tuple[Primals, Rows]:
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _append_adapter(call: Call, primals: Primals, where: Array | None, a: Array, b: Array, scale: Array) -> Primals:
-    """With u = hidden · (scale · A)ᵀ beside hidden, and with B. JAX differentiates it in hidden and A."""
+    """Appends u = hidden · (scale · A)ᵀ to hidden, and sets the padded B as adapter. JAX differentiates both steps."""
     missing = (0, call.rank - a.shape[0])
     hidden, a = _jax.gather_dims(primals.hidden, -1), _jax.gather_dims(a, -2, -1)
     a = jnp.pad(a.astype(call.stat_dtype) * lax.stop_gradient(scale).astype(call.stat_dtype), (missing, (0, 0)))
-    live = hidden
+    unmasked = hidden  # with zeros in masked rows
     if where is not None:
-        live = jnp.where(_jax.split_like(where, hidden)[..., None], hidden, jnp.zeros((), hidden.dtype))
-    u = jnp.matmul(live.astype(call.dtype), a.astype(call.dtype).T, precision=call.precision)
-    beside = [x.astype(call.hidden_dtype) for x in (hidden, u)]
-    return primals._replace(hidden=jnp.concatenate(beside, axis=-1), adapter=jnp.pad(b, ((0, 0), missing)))
+        unmasked = jnp.where(_jax.split_like(where, hidden)[..., None], hidden, jnp.zeros((), hidden.dtype))
+    u = jnp.matmul(unmasked.astype(call.dtype), a.astype(call.dtype).T, precision=call.precision)
+    extended = jnp.concatenate([x.astype(call.hidden_dtype) for x in (hidden, u)], axis=-1)
+    return primals._replace(hidden=extended, adapter=jnp.pad(b, ((0, 0), missing)))

@@ -1,11 +1,12 @@
-"""The device that a call is compiled for, and the implementation that serves it there.
+"""The device that a call is compiled for, and the implementation that serves the call there.
 
-The device is what the call's mesh or its operands' shardings name, else this machine's own. Implementations are a list
-in order of preference, each with its reason to decline.
+The device is the one that the call's mesh or its operands' shardings name; otherwise it is a device of this machine.
+Implementations are tried in order of preference. An implementation that cannot serve a call says why.
 
-A device need not be there. `jax.experimental.topologies` describes those of a pod, and whoever compiles ahead of time
-lowers a program for them on a machine that has none. A mesh says which they are, or an operand's sharding. Where
-tracing cannot see it (``jit(in_shardings=...)``, ``SingleDeviceSharding``), a program lowered for others is refused.
+The machine need not have the device. `jax.experimental.topologies` describes the devices of a pod, and a program can be
+lowered for them ahead of time on a machine without them. A mesh or an operand's sharding names them. If tracing cannot
+see the device (``jit(in_shardings=...)``, ``SingleDeviceSharding``), a program that is lowered for another device is
+refused.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("desc
 
 @contextlib.contextmanager
 def trace_for_device(device: Device | None) -> Iterator[None]:
-    """Within it, calls are traced for ``device``, which JAX itself need not know; None: for what JAX knows."""
+    """Traces calls in its context for ``device``, which JAX need not know. None: for the device that JAX knows."""
     token = _described.set(device)
     try:
         yield
@@ -50,10 +51,10 @@ def trace_for_device(device: Device | None) -> Iterator[None]:
 
 
 def current_device(*operands: Any, mesh: Any = None) -> Device:
-    """The device that a call made now is compiled for.
+    """Returns the device that a call made now is compiled for.
 
-    The first that is known: that of ``mesh``; that of the meshes and devices in the operands' types and shardings;
-    that of the current mesh; that of operands that are there; JAX's default.
+    It is the first of these that is known: the device of `trace_for_device`; of ``mesh``; of the meshes and shardings
+    of the operands; of the current mesh; of concrete operands; JAX's default device.
     """
     device = _described.get() or find_mesh_device(mesh)
     named = (_find_named_device(x) for x in operands)
@@ -68,7 +69,7 @@ def current_device(*operands: Any, mesh: Any = None) -> Device:
 
 
 def describe_device(device: jax.Device) -> Device:
-    """What of a device of JAX's decides. Those of `jax.experimental.topologies` know it too."""
+    """Returns the properties of a JAX device that decide, also of one that `jax.experimental.topologies` describes."""
     return Device(
         platform=device.platform,
         kind=device.device_kind,
@@ -78,7 +79,7 @@ def describe_device(device: jax.Device) -> Device:
 
 
 def _find_named_device(x: Any) -> Device | None:
-    """The device that a tracer's type, or the sharding of a ``jax.ShapeDtypeStruct``, names."""
+    """Returns the device that a tracer's type or the sharding of a ``jax.ShapeDtypeStruct`` names; None if neither."""
     if isinstance(x, jax.Array):
         return find_mesh_device(jax.typeof(x).sharding.mesh) if isinstance(x, jax.core.Tracer) else None
     sharding = getattr(x, "sharding", None)
@@ -89,17 +90,17 @@ def _find_named_device(x: Any) -> Device | None:
 
 
 def find_mesh_device(mesh: Mesh | AbstractMesh | None) -> Device | None:
-    """The device that a mesh names, if it names one. All devices of a mesh are of one kind."""
+    """Returns the device that a mesh names; None if it names none. All devices of a mesh are of one kind."""
     if mesh is None or mesh.empty:
         return None
     if isinstance(mesh, Mesh):
         return describe_device(mesh.devices.flat[0])
-    described = mesh.abstract_device
-    if described is None:
+    abstract = mesh.abstract_device
+    if abstract is None:
         return None
-    platform = _jax.find_platform(described)
-    here = [device for device in _list_devices(platform) if device.device_kind == described.device_kind]
-    return describe_device(here[0]) if here else Device(platform, described.device_kind, "", described.num_cores or 0)
+    platform = _jax.find_platform(abstract)
+    local = [device for device in _list_devices(platform) if device.device_kind == abstract.device_kind]
+    return describe_device(local[0]) if local else Device(platform, abstract.device_kind, "", abstract.num_cores or 0)
 
 
 def _list_devices(platform: str) -> list[jax.Device]:
@@ -110,24 +111,24 @@ def _list_devices(platform: str) -> list[jax.Device]:
 
 
 class Implementation(Protocol):
-    """What a module must define to be one: what it supports, its plan, the statistics and the gradients.
+    """The functions that a module must define to be an implementation.
 
-    `lce_jax.mosaic` has steps of its own besides, which no other needs: statistics in parts, per-token arithmetic, and
-    tiles that are left out.
+    `lce_jax.mosaic` has further steps, which no other implementation needs: statistics in parts, per-token arithmetic,
+    and tiles that a threshold leaves out.
     """
 
     NAME: str
 
     def supports(self, call: Call) -> str | None:
-        """Why it cannot serve ``call``, in words for the user; None if it can."""
+        """Returns why it cannot serve ``call``, in words for the user; None if it can."""
 
     def plan(self, call: Call) -> Plan:
-        """Its tiles and its bytes for ``call``, without running anything."""
+        """Returns its tiles and bytes for ``call``, without running anything."""
 
     def statistics(self, operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
-        """Eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``).
+        """Computes eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``).
 
-        With a ``gradient_threshold`` the cache may also hold what `lce_jax.mosaic.selected` needs.
+        With a ``gradient_threshold`` the cache may also hold what `lce_jax.mosaic.select_tiles` needs.
         """
 
     def gradients(
@@ -142,12 +143,13 @@ class Implementation(Protocol):
         dweight: Any = None,
         adds_dweight: Any = True,
     ) -> Primals:
-        """Eq. 5: dhidden [T, H] and dbias [V] in the statistics' dtype, dweight in the weight's.
+        """Computes eq. 5: dhidden [T, H] and dbias [V] in the statistics' dtype, dweight in the weight's dtype.
 
-        ``may_round_dhidden``: no sum over devices follows, so dhidden may come in the weight's dtype.
+        ``may_round_dhidden``: dhidden may have the weight's dtype, because no sum over devices follows.
         ``may_overwrite_cache``: no other backward reads the cache.
-        ``dweight``: a sum in the statistics' dtype, to which dweight is added without being rounded.
-        ``adds_dweight``: a number that may be traced; where it is 0 and `writes_dweight`, the sum may hold anything.
+        ``dweight``: a sum in the statistics' dtype, to which dweight is added without rounding it first.
+        ``adds_dweight``: a number that may be traced. If it is 0 and the implementation `writes_dweight`, the sum is
+        written and may hold anything before.
         """
 
 
@@ -157,14 +159,15 @@ _logger = logging.getLogger("lce_jax")
 
 
 def writes_dweight(call: Call) -> bool:
-    """Whether the first part of a sum of dweight is written: all of it, and nothing need be there."""
+    """Whether the first part of a sum of dweight overwrites the whole sum, which then need not be initialised."""
     return call.implementation == mosaic.NAME and not call.gradient_threshold
 
 
 def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
-    """The first implementation requested that serves ``call``, and the reasons of those before it. The log tells, once.
+    """Returns the first requested implementation that can serve ``call``, and why those before it cannot.
 
-    It warns where the device has kernels that cannot serve the call, which is several times slower then.
+    The choice is logged once. The log entry is a warning if the device has kernels that cannot serve the call, because
+    the call is then several times slower.
 
     Raises:
         UnsupportedError: none of them can.
@@ -176,18 +179,18 @@ def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
             reason = _first_call.refuse_kernels(call)
         if reason is None:
             if call.requested is None:
-                what = "linear log-probabilities" if call.teacher is None else "divergences of two heads"
+                task = "linear log-probabilities" if call.teacher is None else "divergences of two heads"
                 on_gpu = name == xla.NAME and call.device.platform == "gpu"
-                lacks = on_gpu and mosaic.serves(call.device) and mosaic.without_kernels(call) is None
+                lacks = on_gpu and mosaic.serves(call.device) and mosaic.refuse_function(call) is None
                 level = logging.WARNING if lacks else logging.INFO
-                _log_choice(level, what, call.device.platform, name, tuple(refused.items()))
+                _log_choice(level, task, call.device.platform, name, tuple(refused.items()))
             return IMPLEMENTATIONS[name], refused
         refused[name] = reason
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
 
 
 def explain(call: Call) -> Plan:
-    """The plan of the implementation that `choose` picks, with the reasons of those before it."""
+    """Returns the plan of the implementation that `choose` picks, with the reasons of those before it."""
     chosen, refused = choose(call)
     plan = chosen.plan(call)
     notes = _first_call.notes(call.device) if chosen is mosaic else ()
@@ -195,11 +198,11 @@ def explain(call: Call) -> Plan:
 
 
 def use_mesh_device(call: Call, mesh: Any) -> Call:
-    """``call`` on the devices of ``mesh``, if it names them."""
+    """Returns ``call`` for the devices that ``mesh`` names; unchanged if the mesh names none."""
     return call if find_mesh_device(mesh) is None else call.replace(device=current_device(mesh=mesh))
 
 
 @functools.cache
-def _log_choice(level: int, what: str, platform: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
+def _log_choice(level: int, task: str, platform: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
     reasons = "".join(f"; not {other}: {reason}" for other, reason in refused)
-    _logger.log(level, "%s on %s: %s%s", what, platform, name, reasons)
+    _logger.log(level, "%s on %s: %s%s", task, platform, name, reasons)

@@ -1,10 +1,11 @@
-"""Kernels that have run on another card alone: the first call on this one compares them with `lce_jax.xla`.
+"""Checks kernels that have not yet run on this kind of card: the first call compares them with `lce_jax.xla`.
 
-Once per kind of device, on a small problem: a vocabulary that ends in a tile, labels that are none, a cache of two
-tiles, both gradients, dweight added to a sum; of two blocks, so that each walks over several tiles. The first call of
-two heads compares theirs besides. It takes as long as it takes to compile them. If they differ, no call of the process
-runs them; if not, later processes of the user do not compare again (`_remembered`). Live tiles, candidates, padding of
-the vocabulary and mixtures of two heads are not compared.
+The comparison runs once per kind of device, on a small problem. The problem has a vocabulary that ends inside a tile,
+missing labels, a cache of two tiles, both gradients, and dweight added to a sum. The device is described with two
+blocks, so that each block walks over several tiles. The first call of two heads also compares the kernels of two heads.
+The comparison takes about as long as the compilation of the kernels. If results differ, no call of the process runs the
+kernels. If not, later processes of the user do not compare again (`_remembered`). Tiles of a threshold, candidates, a
+padded vocabulary and mixtures of two heads are not compared.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _recalled: dict[tuple[Generation, Device, int], str] = {}  # who compared before
 
 
 def refuse_kernels(call: Call) -> str | None:
-    """What is wrong with the kernels of ``call``; None if nothing is, or if its device is none of this process's."""
+    """Returns what is wrong with the kernels of ``call``; None if they are right, or this process lacks the device."""
     device = call.device
     for heads in (1,) if call.teacher is None else (1, 2):
-        here = list_devices(device) if _generations.unchecked(device, heads) else []
-        reason = check_once(device, functools.partial(_compare, device, here[0], heads), heads) if here else None
+        local = list_devices(device) if _generations.unchecked(device, heads) else []
+        reason = check_once(device, functools.partial(_compare, device, local[0], heads), heads) if local else None
         if reason is not None:
             return reason
     return None
@@ -55,10 +56,10 @@ def refuse_kernels(call: Call) -> str | None:
 def check_once(
     device: Device, compare: Callable[[], dict[str, float]], heads: int = 1, compared_by: str = "JAX"
 ) -> str | None:
-    """What is wrong with the kernels on ``device``.
+    """Returns what is wrong with the kernels on ``device``; None if they are right.
 
-    ``compare()`` tells, with `measure_errors`, where no call of this process and no earlier process has compared.
-    ``compared_by``: who calls this, for the record.
+    ``compare()`` returns the errors of `measure_errors`. It runs if neither this process nor an earlier one has
+    compared. ``compared_by``: the caller's name, for the record.
     """
     with _one_at_a_time:
         generation = _generations.unchecked(device, heads)
@@ -66,8 +67,8 @@ def check_once(
             key = generation, device, heads
             _generations.FOUND[key] = reason = _recall_or_compare(*key, compare, compared_by)
             if reason is not None:
-                of = "" if heads == 1 else " for linear_kl"
-                _logger.warning('"mosaic_gpu" is not used in this process%s: %s', of, reason)
+                function = "" if heads == 1 else " for linear_kl"
+                _logger.warning('"mosaic_gpu" is not used in this process%s: %s', function, reason)
     return _generations.device_refusal(device, heads)
 
 
@@ -87,12 +88,12 @@ def _recall_or_compare(
 
 
 def list_devices(device: Device) -> list[jax.Device]:
-    """Those of this process."""
+    """Returns the devices of this process that are of the same kind as ``device``."""
     return [one for one in jax.local_devices() if one.device_kind == device.kind]
 
 
 def notes(device: Device) -> tuple[str, ...]:
-    """What `explain` says of such kernels."""
+    """Returns the plan's note on kernels that have not run on ``device``."""
     generation = _generations.serving(device)
     if generation is None or generation.ran_on is None:
         return ()
@@ -101,11 +102,14 @@ def notes(device: Device) -> tuple[str, ...]:
     return (f"the same source ran on {generation.ran_on}, not on {device.kind}: {compared}",)
 
 
-def measure_errors(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
-    """Of values the largest one; of gradients that of the worst row, beside its length or most rows'."""
+def measure_errors(results: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns the largest error of each result: absolute for values, relative for gradients.
+
+    The error of a gradient is that of its worst row, divided by the row's norm or by the median norm if that is larger.
+    """
     largest = {}
-    for name, right in wanted.items():
-        apart, lengths = np.abs(found[name].astype(np.float64) - right), np.ones(1)
+    for name, right in expected.items():
+        apart, lengths = np.abs(results[name].astype(np.float64) - right), np.ones(1)
         if name.startswith("d"):
             apart, lengths = (np.linalg.norm(x.astype(np.float64), axis=1) for x in (apart, right))
         largest[name] = float((apart / np.maximum(lengths, np.median(lengths))).max())
@@ -113,26 +117,27 @@ def measure_errors(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) 
 
 
 def _compare_in_thread(device: Device, compare: Callable[[], dict[str, float]]) -> str | None:
-    """Of its own, because what JAX and PyTorch know of traces, meshes and modes around this call is the thread's."""
-    found: list[str | None] = []
+    """Runs ``compare`` in a new thread, because traces, meshes and modes of JAX and PyTorch belong to the thread."""
+    reasons: list[str | None] = []
 
     def run() -> None:
         try:
             off = {name: error for name, error in compare().items() if not error <= BOUNDS[name]}
-            told = ", ".join(f"{name} {error:.1e} (at most {BOUNDS[name]})" for name, error in off.items())
-            reason = f"is off by {told}" if off else None
+            errors = ", ".join(f"{name} {error:.1e} (at most {BOUNDS[name]})" for name, error in off.items())
+            reason = f"is off by {errors}" if off else None
         except Exception as error:
             reason = f"raised {type(error).__name__}: {str(error).partition('\n')[0]}"
-        found.append(reason and f"its first call on {device.kind} {reason}")
+        reasons.append(reason and f"its first call on {device.kind} {reason}")
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="lce_first_call")
     thread.start()
     thread.join()
-    return found[0]
+    return reasons[0]
 
 
-def _compare(device: Device, here: jax.Device, heads: int) -> dict[str, float]:
-    answers = _run_head if heads == 1 else _run_two_heads
+def _compare(device: Device, local: jax.Device, heads: int) -> dict[str, float]:
+    """Runs the kernels and `lce_jax.xla` on the ``local`` device, and returns the errors of the kernels."""
+    run_heads = _run_head if heads == 1 else _run_two_heads
     call = Call(
         num_tokens=T, hidden_size=H, columns=V, vocab_size=V, dtype=jnp.dtype("bfloat16"),
         device=device._replace(core_count=BLOCKS), cache_bytes=CACHE_BYTES[heads - 1],
@@ -141,9 +146,9 @@ def _compare(device: Device, here: jax.Device, heads: int) -> dict[str, float]:
     hidden, weight = rng.standard_normal((T, H)), rng.standard_normal((V, H)) * 2 / np.sqrt(H)
     arrays: Any = [hidden.astype(call.dtype), weight.astype(call.dtype), rng.integers(-1, V, T).astype(np.int32)]
     arrays += [rng.uniform(0.5, 2.0, T).astype(np.float32), rng.standard_normal((3, T)).astype(np.float32)]
-    with jax.default_device(here):
-        run = [jax.jit(functools.partial(answers, one, call)) for one in (mosaic, xla)]
-        return measure_errors(*(jax.device_get(one(*jax.device_put(arrays, here))) for one in run))
+    with jax.default_device(local):
+        programs = [jax.jit(functools.partial(run_heads, one, call)) for one in (mosaic, xla)]
+        return measure_errors(*(jax.device_get(run(*jax.device_put(arrays, local))) for run in programs))
 
 
 def _run_head(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inverse: Any, seeds: Any) -> dict[str, Any]:
@@ -153,24 +158,24 @@ def _run_head(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inve
     per_token = functools.partial(mosaic.per_token, call) if one is mosaic else lambda function, *x: function(*x)
     out = _logprobs.finish(stats, scale, targets, None, V, None, per_token).outputs
     rows = _logprobs.row_coefficients(stats, Results(LogprobOutput(*seeds)), scale, factor, None, call, V)
-    found = {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse}
-    found["dhidden"], found["dweight"], *_ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)
-    alone, start = call.replace(gradients=RequestedGradients(hidden=False)), weight.astype(jnp.float32)
-    found["dweight of a sum"] = one.gradients(operands, alone, rows, cache, dweight=start)[1] - start
-    return found
+    results = {"logprobs": out.logprobs, "entropy": out.entropy, "lse": out.lse}
+    results["dhidden"], results["dweight"], *_ = one.gradients(operands, call, rows, cache, may_overwrite_cache=False)
+    frozen_hidden, start = call.replace(gradients=RequestedGradients(hidden=False)), weight.astype(jnp.float32)
+    results["dweight of a sum"] = one.gradients(operands, frozen_hidden, rows, cache, dweight=start)[1] - start
+    return results
 
 
 def _run_two_heads(
     one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inverse: Any, seeds: Any
 ) -> dict[str, Any]:
-    """The divergence from the head of other tokens."""
+    """Returns a divergence and its gradients. The teacher has the student's weight and its hidden states reversed."""
     del targets
-    factor, scale_of_others = _logprobs.compute_row_factor(call, inverse), _logprobs.compute_row_scale(call, None)
+    factor, teacher_scale = _logprobs.compute_row_factor(call, inverse), _logprobs.compute_row_scale(call, None)
     plan = xla_kl.KLPlan(Pair(call, call), "reverse", call.columns)
     tokens = HeadTokens(hidden, inverse, None), HeadTokens(hidden[::-1], None, None)
     shard = Shard(tokens, (Head(weight, None),) * 2, None, None, None)
-    of_kernels = mosaic.kl_statistics, mosaic.kl_gradients
-    statistics, gradients = of_kernels if one is mosaic else (xla_kl.statistics, xla_kl.gradients)
+    kernels = mosaic.kl_statistics, mosaic.kl_gradients
+    statistics, gradients = kernels if one is mosaic else (xla_kl.statistics, xla_kl.gradients)
     stats, cache = statistics(plan, shard, True)
     dhidden, dweight, *_ = gradients(plan, shard, _kl.coefficients(stats, seeds[0], factor, None), cache)
-    return {"kl": _kl.finish(stats, scale_of_others, None), "dhidden": dhidden, "dweight": dweight}
+    return {"kl": _kl.finish(stats, teacher_scale, None), "dhidden": dhidden, "dweight": dweight}

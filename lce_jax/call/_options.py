@@ -1,7 +1,7 @@
 """The options that functions take by keyword: one table, and the checks that need no shapes.
 
-`OPTIONS` has each option's default, its check, and the functions that do not have it. What a function accepts, refuses
-and lists in its messages follows from it.
+The table `OPTIONS` has each option's default, its check, and the functions that do not have the option. It decides what
+a function accepts and refuses, and what its messages list.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ type Same = Literal["same"]
 type Unset = Literal["unset"]
 
 
-# Static checkers read these classes and not the table below: a test compares the two. Flax's heads inherit them too.
+# Type checkers read these classes, because they cannot read the table below. A test compares the two. The option
+# classes of Flax's heads inherit from them.
 
 
 class CallOptions(TypedDict, total=False):
-    """What any call may set; `linear_logprobs` says what each option means."""
+    """The options of every function. The docstring of `linear_logprobs` says what each option means."""
 
     temperature: float | Float[ArrayLike, "..."]
     axis_name: str | tuple[str, ...] | None
@@ -47,7 +48,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class GradientOptions(CallOptions, total=False):
-    """With those of a differentiable call."""
+    """Those, and the options that only differentiable functions have."""
 
     cache_bytes: int | None
     gradient_threshold: float
@@ -56,7 +57,7 @@ class GradientOptions(CallOptions, total=False):
 
 
 class OptionsWithoutEntropy(GradientOptions, total=False):
-    """With those of a model's head, and of a call that returns more: all of `linear_logprobs` but one."""
+    """Those, the options of a model's head, and those that add results: all of `linear_logprobs` except ``entropy``."""
 
     logit_softcap: float | Float[ArrayLike, ""] | None
     logit_scale: float | Float[ArrayLike, ""]
@@ -70,13 +71,13 @@ class OptionsWithoutEntropy(GradientOptions, total=False):
 
 
 class LogprobOptions(OptionsWithoutEntropy, total=False):
-    """All of them."""
+    """All options of `linear_logprobs`."""
 
     entropy: bool
 
 
 class KLOptions(LogprobOptions, total=False):
-    """With those that `linear_kl` alone has."""
+    """Those, and the options that only `linear_kl` has."""
 
     beta: float | Float[ArrayLike, ""] | None
     teacher_temperature: float | Float[ArrayLike, "..."] | Same
@@ -87,12 +88,12 @@ class KLOptions(LogprobOptions, total=False):
 
 
 def check_scalar(
-    name: str, value: Any, check: Callable[[str, Any], Any], of_array: Callable[[str, Any], Any] | None = None
+    name: str, value: Any, check: Callable[[str, Any], Any], check_array: Callable[[str, Any], Any] | None = None
 ) -> Any:
-    """A number that passes ``check``, or a real array of shape (), as given, which passes ``of_array`` if it is known.
+    """Checks a number with ``check``, or a real array of shape (). Returns the number as checked, or the same array.
 
-    To read its value waits for the device. Only calls outside ``jit`` pay for that, as for a temperature that is an
-    array.
+    ``check_array``, by default ``check``, checks the value of an array if it is known. Reading that value waits for the
+    device. Only calls outside ``jit`` do so, as for a temperature that is an array.
     """
     if not is_array(value) or isinstance(value, np.generic):
         return check(name, value)
@@ -102,7 +103,7 @@ def check_scalar(
     if value.shape != ():
         raise ValueError(f"{name} must be a number or an array of shape (), got shape {tuple(value.shape)}")
     if _checks.is_concrete(value):
-        (of_array or check)(name, jax.device_get(value).item())
+        (check_array or check)(name, jax.device_get(value).item())
     return value
 
 
@@ -122,7 +123,7 @@ def _check_axes(name: str, value: Any) -> Any:
 
 
 def _check_precision(name: str, value: Any) -> Any:
-    """What `jax.lax` takes as the precision of a product, not None."""
+    """Checks a precision, other than None, by giving it to a `jax.lax` product."""
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
         jax.eval_shape(lambda a, b: lax.dot(a, b, precision=value), one, one)
@@ -133,7 +134,7 @@ def _check_precision(name: str, value: Any) -> Any:
 
 
 def _check_implementations(name: str, value: Any) -> tuple[str, ...]:
-    """The names of implementations, to be tried in order."""
+    """Returns the names of the implementations to try, in order."""
     names = (value,) if isinstance(value, str) else value
     known = ", ".join(f'"{one}"' for one in _dispatch.IMPLEMENTATIONS)
     if not isinstance(names, tuple) or not names:
@@ -150,7 +151,7 @@ def _check_ids(name: str, value: Any) -> Any:
 
 
 def _check_lora(name: str, value: Any) -> Any:
-    """A tuple of both factors, whose shapes are checked later, and the scale."""
+    """Checks an adapter's two factors and its scale. `_describe` compares their shapes with hidden and weight."""
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise TypeError(f"{name} must be a tuple (A [r, H], B [V, r], scale), got {value!r:.80}")
     a, b, scale = value
@@ -162,7 +163,7 @@ def _check_lora(name: str, value: Any) -> Any:
 
 
 def _check_later(name: str, value: Any) -> Any:
-    """Checked with the shapes of the call."""
+    """Returns the value unchecked, because its check needs the shapes of the call."""
     del name
     return value
 
@@ -173,11 +174,11 @@ class Option:
 
     default: Any
     check: Callable[[str, Any], Any] = _check_later  # (name, value other than the default) -> value, or an error
-    excluded: tuple[str, ...] = ()  # the functions that do not have it
+    excluded: tuple[str, ...] = ()  # the functions that do not have the option
 
 
 WITH_LABELS = ("linear_logprobs", "linear_cross_entropy", "linear_loss")
-_FEW = ("linear_topk", "linear_logits")  # which have no pass with gradients over the vocabulary
+_FEW = ("linear_topk", "linear_logits")  # they have no pass over the vocabulary with gradients
 _LOSSES = ("linear_cross_entropy",)
 _ALL_BUT_KL = (*WITH_LABELS, *_FEW)
 
@@ -210,7 +211,7 @@ OPTIONS: dict[str, Option] = {
 
 @functools.cache
 def list_options(function: str) -> tuple[str, ...]:
-    """The options that a function has. Those over a mesh have no ``axis_name``."""
+    """Returns the options that a function has. Functions over a mesh do not have ``axis_name``."""
     base = function.removeprefix("sharded_")
     names = [name for name, option in OPTIONS.items() if base not in option.excluded]
     return tuple(name for name in names if name != "axis_name" or base == function)
@@ -219,7 +220,7 @@ def list_options(function: str) -> tuple[str, ...]:
 def check_names(
     function: Callable[..., Any], options: Mapping[str, Any], loss_fn: Callable[..., Any] | None = None
 ) -> None:
-    """Refuses names in ``**options`` that ``function`` does not have; the message lists those that it does."""
+    """Refuses names in ``**options`` that ``function`` does not have. The message lists the options that it has."""
     if options.keys() <= set(list_options(function.__name__)):
         return
     name, keywords = function.__name__, list_keywords(function)
@@ -232,14 +233,14 @@ def check_names(
 
 @functools.cache
 def list_keywords(function: Callable[..., Any]) -> tuple[str, ...]:
-    """What a function takes by keyword alone: parameters of its own, then its options."""
+    """Returns a function's keyword-only arguments: its own parameters, then its options."""
     known = list_options(function.__name__)
     parameters = inspect.signature(function).parameters.items()
-    own = (name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known)
-    return (*own, *known)
+    others = (name for name, kind in parameters if kind.kind is kind.KEYWORD_ONLY and name not in known)
+    return (*others, *known)
 
 
-# What these functions do not have, and refuse in words of their own.
+# Options that these functions do not have, and refuse elsewhere with a special message.
 SPECIAL_MESSAGES = {
     "linear_cross_entropy": ("entropy", "stats", "candidates"),
     "linear_loss": ("cache_bytes", "candidates", "vocab_part_size"),
@@ -255,7 +256,7 @@ def refuse_options(function: str, options: Mapping[str, Any]) -> None:
 
 
 class MeshPlacement(NamedTuple):
-    """Where operands lie on a mesh, by the names of its axes. A ``sharded_`` function gives it as ``axis_name``."""
+    """The mesh axes that split the operands, by name. A ``sharded_`` function passes it on as ``axis_name``."""
 
     mesh: Mesh | AbstractMesh | None = None
     vocab_axis: Axes = None
@@ -264,17 +265,17 @@ class MeshPlacement(NamedTuple):
 
     @property
     def names_axes(self) -> bool:
-        """Whether there is a mesh, or an axis."""
+        """Whether the placement names a mesh or an axis."""
         return self.mesh is not None or bool(self.vocab_axis or self.batch_axes or self.sequence_axis)
 
     def find_layout(self, arguments: Arguments) -> Layout:
-        """How the names split checked operands."""
+        """Returns the layout of checked operands that these names describe."""
         _checks.check_mesh(self.mesh)
         return layout_of_names(arguments.hidden, arguments.weight, arguments.call.vocab_dim, **self._asdict())
 
 
 class Arguments(NamedTuple):
-    """What a caller gives, its options validated. The static ones are in the call, which may have no shapes yet."""
+    """A caller's arguments after the checks of options. Static options are in ``call``, which may lack shapes."""
 
     call: Call
     hidden: Any
@@ -282,18 +283,18 @@ class Arguments(NamedTuple):
     labels: Any  # None for a function that has none
     where: Any
     temperature: Any
-    logit_scale: Any  # this and the next: None unless one of them is an array; else the call has both
+    logit_scale: Any  # None, as the softcap, unless one of the two is an array; the call then has both as numbers
     logit_softcap: Any
     bias: Any
     candidates: Any
     logit_floor: Any
     lora: Any
-    ignore_index: Any  # until `lce_jax.call._describe.describe_call` leaves its rows out
-    placement: MeshPlacement | None  # None: on this device, over ``axis_name``, or as the operands lie
+    ignore_index: Any  # None once `lce_jax.call._describe.describe_call` has masked its rows
+    placement: MeshPlacement | None  # None: one device, ``axis_name``, or the mesh of the operands
 
 
 def check_option(name: str, options: Mapping[str, Any]) -> Any:
-    """The value of an option, checked unless it is the default."""
+    """Returns the value of an option, checked unless it is the default."""
     option = OPTIONS[name]
     value = options.get(name, option.default)
     is_default = type(value) is type(option.default) and value == option.default
@@ -311,7 +312,7 @@ def parse_arguments(
     function: str = "linear_logprobs",
     top_k: Any = None,
 ) -> Arguments:
-    """The options of ``function``, checked, and its arrays. With a ``top_k`` the function is `linear_topk`."""
+    """Checks the options of ``function`` and returns them with its arrays. With ``top_k``, it is `linear_topk`."""
     options = options if top_k is None else {**options, "entropy": False}
     function = function if top_k is None else "linear_topk"
     if function in WITH_LABELS:
@@ -320,8 +321,8 @@ def parse_arguments(
     scale, softcap, candidates = checked["logit_scale"], checked["logit_softcap"], checked["candidates"]
     traced = is_array(scale) or is_array(softcap)
     placement = checked["axis_name"] if isinstance(checked["axis_name"], MeshPlacement) else None
-    named = {name: checked[name] for name in ("entropy", "stats", "weight_layout", "precision")}
-    kept = {name: checked[name] for name in ("cache_bytes", "gradient_threshold")}
+    static = {name: checked[name] for name in ("entropy", "stats", "weight_layout", "precision")}
+    backward_options = {name: checked[name] for name in ("cache_bytes", "gradient_threshold")}
     part_size = checked["vocab_part_size"]
     call = Call(
         logit_scale=1.0 if traced else scale,
@@ -330,7 +331,7 @@ def parse_arguments(
         has_bias=checked["bias"] is not None,
         num_candidates=0 if candidates is None else candidates.shape[-1],
         traced_scale=traced,
-        vocab_part_size=None if part_size is None else scalars.check_part_size(part_size, **kept),
+        vocab_part_size=None if part_size is None else scalars.check_part_size(part_size, **backward_options),
         has_floor=checked["logit_floor"] is not None,
         rank=0 if checked["lora"] is None else scalars.padded_rank(checked["lora"][0].shape[0]),
         top_k=0 if top_k is None else scalars.check_k(top_k),
@@ -338,13 +339,13 @@ def parse_arguments(
         requested=checked["implementation"],
         caller_vocab_size=checked["vocab_size"],
         axis_name=checked["axis_name"] if placement is None else None,
-        **named,
-        **kept,
+        **static,
+        **backward_options,
     )
     if call.rank and call.has_bias:
         raise ValueError(
-            "lora beside a bias: a head here has one of them. Give the bias, and weight + scale * B @ A, which has the "
-            "adapter in it"
+            "lora and bias together: a head has only one of them. Give the bias, and as weight the merged weight, "
+            "weight + scale * B @ A"
         )
     if call.has_floor:
         scalars.check_floor_options(call.num_candidates, mean_logit)
@@ -355,7 +356,7 @@ def parse_arguments(
 
 
 def parse_arguments_with_ids(options: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, where: Any) -> Arguments:
-    """What `linear_logits` is given, whose ids are a call's candidates. XLA serves it unless others are asked for."""
+    """Parses the arguments of `linear_logits`. Its ids are the call's candidates, and XLA serves it by default."""
     _checks.check_array("hidden", hidden)
     _checks.count_candidates(ids, "ids")
     scalars.check_candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
@@ -366,24 +367,24 @@ def parse_arguments_with_ids(options: Mapping[str, Any], hidden: Any, weight: An
 
 
 def check_loss_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a loss, which returns neither entropy nor extremes nor candidates."""
-    wanted = [f"{name}=True" for name in ("entropy", "stats") if scalars.flag(name, options.get(name, False))]
-    wanted += ["candidates"] if options.get("candidates") is not None else []
-    if wanted:
+    """Returns the options of a loss. Refuses options for results that a loss does not return."""
+    refused = [f"{name}=True" for name in ("entropy", "stats") if scalars.flag(name, options.get(name, False))]
+    refused += ["candidates"] if options.get("candidates") is not None else []
+    if refused:
         raise ValueError(
-            f"{wanted[0]}, but a loss has no such output: linear_logprobs (or sharded_linear_logprobs) returns it with "
-            "the log-probabilities"
+            f"{refused[0]}, but a loss has no such output: linear_logprobs (or sharded_linear_logprobs) returns it "
+            "with the log-probabilities"
         )
     return {**options, "entropy": False}
 
 
 def check_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any = None) -> tuple[float, Any, Any]:
-    """What a loss adds to the options, validated: the smoothing, the weight of lse² and the mean's divisor."""
+    """Checks the arguments of a loss. Returns the label smoothing, the weight of lse² and the divisor of the mean."""
     scalars.check_choice("reduction", reduction, ("mean", "sum", "none"))
     if normalizer is not None:
         if reduction != "mean":
             raise ValueError(
-                f'normalizer={normalizer!r} is the divisor of reduction="mean", reduction is {reduction!r}'
+                f'normalizer={normalizer!r} is the divisor of reduction="mean", but reduction is {reduction!r}'
             )
         normalizer = check_scalar("normalizer", normalizer, scalars.positive, scalars.not_negative)
     z_loss = check_scalar("z_loss", z_loss, scalars.not_negative)
@@ -391,13 +392,13 @@ def check_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: An
 
 
 def refuse_axis_name(axis_name: Any) -> None:
-    """Refuses ``axis_name`` outside ``shard_map``, where ``vocab_axis`` names the axis."""
+    """Refuses ``axis_name`` in a function over a mesh, where ``vocab_axis`` names the axis."""
     if axis_name is not None:
         raise ValueError(f"axis_name={axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
 
 
 def check_beta(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
-    """As `scalars.check_beta`, of an array too."""
+    """Runs `scalars.check_beta` for a number or an array."""
     if chosen != "jsd" or beta is None:
         return scalars.check_beta(beta, argument, chosen, ends)
     return check_scalar("beta", beta, lambda _, value: scalars.check_beta(value, argument, chosen, ends))

@@ -92,7 +92,7 @@ def _check_devices(
     """Refuses to compile if the program would be for other devices than the plan."""
     if axis_name is not None:
         raise ValueError(
-            f"compile=True with axis_name={axis_name!r}: one shard alone cannot be compiled. Give the whole arrays, "
+            f"compile=True with axis_name={axis_name!r}: one shard alone cannot be compiled. Give the global arrays, "
             f"mesh= and vocab_axis={axis_name!r} in place of axis_name"
         )
     shardings = [x.sharding for x in operands if x.sharding is not None]
@@ -215,39 +215,41 @@ def explain(
             ignored (``ignore_index``).
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
-        mesh: the mesh. None: that of ``jax.set_mesh``.
+        mesh: the mesh. None: the mesh of ``jax.set_mesh``.
         vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
             give the true ``vocab_size``. None: each device holds the whole vocabulary.
-        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
-            those of hidden's own type, else the batch is not split.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: the axes in hidden's
+            own type if they are Explicit; otherwise the batch is not split.
         sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
-            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
-            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
-            reduce-scattered backward. None: the sequence is not split.
-        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
+            ``vocab_axis`` or ends with it, hidden states are all-gathered over ``vocab_axis`` in the forward, and their
+            gradient is reduce-scattered in the backward. That is Megatron's sequence parallelism;
+            ``("context", "tensor")`` adds context parallelism. None: the sequence is not split.
+        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts; a label outside the
             vocabulary has logprob 0.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
         label_smoothing: ε in [0, 1].
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
             and is differentiable.
-        normalizer: what "mean" divides the sum by in place of the number of rows that count in this call: the rows of
-            all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
-            to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
-            as 1. None: the rows that count in this call.
+        normalizer: the divisor of "mean", in place of the number of rows that count in this call. Give the number of
+            rows of all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients
+            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; an
+            array's 0 counts as 1. None: the rows that count in this call.
         gradients_in_forward: True for the plan of `linear_loss`, including the memory that all its chunks share.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
-            at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
-            chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
+        chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
+            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
+            There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
+            (256 MiB on a CPU).
         frozen_weight: True for the plan of a call whose weight has no gradient (``jax.lax.stop_gradient(weight)``, or a
-            parameter that is not differentiated): no sum of dweight, and other chunks. Always so with ``lora``.
-        k: the k of `linear_topk`, whose plan is returned; only the shape of the labels counts then.
-        ids: ``[..., K]``, the ids of `linear_logits`, whose plan is returned; only the shape of the labels counts then.
-        teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`; only the shape of
-            the labels counts then.
+            parameter that is not differentiated). It has no sum of dweight, and other chunks. ``lora`` implies it.
+        k: the k of `linear_topk`, whose plan is returned. Only the shape of the labels matters then.
+        ids: ``[..., K]``, the ids of `linear_logits`, whose plan is returned. Only the shape of the labels matters
+            then.
+        teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`. Only the shape of
+            the labels matters then.
         direction: "forward", "reverse" or "jsd", of `linear_kl`, which keeps more memory between its passes with the
             last two.
         compile: True to compile the call's programs too, which takes as long as for a run, and to report their memory
-            (``Plan.compiled``). Operands or mesh must name devices, or the plan must be for this machine's.
+            (``Plan.compiled``). Operands or mesh must name devices, or the plan must be for this machine's devices.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
             ``candidates``, ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``; of a teacher

@@ -315,7 +315,7 @@ class PodProgram:
         )
 
     def _step(self, mesh: Mesh) -> Callable[..., Any]:
-        """Returns the function of these operands that is compiled."""
+        """Returns the function of these operands to compile."""
         options: dict[str, Any] = {"vocab_size": self.head.vocab_size, "logit_softcap": self.head.logit_softcap}
         function = getattr(lce_jax, f"sharded_{self.function}" if self.sharded else self.function)
         if self.sharded:

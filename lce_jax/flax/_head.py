@@ -1,4 +1,7 @@
-"""What a head does with its weight, common to both Flax APIs. Imports no Flax."""
+"""What the heads of both Flax APIs have in common: options, logits, and the calls that store no logits.
+
+It does not import Flax.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
     from lce_jax.types._types import LogprobOutput, PerhapsWithoutEntropy, TopK
 
-METHODS: dict[str, Callable[..., Any]] = {  # of a head: the functions that they call
+METHODS: dict[str, Callable[..., Any]] = {  # a head's methods, and the functions that they call
     "logprobs": linear_logprobs,
     "topk": linear_topk,
     "kl": linear_kl,
@@ -43,22 +46,22 @@ METHODS: dict[str, Callable[..., Any]] = {  # of a head: the functions that they
 }
 SHARDED_METHODS = {name: getattr(_sharded, f"sharded_{function.__name__}") for name, function in METHODS.items()}
 
-# Logits of unit variance for hidden states of unit variance.
+# Hidden states of unit variance get logits of unit variance.
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
 
 
 class OptionsOfTopK(CallOptions, total=False):
-    """What any call may set; the other options of `lce_jax.linear_logprobs` belong to the head."""
+    """The options of every call. The other options of `lce_jax.linear_logprobs` belong to the head."""
 
     where: Bool[ArrayLike, "*b"] | None
 
 
 class SharedOptions(OptionsOfTopK, GradientOptions, total=False):
-    """What a differentiable call may set."""
+    """The options of every differentiable call."""
 
 
 class OptionsOfKL(OptionsOfTopK, total=False):
-    """What a call of ``kl`` may set; the other options of `lce_jax.linear_kl` belong to the two heads."""
+    """The options of ``kl``. The other options of `lce_jax.linear_kl` belong to the two heads."""
 
     direction: Literal["forward", "reverse", "jsd"]
     beta: float | Float[ArrayLike, ""] | None
@@ -67,7 +70,7 @@ class OptionsOfKL(OptionsOfTopK, total=False):
 
 
 class OptionsOfLogprobs(SharedOptions, total=False):
-    """What a call of ``logprobs`` may set beside ``entropy``."""
+    """The options of ``logprobs``, except ``entropy``."""
 
     stats: bool
     candidates: Int[ArrayLike, "*b K"] | None
@@ -75,18 +78,19 @@ class OptionsOfLogprobs(SharedOptions, total=False):
 
 
 class OptionsOfLoss(SharedOptions, total=False):
-    """What a call of ``loss`` may set."""
+    """The options of ``loss``."""
 
     ignore_index: int | None
     reduction: Reduction
     label_smoothing: float
     z_loss: float | Float[ArrayLike, ""]
+    class_weights: Float[ArrayLike, "V"] | None
     normalizer: float | ArrayLike | None
     chunk_bytes: int | None
 
 
 class TiedOptions(TypedDict, total=False):
-    """What a head may set whose weight is an embedding's."""
+    """The options of a head whose weight is that of an embedding."""
 
     use_bias: bool
     logit_scale: float
@@ -101,7 +105,7 @@ class TiedOptions(TypedDict, total=False):
 
 
 class Embedding(Protocol):
-    """What has a parameter ``embedding [rows, H]``, which a head may share: ``nnx.Embed``, or a module like it."""
+    """A module with a parameter ``embedding [rows, H]`` that a head may share, such as ``nnx.Embed``."""
 
     @property
     def embedding(self) -> Any:
@@ -110,7 +114,7 @@ class Embedding(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
-    """The options of a head. Hashable, so it is static in any module that holds it."""
+    """The options of a head. They are hashable, so that they are static in any module that holds them."""
 
     vocab_size: int
     logit_scale: float = 1.0
@@ -124,7 +128,7 @@ class HeadSettings:
 
     @classmethod
     def collect(cls, arguments: Mapping[str, Any]) -> HeadSettings:
-        """Those among the arguments of a module."""
+        """Selects the options of a head from the arguments of a module."""
         return cls(**{field.name: arguments[field.name] for field in dataclasses.fields(cls)})
 
     def __post_init__(self) -> None:
@@ -147,7 +151,7 @@ class HeadSettings:
     def logits(
         self, hidden: Float[ArrayLike, "*b H"], weight: Float[Array, "V H"], bias: Float[Array, "V"] | None = None
     ) -> Float[Array, "*b vocab_size"]:
-        """Eq. 0 at temperature 1, over the true vocabulary."""
+        """Computes the logits of eq. 0 at temperature 1, over the true vocabulary."""
         self.check_hidden(hidden, weight)
         weight, sharding = self.cast(weight), _logits_sharding(hidden, weight)
         raw = jnp.einsum(
@@ -173,66 +177,69 @@ class HeadSettings:
         parts: tuple[Any, Any],
         after: tuple[Any, ...],
         options: Mapping[str, Any],
-        of_teacher: Mapping[str, Any] | None = None,
+        teacher_options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The function of `lce_jax` behind a method, or the one over a mesh if the head names an axis.
+        """Calls the function of `lce_jax` for a method, or its form over a mesh if the head names an axis.
 
-        Its arguments ``before`` the weight and ``after`` it; ``parts``: weight and bias. ``options``: what the caller
-        gives by name. ``of_teacher``: options that belong to another head.
+        ``before`` and ``after`` are the positional arguments before and after the weight. ``parts`` are weight and
+        bias. ``options`` are the options of this call, and ``teacher_options`` those that belong to another head.
         """
         weight, bias = parts
         self.check_hidden(before[-1], weight)
         function = (SHARDED_METHODS if self.names_axes else METHODS)[method]
-        own = {"bias": bias, **self._own_options(), **(of_teacher or {})}
-        _check_names(method, function, own, options, before[0] if method == "linear_loss" else None)
-        return function(*before, self.cast(weight), *after, **own, **options)
+        head_options = {"bias": bias, **self._function_options(), **(teacher_options or {})}
+        _check_names(method, function, head_options, options, before[0] if method == "linear_loss" else None)
+        return function(*before, self.cast(weight), *after, **head_options, **options)
 
-    def _own_options(self) -> dict[str, Any]:
-        """The options that belong to the head, which a call cannot give again."""
+    def _function_options(self) -> dict[str, Any]:
+        """Returns the function's options that belong to the head, which a call cannot set."""
         others = {"dtype"} if self.names_axes else {"dtype", *MeshPlacement._fields}
         return {"weight_layout": "vh", **{name: x for name, x in vars(self).items() if name not in others}}
 
     def check_hidden(self, hidden: Any, weight: Any) -> None:
-        """Refuses hidden states that do not end in the head's own size."""
+        """Refuses hidden states whose last dimension is not the head's hidden size."""
         _checks.check_array("hidden", hidden)
-        size, found = weight.shape[1], tuple(hidden.shape[-1:])
-        if found == (size,):
+        size, last = weight.shape[1], tuple(hidden.shape[-1:])
+        if last == (size,):
             return
         swapped = f": did you swap the sizes, and mean LMHead({self.vocab_size}, {size})? Or did you pass logits?"
         raise ValueError(
             f"hidden {tuple(hidden.shape)} must end in the head's hidden_size={size}"
-            f"{swapped if found == (self.vocab_size,) else ''}"
+            f"{swapped if last == (self.vocab_size,) else ''}"
         )
 
     def cast(self, weight: Float[Array, "V H"]) -> Float[Array, "V H"]:
-        """The weight in the dtype of the products."""
+        """Casts the weight to the dtype of the matrix products."""
         return weight if self.dtype is None else weight.astype(self.dtype)
 
 
 def _check_names(
     method: str,
     function: Callable[..., Any],
-    own: Mapping[str, Any],
-    given: Mapping[str, Any],
+    head_options: Mapping[str, Any],
+    call_options: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None,
 ) -> None:
-    """Refuses what belongs to a head, and names that nobody knows. ``function`` refuses options of other functions."""
-    known = [name for name in _options.list_keywords(function) if name not in own]
-    if again := [name for name in given if name in own]:
+    """Refuses a call's options that belong to the head, and unknown names.
+
+    ``function`` itself refuses the options of other functions.
+    """
+    known = [name for name in _options.list_keywords(function) if name not in head_options]
+    if repeated := [name for name in call_options if name in head_options]:
         may = ", ".join(known)
-        raise TypeError(f"LMHead.{method}: {again[0]} is set where the head is made; a call may set {may}")
-    others = [name for name in given if name not in (*known, *_options.OPTIONS)]
+        raise TypeError(f"LMHead.{method}: {repeated[0]} is set where the head is made; a call may set {may}")
+    others = [name for name in call_options if name not in (*known, *_options.OPTIONS)]
     if others and (unknown := [name for name in others if name not in scalars.list_loss_arguments(loss_fn)]):
         raise scalars.unknown_options_error(f"LMHead.{method}", unknown, known, loss_fn)
 
 
 class LMHead:
-    """The calls of a head that store no logits, the same in both Flax APIs, whose classes have this name too."""
+    """The calls of a head that store no logits. The classes of both Flax APIs, also called LMHead, inherit them."""
 
     options: HeadSettings
 
     def parts(self) -> tuple[Float[Array, "V H"], Float[Array, "V"] | None]:
-        """The head's weight and bias."""
+        """Returns the head's weight and bias."""
         raise NotImplementedError
 
     @overload
@@ -263,21 +270,21 @@ class LMHead:
                 ``vocab_part_size``, ``logit_floor``, ``ignore_index``, ``implementation`` and (inside
                 ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
         """
-        told = {"entropy": entropy, **options}
-        found: LogprobOutput = self.options.call("logprobs", (hidden,), self.parts(), (labels,), told)
-        return found
+        options_and_entropy = {"entropy": entropy, **options}
+        out: LogprobOutput = self.options.call("logprobs", (hidden,), self.parts(), (labels,), options_and_entropy)
+        return out
 
     def topk(self, hidden: Float[ArrayLike, "*b H"], k: int, **options: Unpack[OptionsOfTopK]) -> TopK:
         """The k most likely tokens and their log-probabilities, without storing the logits; not differentiable.
 
         Args:
             hidden: ``[..., H]``.
-            k: how many, from 1 to 512 and at most the vocabulary; a Python integer.
+            k: how many tokens, from 1 to 512 and at most the vocabulary; a Python integer.
             **options: ``where``, ``temperature``, ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as
                 in `lce_jax.linear_topk`.
         """
-        found: TopK = self.options.call("topk", (hidden,), self.parts(), (k,), options)
-        return found
+        top: TopK = self.options.call("topk", (hidden,), self.parts(), (k,), options)
+        return top
 
     def kl(
         self,
@@ -286,33 +293,35 @@ class LMHead:
         teacher_hidden: Float[ArrayLike, "*b G"],
         **options: Unpack[OptionsOfKL],
     ) -> Float[Array, "*b"]:
-        """Exact KL divergence from a teacher's head per token, without storing the logits of either.
+        """Exact KL divergence from a teacher's head per token, without storing the logits of either head.
 
         Each head has its own scale, cap, bias and dtype. The teacher has no gradient.
 
         Args:
             hidden: ``[..., H]``.
-            teacher: the teacher's head, over the same ``vocab_size``. In Linen bound
-                (``head.bind(variables)``), or of the same parent.
-            teacher_hidden: ``[..., G]``, at the same tokens.
+            teacher: the teacher's head, over the same ``vocab_size``. In Linen, it is bound
+                (``head.bind(variables)``), or has the same parent.
+            teacher_hidden: ``[..., G]``, the teacher's hidden states at the same tokens.
             **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature``, ``cache_bytes``,
                 ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
         """
-        own, of_teacher = self.options, teacher.options
-        if own.vocab_size != of_teacher.vocab_size:
+        head, other = self.options, teacher.options
+        if head.vocab_size != other.vocab_size:
             raise ValueError(
-                f"vocab_size={own.vocab_size}, but the teacher's is {of_teacher.vocab_size}: a divergence needs one "
+                f"vocab_size={head.vocab_size}, but the teacher's is {other.vocab_size}: a divergence needs one "
                 "vocabulary"
             )
         weight, bias = teacher.parts()
-        of_teacher.check_hidden(teacher_hidden, weight)
-        names = "bias", "logit_scale", "logit_softcap"
-        values = bias, of_teacher.logit_scale, of_teacher.logit_softcap
-        both: dict[str, Any] = {f"teacher_{name}": value for name, value in zip(names, values, strict=True)}
-        both["teacher_weight_layout"] = "vh"
-        arguments = teacher_hidden, of_teacher.cast(weight)
-        found: Array = own.call("kl", (hidden,), self.parts(), arguments, options, both)
-        return found
+        other.check_hidden(teacher_hidden, weight)
+        teacher_options = {
+            "teacher_bias": bias,
+            "teacher_logit_scale": other.logit_scale,
+            "teacher_logit_softcap": other.logit_softcap,
+            "teacher_weight_layout": "vh",
+        }
+        operands = teacher_hidden, other.cast(weight)
+        divergence: Array = head.call("kl", (hidden,), self.parts(), operands, options, teacher_options)
+        return divergence
 
     def loss(
         self, hidden: Float[ArrayLike, "*b H"], labels: Int[ArrayLike, "*b"], **options: Unpack[OptionsOfLoss]
@@ -322,11 +331,11 @@ class LMHead:
         Args:
             hidden: ``[..., H]``.
             labels: ``[...]`` vocabulary ids.
-            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer``, ``chunk_bytes``
-                and the options of `logprobs`, as in `lce_jax.linear_cross_entropy`.
+            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``class_weights``,
+                ``normalizer``, ``chunk_bytes`` and the options of `logprobs`, as in `lce_jax.linear_cross_entropy`.
         """
-        found: Array = self.options.call("loss", (hidden,), self.parts(), (labels,), options)
-        return found
+        loss: Array = self.options.call("loss", (hidden,), self.parts(), (labels,), options)
+        return loss
 
     @overload
     def linear_loss(  # type: ignore[overload-overlap]  # bool has True in it
@@ -352,7 +361,7 @@ class LMHead:
             loss_fn: a loss of one token, such as those of `lce_jax.losses`.
             hidden: ``[..., H]``.
             labels: ``[...]`` vocabulary ids.
-            *per_token: the further arguments of ``loss_fn``: give them by name, ``advantage=...``.
+            *per_token: the further arguments of ``loss_fn``. Give them by name, ``advantage=...``.
             **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``chunk_bytes``, ``gradient_threshold``,
                 ``logit_floor``, ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as in
                 `lce_jax.linear_loss`; all other names are arguments of ``loss_fn``.
@@ -361,26 +370,27 @@ class LMHead:
             The sum, and a `LogprobOutput` for metrics.
         """
         before, after = (loss_fn, hidden), (labels, *per_token)
-        found: tuple[Array, LogprobOutput] = self.options.call("linear_loss", before, self.parts(), after, options)
-        return found
+        result: tuple[Array, LogprobOutput] = self.options.call("linear_loss", before, self.parts(), after, options)
+        return result
 
 
 def _logits_sharding(hidden: Float[ArrayLike, "*b H"], weight: Float[Array, "V H"]) -> NamedSharding | None:
-    """Under Explicit axes, tokens split as hidden's are and the vocabulary whole; otherwise the compiler's choice.
+    """Returns the sharding of logits over Explicit axes: tokens split as in hidden, the vocabulary not split.
 
-    It is whole because cutting the padding off a split vocabulary would leave uneven shards.
+    Returns None over other axes, where the compiler decides. The vocabulary is not split because removing the padding
+    would leave uneven shards.
     """
-    own = jax.typeof(hidden).sharding
-    if AxisType.Explicit not in own.mesh.axis_types:
+    sharding = jax.typeof(hidden).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
     vocab_axes = _jax.list_axes(_jax.partitions(jax.typeof(weight).sharding.spec)[0])
-    leading = _jax.partitions(own.spec)[:-1]
+    leading = _jax.partitions(sharding.spec)[:-1]
     rows = (tuple(axis for axis in _jax.list_axes(entry) if axis not in vocab_axes) for entry in leading)
-    return NamedSharding(own.mesh, P(*rows, None))
+    return NamedSharding(sharding.mesh, P(*rows, None))
 
 
 def check_dtype(name: str, value: Any) -> None:
-    """Checks that JAX knows it as a floating-point dtype, as it does no dtype of torch."""
+    """Refuses a value that is not a floating-point dtype of JAX, such as a dtype of torch."""
     try:
         known = jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except TypeError:
@@ -390,7 +400,7 @@ def check_dtype(name: str, value: Any) -> None:
 
 
 def pad_vocab_size(vocab_size: int, pad_to_multiple: int) -> int:
-    """``vocab_size`` rounded up: the rows of a head's own weight."""
+    """Returns ``vocab_size`` rounded up to a multiple: the rows of a weight that the head creates."""
     for name, value in (("vocab_size", vocab_size), ("pad_to_multiple", pad_to_multiple)):
         if scalars.integer(name, value) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -398,7 +408,7 @@ def pad_vocab_size(vocab_size: int, pad_to_multiple: int) -> int:
 
 
 def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multiple: int) -> None:
-    """Checks that an embedding's parameter fits the head that is to share it."""
+    """Checks that an embedding's parameter fits a head that shares it."""
     rows, size = embedding.shape
     if size != hidden_size:
         raise ValueError(f"hidden_size={hidden_size} does not fit the tied embedding {(rows, size)}")
@@ -408,7 +418,7 @@ def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multipl
 
 
 def count_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any) -> int:
-    """The rows of a head's own weight, checked to divide by the shards of ``vocab_axis`` if the mesh is known."""
+    """Returns the rows of a weight that the head creates. They must divide by the shards, if the mesh is known."""
     rows = pad_vocab_size(vocab_size, pad_to_multiple)
     _checks.check_mesh(mesh)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
@@ -422,7 +432,7 @@ def count_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: An
 
 
 def check_same_axes(names: Sequence[Any], vocab_axis: Axes) -> None:
-    """Checks that an initializer with an annotation splits the weight's rows as the head does."""
+    """Checks that an initializer's annotation splits the weight's rows over the axes of the head."""
     rows = _jax.list_axes(names[0]) if names else ()
     if vocab_axis is not None and rows != _jax.list_axes(vocab_axis):
         raise ValueError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LinenTiedOptions(_head.TiedOptions, total=False):
-    """The same, and what any module of Linen may set."""
+    """Those options, and the name that every module of Linen may have."""
 
     name: str | None
 
@@ -30,16 +30,16 @@ class LinenTiedOptions(_head.TiedOptions, total=False):
 class LMHead(_head.LMHead, nn.Module):
     """A language-model head that need not store its logits: ``head.logprobs``, ``loss``, ``linear_loss``, ``topk``.
 
-    Holds a parameter ``weight [rows, H]``, or (`tied`) uses an embedding's, and with ``use_bias`` a ``bias [rows]``.
-    Scale, cap, bias, padding, dtype and mesh are set here once, so they are the same in sampling, ``head(hidden)``, and
-    in every method.
+    It has a parameter ``weight [rows, H]``, or uses that of an embedding (`tied`), and with ``use_bias`` a
+    ``bias [rows]``. Scale, cap, bias, padding, dtype and mesh are set once, here. So they are the same in sampling,
+    ``head(hidden)``, and in every method.
 
     Attributes:
-        embed: an ``nn.Embed`` of the parent whose parameter is the head's weight. None: the head has its own.
-        mesh: the mesh of ``vocab_axis``, ``batch_axes`` and ``sequence_axis``. None: that of ``jax.set_mesh``.
-        vocab_axis: the head's own weight is annotated with it, or as ``weight_init`` says itself
+        embed: an ``nn.Embed`` of the parent whose parameter is the head's weight. None: the head creates its weight.
+        mesh: the mesh of ``vocab_axis``, ``batch_axes`` and ``sequence_axis``. None: the mesh of ``jax.set_mesh``.
+        vocab_axis: a weight that the head creates is annotated with this axis, or as ``weight_init`` says
             (``nn.with_partitioning(initializer, ("tensor", "fsdp"))``).
-        others: those of `lce_jax.flax.nnx.LMHead`, which has ``rngs`` besides: ``hidden_size``, ``vocab_size``,
+        others: those of `lce_jax.flax.nnx.LMHead`, without its ``rngs``: ``hidden_size``, ``vocab_size``,
             ``pad_to_multiple``, ``use_bias``, ``logit_scale``, ``logit_softcap``, ``dtype``, ``param_dtype``,
             ``weight_init``, ``precision``, ``batch_axes``, ``sequence_axis``.
 
@@ -78,13 +78,13 @@ class LMHead(_head.LMHead, nn.Module):
 
     @classmethod
     def tied(cls, embed: nn.Embed, *, vocab_size: int | None = None, **options: Unpack[LinenTiedOptions]) -> Self:
-        """A head whose weight is an embedding's.
+        """Returns a head whose weight is that of an embedding.
 
         Args:
             embed: an ``nn.Embed`` of the same parent. Over a mesh, give it the head's sharding:
                 ``embedding_init=nn.with_partitioning(initializer, ("tensor", None))``.
             vocab_size: the true vocabulary. None: all of the embedding's rows.
-            **options: as the class; ``dtype`` is the embedding's own unless given.
+            **options: the options of the class. By default, ``dtype`` is that of the embedding.
 
         Example:
             >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -107,7 +107,7 @@ class LMHead(_head.LMHead, nn.Module):
         return cls(embed.features, vocab_size, embed=embed, **options)
 
     def setup(self) -> None:
-        """The weight, the head's own or the embedding's, and the options that every call shares."""
+        """Creates the weight, or takes that of the embedding, and collects the options that all calls share."""
         _head.check_dtype("param_dtype", self.param_dtype)
         if self.embed is not None:
             self.weight = self.embed.embedding
@@ -125,8 +125,9 @@ class LMHead(_head.LMHead, nn.Module):
     def __call__(self, hidden: Float[ArrayLike, "*b H"]) -> Float[Array, "*b vocab_size"]:
         """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).
 
-        The one method that stores ``[..., V]``; JAX differentiates it as usual. Over a mesh with Explicit axes the
-        logits are split as ``hidden`` is, with the vocabulary whole; with Auto axes the compiler decides.
+        This is the only method that stores ``[..., V]``. JAX differentiates it as usual. Over a mesh with Explicit
+        axes, the logits are split as ``hidden`` is, and their vocabulary is not split. With Auto axes the compiler
+        decides.
 
         Args:
             hidden: ``[..., H]``.
@@ -134,19 +135,20 @@ class LMHead(_head.LMHead, nn.Module):
         return self.options.logits(hidden, self.weight, self.bias)
 
     def parts(self) -> tuple[Float[Array, "V H"], Float[Array, "V"] | None]:
-        """The head's weight and bias."""
+        """Returns the head's weight and bias."""
         return self.weight, self.bias
 
-    # Linen makes a module's methods of what stands in its class.
+    # Linen wraps only the functions that are in the class itself, not those that it inherits.
     logprobs, topk, kl = _head.LMHead.logprobs, _head.LMHead.topk, _head.LMHead.kl
     loss, linear_loss = _head.LMHead.loss, _head.LMHead.linear_loss
 
 
 def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any, dims: int = 2) -> Any:
-    """The initializer with its own annotation if it has one, else with one that splits the vocabulary over its axis.
+    """Returns an initializer whose weight has an annotation: that of ``initializer``, or the vocabulary's axis.
 
-    Under Explicit axes Flax asserts the annotation, so the weight is created split. The annotation that is added here
-    holds no mesh: with one, Flax would add a sharding constraint, which is an error under Explicit axes.
+    Under Explicit axes Flax asserts that the weight is split as annotated, so the weight is created split. The
+    annotation that is added here has no mesh, because with a mesh Flax would add a sharding constraint, which is an
+    error under Explicit axes.
     """
 
     def initialize(*args: Any) -> Any:

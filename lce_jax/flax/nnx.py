@@ -21,35 +21,37 @@ if TYPE_CHECKING:
 class LMHead(_head.LMHead, nnx.Module):
     """A language-model head that need not store its logits: ``head.logprobs``, ``loss``, ``linear_loss``, ``topk``.
 
-    Holds a parameter ``weight [rows, H]``, its own or (`tied`) an embedding's, and with ``use_bias`` a ``bias [rows]``.
-    Scale, cap, bias, padding, dtype and mesh are set here once, so they are the same in sampling, ``head(hidden)``, and
-    in every method.
+    It has a parameter ``weight [rows, H]``, which it creates or shares with an embedding (`tied`), and with
+    ``use_bias`` a ``bias [rows]``. Scale, cap, bias, padding, dtype and mesh are set once, here. So they are the same
+    in sampling, ``head(hidden)``, and in every method.
 
     Args:
         hidden_size: H.
         vocab_size: the true vocabulary, V.
-        embed: an ``nnx.Embed`` (or anything with its ``embedding [rows, H]``) whose parameter is the head's weight:
-            the same `nnx.Param`, once in the model's state, with the gradient of both uses. None: the head has its own.
-        pad_to_multiple: rounds the rows of the head's own weight up, for example to the number of shards. Rows from
-            ``vocab_size`` on are padding: in no logits and no sum, with zero gradient. A tied weight is not padded.
-        use_bias: whether the head has a parameter ``bias [rows]`` too, zero at first, which is added to the products
-            before the scale (GPT-J, Phi). The kernels do not serve it.
+        embed: an ``nnx.Embed`` (or any module with a parameter ``embedding [rows, H]``) whose parameter is the head's
+            weight. It is the same `nnx.Param`, once in the model's state, with the gradient of both uses. None: the
+            head creates its weight.
+        pad_to_multiple: the rows of a weight that the head creates are rounded up to a multiple of this number, such as
+            the number of shards. Rows from ``vocab_size`` on are padding: they are in no logits and no sum, and have
+            zero gradient. A tied weight is not padded.
+        use_bias: whether the head also has a parameter ``bias [rows]``, initially zero, which is added to the products
+            before the scale (GPT-J, Phi). The kernels do not support it.
         logit_scale: multiplies the float32 logits (Cohere, MuP).
         logit_softcap: ``c`` in ``c·tanh(logits / c)`` (Gemma 2: 30). None: no cap.
-        dtype: of the matrix products; each call casts the weight and the hidden states to it. With bfloat16 the
-            kernels serve float32 parameters. None: that of the weight.
-        param_dtype: the dtype of the head's own weight and of the bias.
-        weight_init: initializer of the head's own weight.
-        precision: of the matrix products with float32 operands.
-        mesh: the mesh of the axes below. None: that of ``jax.set_mesh``, at construction and in each call.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. The head's own weight is created split over it,
-            or as ``weight_init`` says itself (``nnx.with_partitioning(initializer, ("tensor", "fsdp"))``). With this
-            or one of the next two, every method is the function over a mesh, such as
-            `lce_jax.sharded_linear_logprobs`. Without them it is `lce_jax.linear_logprobs`, for one device, under
+        dtype: the dtype of the matrix products; each call casts the weight and the hidden states to it. With bfloat16,
+            the kernels serve float32 parameters. None: the dtype of the weight.
+        param_dtype: the dtype of the bias, and of a weight that the head creates.
+        weight_init: the initializer of a weight that the head creates.
+        precision: precision of the matrix products with float32 operands.
+        mesh: the mesh of the axes below. None: the mesh of ``jax.set_mesh``, at construction and in each call.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. The head creates its weight split over this
+            axis, or as ``weight_init`` says (``nnx.with_partitioning(initializer, ("tensor", "fsdp"))``). With this
+            argument or one of the next two, every method calls the function over a mesh, such as
+            `lce_jax.sharded_linear_logprobs`. Without them it calls `lce_jax.linear_logprobs`, for one device, under
             ``jit`` on a mesh, or inside ``jax.shard_map``.
         batch_axes: the mesh axis (or axes) that splits the first dimension of the hidden states.
         sequence_axis: the mesh axis (or axes) that splits their sequence; it may be ``vocab_axis``, or end with it.
-        rngs: for the head's own weight.
+        rngs: random numbers for a weight that the head creates.
 
     Example:
         >>> import jax.numpy as jnp
@@ -64,8 +66,8 @@ class LMHead(_head.LMHead, nnx.Module):
         >>> head.logprobs(hidden, labels).entropy.shape
         (2, 5)
         >>> from lce_jax import losses
-        >>> own = {"old_logprob": jnp.full((2, 5), -7.0), "advantage": jnp.array([[1.0], [-1.0]])}
-        >>> total, out = head.linear_loss(losses.ppo_clip, hidden, labels, **own)
+        >>> per_token = {"old_logprob": jnp.full((2, 5), -7.0), "advantage": jnp.array([[1.0], [-1.0]])}
+        >>> total, out = head.linear_loss(losses.ppo_clip, hidden, labels, **per_token)
         >>> loss, grads = nnx.value_and_grad(lambda head: head.loss(hidden, labels, z_loss=1e-4))(head)
         >>> grads["weight"].shape
         (1024, 16)
@@ -99,7 +101,9 @@ class LMHead(_head.LMHead, nnx.Module):
             _head.check_tied(embed.embedding, hidden_size, vocab_size, pad_to_multiple)
             self.weight = embed.embedding
         elif rngs is None:
-            raise TypeError("LMHead needs rngs=nnx.Rngs(...) to initialise a weight of its own, or embed= to share one")
+            raise TypeError(
+                "LMHead needs rngs=nnx.Rngs(...) to initialise its weight, or embed= to share an embedding's"
+            )
         else:
             rows = _head.count_rows(vocab_size, pad_to_multiple, vocab_axis, mesh)
             weight = weight_init(rngs.params(), (rows, hidden_size), param_dtype)
@@ -118,13 +122,13 @@ class LMHead(_head.LMHead, nnx.Module):
 
     @classmethod
     def tied(cls, embed: nnx.Embed, *, vocab_size: int | None = None, **options: Unpack[_head.TiedOptions]) -> Self:
-        """A head whose weight is an embedding's.
+        """Returns a head whose weight is that of an embedding.
 
         Args:
             embed: the ``nnx.Embed``. Over a mesh, give it the head's sharding:
                 ``embedding_init=nnx.with_partitioning(initializer, ("tensor", None))``.
             vocab_size: the true vocabulary. None: all of the embedding's rows.
-            **options: as the class; ``dtype`` is the embedding's own unless given.
+            **options: the options of the class. By default, ``dtype`` is that of the embedding.
 
         Example:
             >>> from flax import nnx
@@ -146,12 +150,12 @@ class LMHead(_head.LMHead, nnx.Module):
         return cls(embed.features, vocab_size, embed=embed, **options)
 
     def parts(self) -> tuple[Float[Array, "V H"], Float[Array, "V"] | None]:
-        """Weight and bias, if they are the whole head. An adapter, as qwix adds one, is a part of the logits alone."""
+        """Returns weight and bias. Refuses a head with an adapter, such as qwix adds, which only its logits contain."""
         if adapters := [name for name, x in vars(self).items() if isinstance(x, nnx.LoRAParam)]:
             raise NotImplementedError(
-                f"the head holds {' and '.join(adapters)}, which are a part of the model's logits and of nothing else: "
-                "leave the head out of the adapter's modules, or add the scaled product of the two to the weight, or "
-                "call the functions of lce_jax with lora= (docs/recipes/lora.md)"
+                f"the head holds {' and '.join(adapters)}, which only the model's logits contain: leave the head out "
+                "of the adapter's modules, or add the scaled product of the two to the weight, or call the functions "
+                "of lce_jax with lora= (docs/recipes/lora.md)"
             )
         return self.weight[...], self._bias
 
@@ -162,8 +166,9 @@ class LMHead(_head.LMHead, nnx.Module):
     def __call__(self, hidden: Float[ArrayLike, "*b H"]) -> Float[Array, "*b vocab_size"]:
         """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).
 
-        The one method that stores ``[..., V]``; JAX differentiates it as usual. Over a mesh with Explicit axes the
-        logits are split as ``hidden`` is, with the vocabulary whole; with Auto axes the compiler decides.
+        This is the only method that stores ``[..., V]``. JAX differentiates it as usual. Over a mesh with Explicit
+        axes, the logits are split as ``hidden`` is, and their vocabulary is not split. With Auto axes the compiler
+        decides.
 
         Args:
             hidden: ``[..., H]``.

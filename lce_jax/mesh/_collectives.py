@@ -4,8 +4,8 @@ The collectives are one packed merge, one reduction and one gather. If an axis o
 than the vocabulary, the results would be finite but wrong. So each shard sends a summary of its operands in the
 collective that merges the statistics anyway:
 
-    tags      per token, of everything but hidden: label, temperature, floor, ids
-    sketches  per token, a rough copy of hidden, because kernels of different shards may round hidden differently
+    tags      one number per token for everything except hidden: label, temperature, floor, ids
+    sketches  a rough copy of hidden per token, because kernels of different shards may round hidden differently
     probes    some elements of the weight
 
 Rows in which the shards differ become NaN. If two shards hold the same columns, all rows become NaN.
@@ -60,7 +60,7 @@ def gather_trees[T](tree: T, axis_name: AxisName) -> T:
 
 
 def _unsigned_dtype(dtype: Any) -> Any:
-    """The unsigned integers as wide as ``dtype``, which has 32 or 64 bits."""
+    """Returns the dtype of unsigned integers as wide as ``dtype``, which has 32 or 64 bits."""
     return jnp.uint64 if dtype.itemsize == 8 else jnp.uint32
 
 
@@ -83,14 +83,14 @@ def sum_cotangents[T](cotangent: T, axis_name: AxisName) -> T:
 
 
 def equalize_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:
-    """Returns arrays typed as equal on every shard of ``axis_name``, and in which rows they really are equal.
+    """Returns arrays typed as equal on every shard of ``axis_name``, and which rows are really equal on every shard.
 
     Rows are the first ``leading`` dimensions of the arrays. The second result is None if no type varies, as without
     ``check_vma``.
 
-    Arrays may be typed as varying although all shards hold the same values: ``lax.all_gather`` types its result so by
-    default. Varying operands would make the results varying, and would multiply gradients by the number of shards. The
-    gradient of each shard's copy is that shard's part of the whole gradient.
+    Arrays may be typed as varying although all shards hold the same values, because ``lax.all_gather`` types its result
+    in this way by default. Varying operands would make the results varying, and would multiply gradients by the number
+    of shards. Here each shard's copy gets that shard's part of the gradient.
     """
     agreements = []
 
@@ -110,7 +110,7 @@ def equalize_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T, B
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _share_gradient(axes: tuple[Any, ...], equal: Array, x: Array) -> Array:
-    """Returns ``equal``. Its gradient is shared among the shards' ``x``, as that of ``lax.pmean(x, axes)`` is."""
+    """Returns ``equal``. The shards' ``x`` share its gradient, as they share the gradient of ``lax.pmean(x, axes)``."""
     del axes, x
     return equal
 
@@ -130,7 +130,7 @@ def _to_bits(x: Array) -> Array:
 
 
 def _from_bits(bits: Array, dtype: Any) -> Array:
-    """The inverse of `_to_bits`."""
+    """Inverts `_to_bits`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = _from_bits(bits, jnp.finfo(dtype).dtype)
         return lax.complex(parts[..., 0], parts[..., 1])
@@ -160,15 +160,15 @@ def gather_sequence(hidden: Float[Array, "*b H"], axis_name: AxisName, dim: int)
 
 
 def scatter_sequence(dhidden: Float[Array, "*b H"], axis_name: AxisName, dim: int) -> Float[Array, "*b H"]:
-    """Transposes `gather_sequence`: sums dhidden over the shards, and each shard keeps its own part."""
+    """Transposes `gather_sequence`: sums dhidden over the shards, and returns this shard's part."""
     return lax.psum_scatter(dhidden, axis_name, scatter_dimension=dim, tiled=True)
 
 
 class ShardSummary(NamedTuple):
-    """A summary of one shard's operands. Of all shards, each field has one more dimension at the front."""
+    """A summary of one shard's operands; or of all shards, stacked along a leading dimension of each field."""
 
     tags: Int[Array, "T"]
-    sketches: Int[Array, "n T"]  # of n heads
+    sketches: Int[Array, "n T"]  # n heads
     probes: Int[Array, "n rows columns"]
 
 
@@ -216,11 +216,11 @@ def probe(weight: Float[Array, "V H"], vocab_dim: int, columns: Any) -> Int[Arra
 
 
 def compare_summaries(every: ShardSummary, ids: Int[Array, "..."], columns: int) -> Bool[Array, "T"]:
-    """Returns which tokens are the same on all shards. No token is, if two shards hold the same columns of the weight.
+    """Returns which tokens are equal on all shards; no token is, if two shards hold the same columns of the weight.
 
-    There is one exception: a large vocabulary may have shards with equal columns. It is recognized by its ``ids``. If
-    the shards that differ, of ``columns`` each, were the whole vocabulary, a quarter of the ids or more would lie
-    outside it.
+    There is one exception: a large vocabulary may really have shards with equal columns. The ``ids`` show it: they lie
+    outside the vocabulary that the distinct shards alone would form, a quarter of them or more. ``columns`` is the
+    number of columns of each shard.
     """
     same = jnp.all(every.tags == every.tags[:1], axis=0)
     lanes = lax.bitcast_convert_type(every.sketches, jnp.int8).astype(jnp.int32)  # [N, n, T, lanes]

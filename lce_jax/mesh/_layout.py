@@ -1,6 +1,7 @@
-"""Layouts: how a mesh splits the operands of a call, by axes that the caller names or by the operands' shardings.
+"""Layouts: how a mesh splits the operands of a call, from axes that the caller names or from the operands' shardings.
 
-It also finds the mesh that types of operands name, and refuses or warns of axes over which a call must not be split.
+This module also finds the mesh that the operands' types name. It refuses axes that must not split a call, or warns of
+them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Layout:
 
     @property
     def every_device(self) -> P:
-        """The spec of caches that every device has for itself, stacked along the first dimension."""
+        """The spec of caches that each device keeps, stacked along the first dimension."""
         return P((*self.token_axes, *list_axes(self.vocab_axes)))
 
     def add_batch(self, hidden_spec: P) -> Layout:
@@ -89,7 +90,7 @@ class Layout:
         return lax.dynamic_slice_in_dim(rows, start, size, self.gather_dim)
 
     def gather_rows(self, rows: list[Array]) -> list[Array]:
-        """The inverse of `take_local_rows`, with one collective for all arrays of the same shape and dtype."""
+        """Inverts `take_local_rows`, with one collective for all arrays of the same shape and dtype."""
         if self.gather_dim is None:
             return rows
         types = [(x.shape, x.dtype) for x in rows]
@@ -189,7 +190,7 @@ def _sharding(x: Any) -> NamedSharding | None:
 
 
 def _axes_at(spec: P, dim: int) -> tuple[str, ...]:
-    """The mesh axes that split dimension ``dim``."""
+    """Returns the mesh axes that split dimension ``dim``."""
     entries = _jax.partitions(spec)
     return list_axes(entries[dim]) if dim < len(entries) else ()
 

@@ -1,16 +1,15 @@
-"""The implementation with GPU kernels, in Pallas on Mosaic GPU: the logits exist in registers only.
+"""The implementation with GPU kernels, in Pallas on Mosaic GPU. The logits exist only in registers.
 
-forward    hidden·weightᵀ tile by tile, statistics from the accumulators
+forward    hidden·weightᵀ tile by tile; statistics from the accumulators
 backward   the same tiles again, turned into dlogits one chunk of the vocabulary at a time, and two products
-threshold  with ``gradient_threshold``, the backward visits the tiles alone that carry gradient
-cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials and the backward skips theirs
+threshold  with ``gradient_threshold``, the backward visits only the active tiles, which have gradients
+cache      with ``cache_bytes``, the forward caches the first tiles' exponentials, which the backward then reads
 
-`lce_jax.linear_kl` takes the same way with two heads: a `KernelCall` with a teacher.
+`lce_jax.linear_kl` runs in the same way with two heads: a `KernelCall` with a teacher.
 
-The modules here are host code, the same for every generation of GPUs. `common` has the kernels, which the host code
-calls by name. A generation is a folder with a pipeline and a tuning, which the kernels with tensor cores take: `sm90`
-for Hopper (compute capability 9.0), `mma` for others. `_generations` picks one by device. `_pallas` is the one importer
-of the kernel language.
+The modules here are host code, which all generations of GPUs share. `common` has the kernels. A generation is a folder
+with a pipeline and tunings for the kernels with tensor cores: `sm90` for Hopper (compute capability 9.0), `mma` for
+others. `_generations` chooses one by device. Only `_pallas` imports the kernel language.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from lce_jax.xla._walk import Shard
 NAME = "mosaic_gpu"
 
 
-def _launches[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` of a call or a plan of one, whose kernels are lowered for its device, which need not be there.
+def _lowers_for_device[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function of a `Call` or a `KLPlan` lower its kernels for the call's device, which may be absent.
 
-    Code and kernels rely on ranks being promoted, whatever the caller's configuration says.
+    Inside, ranks are promoted, whatever the caller's configuration of JAX says.
     """
 
     @functools.wraps(function)
@@ -59,67 +58,69 @@ def _launches[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 def supports(call: Call) -> str | None:
-    """Why the kernels cannot serve ``call``: the function, the device, the dtype, or a shape they cannot tile."""
-    reason = without_kernels(call) or _generations.refusal(call)
+    """Says why the kernels cannot serve ``call``: its function, device, dtype or shape; None if they can."""
+    reason = refuse_function(call) or _generations.refusal(call)
     if reason is not None or call.teacher is None:
         return reason
     of_teacher = _generations.refusal(call.teacher)
     return _refusal.kl_refusal(call.heads, _generation_of(call)) if of_teacher is None else f"the teacher: {of_teacher}"
 
 
-def without_kernels(call: Call) -> str | None:
-    """Why no device has kernels for the function of ``call``; None if some have."""
+def refuse_function(call: Call) -> str | None:
+    """Says why no device has kernels for the function of ``call``; None if some have."""
     if call.top_k:
-        return "linear_topk runs no kernel: XLA's product of a few hundred tokens at a time and a selection serve it"
+        return (
+            "linear_topk runs no kernel: XLA multiplies a few hundred tokens at a time, and selects from the products"
+        )
     if call.function == "linear_logits":
-        return "linear_logits runs no kernel: it is a few dot products per token, and never visits the vocabulary"
+        return "linear_logits runs no kernel: it is a few dot products per token, without a pass over the vocabulary"
     return None
 
 
 def plan(call: Call) -> Plan:
-    """Tiles and bytes; what ``cache_bytes`` will keep."""
+    """Returns the plan of a call: its tiles, their bytes, and what ``cache_bytes`` caches."""
     return _plan.plan(call, _generation_of(call), NAME)
 
 
-@_launches
+@_lowers_for_device
 def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
-    """Eq. 1 of the whole shard, and the cache."""
+    """Computes the statistics of the shard (eq. 1), and the cache."""
     return _forward.statistics(operands, call, _generation_of(call), keep_cache)
 
 
-@_launches
-def in_parts(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[Parts, Any]:
-    """Eq. 1 of each group of tiles, and the cache."""
-    return _forward.in_parts(operands, call, _generation_of(call), keep_cache)
+@_lowers_for_device
+def partial_statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[Parts, Any]:
+    """Computes the statistics of each group of tiles (eq. 1), and the cache."""
+    return _forward.partial_statistics(operands, call, _generation_of(call), keep_cache)
 
 
-@_launches
-def merged(parts: Parts, call: Call, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
-    """All shards' groups joined in their order."""
-    return _forward.merged(parts, call, _generation_of(call), inverse_temperature, num_rows)
+@_lowers_for_device
+def merge_statistics(parts: Parts, call: Call, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
+    """Merges the groups of all shards in their order."""
+    return _forward.merge_statistics(parts, call, _generation_of(call), inverse_temperature, num_rows)
 
 
-@_launches
+@_lowers_for_device
 def per_token(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
-    """In a kernel."""
+    """Computes ``function(*operands)`` of per-token arrays in a kernel."""
     del call
     return _tokens.per_token(function, *operands)
 
 
 def serves(device: Device) -> bool:
-    """Whether a device has kernels, and they were not found wrong there."""
+    """Whether kernels serve a device. They do not if the first call found wrong results there."""
     return _generations.device_refusal(device) is None
 
 
-@_launches
-def selected(call: Call, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
-    """The live tiles, and the dropped mass."""
+@_lowers_for_device
+def select_tiles(call: Call, cache: Any, normalizer: Normalizer, num_rows: Any) -> tuple[Any, Any]:
+    """Selects the active tiles. Returns these and the dropped mass."""
     if cache is None:
         return None, None
-    return _threshold.select(call, cache, of_rows, num_rows)
+    return _threshold.select(call, cache, normalizer, num_rows)
 
 
-@_launches
+@_lowers_for_device
 def gradients(
     operands: Operands,
     call: Call,
@@ -131,39 +132,39 @@ def gradients(
     dweight: Any = None,
     adds_dweight: Any = True,
 ) -> Primals:
-    """Eq. 5: dhidden in float32; dweight in the weight's dtype, or added to ``dweight`` in float32, or written there.
+    """Computes the gradients (eq. 5): dhidden in float32, and dweight in the weight's dtype.
 
-    dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it. The tiles here know
-    no parts of the vocabulary.
+    dhidden is in the weight's dtype if it may be rounded and one launch computes all of it. With ``dweight``, a float32
+    sum, dweight is added to the sum, or overwrites it if not ``adds_dweight``. The backward ignores vocab_part_size.
     """
     call = call.single_part
     if call.gradient_threshold:
-        assert cache is not None, "the forward keeps which tiles are live"
+        assert cache is not None, "the forward saves which tiles are active"
         return _threshold.gradients(operands, call, _generation_of(call), rows, cache, dweight)
     allowed = (may_round_dhidden, may_overwrite_cache)
     return _backward.gradients(operands, call, _generation_of(call), rows, cache, *allowed, dweight, adds_dweight)
 
 
 def kl_plan(plan: KLPlan) -> Plan:
-    """What `explain` says of it."""
+    """Returns the plan of a call of two heads."""
     return _plan.kl_plan(plan, _generation_of(plan.calls.student), NAME)
 
 
-@_launches
+@_lowers_for_device
 def kl_statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Any]:
-    """`lce_jax.xla._kl.statistics`, with kernels."""
+    """Computes `lce_jax.xla._kl.statistics` with kernels."""
     return _forward.kl_statistics(plan, shard, _generation_of(plan.calls.student), keep_cache)
 
 
-@_launches
+@_lowers_for_device
 def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
-    """`lce_jax.xla._kl.mixture_sums`, with kernels."""
+    """Computes `lce_jax.xla._kl.mixture_sums` with kernels."""
     return _forward.kl_mixture_sums(plan, shard, rows, _generation_of(plan.calls.student))
 
 
-@_launches
+@_lowers_for_device
 def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: Any = None) -> Primals:
-    """`lce_jax.xla._kl.gradients`, with kernels."""
+    """Computes `lce_jax.xla._kl.gradients` with kernels."""
     return _backward.kl_gradients(plan, shard, rows, cache, _generation_of(plan.calls.student))
 
 

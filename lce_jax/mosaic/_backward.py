@@ -1,9 +1,9 @@
-"""The gradients: dlogits chunk by chunk, each chunk feeding the two products that give dhidden and dweight.
+"""The backward: dlogits chunk by chunk, and the two products of each chunk, which give dhidden and dweight.
 
-The chunks run in `lax.fori_loop`, one of them alive at a time. The first come from the cache, if there is one. Where
-the cache may be overwritten, they are one chunk, which takes the cache's memory. The others come from the recomputing
-kernel. The tile where padding begins is contracted after them (`_edge`). With two heads the dlogits are those in the
-student's raw products (eqs. 8, 10), and all else is the same.
+The chunks run in a loop, so the dlogits of only one chunk exist at a time. The first chunks come from the cache, if
+there is one. If the cache may be overwritten, all cached tiles are one chunk, in the cache's memory. The kernel that
+recomputes logits computes the other chunks. The tile in which padding begins is contracted last (`_edge`). With two
+heads, dlogits are the gradients in the student's raw products (eqs. 8, 10), and everything else is the same.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ type Dlogits = Callable[..., Array]  # (packed span, columns, the weights of `Ke
 
 
 class Part(NamedTuple):
-    """A range of vocabulary tiles whose dlogits come from the same kernel."""
+    """A range of vocabulary tiles whose dlogits the same kernel computes."""
 
-    chunks: range  # the first tile of each; the step is the number of tiles of a chunk
+    chunks: range  # the first tile of each chunk; the step is the number of tiles per chunk
     dlogits: Dlogits
 
 
@@ -58,24 +58,23 @@ def gradients(
     dweight: Float[Array, "V H"] | None = None,
     adds_dweight: Any = True,
 ) -> Primals:
-    """Eq. 5 of the whole shard: dhidden, anything on rows that are not live, and dweight in the weight's dtype.
+    """Computes the gradients of the shard (eq. 5). dhidden is arbitrary in masked rows.
 
-    With an adapter dhidden is [T, H + R], and the adapter's own gradient is in fp32.
-
-    dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it. With
-    ``dweight``, a sum in fp32, the kernels add to that sum, or write it if not ``adds_dweight``.
+    dhidden is in fp32, or in the weight's dtype if that is allowed and one launch computes all of it. dweight is in the
+    weight's dtype. With ``dweight``, a sum in fp32, the kernels add to that sum, or overwrite it if not
+    ``adds_dweight``. With an adapter, dhidden is [T, H + R], and the adapter's gradient is in fp32.
     """
     kernel_call = KernelCall.prepare(operands, call, generation)
-    factors = _operands.row_factors(rows, kernel_call.shape.padded_tokens)
+    factors = _operands.stack_row_factors(rows, kernel_call.shape.padded_tokens)
     may_round = may_round_dhidden and rows.uniform is None
-    candidates = _candidates.of_rows(kernel_call, factors, rows)
+    candidates = _candidates.place_candidates(kernel_call, factors, rows)
     sums, total, *of_adapter = walk(
         kernel_call, factors, candidates, cache, may_round, may_overwrite_cache, dweight, adds_dweight
     )
-    dhidden = _chunks.total_dhidden(sums, call)
+    dhidden = _chunks.sum_dhidden(sums, call)
     if kernel_call.adapter is not None:
         partial_du, dadapter = of_adapter
-        du = _chunks.total_dhidden(partial_du, kernel_call.adapter.call)
+        du = _chunks.sum_dhidden(partial_du, kernel_call.adapter.call)
         dhidden = None if du is None or dhidden is None else jnp.concatenate([dhidden, du.astype(dhidden.dtype)], 1)
         return Primals(dhidden, total, adapter=dadapter)
     if rows.uniform is not None:
@@ -90,12 +89,12 @@ def kl_gradients(
     cache: KLCache | None,
     generation: Generation,
 ) -> Primals:
-    """Eq. 8 or 10 of the whole shard: the student's part of dhidden in fp32, and its dweight in the weight's dtype."""
+    """Computes the student's gradients (eq. 8 or 10): dhidden in fp32, and dweight in the weight's dtype."""
     kernel_call = KernelCall.prepare_heads(plan, shard, generation)
     factors = kl_factors(rows, kernel_call.shape.padded_tokens, plan.direction)
     may_round, may_overwrite, adds_dweight = False, True, False
     sums, dweight = walk(kernel_call, factors, None, cache, may_round, may_overwrite, None, adds_dweight)
-    return Primals(_chunks.total_dhidden(sums, kernel_call.call), dweight)
+    return Primals(_chunks.sum_dhidden(sums, kernel_call.call), dweight)
 
 
 def walk(
@@ -108,18 +107,18 @@ def walk(
     dweight: Float[Array, "V H"] | None,
     adds_dweight: Any = True,
 ) -> Carry:
-    """The parts of dhidden, and dweight, from the coefficients as the kernels take them, of one head or two."""
+    """Computes the parts of dhidden, and dweight, of one head or two, from the stacked coefficients."""
     host, start = kernel_call.host, []
     parts = _parts(kernel_call, factors, cache, may_overwrite_cache)
-    has_edge = _edge.is_left(kernel_call)
+    has_edge = _edge.has_edge_tile(kernel_call)
     rounds = may_round_dhidden and not has_edge and sum(len(part.chunks) for part in parts) == 1
     for one in kernel_call.products:
         dtype = jnp.float32 if one is kernel_call.adapter else one.call.dtype
         total = host.empty(one.prepared.weight.shape, dtype) if dweight is None else dweight
         sums = _chunks.empty_dhidden(host, one.call, kernel_call.shape, rounds)
         start += [sums if one.call.gradients.hidden else None, total if one.call.gradients.weight else None]
-    read = [one.prepared for one in kernel_call.heads], factors, candidates, cache
-    carry: Carry = host.vary_like(tuple(start), read)
+    inputs = [one.prepared for one in kernel_call.heads], factors, candidates, cache
+    carry: Carry = host.vary_like(tuple(start), inputs)
     for i, part in enumerate(parts):
         carry = _walk_chunks(kernel_call, part, candidates, carry, i > 0, dweight is not None, adds_dweight)
     if not (has_edge and kernel_call.call.gradients.hidden):
@@ -134,7 +133,7 @@ def _parts(
     cache: Cache | KLCache | None,
     may_overwrite_cache: bool,
 ) -> list[Part]:
-    """The tiles in the cache, if any, one chunk if their dlogits overwrite it; and the tiles to recompute, if any."""
+    """Returns the cached tiles, if any, as one chunk if dlogits overwrite the cache; and the tiles to recompute."""
     overwrites = may_overwrite_cache and _chunks.can_overwrite_cache(kernel_call.shape)
     cached, num_tiles = 0 if cache is None else cache.num_tiles, kernel_call.shape.num_tiles
 
@@ -142,13 +141,15 @@ def _parts(
         return range(
             start,
             stop,
-            _chunks.chunk_tiles(kernel_call.call, kernel_call.shape, kernel_call.generation.budget, stop - start),
+            _chunks.choose_chunk_tiles(
+                kernel_call.call, kernel_call.shape, kernel_call.generation.budget, stop - start
+            ),
         )
 
     parts = []
     if cache is not None and cached:
-        from_cache = functools.partial(_cached_dlogits, kernel_call, factors, cache, overwrites)
-        parts.append(Part(range(0, cached, cached) if overwrites else chunks(0, cached), from_cache))
+        cached_part = functools.partial(_cached_dlogits, kernel_call, factors, cache, overwrites)
+        parts.append(Part(range(0, cached, cached) if overwrites else chunks(0, cached), cached_part))
     if cached < num_tiles:
         recomputed = functools.partial(_edge.compute_dlogits, kernel_call, factors)
         parts.append(Part(chunks(cached, num_tiles), recomputed))
@@ -164,7 +165,7 @@ def _cached_dlogits(
     columns: int,
     *weights: Array,
 ) -> Array:
-    """Of the span's tiles, from what the forward kept of one head or two."""
+    """Computes the dlogits of the span's tiles from the cache, of one head or two."""
     launch, generation = kernel_call.host.launch, kernel_call.generation
     if isinstance(cache, Cache):
         return launch(
@@ -184,12 +185,13 @@ def _walk_chunks(
     may_add: bool = False,
     adds_dweight: Any = False,
 ) -> Carry:
-    """Adds a part's gradients (or writes them), a chunk at a time; ``follows``: the sums hold those of another part.
+    """Computes a part's gradients chunk by chunk, and adds them to the carry, or writes them.
 
-    dweight is added if it ``may_add`` and ``adds_dweight``, which the kernels are told when they run.
+    ``follows``: the sums of dhidden have those of another part already. dweight is added if ``may_add`` and, which is
+    known only at run time, ``adds_dweight``.
     """
     shape, generation, launch = kernel_call.shape, kernel_call.generation, kernel_call.host.launch
-    contracted = _edge.contracted_columns(kernel_call)
+    contracted = _edge.count_contracted_columns(kernel_call)
     most = part.chunks.step
 
     @jax.named_scope("chunk")
@@ -197,18 +199,18 @@ def _walk_chunks(
         column, num_tiles = first * shape.tile, least(part.chunks.stop - first, most)
         depth = least(greatest(contracted - column, 0), num_tiles * shape.tile)
         adds = follows or first > part.chunks.start
-        in_place = shape.whole_atoms  # otherwise the kernels are given copies of each chunk, without padding
+        in_place = shape.whole_atoms  # otherwise the kernels get copies of each chunk, without padding
         offset = column if in_place else 0
         span = kernel_call.span(
             column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds, adds_dweight=adds_dweight
         )
         weights = [
-            one.prepared.weight if in_place else _edge.columns_from(one, column, most * shape.tile)
+            one.prepared.weight if in_place else _edge.copy_columns(one, column, most * shape.tile)
             for one in kernel_call.sources
         ]
         d = part.dlogits(span, most * shape.tile, *weights)
         d = d if candidates is None else candidates.put(kernel_call, d, column, column + num_tiles * shape.tile)
-        found: list[Any] = []
+        updated: list[Any] = []
         products = zip(kernel_call.products, weights[: len(kernel_call.products)], carry[::2], carry[1::2], strict=True)
         for one, weight, sums, dweight in products:
             call, hidden = one.call, one.prepared.hidden
@@ -222,7 +224,7 @@ def _walk_chunks(
                 dweight = _edge.put_columns(
                     one, dweight, copy, column, num_tiles * shape.tile, may_add and adds_dweight
                 )
-            found += [sums, dweight]
-        return tuple(found)
+            updated += [sums, dweight]
+        return tuple(updated)
 
     return kernel_call.host.loop(part.chunks, step, carry)

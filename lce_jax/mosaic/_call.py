@@ -1,10 +1,8 @@
-"""One call on its way through the kernels: its operands, as given and prepared, and the generation that serves it.
+"""`KernelCall`: a call with its operands, prepared for the kernels, and the `Generation` of GPUs that serves it.
 
-A call of two heads is the student's, which has the teacher's.
-
-What a generation of GPUs gives: its tiles, what a launch covers, its tunings, and how it multiplies.
-
-In `lce_jax.mosaic` a `Call` is named ``call``, and ``kernel_call`` is a `KernelCall`.
+A call of two heads is the student's `KernelCall`, which holds the teacher's. A `Generation` has the tile sizes, the
+memory budget of a launch, the tunings, and a `Machine` that multiplies tiles. In `lce_jax.mosaic`, ``call`` is a `Call`
+and ``kernel_call`` a `KernelCall`.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._host import TRACED, Host
-from lce_jax.mosaic._operands import Geometry, KLHead, KLOperands, Prepared, Span, Tiling, geometry
+from lce_jax.mosaic._operands import Geometry, KLHead, KLOperands, Prepared, Span, Tiling, make_geometry
 from lce_jax.types._types import Call, Operands, RequestedGradients
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import HeadTokens, Shard
 
 
 class Machine(NamedTuple):
-    """How a generation multiplies tiles. What becomes of them is the same for all: the epilogues in `common`.
+    """How a generation multiplies tiles. The epilogues in `common`, which process the tiles, serve all generations.
 
     Attributes:
         kernel: ``(matmul, body, outputs, name, updated=None)``: ``body`` on every multiprocessor. Axes: "sm" is the
@@ -35,12 +33,12 @@ class Machine(NamedTuple):
         walk_tiles: ``(matmul, lhs, rhs, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply,
             scratch)`` for every tile that ``visit_all`` visits, in every warpgroup with an epilogue. ``multiply()``
             waits for the products.
-        kernel_of_heads: ``kernel`` for tiles of two heads, whose ``body`` is given last where those of p wait.
-        walk_heads: ``(products, offset, visit_all, consume, held)``: as ``walk_tiles``, of two heads. ``multiply``
-            has a function for each `Product`, to be called in turn.
-        hold: ``(held, x)`` lets a warpgroup's part of a tile of p wait.
-        held_bytes: of global memory in which tiles of p wait, for each multiprocessor.
-        has_tma: whether copies to and from shared memory are TMA's, which leaves out what lies outside an array.
+        kernel_of_heads: like ``kernel``, for two heads. The last argument of ``body`` is memory for held tiles of p.
+        walk_heads: ``(products, offset, visit_all, consume, held)``: like ``walk_tiles``, for two heads. ``multiply``
+            has a function for each `Product`, which must be called in order.
+        hold: ``(held, x)`` stores a warpgroup's part of a tile of p until the tile of q is there.
+        held_bytes: bytes of global memory for held tiles, per multiprocessor.
+        has_tma: whether TMA copies to and from shared memory. TMA skips rows and columns outside an array.
     """
 
     kernel: Callable[..., Callable[..., Any]]
@@ -54,18 +52,19 @@ class Machine(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Generation:
-    """What the host code and the kernels with tensor cores read of a generation.
+    """A generation of GPUs, as the host code and the kernels with tensor cores see it.
 
     Attributes:
-        compute_capabilities: those that the kernels run on, the best known first: "9.0".
-        devices: parts of the names of devices with that capability, as regular expressions; first a name that all know.
+        compute_capabilities: the compute capabilities that it serves, such as "9.0", the most common first.
+        devices: regular expressions of device names with these capabilities, the best known device first.
         tiling: the tile sizes.
-        budget: what decides how much of the vocabulary one launch covers.
+        budget: decides how much of the vocabulary one launch covers.
         tunings: the free choices of a kernel, ``tunings.of(call, kernel)``, and ``tunings.smem_bytes(call)``: what
-            a block of each needs of shared memory.
-        machine: how tiles are multiplied.
+            each kernel's block needs of shared memory.
+        machine: multiplies tiles.
         smem_limit: the bytes of shared memory that a block may use.
-        ran_on: the card that ran the same source, where none of its own has: the first call on one checks itself.
+        ran_on: the cards that ran the same source, if no card of the generation has. Then the first call on a card
+            compares its results with XLA's.
     """
 
     compute_capabilities: tuple[str, ...]
@@ -77,14 +76,9 @@ class Generation:
     smem_limit: int
     ran_on: str | None = None
 
-    @property
-    def has_tma(self) -> bool:
-        """That of the machine."""
-        return self.machine.has_tma
-
 
 class KernelCall(NamedTuple):
-    """What every step of a pass needs to know."""
+    """A call with its operands and its generation, which every step of a pass gets."""
 
     operands: Operands
     prepared: Prepared
@@ -92,45 +86,45 @@ class KernelCall(NamedTuple):
     shape: Geometry
     generation: Generation
     host: Host = TRACED
-    adapter: KernelCall | None = None  # the adapter's product u·Bᵀ: u in place of hidden, and B of the weight
-    teacher: KernelCall | None = None  # of two heads: the other one; the tiles' geometry is the student's
-    plan: KLPlan | None = None  # of two heads
+    adapter: KernelCall | None = None  # the adapter's product u·Bᵀ, with u as hidden and B as the weight
+    teacher: KernelCall | None = None  # of `linear_kl`: the teacher's call; the geometry is the student's
+    plan: KLPlan | None = None  # of `linear_kl`
 
     @property
     def products(self) -> tuple[KernelCall, ...]:
-        """The calls whose products a chunk of dlogits enters."""
+        """The calls whose gradients are products with dlogits: this call, and the adapter's if there is one."""
         return (self,) if self.adapter is None else (self, self.adapter)
 
     @property
     def heads(self) -> tuple[KernelCall, ...]:
-        """The student's, and the teacher's if there is one."""
+        """The calls of the heads: the student's, and the teacher's if there is one."""
         return (self,) if self.teacher is None else (self, self.teacher)
 
     @property
     def sources(self) -> tuple[KernelCall, ...]:
-        """The calls whose weights a kernel reads for a tile of logits, those of `products` first."""
+        """The calls whose weights a tile of logits needs. It begins with `products`."""
         return self.products if self.teacher is None else self.heads
 
     @property
     def kl_calls(self) -> tuple[Call, Call]:
-        """Of both heads, that of p first."""
-        return self._ordered([one.call for one in self.heads])
+        """The `Call` of both heads, that of p first."""
+        return self._ordered([head.call for head in self.heads])
 
     def kl_operands(self, weights: Sequence[Any]) -> KLOperands:
-        """Both heads' as the kernels take them, with these ``weights``, the student's first."""
+        """Returns both heads' operands for the kernels, with these ``weights``, the student's first."""
         both = zip(self.heads, weights, strict=True)
-        heads = [KLHead(one.prepared.hidden, weight, one.prepared.row_scale) for one, weight in both]
+        heads = [KLHead(head.prepared.hidden, weight, head.prepared.row_scale) for head, weight in both]
         return KLOperands(self._ordered(heads), self.prepared.mask)
 
     @property
     def row_scales(self) -> tuple[Any, Any]:
-        """The k of eq. 0, that of p first."""
-        scales = (_logprobs.compute_row_scale(one.call, one.operands.inverse_temperature) for one in self.heads)
+        """The k of eq. 0 of both heads, that of p first."""
+        scales = (_logprobs.compute_row_scale(head.call, head.operands.inverse_temperature) for head in self.heads)
         return self._ordered([*scales])
 
-    def _ordered[A](self, of_heads: Sequence[A]) -> tuple[A, A]:
+    def _ordered[A](self, values: Sequence[A]) -> tuple[A, A]:
         assert self.plan is not None
-        student, teacher = of_heads
+        student, teacher = values
         return Pair(student, teacher).ordered(self.plan.student_first)
 
     def add_adapter(self) -> KernelCall:
@@ -153,35 +147,35 @@ class KernelCall(NamedTuple):
         )
 
     def span(self, **fields: Any) -> Any:
-        """A `Span` of the call's live rows and columns, as a kernel takes it."""
+        """Returns a `Span` with the numbers of unmasked rows and unpadded columns, as kernels take it."""
         return self.host.numbers(*Span(self.prepared.num_rows, self.prepared.num_columns, **fields))
 
     @property
     def arrays(self) -> Prepared:
-        """What kernels are given. How many rows and columns there are, their spans say: no kernel depends on it."""
+        """The prepared operands for kernels. Kernels get the numbers of rows and columns from a `Span`."""
         return self.prepared._replace(num_rows=None, num_columns=None)
 
     @classmethod
     def prepare(cls, operands: Operands, call: Call, generation: Generation) -> KernelCall:
-        """The call of ``operands``, padded and marked."""
-        shape = geometry(call, generation.tiling)
+        """Makes the call of ``operands``, which it pads and marks."""
+        shape = make_geometry(call, generation.tiling)
         return cls(operands, _operands.prepare(operands, call, shape), call, shape, generation).add_adapter()
 
     @classmethod
     def prepare_heads(cls, plan: KLPlan, shard: Shard, generation: Generation) -> KernelCall:
-        """The call of two heads. Both have the columns that both have."""
+        """Makes the call of two heads. It covers the columns that both weights have."""
         columns: Any = shard.num_columns
         if columns is None and plan.columns < max(head.weight.shape[0] for head in shard.heads):
             columns = plan.columns
 
-        def kernel_call(call: Call, tokens: HeadTokens, weight: Any) -> KernelCall:
+        def prepare_head(call: Call, tokens: HeadTokens, weight: Any) -> KernelCall:
             call = dataclasses.replace(call, num_tokens=tokens.hidden.shape[0], columns=weight.shape[0])
             targets = jnp.full((call.num_tokens,), -1, jnp.int32)
-            given = Operands(tokens.hidden, weight, targets, tokens.inverse_temperature, shard.num_rows, columns)
-            return cls.prepare(given, call, generation)
+            operands = Operands(tokens.hidden, weight, targets, tokens.inverse_temperature, shard.num_rows, columns)
+            return cls.prepare(operands, call, generation)
 
         each = zip(plan.calls, shard.tokens, shard.heads, strict=True)
-        student, teacher = [kernel_call(call, tokens, head.weight) for call, tokens, head in each]
+        student, teacher = [prepare_head(call, tokens, head.weight) for call, tokens, head in each]
         return student._replace(teacher=teacher, plan=plan)
 
 

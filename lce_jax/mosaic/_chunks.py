@@ -1,13 +1,13 @@
-"""What decides how much of the vocabulary one launch covers: the backward's chunks, the forward's launches.
+"""How much of the vocabulary one launch covers: the backward's chunks, the forward's launches, the cache, and dhidden.
 
-A chunk of dlogits lies in memory as a whole, so a chunk is bounded by a budget of bytes. Within the budget the size is
-chosen by time: each chunk leaves multiprocessors idle in its last wave of tiles, and reads and writes dhidden once.
+A chunk of dlogits exists in memory as a whole, so a budget of bytes limits it. Within the budget, the fastest size is
+chosen: each chunk leaves multiprocessors idle in its last wave of tiles, and reads and writes dhidden once.
 
-The product of each chunk of dlogits with its part of the weight adds to fp32 sums of dhidden, which the caller rounds
-once. Where one launch writes all of dhidden, and the caller allows it, the kernel rounds: its output then has the
-weight's dtype.
+The product of a chunk of dlogits with its part of the weight is added to fp32 sums of dhidden, which the caller rounds
+once. If one launch computes all of dhidden and the caller allows it, the kernel rounds, and its output has the weight's
+dtype.
 
-The cache are the exponentials that the forward keeps, which spare the backward their recomputation.
+The cache holds exponentials of the forward, so that the backward does not recompute their logits.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
 
-MAX_SPLITS = 4  # of the contraction over the vocabulary
+MAX_SPLITS = 4  # the most parts of the contraction over the vocabulary
 
 
 def dhidden_shape(call: Call, shape: Geometry) -> tuple[int, int, int]:
-    """(splits, tokens, hidden): whole tiles, and several arrays where one has fewer tiles than there are cores."""
+    """Returns (splits, tokens, hidden) in whole tiles: several arrays if one has fewer tiles than the GPU has cores."""
     rows, columns = shape.padded_tokens, -(-call.hidden_size // shape.tile) * shape.tile
     num_tiles = rows // shape.row_block * (columns // shape.tile)
-    most = MAX_SPLITS if num_tiles < call.device.core_count else 1  # each array is read and written once a chunk
+    most = MAX_SPLITS if num_tiles < call.device.core_count else 1  # each chunk reads and writes each array
 
     def waves(splits: int) -> float:
         return -(-num_tiles * splits // call.device.core_count) / splits
@@ -47,16 +47,16 @@ def dhidden_shape(call: Call, shape: Geometry) -> tuple[int, int, int]:
 
 
 def empty_dhidden(host: Host, call: Call, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
-    """The memory for the kernels' output, in the weight's dtype if they round.
+    """Returns memory for the kernels' output, in the weight's dtype if they round.
 
-    Splits are added up after the kernels, so they stay fp32.
+    Several splits are fp32, because they are summed after the kernels.
     """
     splits = dhidden_shape(call, shape)
     return host.empty(splits, call.dtype if rounds and splits[0] == 1 else jnp.float32)
 
 
-def total_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Float[Array, "T H"] | None:
-    """The sum of the splits, without padding."""
+def sum_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Float[Array, "T H"] | None:
+    """Sums the splits, and removes padding."""
     if sums is None:
         return None
     dhidden = sums[0] if sums.shape[0] == 1 else jnp.sum(sums, axis=0)
@@ -64,7 +64,7 @@ def total_dhidden(sums: Float[Array, "splits Tp Hp"] | None, call: Call) -> Floa
 
 
 class Cache(NamedTuple):
-    """What the backward needs of the first vocabulary tiles to spare their recomputation."""
+    """What the forward caches of the first vocabulary tiles, which the backward then does not recompute."""
 
     exponentials: Float[Array, "T columns"]  # e^((x - max) k), in the weight's dtype; whole tiles
     max: Float[Array, "tiles Tp"]  # each tile's largest x
@@ -89,7 +89,7 @@ class KLCache(NamedTuple):
 
 
 def empty_cache(host: Host, call: Call, shape: Geometry, num_tiles: int) -> Cache:
-    """Memory for the forward to fill."""
+    """Returns memory for the forward to fill."""
     return Cache(
         host.empty((shape.tokens, num_tiles * shape.tile), call.dtype),
         host.empty((num_tiles, shape.padded_tokens), jnp.float32),
@@ -97,64 +97,64 @@ def empty_cache(host: Host, call: Call, shape: Geometry, num_tiles: int) -> Cach
 
 
 def empty_kl_cache(host: Host, plan: KLPlan, shape: Geometry, num_tiles: int) -> KLCache:
-    """The same of two heads."""
+    """Returns memory for the forward of two heads to fill."""
     columns = shape.padded_tokens, num_tiles * shape.tile
     e, ratio = (host.empty(columns, dtype) for dtype in plan.cached_dtypes)
     return KLCache(e, ratio, host.empty((num_tiles, _kl.REFERENCES, shape.padded_tokens), jnp.float32))
 
 
-def num_cached_tiles(call: Call, shape: Geometry) -> int:
-    """The vocabulary tiles whose exponentials fit ``cache_bytes``; none if the backward visits live tiles alone."""
+def count_cached_tiles(call: Call, shape: Geometry) -> int:
+    """Returns how many tiles fit ``cache_bytes``; 0 if the backward visits only active tiles."""
     if call.gradient_threshold:
         return 0
     return min(shape.num_tiles, call.cache_budget // cached_tile_bytes(call, shape))
 
 
 def cached_tile_bytes(call: Call, shape: Geometry) -> int:
-    """The bytes of one tile's exponentials and of its maximum per token."""
+    """Returns the bytes of one tile's exponentials and of its maximum per token."""
     return shape.tokens * shape.tile * call.dtype.itemsize + shape.padded_tokens * 4
 
 
-def num_cached_kl_tiles(plan: KLPlan, shape: Geometry) -> int:
-    """`num_cached_tiles` of two heads."""
-    return min(shape.tiles_of(plan.columns), plan.calls.student.cache_budget // cached_kl_tile_bytes(plan, shape))
+def count_cached_kl_tiles(plan: KLPlan, shape: Geometry) -> int:
+    """Returns how many tiles of two heads fit ``cache_bytes``."""
+    return min(shape.count_tiles(plan.columns), plan.calls.student.cache_budget // cached_kl_tile_bytes(plan, shape))
 
 
 def cached_kl_tile_bytes(plan: KLPlan, shape: Geometry) -> int:
-    """`cached_tile_bytes` of two heads."""
+    """Returns the cached bytes of a tile of two heads."""
     return shape.padded_tokens * (plan.cached_item_bytes * shape.tile + 4 * _kl.REFERENCES)
 
 
 def can_overwrite_cache(shape: Geometry) -> bool:
-    """Whether dlogits can take the place of the exponentials, all cached tiles as one chunk.
+    """Whether dlogits can overwrite the exponentials, with all cached tiles as one chunk.
 
-    Where V is no multiple of the atom, a chunk's part of the weight is copied, so chunks must stay small.
+    If V is no multiple of the atom, a chunk's part of the weight is copied, so chunks must stay small.
     """
     return shape.whole_atoms
 
 
-type Piece = tuple[int, int, bool]  # tiles [start, stop), and which of two kinds of launch they take
+type Piece = tuple[int, int, bool]  # tiles [start, stop), and whether their launch reads a copy of the weight
 
 KL_FIELDS = len(KLStatistics._fields)
-KL_MERGED = KL_FIELDS + 3  # numbers of each token and tile: XLA stores three more as it merges them
-GROUP = 16  # vocabulary tiles whose statistics are joined first, one thread per token and group; then the groups are
+KL_MERGED = KL_FIELDS + 3  # numbers of each token and tile: XLA stores three more while it merges
+GROUP = 16  # vocabulary tiles whose statistics one thread joins; then the groups are joined
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The memory that the passes may take, and what a chunk costs on this generation of GPUs."""
+    """The memory that the passes may take, and the cost of a chunk on this generation of GPUs."""
 
-    dhidden_waves: float  # waves of tiles that last as long as reading and writing one token's dhidden in fp32
-    temporary_bytes: int = 345_000_000  # of the backward: dhidden in fp32 and one chunk of dlogits
-    chunk_columns: int = 8192  # at least so many in a chunk, beyond those bytes: each chunk reads and writes dhidden
-    chunk_bytes: int = 11 << 28  # that may take for dlogits: fewer columns from 180,000 tokens on
-    statistics_bytes: int = 160 << 20  # of the forward's partial statistics; more take several launches
+    dhidden_waves: float  # the time to read and write one token's dhidden in fp32, in waves of tiles
+    temporary_bytes: int = 345_000_000  # for the backward's dhidden in fp32 and one chunk of dlogits
+    chunk_columns: int = 8192  # the least of a chunk, even beyond those bytes: each chunk reads and writes dhidden
+    chunk_bytes: int = 11 << 28  # the most bytes of such a chunk's dlogits: fewer columns from 180,000 tokens on
+    statistics_bytes: int = 160 << 20  # for the forward's partial statistics; more need several launches
 
 
-def chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int) -> int:
-    """Vocabulary tiles per chunk of the backward, of ``num_tiles``: within the budget, the fastest number.
+def choose_chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int) -> int:
+    """Returns the vocabulary tiles per chunk of the backward, of ``num_tiles``: the fastest number within the budget.
 
-    The cost is counted in waves of tiles over the multiprocessors; each chunk also reads and writes dhidden.
+    The cost is the number of waves of tiles over the multiprocessors, and for each chunk the traffic of dhidden.
     """
     tile_bytes = shape.tokens * shape.tile * call.dtype.itemsize
     for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(call, shape)) * 4
@@ -168,32 +168,32 @@ def chunk_tiles(call: Call, shape: Geometry, budget: Budget, num_tiles: int) -> 
     return min(range(most, most // 2, -1), key=cost)
 
 
-def launch_groups(call: Call, shape: Geometry, budget: Budget) -> int:
-    """Groups of vocabulary tiles per launch of the forward: partial statistics within the budget, even launches."""
+def choose_launch_groups(call: Call, shape: Geometry, budget: Budget) -> int:
+    """Returns the groups of tiles per launch of the forward: launches of equal size within the budget."""
     tile_bytes = 4 * math.prod(_operands.statistics_shape(call, shape, 1))
-    groups = num_groups(shape)
-    most = max(budget.statistics_bytes // tile_bytes - groups, 1)  # the groups' statistics lie beside them
+    groups = count_groups(shape)
+    most = max(budget.statistics_bytes // tile_bytes - groups, 1)  # the groups' statistics need memory, too
     if shape.num_tiles <= most:
         return groups
     return -(-groups // -(-groups // max(most // GROUP, 1)))
 
 
-def launch_tiles(call: Call, shape: Geometry, budget: Budget) -> int:
-    """Vocabulary tiles that a launch of the forward has at most."""
-    return min(launch_groups(call, shape, budget) * GROUP, shape.num_tiles)
+def choose_launch_tiles(call: Call, shape: Geometry, budget: Budget) -> int:
+    """Returns the most vocabulary tiles of a launch of the forward."""
+    return min(choose_launch_groups(call, shape, budget) * GROUP, shape.num_tiles)
 
 
-def launch_kl_tiles(shape: Geometry, budget: Budget, columns: int) -> int:
-    """The same of two heads: partial statistics within the budget, even launches."""
-    num_tiles = shape.tiles_of(columns)
+def choose_kl_launch_tiles(shape: Geometry, budget: Budget, columns: int) -> int:
+    """Returns the tiles per launch of two heads: launches of equal size within the budget."""
+    num_tiles = shape.count_tiles(columns)
     most = max(budget.statistics_bytes // (4 * KL_MERGED * shape.padded_tokens), 1)
     return -(-num_tiles // -(-num_tiles // most))
 
 
-def launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[Any, Any, Piece]]:
-    """The launches for the tiles from ``first`` to ``last``: the first tile of each, how many, and its piece.
+def plan_launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[Any, Any, Piece]]:
+    """Yields the launches for the tiles from ``first`` to ``last``: the first tile, the number of tiles, and the piece.
 
-    Those that are known to be empty are left out.
+    Launches that are statically empty are skipped.
     """
     for piece in pieces:
         begin = greatest(first, piece[0])
@@ -202,25 +202,25 @@ def launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[A
             yield begin, count, piece
 
 
-def part_groups(shape: Geometry) -> int:
-    """The groups of tiles of a part of the vocabulary."""
+def count_part_groups(shape: Geometry) -> int:
+    """Returns the number of groups of tiles in a part of the vocabulary."""
     return -(-shape.part_tiles // GROUP)
 
 
-def num_groups(shape: Geometry) -> int:
-    """The groups of tiles of a shard."""
+def count_groups(shape: Geometry) -> int:
+    """Returns the number of groups of tiles in a shard."""
     parts, rest = divmod(shape.num_tiles, shape.part_tiles)
-    return parts * part_groups(shape) + -(-rest // GROUP)
+    return parts * count_part_groups(shape) + -(-rest // GROUP)
 
 
 def first_tile(shape: Geometry, group: Any) -> Any:
-    """The first tile of a group. A group ends where its part does."""
-    missing = part_groups(shape) * GROUP - shape.part_tiles  # of a part's last group
-    return group * GROUP - (group // part_groups(shape) * missing if shape.has_parts else 0)
+    """Returns the first tile of a group. A group ends with its part."""
+    missing = count_part_groups(shape) * GROUP - shape.part_tiles  # of a part's last group
+    return group * GROUP - (group // count_part_groups(shape) * missing if shape.has_parts else 0)
 
 
-def live_slots(call: Call, shape: Geometry, budget: Budget, group: int) -> int:
-    """Tiles of dlogits that a batch of live tiles may take: within the budget, and whole waves where it has several."""
+def choose_active_slots(call: Call, shape: Geometry, budget: Budget, group: int) -> int:
+    """Returns the slots for a batch's dlogits of active tiles: within the budget, and whole waves if several."""
     of_tile = -(-shape.row_blocks // group) * group
     slot_bytes = shape.row_block * shape.tile * call.dtype.itemsize
     for_dlogits = budget.temporary_bytes - math.prod(dhidden_shape(call, shape)) * 4
@@ -231,5 +231,5 @@ def live_slots(call: Call, shape: Geometry, budget: Budget, group: int) -> int:
 
 
 def _least_tiles(shape: Geometry, budget: Budget, tile_bytes: int) -> int:
-    """Vocabulary tiles whose dlogits may exist at a time, however many tokens there are."""
+    """Returns the vocabulary tiles whose dlogits may exist at a time, for any number of tokens."""
     return max(min(budget.chunk_columns // shape.tile, budget.chunk_bytes // tile_bytes), 1)

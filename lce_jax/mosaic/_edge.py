@@ -1,11 +1,11 @@
-"""The tile in which the true vocabulary ends, copied where the kernels cannot read it as it lies: [tile, H], 2 MiB.
+"""The tile in which the unpadded vocabulary ends. If kernels cannot read it in place, it is copied: [tile, H], 2 MiB.
 
-* Where V is no multiple of the atom, a kernel cannot be given the last rows of the weight. The forward reads that tile
-  from the copy; the backward copies every chunk.
-* Where padding begins, dhidden's product would multiply dlogits of 0 by whatever the padding holds, and 0 · NaN is NaN.
-  It ends before that tile, and takes the tile from the copy.
+* If V is no multiple of the atom, a kernel cannot read the last rows of the weight. The forward reads that tile from
+  the copy, and the backward copies every chunk.
+* In the tile in which padding begins, the product for dhidden would multiply dlogits of 0 by arbitrary padding, and
+  0 · NaN is NaN. So the product ends before that tile, and the tile is added from the copy.
 
-The copy holds zeros after the last true column.
+The copy holds zeros after the last unpadded column.
 """
 
 from __future__ import annotations
@@ -28,40 +28,37 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
 
-def whole_tiles(kernel_call: KernelCall) -> int:
-    """The vocabulary tiles that a kernel can read where they lie."""
+def count_whole_tiles(kernel_call: KernelCall) -> int:
+    """Returns how many vocabulary tiles a kernel can read in place."""
     return kernel_call.shape.num_tiles if kernel_call.shape.whole_atoms else kernel_call.shape.num_tiles - 1
 
 
-def contracted_tiles(kernel_call: KernelCall) -> Int[Array, ""] | int:
-    """The vocabulary tiles without padding, which dhidden's product reads where they lie."""
+def count_contracted_tiles(kernel_call: KernelCall) -> Int[Array, ""] | int:
+    """Returns how many vocabulary tiles have no padding, which the product for dhidden reads in place."""
     if kernel_call.operands.num_columns is None:
         return kernel_call.shape.num_tiles
     return kernel_call.operands.num_columns // kernel_call.shape.tile
 
 
-def is_left(kernel_call: KernelCall) -> bool:
-    """Whether that product leaves out true columns."""
+def has_edge_tile(kernel_call: KernelCall) -> bool:
+    """Whether that product excludes unpadded columns, which the copied tile then adds."""
     columns = kernel_call.operands.num_columns
-    return kernel_call.shape.whole_atoms and columns is not None and not _is_whole(columns, kernel_call.shape.tile)
+    ends_in_tile = not (isinstance(columns, int) and columns % kernel_call.shape.tile == 0)
+    return kernel_call.shape.whole_atoms and columns is not None and ends_in_tile
 
 
-def _is_whole(columns: Any, tile: int) -> bool:
-    return isinstance(columns, int) and columns % tile == 0
-
-
-def contracted_columns(kernel_call: KernelCall) -> Int[Array, ""] | int:
-    """Where dhidden's product ends: it reads copies of chunks whole, and the weight up to the tile with padding."""
+def count_contracted_columns(kernel_call: KernelCall) -> Int[Array, ""] | int:
+    """Returns the column at which the product for dhidden ends. Copies of chunks are read completely."""
     if kernel_call.operands.num_columns is None or not kernel_call.shape.whole_atoms:
         return kernel_call.call.columns
-    return contracted_tiles(kernel_call) * kernel_call.shape.tile
+    return count_contracted_tiles(kernel_call) * kernel_call.shape.tile
 
 
-def weight(kernel_call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
-    """The copy of one tile."""
+def copy_tile(kernel_call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
+    """Copies one tile of the weight."""
     column, (call, shape) = kernel_call.shape.column(tile), (kernel_call.call, kernel_call.shape)
     if not shape.whole_atoms or call.vocab_dim == 1:
-        return columns_from(kernel_call, column, shape.tile)
+        return copy_columns(kernel_call, column, shape.tile)
     rows, width = call.columns // ATOM_ROWS, ATOM_ROWS * call.hidden_size
     numbers = kernel_call.host.numbers(column // ATOM_ROWS, kernel_call.prepared.num_columns - column)
     copied = kernel_call.host.launch(
@@ -70,8 +67,8 @@ def weight(kernel_call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
     return kernel_call.host.reshape(copied, (shape.tile, call.hidden_size))
 
 
-def columns_from(kernel_call: KernelCall, column: Any, size: int) -> Float[Array, "size H"]:
-    """A copy of so many columns of the vocabulary, zero where they are padding or do not exist."""
+def copy_columns(kernel_call: KernelCall, column: Any, size: int) -> Float[Array, "size H"]:
+    """Copies ``size`` columns of the vocabulary. Padding and columns that do not exist get zeros."""
     columns = column + jnp.arange(size, dtype=jnp.int32)
     last = kernel_call.call.columns if kernel_call.operands.num_columns is None else kernel_call.operands.num_columns
     copied = jnp.take(kernel_call.operands.weight, columns, axis=kernel_call.call.vocab_dim, mode="clip")
@@ -86,9 +83,9 @@ def put_columns(
     count: Any,
     add: Any,
 ) -> Float[Array, "V H"]:
-    """``dweight`` with the first ``count`` columns of ``part`` written, or added, from ``column`` on."""
+    """Writes the first ``count`` columns of ``part`` to ``dweight`` from ``column`` on, or adds them."""
     places = column + jnp.arange(part.shape[0], dtype=jnp.int32)
-    # The others get a place outside dweight, where nothing is written.
+    # The other columns get a place outside dweight, so that they are not written.
     places = jnp.where(places < column + count, places, places + kernel_call.call.columns)
     if add is not False:
         part = jnp.where(add, dweight.at[places].get(mode="clip") + part, part)
@@ -102,9 +99,9 @@ def update_dhidden(
     candidates: PlacedCandidates | None,
     *sums: Float[Array, "splits Tp Hp"],
 ) -> list[Float[Array, "splits Tp Hp"]]:
-    """The ``sums`` of each product with the tile's true columns added, if it has any."""
-    tile = contracted_tiles(kernel_call)
-    column, copied = tile * kernel_call.shape.tile, [weight(one, tile) for one in kernel_call.sources]
+    """Adds the unpadded columns of the tile, if it has any, to the ``sums`` of each product."""
+    tile = count_contracted_tiles(kernel_call)
+    column, copied = tile * kernel_call.shape.tile, [copy_tile(one, tile) for one in kernel_call.sources]
     depth = kernel_call.prepared.num_columns - column
     span = kernel_call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
     d = compute_dlogits(kernel_call, factors, span, kernel_call.shape.tile, *copied)
@@ -122,7 +119,7 @@ def compute_dlogits(
     columns: int,
     *weights: Any,
 ) -> Float[Array, "T columns"]:
-    """Of the span's tiles, from the products of one head or two, whose ``weights`` may lie elsewhere."""
+    """Computes the dlogits of the span's tiles, of one head or two. ``weights`` may be copies."""
     launch, generation = kernel_call.host.launch, kernel_call.generation
     if kernel_call.plan is not None:
         given = kernel_call.kl_calls, kernel_call.kl_operands(weights), factors, span, columns

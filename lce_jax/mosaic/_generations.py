@@ -1,4 +1,4 @@
-"""Which generation of GPUs a device is of: a new one is a folder beside `sm90`, and its `Generation` here."""
+"""The generations of GPUs, and which one serves a device. A new one is a folder like `sm90`, and an entry here."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lce_jax.types._types import Call, Device
 JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest whose kernel language has been tested on a GPU
 GENERATIONS: tuple[Generation, ...] = (HOPPER, SM120, SM80, SM89)
 RELEASED = GENERATIONS  # without what `using` adds
-# What the first call of one head, and of two, found wrong on a GPU of this machine.
+# What the first call with one head, and with two, found wrong on a GPU of this machine.
 FOUND: dict[tuple[Generation, Device, int], str | None] = {}
 
 
 def serving(device: Device) -> Generation | None:
-    """The generation of ``device``; None where no kernels are written for it.
+    """Returns the generation of ``device``; None if no kernels serve it.
 
-    A device that is only described, for compiling ahead of time, has a name and no compute capability.
+    A device that is only described, for compilation ahead of time, has a name and no compute capability.
     """
     for generation in GENERATIONS:
         if device.compute_capability in generation.compute_capabilities:
@@ -36,9 +36,9 @@ def serving(device: Device) -> Generation | None:
 
 @contextlib.contextmanager
 def using(generation: Generation) -> Iterator[None]:
-    """Within it, ``generation`` serves its compute capabilities: for sweeps and tests.
+    """Inside, ``generation`` serves its compute capabilities, for sweeps and tests.
 
-    It is read while tracing, so trace afresh inside.
+    Tracing reads it, so functions must be traced again inside.
     """
     global GENERATIONS
     before = GENERATIONS
@@ -51,7 +51,7 @@ def using(generation: Generation) -> Iterator[None]:
 
 
 def refusal(call: Call) -> str | None:
-    """Why no kernels can serve ``call``; None where one can."""
+    """Says why no kernels can serve ``call``; None if they can."""
     reason = device_refusal(call.device, 1 if call.teacher is None else 2)
     if reason is not None:
         return reason
@@ -61,7 +61,7 @@ def refusal(call: Call) -> str | None:
 
 
 def device_refusal(device: Device, heads: int = 1) -> str | None:
-    """Why no kernels can serve any call on ``device``, or any of two ``heads``; None where some can."""
+    """Says why no kernels can serve any call of so many ``heads`` on ``device``; None if they can."""
     *others, last = sorted((one for each in GENERATIONS for one in each.compute_capabilities), key=float)
     capabilities = f"{', '.join(others)} or {last} ({', '.join(one.devices[0] for one in GENERATIONS)})"
     if device.platform not in ("gpu", "cuda"):
@@ -79,7 +79,7 @@ def device_refusal(device: Device, heads: int = 1) -> str | None:
 
 
 def unchecked(device: Device, heads: int = 1) -> Generation | None:
-    """The generation of ``device`` if it ran on another card alone, and no call has compared its results here."""
+    """Returns the generation of ``device`` if it has run only on other cards, and no call here has checked it yet."""
     generation = serving(device)
     is_known = generation is None or generation.ran_on is None or (generation, device, heads) in FOUND
     return None if is_known else generation

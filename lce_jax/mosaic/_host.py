@@ -1,7 +1,7 @@
 """What the host code of a pass needs besides kernels: memory, loops, and numbers for the kernels.
 
-JAX gives it while it traces a program (`TRACED`). torch gives it (`lce_torch_bridge.launched_directly`): the same host
-code then says which kernel runs on which of its memory.
+There are two hosts. With JAX (`TRACED`) the host code builds a traced program. With torch
+(`lce_torch_bridge.launched_directly`) it launches kernels on torch's memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mosaic._live_tiles import Batch, place
+from lce_jax.mosaic._active_tiles import Batch, place
 from lce_jax.types import _jax
 from lce_jax.types._types import Call
 from lce_jax.xla import _logits
@@ -23,91 +23,92 @@ if TYPE_CHECKING:
 
 
 class Host(Protocol):
-    """Where the launches of a pass go."""
+    """Where a pass launches its kernels."""
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Memory that may hold anything."""
+        """Returns uninitialized memory."""
 
     def loop[C](self, firsts: range, body: Callable[[Any, C], C], carry: C) -> C:
-        """``body(first, carry)`` for each of ``firsts``, in turn."""
+        """Runs ``carry = body(first, carry)`` for each of ``firsts``."""
 
     def numbers(self, *numbers: Any) -> Any:
-        """int32 numbers in the GPU's memory, as kernels take them."""
+        """Returns int32 numbers in the GPU's memory, as kernels take them."""
 
     def prefix(self, x: Any, size: int, dim: int) -> Any:
-        """The first ``size`` entries of ``x`` along a dimension, where they lie."""
+        """Returns the first ``size`` entries of ``x`` along a dimension, without a copy."""
 
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        """``x`` in another shape, where it lies."""
+        """Returns ``x`` in another shape, without a copy."""
 
     def launch[**P, R](self, kernel: Callable[P, R], *operands: P.args, **more: P.kwargs) -> R:
-        """``kernel(*operands)``, a function of `lce_jax.mosaic.common` that launches one kernel."""
+        """Calls ``kernel(*operands)``, a function of `lce_jax.mosaic.common` that launches one kernel."""
 
     def compute[R](self, function: Callable[..., R], *operands: Any) -> R:
-        """``function(xp, *operands)``: array code between kernels, over ``jax.numpy`` or a namespace like it."""
+        """Calls ``function(xp, *operands)``, array code between kernels. ``xp`` is ``jax.numpy`` or similar."""
 
     def products(self, hidden: Any, weight: Any, columns: Any, call: Call, num_rows: Any) -> Any:
-        """H · w of each token's columns of the vocabulary, [T, K], summed in float32; anything at the column -1."""
+        """Computes h · w of each token's columns, [T, K], summed in float32; arbitrary at the column -1."""
 
-    def put(self, x: Any, columns: Any, values: Any, numbers: Any, *of_live_tiles: Any) -> Any:
-        """``x`` with the values [T, K] rounded at their places, which differ: `lce_jax.mosaic._live_tiles.place`."""
+    def put(self, x: Any, columns: Any, values: Any, numbers: Any, *active_tiles: Any) -> Any:
+        """Writes the values [T, K], rounded, to distinct places in ``x`` (`lce_jax.mosaic._active_tiles.place`)."""
 
     def vary_like[T](self, tree: T, like: Any) -> T:
-        """``tree`` with the type that a loop's carry needs, where it is to hold what is computed from ``like``."""
+        """Returns ``tree`` with the type of a loop's carry that holds values computed from ``like``."""
 
 
 class Traced:
-    """A program that JAX traces."""
+    """The host of a program that JAX traces."""
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
-        """Uninitialised."""
+        """Returns uninitialized memory."""
         return lax.empty(tuple(shape), dtype)
 
     def loop[C](self, firsts: range, body: Callable[[Any, C], C], carry: C) -> C:
-        """A loop of the program, where there are several."""
+        """Runs a loop in the program, or ``body`` directly if there is only one iteration."""
         if len(firsts) == 1:
             return body(firsts.start, carry)
         return lax.fori_loop(0, len(firsts), lambda i, carry: body(firsts.start + i * firsts.step, carry), carry)
 
     def numbers(self, *numbers: Any) -> Int[Array, "n"]:
-        """Traced or static."""
+        """Returns the numbers, traced or static, as one array."""
         if _are_static(numbers):
             return jnp.asarray(numbers, jnp.int32)
         return jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
 
     def prefix(self, x: Array, size: int, dim: int) -> Array:
-        """``x`` itself, or what XLA passes to a kernel as a view."""
+        """Returns ``x`` itself, or a slice that XLA passes to a kernel as a view."""
         return lax.slice_in_dim(x, 0, size, axis=dim)
 
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
-        """The same memory."""
+        """Returns ``x`` in another shape, in the same memory."""
         return x.reshape(tuple(shape))
 
     def launch[**P, R](self, kernel: Callable[P, R], *operands: P.args, **more: P.kwargs) -> R:
-        """A kernel of the program."""
+        """Adds a kernel to the program."""
         return kernel(*operands, **more)
 
     def compute[R](self, function: Callable[..., R], *operands: Any) -> R:
-        """By XLA."""
+        """Lets XLA compile ``function``."""
         return function(jnp, *operands)
 
     def products(self, hidden: Array, weight: Array, columns: Array, call: Call, num_rows: Any) -> Array:
-        """Rows of the weight are gathered for a chunk of tokens at a time, and XLA stores none."""
-        given = hidden, weight, columns, call, jnp.float32, num_rows
-        return _logits.compute_products(*given, gathered_bytes=_logits.FUSED_BYTES)
+        """Gathers rows of the weight for a chunk of tokens at a time, which XLA does not store."""
+        return _logits.compute_products(
+            hidden, weight, columns, call, jnp.float32, num_rows, gathered_bytes=_logits.FUSED_BYTES
+        )
 
-    def put(self, x: Array, columns: Array, values: Array, numbers: Array, *of_live_tiles: Any) -> Array:
-        """A scatter. What has no place gets one outside."""
+    def put(self, x: Array, columns: Array, values: Array, numbers: Array, *active_tiles: Any) -> Array:
+        """Scatters the values. Values without a place get one outside ``x``."""
         token, k = jnp.indices(values.shape, jnp.int32)
-        if of_live_tiles:
-            entries, work, sizes = of_live_tiles
-            of_live_tiles = entries, Batch.of(sizes, numbers[0], work.sums, work.cells), sizes
-        is_there, row, column = place(columns, token, numbers, *of_live_tiles)
+        if active_tiles:
+            entries, work, sizes = active_tiles
+            active_tiles = entries, Batch.of(sizes, numbers[0], work.sums, work.cells), sizes
+        is_there, row, column = place(columns, token, numbers, *active_tiles)
         places = jnp.where(is_there, row, x.shape[0] + token), jnp.where(is_there, column, k)
         return x.at[places].set(values.astype(x.dtype), mode="drop", unique_indices=True)
 
     def vary_like[T](self, tree: T, like: Any) -> T:
-        """Varying over as many manual axes."""
+        """Makes ``tree`` vary over the manual axes over which ``like`` varies."""
         return _jax.vary_like(tree, like)
 
 
@@ -115,12 +116,12 @@ TRACED = Traced()
 
 
 def least(*numbers: Any) -> Any:
-    """The smallest of numbers that may be traced; a plain one if none is."""
+    """Returns the smallest of the numbers, which may be traced."""
     return min(numbers) if _are_static(numbers) else functools.reduce(jnp.minimum, numbers)
 
 
 def greatest(*numbers: Any) -> Any:
-    """The largest, likewise."""
+    """Returns the largest of the numbers, which may be traced."""
     return max(numbers) if _are_static(numbers) else functools.reduce(jnp.maximum, numbers)
 
 

@@ -1,4 +1,4 @@
-"""The mean logit, which label smoothing asks for. Without a softcap it has rank one, so no kernel computes it.
+"""The mean logit, which label smoothing needs. Without a softcap it is linear in hidden, so no kernel computes it.
 
     Σ_v x = h · W̄,   W̄ = Σ_v w_v;       dh += uniform W̄,   dw_v += Σ_t uniform_t h_t   (eqs. 0, 4, 5)
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def total(operands: Operands, call: Call) -> Float[Array, "T"]:
-    """Σ x over the shard's true columns."""
+    """Computes Σ x over the shard's unpadded columns."""
     return jnp.matmul(operands.hidden.astype(jnp.float32), _summed_weight(operands, call), precision="highest")
 
 
@@ -30,7 +30,7 @@ def add_gradients(
     dhidden: Float[Array, "T H"] | None,
     dweight: Float[Array, "V H"] | None,
 ) -> tuple[Float[Array, "T H"] | None, Float[Array, "V H"] | None]:
-    """Both gradients with the mean logit's part added; dweight is rounded a second time."""
+    """Adds the part of the mean logit to both gradients. dweight is rounded a second time."""
     if dhidden is not None:
         dhidden = dhidden + uniform[:, None] * _summed_weight(operands, call)[None, :]
     if dweight is None:

@@ -1,10 +1,10 @@
-"""The operands as the kernels take them: padded, scaled to base 2, with padding columns and targets marked.
+"""The operands and results of the kernels, and how a call is divided into tiles.
 
-How a call is cut into tiles: padded tokens, row blocks, vocabulary tiles, what is left over.
-
-The part of the vocabulary that one launch covers, as the scalars that a kernel is given.
-
-The forward kernels' output: eq. 1 of each vocabulary tile, in base 2, as an array [tiles, fields, tokens].
+* `Geometry`: padded tokens, row blocks, vocabulary tiles, and the parts of a vocabulary in parts.
+* `Span`: the part of the vocabulary that one launch covers, as the scalars that a kernel gets.
+* `Prepared`: the operands, padded, scaled to base 2, with padding columns and targets marked.
+* `RowFactors`: the coefficients of eq. 4 in base 2.
+* The fields of the forward's output, the statistics of each vocabulary tile in base 2: [tiles, fields, tokens].
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Tiling(NamedTuple):
 
     row_block: int  # tokens of a tile of logits
     tile: int  # vocabulary columns of a tile of logits
-    atom: int  # rows of an array: a copy into shared memory moves whole atoms
-    most_clustered: int  # row blocks that may share an operand; per-token vectors are padded to whole groups of them
+    atom: int  # rows that a copy into shared memory moves at least; it moves whole atoms
+    most_clustered: int  # the most row blocks that share an operand; per-token vectors are padded to groups of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,36 +43,36 @@ class Geometry:
     padded_tokens: int  # the length of per-token vectors: whole groups of row blocks
     row_blocks: int
     num_tiles: int  # of the vocabulary; the last one of a part may be ragged
-    whole_atoms: bool  # V is a multiple of the atom, so kernels read and write part of the weight where it lies
-    part_columns: int  # of a part of the vocabulary, whose tiles begin at its first column; V if it has one part
+    whole_atoms: bool  # whether V is a multiple of the atom, so that kernels access parts of the weight in place
+    part_columns: int  # of a part of the vocabulary, at whose first column a tile begins; V without parts
     part_tiles: int
 
     @property
     def has_parts(self) -> bool:
-        """Whether the vocabulary has several parts, of which the last may be smaller."""
+        """Whether the vocabulary has several parts. The last may be smaller."""
         return self.part_tiles < self.num_tiles
 
     @property
     def overhang(self) -> int:
-        """The columns by which the tiles of a part reach beyond it."""
+        """By how many columns the tiles of a part exceed the part."""
         return self.part_tiles * self.tile - self.part_columns
 
     def column(self, tile: Any) -> Any:
-        """The first column of a tile."""
+        """Returns the first column of a tile."""
         return tile * self.tile - (tile // self.part_tiles * self.overhang if self.has_parts else 0)
 
     def place(self, column: Any) -> Any:
-        """Where a column lies in the row of all tiles: its tile, times the tile's size, and its place in the tile."""
+        """Returns a column's place among all tiles: the tile's number times its size, plus the place in the tile."""
         return column + (column // self.part_columns * self.overhang if self.has_parts else 0)
 
-    def tiles_of(self, columns: int) -> int:
-        """The tiles that hold the first so many columns."""
+    def count_tiles(self, columns: int) -> int:
+        """Returns the number of tiles that hold the first ``columns`` columns."""
         parts, rest = divmod(columns, self.part_columns)
         return parts * self.part_tiles + -(-rest // self.tile)
 
 
-def geometry(call: Call, tiling: Tiling) -> Geometry:
-    """The shapes of ``call``."""
+def make_geometry(call: Call, tiling: Tiling) -> Geometry:
+    """Computes the shapes of ``call`` for the kernels."""
     tokens = max(-(-call.num_tokens // tiling.atom) * tiling.atom, tiling.row_block)
     row_blocks = -(-tokens // tiling.row_block)
     part = min(call.vocab_part_size or call.columns, call.columns)
@@ -92,21 +92,21 @@ def geometry(call: Call, tiling: Tiling) -> Geometry:
 
 
 class Span(NamedTuple):
-    """What one launch covers. The numbers are known at run time, so one compiled kernel serves every chunk."""
+    """What one launch covers. These numbers are known at run time, so one compiled kernel serves all chunks."""
 
-    num_rows: Any  # live rows
-    num_columns: Any  # live columns of the shard
-    column: Any  # the first one: the number of its tile in the shard, times the tile's columns
-    num_tiles: Any  # of the vocabulary
+    num_rows: Any  # unmasked rows
+    num_columns: Any  # unpadded columns of the shard
+    column: Any  # the first column: the number of its tile in the shard, times the tile's columns
+    num_tiles: Any  # vocabulary tiles
     depth: Any = 0  # columns that a product contracts
-    offset: Any = 0  # where its first column lies in the weight and in dweight that the kernel is given
-    slot: Any = 0  # of its first tile in the array of partial statistics
-    adds: Any = 0  # 1: the product is added to dhidden's sums, which it otherwise overwrites
-    adds_dweight: Any = 0  # 1: likewise to a sum of dweight in fp32
+    offset: Any = 0  # the place of the first column in the weight and the dweight that the kernel gets
+    slot: Any = 0  # the place of the first tile in the array of partial statistics
+    adds: Any = 0  # 1: the product is added to the sums of dhidden; 0: it overwrites them
+    adds_dweight: Any = 0  # the same for a float32 sum of dweight
 
     @classmethod
     def unpack(cls, scalars: Any) -> Span:
-        """In a kernel."""
+        """Reads the numbers in a kernel."""
         return cls(*(scalars[i] for i in range(len(cls._fields))))
 
 
@@ -118,14 +118,14 @@ class Prepared(NamedTuple):
 
     hidden: Float[Array, "T H"]  # T in whole atoms, at least one row block
     weight: Float[Array, "V H"]
-    targets: Int[Array, "Tp"]  # the place of the label among the shard's tiles, -1 where the shard does not hold it
+    targets: Int[Array, "Tp"]  # the place of the label among the shard's tiles, -1 for labels of other shards
     row_scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
     holds_target: Int[Array, "blocks tiles"]
-    # 1 on padding: of the tile with the first padding column, and of the tile after it. With parts first of a whole
-    # part, then of the part with the first padding column.
+    # 1 on padding, for the tile with the first padding column and for the tile after it. With vocabulary parts, it has
+    # two such masks: of a full part, and of the part in which padding begins.
     mask: Int[Array, "2*tile"]
-    num_columns: Any  # live columns; an array or a number, None where kernels are not to know
-    num_rows: Any  # live rows, likewise
+    num_columns: Any  # unpadded columns: an array or a number. None: not known to kernels
+    num_rows: Any  # unmasked rows, likewise
     floor: Float[Array, "Tp"] | None = None  # in the units of x; None: every column counts
 
 
@@ -133,28 +133,28 @@ class KLHead(NamedTuple):
     """One head's operands, as the kernels take them."""
 
     hidden: Float[Array, "T H"]  # as in `Prepared`
-    weight: Float[Array, "V H"]  # holds a span's part at its offset; zeros are read after its last row
+    weight: Float[Array, "V H"]  # holds the span's columns at its offset; rows after the last are read as zeros
     row_scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
 
 
 class KLOperands(NamedTuple):
-    """Both heads, that of p first, and the columns that are padding."""
+    """The operands of both heads, p first, and the mask of padding columns."""
 
     heads: tuple[KLHead, KLHead]
     mask: Int[Array, "2*tile"]  # as in `Prepared`
 
 
 class Marked(NamedTuple):
-    """What the other kernels are given of each token."""
+    """The per-token operands that `_tokens.prepare` computes for the other kernels."""
 
     targets: Int[Array, "Tp"]
     row_scale: Float[Array, "Tp"]
-    holds_target: Int[Array, "blocks tiles"]  # and columns that are padding
+    holds_target: Int[Array, "blocks tiles"]  # more columns are padding
     floor: Float[Array, "Tp"] | None = None  # as in `Prepared`
 
 
 def prepare(operands: Operands, call: Call, shape: Geometry) -> Prepared:
-    """Pads the per-token operands, marks the tiles that hold a target and the columns that are padding."""
+    """Pads the per-token operands, and marks the tiles that hold a target and the padding columns."""
     hidden = pad(operands.hidden, shape.tokens)
     targets = pad(operands.targets, shape.padded_tokens, -1)
     targets = jnp.where(targets < 0, -1, shape.place(targets)) if shape.has_parts else targets
@@ -163,33 +163,33 @@ def prepare(operands: Operands, call: Call, shape: Geometry) -> Prepared:
     flags = jnp.max((tile == jnp.arange(shape.num_tiles, dtype=jnp.int32)).astype(jnp.int32), axis=1)
     columns = jnp.asarray(call.columns if operands.num_columns is None else operands.num_columns, jnp.int32)
     places = jnp.arange(2 * shape.tile, dtype=jnp.int32)
-    mask = jnp.concatenate([(places >= first).astype(jnp.int32) for first in first_padding(columns, shape)])
-    num_rows = num_live_rows(operands.num_rows, shape)
+    mask = jnp.concatenate([(places >= first).astype(jnp.int32) for first in find_first_padding(columns, shape)])
+    num_rows = count_rows(operands.num_rows, shape)
     floor = None if operands.floor is None else pad(operands.floor, shape.padded_tokens)
     return Prepared(hidden, operands.weight, targets, row_scale, flags, mask, columns, num_rows, floor)
 
 
-def first_padding(columns: Any, shape: Geometry) -> list[Any]:
-    """The place in its tile of the first padding column; with parts, that of a whole part before."""
+def find_first_padding(columns: Any, shape: Geometry) -> list[Any]:
+    """Returns the first padding column's place in its tile; with vocabulary parts, first that of a full part."""
     if not shape.has_parts:
         return [columns % shape.tile]
     return [shape.part_columns % shape.tile, columns % shape.part_columns % shape.tile]
 
 
 def compute_row_scale(inverse_temperature: Float[Array, "T"] | None, call: Call, shape: Geometry) -> Float[Array, "Tp"]:
-    """The k of eq. 0 times log2 e, so that e^((x - m) k) is a power of 2."""
+    """Computes the k of eq. 0 times log2 e, so that e^((x - m) k) is a power of 2."""
     k = call.logit_softcap or call.logit_scale
     row_scale = jnp.full((shape.padded_tokens,), LOG2E * k, jnp.float32)
     return row_scale if inverse_temperature is None else row_scale * pad(inverse_temperature, shape.padded_tokens)
 
 
-def num_live_rows(num_rows: Int[Array, ""] | None, shape: Geometry) -> Int[Array, ""]:
-    """The rows that count."""
+def count_rows(num_rows: Int[Array, ""] | None, shape: Geometry) -> Int[Array, ""]:
+    """Returns the number of unmasked rows."""
     return jnp.int32(shape.tokens) if num_rows is None else num_rows
 
 
 def pad(x: Array, rows: int, value: Any = 0) -> Array:
-    """``x`` padded to ``rows`` rows; ``x`` itself if it has them."""
+    """Pads ``x`` to ``rows`` rows, and returns ``x`` itself if it has so many."""
     missing = rows - x.shape[0]
     if missing == 0:
         return x
@@ -197,9 +197,9 @@ def pad(x: Array, rows: int, value: Any = 0) -> Array:
 
 
 class RowFactors(NamedTuple):
-    """Eq. 4 in base 2, per row: dz = constant·e + slope·u·e with e = 2^u, u = (x - max)·scale; target at the label.
+    """The factors of eq. 4 in base 2: dz = constant·e + slope·u·e with e = 2^u, u = (x - max)·scale; and the label's.
 
-    Kernels are given them as one array, [4, Tp], or [3, Tp] without a slope.
+    Kernels get them as one array [4, Tp], or [3, Tp] without a slope.
     """
 
     max: Float[Array, "T"]
@@ -209,11 +209,11 @@ class RowFactors(NamedTuple):
 
     @classmethod
     def of(cls, factors: Any) -> RowFactors:
-        """From what kernels are given, field by field."""
+        """Unpacks the array that kernels get."""
         return cls(*factors, *[None] * (4 - len(factors)))
 
-    def at(self, x: Any, row_scale: Any, is_label: Any, is_capped: bool) -> Any:
-        """The dz of each row at one of its columns, given its x."""
+    def compute_dlogits(self, x: Any, row_scale: Any, is_label: Any, is_capped: bool) -> Any:
+        """Computes the dz of each row at one of its columns, from the column's x."""
         u = jnp.clip((x - self.max) * row_scale, MASKED, 0.0)
         e = jnp.exp2(u)
         d = self.constant * e
@@ -221,76 +221,76 @@ class RowFactors(NamedTuple):
         return jnp.where(is_label, self.target, d * _logprobs.cap_derivative(x) if is_capped else d)
 
 
-def in_base_2(rows: RowCoefficients) -> RowFactors:
-    """The coefficients of the kernels."""
+def convert_to_base_2(rows: RowCoefficients) -> RowFactors:
+    """Converts the coefficients of eq. 4 to base 2."""
     slope = None if rows.slope is None else rows.slope * (1.0 / LOG2E)
     return RowFactors(rows.max, rows.target, rows.constant, slope)
 
 
-def row_factors(rows: RowCoefficients, length: int) -> Float[Array, "factors Tp"]:
-    """The coefficients in base 2, zero from the last token to ``length``."""
-    factors = jnp.stack(jax.tree.leaves(in_base_2(rows)))
+def stack_row_factors(rows: RowCoefficients, length: int) -> Float[Array, "factors Tp"]:
+    """Stacks the coefficients in base 2; padded with 0 to ``length``."""
+    factors = jnp.stack(jax.tree.leaves(convert_to_base_2(rows)))
     return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
 
 
-FLOOR = -1e10  # a tile's maximum where all its columns are padding: below every raw product, and finite
+FLOOR = -1e10  # the maximum of a tile that is only padding: finite, and below every raw product
 UNWRITTEN: Any = _statistics.NO_COLUMNS._replace(max=FLOOR, min=-FLOOR)
 
 
-def statistic_names(call: Call) -> list[str]:
-    """The fields of `ShardStatistics` that the kernels compute, one number per token each.
+def list_statistics(call: Call) -> list[str]:
+    """Returns the fields of `ShardStatistics` that the kernels compute, one number per token each.
 
-    Σ z (`_mean`) and the logits of candidates (`_candidates`) are computed beside them.
+    `_mean` computes Σ x, and `_candidates` the logits of candidates.
     """
     return [name for name in call.statistics if name not in _statistics.SEPARATE]
 
 
-def kept_statistics(call: Call) -> list[str]:
-    """Those of them that gradients have, which `lce_jax.run.kernels` saves of each token."""
-    return [name for name in statistic_names(call) if name not in _statistics.NOT_DIFFERENTIATED]
+def list_saved_statistics(call: Call) -> list[str]:
+    """Returns the fields that gradients need, which `lce_jax.run.kernels` saves for each token."""
+    return [name for name in list_statistics(call) if name not in _statistics.NOT_DIFFERENTIATED]
 
 
 class SavedLayout(NamedTuple):
-    """Where `lce_jax.run.kernels` keeps what of each token: 0 is the label, 1 the temperature, if there is one."""
+    """The places of the fields that `lce_jax.run.kernels` saves per token: 0 is the label, 1 a temperature if given."""
 
     floor: int
-    ids: int  # that of the first candidate
-    statistics: int  # the first of `kept_statistics`
-    x: int  # that of the first candidate
-    size: int  # how many there are
+    ids: int  # of the first candidate
+    statistics: int  # the first of `list_saved_statistics`
+    x: int  # of the first candidate
+    size: int  # the number of fields
 
 
 def lay_out_saved(call: Call, has_temperature: bool) -> SavedLayout:
-    """Those of a call."""
+    """Returns the places of the saved fields of a call."""
     floor = 1 + has_temperature
     statistics = floor + call.has_floor + call.num_candidates
-    x = statistics + len(kept_statistics(call))
+    x = statistics + len(list_saved_statistics(call))
     return SavedLayout(floor, floor + call.has_floor, statistics, x, x + call.num_candidates)
 
 
-def result_statistics(call: Call) -> list[str]:
-    """Those of `RESULTS` that the call has."""
-    there = {"entropy": call.entropy, "support": call.stats and call.has_floor}
-    return [name for i, name in enumerate(RESULTS) if there.get(name, i < 3 or call.stats)]
+def list_results(call: Call) -> list[str]:
+    """Returns those `RESULTS` that the call has."""
+    is_present = {"entropy": call.entropy, "support": call.stats and call.has_floor}
+    return [name for i, name in enumerate(RESULTS) if is_present.get(name, i < 3 or call.stats)]
 
 
 def statistics_shape(call: Call, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:
-    """(tiles, fields, tokens)."""
-    return num_tiles, len(statistic_names(call)) + more_fields, shape.padded_tokens
+    """Returns the shape of partial statistics: (tiles, fields, tokens)."""
+    return num_tiles, len(list_statistics(call)) + more_fields, shape.padded_tokens
 
 
-def unstacked_statistics(call: Call, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
-    """The fields of the call's own tokens, in base 2, [..., T] each."""
-    fields = zip(statistic_names(call), jnp.moveaxis(parts[..., : call.num_tokens], -2, 0), strict=True)
+def unstack_statistics(call: Call, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
+    """Returns the fields without padding tokens, in base 2, [..., T] each."""
+    fields = zip(list_statistics(call), jnp.moveaxis(parts[..., : call.num_tokens], -2, 0), strict=True)
     return _statistics.make_statistics(dict(fields))
 
 
 def to_nats(stats: ShardStatistics) -> ShardStatistics:
-    """Statistics as eq. 1 has them, [T] each."""
-    none, lowest = stats.sumexp == 0.0, stats.min
+    """Converts statistics from base 2 to the units of eq. 1, [T] each."""
+    is_empty, lowest = stats.sumexp == 0.0, stats.min
     return stats._replace(
-        max=jnp.where(none, _statistics.MASKED, stats.max),
-        min=None if lowest is None else jnp.where(none, -_statistics.MASKED, lowest),
+        max=jnp.where(is_empty, _statistics.MASKED, stats.max),
+        min=None if lowest is None else jnp.where(is_empty, -_statistics.MASKED, lowest),
         weighted=None if stats.weighted is None else stats.weighted * (1.0 / LOG2E),
         target=stats.target * (1.0 / LOG2E),
     )

@@ -1,7 +1,7 @@
-"""The kernel language, Pallas on Mosaic GPU: the one importer of its names, public and private (JAX 0.11.2, 0.12.0).
+"""The kernel language, Pallas on Mosaic GPU. Only this module imports its names (JAX 0.11.2, 0.12.0).
 
-Importing it takes half a second, which only programs with a kernel should pay, and JAX before 0.11.2 lacks some of it.
-So `pl` and `plgpu` import it when one of their names is first used.
+The import takes half a second, which only programs with a kernel should pay, and JAX before 0.11.2 lacks some names. So
+`pl` and `plgpu` import it at the first use of a name.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lce_jax.types import _jax
 
 
 class Language:
-    """A module of the kernel language."""
+    """A module of the kernel language, imported at its first use."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        """A name of it, which the first use imports."""
+        """Returns a name of the module."""
         return getattr(importlib.import_module(self._name), name)
 
 
@@ -35,23 +35,23 @@ plgpu: Any = Language("jax.experimental.pallas.mosaic_gpu")
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
 _lowered_for: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar("lowered_for", default=None)
-TRACED_FOR = "lce_traced_for"  # metadata of a kernel's launch: a compute capability
+TRACED_FOR = "lce_traced_for"  # metadata of a kernel's launch: the compute capability that it is traced for
 _notes: contextvars.ContextVar[list[Note] | None] = contextvars.ContextVar("notes", default=None)
 
 
 class Note(NamedTuple):
-    """A kernel that was traced."""
+    """A traced kernel."""
 
     operands: tuple[Any, ...]
     results: tuple[Any, ...]
-    updated: Mapping[int, int]  # an operand to the result in its place
+    updated: Mapping[int, int]  # maps an operand to the result that updates it in place
 
 
 @contextlib.contextmanager
 def interpreting(parameters: Any) -> Iterator[None]:
-    """Within it, kernels are traced for the interpreter on the CPU: ``plgpu.InterpretGPUParams``.
+    """Inside, kernels are traced for the interpreter on the CPU, with ``plgpu.InterpretGPUParams``.
 
-    A function traced outside keeps its kernels, so trace a fresh one inside.
+    A function that was traced outside keeps its kernels, so trace a new function inside.
     """
     token = _interpret.set(parameters)
     try:
@@ -62,12 +62,12 @@ def interpreting(parameters: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lowering_for(compute_capability: str, unless_told: bool = False) -> Iterator[None]:
-    """Within it, kernels are lowered for GPUs of this compute capability, which need not be there.
+    """Inside, kernels are lowered for GPUs of this compute capability, which may be absent.
 
-    Mosaic asks JAX's default device, and its first local device how much shared memory it has, which would start JAX on
-    the GPU. So what it asks is replaced, once: from then on it answers for the context that it is called in. A kernel
-    that is traced within it is lowered so later too. ``unless_told``: not inside another, nor where the default device
-    is such a GPU.
+    Mosaic asks JAX's default device for its architecture, and the first local device for its shared memory, which would
+    start a JAX client on the GPU. So the functions that Mosaic asks are replaced once, and then answer by context. A
+    kernel that is traced inside is also lowered for this capability later. With ``unless_told``, an outer context has
+    precedence, and a default device of this capability needs no replacement.
     """
     answer = _answer_by_context()
     major, minor = map(int, compute_capability.split("."))
@@ -83,7 +83,7 @@ def lowering_for(compute_capability: str, unless_told: bool = False) -> Iterator
 
 @functools.cache
 def _answer_by_context() -> Callable[[], tuple[int, ...]]:
-    """What says which GPU JAX itself would lower for."""
+    """Replaces what Mosaic asks, once. Returns the function that says for which GPU JAX itself would lower."""
     core: Any = importlib.import_module("jax.experimental.mosaic.gpu.core")
     utils: Any = importlib.import_module("jax.experimental.mosaic.gpu.utils")
     infer_arch: Callable[[], tuple[int, ...]] = utils._infer_arch
@@ -102,20 +102,20 @@ def _answer_by_context() -> Callable[[], tuple[int, ...]]:
 
 
 class _Jax:
-    """JAX as Mosaic's lowering sees it."""
+    """The module ``jax`` as Mosaic's lowering sees it."""
 
     def __getattr__(self, name: str) -> Any:
-        """A name of JAX's."""
+        """Returns a name of JAX."""
         return getattr(jax, name)
 
     def local_devices(self) -> list[Any]:
-        """None that is known where kernels are lowered for a device that need not be there: Mosaic takes Hopper's."""
+        """Returns an unknown device inside `lowering_for`. Mosaic then assumes the shared memory of Hopper."""
         return [None] if _lowered_for.get() else jax.local_devices()
 
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[Note]]:
-    """The kernels that are traced within it, as they are."""
+    """Yields a list of the kernels that are traced inside."""
     notes: list[Note] = []
     token = _notes.set(notes)
     try:
@@ -125,19 +125,21 @@ def noting() -> Iterator[list[Note]]:
 
 
 def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = None, **kwargs: Any) -> Callable[..., Any]:
-    """``plgpu.kernel``, whose outputs vary over every manual axis that an operand varies over.
+    """Makes a ``plgpu.kernel`` whose outputs vary over every manual axis that an operand varies over.
 
-    JAX's own are typed as replicated whatever ``out_type`` says (0.11.2, 0.12.0). Under ``check_vma=True`` a shard's
-    cotangents would then be summed over the axes that split its tokens. ``updated`` maps the index of
-    an operand to that of the output which updates it in place.
+    The outputs of JAX's own kernels are always typed as replicated (0.11.2, 0.12.0). Under ``check_vma=True`` a shard's
+    cotangents would then be summed over the axes that split its tokens. ``updated`` maps the index of an operand to the
+    index of the output that updates it in place.
     """
     kwargs["interpret"] = _interpret.get()
     run = _updating_kernel(body, updated, **kwargs) if updated else plgpu.kernel(body, **kwargs)
 
     def typed(*operands: Any) -> Any:
-        told = _lowered_for.get()
-        marked = set_xla_metadata(**{TRACED_FOR: "{}.{}".format(*told)}) if told else contextlib.nullcontext()
-        with jax.enable_x64(False), marked:  # the kernels count in int32, also if the caller has x64 on
+        capability = _lowered_for.get()
+        marked = (
+            set_xla_metadata(**{TRACED_FOR: "{}.{}".format(*capability)}) if capability else contextlib.nullcontext()
+        )
+        with jax.enable_x64(False), marked:  # kernels count in int32, even if the caller enables x64
             results = _jax.vary_like(run(*operands), operands)
         notes = _notes.get()
         if notes is not None:
@@ -188,9 +190,9 @@ def _broadcasting(shape: tuple[int, ...], dimension: int, layout: Any) -> Callab
 
 
 def store(ref: Any, value: Any) -> None:
-    """``ref[...] = value`` in global memory, also where lanes write parts of sectors.
+    """Stores ``value`` in global memory, even if lanes write parts of sectors.
 
-    JAX 0.12 refuses that unless it is told, 0.11.2 cannot be told.
+    JAX 0.12 refuses such stores without ``optimized=False``, which JAX 0.11.2 does not have.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
@@ -207,7 +209,7 @@ def _updating_kernel(
     kernel_name: str,
     **mesh: Any,
 ) -> Callable[..., Any]:
-    """``plgpu.kernel`` with operands that are updated in place, which it has no argument for (0.11.2, 0.12.0)."""
+    """Makes a kernel that updates operands in place, for which ``plgpu.kernel`` has no argument (0.11.2, 0.12.0)."""
     from jax._src.pallas import mpmd
 
     def run(*operands: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `explain` says of a call: its tiles, the bytes of the memory that its launches are given, and remarks."""
+"""The plan of a call, which `explain` returns: its tiles, the bytes of its arrays, and notes."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import NamedTuple
 
 from lce_jax.mosaic import _chunks, _operands
 from lce_jax.mosaic._call import Generation
-from lce_jax.mosaic._operands import Geometry, geometry
-from lce_jax.mosaic.common._tiles import live_shape
+from lce_jax.mosaic._operands import Geometry, make_geometry
+from lce_jax.mosaic.common._tiles import active_tiles_shape
 from lce_jax.types._types import OVERWRITES, Call, Plan, cache_notes, candidate_notes
 from lce_jax.types.scalars import format_bytes
 from lce_jax.xla._kl import KLPlan
 
 
 def plan(call: Call, generation: Generation, name: str) -> Plan:
-    """Tiles and bytes of ``call``."""
-    shape = geometry(call, generation.tiling)
-    of_gradients = geometry(call.single_part, generation.tiling)
-    backward = _backward(call, of_gradients, generation)
+    """Returns the plan of ``call``: its tiles and their bytes."""
+    shape = make_geometry(call, generation.tiling)
+    backward_shape = make_geometry(call.single_part, generation.tiling)
+    backward = _plan_backward(call, backward_shape, generation)
     copied = _copied_bytes(call, shape)
-    groups = _chunks.num_groups(shape)
+    groups = _chunks.count_groups(shape)
     gathered = groups * call.shards if call.shards > 1 else 0
-    arrays = _chunks.launch_tiles(call, shape, generation.budget) + groups + gathered
+    arrays = _chunks.choose_launch_tiles(call, shape, generation.budget) + groups + gathered
     statistics = 4 * math.prod(_operands.statistics_shape(call, shape, arrays))
     live = call.gradient_threshold > 0
     maxima = (1 + call.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if live else 0
-    mask = 4 * math.prod(live_shape(call)) if live else 0
-    cached = _chunks.num_cached_tiles(call, shape)
+    mask = 4 * math.prod(active_tiles_shape(call)) if live else 0
+    cached = _chunks.count_cached_tiles(call, shape)
     return Plan(
         implementation=name,
         refused={},
@@ -43,25 +43,28 @@ def plan(call: Call, generation: Generation, name: str) -> Plan:
         kept_bytes=call.statistics_bytes + cached * _chunks.cached_tile_bytes(call, shape) + mask,
         logits_bytes=call.num_tokens * call.columns * 4,
         notes=_notes(call, shape),
-        full_cache_bytes=of_gradients.num_tiles * _chunks.cached_tile_bytes(call, shape),
+        full_cache_bytes=backward_shape.num_tiles * _chunks.cached_tile_bytes(call, shape),
         same_bits=_same_bits(call, shape),
     )
 
 
 def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
-    """Tiles and bytes of `lce_jax.linear_kl` on one device."""
+    """Returns the plan of `lce_jax.linear_kl` on one device."""
     student, teacher = kl.calls
-    shape = geometry(student, generation.tiling)
-    copied = [_copied_bytes(call, geometry(call, generation.tiling)) for call in kl.calls]
-    cached, tiles = _chunks.num_cached_kl_tiles(kl, shape), shape.tiles_of(kl.columns)
+    shape = make_geometry(student, generation.tiling)
+    copied = [_copied_bytes(call, make_geometry(call, generation.tiling)) for call in kl.calls]
+    cached, tiles = _chunks.count_cached_kl_tiles(kl, shape), shape.count_tiles(kl.columns)
     left = shape.num_tiles - cached
-    chunk = _chunks.chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
+    chunk = _chunks.choose_chunk_tiles(student, shape, generation.budget, left) * shape.tile if left else 0
     statistics = (
-        4 * shape.padded_tokens * _chunks.KL_FIELDS * _chunks.launch_kl_tiles(shape, generation.budget, kl.columns)
+        4
+        * shape.padded_tokens
+        * _chunks.KL_FIELDS
+        * _chunks.choose_kl_launch_tiles(shape, generation.budget, kl.columns)
     )
     sums = 4 * math.prod(_chunks.dhidden_shape(student, shape))
-    # Beside copies of hidden states where tiles of one head wait for the other's.
-    beside = sum(copied) + generation.machine.held_bytes * student.device.core_count
+    # Copies of hidden states, and memory for held tiles of one head.
+    copies = sum(copied) + generation.machine.held_bytes * student.device.core_count
     return Plan(
         implementation=name,
         refused={},
@@ -72,8 +75,8 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
             **_kl_tile_sizes(student, generation),
             "backward chunk": max(chunk, cached * shape.tile),
         },
-        forward_bytes=statistics + beside,
-        backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize + sums + beside,
+        forward_bytes=statistics + copies,
+        backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize + sums + copies,
         kept_bytes=kl.saved_numbers * 4 * student.num_tokens + cached * _chunks.cached_kl_tile_bytes(kl, shape),
         logits_bytes=student.num_tokens * min(student.columns, teacher.columns) * 4,
         notes=(
@@ -87,7 +90,7 @@ def kl_plan(kl: KLPlan, generation: Generation, name: str) -> Plan:
 
 
 def _tile_sizes(call: Call, generation: Generation) -> dict[str, int]:
-    """Of the two kernels that contract H."""
+    """Returns the tile sizes of the two kernels that contract H."""
     forward, backward = (generation.tunings.of(call, kernel) for kernel in ("forward", "dlogits"))
     return {
         "hidden forward": forward.tile_k,
@@ -98,51 +101,56 @@ def _tile_sizes(call: Call, generation: Generation) -> dict[str, int]:
 
 
 def _kl_tile_sizes(student: Call, generation: Generation) -> dict[str, int]:
-    """Of both kernels that see two heads."""
+    """Returns the tile sizes of both kernels of two heads."""
     forward, backward = (generation.tunings.of(student, f"kl_{kernel}") for kernel in ("statistics", "dlogits"))
     return {"hidden": forward.tile_k, "stages forward": forward.stages, "stages backward": backward.stages}
 
 
-class _Backward(NamedTuple):
+class _BackwardPlan(NamedTuple):
     columns: int  # of the largest chunk of dlogits
-    num_bytes: int  # of it, unless it lies where the cache was, of what it is copied from and to, and of dhidden
+    num_bytes: int  # of such a chunk, unless it overwrites the cache, of the copies for it, and of dhidden
 
 
-def _backward(call: Call, shape: Geometry, generation: Generation) -> _Backward:
+def _plan_backward(call: Call, shape: Geometry, generation: Generation) -> _BackwardPlan:
     item = call.dtype.itemsize
     sums = 4 * math.prod(_chunks.dhidden_shape(call, shape))
-    of_adapter = 4 * math.prod(_chunks.dhidden_shape(call.replace(hidden_size=call.rank), shape)) if call.rank else 0
-    cached = _chunks.num_cached_tiles(call, shape)
+    adapter_sums = 4 * math.prod(_chunks.dhidden_shape(call.replace(hidden_size=call.rank), shape)) if call.rank else 0
+    cached = _chunks.count_cached_tiles(call, shape)
     overwritten = cached if _chunks.can_overwrite_cache(shape) else 0
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
-    columns = max((_chunks.chunk_tiles(call, shape, generation.budget, part) for part in parts), default=0) * shape.tile
+    columns = (
+        max((_chunks.choose_chunk_tiles(call, shape, generation.budget, part) for part in parts), default=0)
+        * shape.tile
+    )
     if call.gradient_threshold:
-        slots = _chunks.live_slots(call, shape, generation.budget, generation.tunings.of(call, "dlogits").cluster)
+        slots = _chunks.choose_active_slots(
+            call, shape, generation.budget, generation.tunings.of(call, "dlogits").cluster
+        )
         lists = 5 * 4 * shape.num_tiles * shape.row_blocks
-        return _Backward(columns, slots * shape.row_block * shape.tile * item + lists + sums)
+        return _BackwardPlan(columns, slots * shape.row_block * shape.tile * item + lists + sums)
     if overwritten == shape.num_tiles and _writes_dhidden_once(call, shape):
         sums = 0
-    sums += of_adapter
+    sums += adapter_sums
     copied = 1 + call.gradients.weight  # the weight, and dweight
     copies = 0 if shape.whole_atoms else copied * columns * call.hidden_size * item
-    return _Backward(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
+    return _BackwardPlan(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
 
 
 def _writes_dhidden_once(call: Call, shape: Geometry) -> bool:
-    """Whether the one chunk that there is is contracted by one launch, which rounds."""
+    """Whether there is a single chunk, whose product for dhidden one launch computes and rounds."""
     whole = call.shards == 1 and call.vocab_size == call.columns
     return whole and not call.mean_logit and _chunks.dhidden_shape(call, shape)[0] == 1
 
 
 def _copied_bytes(call: Call, shape: Geometry) -> int:
-    """Of copies of hidden: cast or its rows moved, padded, gathered, beside u, and in float32 for its mean logit."""
+    """Returns the bytes of copies of hidden: cast or reordered, padded, gathered, with u, in float32 for the mean."""
     width = call.hidden_size + call.rank
     hidden = call.num_tokens * width * call.dtype.itemsize
     moved = hidden if call.partial_rows or call.hidden_dtype != call.dtype else 0
     padded = shape.tokens * width * call.dtype.itemsize if shape.tokens != call.num_tokens else 0
     gathered = hidden if call.gather_dim is not None else 0
-    beside = call.num_tokens * width * call.hidden_dtype.itemsize if call.rank else 0
-    return moved + padded + gathered + beside + (call.num_tokens * call.hidden_size * 4 if call.mean_logit else 0)
+    joined = call.num_tokens * width * call.hidden_dtype.itemsize if call.rank else 0  # hidden and u
+    return moved + padded + gathered + joined + (call.num_tokens * call.hidden_size * 4 if call.mean_logit else 0)
 
 
 def _same_bits(call: Call, shape: Geometry) -> str:
@@ -153,7 +161,7 @@ def _same_bits(call: Call, shape: Geometry) -> str:
         return f"in every call, over any number of shards of whole groups of {size:,} columns"
     if call.shards == 1:
         return "in every call of these columns"
-    return f"in every call over {call.shards} shards: {columns:,} columns are no whole groups of {size:,}"
+    return f"in every call over {call.shards} shards, because {columns:,} columns are no multiple of {size:,}"
 
 
 def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
@@ -161,10 +169,10 @@ def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
     if shape.has_parts:
         notes.append(
             f"vocab_part_size={shape.part_columns}: {shape.part_tiles} tiles a part, {shape.num_tiles} in the forward "
-            f"in place of {-(-call.columns // shape.tile)}"
+            f"instead of {-(-call.columns // shape.tile)}"
         )
     if call.cache_budget and not call.gradient_threshold:
-        cached = _chunks.num_cached_tiles(call, shape)
+        cached = _chunks.count_cached_tiles(call, shape)
         notes += cache_notes(call, cached, shape.num_tiles, _chunks.cached_tile_bytes(call, shape))
         if cached and _chunks.can_overwrite_cache(shape):
             notes.append(OVERWRITES)
@@ -176,18 +184,20 @@ def _notes(call: Call, shape: Geometry) -> tuple[str, ...]:
 
 
 def _threshold_notes(call: Call, shape: Geometry) -> tuple[str, ...]:
-    """What is left out, and how far off it puts the gradient in a logit: p (|g| + |g'| (|ln p| + entropy))."""
+    """Returns notes on what is skipped, and the bound of its gradient: p (|g| + |g'| (|ln p| + entropy))."""
     threshold = call.gradient_threshold
     if not threshold:
         return ()
-    of_entropy = -math.log(threshold) if threshold < math.exp(-1) else math.exp(-1) / threshold  # p |ln p| rises to 1/e
+    entropy_term = (
+        -math.log(threshold) if threshold < math.exp(-1) else math.exp(-1) / threshold
+    )  # p |ln p| rises to 1/e
     notes = [
-        f"gradient_threshold={threshold:g}: the gradients leave out tiles of {shape.row_block} tokens by {shape.tile} "
+        f"gradient_threshold={threshold:g}: the gradients skip tiles of {shape.row_block} tokens by {shape.tile} "
         f"columns without a label{' or a candidate' if call.num_candidates else ''} and without a probability "
         "of at least that",
-        f"what is left out of a logit's gradient is below {threshold:g} (|dlogprob - dlse| + |dentropy| "
-        f"({of_entropy:.3g} + entropy))",
+        f"the skipped part of a logit's gradient is below {threshold:g} (|dlogprob - dlse| + |dentropy| "
+        f"({entropy_term:.3g} + entropy))",
     ]
     if call.cache_bytes:
-        notes.append(f"cache_bytes={call.cache_bytes} is not used: a backward over live tiles recomputes them")
+        notes.append(f"cache_bytes={call.cache_bytes} is not used: a backward over active tiles recomputes them")
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: the loss of a language-model head, from the results of its tokens or by `linear_loss`."""
+"""`linear_cross_entropy`: the loss of a head, from the results of all tokens or in the chunks of `linear_loss`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lce_jax.call import _checks, _describe, _options
 from lce_jax.call._describe import Bound
-from lce_jax.call._options import LogprobOptions
+from lce_jax.call._options import Arguments, LogprobOptions
 from lce_jax.mesh import _collectives
 from lce_jax.ops._logprobs import compute_results
 from lce_jax.ops._loss import sum_losses
@@ -33,42 +34,48 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float | Float[ArrayLike, ""] = 0.0,
+    class_weights: Float[ArrayLike, "V"] | None = None,
     normalizer: float | ArrayLike | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "..."]:
     """Cross entropy of a language-model head, without storing the logits.
 
-    Per token, with ε the smoothing, ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``: the cross entropy
-    against ``(1 - ε)·onehot + ε/V``, and the penalty that keeps ``lse`` near 0.
+    The loss of a token is ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``, where ε is the label smoothing. It
+    is the cross entropy against ``(1 - ε)·onehot + ε/V``, plus a penalty that keeps ``lse`` near 0.
 
-    A mean or a sum that is differentiated computes its gradients in the forward, as `linear_loss` does: three matrix
-    products in all. With ``cache_bytes`` it does not.
+    A mean or a sum that is differentiated computes its gradients in the forward, as `linear_loss` does, with three
+    matrix products in all. With ``cache_bytes``, the backward computes them.
 
     Args:
         hidden, weight, labels, where: as in `linear_logprobs`.
-        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
+        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts; a label outside the
             vocabulary has logprob 0.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
         label_smoothing: ε in [0, 1].
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
             and is differentiable.
-        normalizer: what "mean" divides the sum by in place of the number of rows that count in this call: the rows of
-            all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
-            to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
-            as 1. None: the rows that count in this call.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
-            at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
-            chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
-        **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``. With ``cache_bytes``, 0
-            too, the gradients are computed in the backward, which recomputes what the forward does not keep.
-            ``chunk_bytes`` is refused where they are (see Memory).
+        class_weights: ``[V]`` floats, PyTorch's ``weight``: each token's loss is multiplied by the number of its label.
+            "mean" then divides by the sum of these factors. Inside ``shard_map`` it has the shard's part of the
+            vocabulary, as ``weight`` has. A label outside the vocabulary has the factor 0. It gets no gradient, as in
+            PyTorch. With ``label_smoothing`` it is an error. None: the factor is 1 for every label.
+        normalizer: the divisor of "mean", in place of the number of rows that count in this call, or of the sum of
+            their factors. Give the number of rows of all micro-batches, or of all devices inside ``shard_map``, so that
+            the losses and their gradients add up to the mean over all rows. A positive number, or an array of shape
+            (), which may be traced; an array's 0 counts as 1. None: the rows that count in this call.
+        chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
+            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
+            There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
+            (256 MiB on a CPU).
+        **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``. With ``cache_bytes``, also
+            with 0, the backward computes the gradients, and recomputes what the forward does not keep. ``chunk_bytes``
+            is refused then, and in the other cases that Memory lists.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
         Inside ``shard_map`` it covers the rows of this shard: average it over the data axes yourself, or sum it with
-        ``normalizer=jax.lax.psum(jnp.sum(where), "data")``. Rows, ``z_loss`` and ``normalizer`` may be typed as varying
-        over ``axis_name`` if every shard holds the same; where they differ it is NaN.
+        ``normalizer=jax.lax.psum(jnp.sum(where), "data")``. Rows, ``z_loss`` and ``normalizer`` may have types that
+        vary over ``axis_name`` if every shard holds the same values. Where they differ, the loss is NaN.
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
@@ -76,17 +83,17 @@ def linear_cross_entropy(
         NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
-        Of a differentiated mean or sum that of `linear_loss`: O(chunk + T) beyond the gradients, and with several
-        chunks dweight in float32, V·H·4 bytes. ``cache_bytes=0`` takes the least: with ``reduction="none"`` or
-        ``cache_bytes``, it is that of `linear_logprobs`. So it is in float16 (whose gradients need the loss's scale,
-        which the backward knows), with ``gradient_threshold`` or ``vocab_part_size``, and of a smoothed loss with a
-        softcap. A call that is not differentiated is a plain forward, and so is the first one under
-        ``jax.checkpoint``. `explain` says which way a call goes.
+        A differentiated mean or sum takes the memory of `linear_loss`: O(chunk + T) beyond the gradients, and with
+        several chunks dweight in float32, V·H·4 bytes. In these cases the backward computes the gradients, and the
+        memory is that of `linear_logprobs`: ``reduction="none"``; ``cache_bytes``, of which 0 takes the least memory;
+        ``gradient_threshold`` or ``vocab_part_size``; float16, whose gradients need the loss scale, which only the
+        backward knows; label smoothing with a softcap. A call that is not differentiated is a plain forward, and so is
+        the first call under ``jax.checkpoint``. `explain` says which way a call goes.
 
     Numerics:
-        Each gradient is rounded once, and multiplied by the loss's cotangent after that. A power of two, such as 1 or
-        a loss scale, changes no digit; any other rounds the gradient a second time, in its own dtype: give a factor
-        as ``normalizer`` instead.
+        Each gradient is rounded once, and then multiplied by the loss's cotangent. A power of two, such as 1 or a loss
+        scale, changes no digit. Any other cotangent rounds the gradient a second time, in its own dtype; to avoid that,
+        give the factor as ``normalizer``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -103,81 +110,114 @@ def linear_cross_entropy(
         function="linear_cross_entropy",
     )  # fmt: skip
     arguments = _describe.describe_call(arguments)
-    because = _token_chunks.refuse_forward_gradients(arguments.call, reduction, options)
-    most, axis_name = _token_chunks.check_loss_chunk_bytes(chunk_bytes, because), arguments.call.axis_name
+    reason = _token_chunks.refuse_forward_gradients(arguments.call, reduction, options)
+    limit, axis_name = _token_chunks.check_loss_chunk_bytes(chunk_bytes, reason), arguments.call.axis_name
     divisor = None if normalizer is None else _describe.put_on_device(normalizer, labels)
     penalty = None if isinstance(z_loss, float) else _describe.put_on_device(z_loss, labels)
-    labels, where, numbers, agree = labels, arguments.where, (penalty, divisor), None
+    where, numbers, agree = arguments.where, (penalty, divisor), None
     if axis_name is not None:
         labels, where, numbers, agree = _compare_shards(labels, where, numbers, axis_name)
-    arguments = arguments._replace(call=arguments.call.replace(chunk_bytes=most), labels=labels, where=where)
+    arguments = arguments._replace(call=arguments.call.replace(chunk_bytes=limit), labels=labels, where=where)
     loss = _Loss(reduction, smoothing, z_loss if isinstance(z_loss, float) else 0.0)
-    if because is None:
-        call, *arrays = _describe.bind_call(arguments, numbers)
-        result = _sum_in_forward(loss, call, arrays, numbers)
+    factors = None if class_weights is None else _select_factors(class_weights, arguments, smoothing)
+    if reason is None:
+        call, *arrays = _describe.bind_call(arguments, (*numbers, factors))
+        result = _sum_in_forward(loss, call, arrays, factors, numbers)
     else:
         results = compute_results(arguments, tuple(x for x in numbers if x is not None))
-        result = _reduce_results(loss, results, where, *numbers)
+        result = _reduce_results(loss, results, where, factors, *numbers)
     if agree is None:
         return result
     return _collectives.set_nan_where_different(jnp.all(agree) if agree.ndim > result.ndim else agree, result)
 
 
 class _Loss(NamedTuple):
-    """What the losses are made of, besides the results."""
+    """The static arguments of the loss."""
 
     reduction: Reduction
     label_smoothing: float
-    z_loss: float  # 0 where it is traced
+    z_loss: float  # 0 if it is traced
 
 
 def _compare_shards(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Any, Array | None]:
-    """Inside ``shard_map``: what the loss is made of, typed as equal on every shard, and the rows in which it is."""
+    """Returns the loss's arrays, typed as equal on every shard of ``axis_name``, and the rows that really are equal."""
     _checks.find_axis_size(axis_name)
     (labels, where), agree = _collectives.equalize_shards((labels, where), labels.ndim, axis_name)
-    numbers, also = _collectives.equalize_shards(numbers, 0, axis_name)
-    return labels, where, numbers, _collectives.join_agreement(_collectives.ignore_masked_rows(agree, where), also)
+    numbers, numbers_agree = _collectives.equalize_shards(numbers, 0, axis_name)
+    agree = _collectives.ignore_masked_rows(agree, where)
+    return labels, where, numbers, _collectives.join_agreement(agree, numbers_agree)
+
+
+def _select_factors(class_weights: Any, arguments: Arguments, smoothing: float) -> Float[Array, "*b"]:
+    """Returns the class weight of each token's label: 0 for masked tokens and for labels outside the vocabulary."""
+    call = arguments.call
+    _checks.check_class_weights(class_weights, arguments.weight, call, smoothing)
+    labels, weights = _describe.cast_labels(arguments.labels), _describe.put_on_device(class_weights, arguments.labels)
+    return _gather_factors(call.axis_name, weights, labels, arguments.where)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _gather_factors(axis_name: Any, weights: Array, labels: Array, where: Array | None) -> Float[Array, "*b"]:
+    weights = lax.stop_gradient(weights.astype(jnp.promote_types(weights.dtype, jnp.float32)))
+    columns = labels if axis_name is None else labels - lax.axis_index(axis_name) * len(weights)
+    columns = jnp.where(columns < 0, len(weights), columns)  # JAX would count a negative index from the end
+    sharding = jax.typeof(labels).sharding
+    factors = weights.at[columns].get(mode="fill", fill_value=0, out_sharding=None if sharding.mesh.empty else sharding)
+    factors = factors if axis_name is None else lax.psum(factors, axis_name)
+    return factors if where is None else jnp.where(where, factors, 0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _sum_in_forward(loss: _Loss, call: Call, arrays: list[Any], numbers: tuple[Array | None, Array | None]) -> Array:
-    """The loss by `linear_loss`. The divisor is in each token's loss, so that each gradient is rounded once.
+def _sum_in_forward(
+    loss: _Loss, call: Call, arrays: list[Any], factors: Array | None, numbers: tuple[Array | None, Array | None]
+) -> Array:
+    """Computes the loss by `linear_loss`. Each token's loss includes the divisor, so each gradient is rounded once.
 
-    Jitted: outside ``jit`` each call would compile its loop.
+    It is jitted because outside ``jit`` each call would compile its loop again.
     """
     bound, (penalty, normalizer), smooths = Bound(call, *arrays), numbers, loss.label_smoothing > 0
     rows, dtype = bound.rows, call.stat_dtype
 
     def loss_fn(logprob: Array, _: None, lse: Array, *more: Array | None) -> Array:
         mean_logit, share, penalty = more if smooths else (None, *more)
-        found = _compute_token_loss(logprob, lse, mean_logit, loss.label_smoothing, loss.z_loss, penalty)
-        return found if share is None else found * share
+        value = _compute_token_loss(logprob, lse, mean_logit, loss.label_smoothing, loss.z_loss, penalty)
+        return value if share is None else value * share
 
-    divisor = None if loss.reduction == "sum" else _find_divisor(rows.where, normalizer, rows.labels.size, dtype)
-    share = None if divisor is None else jnp.asarray(1 / divisor, dtype)
+    share = None if factors is None else factors.astype(dtype)
+    if loss.reduction == "mean":
+        divisor = _find_divisor(rows.where, factors, normalizer, rows.labels.size, dtype)
+        share = jnp.asarray((1 if share is None else share) / divisor, dtype)
     penalty = None if penalty is None else penalty.astype(dtype)
     return sum_losses(loss_fn, bound, ((share, penalty), {}))[0]
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _reduce_results(
-    loss: _Loss, out: Results, where: Array | None, traced_z_loss: Array | None, normalizer: Array | None
+    loss: _Loss,
+    out: Results,
+    where: Array | None,
+    factors: Array | None,
+    traced_z_loss: Array | None,
+    normalizer: Array | None,
 ) -> Array:
-    """The loss from the results. Jitted: outside ``jit`` each number in an expression is a transfer."""
+    """Computes the loss from the results. It is jitted because outside ``jit`` each Python number is a transfer."""
     outputs = out.outputs
     each = _compute_token_loss(
         outputs.logprobs, outputs.lse, out.mean_logit, loss.label_smoothing, loss.z_loss, traced_z_loss
     )
+    each = each if factors is None else each * factors.astype(each.dtype)
     if loss.reduction == "none":
         return each
     total = jnp.sum(each)
-    return total if loss.reduction == "sum" else total / _find_divisor(where, normalizer, each.size, each.dtype)
+    return (
+        total if loss.reduction == "sum" else total / _find_divisor(where, factors, normalizer, each.size, each.dtype)
+    )
 
 
 def _compute_token_loss(
     logprobs: Array, lse: Array, mean_logit: Array | None, smoothing: float, z_loss: float, traced_z_loss: Array | None
 ) -> Array:
-    """The loss of one token, or of all. The weight of lse² is a number that is known or an array."""
+    """Computes the loss of one token, or of all. The weight of lse² is the number ``z_loss`` or a traced array."""
     loss = -(1.0 - smoothing) * logprobs
     if mean_logit is not None:
         loss += smoothing * (lse - mean_logit)
@@ -188,10 +228,13 @@ def _compute_token_loss(
     return loss
 
 
-def _find_divisor(where: Array | None, normalizer: Array | None, num_tokens: int, dtype: Any) -> Any:
-    """What a mean divides by."""
-    if normalizer is not None:
-        divisor = normalizer.astype(dtype)
+def _find_divisor(
+    where: Array | None, factors: Array | None, normalizer: Array | None, num_tokens: int, dtype: Any
+) -> Any:
+    """Returns the divisor of a mean: a normalizer, the sum of the tokens' factors, or the number of rows that count."""
+    divisor = normalizer if factors is None or normalizer is not None else jnp.sum(factors, dtype=dtype)
+    if divisor is not None:
+        divisor = divisor.astype(dtype)
         return jnp.where(divisor == 0, 1, divisor)
     if where is None:
         return max(num_tokens, 1)

@@ -29,48 +29,51 @@ def distillation_loss(
 ) -> Float[Array, "*b"]:
     """Divergence of the student from its teacher at each token, over the teacher's candidates.
 
-    With the teacher's probabilities p and the student's q, over the candidates and what ``rest`` adds to them:
+    Let p be the teacher's probabilities and q the student's, over the candidates and what ``rest`` adds to them:
 
-    - ``"forward_kl"``: ``KL(p ‖ q) = Σ p (ln p - ln q)``, which spreads the student over all that the teacher does;
-    - ``"reverse_kl"``: ``KL(q ‖ p) = Σ q (ln q - ln p)``, which keeps it away from what the teacher does not do;
+    - ``"forward_kl"``: ``KL(p ‖ q) = Σ p (ln p - ln q)``, which spreads the student over everything that the teacher
+      finds likely;
+    - ``"reverse_kl"``: ``KL(q ‖ p) = Σ q (ln q - ln p)``, which keeps the student away from what the teacher finds
+      unlikely;
     - ``"jsd"``: ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with ``m = β p + (1 - β) q``, the generalised Jensen-Shannon
       divergence.
 
-    Both models' log-probabilities are those under their whole vocabularies, at one temperature τ. Multiply by τ² to
-    keep the size of the gradients (Hinton et al.). `lce_jax.linear_kl` is the divergence over the whole vocabulary.
+    The log-probabilities of both models are those under their whole vocabularies, at one temperature τ. Multiply the
+    result by τ² to keep the size of the gradients (Hinton et al.). `lce_jax.linear_kl` computes the divergence over the
+    whole vocabulary.
 
     Args:
-        candidate_logprobs: ``[..., K]`` ln q of the candidates, nats: the field of that name that
+        candidate_logprobs: ``[..., K]`` ln q of the candidates, nats: the field with this name that
             ``linear_logprobs(..., candidates=ids)`` returns.
-        teacher_logprobs: ``[..., K]`` ln p of the same ids, nats. No gradient. -inf stands for p = 0, with which a
-            reverse KL is infinite.
-        ids: ``[..., K]`` the candidates, those of each token all different; -1 stands for none, and what the
-            log-probabilities hold there is not read. An id out of vocabulary must be -1 too.
+        teacher_logprobs: ``[..., K]`` ln p of the same ids, nats. No gradient. -inf means p = 0; then a reverse KL is
+            infinite.
+        ids: ``[..., K]`` the candidates. All ids of a token differ; -1 stands for no candidate, and the
+            log-probabilities there are not read. An id out of vocabulary must be -1 too.
         divergence: "forward_kl", "reverse_kl" or "jsd".
         beta: the teacher's weight β in (0, 1) in "jsd": a number, or an array of shape (), which may be traced. As β
-            approaches 0, the gradient approaches β times that of the forward KL; as it approaches 1, 1 - β times that
-            of the reverse KL. Exact to rounding up to both ends, where a number near 1 brings 1 - β along, of which a
-            float32 array has few digits. No gradient. None: 0.5.
-        rest: what is done with the probability outside the candidates. "bin": all of it is one more candidate, for
-            both models, so that the result is a divergence of two distributions, at least 0 and at most that over the
-            whole vocabulary. "drop": it is left out, and the sums are over the candidates alone. Then a KL may be
-            negative, and nothing holds the student's mass on the candidates to the teacher's. "renormalize": p and
-            q are divided by their sums over the candidates.
+            approaches 0, the gradient approaches β times that of the forward KL; as β approaches 1, it approaches 1 - β
+            times that of the reverse KL. The result is exact to rounding near both ends. For β near 1, give a Python
+            number, because a float32 array has few digits of 1 - β. No gradient. None: 0.5.
+        rest: what happens to the probability outside the candidates. "bin": for both models, all of it is one more
+            candidate. So the result is a divergence of two distributions, at least 0 and at most the divergence over
+            the whole vocabulary. "drop": it is left out, and the sums are over the candidates alone. Then a KL may be
+            negative, and nothing ties the student's mass on the candidates to the teacher's. "renormalize": p and q are
+            divided by their sums over the candidates.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold. None: every row counts.
 
     Returns:
-        ``[...]`` in nats, float32 (float64 if one of the two is). 0 in a row without candidates. NaN in a row in which
-        the candidates of student or teacher have more than 1.01 of probability together: its ids repeat, or what it
-        holds are no log-probabilities. "renormalize" takes any logits and has no such row.
+        ``[...]`` in nats, float32 (float64 if one of the two inputs is). 0 in a row without candidates. NaN in a row in
+        which the candidates of student or teacher have a total probability above 1.01, because ids repeat or the
+        numbers are not log-probabilities. "renormalize" accepts any logits and has no such row.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
 
     Numerics:
-        Everything is float32. The rest ``1 - Σ q`` is computed without cancellation when one candidate has nearly all
-        mass: ``-expm1`` of its log-probability less the others. Log-probabilities in float32 fix the rest to 1e-7, so
-        in a logarithm it counts as 2⁻²⁰ if it is smaller, and has no gradient then.
+        Everything is float32. The rest ``1 - Σ q`` is computed without cancellation if one candidate has nearly all
+        mass: as ``-expm1`` of its log-probability, minus the other masses. Log-probabilities in float32 determine the
+        rest to 1e-7. So a rest below 2⁻²⁰ counts as 2⁻²⁰ in a logarithm, and then has no gradient.
 
     Example:
         >>> import jax.numpy as jnp
@@ -85,7 +88,7 @@ def distillation_loss(
         Hinton et al., "Distilling the Knowledge in a Neural Network" (2015); Gu et al., "MiniLLM: Knowledge
         Distillation of Large Language Models" (2024), for the reverse KL; Agarwal et al., "On-Policy Distillation of
         Language Models: Learning from Self-Generated Mistakes" (2024), eq. 1, for the generalised JSD. Frameworks:
-        "drop" is verl's ``forward_kl_topk``, which besides clips log-probabilities at ln 1e-8 and losses at 0; "bin"
+        "drop" is verl's ``forward_kl_topk``, which also clips log-probabilities at ln 1e-8 and losses at 0; "bin"
         is its proposed ``forward_kl_topk_tail`` (pull request 7855), the tail bin of SDFT (arXiv:2601.19897) and
         ``loss_add_tail`` of TRL's server distillation; "renormalize" is NeMo RL with ``zero_outside_topk=False``. TRL
         and Liger Kernel write ``beta=0`` for the forward and ``beta=1`` for the reverse KL.
@@ -110,20 +113,20 @@ def distillation_loss(
 
 
 class _Bins(NamedTuple):
-    """A distribution over the candidates, and over the rest if it is a bin."""
+    """A distribution over the candidates, and over the rest if the rest is a bin."""
 
     mass: Float[Array, "*b k"]  # 0 where there is no candidate
-    log: Float[Array, "*b k"]  # of the mass; 0 where there is no candidate
+    log: Float[Array, "*b k"]  # ln of the mass; 0 where there is no candidate
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _divergence(
     divergence: str, rest: str, student: Array, teacher: Array, ids: Array, where: Array | None, weights: Any
 ) -> Array:
-    """Jitted: outside ``jit`` each number in an expression is a transfer."""
+    """Computes the divergence. It is jitted because outside ``jit`` each number in an expression is a transfer."""
     dtype = jnp.promote_types(jnp.promote_types(student.dtype, teacher.dtype), jnp.float32)
-    live = ids >= 0 if where is None else (ids >= 0) & where[..., None]
-    q, p = (_bins(x.astype(dtype), live, rest) for x in (student, lax.stop_gradient(teacher)))
+    is_candidate = ids >= 0 if where is None else (ids >= 0) & where[..., None]
+    q, p = (_bins(x.astype(dtype), is_candidate, rest) for x in (student, lax.stop_gradient(teacher)))
     if divergence == "forward_kl":
         return _kl(p, q.log)
     if divergence == "reverse_kl":
@@ -133,39 +136,43 @@ def _divergence(
 
 @jax.custom_jvp
 def _jsd(q: _Bins, p: _Bins, weights: Pair[Array]) -> Float[Array, "*b"]:
-    """Σ β p ln(p / m) + (1 - β) q ln(q / m)."""
-    of_q, of_p = log_ratios(p.log - q.log, weights)
-    terms = weights.teacher * _expected(p, of_p) + weights.student * _expected(q, of_q)
+    """Returns Σ β p ln(p / m) + (1 - β) q ln(q / m)."""
+    log_ratio_q, log_ratio_p = log_ratios(p.log - q.log, weights)
+    terms = weights.teacher * _times_mass(p, log_ratio_p) + weights.student * _times_mass(q, log_ratio_q)
     return jnp.sum(terms, axis=-1)
 
 
 @_jsd.defjvp
 def _jsd_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """The derivatives of the logarithms cancel: what is left is exact however near to 0 or 1 the weights are."""
+    """Returns the value and its derivative along the tangent of q.
+
+    The derivatives of the logarithms cancel. The remaining term is exact however near to 0 or 1 the weights are.
+    """
     q, p, weights = primals
-    of_q = log_ratio(p.log - q.log, weights)
-    slope = jnp.where(q.mass > 0.0, weights.student * of_q, 0.0)
+    log_ratio_q = log_ratio(p.log - q.log, weights)
+    slope = jnp.where(q.mass > 0.0, weights.student * log_ratio_q, 0.0)
     return _jsd(*primals), jnp.sum(slope * tangents[0].mass, axis=-1)
 
 
 def _kl(p: _Bins, log_q: Float[Array, "*b k"]) -> Float[Array, "*b"]:
-    """Σ p (ln p - ln q)."""
-    some = p.mass > 0.0
-    return jnp.sum(_expected(p, jnp.where(some, p.log, 0.0) - jnp.where(some, log_q, 0.0)), axis=-1)
+    """Returns Σ p (ln p - ln q)."""
+    has_mass = p.mass > 0.0
+    return jnp.sum(_times_mass(p, jnp.where(has_mass, p.log, 0.0) - jnp.where(has_mass, log_q, 0.0)), axis=-1)
 
 
-def _expected(p: _Bins, x: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
-    """P x, where 0 ln 0 is 0."""
+def _times_mass(p: _Bins, x: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
+    """Returns p · x, and 0 where p is 0, because 0 ln 0 is 0."""
     return p.mass * jnp.where(p.mass > 0.0, x, 0.0)
 
 
-def _bins(logprobs: Float[Array, "*b K"], live: Bool[Array, "*b K"], rest: str) -> _Bins:
-    log = jnp.where(live, logprobs, 0.0)
+def _bins(logprobs: Float[Array, "*b K"], is_candidate: Bool[Array, "*b K"], rest: str) -> _Bins:
+    """Returns the distribution over the candidates, with the rest treated as ``rest`` says."""
+    log = jnp.where(is_candidate, logprobs, 0.0)
     if rest == "renormalize":
-        log = jnp.where(live, log - _logsumexp(log, live), 0.0)
-        return _Bins(jnp.where(live, jnp.exp(log), 0.0), log)
-    mass = jnp.where(live, jnp.exp(log), 0.0)
-    outside = _rest(log, mass, live)
+        log = jnp.where(is_candidate, log - _logsumexp(log, is_candidate), 0.0)
+        return _Bins(jnp.where(is_candidate, jnp.exp(log), 0.0), log)
+    mass = jnp.where(is_candidate, jnp.exp(log), 0.0)
+    outside = _rest(log, mass, is_candidate)
     log = jnp.where(outside < 1.0 - scalars.MOST_MASS, jnp.nan, log)
     if rest == "drop":
         return _Bins(mass, log)
@@ -174,18 +181,20 @@ def _bins(logprobs: Float[Array, "*b K"], live: Bool[Array, "*b K"], rest: str) 
     return _Bins(*(jnp.concatenate(pair, axis=-1) for pair in zip((mass, log), bins, strict=True)))
 
 
-def _rest(log: Float[Array, "*b K"], mass: Float[Array, "*b K"], live: Bool[Array, "*b K"]) -> Float[Array, "*b 1"]:
-    """1 - Σ mass: the largest mass is taken off 1 by ``expm1``, which is exact where 1 - exp(x) would round to 0."""
+def _rest(
+    log: Float[Array, "*b K"], mass: Float[Array, "*b K"], is_candidate: Bool[Array, "*b K"]
+) -> Float[Array, "*b 1"]:
+    """Returns 1 - Σ mass. The largest mass is subtracted by ``expm1``, which is exact where 1 - exp(x) rounds to 0."""
     largest = jnp.argmax(mass, axis=-1, keepdims=True)
     columns = lax.broadcasted_iota(largest.dtype, mass.shape, mass.ndim - 1)
-    terms = jnp.where(live & (columns == largest), jnp.expm1(log), mass)
+    terms = jnp.where(is_candidate & (columns == largest), jnp.expm1(log), mass)
     total = jnp.sum(terms, axis=-1, keepdims=True)
-    return jnp.where(jnp.any(live, axis=-1, keepdims=True), -total, 1.0)
+    return jnp.where(jnp.any(is_candidate, axis=-1, keepdims=True), -total, 1.0)
 
 
-def _logsumexp(log: Float[Array, "*b K"], live: Bool[Array, "*b K"]) -> Float[Array, "*b 1"]:
-    """The ln Σ exp of the candidates that there are; 0 without any."""
-    highest = lax.stop_gradient(jnp.max(jnp.where(live, log, -jnp.inf), axis=-1, keepdims=True))
+def _logsumexp(log: Float[Array, "*b K"], is_candidate: Bool[Array, "*b K"]) -> Float[Array, "*b 1"]:
+    """Returns ln Σ exp over the candidates; 0 in a row without candidates."""
+    highest = lax.stop_gradient(jnp.max(jnp.where(is_candidate, log, -jnp.inf), axis=-1, keepdims=True))
     highest = jnp.where(highest == -jnp.inf, 0.0, highest)
-    total = jnp.sum(jnp.where(live, jnp.exp(log - highest), 0.0), axis=-1, keepdims=True)
+    total = jnp.sum(jnp.where(is_candidate, jnp.exp(log - highest), 0.0), axis=-1, keepdims=True)
     return highest + jnp.log(jnp.where(total == 0.0, 1.0, total))

@@ -33,36 +33,37 @@ def linear_kl(
 ) -> Float[Array, "*b"]:
     """Exact KL or JS divergence of two heads over one whole vocabulary, per token, without storing either's logits.
 
-    With the teacher's probabilities p and the student's q, ``"forward"`` is ``KL(p ‖ q) = Σ p (ln p - ln q)``,
-    ``"reverse"`` ``KL(q ‖ p) = Σ q (ln q - ln p)``, and ``"jsd"`` ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with
-    ``m = β p + (1 - β) q``, the generalised Jensen-Shannon divergence. Differentiable, once, in the student's
-    ``hidden``, ``weight`` and ``bias``; the teacher has no gradient. At a temperature τ, multiply by τ² to keep the
-    size of the gradients. If only a teacher's top k is at hand, see `lce_jax.losses.distillation_loss`.
+    Let p be the teacher's probabilities and q the student's. ``"forward"`` is ``KL(p ‖ q) = Σ p (ln p - ln q)``,
+    ``"reverse"`` is ``KL(q ‖ p) = Σ q (ln q - ln p)``, and ``"jsd"`` is the generalised Jensen-Shannon divergence
+    ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with ``m = β p + (1 - β) q``. The result has first derivatives with respect to
+    the student's ``hidden``, ``weight`` and ``bias``; the teacher has no gradient. At a temperature τ, multiply the
+    result by τ² to keep the size of the gradients. If you only have a teacher's top k, see
+    `lce_jax.losses.distillation_loss`.
 
     Args:
-        hidden, weight, where: the student's, and the rows that count, as in `linear_logprobs`.
+        hidden, weight, where: the student's operands, and the rows that count, as in `linear_logprobs`.
         teacher_hidden: ``[..., G]`` the teacher's hidden states at the same tokens, of any size G and dtype.
         teacher_weight: ``[V, G]`` the teacher's head, over the same vocabulary.
-        direction: "forward" spreads the student over all that the teacher does; "reverse" keeps it away from what the
-            teacher does not do; "jsd" lies between them.
+        direction: "forward" spreads the student over everything that the teacher finds likely; "reverse" keeps it away
+            from what the teacher finds unlikely; "jsd" lies between them.
         beta: the teacher's weight β in (0, 1) in "jsd": a number, or an array of shape (), which may be traced. As β
-            approaches 0, the gradient approaches β times that of the forward KL; as it approaches 1, 1 - β times that
-            of the reverse KL. Exact to rounding up to both ends, where a number near 1 brings 1 - β along, of which a
-            float32 array has few digits. No gradient. None: 0.5.
-        teacher_temperature: that of the teacher's logits. "same": the student's.
-        teacher_logit_softcap: that of the teacher's logits. None: no cap. "same": the student's. "unset": none, and
-            refused if the student has one, because a cap belongs to its model.
-        teacher_logit_scale: that of the teacher's logits. "same": the student's. "unset": 1, and refused if the
-            student's is another or an array.
-        teacher_weight_layout: that of the teacher's weight. "same": the student's.
-        teacher_bias: ``[V]``, that of the teacher's logits, without a gradient. None: no bias.
+            approaches 0, the gradient approaches β times that of the forward KL; as β approaches 1, it approaches 1 - β
+            times that of the reverse KL. The result is exact to rounding near both ends. For β near 1, give a Python
+            number, because a float32 array has few digits of 1 - β. No gradient. None: 0.5.
+        teacher_temperature: the temperature of the teacher's logits. "same": the student's.
+        teacher_logit_softcap: the softcap of the teacher's logits. None: no cap. "same": the student's. "unset": no
+            cap, but refused if the student has one, because each model has its own cap.
+        teacher_logit_scale: the scale of the teacher's logits. "same": the student's. "unset": 1, but refused if the
+            student's scale is another number or an array.
+        teacher_weight_layout: the layout of the teacher's weight. "same": the student's.
+        teacher_bias: ``[V]``, the bias of the teacher's logits, without a gradient. None: no bias.
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``candidates``, ``gradient_threshold``,
-            ``vocab_part_size``, ``logit_floor`` and ``lora``. ``axis_name`` splits both weights, which have as many
-            columns on each shard. ``cache_bytes`` keeps two numbers of each column of the first vocabulary tiles: with
-            bfloat16 weights 4 bytes per token and column of "forward", 6 of the others and where the student has a
-            softcap; with float16 weights 6; 8 on a CPU and with float32 weights. ``explain(..., teacher=,
-            direction=).full_cache_bytes`` is enough for all. The value keeps its bits, and the gradient in the logits
-            is rounded once more.
+            ``vocab_part_size``, ``logit_floor`` and ``lora``. ``axis_name`` splits both weights, which must have
+            equally many columns on each shard. ``cache_bytes`` keeps two numbers for each token and column of the first
+            vocabulary tiles. With bfloat16 weights they take 4 bytes in "forward", and 6 bytes in the other directions
+            or if the student has a softcap; 6 bytes with float16 weights; 8 bytes on a CPU and with float32 weights.
+            ``explain(..., teacher=, direction=).full_cache_bytes`` is enough for all tiles. With a cache the value has
+            the same bits, and the gradient of the logits is rounded once more.
 
     Returns:
         ``[...]`` in nats, at least 0, float32 (float64 if one of the weights is).
@@ -74,26 +75,28 @@ def linear_kl(
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
 
     Memory:
-        With kernels (16-bit heads on a Hopper GPU) nine numbers per token and 256 columns in the forward, at
-        most 160 MiB, and in the backward a chunk of the gradient in the logits. Without, a tile of both models' logits,
-        together at most 16 MiB on a CPU and 128 MiB elsewhere, and their exponentials. In the backward also ``dhidden``
-        in float32. Six numbers per token are kept between the passes, eight of "jsd". On an H100 in bfloat16, at 4096
-        tokens, hidden sizes of 4096 and a vocabulary of 151,936, forward and backward of a KL hold 328 MiB, and with
-        stored logits 7.0 GiB. What ``cache_bytes`` lets the forward keep comes on top, by default up to 1 GiB on a GPU.
+        With kernels (16-bit heads on a Hopper GPU), the forward takes nine numbers per token and 256 columns, at most
+        160 MiB, and the backward takes a chunk of the gradient of the logits. Without kernels, each pass takes a tile
+        of both models' logits, together at most 16 MiB on a CPU and 128 MiB elsewhere, and their exponentials. The
+        backward also takes ``dhidden`` in float32. Between the passes, six numbers per token are kept, and eight with
+        "jsd". On an H100 in bfloat16, with 4096 tokens, hidden sizes of 4096 and a vocabulary of 151,936, the forward
+        and backward of a KL take 328 MiB, and 7.0 GiB with stored logits. The cache of ``cache_bytes`` is additional,
+        by default up to 1 GiB on a GPU.
 
     Numerics:
         Every sum and exponential is float32, and each gradient is rounded once. The backward recomputes the logits, so
-        that forward and backward are four products with the student's head and two with the teacher's; "jsd", whose
-        mixture needs both normalisers first, takes five and three. A full cache spares the backward one of each: three
-        and one, or four and two. Equal heads have a divergence and a gradient of 0 within rounding. At small
-        temperatures too, value and gradients are as exact as those of stored float32 logits, and with ``cache_bytes=0``
-        more exact in "reverse" and "jsd" where the student is nearly one-hot.
+        forward and backward together take four products with the student's head and two with the teacher's. "jsd" takes
+        five and three, because its mixture needs both normalisers first. A full cache saves one product with each head
+        in the backward: three and one, or four and two. Equal heads have a divergence and a gradient of 0 up to
+        rounding. At small temperatures too, value and gradients are as exact as with stored float32 logits. With
+        ``cache_bytes=0`` they are more exact in "reverse" and "jsd" where the student is nearly one-hot.
 
     Sharding:
-        As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
-        (Auto axes, where ``cache_bytes`` keeps nothing; not of TPUs); inside ``shard_map`` give ``axis_name``. ``vmap``
-        adds its batch to the tokens; the gradients of its examples, which each have a dweight, are computed one by one,
-        as is all of examples that have a weight of their own, and of those that ask for a cache.
+        As `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or
+        by XLA (Auto axes, where ``cache_bytes`` keeps nothing; not on TPUs). Inside ``shard_map``, give ``axis_name``.
+        ``vmap`` adds its batch to the tokens. The gradients of its examples are computed one by one, because each
+        example has its own dweight. Examples with their own weights, and examples that ask for a cache, are computed
+        one by one in the forward too.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -109,12 +112,12 @@ def linear_kl(
 
     References:
         Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), for the forward KL; Gu et al., "MiniLLM:
-        Knowledge Distillation of Large Language Models" (2024), for the reverse one; Agarwal et al., "On-Policy
+        Knowledge Distillation of Large Language Models" (2024), for the reverse KL; Agarwal et al., "On-Policy
         Distillation of Language Models: Learning from Self-Generated Mistakes" (2024), eq. 1, for the generalised JSD,
-        which TRL's ``GKDTrainer`` minimises with its own ``beta``.
+        which TRL's ``GKDTrainer`` minimises, with its own ``beta``.
     """
     _options.check_names(linear_kl, options)
-    own = {
+    kl_options = {
         "beta": beta,
         "teacher_temperature": teacher_temperature,
         "teacher_logit_softcap": teacher_logit_softcap,
@@ -123,6 +126,6 @@ def linear_kl(
         "teacher_bias": teacher_bias,
     }
     arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
-    bound = _kl.bind(KLArguments.of(arrays, where, direction, options | own))
-    found = _runner.run(KL, bound.call, bound.primals.student, (bound.primals.teacher, bound.rows))
-    return found if bound.agree is None else _collectives.set_nan_where_different(bound.agree, found)
+    bound = _kl.bind(KLArguments.of(arrays, where, direction, options | kl_options))
+    result = _runner.run(KL, bound.call, bound.primals.student, (bound.primals.teacher, bound.rows))
+    return result if bound.agree is None else _collectives.set_nan_where_different(bound.agree, result)

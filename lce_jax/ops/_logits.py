@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 def masked_logprobs(
     logits: Float[ArrayLike, "*b K"], ids: Int[ArrayLike, "*b K"], labels: Int[ArrayLike, "*b"]
 ) -> LogprobOutput:
-    """Log-probability and entropy of a softmax over a set of ids: what top-k, top-p or min-p sampling left.
+    """Log-probability and entropy of a softmax over a set of ids, such as top-k, top-p or min-p sampling leaves.
 
-    ``logprobs = z[label] - lse`` with ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])`` and the z of `linear_logits`, and the
-    entropy ``-Σ p ln p`` over the set. Differentiable in ``logits``.
+    With the logits z of `linear_logits`, ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])``, ``logprobs = z[label] - lse``, and
+    the entropy is ``-Σ p ln p`` over the set. Differentiable in ``logits``.
 
     Args:
-        logits: ``[..., K]``, those of `linear_logits` at ``ids``.
-        ids: ``[..., K]`` the set of each token, its ids all different; -1 stands for none. An id out of vocabulary
+        logits: ``[..., K]``, the logits that `linear_logits` returns for ``ids``.
+        ids: ``[..., K]`` the set of each token. All ids of a token differ; -1 stands for no id. An id out of vocabulary
             must be -1 too.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split.
 
     Returns:
-        A `LogprobOutput` with ``logprobs``, ``entropy`` and ``lse``, ``[...]`` in the dtype of the logits. A logprob
-        is -inf, without a gradient, where the label is not in the set: sampling could not have drawn it. It is 0,
-        without a gradient, where the label is negative, as in a prompt: `linear_logprobs` gives 0 for such a label too.
-        All are 0 where the set has no id.
+        A `LogprobOutput` with ``logprobs``, ``entropy`` and ``lse``, ``[...]`` in the dtype of the logits. A logprob is
+        -inf, without a gradient, if the label is not in the set, because sampling could not have drawn it. It is 0,
+        without a gradient, if the label is negative, as in a prompt; `linear_logprobs` returns 0 for such a label too.
+        All three are 0 if the set is empty.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, with the offending values.
@@ -69,21 +69,22 @@ def masked_logprobs(
 
 @functools.partial(jax.jit, inline=True)
 def _masked(logits: Array, ids: Array, labels: Array) -> LogprobOutput:
-    """Jitted: outside ``jit`` each number in an expression is a transfer."""
-    logits = lax.optimization_barrier(logits)  # else a compiler may fuse what makes them with u, which may be above 0
+    """Computes `masked_logprobs`. It is jitted because outside ``jit`` each Python number is a transfer."""
+    # Without the barrier, a compiler may fuse the computation of the logits with u, and u may then be above 0.
+    logits = lax.optimization_barrier(logits)
     in_set = ids >= 0
-    some = jnp.any(in_set, axis=-1)
+    has_ids = jnp.any(in_set, axis=-1)
     is_label = in_set & (ids == labels[..., None])
     highest = lax.stop_gradient(jnp.max(jnp.where(in_set, logits, -jnp.inf), axis=-1, keepdims=True))
     highest = jnp.where(highest == -jnp.inf, 0.0, highest)
     u = jnp.where(in_set, logits - highest, 0.0)
     e = jnp.where(in_set, jnp.exp(u), 0.0)
-    total = jnp.where(some, jnp.sum(e, axis=-1), 1.0)
+    total = jnp.where(has_ids, jnp.sum(e, axis=-1), 1.0)
     at_label = jnp.sum(jnp.where(is_label, u, 0.0), axis=-1)
-    no_draw = jnp.where((labels < 0) | ~some, 0.0, -jnp.inf).astype(logits.dtype)
+    no_draw = jnp.where((labels < 0) | ~has_ids, 0.0, -jnp.inf).astype(logits.dtype)
     logprobs = jnp.where(jnp.any(is_label, axis=-1), at_label - jnp.log(total), no_draw)
     entropy = jnp.log(total) - jnp.sum(e * jnp.where(e > 0, u, 0.0), axis=-1) / total
-    return LogprobOutput(logprobs, entropy, jnp.where(some, highest[..., 0], 0.0) + jnp.log(total))
+    return LogprobOutput(logprobs, entropy, jnp.where(has_ids, highest[..., 0], 0.0) + jnp.log(total))
 
 
 __all__ = ["linear_logits"]
@@ -99,14 +100,15 @@ def linear_logits(
 ) -> Float[Array, "*b K"]:
     """Logits at chosen ids, without a pass over the vocabulary.
 
-    ``z[k] = cap(logit_scale · (hidden · weight[ids[k]] + bias[ids[k]])) / temperature`` in float32, T·K dot products.
-    Differentiable, once, in ``hidden``, ``weight`` and ``bias``. `masked_logprobs` makes a softmax over them; for
-    log-probabilities under the whole vocabulary use ``linear_logprobs(..., candidates=ids)``.
+    ``z[k] = cap(logit_scale · (hidden · weight[ids[k]] + bias[ids[k]])) / temperature`` in float32, by T·K dot
+    products. The logits have first derivatives with respect to ``hidden``, ``weight`` and ``bias``. `masked_logprobs`
+    computes a softmax over them. For log-probabilities under the whole vocabulary, use
+    ``linear_logprobs(..., candidates=ids)``.
 
     Args:
         hidden, weight: as in `linear_logprobs`.
         ids: ``[..., K]`` integer vocabulary ids per token, global also when the vocabulary is split; K from 1 to 512.
-            -1 stands for none.
+            -1 stands for no id.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold. None: every row counts.
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
@@ -114,7 +116,7 @@ def linear_logits(
             there are no kernels for it.
 
     Returns:
-        ``[..., K]`` in float32 (float64 for a float64 weight); 0, without a gradient, where the id is none or out of
+        ``[..., K]`` in float32 (float64 for a float64 weight). 0, without a gradient, where the id is -1 or out of
         vocabulary, and where ``where`` is False.
 
     Raises:
@@ -123,17 +125,17 @@ def linear_logits(
         NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
-        O(T·K), and a few chunks of gathered rows of 32 MiB each, beyond the operands and the gradients.
+        O(T·K), and a few chunks of gathered weight rows, 32 MiB each, beyond the operands and the gradients.
 
     Numerics:
-        Every sum is float32, and each gradient is rounded once, to its operand's dtype. No product is a matrix's, so
-        all are exact to float32 rounding whatever ``precision`` says. Two runs are bitwise equal:
-        the gradients of an id that occurs many times are added in a fixed order.
+        Every sum is float32, and each gradient is rounded once, to its operand's dtype. There is no matrix product, so
+        all results are exact to float32 rounding whatever ``precision`` says. Two runs are bitwise equal, because the
+        gradients of an id that occurs many times are added in a fixed order.
 
     Sharding:
-        As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
-        (Auto axes, not of TPUs); inside ``shard_map`` give ``axis_name``. A sum of one logit per id over the shards is
-        the only collective of the forward, of two numbers per id if it is differentiated.
+        As `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or
+        by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. The only collective of the forward is
+        a sum over the shards of one number per id, or of two if the call is differentiated.
 
     Example:
         >>> import jax.numpy as jnp
@@ -145,5 +147,5 @@ def linear_logits(
     _options.check_names(linear_logits, options)
     arguments = _describe.describe_call(_options.parse_arguments_with_ids(options, hidden, weight, ids, where))
     call, primals, rows, agree = _describe.bind_call(arguments)
-    found = _runner.run(LOGITS, call, primals, rows)
-    return found if agree is None else _collectives.set_nan_where_different(agree, found)
+    logits = _runner.run(LOGITS, call, primals, rows)
+    return logits if agree is None else _collectives.set_nan_where_different(agree, logits)

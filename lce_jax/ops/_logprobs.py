@@ -1,4 +1,4 @@
-"""`linear_logprobs`."""
+"""`linear_logprobs`: each token's log-probability and entropy, and the call that losses build on."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def linear_logprobs(
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
-    With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the
-    vocabulary, returns ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per token,
-    all in nats; with ``candidates``, also ``candidate_logprobs = z[candidates] - lse``. Differentiable, once, in
-    ``hidden``, ``weight`` and ``bias`` through all four.
+    The logits are ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32, and ``p = softmax(z)``
+    over the vocabulary. Returns ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per
+    token, all in nats, and with ``candidates`` also ``candidate_logprobs = z[candidates] - lse``. All four have first
+    derivatives with respect to ``hidden``, ``weight`` and ``bias``.
 
-    No label is ignored unless ``ignore_index`` says so: -100 is PyTorch's.
+    No label is ignored by default. Give ``ignore_index=-100`` to ignore the labels that PyTorch ignores.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
@@ -78,65 +78,69 @@ def linear_logprobs(
             ignored (``ignore_index``).
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
-        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
+        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts; a label outside the
             vocabulary has logprob 0.
-        temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one
-            value per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is
-            refused where it is known; in a traced array its row returns NaN and has no gradient, and the other rows
+        temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one value
+            per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is refused
+            if it is known. In a traced array, the row of such a value returns NaN and has no gradient; the other rows
             are not affected.
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
             or an array of shape (), which may be traced. None: no cap. No gradient.
         logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
             be traced. No gradient.
         entropy: False: ``.entropy`` is None and costs nothing.
-        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, ``.correct``, whether the label's
-            logit is the largest (token accuracy: ``out.correct.mean()``), ``.sum_p_squared``, Σ p² over the vocabulary,
-            and with a ``gradient_threshold`` ``.dropped_mass``. They have no gradient.
-        vocab_size: the true size of the vocabulary. Columns from it on are padding: in no sum, with zero gradient,
-            whatever they hold. None: every column counts.
+        stats: True also returns ``.max_logit`` and ``.min_logit`` (the extremes of ``z``), ``.correct`` (whether the
+            label's logit is the largest; token accuracy is ``out.correct.mean()``), ``.sum_p_squared`` (Σ p² over the
+            vocabulary), with a ``gradient_threshold`` ``.dropped_mass``, and with a ``logit_floor`` ``.support``. These
+            fields have no gradient.
+        vocab_size: the true size of the vocabulary. Columns from this number on are padding: they are in no sum and
+            have zero gradient, whatever they hold. None: every column counts.
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
-        axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
-            passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
-            bitwise-equal results. Rows that differ between shards are NaN, in gradients too; all are, if two shards
-            pass the same columns. None: ``weight`` is whole.
-        cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less: exponentials of
-            the first tiles of the vocabulary, in the weight's dtype (float32 on a CPU). 0 keeps nothing, and so does a
-            call that is not differentiated. None: up to 1 GiB on a GPU, 0 elsewhere, under ``vmap``, over Auto axes,
-            and where a machine has several devices and tracing sees no mesh. The kernels, if V is a multiple of 8 (128
-            before Hopper), and "xla", if it keeps all tiles and no row or column is left out, overwrite the cache
-            inside ``jit`` and a copy of it outside.
-        precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
-            default may be TF32 (GPU) or bfloat16 (TPU).
+        axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard passes
+            its own columns of ``weight`` and the same ``hidden`` and ``labels``, and all shards return bitwise-equal
+            results. Rows that differ between shards return NaN, in gradients too. If two shards pass the same columns,
+            all rows return NaN. None: ``weight`` has the full vocabulary.
+        cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less. The forward keeps
+            exponentials of the first tiles of the vocabulary, in the weight's dtype (float32 on a CPU). 0 keeps
+            nothing. A call that is not differentiated keeps nothing either. None: up to 1 GiB on a GPU; 0 elsewhere,
+            under ``vmap``, over Auto axes, and on a machine with several devices if tracing sees no mesh. The backward
+            may overwrite the cache inside ``jit``; outside ``jit`` it overwrites a copy. The kernels do so if V is a
+            multiple of 8 (128 before Hopper), and "xla" does so if all tiles are kept and no row or column is masked.
+        precision: precision of the matrix products with float32 operands. The default may be TF32 (GPU) or bfloat16
+            (TPU); "highest" is exact to float32 rounding.
         implementation: "mosaic_gpu" (kernels for NVIDIA GPUs), "xla" (every device), or a tuple of both, tried in
             order. None: the best one that can serve the call; its name is logged once (logger ``lce_jax``). `explain`
             gives the choice and the reasons.
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
-            gradient is summed in float32 and rounded once. "mosaic_gpu" does not serve it. None: no bias.
-        candidates: ``[..., K]`` integer vocabulary ids per token, global as labels are, K from 1 to 512: fills
-            ``.candidate_logprobs``. -1 stands for none; such an id, and any out of vocabulary, returns 0 and has no
-            gradient. An id may occur twice in a token. None: no candidates.
-        gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
-            hold no label and no candidate, are left out of the gradients: a number in [0, 1). Results never change. 0
-            is exact. "mosaic_gpu" alone leaves tiles out; the gradients of the others stay exact.
-        vocab_part_size: columns of a part of the vocabulary, a multiple of 8 (128 before Hopper). The kernels' tiles
-            begin anew at each part's first column, so results have the same bits over any number of shards: give the
-            columns of the smallest shard that any mesh or process group has. Shards must have whole parts; only a
-            vocabulary that is not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``.
-            "mosaic_gpu" alone makes such a promise; the others ignore it. None: each shard is one part.
-        logit_floor: f: the distribution is that over the tokens v with ``z[v] >= f`` and the label, as top-k, top-p or
-            min-p leave it: a number, or an array that broadcasts to ``labels``, in logits. ``lse`` and a probability
-            are sums over V that another program rounds otherwise; a logit is one product. `lce_jax.floors` makes
-            floors and says what happens at the boundary. -inf leaves all. ``logprobs``, ``entropy``, ``lse`` and the
-            extremes are those of the set, gradients are 0 outside, and ``stats=True`` fills ``.support``, the tokens
-            in it. A row with no token in its set (its label is out of vocabulary) is 0 in outputs and gradients. A NaN
-            is refused where it is known; in a traced array its row returns NaN and has no gradient. Not with
-            ``candidates``. No gradient. None: every token.
+            gradient is summed in float32 and rounded once. "mosaic_gpu" does not support it. None: no bias.
+        candidates: ``[..., K]`` integer vocabulary ids per token, global as labels are, K from 1 to 512: the call also
+            returns ``.candidate_logprobs``. -1 stands for no candidate. Such an id, and an id out of vocabulary,
+            returns 0 and has no gradient. A token may have the same id twice. None: no candidates.
+        gradient_threshold: a number in [0, 1). A tile (128 tokens by 256 vocabulary columns) is left out of the
+            gradients if all its probabilities are below this number and it holds no label and no candidate. Results
+            never change. With 0, gradients are exact. Only "mosaic_gpu" leaves tiles out. The gradients of all other
+            tiles stay exact.
+        vocab_part_size: columns of a part of the vocabulary, a multiple of 8 (128 before Hopper). The kernels begin a
+            new tile at the first column of each part, so results have the same bits over any number of shards. Give the
+            number of columns of the smallest shard that any of your meshes or process groups has. A shard must consist
+            of complete parts; only a vocabulary that is not split may end inside a part. Not with ``cache_bytes`` or
+            ``gradient_threshold``. Only "mosaic_gpu" guarantees these bits; other implementations ignore the option.
+            None: each shard is one part.
+        logit_floor: f, a logit: a number, or an array that broadcasts to ``labels``. The distribution then has only the
+            tokens v with ``z[v] >= f``, and the label, as after top-k, top-p or min-p sampling. The floor is a logit,
+            which is one product. A probability and ``lse`` contain a sum over V, which another program may round
+            differently. `lce_jax.floors` makes floors and says what happens at the boundary. ``logprobs``, ``entropy``,
+            ``lse`` and the extremes are those of this set, gradients outside the set are 0, and ``stats=True`` returns
+            the number of tokens in the set as ``.support``. A row whose set is empty, because its label is out of
+            vocabulary, is 0 in outputs and gradients. With -inf, every token is in the set. A NaN is refused if it is
+            known; in a traced array, its row returns NaN and has no gradient. Not with ``candidates``. No gradient.
+            None: every token.
         lora: ``(A, B, scale)``, an adapter of a frozen weight: A ``[r, H]`` and B ``[V, r]``, as PEFT's
             ``lora_A.weight`` and ``lora_B.weight``, and a number. The products are ``hidden · weightᵀ + u · Bᵀ`` with
             ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient
-            (``jax.lax.stop_gradient(weight)``); A and B have theirs in their own dtypes, the scale has none.
-            ``scale · A``, B and u are rounded to the weight's dtype; r is padded to whole 64, and hidden is copied
-            beside u. Not with ``bias``. None: no adapter.
+            (``jax.lax.stop_gradient(weight)``). A and B have gradients in their own dtypes; the scale has none.
+            ``scale · A``, B and u are rounded to the weight's dtype. r is padded to a multiple of 64, and hidden is
+            copied, because u is appended to it. Not with ``bias``. None: no adapter.
         **unknown: refused; the message names the option that may be meant.
 
     Returns:
@@ -146,27 +150,28 @@ def linear_logprobs(
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
         NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
-        RuntimeWarning: no label that counts lies in the vocabulary, of a call whose labels can be read without waiting:
-            outside ``jit``, where they are NumPy's, or computed already and on a CPU. -100 alone is padding, and does
-            not warn.
+        RuntimeWarning: no label that counts is in the vocabulary. This is checked only outside ``jit``, and only for
+            labels that can be read without waiting: NumPy arrays, and arrays that are on a CPU and already computed.
+            Labels that are all -100 are padding, and do not warn.
 
     Memory:
-        Forward O(T + tile) beyond the operands, backward O(T·H + tile) beyond the gradients; never T·V. From forward
-        to backward it keeps a few numbers per token, and the cache. `explain` gives the bytes. Candidates add O(T·K).
-        An operand that is not differentiated has no gradient, and costs no product.
+        The forward takes O(T + tile) beyond the operands, and the backward O(T·H + tile) beyond the gradients, never
+        T·V. Between the passes, the call keeps a few numbers per token and the cache. Candidates add O(T·K). `explain`
+        gives the bytes. An operand that is not differentiated has no gradient, and costs no product.
 
     Numerics:
         Every sum and softmax is float32. dlogits are rounded at most once, to the weight's dtype, before the gradient
-        products, and each gradient once, to its operand's dtype. (Data parallel shards round dweight before their sum,
-        as JAX's own transposes do.) Two runs are bitwise equal. Logits must be finite and within ±1e30.
+        products. Each gradient is rounded once, to its operand's dtype. (Data-parallel shards round dweight before it
+        is summed over them, as JAX's own transposes do.) Two runs are bitwise equal. Logits must be finite and within
+        ±1e30.
 
     Sharding:
-        Under ``jit`` on a mesh the call is partitioned as a matrix product is, over batch, sequence and vocabulary: by
-        the operands' types under Explicit axes, by XLA under Auto axes (where ``cache_bytes`` keeps nothing; TPUs
-        refuse them). An axis that splits both tokens and vocabulary gathers hidden or weight, whichever a device holds
-        less of; a split H is gathered. `sharded_linear_logprobs` takes the axes by name. Inside ``shard_map``, give
-        ``axis_name``: labels, ``where`` and temperature may be typed as varying over it if every shard holds the same;
-        rows that differ are NaN.
+        Under ``jit`` on a mesh, the call is partitioned like a matrix product, over batch, sequence and vocabulary: by
+        the operands' types over Explicit axes, by XLA over Auto axes. Over Auto axes ``cache_bytes`` keeps nothing, and
+        TPUs refuse Auto axes. If an axis splits both tokens and vocabulary, hidden or weight is gathered over it,
+        whichever takes less memory. A split H is gathered. `sharded_linear_logprobs` takes the axes by name. Inside
+        ``shard_map``, give ``axis_name``. Labels, ``where`` and temperature may have types that vary over this axis if
+        every shard holds the same values. Rows that differ return NaN.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -184,8 +189,8 @@ def linear_logprobs(
         [-10.825, -10.825, 0.0]
 
     References:
-        Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maximum; the
-        entropy's shifted sum and the gradients are derived in ``lce_jax/mathematics/_logprobs.py``.
+        Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maximum. The
+        derivation of the entropy's shifted sum and of the gradients is in ``lce_jax/mathematics/_logprobs.py``.
     """
     arguments = locals()
     options = {name: arguments[name] for name in _options.list_options("linear_logprobs")} | unknown
@@ -195,12 +200,12 @@ def linear_logprobs(
 
 
 def compute_results(arguments: Arguments, numbers: tuple[Array, ...] = ()) -> Results:
-    """What `linear_logprobs` returns, and losses are made of.
+    """Returns the results of a call of `linear_logprobs`, from which losses are computed.
 
-    The results are NaN if shards were given different ``numbers``, arrays of shape ().
+    ``numbers`` are arrays of shape () that a loss uses. Results are NaN if they differ between shards.
     """
     call, primals, rows, agree = _describe.bind_call(arguments)
     if call.axis_name is not None:
         rows = _describe.tag_arrays(call, rows, tuple(jnp.broadcast_to(x, rows.labels.shape) for x in numbers))
-    found = _runner.run(LOGPROBS, call, primals, rows)
-    return found if agree is None else _collectives.set_nan_where_different(agree, found)
+    results = _runner.run(LOGPROBS, call, primals, rows)
+    return results if agree is None else _collectives.set_nan_where_different(agree, results)

@@ -1,4 +1,4 @@
-"""`linear_loss`: the sum of any per-token loss, its gradients computed in the forward."""
+"""`linear_loss`: the sum of any per-token loss, whose gradients are computed in the forward."""
 
 from __future__ import annotations
 
@@ -49,28 +49,30 @@ def linear_loss(
     chunk_bytes: int | None = None,
     **options: object,
 ) -> tuple[Float[Array, ""], LogprobOutput]:
-    """Σ loss_fn(logprob, entropy, lse, …) over the tokens, its gradients computed in the forward.
+    """Σ loss_fn(logprob, entropy, lse, …) over the tokens, with gradients that the forward computes.
 
-    A loss of per-token scalars has its derivative for a token as soon as that token's results are known. So a
-    differentiated call computes results, losses and gradients of one chunk of tokens after the other: the matrix
-    products of a forward and a backward without a recomputation, and one chunk's exponentials at any number of tokens.
-    A call that is not differentiated is a plain forward. Divide the sum by what you like.
+    The derivative of a token's loss is known as soon as that token's results are known. So a differentiated call
+    computes results, losses and gradients for one chunk of tokens after another. It takes the matrix products of a
+    forward and a backward without recomputation, and it stores the exponentials of one chunk, whatever the number of
+    tokens. A call that is not differentiated is a plain forward. Divide the sum by any number that your objective
+    needs.
 
     Args:
-        loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)`` of one token: scalars, ``entropy`` None with
-            ``entropy=False``, and the token's slice of each further argument. Any JAX function that returns one
-            floating-point scalar, made of that token's numbers alone. It may close over arrays; traced ones have
-            gradients too. A loss that mixes tokens, such as one with a sequence's mean (GSPO), is computed from the
-            results of `linear_logprobs`.
+        loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)`` of one token. Its arguments are scalars, ``entropy``
+            None with ``entropy=False``, and the token's slice of each further argument. It is any JAX function of this
+            token's numbers alone that returns one floating-point scalar. It may close over arrays; traced ones have
+            gradients too. A loss that mixes tokens, such as one with a mean over a sequence (GSPO), is computed from
+            the results of `linear_logprobs`.
         hidden, weight, labels, where, ignore_index: as in `linear_logprobs`.
-        per_token: the further arguments of ``loss_fn``. Give them by name, ``advantage=...``: then none is taken for
-            another, and a name that ``loss_fn`` does not have, or that is missing, is refused. Each is an array, or a
-            tree of them, whose shape begins with that of labels, with 1 in place of a size where all are the same
-            (``[b, 1]`` for one number per sequence), or is (). Real and complex numbers are differentiable. Numbers of
+        per_token: the further arguments of ``loss_fn``. Give them by name, ``advantage=...``: then none is mistaken for
+            another, and a name that ``loss_fn`` does not have, or that is missing, is refused. Each is an array or a
+            tree of arrays. Its shape begins with that of labels, where a size of 1 means the same for all (``[b, 1]``
+            for one number per sequence), or its shape is (). Real and complex numbers are differentiable. Numbers of
             Python and NumPy are constants of the program.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
-            at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
-            chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
+        chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
+            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
+            There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
+            (256 MiB on a CPU).
         **options: those of `linear_logprobs` but ``cache_bytes``, ``candidates`` and ``vocab_part_size``. All other
             names are arguments of ``loss_fn``.
 
@@ -80,34 +82,34 @@ def linear_loss(
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also a loss_fn
-            that does not return one floating-point scalar; one that reduces a scalar of its token over no axis, as
-            ``jnp.mean(logprob)`` does, because it means to reduce over tokens; one that closes over an array which lies
-            on a mesh, where JAX cannot use it on one device; and, inside ``shard_map``, one that closes over a traced
-            number that the devices share while their tokens differ. Give arrays as per-token arguments.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also a loss_fn that
+            does not return one floating-point scalar; one that reduces a scalar of its token over no axis, as
+            ``jnp.mean(logprob)`` does, because it is meant to reduce over tokens; one that closes over an array on a
+            mesh, which JAX cannot use on one device; and, inside ``shard_map``, one that closes over a traced number
+            that the devices share while their tokens differ. Give arrays as per-token arguments.
         NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
-        Differentiated: O(chunk + T) beyond the gradients, and with several chunks dweight in float32, V·H·4 bytes.
-        The gradients exist from the forward on. Where hidden's gradient is summed over devices after the loop (the
-        sequence is gathered, or other axes share hidden), dhidden is float32 until then.
+        A differentiated call takes O(chunk + T) beyond the gradients, and with several chunks dweight in float32, V·H·4
+        bytes. The gradients exist from the forward on. If hidden's gradient is summed over devices after the loop
+        (because the sequence is gathered, or other axes share hidden), dhidden is float32 until then.
 
     Numerics:
-        dweight and dbias are summed over the chunks in float32, and each gradient is rounded once, for a cotangent of
-        1. Another cotangent, such as a mean's, multiplies the rounded gradient and rounds it again; scale the losses
-        inside ``loss_fn`` to avoid both. (Under ``value_and_grad`` of the sum itself XLA drops the product.) In
-        float16 a sum over many tokens may overflow where the scaled gradient would not.
+        dweight and dbias are summed over the chunks in float32. Each gradient is rounded once, for a cotangent of 1.
+        Another cotangent, such as that of a mean, multiplies the rounded gradient and rounds it again; scale the losses
+        inside ``loss_fn`` to avoid both. (Under ``value_and_grad`` of the sum itself, XLA drops the product.) In
+        float16, a sum over many tokens may overflow although the scaled gradient would not.
 
     Sharding:
-        Under ``jit`` on a mesh the call is partitioned as a matrix product is, over batch, sequence and vocabulary: by
-        the operands' types under Explicit axes, by XLA under Auto axes (TPUs refuse them). `sharded_linear_loss` takes
-        the axes by name. Inside ``shard_map``, give ``axis_name``; per-token arguments may be typed as varying over it
-        if every shard holds the same, and rows that differ are NaN. ``vmap`` computes its examples one by one; where an
-        Explicit axis splits them, each device those that it has.
+        Under ``jit`` on a mesh, the call is partitioned like a matrix product, over batch, sequence and vocabulary: by
+        the operands' types over Explicit axes, by XLA over Auto axes (TPUs refuse them). `sharded_linear_loss` takes
+        the axes by name. Inside ``shard_map``, give ``axis_name``. Per-token arguments may have types that vary over
+        this axis if every shard holds the same values; rows that differ return NaN. ``vmap`` computes its examples one
+        by one; if an Explicit axis splits the examples, each device computes its own examples.
 
     Compilation:
-        Outside ``jit`` each ``loss_fn`` and kind of call has one program, which dies with the ``loss_fn``: keep the
-        function, because a new one is compiled anew. What it reads may change between two calls.
+        Outside ``jit``, each ``loss_fn`` and kind of call has one program, which lives as long as the ``loss_fn``. Keep
+        the function, because a new function is compiled again. What the function reads may change between two calls.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -130,11 +132,12 @@ def linear_loss(
     axes = placement._asdict() if isinstance(placement, MeshPlacement) else {}
     parameters = {"where": where, "ignore_index": ignore_index, "chunk_bytes": chunk_bytes, **axes}
     known = _options.list_options("linear_loss")
-    named, own = scalars.split_loss_arguments(loss_fn, per_token, options, known, parameters)
-    _options.check_names(linear_loss, own, loss_fn)
-    parsed = _options.parse_arguments(own, hidden, weight, labels, where, ignore_index, function="linear_loss")
-    parsed = parsed._replace(call=parsed.call.replace(chunk_bytes=_token_chunks.check_chunk_bytes(chunk_bytes, own)))
-    names = {**own, **{name: x for name, x in axes.items() if x is not None}}
+    named, call_options = scalars.split_loss_arguments(loss_fn, per_token, options, known, parameters)
+    _options.check_names(linear_loss, call_options, loss_fn)
+    parsed = _options.parse_arguments(call_options, hidden, weight, labels, where, ignore_index, function="linear_loss")
+    limit = _token_chunks.check_chunk_bytes(chunk_bytes, call_options)
+    parsed = parsed._replace(call=parsed.call.replace(chunk_bytes=limit))
+    names = {**call_options, **{name: x for name, x in axes.items() if x is not None}}
     refusal = functools.partial(
         scalars.mixed_tokens_error,
         function="sharded_linear_logprobs" if axes else "linear_logprobs",
@@ -152,27 +155,27 @@ def linear_loss(
 def sum_losses(
     loss_fn: Any, bound: Bound, arguments: Any, refusal: Callable[[str], ValueError] | None = None
 ) -> tuple[Array, LogprobOutput]:
-    """`linear_loss` of a call; ``arguments``: by place, and by name.
+    """Computes `linear_loss` of a bound call. ``arguments`` are those of ``loss_fn``, by position and by name.
 
-    A call that has a mean logit gives it to ``loss_fn`` after the other results. ``refusal``: what to raise if
-    ``loss_fn`` mixes tokens; None for one of our own.
+    If the call has a mean logit, ``loss_fn`` gets it after the other results. ``refusal`` makes the error for a
+    ``loss_fn`` that mixes tokens. None: ``loss_fn`` belongs to this package, and is not checked.
     """
     call, primals, rows, agree = bound
-    flat, own = _loss.flatten_arguments(arguments, rows.labels)
+    flat, rebuild = _loss.flatten_arguments(arguments, rows.labels)
     if call.axis_name is not None:
-        flat, also = _collectives.equalize_shards(flat, rows.labels.ndim, call.axis_name)
-        agree = _collectives.join_agreement(agree, _collectives.ignore_masked_rows(also, rows.where))
+        flat, flat_agree = _collectives.equalize_shards(flat, rows.labels.ndim, call.axis_name)
+        agree = _collectives.join_agreement(agree, _collectives.ignore_masked_rows(flat_agree, rows.where))
         rows = _describe.tag_arrays(call, rows, flat)
     inputs = Inputs(primals, flat, ())
     axes = _runner.list_result_axes(call, (inputs, rows))
-    run, held = (_runner.compute, loss_fn) if _jax.is_traced() else _loss.cache_program(loss_fn)
-    loss, constants = _loss.trace(held, own, call, flat, rows.labels.ndim, axes)
+    run, cached_fn = (_runner.compute, loss_fn) if _jax.is_traced() else _loss.cache_program(loss_fn)
+    loss, constants = _loss.trace(cached_fn, rebuild, call, flat, rows.labels.ndim, axes)
     if refusal is not None:
         refuse_mixed_tokens(loss.jaxpr.jaxpr, refusal)
     _loss.check_closure(constants, axes)
     inputs = inputs._replace(constants=constants)
-    traced_there = call.mesh is not None and not _runner.is_partitioned_by_xla(call, (inputs, rows))
-    loss = loss if traced_there else dataclasses.replace(loss, retrace=None)  # which keeps nothing alive
+    retraces = call.mesh is not None and not _runner.is_partitioned_by_xla(call, (inputs, rows))
+    loss = loss if retraces else dataclasses.replace(loss, retrace=None)  # so that it keeps no array alive
     if run is not _runner.compute:
         loss, inputs = _loss.identify(loss, inputs)
     total, out = run(LOSS._replace(static=(loss,)), call, inputs, rows)

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 def over_mesh[**P, R](function: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes ``function`` over a mesh of a signature and a docstring.
+    """Returns a decorator that makes the form of ``function`` over a mesh from a signature and a docstring.
 
-    The signature has four arguments in place of ``axis_name``, which ``function`` gets there as one `MeshPlacement`.
+    The signature has four arguments in place of ``axis_name``. ``function`` gets them as one `MeshPlacement`, in the
+    argument ``axis_name``.
     """
 
     def decorate(declared: Callable[P, R]) -> Callable[P, R]:
@@ -82,33 +83,35 @@ def sharded_linear_logprobs(
     ignore_index: int | None = None,
     **options: Unpack[LogprobOptions],
 ) -> LogprobOutput:
-    """`linear_logprobs` over a mesh: the vocabulary split over one axis, the tokens over others.
+    """`linear_logprobs` over a mesh: one axis splits the vocabulary, other axes split the tokens.
 
-    Operands and results are global arrays. In ``[T, H]`` the one dimension of tokens is batch and sequence at once.
-    All arguments but these four mean what they mean in `linear_logprobs`, which has ``axis_name`` in their place; the
-    other functions over a mesh have the same four.
+    Operands and results are global arrays. In ``[T, H]``, the dimension of tokens is both batch and sequence. Four
+    arguments take the place of ``axis_name``; the other functions over a mesh have the same four. All other arguments
+    are those of `linear_logprobs`.
 
     Args:
-        mesh: the mesh. None: that of ``jax.set_mesh``.
+        mesh: the mesh. None: the mesh of ``jax.set_mesh``.
         vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
             give the true ``vocab_size``. None: each device holds the whole vocabulary.
-        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
-            those of hidden's own type, else the batch is not split.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: the axes in hidden's
+            own type if they are Explicit; otherwise the batch is not split.
         sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
-            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
-            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
-            reduce-scattered backward. None: the sequence is not split.
+            ``vocab_axis`` or ends with it, hidden states are all-gathered over ``vocab_axis`` in the forward, and their
+            gradient is reduce-scattered in the backward. That is Megatron's sequence parallelism;
+            ``("context", "tensor")`` adds context parallelism. None: the sequence is not split.
 
     Returns:
-        A `LogprobOutput`, each field of ``labels.shape`` (candidates with K more) and split as ``hidden`` is, or None.
+        A `LogprobOutput`. Each field has the shape ``labels.shape`` (``candidate_logprobs`` with K more) and is split
+        as ``hidden`` is, or is None.
 
     Raises:
         ValueError, TypeError: as `linear_logprobs`. Also an axis that the mesh does not have, an axis used twice, or a
             dimension that does not divide.
 
     Memory:
-        Per device, that of `linear_logprobs` on the device's tokens and columns. One all-gather of at most five
-        numbers per token, of one more per candidate, and of what tells that the shards have the same tokens.
+        Per device, the memory of `linear_logprobs` for the device's tokens and columns. One all-gather sends at most
+        five numbers per token, one more per candidate, and a summary that shows whether the shards have the same
+        tokens.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -137,6 +140,7 @@ def sharded_linear_cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float | Float[ArrayLike, ""] = 0.0,
+    class_weights: Float[ArrayLike, "V"] | None = None,
     normalizer: float | ArrayLike | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
@@ -149,7 +153,7 @@ def sharded_linear_cross_entropy(
         The loss in nats: a scalar, or ``[...]`` split as ``hidden`` is with ``reduction="none"``.
 
     Memory:
-        Per device, that of `linear_cross_entropy` on the device's tokens and columns.
+        Per device, the memory of `linear_cross_entropy` for the device's tokens and columns.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -201,8 +205,8 @@ def sharded_linear_loss(
         flows, each field of ``labels.shape`` and split as ``hidden`` is.
 
     Memory:
-        Per device, that of `linear_loss` on the device's tokens and columns. Each chunk merges the shards with one
-        all-gather, as `sharded_linear_logprobs` does.
+        Per device, the memory of `linear_loss` for the device's tokens and columns. Each chunk merges the shards with
+        one all-gather, as `sharded_linear_logprobs` does.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -232,14 +236,14 @@ def sharded_linear_kl(
     where: Bool[ArrayLike, "*b"] | None = None,
     **options: Unpack[KLOptions],
 ) -> Float[Array, "*b"]:
-    """`linear_kl` over a mesh, whose axes are named as in `sharded_linear_logprobs`; both models are split alike.
+    """`linear_kl` over a mesh, whose axes are named as in `sharded_linear_logprobs` and split both models.
 
     Returns:
         ``[...]`` in nats, at least 0, split as ``hidden`` is.
 
     Memory:
-        Per device, that of `linear_kl` on the device's tokens and columns. One all-gather of six numbers per token
-        merges the shards, and of "jsd" another one of two numbers.
+        Per device, the memory of `linear_kl` for the device's tokens and columns. One all-gather of six numbers per
+        token merges the shards; with "jsd" there is a second one, of two numbers per token.
 
     Example:
         >>> import jax, jax.numpy as jnp

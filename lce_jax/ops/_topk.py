@@ -37,52 +37,54 @@ def linear_topk(
 ) -> TopK:
     """The k most likely tokens and their log-probabilities: the teacher's side of a distillation.
 
-    The k largest of ``logprobs[v] = z[v] - ln Σ_u exp(z[u])``, exactly, the largest first, with ``z = cap(logit_scale ·
-    (hidden · weight + bias)) / temperature`` in float32. Of equal ones the smaller id comes first.
+    Returns exactly the k largest of ``logprobs[v] = z[v] - ln Σ_u exp(z[u])``, the largest first, with
+    ``z = cap(logit_scale · (hidden · weight + bias)) / temperature`` in float32. Among equal values, the smaller id
+    comes first.
 
-    Not differentiable: a derivative that is used raises. Give the ids to ``linear_logprobs(..., candidates=ids)`` for
-    log-probabilities with a gradient, also those of a student.
+    Not differentiable: the use of a derivative raises an error. For log-probabilities with a gradient, also those of a
+    student, give the ids to ``linear_logprobs(..., candidates=ids)``.
 
     Args:
         hidden, weight: as in `linear_logprobs`.
-        k: how many, from 1 to 512 and at most the vocabulary; a Python integer.
-        where: ``[...]`` bool, the rows that count. The others have ids -1 and zeros, whatever they hold, and cost no
+        k: how many tokens, from 1 to 512 and at most the vocabulary; a Python integer.
+        where: ``[...]`` bool, the rows that count. The others have ids of -1 and zeros, whatever they hold, and cost no
             work. None: every row counts.
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
-            ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``. None has a gradient, and the
-            temperature does not change the order; a wrong one of a traced array gives ids -1 and NaN in its row. The
-            ``implementation`` is "xla": the kernels do not serve it, because XLA's own product takes the same time.
+            ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``. None of them has a gradient. The
+            temperature does not change the order; where a traced temperature is not valid, its row returns ids of -1
+            and NaN. The ``implementation`` is "xla". The kernels do not serve this function, because XLA's product
+            takes the same time.
 
     Returns:
         A `TopK`: ids and logprobs ``[..., k]``, lse ``[...]``.
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values: also a k that is 0,
-            more than the vocabulary, no integer or traced.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also a k that is 0,
+            larger than the vocabulary, traced, or not an integer.
         NotImplementedError: on a derivative that is used.
 
     Memory:
-        The logits of one chunk of tokens, 160 MiB or 256 tokens if these are more (on a CPU 32 MiB or 128 tokens),
-        O(T·k), and with ``where`` a copy of ``hidden``. On a CPU, XLA copies a float16 weight in float32, and a
-        bfloat16 one for a call with one token.
+        The logits of one chunk of tokens, 160 MiB or 256 tokens if these take more (on a CPU 32 MiB or 128 tokens),
+        O(T·k), and with ``where`` a copy of ``hidden``. On a CPU, XLA copies a float16 weight to float32, and also a
+        bfloat16 weight if the call has one token.
 
     Numerics:
-        The order is that of the float32 products: cap and temperature cannot change it, also where they round two
-        logits to one. With a scale of 0 all are equal. ``logprobs <= 0``, and their exponentials sum to at most 1 but
-        for rounding. lse agrees with that of `linear_logprobs` to rounding, not in its bits.
+        The order is that of the float32 products. Softcap and temperature cannot change it, even where they round two
+        logits to one number. With a scale of 0, all logits are equal. ``logprobs <= 0``, and their exponentials sum to
+        at most 1 up to rounding. lse agrees with that of `linear_logprobs` up to rounding, but not in its bits.
 
     Sharding:
-        As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
-        (Auto axes, not of TPUs); inside ``shard_map`` give ``axis_name``. One all-gather of 2k + 1 numbers per token,
-        with a softcap 3k + 1, merges the shards' own k largest.
+        As `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or
+        by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. One all-gather of 2k + 1 numbers per
+        token, or 3k + 1 with a softcap, merges the k largest of each shard.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from lce_jax import linear_logprobs, linear_topk
         >>> hidden, weight = jnp.ones((2, 4)), jnp.array([0.0, 2.0, 1.0, 2.0])[:, None] * jnp.ones(4)
         >>> top = linear_topk(hidden, weight, 3)
-        >>> top.ids.tolist(), round(float(top.logprobs[0, 0]), 3)      # of equal ones the smaller id first
+        >>> top.ids.tolist(), round(float(top.logprobs[0, 0]), 3)      # among equal values, the smaller id first
         ([[1, 3, 2], [1, 3, 2]], -0.702)
         >>> out = linear_logprobs(hidden, weight, jnp.array([0, 0]), candidates=top.ids)
         >>> bool(jnp.allclose(out.candidate_logprobs, top.logprobs))
@@ -100,7 +102,7 @@ def linear_topk(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _program(call: Call, primals: Primals, rows: Rows) -> TopK:
-    """The results of global arrays or of one device's, outside ``jit`` compiled once."""
+    """Computes the results of global arrays, or of one device's arrays. Outside ``jit`` it is compiled once."""
     shape = rows.labels.shape
     if call.num_tokens == 0:
         k, dtype = call.top_k, call.stat_dtype

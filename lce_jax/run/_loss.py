@@ -347,7 +347,7 @@ class _Chunks:
         rows = rows._replace(num_rows=chunk.num_rows)
         part = _shard.Part.of(call, _shard.cast_hidden(self.primals._replace(hidden=hidden)), rows)
         results, stats, cache = _shard.compute_results(part, keep_cache=call.gradients.any)
-        live = rows.live
+        live = rows.unmasked
         if live is not None:
             results = jax.tree.map(lambda x: jnp.where(live, x, x[0]), results)
         losses, cotangent, dper_token, dconstants = self._differentiate(live, results, per_token)

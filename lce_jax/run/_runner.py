@@ -449,7 +449,7 @@ _jax.mlir.register_lowering(_traced_for_p, _lower_traced)
 def _check_device(call: Call, there: Device | None, platform: str) -> None:
     """Raises if the traced implementation would not be chosen on the device ``there``; None: an unknown device."""
     traced_for, reason = call.device, f"{platform}, a device that is unknown here"
-    if call.requested == (call.implementation,) == (xla.NAME,) or (there is None and mosaic.without_kernels(call)):
+    if call.requested == (call.implementation,) == (xla.NAME,) or (there is None and mosaic.refuse_function(call)):
         return
     if there is not None:
         try:

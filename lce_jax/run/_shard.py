@@ -118,8 +118,8 @@ class Part(NamedTuple):
                 order, (hidden, targets, candidates, scales, floor)
             )
             num_rows = order.num_rows
-        elif rows.live is not None:  # NaN or inf in a masked row must not spread
-            hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
+        elif rows.unmasked is not None:  # NaN or inf in a masked row must not spread
+            hidden = jnp.where(rows.unmasked[:, None], hidden, jnp.zeros((), hidden.dtype))
         operands = Operands(
             hidden,
             weight,
@@ -150,14 +150,14 @@ class Part(NamedTuple):
             stats, cache = implementation.statistics(operands, call, keep_cache)
         else:
             if has_kernels:  # kernels send the statistics of each group of tiles
-                parts, cache = mosaic.in_parts(operands, call, keep_cache)
+                parts, cache = mosaic.partial_statistics(operands, call, keep_cache)
             else:
                 stats, cache = implementation.statistics(operands, call, keep_cache)
                 parts = make_parts(stats)
             with jax.named_scope("lce_merge"):
                 parts, summaries = gather((parts, summarize_operands(call, primals, rows, start)))
                 if has_kernels:
-                    stats = mosaic.merged(parts, call, operands.inverse_temperature, operands.num_rows)
+                    stats = mosaic.merge_statistics(parts, call, operands.inverse_temperature, operands.num_rows)
                 else:
                     row_scale = _logprobs.compute_row_scale(call, operands.inverse_temperature)
                     stats = merge_parts(parts, call, call.num_tokens, row_scale)
@@ -192,7 +192,7 @@ class Part(NamedTuple):
         if order is not None:
             normalizer = jax.tree.map(lambda x: x[order.source], normalizer)
 
-        cache, dropped = mosaic.selected(call, cache, normalizer, num_rows)
+        cache, dropped = mosaic.select_tiles(call, cache, normalizer, num_rows)
         return cache, dropped if order is None or dropped is None else _describe.expand(order, dropped)
 
     def gradients(
@@ -234,14 +234,16 @@ class Part(NamedTuple):
             return gradients
         dhidden = gradients.hidden if order is None else _describe.expand(order, gradients.hidden)
         dhidden = _apply_sign(dhidden, self.scales)
-        return gradients._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
+        if rows.unmasked is not None:
+            dhidden = jnp.where(rows.unmasked[:, None], dhidden, 0.0)
+        return gradients._replace(hidden=dhidden)
 
     def _coefficients(self, stats: ShardStatistics, cotangent: Results) -> RowCoefficients:
         """Computes the coefficients of eqs. 4 and 5, in the call's row order."""
         call, rows = self.call, self.rows
         factors = self.row_scale, _logprobs.compute_row_factor(call, self.scales.derivative)
         compute = functools.partial(_logprobs.row_coefficients, call=call, vocab_size=call.vocab_size)
-        live = _logprobs.exclude_empty_rows(rows.live, stats.sumexp) if call.has_floor else rows.live
+        live = _logprobs.exclude_empty_rows(rows.unmasked, stats.sumexp) if call.has_floor else rows.unmasked
         if stats.candidates is not None:
             coefficients = compute(stats, cotangent, *factors, live)
         else:

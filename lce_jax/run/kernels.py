@@ -30,7 +30,7 @@ from lce_jax.mosaic._chunks import Cache
 from lce_jax.mosaic._compiler import Bind, Kernel, compiled, traced, why_not
 from lce_jax.mosaic._generations import device_refusal, unchecked
 from lce_jax.mosaic._host import Host
-from lce_jax.mosaic._operands import Geometry, Prepared, SavedLayout, geometry, lay_out_saved
+from lce_jax.mosaic._operands import Geometry, Prepared, SavedLayout, lay_out_saved, make_geometry
 from lce_jax.mosaic.common import _tiles, _tokens
 from lce_jax.mosaic.common._candidates import cotangents, keep, place_values, products, put
 from lce_jax.mosaic.common._select import select
@@ -46,12 +46,12 @@ __all__ = [
     "Kernel",
     "LaunchedCall",
     "Tokens",
+    "active_tiles_shape",
     "backward",
     "check_once",
     "compiled",
     "device_refusal",
     "forward",
-    "live_shape",
     "measure_errors",
     "products",
     "put",
@@ -102,7 +102,7 @@ class LaunchedCall:
     @functools.cached_property
     def shape(self) -> Geometry:
         """The sizes of the tiles and their numbers."""
-        return geometry(self.compiled, self.generation.tiling)
+        return make_geometry(self.compiled, self.generation.tiling)
 
     @property
     def stride(self) -> int:
@@ -155,9 +155,9 @@ def refusal_to_scale(size: int, device: Device) -> str | None:
     return None
 
 
-def live_shape(launched: LaunchedCall) -> tuple[int, int]:
+def active_tiles_shape(launched: LaunchedCall) -> tuple[int, int]:
     """Returns the shape of the int32 mask of active tiles, which a forward saves with a ``gradient_threshold``."""
-    return _tiles.live_shape(launched.compiled)
+    return _tiles.active_tiles_shape(launched.compiled)
 
 
 class Tokens(NamedTuple):
@@ -216,7 +216,7 @@ class HostPass(NamedTuple):
         """Returns the call as the host code of `lce_jax.mosaic` takes it."""
         launched, shape = self.launched, self.launched.shape
         columns: Any = launched.true_columns
-        firsts = _operands.first_padding(columns, shape)
+        firsts = _operands.find_first_padding(columns, shape)
         mask = self.host.numbers(*(int(i >= first) for first in firsts for i in range(2 * shape.tile)))
         rows: Any = launched.call.num_tokens
         per_token = marked.targets, marked.row_scale, marked.holds_target
@@ -247,27 +247,29 @@ def forward(
     cached = count_cached_tiles(launched, keep_cache)
     cache = _chunks.empty_cache(host, call, launched.shape, cached) if cached else None
     keeps_maxima = keep_cache and launched.call.gradient_threshold > 0.0
-    num_tiles = _forward.num_live_tiles(kernel_call)
-    groups, cache, maxima = _forward.joined(
-        kernel_call, num_tiles, cache, kept_fields=int(keeps_maxima), more_fields=int(exchange is not None)
+    num_tiles = _forward.count_visited_tiles(kernel_call)
+    groups, cache, maxima = _forward.join_tiles(
+        kernel_call, num_tiles, cache, saved_fields=int(keeps_maxima), more_fields=int(exchange is not None)
     )
-    columns = None if ids is None else host.compute(_candidates.columns_of, ids, launched.start, launched.true_columns)
+    columns = (
+        None if ids is None else host.compute(_candidates.find_columns, ids, launched.start, launched.true_columns)
+    )
     x = None if columns is None else _candidates.unscaled(kernel_call, columns)
     tags = None
     if exchange is not None:
         groups, x = exchange(groups, x, saved)
         tags = groups.view(groups.shape, jnp.int32)
-    joined = _forward.join_all(host, call, kernel_call.prepared.row_scale, launched.call.num_tokens, groups)
+    joined = _forward.join_groups(host, call, kernel_call.prepared.row_scale, launched.call.num_tokens, groups)
     vocab_size, megatron = launched.call.vocab_size, launched.megatron
     results, saved = host.launch(
         finish, call, joined, run.ids(saved), temperature, run.row_numbers, saved, vocab_size, megatron, tags, floor
     )
-    named = dict(zip(_operands.result_statistics(call), results, strict=True))
+    named = dict(zip(_operands.list_results(call), results, strict=True))
     if ids is not None and x is not None:
         named[PER_CANDIDATE], saved = host.launch(keep, call, launched.has_temperature, ids, x, saved, run.row_numbers)
     cached_arrays: list[Buffer] = jax.tree.leaves(cache)
     if maxima is not None:
-        numbers = host.numbers(launched.call.num_tokens, launched.stride, _threshold.always_live(kernel_call))
+        numbers = host.numbers(launched.call.num_tokens, launched.stride, _threshold.find_padded_tile(kernel_call))
         operands = (
             maxima,
             kernel_call.prepared.targets,
@@ -276,7 +278,7 @@ def forward(
             launched.saved_layout.statistics,
             numbers,
         )
-        cached_arrays = [host.launch(select, call, *operands, _threshold.held(kernel_call, columns))[0]]
+        cached_arrays = [host.launch(select, call, *operands, _threshold.mark_candidate_tiles(kernel_call, columns))[0]]
     return Forward(named, saved, cached_arrays)
 
 
@@ -285,7 +287,7 @@ def count_cached_tiles(launched: LaunchedCall, keep_cache: bool) -> int:
     if not keep_cache:
         return 0
     tiles = -(-max(launched.true_columns, 1) // launched.shape.tile)
-    return min(_chunks.num_cached_tiles(launched.compiled, launched.shape), tiles)
+    return min(_chunks.count_cached_tiles(launched.compiled, launched.shape), tiles)
 
 
 def backward(

@@ -80,7 +80,7 @@ def tracks_varying(axis_name: Any) -> bool:
 
 
 def vary_like[T](tree: T, like: Any) -> T:
-    """Types ``tree`` as varying over every axis that a leaf of ``like`` varies over, as a loop needs of its carry."""
+    """Types ``tree`` as varying over every axis that a leaf of ``like`` varies over. The carry of a loop needs this."""
     return vary_over(tree, varying_axes(like))
 
 
@@ -109,8 +109,8 @@ def has_explicit_axes(x: Any) -> bool:
 def drop_reduced_axes(x: jax.Array) -> jax.Array:
     """Returns ``x`` without reduced axes in its type (``P(..., reduced={...})``), which ask for an unsummed gradient.
 
-    Inside ``shard_map`` the result varies over these axes instead; outside, its sharding does not name them. Either way
-    the transpose gives the gradient the type that ``x`` asks for.
+    Inside ``shard_map``, the result varies over these axes instead. Outside, its sharding does not name them. In both
+    cases the transpose gives the gradient the type that ``x`` asks for.
     """
     aval = jax.typeof(x)
     if aval.mat.reduced:
@@ -121,16 +121,16 @@ def drop_reduced_axes(x: jax.Array) -> jax.Array:
 
 
 def gather_dims(x: jax.Array, *dims: int) -> jax.Array:
-    """Gathers ``x`` over the Explicit axes that split ``dims``, negative numbers, as concatenations require."""
+    """Gathers ``x`` over the Explicit axes that split ``dims``, which are negative. Concatenations require this."""
     entries = partitions(jax.typeof(x).sharding.spec)
     gathered = (*(None if dim - x.ndim in dims else axes for dim, axes in enumerate(entries)),)
     return x if gathered == entries else jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=P(*gathered)))
 
 
 def split_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Splits ``x`` over Explicit axes as the first dimensions of ``like``, as elementwise operations require.
+    """Splits ``x`` over Explicit axes as the first dimensions of ``like`` are split.
 
-    ``like`` has at least as many dimensions as ``x``.
+    Elementwise operations require this. ``like`` has at least as many dimensions as ``x``.
     """
     sharding = jax.typeof(like).sharding
     spec = P(*partitions(sharding.spec)[: x.ndim])
@@ -140,18 +140,18 @@ def split_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """Sums ``x`` over the axes that it varies over, except ``axes``: those over which the cotangent's value varies."""
+    """Sums ``x`` over the axes that it varies over, except ``axes``, over which the value of the cotangent varies."""
     extra = tuple(sorted(varying_axes(x) - axes, key=str))
     return lax.psum(x, extra) if extra else x
 
 
 def primal_arrays(primals: Any) -> Any:
-    """Returns the arrays of the primals that a forward rule of a ``custom_vjp`` with ``symbolic_zeros`` receives."""
+    """Returns the arrays in the primals of a ``custom_vjp``'s forward rule with ``symbolic_zeros``."""
     return jax.tree.map(lambda x: x.value, primals)
 
 
 def cotangent_arrays(tree: Any) -> Any:
-    """Returns the cotangents that the backward rule of such a ``custom_vjp`` receives, with zeros as arrays."""
+    """Returns the cotangents of the backward rule of such a ``custom_vjp``, with symbolic zeros replaced by arrays."""
     return jax.tree.map(lambda x: ad.instantiate_zeros(ad.Zero(x.aval)) if isinstance(x, SymbolicZero) else x, tree)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(ValueError):
-    """No implementation can serve the call, or none of those named in ``implementation``. The message says why."""
+    """No implementation can serve the call, or none of those that ``implementation`` names. The message says why."""
 
 
 class LogprobOutput(NamedTuple):
@@ -171,7 +171,7 @@ class ShardStatistics(NamedTuple):
 
 
 class Primals[A](NamedTuple):
-    """The operands that can have gradients, of a call or of one device's part. Or their gradients, or their specs."""
+    """The operands that can have gradients, for a call or for one device's part; or their gradients, or their specs."""
 
     hidden: A  # [..., H]
     weight: A  # [V, H], or [H, V]: Call.weight_layout
@@ -241,8 +241,8 @@ class Call:
     hidden_size: int = 0
     columns: int = 0
     dtype: jnp.dtype = FLOAT32  # of the weight, and therefore of the matrix products
-    caller_dtype: jnp.dtype | None = None  # of the caller's hidden, if it differs from the weight's
-    partial_rows: bool = False  # whether some rows may not count: the call has ``where``, or a number of rows
+    caller_dtype: jnp.dtype | None = None  # the dtype of the caller's hidden if it is not the weight's; else None
+    partial_rows: bool = False  # whether some rows may be masked: the call has ``where``, or a number of rows
     device: Device = CPU
 
     function: str = "linear_logprobs"  # the public function, which messages name
@@ -251,8 +251,8 @@ class Call:
     entropy: bool = True
     stats: bool = False
     weight_layout: str = "vh"
-    cache_bytes: int | None = 0  # the caller's; `cache_budget` says what None means
-    chunk_bytes: int | None = None  # of a chunk's exponentials in `linear_loss`; None: the default of the device
+    cache_bytes: int | None = 0  # the caller's option; `cache_budget` says what None means
+    chunk_bytes: int | None = None  # for a chunk's exponentials in `linear_loss`; None: the default of the device
     precision: Any = None
     mean_logit: bool = False  # whether the mean logit is computed, which label smoothing needs
     has_bias: bool = False
@@ -270,9 +270,9 @@ class Call:
     teacher: Call | None = None  # the other head of `linear_kl`
     gradients: RequestedGradients = RequestedGradients()  # the gradients that a differentiated call computes
 
-    implementation: str = ""  # the one that serves the call, chosen among ``requested``
-    requested: tuple[str, ...] | None = None  # names to choose from, again for the shapes of a shard; None: all
-    caller_vocab_size: int | None = None  # the caller's; None once ``vocab_size`` is known
+    implementation: str = ""  # the implementation that serves the call, chosen among ``requested``
+    requested: tuple[str, ...] | None = None  # names to choose from, also later for the shapes of a shard; None: all
+    caller_vocab_size: int | None = None  # the caller's option; None once ``vocab_size`` is known
     vocab_size: int = 0
     padded: bool = False  # whether all shards together have more columns than ``vocab_size``
     axis_name: Any = None  # the mesh axis over which the vocabulary is split inside this program
@@ -282,8 +282,8 @@ class Call:
     # so the program itself sums over these axes, and the cotangents that it receives are complete sums. None: the types
     # of ``shard_map`` show what to sum.
     token_axes: tuple[str, ...] | None = None
-    # How `_runner._over_devices` finds the global operands split: a `Layout`, or the mesh of the operands' types, which
-    # is empty if the types name none. None: the operands are on one device.
+    # How the global operands are split when `_runner._over_devices` gets them: a `Layout`, or the mesh of the operands'
+    # types, which is empty if the types name none. None: the operands are on one device.
     mesh: Any = None
 
     @property
@@ -292,9 +292,9 @@ class Call:
         return (self,) if self.teacher is None else (self, self.teacher)
 
     def replace(self, **fields: Any) -> Call:
-        """Returns a copy with other ``fields``, which are set in the teacher's call too.
+        """Returns a copy with new ``fields``, which are also set in the teacher's call.
 
-        It takes a tenth of the time of `dataclasses.replace`.
+        It takes a tenth of the time of `dataclasses.replace`, which does not change the teacher's call.
         """
         other = object.__new__(Call)
         vars(other).update(vars(self) | {"teacher": self.teacher and self.teacher.replace(**fields)} | fields)
@@ -353,7 +353,7 @@ class Call:
         return self.weight_layout.index("h")
 
     def split(self, hidden: Array) -> tuple[Array, Array]:
-        """Splits hidden into its own [..., H] and an adapter's [..., R]. Without an adapter, returns hidden twice."""
+        """Splits hidden into the weight's [..., H] and an adapter's [..., R]. Without an adapter, returns it twice."""
         return (hidden[..., : self.hidden_size], hidden[..., self.hidden_size :]) if self.rank else (hidden, hidden)
 
     @property
@@ -393,11 +393,11 @@ def is_array(x: Any) -> bool:
 
 
 class PassBytes(NamedTuple):
-    """Temporary memory of compiled programs on one device, in bytes, as XLA has allocated it.
+    """Temporary memory of compiled programs on one device, in bytes, as XLA allocates it.
 
     Attributes:
-        forward: of a program that runs the forward alone.
-        backward: of a program that runs both passes. Its gradients are results, which are not counted.
+        forward: memory of a program that runs the forward alone.
+        backward: memory of a program that runs both passes. Its gradients are results, which are not counted.
     """
 
     forward: int
@@ -408,9 +408,9 @@ class PassBytes(NamedTuple):
 class Plan:
     """How a call will be computed and how much memory it will take, in bytes per device. ``str(plan)`` is for people.
 
-    The bytes of a pass are those of the arrays that it asks for itself: tiles or chunks of logits and statistics, sums
-    in float32, copies of operands, and a few numbers per token. Operands, results and gradients are not counted. Only
-    XLA's compiler knows how it places these arrays and which others it adds: see ``compiled``.
+    The bytes of a pass are those of the arrays that this package asks for: tiles or chunks of logits and statistics,
+    sums in float32, copies of operands, and a few numbers per token. Operands, results and gradients are not counted.
+    Only XLA's compiler knows how it places these arrays and which arrays it adds: see ``compiled``.
 
     Attributes:
         implementation: the implementation that will run.
@@ -423,9 +423,9 @@ class Plan:
         logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
         notes: remarks on options, in sentences.
         full_cache_bytes: the least ``cache_bytes`` with which the backward recomputes nothing; 0 if it always does.
-        same_bits: in words, in which calls a token's logprob, entropy and lse have the same bits. None: their bits may
+        same_bits: in which calls a token's logprob, entropy and lse have the same bits, in words. None: their bits may
             depend on everything else in the call.
-        compiled: all temporary memory of the call's compiled programs; None unless ``compile=True`` asks for it.
+        compiled: all temporary memory of the call's compiled programs. None without ``compile=True``.
     """
 
     implementation: str

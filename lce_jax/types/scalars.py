@@ -23,7 +23,6 @@ import numpy as np
 __all__ = [
     "ALTERNATIVES",
     "CACHE_BYTES",
-    "CLASS_WEIGHTS",
     "DIRECTIONS",
     "DIVERGENCES",
     "FLOAT32_MAX",
@@ -39,12 +38,13 @@ __all__ = [
     "check_beta",
     "check_candidate_shape",
     "check_choice",
+    "check_class_weights",
     "check_floor_options",
     "check_k",
     "check_labels_shape",
+    "check_loss_arguments",
     "check_part_size",
     "check_per_token_shape",
-    "check_token_dimensions",
     "check_vocab_parts",
     "count_candidates",
     "flag",
@@ -74,13 +74,13 @@ __all__ = [
 ]
 
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-CACHE_BYTES = 1 << 30  # the most that ``cache_bytes=None`` keeps, on devices where it keeps anything
+CACHE_BYTES = 1 << 30  # the most bytes that ``cache_bytes=None`` caches, on devices where it caches anything
 INT32_MAX = int(np.iinfo(np.int32).max)
 MOST_CANDIDATES = 512  # ids per token
-DIRECTIONS = ("forward", "reverse", "jsd")  # of the divergence of two heads
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # of a distillation over candidates
+DIRECTIONS = ("forward", "reverse", "jsd")  # directions of `linear_kl`
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # divergences of `distillation_loss`
 RESTS = ("bin", "drop", "renormalize")  # how a distillation treats the probability outside the candidates
-MOST_MASS = 1.01  # a sum of probabilities stays below it despite rounding, also of bfloat16 log-probabilities
+MOST_MASS = 1.01  # despite rounding, a sum of probabilities stays below it, also with bfloat16 log-probabilities
 IGNORED = -100  # the label that losses ignore by default
 ATOM = 8  # the fewest columns of the vocabulary that kernels move at once
 
@@ -143,6 +143,18 @@ def fraction(name: str, value: Any) -> float:
     return value
 
 
+def check_class_weights(shape: Sequence[int], weight: Sequence[int], columns: int, smoothing: float) -> None:
+    """Refuses class weights that are not one number per vocabulary entry of the head, or of a smoothed loss."""
+    if tuple(shape) != (columns,):
+        entries = f"one number per vocabulary entry of weight {tuple(weight)}: ({columns},)"
+        raise ValueError(f"class_weights {tuple(shape)} must have {entries}")
+    if smoothing > 0:
+        raise ValueError(
+            f"class_weights with label_smoothing={smoothing!r}: smoothing would need the sum of all logits times their "
+            "class weights, which no kernel computes. Leave one of the two out"
+        )
+
+
 def smoothing(value: Any) -> float:
     """Returns a ``label_smoothing`` in [0, 1], as in torch. With 1 the labels do not count."""
     value = number("label_smoothing", value)
@@ -189,9 +201,9 @@ def check_beta(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) -> 
 
 
 def student_only_error(name: str, value: Any, neutral: float | None) -> ValueError:
-    """Returns the error for a student's scale or cap without the teacher's, because each model has its own."""
-    advice = f'write teacher_{name}="same", or the teacher\'s own, teacher_{name}={neutral} if it has none'
-    return ValueError(f"{name}={value} is the student's alone: {advice}")
+    """Returns the error for a scale or cap of the student if the caller does not give the teacher's."""
+    advice = f'write teacher_{name}="same", or the teacher\'s value; teacher_{name}={neutral} if it has none'
+    return ValueError(f"{name}={value} is only the student's, because each model has its own: {advice}")
 
 
 def num_bytes(name: str, value: Any) -> int:
@@ -212,17 +224,17 @@ def format_bytes(count: float) -> str:
     return f"{count:,.1f} {unit}"
 
 
-MODEL_ARGUMENTS = "hidden|weight|bias|temperature|logit_scale|logit_softcap|weight_layout"  # that both models have
+MODEL_ARGUMENTS = "hidden|weight|bias|temperature|logit_scale|logit_softcap|weight_layout"  # both models have these
 # Such a name in a line of code: an argument in parentheses, or a name before "=", "[" or an attribute.
 NAME_IN_CODE = re.compile(rf"(?<=\()\b({MODEL_ARGUMENTS})(?=[,)])|\b({MODEL_ARGUMENTS})(?=[=\[]|\.\w)")
 
 
 def reword_for_teacher(error: Exception) -> str:
-    r"""Returns an error's message for the teacher's arguments: the code in it names the teacher's arguments.
+    r"""Returns an error's message with the names of the teacher's arguments in place of the student's.
 
     Example:
-        >>> from lce_jax.types.scalars import of_the_teacher
-        >>> of_the_teacher(ValueError('hidden (4, 9) does not fit: write weight_layout="hv"'))
+        >>> from lce_jax.types.scalars import reword_for_teacher
+        >>> reword_for_teacher(ValueError('hidden (4, 9) does not fit: write weight_layout="hv"'))
         'the teacher\'s hidden (4, 9) does not fit: write teacher_weight_layout="hv"'
     """
     return "the teacher's " + NAME_IN_CODE.sub(r"teacher_\g<0>", str(error))
@@ -244,9 +256,9 @@ def hint_at_logits(hidden: Sequence[int], weight: Sequence[int], vocab_size: int
 
 
 def check_part_size(value: Any, cache_bytes: int | None, gradient_threshold: float) -> int | None:
-    """Returns a ``vocab_part_size``, in columns; None for a vocabulary without parts.
+    """Checks a ``vocab_part_size``, in columns, and returns it; None for a vocabulary without parts.
 
-    It is a multiple of 8, because TMA reads the weight in such atoms.
+    It must be a multiple of 8, because TMA reads the weight in atoms of 8 columns.
     """
     if value is None:
         return None
@@ -278,21 +290,14 @@ OTHER_NAMES = {
     "completion_mask": "where",
     "shift": "labels shifted by rows.next_tokens",
     "temp": "temperature",
+    "class_weight": "class_weights",
     "tau": "temperature",
 }
-# One line that works for arrays of JAX and NumPy and for tensors. Without the clip, a label below 0 would read a class
-# from the end.
-CLASS_WEIGHTS = (
-    "weigh tokens. With w = class_weights[labels.clip(min=0)] * (labels >= 0), the loss is "
-    "linear_loss(lambda logprob, entropy, lse, w: -w * logprob, hidden, weight, labels, w=w)[0] / w.sum()"
-)
 ALTERNATIVES = {  # what to write in place of an option that a function does not have
-    "class_weight": CLASS_WEIGHTS,
-    "class_weights": CLASS_WEIGHTS,
     "weight_layout": "weight is [V, H]: pass weight.T if yours is [H, V]",
     "precision": 'call torch.set_float32_matmul_precision("highest") before, for products of float32',
 }
-SHARDS = {  # the option that names the shards of the vocabulary, of which a function has one, and how to write it
+SHARDS = {  # the options that name the shards of the vocabulary, each with advice. A function has one of them.
     "vocab_axis": "vocab_axis",
     "axis_name": "axis_name inside shard_map, or vocab_axis of the function over a mesh",
     "tp_group": "tp_group",
@@ -326,8 +331,8 @@ def split_loss_arguments(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits keyword arguments into those of a per-token loss and the others.
 
-    ``parameters`` are those of the caller, with their values. One that is not None takes its name from the loss, which
-    is an error if the loss has an argument of that name.
+    ``parameters`` are the caller's own parameters, with their values. If the loss has an argument with the name of a
+    parameter that is not None, that is an error.
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {type(loss_fn)}")
@@ -337,7 +342,7 @@ def split_loss_arguments(
     others = {name: x for name, x in keywords.items() if name not in loss_names}
     if both := [name for name in loss_names if name in taken or (name in named and name in options)]:
         raise TypeError(f"{both[0]} is an option, and loss_fn has an argument of that name: rename the argument")
-    if others.keys() <= set(options):  # else the caller refuses the others
+    if others.keys() <= set(options):  # otherwise the caller refuses the others
         _check_arguments(loss_fn, per_token, named)
     return named, others
 
@@ -411,10 +416,10 @@ def mixed_tokens_error(
     options: Collection[str],
     mean: tuple[str, str],
 ) -> ValueError:
-    """Returns the error for a ``loss_fn`` that mixes tokens. Its message has the lines that compute such a loss.
+    """Returns the error for a ``loss_fn`` that mixes tokens. Its message has the code that computes such a loss.
 
-    ``function`` is the function that returns all results, and ``where`` the expression of a mask. ``mean`` has two
-    expressions of a mean over a sequence: of all its tokens, and of those in ``mask``.
+    ``function`` is the name of the function that returns all results, and ``where`` is the code of a mask. ``mean`` is
+    the code of a mean over a sequence, once of all tokens and once of the tokens in ``mask``.
     """
     ignored = None if ignore_index is None else f"labels != {ignore_index}"
     mask = f"{where} & ({ignored})" if where and ignored else where or ignored
@@ -431,8 +436,8 @@ def suggest_broadcasts(name: str, shape: Sequence[int], tokens: Sequence[int]) -
     """Returns expressions of an array ``name`` of this shape that broadcast to the shape of the tokens.
 
     Example:
-        >>> from lce_jax.types.scalars import broadcasting
-        >>> broadcasting("temperature", (2,), (2, 3))
+        >>> from lce_jax.types.scalars import suggest_broadcasts
+        >>> suggest_broadcasts("temperature", (2,), (2, 3))
         ['temperature[..., None]']
     """
     missing = len(tokens) - len(shape)
@@ -452,11 +457,11 @@ def check_per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]
         )
 
 
-def require_labels(labels: Any, without: str) -> None:
-    """Refuses None as labels. ``without`` says what to write for tokens without labels."""
+def require_labels(labels: Any, advice: str) -> None:
+    """Refuses None as labels. ``advice`` says what to write for tokens without labels."""
     if labels is None:
         raise TypeError(
-            f"labels is None: give a vocabulary id for each token, in the shape of hidden before H; {without}"
+            f"labels is None: give a vocabulary id for each token, in the shape of hidden before H; {advice}"
         )
 
 
@@ -469,11 +474,11 @@ def all_in_vocabulary(labels: Any, vocab_size: int) -> bool:
 
 
 def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy: bool) -> None:
-    """Warns if labels that count, ``numbers``, lie outside the vocabulary.
+    """Warns if ``numbers``, labels that count, lie outside the vocabulary.
 
-    For a cross entropy it warns of a single such label, for other functions only if all labels lie outside. Labels of
-    `IGNORED` do not count, because a micro-batch may be padding alone. ``packages`` are the folders of other packages
-    that call this function: the warning names the line that calls this package or one of them.
+    For a cross entropy, one such label is enough; other functions warn only if all labels lie outside. Labels of
+    `IGNORED` do not count, because a micro-batch may consist of padding. ``packages`` are the folders of other packages
+    that call this function. The warning names the line that calls this package or one of them.
     """
     counted = numbers[numbers != IGNORED]
     outside = counted[(counted < 0) | (counted >= vocab_size)]
@@ -490,7 +495,7 @@ def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy
 
 
 def check_labels_shape(labels: Sequence[int], leading: Sequence[int]) -> None:
-    """Refuses labels whose shape is not that of the hidden states before H. The message suggests a line if it can."""
+    """Refuses labels whose shape is not that of the hidden states before H. The message suggests a fix if it can."""
     labels, leading = tuple(labels), tuple(leading)
     if labels == leading:
         return
@@ -512,24 +517,28 @@ def require_value(name: str, value: Any) -> None:
         raise TypeError(f"{name} is None: give one number per token, or [b, 1] for one per sequence")
 
 
-def check_token_dimensions(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
-    """Refuses an array unless it has no dimensions or as many as the tokens.
+def check_loss_arguments(logprob: Any, **arguments: Any) -> None:
+    """Refuses per-token arguments of a loss unless they have no dimensions, or as many as ``logprob``.
 
     An array [b] would broadcast along the sequence of [b, s].
     """
-    if len(shape) not in (0, len(tokens)):
-        raise ValueError(
-            f"{name} {tuple(shape)} must have the dimensions of logprob {tuple(tokens)}, of size 1 where all are the "
-            "same: [b, 1] for one number per sequence"
-        )
+    tokens = tuple(getattr(logprob, "shape", ()))  # a number has no shape
+    for name, value in arguments.items():
+        require_value(name, value)
+        shape = tuple(getattr(value, "shape", ()))
+        if len(shape) not in (0, len(tokens)):
+            raise ValueError(
+                f"{name} {shape} must have the dimensions of logprob {tokens}, of size 1 where all are the same: "
+                "[b, 1] for one number per sequence"
+            )
 
 
 def check_floor_options(num_candidates: int, mean_logit: bool) -> None:
     """Refuses options that have no meaning with a ``logit_floor``, which gives each row its own set of tokens."""
     if num_candidates:
         raise ValueError(
-            f"logit_floor with candidates, {num_candidates} per token: one below the floor has no log-probability. "
-            "Write candidates=None, or call linear_logits for their logits"
+            f"logit_floor with candidates, {num_candidates} per token: a candidate below the floor has no "
+            "log-probability. Write candidates=None, or call linear_logits for their logits"
         )
     if mean_logit:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Shifts within packed sequences, and the rows of context-parallel ranks: one implementation for JAX and for torch.
 
-`lce_jax.rows` and `lce_torch_bridge.rows` call it, and document what the arguments mean. In `shift_array` and
-`compute_positions` ``xp`` is `jax.numpy` or `torch`, and ``arange`` makes its array on the device of the others. L
-tokens, n sequences.
+`lce_jax.rows` and `lce_torch_bridge.rows` call this module, and document the arguments. In `shift_array` and
+`compute_positions`, ``xp`` is `jax.numpy` or `torch`, and ``arange`` makes its array on the device of the other arrays.
+L is the number of tokens, n the number of sequences.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["Library", "compute_positions", "count_rows", "locate_rows", "shift_a
 
 
 class Library(NamedTuple):
-    """The steps that JAX and torch each do in their own way."""
+    """The steps that JAX and torch do differently."""
 
-    count_rows: Callable[[Any, int], int]  # checks an array, and counts its rows along an axis
-    check_integers: Callable[[str, Any], None]  # refuses an argument that is no array of integers
-    read_values: Callable[[Any], list[int] | None]  # of integers; None if reading them would wait or break a trace
-    describe_dtype: Callable[[Any], tuple[bool, Any]]  # of an array: whether it is bool, and the iinfo of integers
+    count_rows: Callable[[Any, int], int]  # checks an array and counts its rows along an axis
+    check_integers: Callable[[str, Any], None]  # refuses an argument that is not an array of integers
+    read_values: Callable[[Any], list[int] | None]  # reads integers; None if it would wait or break a trace
+    describe_dtype: Callable[[Any], tuple[bool, Any]]  # whether an array is bool, and the iinfo of an integer array
     shift_array: Callable[..., Any]  # runs `shift_array`
     compute_positions: Callable[..., Any]  # runs `compute_positions`
 
@@ -36,10 +36,13 @@ def count_rows(x: Any, axis: Any) -> int:
 
 
 def shift_rows(
-    library: Library, way: int, x: Any, fill: Any, ahead: Any,
+    library: Library, direction: int, x: Any, fill: Any, ahead: Any,
     segment_ids: Any, cu_seqlens: Any, cu_seqlens_padded: Any, padding_segment: Any,
 ) -> Any:  # fmt: skip
-    """Checks the arguments and shifts ``x`` within its sequences by ``ahead`` rows, on (``way`` 1) or back (-1)."""
+    """Checks the arguments and shifts ``x`` within its sequences by ``ahead`` rows.
+
+    A ``direction`` of 1 shifts to later rows, and -1 to earlier rows.
+    """
     length = library.count_rows(x, -1)
     if scalars.integer("ahead", ahead) < 1:
         raise ValueError(f"ahead must be at least 1, the next token, got {ahead}")
@@ -65,7 +68,7 @@ def shift_rows(
         if size > room:
             raise ValueError(f"sequence {i} has {size} tokens by cu_seqlens, but {room} by cu_seqlens_padded")
     fill, invalid = _check_fill(fill, *library.describe_dtype(x))
-    static = {"by": way * int(ahead), "invalid": invalid, "padding_segment": padding_segment}
+    static = {"by": direction * int(ahead), "invalid": invalid, "padding_segment": padding_segment}
     return library.shift_array(x, segment_ids, cu_seqlens, cu_seqlens_padded, fill, **static)
 
 
@@ -92,9 +95,9 @@ def locate_rows(
 
 
 def _check_offsets(library: Library, name: str, x: Any, length: int, fills: bool = False, multiple: int = 1) -> Any:
-    """Returns the values of the sequences' offsets; None if they are not known yet. Checks what is known of them.
+    """Checks the sequences' offsets in ``length`` tokens. Returns their values; None if the values are not known yet.
 
-    The sequences lie in ``length`` tokens. With ``fills`` they must cover all of them.
+    With ``fills``, the sequences must cover all tokens.
     """
     if x is None:
         return None
@@ -120,7 +123,7 @@ def _lengths(offsets: Sequence[int]) -> list[int]:
 
 
 def _check_fill(value: Any, bools: bool, integers: Any) -> tuple[Any, Any]:
-    """Returns the fill of rows without a neighbour, checked, and the value of all rows if traced offsets do not fit."""
+    """Checks the fill of rows without a source. Returns it, and the value of all rows if traced offsets are invalid."""
     if bools:
         return scalars.flag("fill", value), False
     if integers is None:
@@ -137,11 +140,11 @@ def shift_array(
 ) -> Any:  # fmt: skip
     """Shifts ``x`` ``[..., L]`` by ``by`` rows, not 0, within each sequence; rows without a source get ``fill``.
 
-    ``ends`` ``[n + 1]`` are offsets by the sequences' lengths, ``begins`` ``[n + 1]`` the offsets at which they lie.
-    All rows are ``invalid`` if the offsets do not fit.
+    ``ends`` ``[n + 1]`` are the cumulative lengths of the sequences, and ``begins`` ``[n + 1]`` is where each sequence
+    begins. If the offsets are invalid, all rows get ``invalid``.
     """
     row, last = arange(x.shape[-1]), x.shape[-1] - 1
-    follows, fits = row < last, None  # whether the token at i + 1 is of the same sequence as the token at i
+    follows, fits = row < last, None  # follows: whether the tokens at i and i + 1 belong to the same sequence
     if segment_ids is not None:
         follows = follows & (segment_ids == xp.roll(segment_ids, -1, -1))
         if padding_segment is not None:
@@ -157,7 +160,7 @@ def shift_array(
 
 
 def _follow_steps(xp: Any, follows: Any, steps: int) -> Any:
-    """Whether the token at i + steps is of the same sequence as that at i. No step leads from the end to the start."""
+    """Whether the tokens at i and i + steps belong to the same sequence. No step leads from the end to the start."""
     if steps == 1:
         return follows
     half = _follow_steps(xp, follows, steps // 2)
@@ -174,17 +177,17 @@ def _rises(offsets: Any, length: int) -> Any:
 
 
 def _find_sequence(xp: Any, row: Any, begins: Any) -> Any:
-    """Returns the sequence in which each row lies; rows after all sequences get the last. Sequences may be empty."""
+    """Returns the sequence of each row. Rows after all sequences get the last sequence. Sequences may be empty."""
     return xp.clip(xp.searchsorted(begins[1:], row, side="right"), None, begins.shape[0] - 2)
 
 
 def compute_positions(
     xp: Any, arange: Any, begins: Any, rank: Any, *, length: int, cp_size: int, chunks: int, inverse: bool = False
 ) -> Any:
-    """Returns the positions among all L of the rows of ``rank``. If it is None, those of all ranks one after another.
+    """Returns the positions, among all L tokens, of the rows of ``rank``. None: of all ranks, one after another.
 
-    ``inverse`` inverts the permutation of all ranks. Each position is ``length``, which is out of range, if the offsets
-    ``begins`` or the rank do not fit.
+    ``inverse`` inverts the permutation of all ranks. If the offsets ``begins`` or the rank are invalid, each position
+    is ``length``, which is out of range.
     """
     begins = length * arange(2) if begins is None else begins
     rank = arange(cp_size)[:, None] if rank is None else rank
@@ -194,7 +197,7 @@ def compute_positions(
     begin = begins[sequence]
     chunk = xp.clip((begins[sequence + 1] - begin) // chunks, 1, None)
     inside = row - begin // cp_size
-    # Of a rank's two chunks in a zigzag, the second is as far from the sequence's end as the first from its beginning.
+    # In a zigzag, a rank's second chunk is as far from the sequence's end as its first chunk is from the beginning.
     number = rank if chunks == cp_size else xp.where(inside < chunk, rank, chunks - 1 - rank)
     fits = fits & (rank >= 0) & (rank < cp_size)
     positions = xp.where(fits, begin + number * chunk + inside % chunk, length).reshape(-1)

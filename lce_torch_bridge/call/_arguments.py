@@ -264,6 +264,18 @@ def _read_head(
     return weight, bias
 
 
+def read_class_weights(class_weights: Any, weight: torch.Tensor, group: str) -> torch.Tensor:
+    """Returns this rank's class weights as a plain tensor, checked but for its shape."""
+    if _dtensor.is_dtensor(class_weights):
+        tp_group = None if group == _tensor_parallel.NO_GROUP else _device.group_of(group)
+        class_weights = _dtensor.rows("class_weights", class_weights, tp_group)
+    _checks.floats("class_weights", class_weights)
+    if class_weights.requires_grad:
+        raise ValueError("class_weights requires a gradient, but gets none, as in torch: pass class_weights.detach()")
+    _checks.same_device(weight, class_weights=class_weights)
+    return check_readable("class_weights", class_weights)
+
+
 def _check_group(group: dist.ProcessGroup, hidden: Any, ids: Any, where: Any, weight: Any, vocab_size: Any) -> None:
     """Calls `_tensor_parallel.check` in a group's first call. If tensors have no values here, the operators check."""
     if torch.compiler.is_compiling() or not (_checks.has_values(weight) and _checks.has_values(hidden)):
@@ -418,7 +430,7 @@ class EntropyOptions(CrossEntropyOptions, total=False):
     where: torch.Tensor | None
 
 
-class OptionsExceptEntropy(EntropyOptions, total=False):
+class OptionsWithoutEntropy(EntropyOptions, total=False):
     """Options of `linear_logprobs`, except ``entropy``."""
 
     stats: bool
@@ -428,7 +440,7 @@ class OptionsExceptEntropy(EntropyOptions, total=False):
     out_of_vocab: OutOfVocab
 
 
-class ExplainOptions(OptionsExceptEntropy, total=False):
+class ExplainOptions(OptionsWithoutEntropy, total=False):
     """Options of `explain`."""
 
     entropy: Entropy

@@ -335,7 +335,7 @@ def _view_as(x: torch.Tensor, buffer: Buffer) -> torch.Tensor:
 
 
 def find_plan[T](key: Any, make: Callable[[], T]) -> T:
-    """Returns what ``make()`` returned when the key was new. A text says why kernels do not serve such calls."""
+    """Returns what ``make()`` returned when the key was new. A text says why kernels do not support such calls."""
     plan: T | None = _plans.get(key)  # a key is long: its hash is taken once
     if plan is None:
         if torch.cuda.is_current_stream_capturing():

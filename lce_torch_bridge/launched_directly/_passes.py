@@ -1,6 +1,6 @@
 """The forward and the backward of a call as kernels on torch's current stream, and why some calls have none.
 
-`forward` and `gradients` are called by `operators._operators`. What depends on shapes and options alone is a plan, made
+`forward` and `gradients` are called by `operators._operators`. What depends only on shapes and options is a plan, made
 once (`_host`). This module prepares the caller's tensors as kernels read them, and runs the collectives of a split
 vocabulary.
 """
@@ -29,7 +29,7 @@ ODD = 0x01000193  # a product with an odd number loses nothing modulo 2³²
 
 
 def refusal(x: Tensors, call: TorchCall) -> str | None:
-    """Returns why no kernels serve such calls; None if kernels do."""
+    """Returns why kernels do not support a call; None if they do."""
     reason = _device.launch_refusal(x.hidden.device)
     if reason is not None:
         return reason
@@ -74,14 +74,14 @@ def _launch_first_call(x: Tensors, call: TorchCall, seeds: Sequence[torch.Tensor
     outputs = Launches(forward_tape(launched, True, names), few_blocks.device).run(
         device, [*operands, pad_tokens(x.labels)]
     )
-    results, saved, kept = outputs[: len(names)], outputs[len(names)], outputs[len(names) + 1 :]
+    results, saved, cached = outputs[: len(names)], outputs[len(names)], outputs[len(names) + 1 :]
     operands += [pad_tokens(saved, 1), *map(pad_tokens, seeds)]
     make_tape, total = functools.partial(gradients_tape, launched, names, dtype=x.hidden.dtype), x.weight.float()
-    adding = make_tape(requested=(False, True), adds=True)  # without the cache, it takes fewer kernels
+    adding = make_tape(requested_gradients=(False, True), adds=True)  # without the cache, it takes fewer kernels
     Launches(adding, few_blocks.device).run(device, [*operands, total])
-    cached = [*map(_device.describe_tensor, kept)]
-    overwriting = make_tape(requested=(True, True), kept=cached, owns_cache=True)
-    gradients = Launches(overwriting, few_blocks.device).run(device, [*operands, *map(_device.make_usable, kept)])
+    described = [*map(_device.describe_tensor, cached)]
+    overwriting = make_tape(requested_gradients=(True, True), cached=described, owns_cache=True)
+    gradients = Launches(overwriting, few_blocks.device).run(device, [*operands, *map(_device.make_usable, cached)])
     return [*results, *gradients, total - x.weight.float()]
 
 
@@ -145,7 +145,7 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[tor
 def _make_plan(
     x: Tensors, call: TorchCall, has_temperature: bool, make_tape: Callable[[kernels.LaunchedCall], Tape | str]
 ) -> Launches | str:
-    """Returns the launches of the tape that ``make_tape`` returns; or, as text, why kernels do not serve such calls."""
+    """Returns the launches of what ``make_tape`` returns; or, as text, why kernels do not support the call."""
     reason = refusal(x, call)
     if reason is not None:
         return reason
@@ -221,7 +221,7 @@ def gradients(
     saved: torch.Tensor,
     cache: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
-    requested: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
     sums: Sums,
     way: Way,
@@ -238,11 +238,11 @@ def gradients(
         return None
     if device != _device.current_device():
         with torch.cuda.device(device):
-            return gradients(hidden, weight, saved, cache, cotangents, requested, call, sums, way, b)
+            return gradients(hidden, weight, saved, cache, cotangents, requested_gradients, call, sums, way, b)
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, saved.shape, len(cache), ranks
     writes = sums.total is not None and not sums.total.is_begun and not call.jax.gradient_threshold
-    options = call, tuple(cotangents), requested, None if adds is None else not writes, owns_cache
+    options = call, tuple(cotangents), requested_gradients, None if adds is None else not writes, owns_cache
     key = "gradients", device, *shapes, *options, call.jax.gradient_threshold and are_active_tiles(cache)
     plan = find_plan(key, lambda: _plan_gradients(hidden, weight, saved, cache, *options))
     if isinstance(plan, str):
@@ -256,20 +256,20 @@ def gradients(
     operands += [] if b is None else [_device.make_usable(b.to(weight.dtype))]
     grads = plan.run(device, [*operands, pad_tokens(saved, 1), *seeds, *target, *map(_device.make_usable, cache)])
     if b is not None:
-        grads = _join_adapter_gradients(grads, requested, b.dtype)
-    if requested[0] and call.reduce_grad_hidden:
+        grads = _join_adapter_gradients(grads, requested_gradients, b.dtype)
+    if requested_gradients[0] and call.reduce_grad_hidden:
         grads[0] = _tensor_parallel.sum_dhidden(grads[0], hidden.dtype, call.group)
-    if adds is not None and requested[1]:
+    if adds is not None and requested_gradients[1]:
         grads.pop()
     return grads if sums.main_grad is None else [*grads, empty_sparse_like(sums.main_grad, weight.dtype)]
 
 
 def _join_adapter_gradients(
-    grads: list[torch.Tensor], requested: tuple[bool, ...], dtype: torch.dtype
+    grads: list[torch.Tensor], requested_gradients: tuple[bool, ...], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Returns dhidden and du in one tensor, and the gradient of B, if they are requested."""
-    joined = [torch.cat([grads[0], grads[1].to(grads[0].dtype)], 1)] if requested[0] else []
-    return [*joined, grads[-1].to(dtype)] if requested[2] else joined
+    joined = [torch.cat([grads[0], grads[1].to(grads[0].dtype)], 1)] if requested_gradients[0] else []
+    return [*joined, grads[-1].to(dtype)] if requested_gradients[2] else joined
 
 
 def _plan_gradients(
@@ -279,29 +279,33 @@ def _plan_gradients(
     cache: Sequence[torch.Tensor],
     call: TorchCall,
     seeds: tuple[str, ...],
-    requested: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     adds: bool | None,
     owns_cache: bool,
 ) -> Launches | str:
-    """Returns the launches of a backward; or, as text, why kernels do not serve it."""
+    """Returns the launches of a backward; or, as text, why kernels do not support it."""
     num_fields = 3 + call.jax.entropy + call.jax.has_floor + 2 * call.jax.num_candidates  # without a temperature
     dtype = torch.float32 if call.reduce_grad_hidden else hidden.dtype
-    kept = [_device.describe_tensor(x) for x in cache]
-
-    def make_tape(launched: kernels.LaunchedCall) -> Tape | str:
-        if call.jax.gradient_threshold and not are_active_tiles(cache):
-            return "gradient_threshold: JAX ran the forward, and saved other numbers than kernels do"
-        return gradients_tape(launched, seeds, requested, dtype, kept, adds, owns_cache)
-
-    return _make_plan(Tensors(hidden, weight, None, saved[0]), call, len(saved) > 1 + num_fields, make_tape)
+    cached = [_device.describe_tensor(x) for x in cache]
+    by_jax = call.jax.gradient_threshold and not are_active_tiles(cache)
+    return _make_plan(
+        Tensors(hidden, weight, None, saved[0]),
+        call,
+        len(saved) > 1 + num_fields,
+        lambda launched: (
+            "gradient_threshold: JAX ran the forward, and saved other numbers than kernels do"
+            if by_jax
+            else gradients_tape(launched, seeds, requested_gradients, dtype, cached, adds, owns_cache)
+        ),
+    )
 
 
 def gradients_tape(
     launched: kernels.LaunchedCall,
     seeds: Sequence[str],
-    requested: Sequence[bool],
+    requested_gradients: Sequence[bool],
     dtype: torch.dtype,
-    kept: Sequence[jax.ShapeDtypeStruct | Buffer] = (),
+    cached: Sequence[jax.ShapeDtypeStruct | Buffer] = (),
     adds: bool | None = None,
     owns_cache: bool = False,
 ) -> Tape:
@@ -317,17 +321,17 @@ def gradients_tape(
     shapes = {name: (rows, candidates) if name == PER_CANDIDATE else (rows,) for name in seeds}
     cotangents = {name: tape.input(shape, jnp.float32) for name, shape in shapes.items()}
     total = tape.input(weight.shape, jnp.float32) if adds is not None else None
-    cache = [tape.input(x.shape, x.dtype) for x in kept]
+    cache = [tape.input(x.shape, x.dtype) for x in cached]
     dhidden, dweight, *adapter_gradients = kernels.backward(
         launched, tape, hidden, weight, saved, cotangents, cache, name_dtype(dtype), *adapter,
         owns_cache=owns_cache, total=total, adds_total=adds is True,
     )  # fmt: skip
-    if requested[0]:
+    if requested_gradients[0]:
         tape.output(dhidden, (launched.call.num_tokens, launched.call.hidden_size), dtype)
         tape.outputs += adapter_gradients[:1]
-    if requested[1]:
+    if requested_gradients[1]:
         tape.outputs.append(dweight)
-    if adapter_gradients and requested[2]:
+    if adapter_gradients and requested_gradients[2]:
         tape.outputs.append(adapter_gradients[1])
     return tape
 
@@ -378,7 +382,7 @@ def active_tiles_shape(x: Tensors, call: TorchCall, way: Way) -> tuple[int, int]
     """Returns the shape of the active tiles that a forward saves; None if it saves none."""
     if not (call.jax.gradient_threshold and way.direct) or refusal(x, call) is not None:
         return None
-    return kernels.live_shape(describe_launch(x.hidden, x.weight, call, x.temperature is not None))
+    return kernels.active_tiles_shape(describe_launch(x.hidden, x.weight, call, x.temperature is not None))
 
 
 def are_active_tiles(cache: Sequence[torch.Tensor]) -> bool:

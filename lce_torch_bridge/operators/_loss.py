@@ -121,12 +121,15 @@ class LossDerivatives(NamedTuple):
 
 
 def _differentiate(
-    plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor], requested: tuple[bool, ...]
+    plan: LossPlan,
+    fields: dict[str, torch.Tensor],
+    per_token: list[torch.Tensor],
+    requested_gradients: tuple[bool, ...],
 ) -> LossDerivatives:
     hooks = contextlib.nullcontext() if _device.top_hooks(False) is None else _device.disable_hooks()
     with hooks, torch.enable_grad():
         leaves = {name: fields[name].detach().requires_grad_() for name in plan.call.differentiable}
-        arguments = [x.detach().requires_grad_(flag) for x, flag in zip(per_token, requested, strict=True)]
+        arguments = [x.detach().requires_grad_(flag) for x, flag in zip(per_token, requested_gradients, strict=True)]
         losses = apply_loss(plan, fields | leaves, arguments)
         inputs = [*leaves.values(), *[x for x in arguments if x.requires_grad]]
         if not losses.requires_grad:
@@ -269,7 +272,7 @@ def _cast_operands(x: Tensors) -> Tensors:
 
 
 def _run_chunks(
-    plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], requested: tuple[bool, ...]
+    plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], requested_gradients: tuple[bool, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
     """Returns the losses ``[T]``, the results ``[T]``, the gradients, and the unit.
 
@@ -277,30 +280,32 @@ def _run_chunks(
     the unit; None stands for 1.
     """
     tokens, names = len(x.labels), plan.call.fields
-    sums = ChunkSums(plan, x, requested[:3])
-    token_grads = [torch.zeros_like(y) if flag else None for y, flag in zip(per_token, requested[6:], strict=True)]
+    sums = ChunkSums(plan, x, requested_gradients[:3])
+    token_grads = [
+        torch.zeros_like(y) if flag else None for y, flag in zip(per_token, requested_gradients[6:], strict=True)
+    ]
     losses = x.hidden.new_empty(tokens, dtype=torch.float32)
     fields = [torch.empty_like(losses) for _ in names]
     with _note_added_gradients(sums, tokens):
         for rows in plan.chunks(tokens):
             temperature, floor = [None if y is None else y[rows] for y in (x.temperature, x.floor)]
             chunk = x._replace(hidden=x.hidden[rows], labels=x.labels[rows], temperature=temperature, floor=floor)
-            results, kept = compute_results(plan, chunk, keep=True)
+            results, residuals = compute_results(plan, chunk, keep=True)
             for field, name in zip(fields, names, strict=True):
                 field[rows] = results[name]  # before loss_fn, which may overwrite its arguments
-            derivatives = _differentiate(plan, results, [y[rows] for y in per_token], requested[6:])
+            derivatives = _differentiate(plan, results, [y[rows] for y in per_token], requested_gradients[6:])
             losses[rows] = derivatives.losses
             for token_grad, chunk_grad in zip(token_grads, derivatives.per_token, strict=True):
                 if token_grad is not None and chunk_grad is not None:
                     token_grad[rows] = chunk_grad
-            sums.add(rows, chunk, kept, derivatives.cotangents, plan.call, plan.way)
-            del kept, results  # before the next chunk's exponentials are cached
+            sums.add(rows, chunk, residuals, derivatives.cotangents, plan.call, plan.way)
+            del residuals, results  # before the next chunk's exponentials are cached
     grads = [*sums.finish(x.weight), *token_grads]  # `finish` sets the unit if no chunk has
     return losses, fields, grads, sums.unit
 
 
 def _run_first_forward(
-    plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], requested: tuple[bool, ...]
+    plan: LossPlan, x: Tensors, per_token: tuple[torch.Tensor, ...], requested_gradients: tuple[bool, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
     """Returns what `_run_chunks` does, in the first forward of an activation checkpoint.
 
@@ -312,7 +317,7 @@ def _run_first_forward(
     shapes = [None if y is None else y.shape for y in (*x[:3], *per_token)]
     grads = [
         y.new_empty(()).expand(shape) if flag and y is not None and shape is not None else None
-        for y, shape, flag in zip(makers, shapes, (*requested[:3], *requested[6:]), strict=True)
+        for y, shape, flag in zip(makers, shapes, (*requested_gradients[:3], *requested_gradients[6:]), strict=True)
     ]
     return losses, list(fields.values()), grads, losses.new_empty(1) if plan.has_unit(x) else None
 
@@ -351,14 +356,14 @@ def choose_unit(cotangents: dict[str, torch.Tensor], x: Tensors, call: TorchCall
 class ChunkSums:
     """The gradients of all chunks: dhidden row by row, dweight and dbias as sums."""
 
-    def __init__(self, plan: LossPlan, x: Tensors, requested: tuple[bool, ...]) -> None:
+    def __init__(self, plan: LossPlan, x: Tensors, requested_gradients: tuple[bool, ...]) -> None:
         hidden, weight, bias, *_ = x
-        self._requested = requested
-        self._hidden = torch.zeros_like(hidden) if requested[0] else None
-        self._total = DweightSum(weight, plan.target) if requested[1] and plan.sums_dweight(x) else None
+        self._requested_gradients = requested_gradients
+        self._hidden = torch.zeros_like(hidden) if requested_gradients[0] else None
+        self._total = DweightSum(weight, plan.target) if requested_gradients[1] and plan.sums_dweight(x) else None
         self._returns_dweight = plan.target is None
         self._weight: torch.Tensor | None = None
-        self._bias = torch.zeros_like(bias) if requested[2] and bias is not None else None
+        self._bias = torch.zeros_like(bias) if requested_gradients[2] and bias is not None else None
         self.tokens = 0  # the number of tokens whose gradients have been added
         self._has_unit = plan.has_unit(x)
         self.unit: torch.Tensor | None = None  # by which all gradients are to be divided; None: 1
@@ -372,22 +377,22 @@ class ChunkSums:
         self,
         rows: slice,
         chunk: Tensors,
-        kept: list[Any],
+        residuals: list[Any],
         cotangents: dict[str, torch.Tensor],
         call: TorchCall,
         way: Way,
     ) -> None:
         """Adds the gradients of the tokens in ``rows``."""
-        if not cotangents or not any(self._requested):
+        if not cotangents or not any(self._requested_gradients):
             return
         if self._has_unit:
             unit = self._update_unit(choose_unit(cotangents, chunk, call))
             cotangents = {name: cotangent * unit for name, cotangent in cotangents.items()}
         sums = Sums(self._total, owns_cache=True)
-        grads = _operators.run_backward(chunk, kept, cotangents, self._requested, call, way, sums)
+        grads = _operators.run_backward(chunk, residuals, cotangents, self._requested_gradients, call, way, sums)
         if self._hidden is not None:
             self._hidden[rows] = grads.pop(0)
-        if self._requested[1] and self._total is None:
+        if self._requested_gradients[1] and self._total is None:
             self._weight = grads.pop(0)
         if self._bias is not None:
             self._bias += grads.pop(0)
@@ -408,6 +413,6 @@ class ChunkSums:
         """Returns the gradients of hidden, weight and bias."""
         if self._has_unit and self.unit is None:
             self.unit = weight.new_ones(1, dtype=torch.float32)
-        if self._requested[1] and self._weight is None:
+        if self._requested_gradients[1] and self._weight is None:
             self._weight = torch.zeros_like(weight) if self._total is None else self._total.finish()
         return [self._hidden, self._weight if self._returns_dweight else None, self._bias]

@@ -97,20 +97,20 @@ def make_empty_results(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Te
 
 def run_backward(
     x: Tensors,
-    kept: Sequence[torch.Tensor | jax.Array],
+    residuals: Sequence[torch.Tensor | jax.Array],
     cotangents: dict[str, torch.Tensor],
-    requested: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
     way: Way,
     sums: Sums = NO_SUMS,
 ) -> list[torch.Tensor]:
     """Returns the requested gradients among dhidden, dweight and dbias, in their operands' dtypes.
 
-    ``kept`` is what `run_forward` returned after the fields. With ``reduce_grad_hidden``, dhidden is summed over the
-    group in float32 and rounded once. (With stored logits, each rank rounds before the sum.)
+    ``residuals`` are what `run_forward` returned after the fields. With ``reduce_grad_hidden``, dhidden is summed over
+    the group in float32 and rounded once. (With stored logits, each rank rounds before the sum.)
     """
     if x.hidden.shape[0] == 0:
-        return [y.new_zeros(y.shape) for y in select_requested(x, requested)]
+        return [y.new_zeros(y.shape) for y in select_requested(x, requested_gradients)]
     # The operands may have been freed since the forward.
     if not all(map(is_readable, [y for y in (*x, *cotangents.values()) if y is not None])):
         x = Tensors(*map(check_readable, Tensors._fields, x))
@@ -119,24 +119,26 @@ def run_backward(
     if by_jax is not None:
         assert by_jax.gradients is not None
         way.refuse(by_jax.reason)
-        return by_jax.gradients(x, kept, cotangents, requested, call)
-    kept_tensors = [y for y in kept if isinstance(y, torch.Tensor)]
-    saved, *cache = kept_tensors
-    if way.direct and (x.bias is None or call.jax.rank) and len(kept_tensors) == len(kept):
+        return by_jax.gradients(x, residuals, cotangents, requested_gradients, call)
+    tensors = [y for y in residuals if isinstance(y, torch.Tensor)]
+    saved, *cache = tensors
+    if way.direct and (x.bias is None or call.jax.rank) and len(tensors) == len(residuals):
         adapter = [x.bias] if call.jax.rank else []
-        grads = _passes.gradients(x.hidden, x.weight, saved, cache, cotangents, requested, call, sums, way, *adapter)
+        grads = _passes.gradients(
+            x.hidden, x.weight, saved, cache, cotangents, requested_gradients, call, sums, way, *adapter
+        )
         if grads is not None:
             return grads
     elif way.required:
         way.refuse("JAX ran the forward")
     if call.jax.gradient_threshold and _passes.are_active_tiles(cache):
         refuse_other_way()
-    return _logprobs.gradients(x, kept, cotangents, requested, call, sums)
+    return _logprobs.gradients(x, residuals, cotangents, requested_gradients, call, sums)
 
 
-def select_requested(x: Tensors, requested: Sequence[bool]) -> list[torch.Tensor]:
+def select_requested(x: Tensors, requested_gradients: Sequence[bool]) -> list[torch.Tensor]:
     """Returns the operands whose gradients are requested."""
-    return [y for y, is_requested in zip(x[:3], requested, strict=True) if is_requested and y is not None]
+    return [y for y, is_requested in zip(x[:3], requested_gradients, strict=True) if is_requested and y is not None]
 
 
 def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
@@ -239,24 +241,26 @@ def differentiate(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torc
     x: list[Any] = [None] * len(Tensors._fields)
     for place, operand in zip(places, tensors, strict=False):
         x[place] = operand
-    kept, requested = list(tensors[len(places) :]), list(ctx.needs_input_grad[:3])
+    residuals, requested_gradients = list(tensors[len(places) :]), list(ctx.needs_input_grad[:3])
     if torch.is_grad_enabled():  # as always in torch.func: a second derivative may be asked for
-        results = Gradients.apply((len(x), len(kept)), requested, call.text, *x, *kept, *seeds)
+        results = Gradients.apply((len(x), len(residuals)), requested_gradients, call.text, *x, *residuals, *seeds)
     elif torch.compiler.is_compiling():
-        results = backward(x, kept, list(seeds), requested, call.text, None, False)
+        results = backward(x, residuals, list(seeds), requested_gradients, call.text, None, False)
     else:
         watched = not _device.nothing_watches() or _device.any_is_watched(tensors + grads)
         with _device.lock_backward(ctx):
-            sums = find_writable(ctx, len(kept) - 1)
+            sums = find_writable(ctx, len(residuals) - 1)
             if watched:
-                results = backward(x, kept, list(seeds), requested, call.text, sums.main_grad, sums.owns_cache)
+                results = backward(
+                    x, residuals, list(seeds), requested_gradients, call.text, sums.main_grad, sums.owns_cache
+                )
             else:
                 operands = Tensors(*x)
                 way = choose_way(operands.hidden)
-                results = run_backward(operands, kept, cotangents, tuple(requested), call, way, sums)
+                results = run_backward(operands, residuals, cotangents, tuple(requested_gradients), call, way, sums)
             ctx.is_spent = sums.owns_cache
     remaining = iter(results)
-    return [next(remaining) if is_requested else None for is_requested in requested]
+    return [next(remaining) if is_requested else None for is_requested in requested_gradients]
 
 
 def name_cotangents(call: TorchCall, seeds: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -273,9 +277,11 @@ class Gradients(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
         """Calls the operator."""
-        (num_operands, num_kept), requested, text, *tensors = inputs
-        last = num_operands + num_kept
-        return tuple(backward(tensors[:num_operands], tensors[num_operands:last], tensors[last:], requested, text))
+        (num_operands, num_residuals), requested_gradients, text, *tensors = inputs
+        last = num_operands + num_residuals
+        return tuple(
+            backward(tensors[:num_operands], tensors[num_operands:last], tensors[last:], requested_gradients, text)
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -355,13 +361,19 @@ def _(x: list[Any], keep: bool, text: str) -> list[torch.Tensor]:
     return make_empty_results(Tensors(*x), make_call(text), keep)
 
 
-@operator(
+@operator(  # graphs that torch.export has saved contain the names of this schema
     "backward",
-    "(Tensor?[] x, Tensor[] kept, Tensor?[] seeds, bool[] requested_gradients, str call, Tensor? main_grad=None, "
+    "(Tensor?[] x, Tensor[] kept, Tensor?[] seeds, bool[] wanted, str call, Tensor? main_grad=None, "
     "bool owns_cache=False) -> Tensor[]",
 )
 def backward(
-    x: list[Any], kept: Any, seeds: Any, requested: Any, text: str, main_grad: Any = None, owns_cache: bool = False
+    x: list[Any],
+    residuals: Any,
+    seeds: Any,
+    requested_gradients: Any,
+    text: str,
+    main_grad: Any = None,
+    owns_cache: bool = False,
 ) -> list[torch.Tensor]:
     """Calls `run_backward`. It may write to main_grad and to the cache, which the schema does not say.
 
@@ -369,12 +381,13 @@ def backward(
     """
     operands, call = Tensors(*x), read_call(text, x[1])
     cotangents, sums = name_cotangents(call, seeds), Sums(main_grad=main_grad, owns_cache=owns_cache)
-    return run_backward(operands, kept, cotangents, tuple(requested), call, choose_way(operands.hidden), sums)
+    way = choose_way(operands.hidden)
+    return run_backward(operands, residuals, cotangents, tuple(requested_gradients), call, way, sums)
 
 
 @torch.library.register_fake(f"{NAME}::backward")  # type: ignore[untyped-decorator]
-def _(x: list[Any], _kept: Any, _seeds: Any, requested: list[bool], *_: Any) -> list[torch.Tensor]:
-    return [y.new_empty(y.shape) for y in select_requested(Tensors(*x), requested)]
+def _(x: list[Any], _residuals: Any, _seeds: Any, requested_gradients: list[bool], *_: Any) -> list[torch.Tensor]:
+    return [y.new_empty(y.shape) for y in select_requested(Tensors(*x), requested_gradients)]
 
 
 torch.library.register_autograd(f"{NAME}::backward", refuse_second_derivative)

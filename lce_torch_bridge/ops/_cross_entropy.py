@@ -14,8 +14,8 @@ from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Arguments, Options
 from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.ops._logprobs import compute
-from lce_torch_bridge.ops._loss import chunk_rows, resolve_chunk_bytes, sum_losses
-from lce_torch_bridge.tensors import _device
+from lce_torch_bridge.ops._loss import choose_chunk_rows, resolve_chunk_bytes, sum_losses
+from lce_torch_bridge.tensors import _device, _tensor_parallel
 
 if TYPE_CHECKING:
     from lce_torch_bridge.call._arguments import CrossEntropyOptions, EntropyOptions
@@ -30,7 +30,6 @@ NO_OUTPUTS = (
 REFUSED = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
 ADVICE = {
     "out_features": "call linear_cross_entropy with each head's rows of the weight",
-    "weight": scalars.CLASS_WEIGHTS,
     "options": "chunk_bytes= bounds the memory",
 }
 
@@ -44,6 +43,7 @@ def linear_cross_entropy(
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    class_weights: torch.Tensor | None = None,
     where: torch.Tensor | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[CrossEntropyOptions],
@@ -67,6 +67,11 @@ def linear_cross_entropy(
             Megatron's ``vocab_parallel_cross_entropy`` spreads ε over the other V - 1 vocabulary tokens: on one rank,
             its ε is ``ε·V / (V - 1)`` here. On several ranks it takes V and the mean from each rank's own part.
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
+        class_weights: ``[V]`` floats, torch's ``weight``: the factor of each token's loss, by its label. "mean" then
+            divides by the sum of the tokens' factors. With ``tp_group`` they are those of this rank's rows of the
+            weight; summing each token's factor over the group is one more collective. A label outside the vocabulary
+            has the factor 0. It requires no gradient, and is an error with ``label_smoothing``. None: 1 for every
+            label.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, besides the sum of dweight; a chunk
             has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All tokens are one
             chunk if that takes no more memory than several chunks and their sum. None: 1400 MiB.
@@ -122,15 +127,18 @@ def linear_cross_entropy(
     vocab_size = arguments.call.jax.vocab_size
     _checks.warn_of_labels(arguments.labels, arguments.where, vocab_size, is_cross_entropy=True)
     x, rows = _arguments.flatten_operands(arguments, _arguments.prepare_weight(arguments, wgrad))
+    factors = _select_factors(class_weights, arguments, x, rows, smoothing)
     loss_fn = functools.partial(_compute_token_loss, smoothing, z_loss)
     if reduction == "mean":
-        loss_fn = functools.partial(loss_fn, divisor=_arguments.count_tokens(rows, len(x.labels)))
+        loss_fn = functools.partial(loss_fn, divisor=_find_divisor(factors, rows, len(x.labels)))
+    per_token = [] if factors is None else [factors]
     if not (refusal or _device.is_traced() or _device.any_is_watched(x)):
         if not _adds_one_chunk_to_main_grad(arguments, x, wgrad, chunk_bytes):
-            return sum_losses(loss_fn, arguments, x, [], wgrad, None, chunk_bytes)[0]
+            return sum_losses(loss_fn, arguments, x, per_token, wgrad, None, chunk_bytes)[0]
         call = make_call(arguments.call.text, cache_bytes=resolve_chunk_bytes(chunk_bytes))
         arguments = arguments._replace(call=call)
-    losses = _arguments.place_results(loss_fn(_operators.apply(x, arguments.call)), rows, arguments.labels)
+    losses = loss_fn(_operators.apply(x, arguments.call), *per_token)
+    losses = _arguments.place_results(losses, rows, arguments.labels)
     return losses if reduction == "none" else losses.sum()
 
 
@@ -152,15 +160,50 @@ def _check_loss_options(
 
 
 def _compute_token_loss(
-    smoothing: float, z_loss: float, fields: dict[str, torch.Tensor], divisor: int | torch.Tensor = 1
+    smoothing: float,
+    z_loss: float,
+    fields: dict[str, torch.Tensor],
+    factors: torch.Tensor | None = None,
+    divisor: int | torch.Tensor = 1,
 ) -> torch.Tensor:
-    """Returns the loss of each token from its results, divided by the divisor of a mean."""
+    """Returns the loss of each token from its results, times its factor, divided by the divisor of a mean."""
     loss, lse = (smoothing - 1.0) * fields["logprobs"], fields["lse"]
     if smoothing > 0:
         loss = loss + smoothing * (lse - fields["mean_logit"])
     if z_loss > 0:
         loss = loss + z_loss * lse * lse
-    return loss / divisor
+    return (loss if factors is None else loss * factors) / divisor
+
+
+def _select_factors(
+    class_weights: Any, arguments: Arguments, x: Tensors, rows: torch.Tensor | None, smoothing: float
+) -> torch.Tensor | None:
+    """Returns the class weight of each token's label, float32: 0 for a label outside the vocabulary."""
+    call, is_split = arguments.call, arguments.call.group != _tensor_parallel.NO_GROUP
+    if is_split and not _device.is_traced():
+        _tensor_parallel.compare_options(call, x.hidden.device, class_weights=class_weights is not None)
+    if class_weights is None:
+        return None
+    class_weights = _arguments.read_class_weights(class_weights, arguments.weight, call.group)
+    scalars.check_class_weights(class_weights.shape, x.weight.shape, len(x.weight), smoothing)
+    if is_split and _device.is_traced():
+        raise ValueError(
+            "class_weights with tp_group in a graph of torch.compile: call linear_cross_entropy outside it"
+        )
+    columns = x.labels - _tensor_parallel.size_and_rank(call.group)[1] * len(class_weights)
+    is_here = (columns >= 0) & (columns < len(class_weights))
+    if rows is not None and rows.dtype == torch.bool:  # a mask whose values cannot be counted: all tokens are here
+        is_here = is_here & rows
+    factors = class_weights.float()[columns.where(is_here, 0)].where(is_here, 0.0)
+    return _tensor_parallel.all_reduce(factors, call.group) if is_split else factors
+
+
+def _find_divisor(factors: torch.Tensor | None, rows: torch.Tensor | None, tokens: int) -> int | torch.Tensor:
+    """Returns what a mean divides by: the number of unmasked tokens, or the sum of their factors. 0 becomes 1."""
+    if factors is None:
+        return _arguments.count_tokens(rows, tokens)
+    total = factors.sum()
+    return total.where(total != 0, 1.0)
 
 
 def refuse_forward_gradients(reduction: str, smoothing: float, options: Options) -> str | None:
@@ -190,7 +233,7 @@ def _adds_one_chunk_to_main_grad(arguments: Arguments, x: Tensors, wgrad: Wgrad,
     if wgrad != "main_grad" or not x.weight.requires_grad:
         return False
     tokens = len(x.labels)
-    return chunk_rows(tokens, x.weight, chunk_bytes, wgrad, arguments.call) >= tokens
+    return choose_chunk_rows(tokens, x.weight, chunk_bytes, wgrad, arguments.call) >= tokens
 
 
 def linear_entropy(
@@ -244,8 +287,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         device, dtype: of the weight.
         reduction, label_smoothing: as in `linear_cross_entropy`.
         ignore_index: as in `linear_cross_entropy`. None: -100, as in torch's module.
-        weight, out_features, options: parameters of torch's module: class weights, several dimensions of labels, and
-            the size of chunks. Only torch's defaults are accepted; the message says what to write instead.
+        weight: ``[V]``, the ``class_weights`` of `linear_cross_entropy`. It is a buffer of the module, as in torch.
+        out_features, options: parameters of torch's module: several dimensions of labels, and the size of chunks. Only
+            torch's defaults are accepted; the message says what to write instead.
         **more: options of `linear_cross_entropy`.
 
     Raises:
@@ -260,6 +304,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         6.908
     """
 
+    weight: torch.Tensor | None
+
     def __init__(
         self,
         in_features: int,
@@ -271,23 +317,26 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         reduction: Reduction = "mean",
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
-        weight: None = None,
+        weight: torch.Tensor | None = None,
         out_features: tuple[()] = (),
         options: None = None,
         **more: object,
     ) -> None:
         super().__init__()
-        for name, value in {"out_features": out_features or None, "weight": weight, "options": options}.items():
+        for name, value in {"out_features": out_features or None, "options": options}.items():
             if value is not None:
                 raise TypeError(f"LinearCrossEntropyLoss has no {name}, which torch's module has: {ADVICE[name]}")
         keywords = linear_cross_entropy.__kwdefaults__ or {}
         others = {name: more[name] for name in more if name not in keywords}
         _arguments.check_names(linear_cross_entropy, others, REFUSED)
         _check_loss_options(reduction, label_smoothing, more.get("z_loss", 0.0), more.get("chunk_bytes"), others)
+        self.reduction, self.label_smoothing = reduction, label_smoothing
         self.linear = torch.nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.ignore_index = -100 if ignore_index is None else scalars.integer("ignore_index", ignore_index)
         _arguments.check_values(Options(**others), num_classes)  # type: ignore[arg-type]
-        self.reduction, self.label_smoothing = reduction, label_smoothing
+        if weight is not None:
+            scalars.check_class_weights(weight.shape, self.linear.weight.shape, num_classes, self.label_smoothing)
+        self.register_buffer("weight", weight)
         self.options: dict[str, Any] = more
 
     def extra_repr(self) -> str:
@@ -301,5 +350,5 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         adapter: dict[str, Any] = {} if lora is None else {"lora": lora}
         return linear_cross_entropy(
             input, head.weight, target, bias=head.bias, reduction=self.reduction, ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing, **adapter, **self.options,
+            label_smoothing=self.label_smoothing, class_weights=self.weight, **adapter, **self.options,
         )  # fmt: skip

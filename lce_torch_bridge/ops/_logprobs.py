@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from lce_torch_bridge._types import PerhapsWithoutEntropy
-    from lce_torch_bridge.call._arguments import OptionsExceptEntropy
+    from lce_torch_bridge.call._arguments import OptionsWithoutEntropy
 
 
 @overload
 def linear_logprobs(  # type: ignore[overload-overlap]  # bool has True in it
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *,
-    entropy: Literal[True, "metric"] = True, **options: Unpack[OptionsExceptEntropy],
+    entropy: Literal[True, "metric"] = True, **options: Unpack[OptionsWithoutEntropy],
 ) -> LogprobOutput: ...  # fmt: skip
 @overload
 def linear_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *,
-    entropy: Entropy, **options: Unpack[OptionsExceptEntropy],
+    entropy: Entropy, **options: Unpack[OptionsWithoutEntropy],
 ) -> PerhapsWithoutEntropy: ...  # fmt: skip
 def linear_logprobs(
     hidden: torch.Tensor,

@@ -227,7 +227,7 @@ def sum_losses(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Returns the sum of ``loss_fn(results by name, *per_token)`` over the tokens of ``x``, and the results."""
     call = arguments.call
-    rows = chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, call)
+    rows = choose_chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, call)
     plan = LossPlan(loss_fn, call, rows, choose_way(x.hidden))
     options: Any = {
         f"{name}.requires_grad": is_differentiated(y) for name, y in (("hidden", x.hidden), ("weight", x.weight))
@@ -249,7 +249,7 @@ def resolve_chunk_bytes(chunk_bytes: int | None) -> int:
     return CHUNK_BYTES if chunk_bytes is None else chunk_bytes
 
 
-def chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: TorchCall) -> int:
+def choose_chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: TorchCall) -> int:
     """Returns the number of rows of a chunk: as many as fit.
 
     The products take the same time for any chunks, and each chunk also reads and writes the float32 sum of dweight. So

@@ -31,7 +31,7 @@ SAMPLE = 16, 64  # how many rows of hidden or a weight a first call compares, an
 APART = 0.25  # times a row's norm: rounding differs by a hundredth, other tokens by more than this
 WHICH_GROUP = (
     "tp_group must be the group that splits the vocabulary, whose ranks hold the same tokens, and not that of data or "
-    "context parallelism, nor all ranks; leave it out if each rank has the whole weight"
+    "context parallelism, nor all ranks; leave it out if each rank has the full weight"
 )
 # How many heads of a call a group's ranks have compared. The key is the group, because a name may be used again.
 _compared_heads: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -63,14 +63,14 @@ def size_and_rank(name: str) -> tuple[int, int]:
 
 
 def set_vocab_size(call: TorchCall, weight: torch.Tensor) -> TorchCall:
-    """The call, which has been traced, with the size of its vocabulary."""
+    """Returns a traced call with the size of its vocabulary."""
     shards, _ = size_and_rank(call.group)
     return make_call(call.text, vocab_size=int(weight.shape[0]) * shards)
 
 
-def compute_checksum(*given: object) -> int:
+def compute_checksum(*values: object) -> int:
     """Returns an int32 checksum of the arguments, by which ranks compare the options of a call."""
-    (number,) = struct.unpack("i", struct.pack("I", zlib.crc32(repr(given).encode())))
+    (number,) = struct.unpack("i", struct.pack("I", zlib.crc32(repr(values).encode())))
     return int(number)
 
 

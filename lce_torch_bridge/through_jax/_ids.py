@@ -56,18 +56,18 @@ def make_empty_logits(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Ten
 
 def gradients(
     x: Tensors,
-    kept: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
-    requested: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
 ) -> list[torch.Tensor]:
     """Returns dhidden, dweight and dbias, those that are requested; NaN where the ranks had different rows."""
     (cotangent,) = cotangents.values()
-    for differs in kept:
+    for differs in residuals:
         cotangent = cotangent.masked_fill(differs, torch.nan)
-    run = build_program(pull_back, make_key(call, x.weight), requested, not call.reduce_grad_hidden)
+    run = build_program(pull_back, make_key(call, x.weight), requested_gradients, not call.reduce_grad_hidden)
     grads = _run_padded(run, x, _pack_tokens(x, call, cotangent.view(torch.int32)))
-    if requested[0]:
+    if requested_gradients[0]:
         grads[0] = grads[0][: x.hidden.shape[0]]
         if call.reduce_grad_hidden:
             grads[0] = _tensor_parallel.sum_dhidden(grads[0], x.hidden.dtype, call.group)
@@ -152,7 +152,13 @@ def compute_logits(key: ProgramKey, hidden: Any, weight: Any, bias: Any, per_tok
 
 
 def pull_back(
-    key: ProgramKey, requested: tuple[bool, ...], rounded: bool, hidden: Any, weight: Any, bias: Any, per_token: Any
+    key: ProgramKey,
+    requested_gradients: tuple[bool, ...],
+    rounded: bool,
+    hidden: Any,
+    weight: Any,
+    bias: Any,
+    per_token: Any,
 ) -> list[Any]:
     """``-> dhidden, dweight, dbias``, those that are requested.
 
@@ -165,7 +171,7 @@ def pull_back(
         return lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
 
     _, pull_back = jax.vjp(call, hidden if rounded else hidden.astype(jnp.float32), weight, bias)
-    return [grad for grad, flag in zip(pull_back(cotangent), requested, strict=True) if flag]
+    return [grad for grad, flag in zip(pull_back(cotangent), requested_gradients, strict=True) if flag]
 
 
 def _unpack_tokens(

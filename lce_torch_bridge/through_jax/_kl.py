@@ -75,19 +75,19 @@ def make_empty(x: Tensors, call: TorchCall, keep: bool) -> list[torch.Tensor]:
 
 def gradients(
     x: Tensors,
-    kept: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
-    requested: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
 ) -> list[torch.Tensor]:
     """Returns dhidden, dweight and dbias, those that are requested."""
-    (saved, *cache), (cotangent,) = kept, cotangents.values()
+    (saved, *cache), (cotangent,) = residuals, cotangents.values()
     tree = jax.tree.structure(_infer_cache(x, call)) if cache else None
     key = make_key(call, x.weight, _teacher_weight(x))
-    run = build_program(pull_back, key, requested, not call.reduce_grad_hidden, tree)
+    run = build_program(pull_back, key, requested_gradients, not call.reduce_grad_hidden, tree)
     per_token = torch.cat([saved, cotangent.contiguous().view(torch.int32)[:, None]], 1)
     grads = _run_one(run, (*_pad_inputs(x, per_token), *cache))
-    if requested[0]:
+    if requested_gradients[0]:
         grads[0] = grads[0][: x.hidden.shape[0]]
         if call.reduce_grad_hidden:
             grads[0] = _tensor_parallel.sum_dhidden(grads[0], x.hidden.dtype, call.group)
@@ -160,7 +160,9 @@ def single_shard(key: ProgramKey, keep_cache: bool, *inputs: Any) -> Any:
     return _pack_results(part, stats, sums), jax.tree.leaves(cache)
 
 
-def pull_back(key: ProgramKey, requested: tuple[bool, ...], rounded: bool, cache: Any, *inputs: Any) -> list[Any]:
+def pull_back(
+    key: ProgramKey, requested_gradients: tuple[bool, ...], rounded: bool, cache: Any, *inputs: Any
+) -> list[Any]:
     """``*operands, tokens with S and the cotangent, *cache leaves -> dhidden, dweight, dbias``, if requested.
 
     With ``rounded``, dhidden has hidden's dtype, because no sum over the group follows.
@@ -170,13 +172,13 @@ def pull_back(key: ProgramKey, requested: tuple[bool, ...], rounded: bool, cache
     *saved, cotangent = columns
     merged = _local.KLStatistics(*saved[:6])
     sums = _local.MixtureSums(*saved[6:]) if saved[6:] else None
-    kept = None if cache is None else jax.tree.unflatten(cache, leaves)
-    primals = part.gradients(merged, sums, kept, cotangent)
+    cached = None if cache is None else jax.tree.unflatten(cache, leaves)
+    primals = part.gradients(merged, sums, cached, cotangent)
     dhidden = primals.hidden.astype(operands[0].dtype) if rounded else primals.hidden
     missing = operands[1].shape[0] - primals.weight.shape[0]
     head_grads = [primals.weight, *([] if primals.bias is None else [primals.bias.astype(operands[2].dtype)])]
     grads = [dhidden, *(jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) for x in head_grads)]
-    return [grad for grad, flag in zip(grads, requested, strict=False) if flag]  # a call without a bias has no dbias
+    return [grad for grad, flag in zip(grads, requested_gradients, strict=False) if flag]  # there may be no dbias
 
 
 def _compute_cache(key: ProgramKey, *inputs: Any) -> Any:

@@ -122,28 +122,32 @@ def make_empty(x: Tensors, call: TorchCall, keep_cache: bool) -> list[torch.Tens
 
 def gradients(
     x: Tensors,
-    kept: Sequence[torch.Tensor | jax.Array],
+    residuals: Sequence[torch.Tensor | jax.Array],
     cotangents: dict[str, torch.Tensor],
-    requested: tuple[bool, ...],
+    requested_gradients: tuple[bool, ...],
     call: TorchCall,
     sums: Sums,
 ) -> list[torch.Tensor]:
     """Returns what `operators._operators.run_backward` does."""
-    (hidden, weight, bias, *_), (saved, *cache) = x, list[Any](kept)
+    (hidden, weight, bias, *_), (saved, *cache) = x, list[Any](residuals)
     rows, key = _padding.size(hidden.shape[0]), make_key(call, weight)
     tree = None
     if cache:
         numbers = len(saved) - sum(merged_fields(call).values())
         tree = jax.tree.structure(infer_cache(hidden, weight, bias, numbers, key))
-    run = build_program(pull_back, key, tuple(cotangents), requested, not call.reduce_grad_hidden, tree, donate=(4,))
+    run = build_program(
+        pull_back, key, tuple(cotangents), requested_gradients, not call.reduce_grad_hidden, tree, donate=(4,)
+    )
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
     per_token = torch.cat([saved, *[seed[None] if seed.ndim == 1 else seed.T for seed in seeds]])
     operands = _padding.pad(hidden, rows), weight, bias, _padding.pack_rows(per_token.T, rows)
     if sums.total is None:
         (grads,) = _programs.run(run, (*operands, None, *cache))
     else:
-        *grads, _ = sums.total.add_in_jax(run, (*operands, *cache), operand=len(operands), place=int(requested[0]))
-    if requested[0]:
+        *grads, _ = sums.total.add_in_jax(
+            run, (*operands, *cache), operand=len(operands), place=int(requested_gradients[0])
+        )
+    if requested_gradients[0]:
         grads[0] = grads[0][: hidden.shape[0]]
         if call.reduce_grad_hidden:
             grads[0] = _tensor_parallel.sum_dhidden(grads[0], hidden.dtype, call.group)
@@ -199,7 +203,7 @@ def single_shard(
 
 
 def pull_back(
-    key: ProgramKey, cotangents: tuple[str, ...], requested: tuple[bool, ...], rounded: bool, cache: Any,
+    key: ProgramKey, cotangents: tuple[str, ...], requested_gradients: tuple[bool, ...], rounded: bool, cache: Any,
     hidden: Any, weight: Any, bias: Any, per_token: Any, total: Any, *leaves: Any,
 ) -> list[Any]:  # fmt: skip
     """``-> dhidden, dweight, dbias``, those that are requested, from S and the cotangents.
@@ -232,7 +236,7 @@ def pull_back(
     dhidden = primals.hidden.astype(hidden.dtype) if rounded else primals.hidden
     dbias = primals.adapter if key.call.jax.rank else primals.bias
     grads = [dhidden, primals.weight, None if dbias is None else dbias.astype(bias.dtype)]
-    grads = [grad for grad, flag in zip(grads, requested, strict=False) if flag]  # a call without a bias has no dbias
+    grads = [grad for grad, flag in zip(grads, requested_gradients, strict=False) if flag]  # there may be no dbias
     return grads if total is None else [*grads, primals.weight[0, :1]]
 
 
@@ -277,8 +281,8 @@ def _compute_results(
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(sumexp), out.logprobs))
     by_name = out._asdict() | {"mean_logit": mean}
     forward_only: dict[str, Any] = dict.fromkeys(key.call.jax.statistics.keys() - merged_fields(key.call).keys())
-    kept = _local.pack(merged._replace(**forward_only))
-    saved = pack_arrays(*(x for x in (labels, temperature, floor, candidates) if x is not None), kept.T)
+    packed = _local.pack(merged._replace(**forward_only))
+    saved = pack_arrays(*(x for x in (labels, temperature, floor, candidates) if x is not None), packed.T)
     return {name: by_name[name] for name in fields}, saved
 
 

@@ -59,19 +59,6 @@ def test_a_teachers_weight_the_other_way_round() -> None:
     assert np.allclose(found, 0, atol=1e-5)  # a common offset of all logits changes no distribution
 
 
-def test_classes_are_weighed_as_the_refusal_says() -> None:
-    """A token without a label reads no class from the end of the table."""
-    weights, labels = jnp.linspace(0.5, 2.0, V), LABELS.at[0, 1].set(-100)
-    for name in ("class_weight", "class_weights"):
-        message = said(TypeError, lambda name=name: linear_cross_entropy(HIDDEN, WEIGHT, labels, **{name: weights}))
-        setting, line = re.fullmatch(r".* With (w = .*), the loss is (.*); known: .*", message).groups()  # type: ignore
-        given: dict[str, Any] = {"labels": labels, "class_weights": weights, "hidden": HIDDEN, "weight": WEIGHT}
-        exec(setting, None, given)
-        own = jnp.where(labels >= 0, weights[labels], 0)
-        want = -(own * logprobs(LOGITS)).sum() / own.sum()
-        assert np.isclose(eval(line, {"linear_loss": linear_loss}, given), want, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["temperature", "logit_floor"])
 def test_one_number_per_sequence(name: str) -> None:
     per_sequence = jnp.array([0.5, 2.0])

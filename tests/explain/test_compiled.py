@@ -81,7 +81,7 @@ def test_devices_that_nothing_names() -> None:
             pytest.raises(ValueError, match="neither operands nor mesh name devices of NVIDIA A100"),
         ):
             explain(*CALL, **options, compile=True)
-    with pytest.raises(ValueError, match="Give the whole arrays, mesh= and vocab_axis='tensor' in place of axis_name"):
+    with pytest.raises(ValueError, match="Give the global arrays, mesh= and vocab_axis='tensor' in place of axis_name"):
         explain(*CALL, axis_name="tensor", compile=True)
     with pytest.raises(TypeError, match="compile"):
         explain(*CALL, compile="no")

@@ -177,8 +177,8 @@ def test_the_first_call_checks_itself(right: bool, monkeypatch: pytest.MonkeyPat
     device = jax.devices()[0]
     generation = dataclasses.replace(mma.SM120, compute_capabilities=(device.compute_capability,))
     if not right:
-        exchanged = _pipeline._exchanged
-        monkeypatch.setattr(_pipeline, "_exchanged", lambda own, given, *more: exchanged(given, own, *more))
+        exchanged = _pipeline._exchange
+        monkeypatch.setattr(_pipeline, "_exchange", lambda own, given, *more: exchanged(given, own, *more))
     hidden, weight, rows, options = draw(T=100, H=128, V=1000)
     jax.clear_caches()
     with _generations.using(generation):

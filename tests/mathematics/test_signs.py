@@ -15,21 +15,21 @@ from tests.pairs import combined
 CALLS, T, H, V, K = 80, 64, 16, 1003, 6  # those of `make test` have 100,000 rows together
 
 
-def of_topk(hidden: Any, weight: Any, ids: Any, **options: Any) -> list[Any]:
+def topk_results(hidden: Any, weight: Any, ids: Any, **options: Any) -> list[Any]:
     del ids
     return [linear_topk(hidden, weight, K, **options).logprobs]
 
 
-def of_candidates(hidden: Any, weight: Any, ids: Any, **options: Any) -> list[Any]:
+def candidate_results(hidden: Any, weight: Any, ids: Any, **options: Any) -> list[Any]:
     out = linear_logprobs(hidden, weight, ids[..., 0], candidates=ids, entropy=False, **options)
     return [out.logprobs, out.candidate_logprobs]
 
 
-def of_masked(hidden: Any, weight: Any, ids: Any, **options: Any) -> list[Any]:
+def masked_results(hidden: Any, weight: Any, ids: Any, **options: Any) -> list[Any]:
     return [masked_logprobs(linear_logits(hidden, weight, ids, **options), ids, ids[..., 0]).logprobs]
 
 
-FUNCTIONS = {"top-k": of_topk, "candidates": of_candidates, "masked": of_masked}
+FUNCTIONS = {"top-k": topk_results, "candidates": candidate_results, "masked": masked_results}
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 BIAS, WHERE = 1e-3 * jnp.arange(V), jnp.arange(T) % 5 > 0
 MORE: dict[str, dict[str, Any]] = {

@@ -103,12 +103,12 @@ def errors_of_stored(problem: Problem) -> np.ndarray:
     bias, softcap = (options.pop(name, None) for name in ("bias", "logit_softcap"))
     program = gradients_of(problem, plain, **options)
 
-    def of(factor: float) -> np.ndarray:
+    def errors_at(factor: float) -> np.ndarray:
         cap = {} if softcap is None else {"logit_softcap": jnp.float32(softcap * factor)}
         other = problem._replace(hidden=problem.hidden * jnp.float32(factor), options=problem.options | cap)
         return other.errors(program(other.hidden, other.weight, bias, cap))
 
-    return np.max([of(1 + k / 1024) for k in range(5)], axis=0)
+    return np.max([errors_at(1 + k / 1024) for k in range(5)], axis=0)
 
 
 def assert_as_exact_as_stored(problem: Problem, found: Any) -> None:
@@ -129,12 +129,12 @@ def test_gradients(name: str, greedy: bool) -> None:
 def loss(function: Any, problem: Problem, **more: Any) -> Any:
     """The gradients of the same objective as a loss of each token."""
 
-    def of_token(logprob: Any, entropy: Any, lse: Any, *seeds: Any) -> Any:
+    def token_loss(logprob: Any, entropy: Any, lse: Any, *seeds: Any) -> Any:
         return sum(seed * x for seed, x in zip(seeds, (logprob, entropy, lse), strict=True))
 
     def total(hidden: Any, weight: Any) -> Any:
         options = {**problem.options, "precision": "highest", **more}
-        return function(of_token, hidden, weight, problem.labels, *problem.seeds, **options)[0]
+        return function(token_loss, hidden, weight, problem.labels, *problem.seeds, **options)[0]
 
     return jax.jit(jax.grad(total, argnums=(0, 1)))(problem.hidden, problem.weight)
 

@@ -58,7 +58,7 @@ class Function(NamedTuple):
     def __str__(self) -> str:
         return self.name
 
-    def of(self, sharded: bool = False, **axes: Any) -> Callable[[Operands], Results]:
+    def bind(self, sharded: bool = False, **axes: Any) -> Callable[[Operands], Results]:
         function = getattr(lce_jax, f"sharded_{self.name}" if sharded else self.name)
         return lambda x: self.results(functools.partial(function, precision="highest", **axes), x)
 
@@ -146,16 +146,16 @@ def found(runs: Runs, x: Operands, **jit: Any) -> dict[str, Found]:
 
 
 def each(*args: Any, **axes: Any) -> Runs:
-    return {function.name: function.of(*args, **axes) for function in FUNCTIONS}
+    return {function.name: function.bind(*args, **axes) for function in FUNCTIONS}
 
 
 @functools.cache
-def on_one_device() -> dict[str, Found]:
+def run_on_one_device() -> dict[str, Found]:
     return found(each(), OPERANDS)
 
 
 def assert_same(got: Found, function: Function) -> None:
-    want = on_one_device()[function.name]
+    want = run_on_one_device()[function.name]
     for x, y in zip(got.results, want.results, strict=True):
         assert oracle.value_error(x, y) < 5e-6
     for name, gradient in got.gradients.items():
@@ -191,18 +191,18 @@ SPLITS = {
 
 
 @functools.cache
-def over_named_axes(kind: AxisType = AUTO) -> dict[str, Found]:
+def run_over_named_axes(kind: AxisType = AUTO) -> dict[str, Found]:
     """By ``sharded_`` forms, from operands that no device has a part of."""
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
         return found(each(sharded=True, mesh=mesh, batch_axes="data"), OPERANDS)
 
 
-def over_layout(function: Function, layout: str, kind: AxisType) -> Found:
+def run_over_layout(function: Function, layout: str, kind: AxisType) -> Found:
     """The same over the axes of `LAYOUTS`, of one function."""
     mesh = mesh_of_layout(layout, kind)
     with jax.set_mesh(mesh):
-        run = function.of(sharded=True, mesh=mesh, **LAYOUTS[layout][2])
+        run = function.bind(sharded=True, mesh=mesh, **LAYOUTS[layout][2])
         return found({function.name: run}, OPERANDS)[function.name]
 
 
@@ -211,7 +211,7 @@ def inside_shard_map(check_vma: bool = True) -> dict[str, Found]:
 
     def mapped(function: Function) -> Callable[[Operands], Results]:
         def body(x: Operands) -> Results:
-            results = function.of(axis_name="tensor")(x)
+            results = function.bind(axis_name="tensor")(x)
             return tuple(lax.psum(y, "data") for y in results) if function.sums else results
 
         rows = P() if function.sums else P("data")
@@ -230,27 +230,27 @@ def split_operands(split: Split, kind: AxisType) -> Iterator[Operands]:
 def where_operands_are(split: Split, kind: AxisType, functions: Sequence[Function] = FUNCTIONS) -> dict[str, Found]:
     """Under plain ``jit``, from operands that are split: their gradients are split as they are, by types."""
     with split_operands(split, kind) as x:
-        got = found({function.name: function.of() for function in functions}, x)
+        got = found({function.name: function.bind() for function in functions}, x)
     for of_function in got.values() if kind == EXPLICIT else ():
         for name, gradient in of_function.gradients.items():
             assert names(gradient) == names(x[name]), name
     return got
 
 
-def by_in_shardings() -> dict[str, Found]:
+def run_with_in_shardings() -> dict[str, Found]:
     """No type shows how the operands are split, and they need not be there when the program is compiled."""
     mesh = mesh_of(AUTO)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in WIDEST.specs.items()}
     return found(each(), OPERANDS, in_shardings=(shardings,))
 
 
-def of_examples(kind: AxisType) -> dict[str, Found]:
+def run_examples(kind: AxisType) -> dict[str, Found]:
     """Under ``vmap`` over the batch, which the mesh splits, with weights that the examples share."""
 
     def mapped(function: Function) -> Callable[[Operands], Results]:
         def run(x: Operands) -> Results:
             shared = {name: None if name in ("weight", "teacher_weight", "bias") else 0 for name in x}
-            results = jax.vmap(function.of(), in_axes=(shared,))(x)
+            results = jax.vmap(function.bind(), in_axes=(shared,))(x)
             return tuple(y.sum() for y in results) if function.sums else results
 
         return run
@@ -260,13 +260,13 @@ def of_examples(kind: AxisType) -> dict[str, Found]:
 
 
 PLACES: dict[str, Callable[[], dict[str, Found]]] = {
-    "named, Auto": over_named_axes,
-    "named, Explicit": lambda: over_named_axes(EXPLICIT),
+    "named, Auto": run_over_named_axes,
+    "named, Explicit": lambda: run_over_named_axes(EXPLICIT),
     "shard_map": inside_shard_map,
     "shard_map without types": lambda: inside_shard_map(check_vma=False),
     "Auto": lambda: where_operands_are(WIDEST, AUTO),
     "Explicit": lambda: where_operands_are(WIDEST, EXPLICIT),
-    "in_shardings": by_in_shardings,
-    "vmap, Auto": lambda: of_examples(AUTO),
-    "vmap, Explicit": lambda: of_examples(EXPLICIT),
+    "in_shardings": run_with_in_shardings,
+    "vmap, Auto": lambda: run_examples(AUTO),
+    "vmap, Explicit": lambda: run_examples(EXPLICIT),
 }

@@ -81,7 +81,7 @@ FUNCTIONS: dict[Callable[..., Any], set[int]] = {  # and the rows in which all t
 }
 
 
-def by_shards(function: Callable[..., Any], check_vma: bool) -> Callable[..., Any]:
+def run_on_shards(function: Callable[..., Any], check_vma: bool) -> Callable[..., Any]:
     """Results and the gradient in hidden, of each shard; shard 2 is given the second set of tokens."""
 
     def body(x: dict[str, Any], other: dict[str, Any], weights: dict[str, Any]) -> Any:
@@ -117,7 +117,7 @@ def nan_rows(x: Any) -> set[int]:
 @pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_rows_that_differ(function: Callable[..., Any], check_vma: bool) -> None:
-    call, rows = by_shards(function, check_vma), FUNCTIONS[function]
+    call, rows = run_on_shards(function, check_vma), FUNCTIONS[function]
 
     def check(expected: set[int], other: dict[str, Any], **weights: Any) -> None:
         found, (dhidden, dweight) = run(call, other, **weights)

@@ -19,8 +19,8 @@ from tests.mesh.functions import (
     SPLITS,
     Function,
     assert_same,
-    over_layout,
-    over_named_axes,
+    run_over_layout,
+    run_over_named_axes,
     where_operands_are,
 )
 from tests.pairs import combined, values_of
@@ -38,7 +38,7 @@ def test_places(place: str, caplog: pytest.LogCaptureFixture) -> None:
     for function in FUNCTIONS:
         assert_same(got[function.name], function)
         if place in PARTITIONED:
-            assert got[function.name].flops < 1.1 * over_named_axes()[function.name].flops
+            assert got[function.name].flops < 1.1 * run_over_named_axes()[function.name].flops
 
 
 @combined(function=FUNCTIONS, split=list(SPLITS), kind=[AUTO, EXPLICIT])
@@ -54,4 +54,4 @@ def test_splits(function: Function, split: str, kind: AxisType) -> None:
     kind=[EXPLICIT, AUTO],
 )  # fmt: skip
 def test_layouts(function: Function, layout: str, kind: AxisType) -> None:
-    assert_same(over_layout(function, layout, kind), function)
+    assert_same(run_over_layout(function, layout, kind), function)

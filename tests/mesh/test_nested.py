@@ -31,7 +31,7 @@ class Function(NamedTuple):
     name: str
     total: Callable[..., Any]
 
-    def of(self, sharded: bool, **axes: Any) -> Callable[..., Any]:
+    def bind(self, sharded: bool, **axes: Any) -> Callable[..., Any]:
         function = getattr(lce_jax, f"sharded_{self.name}" if sharded else self.name)
         return lambda *operands: self.total(lambda *args, **more: function(*args, **axes, **more), *operands)
 
@@ -51,7 +51,7 @@ def value_and_gradients(mesh: Any, weight_spec: P, axes: set[str] | None, how: d
     def body(*operands: Any) -> Any:
         found = []
         for function in FUNCTIONS:
-            value, gradients = jax.value_and_grad(function.of(**how), argnums=(0, 1))(*operands)
+            value, gradients = jax.value_and_grad(function.bind(**how), argnums=(0, 1))(*operands)
             found.append((lax.psum(value, "data"), gradients))
         return found
 
@@ -64,8 +64,8 @@ def value_and_gradients(mesh: Any, weight_spec: P, axes: set[str] | None, how: d
 
 
 @functools.cache
-def on_one_device() -> Any:
-    steps = [jax.value_and_grad(function.of(False), argnums=(0, 1)) for function in FUNCTIONS]
+def run_on_one_device() -> Any:
+    steps = [jax.value_and_grad(function.bind(False), argnums=(0, 1)) for function in FUNCTIONS]
     return jax.jit(lambda *operands: [step(*operands) for step in steps])(*OPERANDS)
 
 
@@ -78,7 +78,7 @@ def test_gradients_over_both_axes(kind: AxisType) -> None:
         inside = value_and_gradients(mesh, P(), {"data"}, {"sharded": True, **given})
         by_hand = value_and_gradients(mesh, P("tensor"), None, {"sharded": False, "axis_name": "tensor"})
     for found in (inside, by_hand):
-        for function, (value, gradients), (want, wanted) in zip(FUNCTIONS, found, on_one_device(), strict=True):
+        for function, (value, gradients), (want, wanted) in zip(FUNCTIONS, found, run_on_one_device(), strict=True):
             assert oracle.value_error(value, want) < 5e-6, function.name
             for got, true in zip(gradients, wanted, strict=True):
                 assert oracle.relative_norm(got, true) < 1e-5, function.name
@@ -88,7 +88,7 @@ def test_a_sum_inside_varies_as_its_tokens_do() -> None:
     """So ``shard_map`` refuses to return it as one number."""
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):
-        mapped = jax.shard_map(FUNCTIONS[0].of(True), in_specs=(ROWS, P(), ROWS), out_specs=P(), axis_names={"data"})
+        mapped = jax.shard_map(FUNCTIONS[0].bind(True), in_specs=(ROWS, P(), ROWS), out_specs=P(), axis_names={"data"})
         with pytest.raises(ValueError, match="out_specs"):
             jax.eval_shape(mapped, *OPERANDS)
 
@@ -98,7 +98,7 @@ def test_an_axis_that_is_manual_already() -> None:
     hidden, weight, labels = OPERANDS
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
 
-    def over_data(function: Callable[..., Any], weight_spec: P, rows: P, **axes: Any) -> Any:
+    def map_over_data(function: Callable[..., Any], weight_spec: P, rows: P, **axes: Any) -> Any:
         def body(*operands: Any) -> Any:
             return function(*operands, **axes).logprobs
 
@@ -110,13 +110,13 @@ def test_an_axis_that_is_manual_already() -> None:
         with pytest.raises(
             ValueError, match=r"batch_axes 'data': this is inside shard_map over 'data'.* Leave 'data' out"
         ):
-            over_data(sharded_linear_logprobs, P(), ROWS, batch_axes="data")
+            map_over_data(sharded_linear_logprobs, P(), ROWS, batch_axes="data")
         with pytest.raises(
             ValueError, match=r"vocab_axis 'data': .* without sharded_ in its name, with axis_name='data'"
         ):
-            over_data(sharded_linear_logprobs, P("data"), P(), vocab_axis="data")
+            map_over_data(sharded_linear_logprobs, P("data"), P(), vocab_axis="data")
         for got in (
-            over_data(sharded_linear_logprobs, P(), ROWS),
-            over_data(linear_logprobs, P("data"), P(), axis_name="data"),
+            map_over_data(sharded_linear_logprobs, P(), ROWS),
+            map_over_data(linear_logprobs, P("data"), P(), axis_name="data"),
         ):
             assert oracle.value_error(got, want) < 2e-6

@@ -60,14 +60,14 @@ def test_vmap_with_a_mesh_axis(call: str) -> None:
         assert oracle.relative_norm(got, true) < 1e-5
 
 
-def in_one_pass(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+def loss_in_one_pass(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     def loss(logprob: Any, entropy: Any, _: Any, label: Any) -> Any:
         return jnp.where(label % 2 == 0, -logprob, 0.1 * entropy)
 
     return linear_loss(loss, hidden, weight, labels, labels, chunk_bytes=1)[0]
 
 
-def with_a_cache(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+def cached_logprobs(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     return linear_logprobs(hidden, weight, labels, cache_bytes=1 << 20).logprobs.sum()
 
 
@@ -79,8 +79,8 @@ def divergence(hidden: jax.Array, weight: jax.Array, labels: jax.Array, directio
 
 
 EXAMPLES = {
-    "cache": with_a_cache,
-    "linear_loss": in_one_pass,
+    "cache": cached_logprobs,
+    "linear_loss": loss_in_one_pass,
     "linear_kl": divergence,
     "linear_kl, jsd": functools.partial(divergence, direction="jsd"),
 }

@@ -64,16 +64,16 @@ def cross_entropy(x: dict[str, Any], axis_name: Any, **more: Any) -> Any:
     return jnp.sum(linear_cross_entropy(x["hidden"], x["weight"], x["labels"], **options_of(x), **more))
 
 
-def with_normalizer(x: dict[str, Any], axis_name: Any) -> Any:
+def normalized_cross_entropy(x: dict[str, Any], axis_name: Any) -> Any:
     return cross_entropy(x, axis_name, normalizer=x["normalizer"])
 
 
 def loss(x: dict[str, Any], axis_name: Any) -> Any:
-    def of_token(logprob: Any, entropy: Any, lse: Any, own: Any) -> Any:
+    def token_loss(logprob: Any, entropy: Any, lse: Any, own: Any) -> Any:
         return losses.ppo_clip(logprob, entropy, lse, own[0] - 4.0, own[1]) + 0.1 * entropy
 
     operands = x["hidden"], x["weight"], x["labels"], x["own"]
-    return linear_loss(of_token, *operands, axis_name=axis_name, **options_of(x))[0]
+    return linear_loss(token_loss, *operands, axis_name=axis_name, **options_of(x))[0]
 
 
 def kl(x: dict[str, Any], axis_name: Any, **more: Any) -> Any:
@@ -105,7 +105,7 @@ FUNCTIONS: dict[Any, tuple[str, ...]] = {  # and the operands that may be typed 
     functools.partial(cross_entropy, reduction="sum"): ("where", "labels", "z_loss"),
     functools.partial(cross_entropy, reduction="none"): ("where", "labels", "z_loss"),
     functools.partial(cross_entropy, label_smoothing=0.1): ("where", "labels", "z_loss"),
-    with_normalizer: ("normalizer", "where", "z_loss"),
+    normalized_cross_entropy: ("normalizer", "where", "z_loss"),
     loss: (*ALL, "labels", "own"),
     kl: (*ALL, "teacher_hidden", "teacher_temperature"),
     jsd: (*ALL, "beta", "teacher_hidden"),
@@ -125,7 +125,7 @@ def name_of(function: Any) -> str:
     return function.__name__
 
 
-def by_shards(calls: list[tuple[Any, tuple[str, ...]]], mesh_name: str) -> Any:
+def run_on_shards(calls: list[tuple[Any, tuple[str, ...]]], mesh_name: str) -> Any:
     """Of each function in one program, its sum and gradients with these operands typed as varying."""
     sizes, axis_name, typed = MESHES[mesh_name]
     kinds = (AxisType.Auto,) * len(sizes)
@@ -133,7 +133,7 @@ def by_shards(calls: list[tuple[Any, tuple[str, ...]]], mesh_name: str) -> Any:
     data = tuple(axis for axis in sizes if axis == "data")
     specs = {name: P(axis_name) if name in SPLIT else P(data) if name in PER_TOKEN else P() for name in OPERANDS}
 
-    def of_call(function: Any, varying: tuple[str, ...], x: dict[str, Any]) -> Any:
+    def differentiate_call(function: Any, varying: tuple[str, ...], x: dict[str, Any]) -> Any:
         x = x | {name: lax.pcast(x[name], typed, to="varying") for name in varying}
 
         def total(floats: dict[str, Any]) -> Any:
@@ -144,14 +144,14 @@ def by_shards(calls: list[tuple[Any, tuple[str, ...]]], mesh_name: str) -> Any:
         return lax.pmean(lax.psum(value, data), axis_name), grads
 
     def body(x: dict[str, Any]) -> Any:
-        return [of_call(*call, x) for call in calls]
+        return [differentiate_call(*call, x) for call in calls]
 
     out_specs = [(P(), {name: specs[name] for name in DIFFERENTIABLE})] * len(calls)
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out_specs))(OPERANDS)
 
 
 @functools.cache
-def by_one_device(functions: tuple[Any, ...], parts: int) -> Any:
+def run_on_one_device(functions: tuple[Any, ...], parts: int) -> Any:
     """Of each function, the sum over as many parts of the tokens."""
 
     def total(floats: dict[str, Any], function: Any) -> Any:
@@ -173,7 +173,7 @@ CALLS = {  # every function with all operands typed so, and with each of them
 }
 SOME = {
     "most": [(function, FUNCTIONS[function]) for function in (logprobs, cross_entropy, jsd)],
-    "normalizer": [call for call in CALLS["each"] if call[0] in (with_normalizer, cross_entropy)],
+    "normalizer": [call for call in CALLS["each"] if call[0] in (normalized_cross_entropy, cross_entropy)],
     "logprobs": CALLS["all"][:1],
 }
 WAYS = [("most", "one of two"), ("normalizer", "tensor"), ("logprobs", "data and tensor")]
@@ -185,8 +185,8 @@ WAYS += itertools.product(CALLS, MESHES)
 def test_as_on_one_device(varying: str, mesh: str) -> None:
     calls = (CALLS | SOME)[varying]
     functions = tuple(dict.fromkeys(function for function, _ in calls))
-    want = by_one_device(functions, MESHES[mesh][0].get("data", 1))
-    for (function, operands), (value, grads) in zip(calls, by_shards(calls, mesh), strict=True):
+    want = run_on_one_device(functions, MESHES[mesh][0].get("data", 1))
+    for (function, operands), (value, grads) in zip(calls, run_on_shards(calls, mesh), strict=True):
         named = f"{name_of(function)}: {' '.join(operands)}"
         assert oracle.value_error(value, want[function][0]) < 2e-6, named
         for name in DIFFERENTIABLE:

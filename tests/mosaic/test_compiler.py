@@ -28,7 +28,7 @@ def test_a_private_name_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(_compiler, "_compiler", object)
     assert _compiler.why_not.__wrapped__() is None
     monkeypatch.delattr(core, "_compile_as_torch_gpu_kernel")
-    told = "AttributeError: JAX launches Mosaic kernels in another way than it did"
+    told = "AttributeError: this version of JAX launches Mosaic kernels differently"
     assert _compiler.why_not.__wrapped__() in (None, told)  # found before it was gone
     _compiler._takes_device.cache_clear()
     assert _compiler.why_not.__wrapped__() == told
@@ -38,7 +38,7 @@ def test_a_private_name_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_plugin_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compiler, "PLUGINS", ("jax_plugins.none",))
     monkeypatch.setattr(_compiler, "_compiler", _compiler._compiler.__wrapped__)
-    told = "ImportError: none of jax_plugins.none is installed, which hold the compiler of the kernels"
+    told = "ImportError: none of jax_plugins.none is installed, but they have the compiler of the kernels"
     assert _compiler.why_not.__wrapped__() == told
 
 

@@ -71,7 +71,7 @@ def small_check(
     monkeypatch.setattr(module, "H", hidden_size)
 
 
-def swapped(own: Any, given: Any, exchange: Any, exchanged: Callable[..., Any] = _pipeline._exchanged) -> Any:
+def swapped(own: Any, given: Any, exchange: Any, exchanged: Callable[..., Any] = _pipeline._exchange) -> Any:
     return exchanged(given, own, exchange)
 
 
@@ -90,8 +90,8 @@ def raising(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "fault", "told"),
     [
-        ("_exchanged", swapped, "is off by dhidden"),
-        ("_exchanged", raising, "raised RuntimeError: no"),
+        ("_exchange", swapped, "is off by dhidden"),
+        ("_exchange", raising, "raised RuntimeError: no"),
         ("_multiply", doubled_later, "is off by "),
     ],
 )

@@ -45,13 +45,13 @@ def test_a_union(parts: int, count: int, group: int) -> None:
     assert not races_found()
     assert np.isnan(found[0]).all()
     for number in range(groups):
-        of_group = _operands.unstacked_statistics(case, given[number * group : min((number + 1) * group, count)])
+        of_group = _operands.unstack_statistics(case, given[number * group : min((number + 1) * group, count)])
         want: Any = _operands.UNWRITTEN
         if number * group < count:
             nats = of_group._replace(weighted=of_group.weighted * np.log(2), target=of_group.target * np.log(2))
             want = _statistics.merge(nats, scale * np.log(2))
             want = want._replace(weighted=want.weighted / np.log(2), target=want.target / np.log(2))
-        for i, name in enumerate(_operands.statistic_names(case)):
+        for i, name in enumerate(_operands.list_statistics(case)):
             expected = np.broadcast_to(getattr(want, name), TOKENS)
             np.testing.assert_allclose(found[1 + number, i, :130], expected[:130], rtol=1e-5, err_msg=name)
 

@@ -43,7 +43,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
 
 def is_served(call: Call, generation: Generation) -> bool:
     whole_parts = (call.options.vocab_part_size or 0) % generation.tiling.atom == 0
-    return generation.has_tma or (call.options.weight_layout == "vh" and whole_parts)
+    return generation.machine.has_tma or (call.options.weight_layout == "vh" and whole_parts)
 
 
 def calls(generation: Generation, of: list[Call] = CALLS) -> list[Any]:
@@ -122,9 +122,9 @@ def test_kept_tiles_of_two_heads_go_where_the_gpu_can_send_them(generation: Gene
         text = str(jax.jit(jax.grad(divergence)).trace(given).jaxpr)
     name = "lce_cached_kl_dlogits"
     assert name in text
-    assert ("copy_smem_to_gmem" in text) == generation.has_tma
+    assert ("copy_smem_to_gmem" in text) == generation.machine.has_tma
     kept, output = [jnp.empty(1, jnp.bfloat16), jnp.empty(1, jnp.float32)], jnp.empty(1, jnp.bfloat16)
-    staged, needed = _cached_dlogits.room(generation, kept, output)
+    staged, needed = _cached_dlogits.plan_shared_memory(generation, kept, output)
     assert not staged
     assert needed <= generation.smem_limit
 

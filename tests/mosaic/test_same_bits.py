@@ -110,8 +110,8 @@ def test_shards_of_whole_groups(most: int) -> None:
         case = case_of(call("bits", T=T, H=H, V=V // shards, stats=True))
 
         def run(*given: Operands) -> Any:
-            parts = [mosaic.in_parts(each, case)[0] for each in given]
-            return mosaic.merged(jax.tree.map(lambda *x: jnp.stack(x), *parts), case, inverse, None)
+            parts = [mosaic.partial_statistics(each, case)[0] for each in given]
+            return mosaic.merge_statistics(jax.tree.map(lambda *x: jnp.stack(x), *parts), case, inverse, None)
 
         with interpreting(plgpu.InterpretGPUParams()):
             return jax.jit(run)(*(operands(shards, shard) for shard in range(shards)))

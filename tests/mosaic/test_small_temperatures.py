@@ -82,7 +82,7 @@ def of_kernels(test: Call, case: _types.Call, operands: Operands, seeds: list[ja
     def run(operands: Operands) -> Any:
         stats, cache = mosaic.statistics(operands, case, True)
         if case.gradient_threshold:
-            cache, dropped = mosaic.selected(case, cache, Normalizer(stats.max, stats.sumexp), None)
+            cache, dropped = mosaic.select_tiles(case, cache, Normalizer(stats.max, stats.sumexp), None)
             assert (dropped is not None) == test.options.stats
         rows = coefficients(test, stats, cotangent, operands)
         return mosaic.gradients(operands, case, rows, cache)[:2]

@@ -164,7 +164,7 @@ def check_live_tiles(test: Call, case: Any) -> None:
 
     def forward(operands: Operands) -> Any:
         stats, tiles = mosaic.statistics(operands, case, True)
-        return stats, *mosaic.selected(case, tiles, Normalizer(stats.max, stats.sumexp), test.num_rows)
+        return stats, *mosaic.select_tiles(case, tiles, Normalizer(stats.max, stats.sumexp), test.num_rows)
 
     stats, found, dropped = traced(forward, operands)
     np.testing.assert_array_equal(found[:, : live.shape[1]], live)
@@ -210,9 +210,11 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
         )  # fmt: skip
 
     def gradients(parts: list[Operands]) -> Any:
-        found = [mosaic.in_parts(part, case, True) for part in parts]
-        stats = mosaic.merged(jax.tree.map(lambda *x: jnp.stack(x), *(each[0] for each in found)), case, None, None)
-        live = [mosaic.selected(case, tiles, Normalizer(stats.max, stats.sumexp), None) for _, tiles in found]
+        found = [mosaic.partial_statistics(part, case, True) for part in parts]
+        stats = mosaic.merge_statistics(
+            jax.tree.map(lambda *x: jnp.stack(x), *(each[0] for each in found)), case, None, None
+        )
+        live = [mosaic.select_tiles(case, tiles, Normalizer(stats.max, stats.sumexp), None) for _, tiles in found]
         counts = _logprobs.exclude_empty_rows(None, stats.sumexp) if test.options.has_floor else None
         rows = coefficients(test, stats, cotangent, operands, counts)
         each = zip(parts, live, strict=True)

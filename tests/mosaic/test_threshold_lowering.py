@@ -30,7 +30,7 @@ EVERYTHING = {"stats": True, "logit_softcap": 30.0, "where": True, "temperature"
 )  # fmt: skip
 def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any]) -> None:
     text = lower(T, H, V, gradient_threshold=2.0**-12, **options)
-    assert all(f"lce_live_{name}" in text for name in ("dlogits", "dhidden", "dweight"))
+    assert all(f"lce_active_{name}" in text for name in ("dlogits", "dhidden", "dweight"))
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_lowers_over_a_mesh() -> None:
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     function = functools.partial(lce_jax.sharded_linear_logprobs, mesh=mesh, batch_axes="data", sequence_axis="tensor")
     text = lower(512, 256, 4096, gradient_threshold=0.1, stats=True, where=True, function=function)
-    assert "lce_live_dweight" in text
+    assert "lce_active_dweight" in text
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_lowers_for_one_shard() -> None:
         return part.gradients(stats, _local.Results(lce_jax.LogprobOutput(seed, seed, seed)), cache)
 
     found = jax.jit(step).trace(*operands, struct((512,), "float32"))
-    assert "lce_live_dhidden" in found.lower(lowering_platforms=("cuda",)).as_text()
+    assert "lce_active_dhidden" in found.lower(lowering_platforms=("cuda",)).as_text()
     assert found.out_info.hidden.shape == (512, 256)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 import lce_jax
 from lce_jax.mosaic import _chunks
-from lce_jax.mosaic._operands import geometry
+from lce_jax.mosaic._operands import make_geometry
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import HOPPER
 from lce_jax.run.kernels import trace_for_device
@@ -70,12 +70,12 @@ def test_any_number_of_shards(part: int, parts: int, columns: int, shards: tuple
 def test_where_tiles_and_groups_lie(V: int, part: int) -> None:
     """As a walk over the parts finds them."""
     tile, group = HOPPER.tiling.tile, _chunks.GROUP
-    shape = geometry(case_of(call("", V=V, vocab_part_size=part)), HOPPER.tiling)
+    shape = make_geometry(case_of(call("", V=V, vocab_part_size=part)), HOPPER.tiling)
     parts = [range(start, min(start + part, V), tile) for start in range(0, V, part)]
     columns = [column for each in parts for column in each]
     firsts = [columns.index(each[i]) for each in parts for i in range(0, len(each), group)]
     assert [shape.column(i) for i in range(shape.num_tiles)] == columns
-    assert [_chunks.first_tile(shape, i) for i in range(_chunks.num_groups(shape))] == firsts
+    assert [_chunks.first_tile(shape, i) for i in range(_chunks.count_groups(shape))] == firsts
     assert _chunks.first_tile(shape, len(firsts)) >= shape.num_tiles
     for column in {0, 1, part - 1, min(part, V - 1), V // 2, V - 1} & set(range(V)):
         number, place = divmod(shape.place(column), tile)

@@ -63,7 +63,7 @@ def test_every_element_is_written(
     def results(operands: Any, cotangent: Any) -> Any:
         stats, cache = mosaic.statistics(operands, case, True)
         if gradient_threshold:
-            cache, _ = mosaic.selected(case, cache, Normalizer(stats.max, stats.sumexp), rows)
+            cache, _ = mosaic.select_tiles(case, cache, Normalizer(stats.max, stats.sumexp), rows)
         coefficients = _logprobs.row_coefficients(stats, cotangent, 1.0, 1.0, counts, test.options, true_columns or V)
         return stats, mosaic.gradients(operands, case, coefficients, cache)
 

@@ -35,7 +35,7 @@ def draw(vocab_size: int = V, logit_scale: float = 1.0, **_: Any) -> tuple[jax.A
     return jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(labels, jnp.int32), jnp.asarray(rng.random(T) < 0.7)
 
 
-def from_logits(hidden, weight, labels, where=None, vocab_size=V, logit_scale=1.0, logit_softcap=None, **_: Any):
+def stored_results(hidden, weight, labels, where=None, vocab_size=V, logit_scale=1.0, logit_softcap=None, **_: Any):
     z = logit_scale * jnp.matmul(hidden, weight[:vocab_size].T, precision="highest")
     z = z if logit_softcap is None else logit_softcap * jnp.tanh(z / logit_softcap)
     owned = (labels >= 0) & (labels < vocab_size)
@@ -50,7 +50,7 @@ def test_equals_stored_logits(name: str, with_where: bool) -> None:
     options = OPTIONS[name]
     hidden, weight, labels, where = draw(**options)
     where = where if with_where else None
-    want = from_logits(hidden, weight, labels, where, **options)
+    want = stored_results(hidden, weight, labels, where, **options)
     assert 0.2 < want.mean() < 0.8
 
     def correct(hidden: Any) -> jax.Array:
@@ -71,7 +71,7 @@ def test_only_with_stats_and_beside_gradients() -> None:
         return out.logprobs.sum(), out
 
     (_, out), with_stats = jax.value_and_grad(loss, has_aux=True)(hidden, True)
-    assert np.array_equal(out.correct, from_logits(hidden, weight, labels))
+    assert np.array_equal(out.correct, stored_results(hidden, weight, labels))
     assert np.array_equal(with_stats, jax.grad(loss, has_aux=True)(hidden, False)[0])
 
 
@@ -80,7 +80,7 @@ def test_under_vmap_and_without_tokens() -> None:
     hidden, weight, labels, _ = draw()
     batched = jax.vmap(lambda h, y: linear_logprobs(h, weight, y, stats=True).correct)
     assert np.array_equal(
-        batched(hidden.reshape(4, -1, H), labels.reshape(4, -1)).reshape(-1), from_logits(hidden, weight, labels)
+        batched(hidden.reshape(4, -1, H), labels.reshape(4, -1)).reshape(-1), stored_results(hidden, weight, labels)
     )
     nothing = linear_logprobs(hidden[:0], weight, labels[:0], stats=True).correct
     assert (nothing.shape, nothing.dtype) == ((0,), jnp.bool_)
@@ -96,4 +96,4 @@ def test_over_a_mesh(axis_type: AxisType) -> None:
         call = dict(options, where=where, batch_axes="data", stats=True)
         got = jax.jit(lambda h, w: sharded_linear_logprobs(h, w, labels, **call).correct)(hidden, weight)
     assert got.dtype == jnp.bool_
-    assert np.array_equal(got, from_logits(hidden, weight, labels, where, **options))
+    assert np.array_equal(got, stored_results(hidden, weight, labels, where, **options))

@@ -52,6 +52,6 @@ def test_the_kernels_refuse_a_bias() -> None:
     call = (struct((512, 256), jnp.bfloat16), struct((1024, 256), jnp.bfloat16), struct((512,), jnp.int32))
     plan = explain(*call, bias=struct((1024,), jnp.float32))
     assert plan.implementation == "xla"
-    assert "the kernels' epilogues add none" in plan.refused["mosaic_gpu"]
+    assert "the kernels' epilogues do not add a bias" in plan.refused["mosaic_gpu"]
     with pytest.raises(UnsupportedError, match="bias: the kernels"):
         explain(*call, bias=struct((1024,), jnp.float32), implementation="mosaic_gpu")

@@ -206,7 +206,7 @@ def test_no_implicit_transfers() -> None:
             distillation_loss(*arrays, divergence=divergence)
 
 
-def of_verl(divergence: str, log_q: Any, log_p: Any) -> Any:
+def verl_loss(divergence: str, log_q: Any, log_p: Any) -> Any:
     """verl's top-k losses: sums over the candidates, of log-probabilities that are at least ln 1e-8."""
     log_q, log_p = (jnp.maximum(x, np.log(1e-8)) for x in (log_q, log_p))
     q, p = jnp.exp(log_q), jnp.exp(log_p)
@@ -216,21 +216,21 @@ def of_verl(divergence: str, log_q: Any, log_p: Any) -> Any:
     return jnp.sum(p * (log_p - log_q) if divergence == "forward_kl" else q * (log_q - log_p), -1)
 
 
-def of_tail_bins(divergence: str, log_q: Any, log_p: Any) -> Any:
+def tail_bin_loss(divergence: str, log_q: Any, log_p: Any) -> Any:
     """The tail bin of SDFT and of TRL: ln(1 - Σ p) beside the candidates."""
     tails = [jnp.log(-jnp.expm1(jax.nn.logsumexp(x, -1, keepdims=True))) for x in (log_q, log_p)]
     log_q, log_p = (jnp.concatenate(pair, -1) for pair in zip((log_q, log_p), tails, strict=True))
-    return of_verl(divergence, log_q, log_p)
+    return verl_loss(divergence, log_q, log_p)
 
 
-def of_nemo(divergence: str, log_q: Any, log_p: Any) -> Any:
+def nemo_loss(divergence: str, log_q: Any, log_p: Any) -> Any:
     """NeMo RL without ``zero_outside_topk``: both softmaxes over the candidates alone."""
-    return of_verl(divergence, jax.nn.log_softmax(log_q), jax.nn.log_softmax(log_p))
+    return verl_loss(divergence, jax.nn.log_softmax(log_q), jax.nn.log_softmax(log_p))
 
 
 @pytest.mark.fast("drop")
 @pytest.mark.parametrize(
-    ("published", "rest"), [(of_verl, "drop"), (of_tail_bins, "bin"), (of_nemo, "renormalize")], ids=RESTS
+    ("published", "rest"), [(verl_loss, "drop"), (tail_bin_loss, "bin"), (nemo_loss, "renormalize")], ids=RESTS
 )
 def test_frameworks(published: Any, rest: str) -> None:
     """The losses of frameworks on stored logits, in value and in the gradients of hidden and weight."""

@@ -41,7 +41,7 @@ def test_bfloat16_products_are_never_rounded() -> None:
     weight = (jax.random.normal(keys[1], (V, H)) * 3 / H**0.5).astype(jnp.bfloat16)
     labels = jax.random.randint(keys[2], (T,), 0, V)
 
-    def of(results: Any) -> Any:
+    def run(results: Any) -> Any:
         def objective(hidden: jax.Array, weight: jax.Array) -> Any:
             logprobs, entropy = results(hidden, weight, labels)
             return jnp.sum(logprobs - 0.1 * entropy), (logprobs, entropy)
@@ -49,10 +49,10 @@ def test_bfloat16_products_are_never_rounded() -> None:
         (_, found), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(hidden, weight)
         return found, grads
 
-    found, grads = of(lambda *operands: linear_logprobs(*operands)[:2])
-    far = of(lambda *operands: stored(rounded, *operands))
+    found, grads = run(lambda *operands: linear_logprobs(*operands)[:2])
+    far = run(lambda *operands: stored(rounded, *operands))
     for way in (preferred, cast_first):
-        want, wanted = of(lambda *operands, way=way: stored(way, *operands))
+        want, wanted = run(lambda *operands, way=way: stored(way, *operands))
         for got, true, off in zip(found, want, far[0], strict=True):
             assert oracle.value_error(got, true) <= 5e-6
             assert oracle.value_error(off, true) >= 1e-3  # half a unit of 8 bits, of logits to 10

@@ -21,20 +21,20 @@ def test_a_loss_in_the_forward_and_vmap() -> None:
     def loss(logprob, entropy, lse, advantage):
         return -advantage * logprob - 0.1 * entropy + 0.01 * lse
 
-    def in_forward(hidden, weight, labels, floor):
+    def loss_in_forward(hidden, weight, labels, floor):
         more = {"logit_floor": floor, "chunk_bytes": 1, "precision": "highest"}
         return linear_loss(loss, hidden, weight, labels, jnp.cos(labels), **more)[0]
 
-    def by_results(hidden, weight, labels, floor):
+    def loss_of_results(hidden, weight, labels, floor):
         out = linear_logprobs(hidden, weight, labels, logit_floor=floor, precision="highest")
         return jnp.sum(jax.vmap(loss)(*out[:3], jnp.cos(labels)))
 
-    want = jax.jit(jax.value_and_grad(by_results, argnums=(0, 1)))(hidden, weight, labels, floor)
-    got = jax.jit(jax.value_and_grad(in_forward, argnums=(0, 1)))(hidden, weight, labels, floor)
+    want = jax.jit(jax.value_and_grad(loss_of_results, argnums=(0, 1)))(hidden, weight, labels, floor)
+    got = jax.jit(jax.value_and_grad(loss_in_forward, argnums=(0, 1)))(hidden, weight, labels, floor)
     assert oracle.value_error(got[0], want[0]) < 2e-5  # a sum of 24 tokens
     assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(got[1], want[1], strict=True))
     halves = (hidden.reshape(2, 12, -1), labels.reshape(2, 12), floor.reshape(2, 12))
-    sums = jax.jit(jax.vmap(lambda h, y, f: by_results(h, weight, y, f)))(*halves)
+    sums = jax.jit(jax.vmap(lambda h, y, f: loss_of_results(h, weight, y, f)))(*halves)
     assert oracle.value_error(jnp.sum(sums), want[0]) < 2e-5
 
 

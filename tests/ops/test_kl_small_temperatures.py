@@ -90,7 +90,7 @@ def groups(kl: Any, dhidden: Any, dweight: Any) -> list[np.ndarray]:
     return [*parts, np.asarray(dweight, np.float64)]
 
 
-def in_other_orders(drawn: Drawn) -> Iterator[tuple[Drawn, np.ndarray]]:
+def permute_hidden_size(drawn: Drawn) -> Iterator[tuple[Drawn, np.ndarray]]:
     """The same call with its H permuted, and how to put the gradients back."""
     for i in range(ORDERS):
         order = np.random.default_rng(i).permutation(H)
@@ -104,7 +104,7 @@ def errors(drawn: Drawn, shards: int) -> np.ndarray:
     rows = slice(None if shards else -EACH)
     true, found = groups(want.kl, *want.gradients), []
     run = compiled(shards, drawn.options["direction"], drawn.options["logit_softcap"])
-    for one, back in in_other_orders(drawn):
+    for one, back in permute_hidden_size(drawn):
         (hidden, weight), (teacher_hidden, teacher_weight), temperature = *one[:2], one.options["temperature"]
         models = (hidden[rows], weight), (teacher_hidden[rows], teacher_weight)
         gradients, kl = run(*models, one.seed[rows], temperature[rows])

@@ -31,12 +31,12 @@ def factor(x: Any) -> Any:
     return jax.random.uniform(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else (x * x.conj() + x**3).real
 
 
-def of_argument(logprob: Any, entropy: Any, _: Any, x: Any) -> Any:
+def loss_of_argument(logprob: Any, entropy: Any, _: Any, x: Any) -> Any:
     return -factor(x) * logprob + 0.1 * entropy
 
 
 def closing_over(x: Any) -> Any:
-    return lambda logprob, entropy, lse: of_argument(logprob, entropy, lse, x)
+    return lambda logprob, entropy, lse: loss_of_argument(logprob, entropy, lse, x)
 
 
 def value_and_gradients(total: Any, x: Any) -> Any:
@@ -50,7 +50,7 @@ def expected(kind: str, how: str) -> Any:
     x = KINDS[kind] if how == "argument" else KINDS[kind][0, 0]
 
     def total(hidden: Any, weight: Any, x: Any) -> Any:
-        loss, own = (of_argument, (x,)) if how == "argument" else (closing_over(x), ())
+        loss, own = (loss_of_argument, (x,)) if how == "argument" else (closing_over(x), ())
         return two_passes(loss, hidden, weight, LABELS, *own, precision="highest")
 
     return value_and_gradients(total, x)(HIDDEN, WEIGHT, x)
@@ -65,7 +65,7 @@ def test_under_jit(kind: str, how: str, place: str) -> None:
     x = KINDS[kind] if how == "argument" else KINDS[kind][0, 0]
 
     def total(hidden: Any, weight: Any, x: Any) -> Any:
-        loss, own = (of_argument, (x,)) if how == "argument" else (closing_over(x), ())
+        loss, own = (loss_of_argument, (x,)) if how == "argument" else (closing_over(x), ())
         return linear_loss(loss, hidden, weight, LABELS, *own, **OPTIONS)[0]
 
     hidden, weight = HIDDEN, WEIGHT
@@ -82,7 +82,7 @@ def test_under_jit(kind: str, how: str, place: str) -> None:
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_over_a_mesh(kind: str, axis_type: AxisType) -> None:
     def total(hidden: Any, weight: Any, x: Any) -> Any:
-        return sharded_linear_loss(of_argument, hidden, weight, LABELS, x, batch_axes="data", **OPTIONS)[0]
+        return sharded_linear_loss(loss_of_argument, hidden, weight, LABELS, x, batch_axes="data", **OPTIONS)[0]
 
     with jax.set_mesh(mesh_of((2, 4), axis_type)):
         got = value_and_gradients(total, KINDS[kind])(HIDDEN, WEIGHT, KINDS[kind])
@@ -96,7 +96,7 @@ def test_inside_shard_map(kind: str) -> None:
 
     def body(hidden: Any, weight: Any, labels: Any, x: Any) -> Any:
         x = lax.all_gather(x, "tensor", axis=1, tiled=True)
-        total, _ = linear_loss(of_argument, hidden, weight, labels, x, axis_name="tensor", **OPTIONS)
+        total, _ = linear_loss(loss_of_argument, hidden, weight, labels, x, axis_name="tensor", **OPTIONS)
         return lax.psum(total, "data")
 
     specs = P("data"), P("tensor"), P("data"), P("data", "tensor")
@@ -143,11 +143,11 @@ def test_a_nan_that_every_shard_holds_and_a_number_that_differs() -> None:
 
     def body(hidden: Any, weight: Any, own: Any, step: Any) -> Any:
         own = lax.pcast(own, "tensor", to="varying") + step * lax.axis_index("tensor")
-        loss = functools.partial(linear_loss, of_argument, axis_name="tensor", **OPTIONS)
+        loss = functools.partial(linear_loss, loss_of_argument, axis_name="tensor", **OPTIONS)
         return loss(hidden, weight, LABELS, own.astype(jnp.float16), where=~jnp.isnan(own))[0]
 
     mapped = jax.jit(jax.shard_map(body, mesh=mesh_of((1, 4)), in_specs=(P(), P("tensor"), P(), P()), out_specs=P()))
     own = REAL.astype(jnp.float16).astype(jnp.float32).at[0, 3].set(jnp.nan)
-    want = two_passes(of_argument, HIDDEN, WEIGHT, LABELS, own, where=~jnp.isnan(own))
+    want = two_passes(loss_of_argument, HIDDEN, WEIGHT, LABELS, own, where=~jnp.isnan(own))
     assert oracle.value_error(mapped(HIDDEN, WEIGHT, own, 0.0), want) < 1e-3  # the losses' own arithmetic is float16
     assert jnp.isnan(mapped(HIDDEN, WEIGHT, own, 1.0))

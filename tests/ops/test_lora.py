@@ -47,11 +47,11 @@ def merged(weight: Any, a: Any, b: Any, options: dict[str, Any]) -> tuple[np.nda
     is_vh = options.get("weight_layout", "vh") == "vh"
     whole = np.asarray(weight, np.float64) + SCALE * (b @ a if is_vh else (b @ a).T)
 
-    def of_factors(dweight: Any) -> tuple[np.ndarray, np.ndarray]:
+    def factor_gradients(dweight: Any) -> tuple[np.ndarray, np.ndarray]:
         dweight = dweight if is_vh else dweight.T
         return SCALE * b.T @ dweight, SCALE * dweight @ a.T
 
-    return whole, of_factors
+    return whole, factor_gradients
 
 
 @pytest.mark.fast("everything", "bfloat16 weight")
@@ -60,7 +60,7 @@ def test_matches_float64(name: str) -> None:
     rank, test = CASES[name]
     hidden, weight, labels, options, seeds = cases.draw(test)
     a, b = adapter(test, rank)
-    whole, of_factors = merged(weight, a, b, options)
+    whole, factor_gradients = merged(weight, a, b, options)
     if test.floor:
         options["logit_floor"] = cases.draw_floor(test, (hidden, jnp.asarray(whole), labels), {})
     options = {"precision": "highest"} | options
@@ -78,7 +78,7 @@ def test_matches_float64(name: str) -> None:
     for field in ("logprobs", "entropy", "lse"):
         assert oracle.value_error(getattr(out, field), getattr(want, field)) < bound, field
     dhidden, dweight = oracle.gradients(hidden, whole, labels, seeds, **options)
-    for got, operand, exact in zip(grads, (hidden, a, b), (dhidden, *of_factors(dweight)), strict=True):
+    for got, operand, exact in zip(grads, (hidden, a, b), (dhidden, *factor_gradients(dweight)), strict=True):
         assert got.dtype == operand.dtype
         assert oracle.relative_norm(got, exact) < (1e-2 if is_16_bit or test.hidden_dtype else 2e-5)
 
@@ -104,14 +104,14 @@ def test_losses_are_those_of_the_merged_weight(way: str) -> None:
     factors = adapter(PLAIN, 5)
     scale = jnp.float32(SCALE) if way == "traced scale" else SCALE
 
-    def beside(hidden: Any, a: Any, b: Any) -> Any:
+    def adapter_losses(hidden: Any, a: Any, b: Any) -> Any:
         return losses(hidden, weight, labels, lora=(a, b, scale))
 
-    def of_merged(hidden: Any, a: Any, b: Any) -> Any:
+    def merged_losses(hidden: Any, a: Any, b: Any) -> Any:
         return losses(hidden, weight + SCALE * jnp.matmul(b, a, precision="highest"), labels)
 
-    beside = jax.checkpoint(beside) if way == "checkpointed" else beside
-    both = [jax.value_and_grad(one, (0, 1, 2)) for one in (beside, of_merged)]
+    with_adapter = jax.checkpoint(adapter_losses) if way == "checkpointed" else adapter_losses
+    both = [jax.value_and_grad(one, (0, 1, 2)) for one in (with_adapter, merged_losses)]
     if way == "batched":  # over examples of hidden and of A
         both = [jax.vmap(one, in_axes=(0, 0, None)) for one in both]
         given = hidden[None] * jnp.ones((2, 1, 1, 1)), jnp.stack([factors[0], -factors[0]]), factors[1]
@@ -207,7 +207,7 @@ PAIR = STRUCT((8, 256), jnp.float32), STRUCT((1024, 8), jnp.float32)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"weight_layout": "hv"}, 'lora with weight_layout="hv": the kernels have not been written for both'),
+        ({"weight_layout": "hv"}, 'lora with weight_layout="hv": the kernels do not support both'),
         ({"candidates": STRUCT((512, 3), jnp.int32)}, "lora with candidates"),
         ({"gradient_threshold": 0.1}, "lora with gradient_threshold"),
         ({"vocab_part_size": 512}, "lora with vocab_part_size"),
@@ -228,7 +228,7 @@ def test_what_the_kernels_refuse(options: dict[str, Any], reason: str) -> None:
 def test_what_has_no_adapter_says_so() -> None:
     hidden, weight, labels, _, _ = cases.draw(PLAIN)
     lora = (*adapter(PLAIN, 5), 1.0)
-    with pytest.raises(ValueError, match=r"lora beside a bias: .*weight \+ scale \* B @ A, which has"):
+    with pytest.raises(ValueError, match=r"lora and bias .*weight \+ scale \* B @ A"):
         linear_logprobs(hidden, weight, labels, lora=lora, bias=jnp.zeros((600,)))
     with pytest.raises(ValueError, match=r"give it jax.lax.stop_gradient\(weight\)"):
         jax.grad(lambda weight: linear_cross_entropy(hidden, weight, labels, lora=lora))(weight)

@@ -71,7 +71,7 @@ def test_in_linear_loss() -> None:
     ]  # fmt: skip
     own = {name: jnp.linspace(-6.0 + i, -3.0 + i, 30) for i, name in enumerate(NAMES)}
 
-    def of(loss_fn: Any, parameters: Any, count: int, by_name: bool, hidden: Any) -> Any:
+    def evaluate(loss_fn: Any, parameters: Any, count: int, by_name: bool, hidden: Any) -> Any:
         if by_name:
             named = {name: own[name] for name in reversed(NAMES[:count])}
             return linear_loss(loss_fn, hidden, weight, labels, **named, **parameters)
@@ -79,7 +79,7 @@ def test_in_linear_loss() -> None:
         return linear_loss(function, hidden, weight, labels, *[own[name] for name in NAMES[:count]])
 
     runs = [
-        [jax.value_and_grad(functools.partial(of, *each, by_name), has_aux=True) for by_name in (True, False)]
+        [jax.value_and_grad(functools.partial(evaluate, *each, by_name), has_aux=True) for by_name in (True, False)]
         for each in functions
     ]
     found = jax.jit(lambda hidden: [[run(hidden) for run in both] for both in runs])(hidden)

@@ -64,7 +64,7 @@ def is_block(test: cases.TestCase) -> bool:
     return test.name in BLOCKS and test in cases.MATRIX
 
 
-def of_blocks(blocks: list[Call]) -> Call:
+def stack_blocks(blocks: list[Call]) -> Call:
     """One call of all their rows."""
 
     def rows(each: Iterable[Any]) -> np.ndarray:
@@ -83,7 +83,7 @@ def step(call: Call, implementation: str, with_stored: bool) -> Any:
     """Outputs and gradients of a call, and what stored logits have for gradients."""
 
     def objective(*operands: Any) -> Any:
-        options = with_bias(call.options, operands)
+        options = add_bias(call.options, operands)
         out = linear_logprobs(*operands[:2], call.labels, implementation=implementation, **options)
         return cases.objective(out, call.seeds), out
 
@@ -97,7 +97,7 @@ def together(tests: tuple[cases.TestCase, ...], implementation: str) -> dict[str
     """By name, what `step` returns: a block has its rows' part, and of dweight the sum over all blocks."""
     calls = {test.name: drawn(test) for test in tests}
     blocks = [test.name for test in tests if is_block(test)]
-    joined = calls if not blocks else {"blocks": of_blocks([calls[name] for name in blocks])}
+    joined = calls if not blocks else {"blocks": stack_blocks([calls[name] for name in blocks])}
     joined |= {name: call for name, call in calls.items() if name not in blocks}
     with_stored = tests[0].dtype != "float32"
     static = {
@@ -150,7 +150,7 @@ def dweight_of_blocks() -> np.ndarray:
     return sum(oracle.gradients(*call[:4], **call.options)[1] for call in calls)
 
 
-def with_bias(options, operands):
+def add_bias(options, operands):
     return options if len(operands) == 2 else options | {"bias": operands[2]}
 
 
@@ -273,7 +273,7 @@ def test_oracle_against_finite_differences(test: cases.TestCase) -> None:
         def objective(sign: float, which: int = which, step: np.ndarray = step) -> float:
             moved = list(operands)
             moved[which] = moved[which] + sign * step
-            results = oracle.logprobs(*moved[:2], labels, **with_bias(options, moved))
+            results = oracle.logprobs(*moved[:2], labels, **add_bias(options, moved))
             fields = (*results[:3], results.candidate_logprobs)[: len(seeds)]
             return sum(float(np.sum(np.asarray(s, np.float64) * r)) for s, r in zip(seeds, fields, strict=True))
 

@@ -23,17 +23,17 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-def of_logprobs(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+def logprobs_sum(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
     out = lce_jax.linear_logprobs(hidden, weight, labels, **options)
     return sum(jnp.sum(x) for x in (*out[:3], out.candidate_logprobs) if x is not None)
 
 
-def of_cross_entropy(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options: Any) -> Any:
+def cross_entropy_sum(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options: Any) -> Any:
     del candidates
     return lce_jax.linear_cross_entropy(hidden, weight, labels, z_loss=0.1, label_smoothing=0.1, **options)
 
 
-def of_loss(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options: Any) -> Any:
+def loss_sum(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options: Any) -> Any:
     del candidates
     options = {name: x for name, x in options.items() if name != "cache_bytes"}
     loss_fn = losses.with_entropy_bonus(functools.partial(losses.grpo, kl=0.1), 0.1)
@@ -41,13 +41,13 @@ def of_loss(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options
     return lce_jax.linear_loss(loss_fn, hidden, weight, labels, *per_token, chunk_bytes=3000, **options)[0]
 
 
-def of_logits(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options: Any) -> Any:
+def logits_sum(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options: Any) -> Any:
     z = lce_jax.linear_logits(hidden, weight, candidates, **options)
     masked = lce_jax.masked_logprobs(z, candidates, labels).logprobs
     return jnp.sum(z) + jnp.sum(jnp.where(jnp.isfinite(masked), masked, 0.0))
 
 
-def of_topk(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options: Any) -> Any:
+def topk_sum(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options: Any) -> Any:
     del candidates
     top = lce_jax.linear_topk(jax.lax.stop_gradient(hidden), jax.lax.stop_gradient(weight), 5, **options)
     out = lce_jax.linear_logprobs(hidden, weight, labels, candidates=top.ids, **options)
@@ -59,7 +59,7 @@ def of_topk(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options
     )
 
 
-def of_kl(hidden: Any, weight: Any, labels: Any, *, candidates: Any, bias: Any = None, **options: Any) -> Any:
+def kl_sum(hidden: Any, weight: Any, labels: Any, *, candidates: Any, bias: Any = None, **options: Any) -> Any:
     del labels, candidates
     own = {**options, "bias": bias, "teacher_bias": bias}
     own |= {"teacher_logit_scale": "same", "teacher_logit_softcap": "same"}
@@ -67,7 +67,7 @@ def of_kl(hidden: Any, weight: Any, labels: Any, *, candidates: Any, bias: Any =
     return sum(jnp.sum(kl(direction=direction)) for direction in ("forward", "reverse", "jsd"))
 
 
-FUNCTIONS = [of_logprobs, of_cross_entropy, of_loss, of_logits, of_topk, of_kl]
+FUNCTIONS = [logprobs_sum, cross_entropy_sum, loss_sum, logits_sum, topk_sum, kl_sum]
 
 
 @pytest.mark.parametrize("test", OPTIONS, ids=str)
@@ -101,10 +101,10 @@ def test_no_rank_is_promoted_over_a_mesh(function: str) -> None:
     assert [x.shape for x in gradients] == [hidden.shape, weight.shape]
 
 
-@pytest.mark.fast("of_loss-0.0")
+@pytest.mark.fast("loss_sum-0.0")
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("threshold", [0.0, 1e-3])
-@pytest.mark.parametrize("function", [of_logprobs, of_cross_entropy, of_loss])
+@pytest.mark.parametrize("function", [logprobs_sum, cross_entropy_sum, loss_sum])
 def test_no_rank_is_promoted_around_kernels(function: Any, threshold: float) -> None:
     test = cases.case("kernels", leading=(4, 100), H=128, V=1032, dtype="bfloat16", vocab_size=900, K=3, where="some")
     hidden, weight, labels, options, _ = cases.draw(test)

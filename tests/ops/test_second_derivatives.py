@@ -15,7 +15,7 @@ def loss(hidden, weight=WEIGHT):
     return linear_logprobs(hidden, weight, LABELS).logprobs.sum()
 
 
-def in_a_scan(hidden, of_gradient):
+def scan_gradient(hidden, of_gradient):
     def step(carry, _):
         return carry + of_gradient(hidden, jax.grad(loss)(hidden)), None
 
@@ -32,7 +32,7 @@ SECOND_DERIVATIVES = {
     "hessian": jax.hessian(loss),
     "jacrev of jacrev": jax.jacrev(jax.jacrev(loss)),
     "jvp of grad": lambda h: jax.jvp(jax.grad(loss), (h,), (h,)),
-    "in a scan": jax.grad(lambda h: in_a_scan(h, squares)),
+    "in a scan": jax.grad(lambda h: scan_gradient(h, squares)),
 }
 
 
@@ -56,7 +56,7 @@ def test_a_gradient_under_stop_gradient_is_no_second_derivative(name: str, jitte
 
     function = {
         "plain": jax.grad(objective),
-        "scan": lambda h: jax.grad(lambda h: in_a_scan(h, inner))(h) / 2,
+        "scan": lambda h: jax.grad(lambda h: scan_gradient(h, inner))(h) / 2,
         "remat": jax.grad(jax.checkpoint(objective)),
         "vmap": lambda h: jax.vmap(jax.grad(objective))(jnp.stack([h, 2 * h]))[0],
     }[name]

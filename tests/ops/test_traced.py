@@ -61,7 +61,7 @@ def fixed(call: Any, arrays: Any, numbers: Any, **options: Any) -> Any:
     return jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(*arrays)
 
 
-def as_arrays(numbers: dict[str, float]) -> dict[str, jax.Array]:
+def make_arrays(numbers: dict[str, float]) -> dict[str, jax.Array]:
     return {name: jnp.float32(value) for name, value in numbers.items()}
 
 
@@ -80,7 +80,7 @@ def assert_same(got: Any, want: Any, dtype: str = "float32") -> None:
 def test_equals_the_number(name: str) -> None:
     call, arrays, numbers = draw(name)
     want = fixed(call, arrays, numbers)
-    got = evaluate(call, arrays, as_arrays(numbers))
+    got = evaluate(call, arrays, make_arrays(numbers))
     assert_same(got, want, dict(CALLS[name][0]).get("dtype", "float32"))
 
 
@@ -88,8 +88,8 @@ def test_equals_the_number(name: str) -> None:
 def test_over_tiles_of_tokens_and_vocabulary_and_eagerly() -> None:
     call, arrays, numbers = draw("both", leading=(640,), V=1100)
     want = fixed(call, arrays, numbers)
-    assert_same(evaluate(call, arrays, as_arrays(numbers)), want)
-    run = jax.value_and_grad(lambda h, w: call(h, w, **as_arrays(numbers)), argnums=(0, 1), has_aux=True)
+    assert_same(evaluate(call, arrays, make_arrays(numbers)), want)
+    run = jax.value_and_grad(lambda h, w: call(h, w, **make_arrays(numbers)), argnums=(0, 1), has_aux=True)
     assert_same(run(*arrays), want)
 
 
@@ -141,7 +141,7 @@ def test_over_a_mesh(how: str, name: str) -> None:
             jax.device_put(x, NamedSharding(mesh, spec))
             for x, spec in zip(arrays, (P("data"), P("tensor")), strict=True)
         )
-        got = evaluate(call, arrays, as_arrays(numbers), **options)
+        got = evaluate(call, arrays, make_arrays(numbers), **options)
     assert_same(got, want)
 
 

@@ -95,29 +95,29 @@ def test_the_loss_of_a_packed_row_over_ranks_is_that_of_its_sequences(ahead: int
     weight = jax.random.normal(jax.random.key(1), (V, H))
     tokens = jnp.asarray(packed.tokens % V)
 
-    def by_sequence(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    def loss_by_sequence(hidden: jax.Array, weight: jax.Array) -> jax.Array:
         total = 0.0
         for begin, length in zip(packed.cu_seqlens_padded[:-1], packed.lengths, strict=True):
             logp = jax.nn.log_softmax(hidden[begin:][: length - ahead] @ weight.T)
             total -= jnp.take_along_axis(logp, tokens[begin + ahead :][: length - ahead, None], 1).sum()
         return total
 
-    def over_ranks(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    def loss_over_ranks(hidden: jax.Array, weight: jax.Array) -> jax.Array:
         offsets = {"cu_seqlens": packed.cu_seqlens, "cu_seqlens_padded": packed.cu_seqlens_padded}
         labels = rows.next_tokens(tokens, ahead=ahead, **offsets)
 
-        def of_one(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        def rank_loss(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
             rank, mine = lax.axis_index("cp"), {"cu_seqlens": packed.cu_seqlens_padded}
             hidden = rows.of_rank(hidden, rank, 2, axis=0, **mine)
             part = linear_cross_entropy(hidden, weight, rows.of_rank(labels, rank, 2, **mine), reduction="sum")
             return lax.psum(part, "cp")
 
-        return jax.shard_map(of_one, mesh=jax.make_mesh((2,), ("cp",)), in_specs=(P(), P(), P()), out_specs=P())(
+        return jax.shard_map(rank_loss, mesh=jax.make_mesh((2,), ("cp",)), in_specs=(P(), P(), P()), out_specs=P())(
             hidden, weight, labels
         )
 
-    want, wanted = jax.jit(jax.value_and_grad(by_sequence, (0, 1)))(hidden, weight)
-    found, grads = jax.jit(jax.value_and_grad(over_ranks, (0, 1)))(hidden, weight)
+    want, wanted = jax.jit(jax.value_and_grad(loss_by_sequence, (0, 1)))(hidden, weight)
+    found, grads = jax.jit(jax.value_and_grad(loss_over_ranks, (0, 1)))(hidden, weight)
     assert abs(found - want) < 1e-5 * want
     for got, true in zip(grads, wanted, strict=True):
         assert oracle.relative_norm(got, true) < 1e-5

@@ -48,6 +48,26 @@ def run(problem: p.Problem, group: dist.ProcessGroup, reduce_grad_hidden: bool =
     return p.gradients(local, seeds, **told, **options)
 
 
+def class_weights(group: dist.ProcessGroup) -> None:
+    """Each rank's part of the class weights; ranks of which one has none refuse the call."""
+    problem, weights = draw(T=37, V=104), torch.linspace(0.5, 2.0, 104, device=DEVICE)
+    problem.labels[:3] = torch.tensor([-100, 52, 51], device=DEVICE)
+    weight = shard(problem.weight, group).requires_grad_()
+    part = shard(weights, group)
+    for options in ({}, {"cache_bytes": 0}, {"reduction": "sum"}):
+        told = dict(tp_group=group, class_weights=part, **options)
+        loss = linear_cross_entropy(problem.hidden, weight, problem.labels, **told)
+        full = problem.weight.clone().requires_grad_()
+        logits, reduction = problem.hidden @ full.T, options.get("reduction", "mean")
+        want = torch.nn.functional.cross_entropy(logits, problem.labels, weights, reduction=reduction)
+        torch.testing.assert_close(loss, want)
+        (dweight,), (expected,) = torch.autograd.grad(loss, weight), torch.autograd.grad(want, full)
+        torch.testing.assert_close(dweight, shard(expected, group), rtol=1e-4, atol=1e-5)
+    only_one = dict(class_weights=part) if group.rank() == 0 else {}
+    with pytest.raises(ValueError, match="class_weights is True on ranks 0 and False on ranks 1"):
+        linear_cross_entropy(problem.hidden, weight, problem.labels, tp_group=group, logit_scale=0.5, **only_one)
+
+
 def foreign_labels(group: dist.ProcessGroup) -> None:
     """Labels out of vocabulary, and on either side of a part's edge, with candidates like them."""
     problem, options = draw(T=37, V=104), dict(vocab_size=97)
@@ -501,7 +521,7 @@ def whole_weights(group: dist.ProcessGroup) -> None:
     x, size = given(), group.size()
     ranges = rf"ranks 0 and 1 .* columns \[0, {V}\) and \[{V}, {2 * V}\) of a vocabulary of {size * V}\..*"
     for function in (*FUNCTIONS, verls):
-        with pytest.raises(ValueError, match=ranges + "leave it out if each rank has the whole weight"):
+        with pytest.raises(ValueError, match=ranges + "leave it out if each rank has the full weight"):
             function(x, tp_group=new_group())
     want = p.stored(*x[:3], temperature=x.temperature)
     for told in ({}, dict(tp_group=new_group(), vocab_size=V)):

@@ -92,17 +92,6 @@ def test_names_of_other_packages() -> None:
     )
 
 
-def test_classes_are_weighed_as_the_refusal_says() -> None:
-    weights, labels = torch.linspace(0.5, 2, V), LABELS.clone()
-    labels[0, 1] = -100
-    message = said(TypeError, lambda: linear_cross_entropy(HIDDEN, WEIGHT, labels, class_weight=weights))
-    setting, line = re.fullmatch(r".* With (w = .*), the loss is (.*); known: .*", message).groups()  # type: ignore
-    given: dict[str, Any] = {"labels": labels, "class_weights": weights, "hidden": HIDDEN, "weight": WEIGHT}
-    exec(setting, None, given)
-    want = torch.nn.functional.cross_entropy(LOGITS.view(-1, V), labels.view(-1), weights)
-    torch.testing.assert_close(eval(line, {"linear_loss": linear_loss}, given), want)
-
-
 @pytest.mark.parametrize("name", ["temperature", "logit_floor"])
 def test_one_number_per_sequence(name: str) -> None:
     per_sequence = torch.tensor([0.5, 2.0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,7 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from lce_torch_bridge import LinearCrossEntropyLoss, explain, linear_cross_entropy, linear_logprobs, linear_loss
+from lce_torch_bridge import LinearCrossEntropyLoss, explain, linear_cross_entropy, linear_logprobs
 from lce_torch_bridge._types import Tensors, TorchCall
 from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.operators._loss import LossAndGradients
@@ -418,8 +417,8 @@ def test_the_module_takes_options_and_refuses_torchs_own() -> None:
     want = linear_cross_entropy(hidden, loss_fn.linear.weight, labels, z_loss=0.1)
     assert torch.equal(loss_fn(hidden, labels), want)
     assert "reduction='mean', ignore_index=-100, label_smoothing=0.0, z_loss=0.1\n" in repr(loss_fn)
-    refused = {"weight": (torch.ones(64), "weigh tokens"), "out_features": ((2,), "rows of the weight")}
-    for name, (value, instead) in (refused | {"options": (object(), "chunk_by")}).items():
+    refused: dict[str, Any] = {"out_features": ((2,), "rows of the weight"), "options": (object(), "chunk_by")}
+    for name, (value, instead) in refused.items():
         with pytest.raises(
             TypeError, match=f"LinearCrossEntropyLoss has no {name}, which torch's module has: .*{instead}"
         ):
@@ -463,16 +462,53 @@ def test_the_module_is_compiled_in_one_graph(bias: bool) -> None:
         compiled(hidden, labels)
 
 
-def test_classes_are_weighed_as_the_refusal_says() -> None:
-    """As torch does, which leaves ignored tokens out of the mean too."""
-    with pytest.raises(TypeError) as error:
-        LinearCrossEntropyLoss(16, 64, weight=torch.ones(64))
-    setting, line = re.fullmatch(r".* With (w = .*), the loss is (.*)", str(error.value)).groups()
-    hidden, weight, class_weights = torch.randn(9, 16), torch.randn(64, 16, requires_grad=True), torch.rand(64)
-    labels = torch.tensor([3, -100, 5, 7, -100, 11, 60, 61, 63])
-    given = {"hidden": hidden, "weight": weight, "labels": labels, "class_weights": class_weights}
-    exec(setting, None, given)
-    ours = eval(line, {"linear_loss": linear_loss}, given)
-    theirs = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, class_weights)
+PLACES = {"in the forward": {}, "in the backward": {"cache_bytes": 0}, "in chunks": {"chunk_bytes": 2048}}
+
+
+@pytest.mark.parametrize("way", PLACES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights(reduction: str, way: str) -> None:
+    """As torch's, which leaves ignored tokens out of the mean too."""
+    if (reduction, way) == ("none", "in chunks"):
+        return
+    hidden, weight, classes = torch.randn(3, 9, 16), torch.randn(64, 16), torch.rand(64)
+    labels = torch.randint(0, 64, (3, 9))
+    labels[0, 1] = labels[2, 3] = -100
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    ours = linear_cross_entropy(hidden, weight, labels, class_weights=classes, reduction=reduction, **PLACES[way])
+    logits = (hidden @ weight.T).view(-1, 64)
+    theirs = torch.nn.functional.cross_entropy(logits, labels.view(-1), classes, reduction=reduction).view(ours.shape)
     torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, weight) for loss in (ours, theirs)))
+    gradients = [
+        torch.autograd.grad((x * torch.linspace(0, 1, x.numel()).view(x.shape)).sum(), leaves) for x in (ours, theirs)
+    ]
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_class_weights_of_the_module_and_compiled() -> None:
+    classes, hidden, labels = torch.rand(64), torch.randn(9, 16), torch.tensor([3, -100, 5, 7, -100, 11, 60, 61, 63])
+    ours, theirs = (
+        LinearCrossEntropyLoss(16, 64, weight=classes),
+        torch.nn.LinearCrossEntropyLoss(16, 64, weight=classes),
+    )
+    theirs.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(ours(hidden, labels), theirs(hidden, labels))
+    run = torch.compile(lambda: linear_cross_entropy(hidden, ours.linear.weight, labels, class_weights=classes))
+    torch.testing.assert_close(run(), theirs(hidden, labels))
+
+
+@pytest.mark.parametrize(
+    ("classes", "options", "message"),
+    [
+        (torch.rand(63), {}, r"class_weights \(63,\) must have one number per vocabulary entry of weight \(64, 16\)"),
+        ([1.0] * 64, {}, "class_weights must be a torch.Tensor, got list"),
+        (torch.ones(64).int(), {}, "class_weights must be bfloat16, float16 or float32, got torch.int32"),
+        (torch.ones(64, requires_grad=True), {}, r"pass class_weights.detach\(\)"),
+        (torch.ones(64, device="meta"), {}, "class_weights is on meta"),
+        (torch.ones(64), {"label_smoothing": 0.1}, "class_weights with label_smoothing=0.1"),
+    ],
+)  # fmt: skip
+def test_class_weights_that_do_not_fit(classes: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        linear_cross_entropy(torch.randn(9, 16), torch.randn(64, 16), torch.arange(9), class_weights=classes, **options)

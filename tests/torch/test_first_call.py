@@ -64,8 +64,8 @@ def test_what_a_direct_launch_has_compared_is_remembered(monkeypatch: pytest.Mon
 
 def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lce_jax")
-    exchanged = _pipeline._exchanged
-    monkeypatch.setattr(_pipeline, "_exchanged", lambda own, given, *more: exchanged(given, own, *more))
+    exchanged = _pipeline._exchange
+    monkeypatch.setattr(_pipeline, "_exchange", lambda own, given, *more: exchanged(given, own, *more))
     call = p.draw(9, 128, 1024, torch.bfloat16)
     told = f"its first call on {A100.kind} is off by logprobs"
     with pytest.raises(lce_jax.UnsupportedError, match=told):
@@ -104,6 +104,6 @@ def test_a_launch_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def raising(*_: Any) -> Any:
         raise RuntimeError("Mosaic did not compile a kernel")
 
-    monkeypatch.setattr(_pipeline, "_exchanged", raising)
+    monkeypatch.setattr(_pipeline, "_exchange", raising)
     with pytest.raises(lce_jax.UnsupportedError, match="raised RuntimeError: Mosaic did not compile a kernel"):
         linear_logprobs(*p.draw(9, 128, 1024, torch.bfloat16))

@@ -148,7 +148,7 @@ def test_a_process_may_end_while_the_gpu_works(way: str) -> None:
 def test_two_ranks_that_see_every_gpu(tmp_path: Path) -> None:
     """NCCL on the caller's group; the same bits on both ranks; torch's current device stays as it was."""
     checks = (
-        "foreign_labels", "negative_controls", "collectives", "kept_rows", "uneven", "rounding",
+        "class_weights", "foreign_labels", "negative_controls", "collectives", "kept_rows", "uneven", "rounding",
         "every_function", "more_of_every_function", "of_dtensors",
         "chosen_on_one_rank", "rows_that_differ", "in_16_bits", "whole_weights", "right_groups", "other_options",
     )  # fmt: skip

@@ -94,7 +94,7 @@ def test_values_and_all_gradients(options: dict[str, Any], chunk_bytes: int | No
 
 def chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, **options: Any) -> int:
     wgrad = options.pop("wgrad", "return")
-    return _loss.chunk_rows(tokens, weight, chunk_bytes, wgrad, p.told(len(weight), **options))
+    return _loss.choose_chunk_rows(tokens, weight, chunk_bytes, wgrad, p.told(len(weight), **options))
 
 
 def large(device: str, dtype: torch.dtype = torch.bfloat16, H: int = 4096, V: int = 151936) -> torch.Tensor:

@@ -145,7 +145,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         (dict(own=(torch.ones(5),)), r"ValueError: .*per_token\[0\] \(5,\) .*labels \(6,\)"),
         (dict(own=(torch.ones(6), [1.0])), r"TypeError: .*per_token\[1\] .*Tensor, got list"),
         (dict(own=(torch.ones(6, device="meta"),)), r"ValueError: .*per_token\[0\] is on meta, hidden on cpu"),
-        (dict(cache_bytes=1), r"TypeError: .*cache_bytes=1: .* chunk_bytes says"),
+        (dict(cache_bytes=1), r"TypeError: .*cache_bytes=1: .* chunk_bytes limits"),
         (dict(vocab_part_size=8), r"TypeError: .*vocab_part_size=8: .* no backward can use"),
         (dict(mean_logit=True), r"TypeError: .*mean_logit=True: loss_fn gets .*; linear_logprobs has this option"),
         (dict(candidates=GOOD.labels[:, None]), r"TypeError: .*linear_logprobs has this option"),

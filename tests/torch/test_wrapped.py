@@ -19,8 +19,8 @@ MODELS = (
 )  # fmt: skip
 DEFERRED = ("ddp", "fsdp2", "fsdp")
 SHARDS = (
-    "foreign_labels", "collectives", "empty", "uneven", "rounding", "every_function", "of_dtensors", "loss_in_forward",
-    "common_offset",
+    "class_weights", "foreign_labels", "collectives", "empty", "uneven", "rounding", "every_function", "of_dtensors",
+    "loss_in_forward", "common_offset",
 )  # fmt: skip
 GROUPS = ("other_options", "rows_that_differ", "other_tokens", "whole_weights", "right_groups")
 MORE = ("negative_controls", "kept_rows", "chosen_on_one_rank", "in_16_bits", "more_of_every_function")

@@ -1,10 +1,10 @@
-"""The backward's other kernels: dlogits from what the forward kept, of one head (eqs. 4, 5) or two (eqs. 8, 10).
+"""The backward's kernels without a product: dlogits from the cache, of one head (eqs. 4, 5) or two (eqs. 8, 10).
 
-In base 2, u = log2 e + (tile maximum - maximum)·scale: everything but log2 e is one number per row and tile. So an
-element costs one logarithm and two multiplications: dz = e (a + b log2 e).
-Of two heads too, what makes a tile's numbers those of the whole vocabulary is one number per row and tile.
+In base 2, u = log2 e + (tile maximum - maximum)·scale. Everything except log2 e is one number per row and tile, so an
+element costs one logarithm and two multiplications: dz = e (a + b log2 e). With two heads, too, one number per row and
+tile relates a tile's numbers to the whole vocabulary.
 
-A cache is read in one pass at the speed of memory, block by block, in and out by TMA.
+The kernels read the cache once, block by block, at the speed of memory. Blocks are loaded and stored by TMA.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ if TYPE_CHECKING:
 ROWS = 64  # of a block
 COLUMNS = 128  # of a block
 BLOCK = (ROWS, COLUMNS)
-HELD = AccumulatorLayout(ROWS)
+ACCUMULATOR = AccumulatorLayout(ROWS)
 PER_TILE = TILE_N // COLUMNS
-RESERVED_BYTES = 1 << 10  # of shared memory, which each kernel block takes beside its own
+RESERVED_BYTES = 1 << 10  # of shared memory, which the system reserves in each kernel block
 STAGES = 2
-SLOTS = 2  # of the staging memory
+SLOTS = 2  # staging slots
 
-along = functools.partial(HELD.along_rows, columns=COLUMNS)
+along = functools.partial(ACCUMULATOR.along_rows, columns=COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockWalk:
-    """Which blocks of the span one kernel block takes: every ``stride``-th, row by row."""
+    """The blocks of the span that one kernel block computes: every ``stride``-th, row by row."""
 
     first_tile: Any
     num_steps: Any
     first: Any
     stride: Any
-    per_row: Any  # blocks that lie side by side
+    per_row: Any  # how many blocks lie side by side
 
     @classmethod
     def of(cls, span: Span) -> BlockWalk:
-        """The walk of this kernel block."""
+        """Returns the walk of this kernel block."""
         first_tile = _logits.first_tile(span)
         per_row = span.num_tiles * PER_TILE
         blocks = ceil_div(span.num_rows, ROW_BLOCK) * (ROW_BLOCK // ROWS) * per_row
@@ -72,37 +72,37 @@ class BlockWalk:
         return cls(first_tile, lax.div(jnp.maximum(blocks - 1 - first + stride, 0), stride), first, stride, per_row)
 
     def block(self, step: Any) -> Block:
-        """That of a step."""
+        """Returns the block of a step."""
         number = self.first + step * self.stride
         row, column = lax.div(number, self.per_row), lax.rem(number, self.per_row)
         return Block(row, column, self.first_tile + lax.div(column, jnp.int32(PER_TILE)))
 
     def cached_place(self, step: Any) -> tuple[Any, Any]:
-        """The (row, column) of a step's block, in the cache."""
+        """Returns the (row, column) of a step's block in the cache, in blocks."""
         block = self.block(step)
         return block.row, self.first_tile * PER_TILE + block.column
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Where a block lies."""
+    """The place of a block."""
 
     row: Any  # in blocks
-    column: Any  # in blocks, of the span
-    tile: Any  # of the shard
+    column: Any  # in blocks, from the span's first column on
+    tile: Any  # the number of its vocabulary tile in the shard
 
     @property
     def rows(self) -> Any:
-        """Its rows."""
+        """The block's rows."""
         return pl.ds(self.row * ROWS, ROWS)
 
     @property
     def columns(self) -> Any:
-        """Its columns, of the span."""
+        """The block's columns, from the span's first column on."""
         return pl.ds(self.column * COLUMNS, COLUMNS)
 
 
-type Gradient = Callable[[Block, Sequence[Array]], Array]  # of what is cached of a block, in float32
+type Gradient = Callable[[Block, Sequence[Array]], Array]  # (block, its cached values in float32) -> dlogits
 
 
 def kernel(
@@ -114,8 +114,8 @@ def kernel(
     cached: Sequence[Any],
     updated: Any,
 ) -> Any:
-    """``body`` on as many kernel blocks as there is room for."""
-    _, needed = room(generation, cached, output)
+    """Returns a kernel that runs ``body`` on as many kernel blocks as fit the GPU."""
+    _, needed = plan_shared_memory(generation, cached, output)
     per_core = (generation.smem_limit + RESERVED_BYTES) // (needed + RESERVED_BYTES)
     return _pallas.kernel(
         body,
@@ -128,31 +128,31 @@ def kernel(
     )
 
 
-def room(generation: Generation, cached: Sequence[Any], output: Any) -> tuple[bool, int]:
-    """Whether results go out through shared memory, by TMA if there is room, and the bytes that a kernel block needs.
+def plan_shared_memory(generation: Generation, cached: Sequence[Any], output: Any) -> tuple[bool, int]:
+    """Returns whether results are stored through shared memory, by TMA, and the bytes that a kernel block needs.
 
-    Of the ``cached`` arrays these are the blocks that are there at a time.
+    The bytes hold the stages of the ``cached`` arrays, and the staging slots if there is room for these.
     """
     alone = ROWS * COLUMNS * STAGES * sum(x.dtype.itemsize for x in cached)
     staged = alone + ROWS * COLUMNS * SLOTS * output.dtype.itemsize
-    is_staged = generation.has_tma and staged <= generation.smem_limit
+    is_staged = generation.machine.has_tma and staged <= generation.smem_limit
     return is_staged, staged if is_staged else alone
 
 
 def walk_blocks(
     generation: Generation, walk: BlockWalk, cached: Sequence[Any], output: Any, gradient: Gradient
 ) -> None:
-    """Writes ``gradient`` of each block of the ``cached`` arrays to ``output``."""
-    staged, _ = room(generation, cached, output)
+    """Computes ``gradient`` of each block of the ``cached`` arrays, and stores it in ``output``."""
+    staged, _ = plan_shared_memory(generation, cached, output)
     swizzle = swizzled(COLUMNS, output.dtype.itemsize)
     staging = plgpu.SMEM((SLOTS, *BLOCK), output.dtype, transforms=swizzle) if staged else None
-    more = {} if generation.has_tma else {"oob_fill_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
+    more = {} if generation.machine.has_tma else {"oob_fill_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
 
     @functools.partial(pl.run_scoped, slots=staging)
     def run(slots: Any) -> None:
         def body(index: Any, *refs: Any) -> None:
             block = walk.block(index[0])
-            values = [_pallas.load(ref, HELD.layout).astype(jnp.float32) for ref in refs]
+            values = [_pallas.load(ref, ACCUMULATOR.layout).astype(jnp.float32) for ref in refs]
             d, destination = gradient(block, values), output.at[block.rows, block.columns]
             if staged:
                 _send(d, slots, index[0], destination)
@@ -167,7 +167,7 @@ def walk_blocks(
 
 
 def _send(d: Array, slots: Any, step: Any, destination: Any) -> None:
-    """Rounds a block and starts its copy out through the slot of its step."""
+    """Rounds a block and starts its store through the slot of its step."""
     slot = lax.rem(step, jnp.int32(SLOTS))
     plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
     slots[slot] = d.astype(slots.dtype)
@@ -185,11 +185,11 @@ def cached_dlogits(
     columns: int,
     overwrites: bool,
 ) -> Float[Array, "T columns"]:
-    """The gradient in the span's raw products, in the weight's dtype, at the beginning of ``columns``.
+    """Computes the gradients in the span's raw products, in the weight's dtype, in the first of ``columns`` columns.
 
-    The exponentials have the relative precision of that dtype, which is the precision of the result. Zero on padding;
-    tiles after the span and row blocks without a live row, which the forward did not keep, are left unwritten. With
-    ``overwrites`` the gradient takes the place of all of the cache, block by block, each read before it is written.
+    The cached exponentials have the relative precision of that dtype, like the result. Padding gets zeros. Tiles after
+    the span, and row blocks without an unmasked row, are not cached and not written. With ``overwrites`` the gradients
+    overwrite the whole cache; each block is read before it is written.
     """
     output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), call.dtype)
     body, updated = functools.partial(_kernel, generation, call), {0: 0} if overwrites else None
@@ -206,7 +206,7 @@ def cached_dlogits(
 
 
 class Refs(NamedTuple):
-    """What the kernel reads and writes beside the exponentials."""
+    """The arrays that the kernel reads and writes, without the exponentials."""
 
     tile_max: Any  # [tiles of the cache, Tp]
     factors: Any  # [3 or 4, Tp]
@@ -234,30 +234,30 @@ def _kernel(
 
 
 def _block_gradient(call: Call, refs: Refs, span: Span, block: Block, values: Sequence[Array]) -> Array:
-    """The gradient of one block: loads what its rows need, then eqs. 4 and 5."""
-    load = functools.partial(HELD.load_rows, rows=block.rows)
+    """Loads the factors of a block's rows, and computes eqs. 4 and 5."""
+    load = functools.partial(ACCUMULATOR.load_rows, rows=block.rows)
     row_block = lax.div(block.row, jnp.int32(ROW_BLOCK // ROWS))
-    rows = HELD.load_factors(refs.factors, block.rows)
+    rows = ACCUMULATOR.load_factors(refs.factors, block.rows)
     label = load(refs.targets) - (span.column + block.column * COLUMNS)
     holds = refs.holds_target[row_block, block.tile] > 0
     row_scale, highest = load(refs.row_scale), load(refs.tile_max.at[block.tile])
-    e, log2_e = of_cache(values[0], refs.output.dtype)
+    e, log2_e = decode_exponentials(values[0], refs.output.dtype)
     d = _gradient(e, log2_e, rows, (highest - rows.max) * row_scale)
     d = d if call.logit_softcap is None else d * cap_derivative(log2_e, highest, row_scale)
-    return HELD.with_target(d, rows, label, holds)
+    return ACCUMULATOR.put_target(d, rows, label, holds)
 
 
-def of_cache(e: Array, dtype: Any) -> tuple[Array, Array]:
-    """The exponentials that were kept in ``dtype``, and their logarithms, which are finite."""
+def decode_exponentials(e: Array, dtype: Any) -> tuple[Array, Array]:
+    """Returns the exponentials that were cached in ``dtype``, and their logarithms, which are finite."""
     if dtype == jnp.float16:
         e = e * 2.0**-FP16_SHIFT
     return e, jnp.log2(jnp.maximum(e, jnp.finfo(jnp.float32).tiny))
 
 
 def _gradient(e: Array, log2_e: Array, rows: RowFactors, down: Array) -> Array:
-    """Eq. 4 on a block of exponentials, but for the label.
+    """Computes eq. 4 on a block of exponentials, without the label's term.
 
-    ``down`` is the dᵢ of eq. 2. Its exponential is taken first, because ``slope`` times ``down`` may overflow.
+    ``down`` is the dᵢ of eq. 2. Its exponential is computed first, because ``slope`` times ``down`` may overflow.
     """
     factor = jnp.exp2(down)
     if rows.slope is None:
@@ -266,9 +266,9 @@ def _gradient(e: Array, log2_e: Array, rows: RowFactors, down: Array) -> Array:
 
 
 def cap_derivative(u: Array, highest: Array, row_scale: Array) -> Array:
-    """The 1 - tanh² of eq. 5, where ``u`` is the logit's distance from the ``highest`` in base 2.
+    """Computes the 1 - tanh² of eq. 5, where ``u`` is the logit minus the ``highest``, times the scale, in base 2.
 
-    The scale is 0 on rows left out, where e is 1 and all else 0.
+    In masked rows the scale is 0, e is 1, and everything else 0.
     """
     tanh = along(highest) + u * along(1.0 / jnp.maximum(row_scale, 1e-30))
     return 1.0 - tanh * tanh
@@ -284,7 +284,7 @@ def cached_kl_dlogits(
     columns: int,
     direction: Direction,
 ) -> Float[Array, "Tp columns"]:
-    """As `kl_dlogits`, in the place of the cache's exponentials: a block is read before it is written."""
+    """Computes the same as `kl_dlogits`, and overwrites the cached exponentials, each block after it is read."""
     call = calls[direction == "forward"]  # the student's
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), call.dtype)
     body = functools.partial(_kl_kernel, generation, call, direction)
@@ -319,15 +319,15 @@ def _kl_block_gradient(
     block: Block,
     values: Sequence[Array],
 ) -> Array:
-    """The gradient of one block: loads what its rows need, then eq. 8 or 10 and the cap's derivative."""
-    load = functools.partial(HELD.load_rows, rows=block.rows)
+    """Loads the factors of a block's rows, and computes eq. 8 or 10 and the derivative of the softcap."""
+    load = functools.partial(ACCUMULATOR.load_rows, rows=block.rows)
     k_p, k_q = map(load, row_scales)
     max_p, max_q, at_p = (load(references.at[block.tile, i]) for i in range(3))
     rows: KLCoefficients | MixtureFactors
     rows = (
         load_fields(MixtureFactors, factors, load) if direction == "jsd" else load_fields(KLCoefficients, factors, load)
     )
-    (e, log2_e), ratio = of_cache(values[0], call.dtype), values[1]
+    (e, log2_e), ratio = decode_exponentials(values[0], call.dtype), values[1]
     down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
     of_p, u = along(rows.factor_p * jnp.exp2(down_p)), log2_e
     if isinstance(rows, MixtureFactors):
@@ -344,4 +344,4 @@ def _kl_block_gradient(
         gradient = e * (jnp.exp2(below_q) * of_q - jnp.exp2(below_p) * of_p)
     if call.logit_softcap is not None:
         gradient = gradient * cap_derivative(u, *((max_q, k_q) if direction == "forward" else (max_p, k_p)))
-    return jnp.where(e > 0.0, gradient, 0.0)  # on padding the ratio says nothing
+    return jnp.where(e > 0.0, gradient, 0.0)  # on padding the ratio is arbitrary

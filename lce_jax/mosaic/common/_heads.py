@@ -1,12 +1,12 @@
-"""What the kernels of `lce_jax.linear_kl` share: two heads' operands, the tile that waits, a mixture in base 2.
+"""What the kernels of `lce_jax.linear_kl` share: the operands of two heads, held tiles, and a mixture in base 2.
 
-Two heads' [64, 256] tiles in one warpgroup: that of p is multiplied first and waits outside the registers until that of
-q is there, where the generation says. Two accumulators of 64 x 256 would take all 256 registers of a thread, and
-narrower tiles read the operands more often. Both products go through the same stages of shared memory, so the operands
-of the second arrive while the first is multiplied.
+A warpgroup computes a [64, 256] tile of each head. The tile of p is multiplied first, and is held outside the registers
+until the tile of q is there; the generation decides where. Two accumulators of 64 x 256 would take all 256 registers of
+a thread, and narrower tiles would read the operands more often. Both products use the same stages of shared memory, so
+the operands of the second product arrive while the first is multiplied.
 
-A mixture is `lce_jax.mathematics._kl` in a kernel: base 2, no division, and the hardware's own logarithm far from 1.
-That one is off by up to 2^-22 wherever its result lies, so near 1 a polynomial is in its place.
+The mixture computes `lce_jax.mathematics._kl` in a kernel: in base 2, without divisions, and with the hardware's
+logarithm far from 1. The hardware's absolute error is up to 2^-22, so near 1 a polynomial replaces it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lce_jax.mosaic._chunks import KLCache
 from lce_jax.mosaic._operands import LOG2E, KLOperands, Span
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common import _logits
-from lce_jax.mosaic.common._epilogue import HELD, without_padding
+from lce_jax.mosaic.common._epilogue import ACCUMULATOR, mask_padding
 from lce_jax.mosaic.common._logits import softcap
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 BLOCKS = TILE_N // STAGING_COLUMNS
 STRIP = 32  # columns
-HELD_SHAPE = (COMPUTE_WARPGROUPS, BLOCKS, WARPGROUP_ROWS, STAGING_COLUMNS)  # the tiles of a block that wait
-MOST = MOST_DISTANCE * LOG2E  # as `MixtureFactors.most`, of a logarithm that is relative to that of 1
+HELD_SHAPE = (COMPUTE_WARPGROUPS, BLOCKS, WARPGROUP_ROWS, STAGING_COLUMNS)  # the held tiles of a block
+MOST = MOST_DISTANCE * LOG2E  # `MixtureFactors.most` of a logarithm relative to the logarithm of 1
 
-along = functools.partial(HELD.along_rows, columns=STAGING_COLUMNS)
+along = functools.partial(ACCUMULATOR.along_rows, columns=STAGING_COLUMNS)
 
 
 class MixtureFactors(NamedTuple):
-    """A vector of each, [T], in the order in which the kernels get them.
+    """Factors of the rows, [T] each, in the order in which the kernels get them.
 
     With n = β / (1 - β + β e^{d₀}), the logarithm of eq. 9 is that of 1 + x, x = n (e^d - e^{d₀}).
     """
@@ -63,8 +63,8 @@ class MixtureFactors(NamedTuple):
     log_sums: Array  # log2 s_p - log2 s_q
     own: Array  # (1 - β) n / β, so that 1 + x is also own + n e^d
     other: Array  # n
-    start: Array  # n e^{d₀}: 1 - own
-    most: Array  # the d whose exponential is taken
+    start: Array  # n e^{d₀}, which is 1 - own
+    most: Array  # the largest d whose exponential is computed
     log: Array  # t₀
     student: Array  # 1 - β
     teacher: Array  # β
@@ -74,14 +74,14 @@ class MixtureFactors(NamedTuple):
 
 
 def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[Array, "14 Tp"]:
-    """Of the sums' pass, or of the gradient's; 0 from the call's tokens to ``length``."""
+    """Stacks the factors of the pass for the sums, or of the gradients' pass; padded with 0 to ``length``."""
     if isinstance(rows, MixtureCoefficients):
         rows, factor_p, mean = rows
     else:
         factor_p = mean = jnp.zeros_like(rows.log_sums)
     student, teacher = rows.weights
     other = teacher / rows.at_p.total
-    found = MixtureFactors(
+    factors = MixtureFactors(
         *rows.references,
         log_sums=rows.log_sums * LOG2E,
         own=student / rows.at_p.total,
@@ -95,14 +95,17 @@ def mixture_factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[A
         factor_p=factor_p * (1.0 / LOG2E),
         mean=mean * LOG2E,
     )
-    stacked = jnp.stack([jnp.broadcast_to(x, factor_p.shape).astype(jnp.float32) for x in found])
+    stacked = jnp.stack([jnp.broadcast_to(x, factor_p.shape).astype(jnp.float32) for x in factors])
     return jnp.pad(stacked, ((0, 0), (0, length - stacked.shape[1])))
 
 
 def kl_factors(
     rows: KLCoefficients | MixtureCoefficients, length: int, direction: Direction
 ) -> Float[Array, "fields Tp"]:
-    """A gradient's, in base 2, where u_p - v_q is log2 e times that of eq. 8; 0 from the last token to ``length``."""
+    """Stacks the factors of the gradients in base 2; padded with 0 to ``length``.
+
+    There u_p - v_q is log2 e times its value in eq. 8.
+    """
     if isinstance(rows, MixtureCoefficients):
         return mixture_factors(rows, length)
     if direction == "reverse":
@@ -112,14 +115,14 @@ def kl_factors(
 
 
 NEAR_ONE = 0.25
-# (2^x - 1) / x up to 1 and log2(1 + x) / x up to NEAR_ONE: both are off by at most 3e-8 of what they are.
+# (2^x - 1) / x for |x| up to 1, and log2(1 + x) / x for |x| up to NEAR_ONE: the relative errors are at most 3e-8.
 EXPM1 = (0.693147186, 0.2402266472, 0.0555040203, 0.0096169856, 0.0013335338, 0.0001563451, 0.0000152525)
 LOG1P = (1.4426950194, -0.7213474397, 0.4809092734, -0.3606914640, 0.2876754352, -0.2394193308, 0.2276765902,
          -0.2020801817)  # fmt: skip
 
 
 class Reference(NamedTuple):
-    """What a logarithm is relative to, a number per row each: `MixtureFactors`."""
+    """The reference of a relative logarithm: four fields of `MixtureFactors`, a number per row each."""
 
     own: Any
     other: Any
@@ -128,14 +131,14 @@ class Reference(NamedTuple):
 
 
 def relative_log_ratio(d: Array, distance: Array, rows: Reference) -> Array:
-    """The t - t₀ of eq. 9 in base 2, from d and d - d₀."""
+    """Computes the t - t₀ of eq. 9 in base 2, from d and d - d₀."""
     return relative_log_ratios(d, distance, rows)[0]
 
 
 def relative_log_ratios(d: Array, distance: Array, rows: Reference) -> tuple[Array, Array]:
-    """The t - t₀ and d + t - t₀ of eq. 9 in base 2, from d and d - d₀.
+    """Computes the t - t₀ and d + t - t₀ of eq. 9 in base 2, from d and d - d₀.
 
-    The second is off by the rounding of d. It approaches -ln β: where that is small, the ratio is better taken from -d.
+    The second has the rounding error of d. It approaches -ln β. If that is small, the ratio is better computed from -d.
     """
     bounded = jnp.minimum(d, rows.most)
     e = jnp.exp2(bounded) * rows.other
@@ -153,52 +156,52 @@ def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
 
 
 class HeadOperands(NamedTuple):
-    """What an epilogue knows of one head."""
+    """The operands of one head in an epilogue."""
 
     call: Call
     row_scale: Any  # [Tp]
 
 
 class KLRefs(NamedTuple):
-    """What an epilogue reads and writes."""
+    """The arrays that an epilogue reads and writes."""
 
-    heads: tuple[HeadOperands, HeadOperands]  # that of p first
+    heads: tuple[HeadOperands, HeadOperands]  # p first
     mask: Any  # [512]
     output: Any  # [tiles, fields, Tp], or [T, columns]
     factors: Any = None  # [fields, Tp]
-    cache: Any = None  # a `KLCache` of refs, if tiles are kept
+    cache: Any = None  # a `KLCache` of refs, if tiles are cached
 
 
 class KLWhere(NamedTuple):
-    """Where a tile lies, and where its results go."""
+    """The place of a tile, and of its results."""
 
-    column: Any  # its first one, in the shard
-    number: Any  # in the array of partial statistics
-    num_columns: Any  # live ones of the shard
+    column: Any  # the tile's first column in the shard
+    number: Any  # the tile's place in the array of partial statistics
+    num_columns: Any  # how many columns of the shard are no padding
 
 
-type Multiply = Sequence[Callable[[], Any]]  # the products of p and of q, to be asked for in turn
+type Multiply = Sequence[Callable[[], Any]]  # the products of p and of q, which must be called in this order
 
 
 class HeldTile(NamedTuple):
-    """A tile of x that waits for that of the other head."""
+    """A tile of x that is held until the other head's tile is there."""
 
-    blocks: Any  # [blocks, 64, 64], of this warpgroup
-    load: Callable[[Any], Array]  # a part of them, after a barrier of the warpgroup
+    blocks: Any  # [blocks, 64, 64] of this warpgroup
+    load: Callable[[Any], Array]  # loads a part of the blocks, after a barrier of the warpgroup
 
     @classmethod
     def of(cls, x: Float[Array, "64 256"], blocks: Any, load: Callable[[Any], Array]) -> HeldTile:
-        """``x``, written to ``blocks``."""
+        """Stores ``x`` in ``blocks``."""
         for i in range(BLOCKS):
-            blocks.at[i][...] = block_of(x, i)
+            blocks.at[i][...] = take_block(x, i)
         return cls(blocks, load)
 
     def block(self, i: int) -> Float[Array, "64 64"]:
-        """Columns 64 i to 64 i + 63."""
+        """Loads the columns 64 i to 64 i + 63."""
         return self.load(self.blocks.at[i])
 
     def strip(self, column: int) -> Float[Array, "64 32"]:
-        """Half of a block, for what takes many registers for each column."""
+        """Loads half of a block, for computations that need many registers per column."""
         block, first = divmod(column, STAGING_COLUMNS)
         return self.load(self.blocks.at[block, :, pl.ds(first, STRIP)])
 
@@ -206,20 +209,20 @@ class HeldTile(NamedTuple):
 type Hold = Callable[[Array], HeldTile]
 
 
-def block_of(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
-    """The same of a tile in registers."""
+def take_block(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
+    """Returns the same columns of a tile in registers as `HeldTile.block`."""
     return x[:, i * STAGING_COLUMNS : (i + 1) * STAGING_COLUMNS]
 
 
-def strip_of(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
-    """The same of a tile in registers."""
+def take_strip(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
+    """Returns the same columns of a tile in registers as `HeldTile.strip`."""
     return x[:, column : column + STRIP]
 
 
-def x_of(call: Call, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
-    """The x of eq. 0 from raw products but for the scale, padding marked."""
+def compute_x(call: Call, z: Float[Array, "64 256"], mask: Any, where: KLWhere) -> Float[Array, "64 256"]:
+    """Computes the x of eq. 0 from raw products, with padding marked. The row's scale is not applied."""
     x = z if call.logit_softcap is None else softcap(z, call.logit_softcap, call)
-    return without_padding(x, where.column, where.num_columns, mask)
+    return mask_padding(x, where.column, where.num_columns, mask)
 
 
 def update_tiles(
@@ -228,12 +231,12 @@ def update_tiles(
     epilogue: Callable[..., None],
     kernel: str,
     name: str,
-    given: Sequence[Any],
+    operands: Sequence[Any],
     updated: Sequence[Array],
 ) -> list[Array]:
-    """``updated``, parts first, with what ``epilogue`` makes of the span's tiles.
+    """Runs ``epilogue`` on the span's tiles, and returns the arrays that it updates, the statistics first.
 
-    ``given`` may end with factors of the rows.
+    ``operands`` may end with factors of the rows.
     """
     machine, both = generation.machine, make_matmuls(calls, generation.tunings.of(calls[0], kernel))
     run = machine.kernel_of_heads(
@@ -241,65 +244,65 @@ def update_tiles(
         functools.partial(_kernel_per_tile, machine, both, epilogue, len(updated)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
         name,
-        updated={len(given) + i: i for i in range(len(updated))},
+        updated={len(operands) + i: i for i in range(len(updated))},
     )
-    return list(run(*given, *updated))
+    return list(run(*operands, *updated))
 
 
 def _kernel_per_tile(
     machine: Machine, matmuls: tuple[Matmul, Matmul], epilogue: Callable[..., None], num_updated: int, *refs: Any
 ) -> None:
     *arrays, row_scales, mask, scalars, (*rest, held) = unpack_refs(refs)
-    # What is updated, as it was, lies in the same places.
+    # Updated inputs alias the outputs.
     factors, (output, *kept) = rest[: -2 * num_updated] or [None], rest[-num_updated:]
     span = Span.unpack(scalars)
     cache = KLCache(*kept) if kept else None
-    of_kernel = KLRefs(make_head_operands(matmuls, row_scales), mask, output, factors[0], cache)
+    tile_refs = KLRefs(make_head_operands(matmuls, row_scales), mask, output, factors[0], cache)
 
     def consume(tile: Tile, multiply: Multiply, held: Any) -> None:
         where = KLWhere(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
-        epilogue(of_kernel, tile, where, multiply, functools.partial(machine.hold, held))
+        epilogue(tile_refs, tile, where, multiply, functools.partial(machine.hold, held))
 
     walk_heads(machine, matmuls, arrays, span, consume, held)
 
 
 def load_fields[F: (KLCoefficients, MixtureFactors)](kind: type[F], factors: Any, load: Callable[[Any], Array]) -> F:
-    """In a kernel: the factors of some rows, which ``load`` reads from a vector."""
+    """Loads the factors of some rows in a kernel. ``load`` reads these rows of a vector."""
     return kind(*(load(factors.at[i]) for i in range(len(kind._fields))))
 
 
 def store_fields(refs: KLRefs, where: KLWhere, rows: Callable[[], Any], fields: Sequence[Array]) -> None:
-    """Writes a tile's numbers of these rows, whose places are computed when they are needed."""
+    """Stores a tile's statistics of these rows. ``rows()`` computes the places at each use."""
     for i, field in enumerate(fields):
         refs.output.at[where.number, i, rows()][...] = field
 
 
 def store_references(cache: Any, where: KLWhere, rows: Callable[[], Any], stats: KLStatistics) -> None:
-    """Writes those of a tile that is kept."""
+    """Stores the references of a cached tile."""
     tile = lax.div(where.column, jnp.int32(TILE_N))
     for i, field in enumerate(stats.references):
         cache.references.at[tile, i, rows()][...] = field
 
 
 def make_matmuls(calls: tuple[Call, Call], tuning: Any) -> tuple[Matmul, Matmul]:
-    """The static part of a kernel, of each head."""
-    first, second = (_logits.logits(call, tuning) for call in calls)
+    """Returns the static part of the product of each head."""
+    first, second = (_logits.make_matmul(call, tuning) for call in calls)
     return first, second
 
 
 def pack_operands(operands: KLOperands, span: Int[Array, "fields"]) -> list[Any]:
-    """In the order in which a kernel gets them."""
+    """Returns the operands in the order in which a kernel gets them."""
     (p, q), mask = operands
     return [p.hidden, p.weight, q.hidden, q.weight, p.row_scale, q.row_scale, mask, span]
 
 
 def unpack_refs(refs: Sequence[Any]) -> list[Any]:
-    """What `pack_operands` packed: the arrays with H in them, both scales, the mask, the span; and the rest in one."""
+    """Returns hidden and weight of p, then of q, both scales as one entry, the mask, the span, the rest in one."""
     return [*refs[:4], refs[4:6], *refs[6:8], refs[8:]]
 
 
 def make_head_operands(matmuls: tuple[Matmul, Matmul], row_scales: Sequence[Any]) -> tuple[HeadOperands, HeadOperands]:
-    """Of both heads, from what a kernel is given."""
+    """Returns the operands of both heads in an epilogue."""
     first, second = (HeadOperands(own.call, row_scale) for own, row_scale in zip(matmuls, row_scales, strict=True))
     return first, second
 
@@ -307,21 +310,19 @@ def make_head_operands(matmuls: tuple[Matmul, Matmul], row_scales: Sequence[Any]
 def walk_heads(
     machine: Machine, matmuls: tuple[Matmul, Matmul], arrays: Sequence[Any], span: Span, consume: Any, held: Any
 ) -> None:
-    """`Machine.walk_heads` over the logits of the live row groups and the span's vocabulary tiles."""
-    visit_all = _logits.visit_all(matmuls[0], span)
+    """Walks over the logits of both heads, of the unmasked row groups and the span's vocabulary tiles."""
+    visit_all = _logits.make_visit(matmuls[0], span)
     of_heads = zip(matmuls, arrays[::2], arrays[1::2], strict=True)
     products = [Product(matmul, hidden, weight, _logits.num_steps(matmul)) for matmul, hidden, weight in of_heads]
     machine.walk_heads(products, Offset(column=span.offset), visit_all, consume, held)
 
 
-def unless_padding[S](
-    where: KLWhere, column: int, compute: Callable[[S], S], otherwise: Callable[[S], S], given: S
-) -> S:
-    """``compute(given)`` for a strip with a column that counts.
+def skip_padding[S](where: KLWhere, column: int, compute: Callable[[S], S], otherwise: Callable[[S], S], carry: S) -> S:
+    """Computes ``compute(carry)`` for a strip with an unpadded column, and ``otherwise(carry)`` for others.
 
-    The branch also keeps the compiler from mixing strips, which would spill more registers.
+    The branch also keeps the compiler from interleaving strips, which would spill more registers.
     """
-    return lax.cond(where.column + column < where.num_columns, compute, otherwise, given)
+    return lax.cond(where.column + column < where.num_columns, compute, otherwise, carry)
 
 
 class MixtureRows:
@@ -342,11 +343,11 @@ class MixtureRows:
         return [self._load(head.row_scale) for head in self._refs.heads]
 
     def _load(self, values: Any) -> Float[Array, "64 32"]:
-        return along(HELD.load_rows(values, self._rows()), columns=STRIP)
+        return along(ACCUMULATOR.load_rows(values, self._rows()), columns=STRIP)
 
 
 class MixtureRatios(NamedTuple):
-    """`lce_jax.mathematics._kl`'s, of a strip in base 2."""
+    """The ratios of `lce_jax.mathematics._kl` of a strip, in base 2."""
 
     u_p: Array
     u_q: Array
@@ -378,16 +379,16 @@ class MixtureRatios(NamedTuple):
 
         (log,) = rows.load("log")
         of_q = lax.cond(is_above_half, replace, lambda of_q: of_q, self.of_q + log)
-        return times_exp2(self.u_p, self.of_p), times_exp2(self.u_q, of_q)
+        return multiply_exp2(self.u_p, self.of_p), multiply_exp2(self.u_q, of_q)
 
 
-def times_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
-    """Zero where e is, also times what is infinite."""
+def multiply_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
+    """Computes 2^u · x, which is 0 if 2^u is 0, even if x is infinite."""
     e = jnp.exp2(u)
     return jnp.where(e > 0.0, e * x, 0.0)
 
 
-def relative(x: Float[Array, "64 n"], reference: Float[Array, "64"], row_scale: Float[Array, "64"]) -> Any:
-    """One instruction more than a fused multiply-add, which would not be 0 at the reference."""
+def scale_difference(x: Float[Array, "64 n"], reference: Float[Array, "64"], row_scale: Float[Array, "64"]) -> Any:
+    """Computes (x - reference)·scale, with one instruction more than a fused multiply-add: it is 0 at the reference."""
     columns = x.shape[1]
-    return (x - HELD.along_rows(reference, columns)) * HELD.along_rows(row_scale, columns)
+    return (x - ACCUMULATOR.along_rows(reference, columns)) * ACCUMULATOR.along_rows(row_scale, columns)

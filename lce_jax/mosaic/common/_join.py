@@ -1,10 +1,10 @@
-"""Joining the statistics of neighbouring tiles (eq. 2), in an order that the tiles' numbers alone decide.
+"""Joins the statistics of adjacent tiles (eq. 2), in an order that depends only on the tiles' numbers.
 
-    [parts, fields, Tp] ── each group of neighbours ──▶ [groups, fields, Tp]
+    [parts, fields, Tp] ── each group of adjacent parts ──▶ [groups, fields, Tp]
 
-A thread takes its token's parts of a group in their order, a few at a time so that their loads overlap. So a token's
-sums are rounded in the same way whatever else is in the call. XLA's own reduction over the tiles goes by the number of
-tokens.
+A thread joins its token's parts of a group in order. It loads a few parts at a time so that the loads overlap. So a
+token's sums are rounded in the same way in every call. The order of XLA's reduction over tiles would depend on the
+number of tokens.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def join(
     in_nats: bool = False,
     parted: Parted | None = None,
 ) -> Float[Array, "groups fields Tp"]:
-    """``joined`` with the unions (eq. 2) of each ``group`` neighbours among ``parts``, added in their order.
+    """Writes the unions (eq. 2) of each ``group`` adjacent parts to ``joined``, each added up in the parts' order.
 
-    ``row_scale`` is the k of eq. 0 in base 2. ``numbers`` are the live rows, the parts that count, and where in
-    ``joined`` the first group goes. Groups after the last part are those of no columns; those after the last of
-    ``joined`` are not written, nor are row blocks without a live row. ``parts`` and ``joined`` may have more fields
-    than statistics do. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are. With
-    ``parted`` the first of ``parts`` is the first tile of a group of the shard, and groups end where its parts do.
+    ``row_scale`` is the k of eq. 0 in base 2. ``numbers`` are the number of unmasked rows, the number of valid parts,
+    and the place of the first group in ``joined``. Groups after the last part are empty. Groups after the end of
+    ``joined``, and row blocks without an unmasked row, are not written. ``parts`` and ``joined`` may have more fields
+    than the statistics. With ``in_nats`` the unions are in the units of eq. 1, otherwise in base 2 like the parts. With
+    ``parted``, ``parts`` begins with the first tile of a group of the shard, and a group ends with its vocabulary part.
     """
     return _join(row_scale, parts, [joined], call, group, numbers, in_nats, parted)[0]
 
@@ -61,9 +61,9 @@ def join_keeping(
     numbers: Int[Array, "3"],
     maxima: Float[Array, "tiles kept Tp"],
 ) -> tuple[Float[Array, "groups fields Tp"], Float[Array, "tiles kept Tp"]]:
-    """The same, and ``maxima`` with the first fields of each part, which the thread has at hand.
+    """Does the same as `join`, and also copies the first fields of each part to ``maxima``.
 
-    A group's parts go where the group's number says, in whole groups.
+    The group's number determines the place of its parts in ``maxima``, in whole groups.
     """
     joined, maxima = _join(row_scale, parts, [joined, maxima], call, group, numbers)
     return joined, maxima
@@ -79,7 +79,7 @@ def _join(
     in_nats: bool = False,
     parted: Parted | None = None,
 ) -> list[Array]:
-    """``updated``, the unions and what is kept of each part, if anything is."""
+    """Runs the kernel on ``updated``: the unions, and the maxima of the parts if they are copied."""
     run = _pallas.kernel(
         functools.partial(_kernel, call, group, in_nats, parted),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
@@ -99,12 +99,12 @@ def _kernel(
     parted: Parted | None,
     parts: Any,  # [parts, fields, Tp]
     row_scale: Any,  # [Tp]
-    numbers: Any,  # live rows, parts, the first group
-    *results: Any,  # [groups, fields, Tp] and the maxima, if any, as they were; both as they will be, in their places
+    numbers: Any,  # the unmasked rows, the parts, the first group
+    *results: Any,  # [groups, fields, Tp] and the maxima, if any; then the same memory as outputs
 ) -> None:
     output, *maxima = results[len(results) // 2 :]
     most_groups = output.shape[0]
-    names, block, number = _operands.statistic_names(call), lax.axis_index("rows"), lax.axis_index("group")
+    names, block, number = _operands.list_statistics(call), lax.axis_index("rows"), lax.axis_index("group")
     rows, num_parts = block_rows(block), numbers[1]
     begin, stop = None, num_parts
     if parted is not None:
@@ -114,24 +114,24 @@ def _kernel(
     )
 
     def load(i: Any) -> ShardStatistics:
-        there, at = on_all_threads(i) < stop, jnp.maximum(jnp.minimum(i, stop - 1), 0)
-        found = {name: jnp.where(there, parts[at, f, rows], getattr(none, name)) for f, name in enumerate(names)}
-        return _statistics.make_statistics(found)
+        is_valid, at = on_all_threads(i) < stop, jnp.maximum(jnp.minimum(i, stop - 1), 0)
+        fields = {name: jnp.where(is_valid, parts[at, f, rows], getattr(none, name)) for f, name in enumerate(names)}
+        return _statistics.make_statistics(fields)
 
-    def of_live_rows() -> None:
+    def join_rows() -> None:
         k = row_scale[rows]
 
         def step(i: Any, union: ShardStatistics) -> ShardStatistics:
             first = (number * group if begin is None else begin) + i * AT_A_TIME
-            of_step = [load(first + j) for j in range(min(group, AT_A_TIME))]
+            loaded = [load(first + j) for j in range(min(group, AT_A_TIME))]
             for ref in maxima:
-                for (j, part), f in itertools.product(enumerate(of_step), range(ref.shape[1])):
+                for (j, part), f in itertools.product(enumerate(loaded), range(ref.shape[1])):
                     ref.at[numbers[2] * group + first + j, f, rows][...] = getattr(part, names[f])
-            return _statistics.union([union, *of_step], k, jnp.exp2)
+            return _statistics.union([union, *loaded], k, jnp.exp2)
 
         union = lax.fori_loop(0, -(-group // AT_A_TIME), step, none)
         union = _operands.to_nats(union) if in_nats else union
         for f, name in enumerate(names):
             output.at[numbers[2] + number, f, rows][...] = getattr(union, name)
 
-    pl.when((block * THREADS < numbers[0]) & (numbers[2] + number < most_groups))(of_live_rows)
+    pl.when((block * THREADS < numbers[0]) & (numbers[2] + number < most_groups))(join_rows)

@@ -1,8 +1,7 @@
-"""The walk over tiles of logits, which the forward and the recomputing backward share: hidden · weightᵀ.
+"""The walk over tiles of logits (hidden · weightᵀ), which the forward and the recomputing backward share.
 
-A block of a tile as a warpgroup holds it in registers, and the per-token vectors beside it.
-
-With a floor: the label of each row, which counts also where its logit is below the floor.
+`AccumulatorLayout` has the operations on a block of a tile in the registers of a warpgroup. `LabelBelowFloor` adds the
+label's logit to the statistics if it is below the ``logit_floor``.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from jax import lax
 
 from lce_jax.mathematics._statistics import SUMS
 from lce_jax.mosaic import _pallas
+from lce_jax.mosaic._active_tiles import Batch, Sizes, find_row_block
 from lce_jax.mosaic._call import Machine
-from lce_jax.mosaic._live_tiles import Batch, Sizes, row_block_of
-from lce_jax.mosaic._operands import FLOOR, LOG2E, RowFactors, Span, geometry
+from lce_jax.mosaic._operands import FLOOR, LOG2E, RowFactors, Span, make_geometry
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic.common import _tiles
 from lce_jax.mosaic.common._tiles import (
@@ -37,18 +36,18 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
-FOLDED = 8  # columns of which each of four threads holds two
-PADDING = -1e15  # stands for the raw products of columns that do not count: exp2 of it is 0, its square is finite
+FOLDED = 8  # columns of a block, of which each of four threads holds two
+PADDING = -1e15  # the logit of columns that do not count: its exp2 is 0, its square finite
 
 
 class AccumulatorLayout(NamedTuple):
-    """Rows of a tile in the registers of a warpgroup."""
+    """Operations on rows of a tile in the registers of a warpgroup."""
 
     num_rows: int
 
     @property
     def layout(self) -> Any:
-        """That of wgmma's results. It is of registers alone: every generation has it."""
+        """The layout of wgmma's results, which all generations use for tiles in registers."""
         return plgpu.Layout.WGMMA
 
     @property
@@ -62,44 +61,47 @@ class AccumulatorLayout(NamedTuple):
         return self.layout.reduce(0)
 
     def load_rows(self, ref: Any, rows: Any) -> Float[Array, "rows"]:
-        """The part of a per-token vector for these rows, from GMEM."""
+        """Loads the part of a per-token vector for these rows from GMEM."""
         return _pallas.load(ref.at[rows], self.per_row)
 
     def load_factors(self, factors: Any, rows: Any) -> RowFactors:
-        """The same part of the stacked `RowFactors`."""
+        """Loads these rows of the stacked `RowFactors`."""
         highest, target, constant = (self.load_rows(factors.at[i], rows) for i in range(3))
         return RowFactors(
             highest, target, constant, self.load_rows(factors.at[3], rows) if factors.shape[0] == 4 else None
         )
 
     def along_rows(self, values: Float[Array, "rows"], columns: int = TILE_N) -> Float[Array, "rows n"]:
-        """One value per row, broadcast."""
+        """Broadcasts one value per row along the columns."""
         return _pallas.broadcast(values, (self.num_rows, columns), 0, self.layout)
 
-    def with_target(self, d: Float[Array, "rows n"], rows: RowFactors, label: Float[Array, "rows"], holds: Any) -> Any:
-        """A block of dlogits with eq. 4's target at the label, which counts from the block's first column.
+    def put_target(self, d: Float[Array, "rows n"], rows: RowFactors, label: Float[Array, "rows"], holds: Any) -> Any:
+        """Puts the target of eq. 4 at each row's label, given relative to the block's first column.
 
-        ``holds`` says whether the tile has any.
+        ``holds``: whether the tile has any label.
         """
 
-        def replace() -> Array:
+        def put() -> Array:
             target = self.along_rows(rows.target, FOLDED)
-            return jnp.concatenate([jnp.where(there, target, x) for there, x in self.by_label(d, label)], axis=1)
+            return jnp.concatenate([jnp.where(there, target, x) for there, x in self.compare_labels(d, label)], axis=1)
 
-        return lax.cond(holds, replace, lambda: d)
+        return lax.cond(holds, put, lambda: d)
 
-    def by_label(self, x: Float[Array, "rows n"], label: Float[Array, "rows"]) -> list[tuple[Array, Array]]:
-        """Of eight columns at a time: whether each is its row's label, and x. Registers would keep an iota of all."""
+    def compare_labels(self, x: Float[Array, "rows n"], label: Float[Array, "rows"]) -> list[tuple[Array, Array]]:
+        """Returns eight columns at a time: whether each is its row's label, and x.
+
+        With an iota of all columns at once, the registers would hold the whole iota.
+        """
         place = self.along_rows(label, FOLDED)
         place -= plgpu.broadcasted_iota(jnp.int32, place.shape, 1, layout=self.layout)
         return [(place == start, x[:, start : start + FOLDED]) for start in range(0, x.shape[1], FOLDED)]
 
-    def reaching(self, x: Float[Array, "rows n"], floor: Float[Array, "rows"] | None) -> Float[Array, "rows n"]:
-        """A block with `PADDING` on what is below the rows' floor. The label's own logit counts all the same."""
+    def apply_floor(self, x: Float[Array, "rows n"], floor: Float[Array, "rows"] | None) -> Float[Array, "rows n"]:
+        """Replaces logits below the rows' floor by `PADDING`, also the label's, which `LabelBelowFloor` adds."""
         return x if floor is None else jnp.where(x < self.along_rows(floor, x.shape[1]), PADDING, x)
 
     def gradient(self, x: Float[Array, "rows n"], row_scale: Array, rows: RowFactors) -> Float[Array, "rows n"]:
-        """Eq. 4 on a block of columns, but for the label. u has the bits of the forward's."""
+        """Computes eq. 4 on a block of columns, without the label's term. u has the same bits as in the forward."""
 
         def along(values: Array) -> Array:
             return self.along_rows(values, x.shape[1])
@@ -111,31 +113,31 @@ class AccumulatorLayout(NamedTuple):
 
 
 def softcap(z: Any, cap: float, call: Call) -> Any:
-    """The tanh of eq. 0, to the last digits of fp32: the hardware's own tanh has eleven bits."""
+    """Computes the tanh of eq. 0 in full fp32 precision. The hardware's tanh has eleven bits."""
     return 1.0 - 2.0 / (jnp.exp2(z * (2.0 * LOG2E * call.logit_scale / cap)) + 1.0)
 
 
-class LabelBelow(NamedTuple):
-    """Where a tile holds the label of a row, below its floor: one column more beside those that reach it."""
+class LabelBelowFloor(NamedTuple):
+    """The labels below their row's floor in a tile. Each counts as one more column than those that reach the floor."""
 
     there: Bool[Array, "rows"]
     x: Float[Array, "rows"]
 
     @classmethod
-    def of(cls, x: Array, target: Array, floor: Array) -> LabelBelow:
-        """From the label's x, which is anything where the tile holds none, and its column, from the tile's first on."""
+    def of(cls, x: Array, target: Array, floor: Array) -> LabelBelowFloor:
+        """``x``: of the labels, arbitrary in rows without one in the tile. ``target``: their columns in the tile."""
         return cls((target >= 0) & (target < TILE_N) & (x < floor), x)
 
     def or_else(self, value: float) -> Float[Array, "rows"]:
-        """Its x, or ``value`` where it is not there."""
+        """Returns the label's x, or ``value`` in rows without such a label."""
         return jnp.where(self.there, self.x, value)
 
-    def highest(self, highest: Float[Array, "rows"]) -> Float[Array, "rows"]:
-        """The largest x, from that of the columns that reach the floor."""
+    def include_in_max(self, highest: Float[Array, "rows"]) -> Float[Array, "rows"]:
+        """Returns the largest x, given that of the columns that reach the floor."""
         return jnp.maximum(highest, self.or_else(FLOOR))
 
-    def added(self, stats: ShardStatistics, row_scale: Float[Array, "rows"]) -> ShardStatistics:
-        """``stats`` of the columns that reach the floor, relative to `highest`, with the label's."""
+    def add_to(self, stats: ShardStatistics, row_scale: Float[Array, "rows"]) -> ShardStatistics:
+        """Adds the label to the statistics of the columns that reach the floor, whose maximum includes it."""
         u = (self.x - stats.max) * row_scale
         e = jnp.where(self.there, jnp.exp2(u), 0.0)
         there = {name: getattr(stats, name) for name in SUMS}
@@ -147,30 +149,30 @@ class LabelBelow(NamedTuple):
         )
 
 
-def extent(x: Float[Array, "rows n"]) -> tuple[Float[Array, "rows"], Float[Array, "rows"]]:
-    """The smallest number of each row of a block that is no `PADDING`, and how many are none."""
+def measure_support(x: Float[Array, "rows n"]) -> tuple[Float[Array, "rows"], Float[Array, "rows"]]:
+    """Returns the smallest logit of each row of a block and the number of logits, both without `PADDING`."""
     counts = x > 0.5 * PADDING
     lowest = jnp.min(jnp.where(counts, x, -PADDING), axis=1)
     return lowest, jnp.sum(jnp.where(counts, 1.0, 0.0), axis=1)
 
 
-def logits(call: Call, tuning: Any) -> Matmul:
-    """The static part of a kernel that walks over logits: the product hidden · weightᵀ."""
+def make_matmul(call: Call, tuning: Any) -> Matmul:
+    """Returns the static part of a kernel that walks over logits, the product hidden · weightᵀ."""
     return Matmul(call, tuning, 1, call.hidden_dim)
 
 
 def walk_logits(
     machine: Machine, matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any, *adapter: Any
 ) -> None:
-    """`Machine.walk_tiles` over the logits of the live row groups and the span's vocabulary tiles."""
-    how = Offset(column=span.offset), visit_all(matmul, span), consume, scratch
-    machine.walk_tiles(matmul, hidden, weight, *how, *adapter)
+    """Walks over the logits of the unmasked row groups and the span's vocabulary tiles (`Machine.walk_tiles`)."""
+    options = Offset(column=span.offset), make_visit(matmul, span), consume, scratch
+    machine.walk_tiles(matmul, hidden, weight, *options, *adapter)
 
 
-def visit_all(matmul: Matmul, span: Span) -> VisitAll:
-    """What visits the logits of the live row groups and the span's vocabulary tiles."""
+def make_visit(matmul: Matmul, span: Span) -> VisitAll:
+    """Returns the function that visits the logits of the unmasked row groups and the span's vocabulary tiles."""
     tuning, groups = matmul.tuning, row_groups(matmul, span.num_rows)
-    shape = geometry(matmul.call, TILING)
+    shape = make_geometry(matmul.call, TILING)
 
     def column(number: Any) -> Any:
         if not shape.has_parts:
@@ -178,7 +180,7 @@ def visit_all(matmul: Matmul, span: Span) -> VisitAll:
         first = first_tile(span)
         return _tiles.first_column(shape, first + number) - _tiles.first_column(shape, first)
 
-    def visit_them(visit: Visit, carry: Any) -> Any:
+    def visit_all(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             group, number = snake_index(tuning, info.index[0], groups, span.num_tiles)
             row_block = group * tuning.cluster + lax.axis_index("cluster")
@@ -193,16 +195,16 @@ def visit_all(matmul: Matmul, span: Span) -> VisitAll:
 
         return plgpu.nd_loop((groups * span.num_tiles,), collective_axes="sm", init_carry=carry)(tile)
 
-    return visit_them
+    return visit_all
 
 
 def num_steps(matmul: Matmul) -> int:
-    """Those of a contraction over H, and over the rank of an adapter."""
+    """Returns the number of steps of a contraction over H, and over the rank of an adapter."""
     tile_k = matmul.tuning.tile_k
     return -(-matmul.call.hidden_size // tile_k) + -(-matmul.call.rank // tile_k)
 
 
-def walk_live_logits(
+def walk_active_logits(
     machine: Machine,
     matmul: Matmul,
     hidden: Any,
@@ -214,23 +216,23 @@ def walk_live_logits(
     consume: Any,
     scratch: Any,
 ) -> None:
-    """`Machine.walk_tiles` over the logits of a batch's entries; the blocks of a cluster take those of one group."""
+    """Walks over the logits of a batch's entries. The blocks of a cluster compute the entries of one group."""
     tuning = matmul.tuning
 
-    def visit_live(visit: Visit, carry: Any) -> Any:
+    def visit_all(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             slot = info.index[0] * tuning.cluster + lax.axis_index("cluster")
             cell = cells[batch.entry + slot]
-            number, row_block = order[lax.div(cell, jnp.int32(sizes.width))], row_block_of(sizes, cell)
-            at = {"row_block": row_block, "vocabulary_tile": number, "slot": slot}
-            return visit(Tile(row_block * ROW_BLOCK, number * TILE_N, num_steps(matmul), **at), carry)
+            number, row_block = order[lax.div(cell, jnp.int32(sizes.width))], find_row_block(sizes, cell)
+            fields = {"row_block": row_block, "vocabulary_tile": number, "slot": slot}
+            return visit(Tile(row_block * ROW_BLOCK, number * TILE_N, num_steps(matmul), **fields), carry)
 
         groups = lax.div(batch.num_entries, jnp.int32(tuning.cluster))
         return plgpu.nd_loop((groups,), collective_axes="sm", init_carry=carry)(tile)
 
-    machine.walk_tiles(matmul, hidden, weight, Offset(), visit_live, consume, scratch)
+    machine.walk_tiles(matmul, hidden, weight, Offset(), visit_all, consume, scratch)
 
 
 def first_tile(span: Span) -> Int[Array, ""]:
-    """The number of the span's first vocabulary tile, in the shard."""
+    """Returns the number of the span's first vocabulary tile in the shard."""
     return lax.div(span.column, jnp.int32(TILE_N))

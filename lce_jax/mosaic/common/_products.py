@@ -1,17 +1,17 @@
-"""The backward's two products of one chunk of dlogits, with the sum and the slices inside the kernel.
+"""The backward's two products of one chunk of dlogits. The kernels add to the sum and slice the operands themselves.
 
     dhidden += dlogits · weight[chunk]          dweight[chunk] = dlogitsᵀ · hidden
 
-XLA would copy the chunk of the weight before its product and the chunk of dweight after it. Here both are read and
-written where they lie, and the contraction ends with the last live column or row, known at run time.
+XLA would copy the chunk of the weight before its product, and the chunk of dweight after it. The kernels read and write
+both in place, and the contraction ends at the last unpadded column or row, which is known only at run time.
 
-The two products of a batch of live tiles of dlogits, each contracted over its own list.
+With a ``gradient_threshold``, a batch of active tiles of dlogits has the same two products, each contracted over lists:
 
-    dhidden[row block] += Σ dlogits[slot] · weight[tile]          over the row block's live vocabulary tiles
-    dweight[tile]       = Σ dlogits[slot]ᵀ · hidden[row block]    over the vocabulary tile's live row blocks
+    dhidden[row block] += Σ dlogits[slot] · weight[tile]          over the row block's active vocabulary tiles
+    dweight[tile]       = Σ dlogits[slot]ᵀ · hidden[row block]    over the vocabulary tile's active row blocks
 
-The steps of a contraction are counted through the list, and the memory warpgroup looks up where each step's operands
-lie. The slots of one vocabulary tile are side by side.
+The steps of such a contraction run through the list, and the memory warpgroup looks up the operands of each step. The
+slots of one vocabulary tile are adjacent.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist, find_row_block, sum_before
 from lce_jax.mosaic._call import Generation, Machine
-from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist, row_block_of, sum_before
 from lce_jax.mosaic._operands import Span
 from lce_jax.mosaic._pallas import plgpu
-from lce_jax.mosaic.common._epilogue import send_product, staging
+from lce_jax.mosaic.common._epilogue import make_staging, send_product
 from lce_jax.mosaic.common._tiles import (
     ROW_BLOCK,
     TILE_N,
@@ -56,9 +56,9 @@ def update_dhidden(
     call: Call,
     span: Int[Array, "fields"],
 ) -> Float[Array, "splits Tp Hp"]:
-    """The product over the span's first ``depth`` columns, in the span's rows, written to ``sums`` or added there.
+    """Computes dlogits · weight over the span's first ``depth`` columns, and writes it to ``sums`` or adds it there.
 
-    The contraction is cut into as many parts as there are arrays of sums.
+    The contraction is split into as many parts as ``sums`` has arrays.
     """
     machine = generation.machine
     matmul = Matmul(call, generation.tunings.of(call, "dhidden"), 1, call.vocab_dim)
@@ -72,18 +72,18 @@ def _dhidden_kernel(
     dlogits: Any,  # [T, columns]
     weight: Any,  # [V, H] or [H, V]
     scalars: Any,  # a `Span`
-    sums: Any,  # [splits, Tp, Hp] as they were
-    output: Any,  # as they will be, in the same place
+    sums: Any,  # [splits, Tp, Hp]
+    output: Any,  # the same memory as ``sums``
 ) -> None:
     del sums
     span = Span.unpack(scalars)
     splits, columns = output.shape[0], -(-matmul.call.hidden_size // matmul.tuning.tile_n)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
-        # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
+        # No other tile of this launch adds to the same elements, so the result is deterministic.
         send_product(multiply, slots, tile.row, output.at[tile.split], tile.column, span.adds)
 
-    slots = staging(machine, matmul, output.shape[2], output.dtype)
+    slots = make_staging(machine, matmul, output.shape[2], output.dtype)
     groups, num_steps = row_groups(matmul, span.num_rows), ceil_div(span.depth, matmul.tuning.tile_k)
     visit_all = functools.partial(_visit_all, matmul, groups, columns, splits, num_steps)
     machine.walk_tiles(matmul, dlogits, weight, Offset(k=span.offset), visit_all, consume, slots)
@@ -98,7 +98,7 @@ def write_dweight(
     span: Int[Array, "fields"],
     may_add: bool = False,
 ) -> Float[Array, "V H"]:
-    """``dweight`` with the span's tiles written at its offset, from its rows, or added if the span says so too."""
+    """Writes dlogitsᵀ · hidden of the span to ``dweight``, or adds it if ``may_add`` and the span ``adds_dweight``."""
     machine, matmul = generation.machine, Matmul(call, generation.tunings.of(call, "dweight"), 0, 0)
     lhs, rhs = (dlogits, hidden) if call.vocab_dim == 0 else (hidden, dlogits)
     body = functools.partial(_dweight_kernel, machine, matmul, may_add)
@@ -109,11 +109,11 @@ def _dweight_kernel(
     machine: Machine,
     matmul: Matmul,
     may_add: bool,
-    lhs: Any,  # dlogits [T, columns], or hidden [T, H]: what runs down the rows of dweight
+    lhs: Any,  # dlogits [T, columns], or hidden [T, H]: the operand of the rows of dweight
     rhs: Any,  # hidden [T, H], or dlogits [T, columns]
     scalars: Any,  # a `Span`
-    dweight: Any,  # [V, H] or [H, V]; the other chunks are in it already
-    output: Any,  # the same place
+    dweight: Any,  # [V, H] or [H, V], with the other chunks
+    output: Any,  # the same memory as ``dweight``
 ) -> None:
     del dweight
     span = Span.unpack(scalars)
@@ -129,21 +129,21 @@ def _dweight_kernel(
         row, column = first_row + tile.row, first_column + tile.column
         send_product(multiply, slots, row, output, column, may_add and span.adds_dweight)
 
-    slots = staging(machine, matmul, output.shape[1], output.dtype)
+    slots = make_staging(machine, matmul, output.shape[1], output.dtype)
     num_steps = ceil_div(span.num_rows, matmul.tuning.tile_k)
     visit_all = functools.partial(_visit_all, matmul, groups, columns, 1, num_steps)
     machine.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)
 
 
 def update(machine: Machine, matmul: Matmul, body: Any, name: str, operands: tuple[Array, ...], result: Array) -> Array:
-    """``result`` as ``body`` leaves it, in its place."""
+    """Runs ``body`` as a kernel that updates ``result`` in place."""
     outputs = [jax.ShapeDtypeStruct(result.shape, result.dtype)]
     run = machine.kernel(matmul, body, outputs, name, updated={len(operands): 0})
     return run(*operands, result)[0]
 
 
 def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps: Any, visit: Visit, carry: Any) -> Any:
-    """Visits the tiles of the result, each ``splits`` times with its part of the contraction."""
+    """Visits the tiles of the result, each of them ``splits`` times, with one part of the contraction each."""
     area, per_split = groups * columns, ceil_div(num_steps, splits)
 
     def tile(info: Any, carry: Any) -> Any:
@@ -157,7 +157,7 @@ def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps
     return plgpu.nd_loop((area * splits,), collective_axes="sm", init_carry=carry)(tile)
 
 
-def update_live_dhidden(
+def update_active_dhidden(
     generation: Generation,
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "slots*128 256"],
@@ -167,18 +167,18 @@ def update_live_dhidden(
     sizes: Sizes,
     numbers: Int[Array, "3"],
 ) -> Float[Array, "splits Tp Hp"]:
-    """``sums`` with a batch's part added; each list is cut into as many parts as there are arrays of sums.
+    """Adds a batch's part to ``sums``. Each list is split into as many parts as ``sums`` has arrays.
 
-    ``numbers``: that of the batch, and how many live rows and columns there are.
+    ``numbers``: the number of the batch, and how many rows and columns are no padding.
     """
     machine, tuning = generation.machine, generation.tunings.of(call, "live_dhidden")
     matmul = Matmul(call, tuning, 1, call.vocab_dim, shares_lhs=True)
-    body = functools.partial(_live_dhidden_kernel, machine, matmul, sizes)
+    body = functools.partial(_active_dhidden_kernel, machine, matmul, sizes)
     lists = (*work[:5], work.row_blocks, numbers)
-    return update(machine, matmul, body, "lce_live_dhidden", (dlogits, weight, *lists), sums)
+    return update(machine, matmul, body, "lce_active_dhidden", (dlogits, weight, *lists), sums)
 
 
-def _live_dhidden_kernel(
+def _active_dhidden_kernel(
     machine: Machine,
     matmul: Matmul,
     sizes: Sizes,
@@ -191,15 +191,20 @@ def _live_dhidden_kernel(
     cells_by_row: Any,  # [blocks · tiles]
     row_blocks: Any,  # [batches · blocks]
     numbers: Any,  # [3]
-    parts: Any,  # [splits, Tp, Hp] as they were
-    output: Any,  # as they will be, in the same place
+    parts: Any,  # [splits, Tp, Hp]
+    output: Any,  # the same memory as ``parts``
 ) -> None:
     del parts
     tile_k, cluster = matmul.tuning.tile_k, matmul.tuning.cluster
     batch = Batch.of(sizes, numbers[0], sums, cells)
     splits, _, hidden_size = output.shape
-    steps_of_tile, columns = TILE_N // tile_k, hidden_size // TILE_N // cluster  # clusters lie side by side
-    groups = jnp.where(batch.num_entries > 0, ceil_div(numbers[1], ROW_BLOCK), 0)  # all with a live tile
+    steps_of_tile, columns = (
+        TILE_N // tile_k,
+        hidden_size // TILE_N // cluster,
+    )  # the blocks of a cluster lie side by side
+    groups = jnp.where(
+        batch.num_entries > 0, ceil_div(numbers[1], ROW_BLOCK), 0
+    )  # all row blocks, if any tile is active
 
     def visit_all(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:
@@ -226,14 +231,14 @@ def _live_dhidden_kernel(
         return plgpu.nd_loop((groups * columns * splits,), collective_axes="sm", init_carry=carry)(tile)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
-        # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
+        # No other tile of this launch adds to the same elements, so the result is deterministic.
         send_product(multiply, slots, tile.row, output.at[tile.split], tile.column, True)
 
-    slots = staging(machine, matmul, hidden_size, output.dtype)
+    slots = make_staging(machine, matmul, hidden_size, output.dtype)
     machine.walk_tiles(matmul, dlogits, weight, Offset(), visit_all, consume, slots)
 
 
-def write_live_dweight(
+def write_active_dweight(
     generation: Generation,
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "slots*128 256"],
@@ -244,30 +249,30 @@ def write_live_dweight(
     numbers: Int[Array, "3"],
     add: bool,
 ) -> Float[Array, "V H"]:
-    """``dweight`` with a batch's vocabulary tiles written, or added; zeros where nothing is live."""
+    """Writes a batch's vocabulary tiles to ``dweight``, or adds them. Tiles without an active row block get zeros."""
     machine, matmul = generation.machine, Matmul(call, generation.tunings.of(call, "live_dweight"), 0, 0)
     by_rows = call.vocab_dim == 0
     operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
     lists = (work.order, work.sums, work.cells, work.ranks, numbers)
-    body = functools.partial(_live_dweight_kernel, machine, matmul, sizes, by_rows, add)
-    return update(machine, matmul, body, "lce_live_dweight", (*operands, *lists), dweight)
+    body = functools.partial(_active_dweight_kernel, machine, matmul, sizes, by_rows, add)
+    return update(machine, matmul, body, "lce_active_dweight", (*operands, *lists), dweight)
 
 
-def _live_dweight_kernel(
+def _active_dweight_kernel(
     machine: Machine,
     matmul: Matmul,
     sizes: Sizes,
     by_rows: bool,  # whether dweight is [V, H]
     add: bool,
-    lhs: Any,  # dlogits [slots · 128, 256], or hidden [T, H]: what runs down the rows of dweight
+    lhs: Any,  # dlogits [slots · 128, 256], or hidden [T, H]: the operand of the rows of dweight
     rhs: Any,  # hidden [T, H], or dlogits
     order: Any,  # [tiles], and the next three: of a `Worklist`
     sums: Any,  # [tiles · width]
     cells: Any,  # [entries]
     ranks: Any,  # [tiles]
     numbers: Any,  # [3]
-    dweight: Any,  # [V, H] or [H, V]; what no batch has written is in it already
-    output: Any,  # the same place
+    dweight: Any,  # [V, H] or [H, V], with the other batches
+    output: Any,  # the same memory as ``dweight``
 ) -> None:
     del dweight
     batch, tuning = Batch.of(sizes, numbers[0], sums, cells), matmul.tuning
@@ -291,7 +296,7 @@ def _live_dweight_kernel(
             entry, stop = (sum_before(sums, cell + blocks) for blocks in (0, sizes.blocks))
 
             def locate(number: Any) -> StepPlace:
-                row_block = row_block_of(sizes, cells[entry + lax.div(number, jnp.int32(steps_of_block))])
+                row_block = find_row_block(sizes, cells[entry + lax.div(number, jnp.int32(steps_of_block))])
                 token = row_block * ROW_BLOCK + lax.rem(number, jnp.int32(steps_of_block)) * tuning.tile_k
                 in_slots = (entry - batch.entry) * ROW_BLOCK + number * tuning.tile_k
                 return StepPlace(part, in_slots, token) if by_rows else StepPlace(block * ROW_BLOCK, token, in_slots)
@@ -306,5 +311,5 @@ def _live_dweight_kernel(
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         send_product(multiply, slots, tile.row, output, tile.written, add)
 
-    slots = staging(machine, matmul, output.shape[1], output.dtype)
+    slots = make_staging(machine, matmul, output.shape[1], output.dtype)
     machine.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)

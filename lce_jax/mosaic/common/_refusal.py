@@ -1,4 +1,4 @@
-"""What the kernels refuse, and why: decided before anything is lowered."""
+"""Says which calls the kernels refuse and why, before anything is lowered."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lce_jax.types.scalars import format_bytes
 
 
 def refusal(call: Call, generation: Generation) -> str | None:
-    """Why a generation's kernels cannot serve ``call``; None where they can.
+    """Says why a generation's kernels cannot serve ``call``; None if they can.
 
-    A dtype without exact products, a shape that cannot be tiled, or an option that no kernel knows.
+    Reasons are a dtype without exact products, a shape that cannot be tiled, and unsupported options.
     """
     return _shape_refusal(call, generation) or _smem_refusal(call, generation) or _options_refusal(call, generation)
 
 
 def kl_refusal(calls: tuple[Call, ...], generation: Generation) -> str | None:
-    """Why the kernels that see two heads cannot serve ``calls``, each of which other kernels serve."""
+    """Says why the kernels of two heads cannot serve ``calls``, although the kernels of one head serve each of them."""
     student, teacher = calls
     if student.dtype != teacher.dtype:
         return f"both weights must have one dtype, got {student.dtype.name} and the teacher's {teacher.dtype.name}"
@@ -39,16 +39,16 @@ def _shape_refusal(call: Call, generation: Generation) -> str | None:
     if call.columns < TILE_N:
         return f"V must be at least {TILE_N}, one tile, got {call.columns}"
     if call.weight_layout == "hv":
-        return _refusal_of_columns(call, generation)
+        return _column_refusal(call, generation)
     part, atom = call.vocab_part_size, generation.tiling.atom
-    if part is not None and not generation.has_tma and part % atom:
+    if part is not None and not generation.machine.has_tma and part % atom:
         return f"needs vocab_part_size to be a multiple of {atom}, got {part}"
     return None
 
 
-def _refusal_of_columns(call: Call, generation: Generation) -> str | None:
-    """Why a weight [H, V] cannot be tiled."""
-    if not generation.has_tma:
+def _column_refusal(call: Call, generation: Generation) -> str | None:
+    """Says why a weight [H, V] cannot be tiled."""
+    if not generation.machine.has_tma:
         return 'weight_layout must be "vh" on a GPU without TMA'
     if call.columns % COLUMN_GRAIN:
         return f'weight_layout="hv" needs V to be a multiple of {COLUMN_GRAIN}, got {call.columns}'
@@ -67,8 +67,8 @@ def _smem_refusal(call: Call, generation: Generation) -> str | None:
     return None
 
 
-def _beside_lora(call: Call) -> str | None:
-    """What of an adapter's call no kernel knows."""
+def _find_unsupported_with_lora(call: Call) -> str | None:
+    """Returns the first option that kernels do not support together with an adapter."""
     asked = {
         'weight_layout="hv"': call.weight_layout == "hv",
         "candidates": call.num_candidates,
@@ -84,12 +84,14 @@ def _options_refusal(call: Call, generation: Generation) -> str | None:
         return f"logit_scale must be positive for its running maximum, got {call.logit_scale}"
     if call.gradient_threshold and call.columns % generation.tiling.atom:
         return f"gradient_threshold needs V to be a multiple of {generation.tiling.atom}, got {call.columns}"
-    if call.rank and (wrong := _beside_lora(call)):
-        return f"lora with {wrong}: the kernels have not been written for both"
+    if call.rank and (wrong := _find_unsupported_with_lora(call)):
+        return f"lora with {wrong}: the kernels do not support both together"
     if call.has_bias:
-        return "bias: the kernels' epilogues add none to the products"
+        return "bias: the kernels' epilogues do not add a bias to the products"
     if call.traced_scale and call.logit_softcap is not None:
-        return "logit_softcap beside an array for it or logit_scale: the kernels hold the cap's numbers as constants"
+        return (
+            "logit_softcap with an array for it or for logit_scale: the kernels have the cap and the scale as constants"
+        )
     if call.mean_logit and call.logit_softcap is not None:
-        return "label smoothing together with a softcap: the mean logit is no product of hidden then"
+        return "label smoothing together with a softcap: the mean logit is then not linear in hidden"
     return None

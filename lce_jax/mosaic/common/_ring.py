@@ -1,9 +1,9 @@
-"""The ring of stages in shared memory through which the operands of a product come, and their copies by TMA.
+"""The ring of stages in shared memory that holds the operands of a product, and the copies into it by TMA.
 
     copies     … wait until stage s is consumed, start its copies; s + 1 …
     products   … wait until stage s is produced, multiply, hand it back; s + 1 …
 
-The steps are counted through all tiles of a block and all products of a tile.
+Steps are counted through all tiles of a block and all products of a tile.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from lce_jax.mosaic.common._tiles import (
 class Ring(NamedTuple):
     """The stages of a block in shared memory, and their barriers."""
 
-    lhs: Any  # [stages, rows, tile_k], or [stages, tile_k, rows]: 128 rows, 64 where the warpgroups take turns
+    lhs: Any  # [stages, rows, tile_k], or [stages, tile_k, rows]: 128 rows, or 64 if the warpgroups take turns
     rhs: Any  # [stages, tile_k, n], or [stages, n, tile_k]
-    produced: Any  # one set of barriers per turn, because a warpgroup waits for its own turns only
+    produced: Any  # one set of barriers per turn, because a warpgroup waits only for its own turns
     consumed: Any
 
 
-def ring_of(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
-    """The stages of a product."""
+def make_ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
+    """Returns the stages of a product."""
     tuning, itemsize = matmul.tuning, matmul.call.dtype.itemsize
     swizzles = [widest_swizzle(operand.shape[1], itemsize)[0] for operand in (lhs, rhs)]
     if matmul.lhs_k == 1 or matmul.rhs_k == 1:
         swizzles.append(tuning.tile_k * itemsize)
-    swizzle = min(swizzles)  # wgmma takes one
+    swizzle = min(swizzles)  # wgmma takes one swizzle for both operands
     transforms = swizzled(swizzle // itemsize, itemsize)
     rows = ROW_BLOCK // tuning.turns
     lhs_tile = (rows, tuning.tile_k) if matmul.lhs_k == 1 else (tuning.tile_k, rows)
@@ -62,29 +62,31 @@ def ring_of(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
     )
 
 
-def stage_of(matmul: Matmul, step: Any) -> Any:
-    """That of a step, counted through all tiles. None is negative, which the compiler does not know of itself."""
+def find_stage(matmul: Matmul, step: Any) -> Any:
+    """Returns the stage of a step. The division is unsigned, because the compiler cannot rule out negative steps."""
     return lax.rem(jnp.asarray(step, jnp.int32).astype(jnp.uint32), jnp.uint32(matmul.tuning.stages)).astype(jnp.int32)
 
 
 def wait_for_last(matmul: Matmul, ring: Ring, total: Any) -> None:
-    """Until the last of so many steps are done, whose stages nothing has taken since."""
+    """Waits until the last of ``total`` steps are consumed."""
     first = jnp.maximum(total - matmul.tuning.stages, 0)
-    lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[stage_of(matmul, i)]), None)
+    lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[find_stage(matmul, i)]), None)
 
 
 def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any, _: None) -> None:
-    """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
+    """Starts the copies of one step as soon as its stage is free. TMA fills rows and columns outside with zeros."""
     matmul, lhs = product[:2]
-    tuning, stage = matmul.tuning, stage_of(matmul, before + step)
-    found = None if tile.locate is None else tile.locate(_of_turn(tuning, tile, step)[1])  # while the stage is in use
+    tuning, stage = matmul.tuning, find_stage(matmul, before + step)
+    located = (
+        None if tile.locate is None else tile.locate(_find_turn(tuning, tile, step)[1])
+    )  # computed while the stage is still in use
     pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
-    turn, number = _of_turn(tuning, tile, step)
+    turn, number = _find_turn(tuning, tile, step)
     produced = ring.produced.at[turn * tuning.stages + stage]
-    place = next_place(matmul, offset, tile, number) if found is None else found
+    place = next_place(matmul, offset, tile, number) if located is None else located
     rows, depth = pl.ds(place.row + turn * WARPGROUP_ROWS, ROW_BLOCK // tuning.turns), pl.ds(place.lhs_k, tuning.tile_k)
     source = lhs.at[rows, depth] if matmul.lhs_k == 1 else lhs.at[depth, rows]
-    shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches one part for all of them
+    shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches one part for all blocks
     plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], produced, collective_axes=shared if matmul.shares_lhs else None)
     columns = pl.ds(multiple_of(offset.column + tile.column, matmul.column_grain), tuning.tile_n)
     shared = None if matmul.shares_lhs else shared
@@ -97,17 +99,17 @@ def fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before:
     product.copy_rhs(place.rhs_k, copy)
 
 
-def _of_turn(tuning: Tuning, tile: Tile, step: Any) -> tuple[Any, Any]:
-    """Which warpgroup's turn a step is in, and its number in the contraction."""
+def _find_turn(tuning: Tuning, tile: Tile, step: Any) -> tuple[Any, Any]:
+    """Returns the warpgroup whose turn has the step, and the step's number in the contraction."""
     turn = lax.div(step, jnp.int32(tile.num_steps)) if tuning.turns > 1 else 0
     return turn, tile.first_step + step - turn * tile.num_steps
 
 
-def product_steps(product: Product, tile: Tile) -> Any:
-    """Those of a block in a product of a tile."""
+def count_steps(product: Product, tile: Tile) -> Any:
+    """Returns the number of steps of a block in a product of a tile."""
     return product.matmul.tuning.turns * product.part(tile).num_steps
 
 
-def steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
-    """Those before a product of a tile, ``before`` being those before the tile."""
-    return functools.reduce(lambda total, product: total + product_steps(product, tile), products[:number], before)
+def count_steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
+    """Returns the number of steps before a product of a tile. ``before``: the number before the tile."""
+    return functools.reduce(lambda total, product: total + count_steps(product, tile), products[:number], before)

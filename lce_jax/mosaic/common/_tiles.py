@@ -1,18 +1,16 @@
-"""The sizes that all generations have in common: of tiles, and of pieces of shared memory and the whole of it.
+"""What all kernels with tensor cores share about tiles: their sizes, tunings, and the order in which they are computed.
 
-What a walk over tiles needs to know, and what it asks of a generation that multiplies them.
-
-In which order the tiles of a product are taken: what runs side by side shares operands in L2, and ends together.
-
-A launch gives its tiles in turn to the clusters of blocks that run at the same time: one wave of tiles after the other.
-
-A vocabulary in parts, as the forward's kernels see it: where each part's tiles lie, and where they end.
+* The sizes of tiles and of pieces of shared memory, which are equal for all generations.
+* `Tuning`, `Matmul`, `Tile` and `Product`: what a walk over tiles needs to know.
+* The order of the tiles of a product. A launch gives its tiles to the clusters of blocks that run concurrently, one
+  wave of tiles after the other. Tiles that run concurrently should share operands in L2 and end together.
+* The tiles of a vocabulary in parts (``vocab_part_size``), as the forward's kernels see them:
 
     columns    |      part 0      |      part 1      |
     tiles      |   0   |   1   |..|   2   |   3   |..|       tiles 1 and 3 are ragged
 
-The tiles are numbered through all parts. Labels come as places in the row of tiles (`Geometry.place`). So only the
-weight and the padding are found by column.
+The tiles are numbered consecutively through all parts. Labels are given as places in the row of tiles
+(`Geometry.place`). Therefore only the weight and the padding are located by column.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mosaic._operands import Geometry, Tiling, geometry
+from lce_jax.mosaic._operands import Geometry, Tiling, make_geometry
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.types._types import Call
 
@@ -35,33 +33,33 @@ if TYPE_CHECKING:
 
 ROW_BLOCK = 128  # rows of a tile, of one block: two wgmma of 64 rows each on Hopper
 TILE_N = 256  # the largest N of wgmma and of tcgen05.mma
-STAGING_BYTES = 128  # of a row that an epilogue sends out at a time: the widest swizzle
+STAGING_BYTES = 128  # of a row, which an epilogue stores at a time: the widest swizzle
 STAGING_COLUMNS = STAGING_BYTES // 2  # 16-bit numbers in those bytes
-ATOM_ROWS = 8  # rows of the smallest swizzled piece; TMA copies whole ones
-SCALED = 4096  # numbers that a block multiplies, where a kernel multiplies many by one
+ATOM_ROWS = 8  # rows of the smallest swizzled piece; TMA copies whole pieces
+SCALED = 4096  # numbers that a block of the kernel `_tokens.scale` multiplies
 COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: a minor dimension must be a multiple of it
 SMEM_ALIGNMENT = 1024  # of every allocation in a kernel
 BARRIER_BYTES = 8
 WARPGROUP_ROWS = 64  # of a tile, in the registers of a warpgroup: the M of one wgmma
-# A third leaves 128 registers a thread, fewer than the accumulator and its epilogue need.
+# With a third compute warpgroup, a thread has 128 registers, fewer than the accumulator and its epilogue need.
 COMPUTE_WARPGROUPS = ROW_BLOCK // WARPGROUP_ROWS
-KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4  # of the tiles of one head that wait for the other's
+KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4  # of the tiles of one head that are held until the other head's are there
 
-# Waves of tiles that reading and writing one token's dhidden takes: 8 H bytes at 4.3 TB/s against 2 · 128 · 256 · H
+# The time to read and write one token's dhidden, in waves of tiles: 8 H bytes at 4.3 TB/s against 2 · 128 · 256 · H
 # operations of one multiprocessor at 5.5 TFLOP/s (H200).
 DHIDDEN_WAVES = (8 / 4.3e12) / (2 * ROW_BLOCK * TILE_N / 5.5e12)
 
 TILING = Tiling(row_block=ROW_BLOCK, tile=TILE_N, atom=ATOM_ROWS, most_clustered=2)
 
 
-def live_shape(call: Call) -> tuple[int, int]:
-    """That of the tiles that `select` finds live: vocabulary tiles, and a row block for each thread."""
-    shape = geometry(call, TILING)
+def active_tiles_shape(call: Call) -> tuple[int, int]:
+    """Returns the shape of the mask of active tiles: vocabulary tiles, and row blocks padded to one per thread."""
+    shape = make_geometry(call, TILING)
     return shape.num_tiles, -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK
 
 
 def widest_swizzle(extent: int, itemsize: int) -> tuple[int, int]:
-    """The widest swizzle, in bytes, and its elements that divide ``extent`` columns."""
+    """Returns the widest swizzle, in bytes and in elements, that divides ``extent`` columns."""
     swizzle = next(s for s in (128, 64, 32) if extent * itemsize % s == 0)
     return swizzle, swizzle // itemsize
 
@@ -72,16 +70,16 @@ class Tuning:
 
     tile_k: int
     stages: int  # buffers of one [ROW_BLOCK / turns, tile_k] and one [tile_n, tile_k] operand tile each
-    cluster: int = 1  # 1 or 2: kernel blocks, one below the other, that load each tile of rhs once between them
-    snake: int = 16  # row blocks (``minor`` 0) or tiles of columns (1) at a time, for L2 to reuse: 16 x 8 is square
+    cluster: int = 1  # 1 or 2: kernel blocks, one below the other, that load each tile of rhs only once together
+    snake: int = 16  # row blocks (``minor`` 0) or tiles of columns (1) that L2 reuses: 16 x 8 is square
     minor: int = 0  # 0: row blocks, 1: vocabulary tiles
-    in_flight: int = 0  # steps, 0 or 1, that are still multiplied while a warpgroup waits for the next operands
-    turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
-    slots: int = 2  # staging slots of each warpgroup, where tiles are stored
-    tile_n: int = TILE_N  # columns of a tile; the kernels of logits know TILE_N only
+    in_flight: int = 0  # 0 or 1: steps that still multiply while a warpgroup waits for the next operands
+    turns: int = 1  # 2: the warpgroups multiply in turn, each during the other's epilogue
+    slots: int = 2  # staging slots of each warpgroup, if the kernel stores tiles
+    tile_n: int = TILE_N  # columns of a tile; kernels of logits support only TILE_N
 
     def __post_init__(self) -> None:
-        """Refuses what the kernels are not written for."""
+        """Refuses values that the kernels do not support."""
         if self.cluster not in (1, 2) or self.in_flight not in (0, 1) or self.turns not in (1, 2):
             raise ValueError(f"cluster and turns must be 1 or 2, in_flight 0 or 1, got {self}")
         if self.stages <= self.in_flight:
@@ -90,9 +88,9 @@ class Tuning:
             raise ValueError(f"slots must divide a tile's blocks of columns, and snake by cluster, got {self}")
 
     def smem_bytes(self, itemsize: int, staged: bool, held: int = 0) -> int:
-        """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots.
+        """Returns the shared memory of a block: the stages of the operands, their barriers, and staging slots.
 
-        ``held``: the bytes of a tile that waits.
+        ``staged``: whether the kernel stores tiles. ``held``: the bytes of a held tile.
         """
         sizes = [
             self.stages * ROW_BLOCK // self.turns * self.tile_k * itemsize,
@@ -106,33 +104,33 @@ class Tuning:
 
 
 def stages_output(call: Call, kernel: str) -> bool:
-    """Whether a kernel stores tiles of its result through slots: the forward for a cache only, those of a KL never."""
+    """Whether a kernel stores tiles through slots. The forward does if it caches tiles; kernels of a KL never do."""
     return not kernel.startswith("kl") and (kernel != "forward" or call.cache_budget > 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """The static part of a kernel: its tuning, and which dimension of lhs and of rhs is contracted."""
+    """The static part of a kernel: its tuning, and the contracted dimensions of lhs and rhs."""
 
     call: Call
     tuning: Tuning
     lhs_k: int
     rhs_k: int
-    shares_lhs: bool = False  # the operand that the blocks of a cluster share: their tiles lie side by side, not below
+    shares_lhs: bool = False  # the blocks of a cluster share lhs instead of rhs: their tiles lie side by side
 
     @property
     def clusters(self) -> int:
-        """Those that run at the same time. Each takes a tile for each of its blocks: all together a wave of tiles."""
+        """The clusters that run concurrently. Each computes a tile per block, and all together a wave of tiles."""
         return self.call.device.core_count // self.tuning.cluster
 
     @property
     def column_grain(self) -> int:
-        """What the first column of every tile of rhs is a multiple of."""
+        """The number of which the first column of every tile of rhs is a multiple."""
         return math.gcd(self.tuning.tile_n, self.call.vocab_part_size or 0)
 
 
 class StepPlace(NamedTuple):
-    """Where a step's operands lie."""
+    """The places of a step's operands."""
 
     row: Any  # of lhs
     lhs_k: Any
@@ -142,95 +140,95 @@ class StepPlace(NamedTuple):
 class Tile(NamedTuple):
     """One [128, n] tile of a product, a contraction of ``num_steps`` steps."""
 
-    row: Int[Any, ""]  # of lhs, and of the result
-    column: Any  # of rhs, counted from the walk's offset
+    row: Int[Any, ""]  # the first row in lhs and in the result
+    column: Any  # the first column in rhs, relative to the walk's offset
     num_steps: Any
     first_step: Any = 0
     row_block: Any = None  # of a tile of logits
-    vocabulary_tile: Any = None  # of a tile of logits: its number in the launch
-    split: Any = None  # of a tile of dhidden: which part of the contraction it is
-    slot: Any = None  # of a live tile of logits: the slot of its dlogits
-    written: Any = None  # of a live tile of dweight: the column of the result, where that is not the one of rhs
-    locate: Callable[[Any], StepPlace] | None = None  # where the operands of a step lie; None: one after the other
+    vocabulary_tile: Any = None  # of a tile of logits: its vocabulary tile's number in the launch
+    split: Any = None  # of a tile of dhidden: the number of its part of the contraction
+    slot: Any = None  # of an active tile of logits: the slot of its dlogits
+    written: Any = None  # of an active tile of dweight: the column in the result, if it differs from that in rhs
+    locate: Callable[[Any], StepPlace] | None = None  # finds the operands of a step; None: consecutive
 
 
 class Product(NamedTuple):
-    """One of the products of a tile, whose operands go through the same stages."""
+    """One of the products of a tile. The products of a tile share the stages."""
 
     matmul: Matmul
     lhs: Any
     rhs: Any
-    num_steps: int | None = None  # None: those of the tile
+    num_steps: int | None = None  # None: as many as the tile has
     adapter: Any = None  # B of an adapter, which takes the place of rhs after the steps over H
 
     def part(self, tile: Tile) -> Tile:
-        """The tile as this product takes it."""
+        """Returns the tile with the number of steps of this product."""
         return tile if self.num_steps is None else tile._replace(num_steps=self.num_steps)
 
     def copy_rhs(self, k: Any, copy: Callable[[Any, Any], None]) -> None:
-        """``copy(rhs, k)``, or after the steps over H of the adapter."""
+        """Calls ``copy(rhs, k)``, or copies the adapter after the steps over H."""
         if self.adapter is None:
             copy(self.rhs, k)
             return
         size = self.matmul.call.hidden_size
-        assert size % self.matmul.tuning.tile_k == 0, "a step over H would have columns of lhs that are of the others"
+        assert size % self.matmul.tuning.tile_k == 0, "a step over H would reach into the columns of u"
         pl.when(k < size)(lambda: copy(self.rhs, k))
         pl.when(k >= size)(lambda: copy(self.adapter, k - size))
 
 
 class Offset(NamedTuple):
-    """Where in rhs the columns and the contraction begin: multiples of `Matmul.column_grain`."""
+    """Where the columns and the contraction begin in rhs: multiples of `Matmul.column_grain`."""
 
     column: Any = 0
     k: Any = 0
 
 
-# Calls ``visit(tile, carry) -> carry`` for the block's tiles in order, the first with the carry that is given.
+# A `VisitAll` calls ``carry = visit(tile, carry)`` for the block's tiles in order.
 type Visit = Callable[[Tile, Any], Any]
 type VisitAll = Callable[[Visit, Any], Any]
 
 
 def multiple_of(x: Any, factor: int) -> Any:
-    """``pl.multiple_of``, which a number that is known already does not need, and which cannot be lowered for it."""
+    """Returns ``x``, marked by ``pl.multiple_of`` if it is traced; a static number cannot be marked."""
     return x if isinstance(x, int) else pl.multiple_of(x, factor)
 
 
 def ceil_div(x: Any, y: int) -> Int[Any, ""]:
-    """The quotient, rounded up; of traced numbers too."""
+    """Returns the quotient, rounded up. ``x`` may be traced."""
     return lax.div(jnp.asarray(x, jnp.int32) + (y - 1), jnp.int32(y))
 
 
 def row_groups(matmul: Matmul, num_rows: Any) -> Int[Any, ""]:
-    """The clusters of row blocks that hold the first ``num_rows`` rows of lhs."""
+    """Returns the number of clusters of row blocks that hold the first ``num_rows`` rows of lhs."""
     return ceil_div(num_rows, matmul.tuning.cluster * ROW_BLOCK)
 
 
 def next_place(matmul: Matmul, offset: Offset, tile: Tile, number: Any) -> StepPlace:
-    """Where the operands of a contraction lie that takes one step after the other."""
+    """Returns the places of the operands of a step, if the steps of the contraction are consecutive."""
     k = number * matmul.tuning.tile_k
     return StepPlace(tile.row, k, offset.k + k)
 
 
 def swizzled(extent: int, itemsize: int) -> tuple[Any, ...]:
-    """The transforms of a shared-memory tile whose minor dimension runs over ``extent`` columns of GMEM."""
+    """Returns the transforms of a tile in shared memory whose minor dimension has ``extent`` columns in GMEM."""
     swizzle, minor = widest_swizzle(extent, itemsize)
     return plgpu.TilingTransform((ATOM_ROWS, minor)), plgpu.SwizzleTransform(swizzle)
 
 
 def snake_index(tuning: Tuning, index: Any, row_groups: Any, columns: Any) -> tuple[Any, Any]:
-    """The (row group, tile of columns) of a linear index, in the order that reuses the most of L2."""
+    """Returns the (row group, tile of columns) of a linear index, in the order that reuses L2 most."""
     along = tuning.snake // tuning.cluster if tuning.minor == 0 else tuning.snake
-    # The number itself, but not to LLVM, which would divide few of them as numbers of 16 bits. For that ptxas calls a
-    # function, and in what is yet to be linked, as JAX 0.12 has it compiled, no wgmma then overlaps with another.
+    # The maximum is ``columns`` itself, but LLVM does not know that. Otherwise it divides small numbers in 16 bits, for
+    # which ptxas calls a function. In relocatable code, as JAX 0.12 compiles it, wgmmas then do not overlap.
     columns = jnp.maximum(jnp.asarray(columns, jnp.int32), -jnp.asarray(row_groups, jnp.int32))
     return plgpu.planar_snake(index, (row_groups, columns), tuning.minor, along)
 
 
 def turning_snake_index(tuning: Tuning, clusters: int, index: Any, lists: Any, tiles: Any) -> tuple[Any, Any]:
-    """The (list, tile of columns) of a linear index, where lists are contracted for all tiles, the longest first.
+    """Returns the (list, tile of columns) of a linear index, if each list is contracted for all tiles of columns.
 
-    As `snake_index`, a band of lists for one tile of columns, then for the next. But every other wave takes them
-    backwards, counted by where their tile of columns begins, so that no cluster gets the longest of each.
+    The lists are sorted, the longest first. As in `snake_index`, a band of lists runs for one tile of columns, then for
+    the next. But every second wave takes the band backwards, so that no cluster gets the longest list in each wave.
     """
     of_list, of_tile = snake_index(tuning, index, lists, tiles)
     along = tuning.snake // tuning.cluster
@@ -243,7 +241,7 @@ def turning_snake_index(tuning: Tuning, clusters: int, index: Any, lists: Any, t
 
 
 def longest_first_index(clusters: int, index: Any, lists: Any, tiles: Any) -> tuple[Any, Any]:
-    """The same, all tiles of one list, then those of the next. Every other wave is taken backwards."""
+    """Like `turning_snake_index`, but all tiles of a list come before those of the next list."""
     wave, place = lax.div(index, jnp.int32(clusters)), lax.rem(index, jnp.int32(clusters))
     last = jnp.minimum(jnp.int32(clusters), lists * tiles - wave * clusters) - 1
     index = wave * clusters + jnp.where(lax.rem(wave, jnp.int32(2)) == 1, last - place, place)
@@ -251,22 +249,22 @@ def longest_first_index(clusters: int, index: Any, lists: Any, tiles: Any) -> tu
 
 
 class Parted(NamedTuple):
-    """How `join` groups the tiles of a vocabulary in parts: a group ends where its part does."""
+    """How `join` groups the tiles of a vocabulary in parts: a group ends with its part."""
 
-    groups: int  # of a launch, at most
+    groups: int  # of a launch at most
     tiles: int  # of a part
 
 
 def first_column(shape: Geometry, tile: Any) -> Int[Array, ""]:
-    """`Geometry.column`, in a kernel."""
+    """Computes `Geometry.column` in a kernel."""
     return tile * TILE_N - _part(shape, tile) * shape.overhang
 
 
 def edge(shape: Geometry, tile: Any, num_columns: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
-    """What masks of padding are given of a tile: columns counted from its part's first one, and where its mask begins.
+    """Returns the arguments of `mask_padding` for a tile: columns relative to its part, and the start of the mask.
 
-    The part in which padding begins has the second mask. In a part of nothing but padding every tile is like one after
-    the tile with the first padding column.
+    The part in which padding begins uses the second mask. In a part that is only padding, every tile is like a tile
+    after the one with the first padding column.
     """
     part = _part(shape, tile)
     live = jnp.clip(num_columns - part * shape.part_columns, 0, shape.part_columns)
@@ -276,7 +274,7 @@ def edge(shape: Geometry, tile: Any, num_columns: Any, mask: Any) -> tuple[Any, 
 
 
 def tiles_of_group(parted: Parted, group: int, first: Any, number: Any, num_tiles: Any) -> tuple[Any, Any]:
-    """Where the tiles of a launch's group begin and stop, if the shard's group ``first`` is the launch's first one."""
+    """Returns where the tiles of a launch's group begin and stop. ``first``: the shard's first group in the launch."""
     groups = -(-parted.tiles // group)  # of a part
 
     def first_tile(of: Any) -> Any:

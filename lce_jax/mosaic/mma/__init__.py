@@ -1,11 +1,11 @@
-"""GPUs with mma.sync alone: Ampere, Ada, and Blackwell for desktops (compute capabilities 8.0, 8.6, 8.9 and 12.0).
+"""GPUs that have mma.sync and no wgmma: Ampere, Ada, desktop Blackwell (compute capabilities 8.0, 8.6, 8.9, 12.0).
 
 _pipeline.py  tiles of a product by two warpgroups, and the exchange of their halves
-_copies.py    how operands come into shared memory: by TMA, or by cp.async
+_copies.py    copies of operands into shared memory: by TMA, or by cp.async
 _tuning.py    the free choices of each kernel
 
-The accumulators lie in registers as wgmma's do, so the epilogues are Hopper's too (`common`). Hopper GPUs, which have
-these instructions as well, have run the kernels by TMA and, forced, by cp.async (`benchmarks.programs.KERNELS`).
+The accumulators have wgmma's layout, so the epilogues are the same as on Hopper (`common`). Hopper GPUs, which have
+these instructions, too, have run the kernels with TMA and, if forced, with cp.async (`benchmarks.programs.KERNELS`).
 """
 
 from __future__ import annotations

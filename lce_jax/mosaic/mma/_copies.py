@@ -1,9 +1,9 @@
-"""How the operands of mma.sync come into shared memory: by TMA, or before Hopper by cp.async.
+"""Copies of the operands of mma.sync into shared memory: by TMA, or before Hopper by cp.async.
 
-TMA copies a tile for one thread, counts the bytes that have come, and fills with zeros what lies outside an array. Of
-cp.async every thread copies 16 bytes at a time, waits for its own, and must stay inside the array. So rows of hidden
-states come padded to whole row blocks, rows of the weight in halves of a tile (`Tiling.atom`), and what a tile of
-columns lacks is copied twice: no result has it.
+With TMA, one thread starts the copy of a tile. TMA counts the bytes that have arrived, and fills rows and columns
+outside an array with zeros. With cp.async, every thread copies 16 bytes at a time, waits for its own copies, and must
+stay inside the array. So hidden states are padded to whole row blocks, and the weight to halves of a tile
+(`Tiling.atom`). Columns that a tile lacks are replaced by copies of others, which are in no result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._ring import Ring, fetch_step, ring_of, stage_of, wait_for_last
+from lce_jax.mosaic.common._ring import Ring, fetch_step, find_stage, make_ring, wait_for_last
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,
     STAGING_COLUMNS,
@@ -30,15 +30,15 @@ from lce_jax.mosaic.common._tiles import (
 
 
 class Copies(NamedTuple):
-    """What a walk over tiles asks of the copies, in both warpgroups.
+    """The operations of a walk over tiles on copies, which both warpgroups call.
 
     Attributes:
-        ring: ``(matmul, lhs, rhs)``: the stages.
+        ring: ``(matmul, lhs, rhs)`` returns the stages.
         start: ``(product, ring, offset, tile, before, step)`` starts the copies of a step.
-        wait: ``(product, ring, tile, before, step)`` waits until both operands of a step are there.
-        release: ``(ring, stage)`` hands a stage back that this warpgroup has read.
-        end: ``(matmul, ring, total)`` waits for all of so many steps, and for what epilogues store.
-        fence: ``()``: a barrier of the warpgroup, which the GPU has.
+        wait: ``(product, ring, tile, before, step)`` waits until both operands of a step have arrived.
+        release: ``(ring, stage)`` releases a stage that this warpgroup has read.
+        end: ``(matmul, ring, total)`` waits for all ``total`` steps, and for the stores of epilogues.
+        fence: ``()`` is a barrier of the warpgroup.
     """
 
     ring: Callable[..., Ring]
@@ -56,7 +56,7 @@ def _start_tma(product: Product, ring: Ring, offset: Offset, tile: Tile, before:
 
 def _wait_tma(product: Product, ring: Ring, tile: Tile, before: Any, step: Any) -> None:
     del tile
-    plgpu.barrier_wait(ring.produced.at[stage_of(product.matmul, before + step)])
+    plgpu.barrier_wait(ring.produced.at[find_stage(product.matmul, before + step)])
 
 
 def _end_tma(matmul: Matmul, ring: Ring, total: Any) -> None:
@@ -66,7 +66,7 @@ def _end_tma(matmul: Matmul, ring: Ring, total: Any) -> None:
 
 
 BY_TMA = Copies(
-    ring=ring_of,
+    ring=make_ring,
     start=_start_tma,
     wait=_wait_tma,
     release=lambda ring, stage: plgpu.barrier_arrive(ring.consumed.at[stage]),
@@ -76,20 +76,20 @@ BY_TMA = Copies(
 
 
 def _ring_cp_async(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
-    """A barrier of a stage says that both have copied their part, and so that both have done the step before."""
+    """Makes a ring whose barriers say that both warpgroups have copied their part, and finished the previous step."""
     produced = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=matmul.tuning.stages)
-    return ring_of(matmul, lhs, rhs)._replace(produced=produced, consumed=None)
+    return make_ring(matmul, lhs, rhs)._replace(produced=produced, consumed=None)
 
 
 def _start_cp_async(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any) -> None:
-    """Each warpgroup copies half of lhs, and those columns of rhs that it multiplies itself."""
+    """Copies, in each warpgroup, half of lhs and the columns of rhs that this warpgroup multiplies."""
     matmul, lhs, rhs = product[:3]
     tile_k, half, width = matmul.tuning.tile_k, matmul.tuning.tile_n // COMPUTE_WARPGROUPS, _piece(matmul, rhs)
-    warpgroup, stage, number = lax.axis_index("wg"), stage_of(matmul, before + step), tile.first_step + step
+    warpgroup, stage, number = lax.axis_index("wg"), find_stage(matmul, before + step), tile.first_step + step
     place: StepPlace = next_place(matmul, offset, tile, number) if tile.locate is None else tile.locate(number)
 
     def copy(k: int, source: Any, rows: Any, depth: Any, stages: Any, to: Any, size: int) -> None:
-        """``size`` rows of an operand whose dimension ``k`` is contracted."""
+        """Copies ``size`` rows of an operand whose dimension ``k`` is contracted."""
         depth, rows, to = pl.ds(depth, tile_k), pl.ds(rows, size), pl.ds(pl.multiple_of(to, size), size)
         every = slice(None)
         where, slot = ((rows, depth), (to, every)) if k == 1 else ((depth, rows), (every, to))
@@ -100,7 +100,7 @@ def _start_cp_async(product: Product, ring: Ring, offset: Offset, tile: Tile, be
     copy(matmul.lhs_k, lhs, place.row + own, place.lhs_k, ring.lhs, own, WARPGROUP_ROWS)
 
     def copy_rhs(rhs: Any, k: Any) -> None:
-        # What lies beyond the weight: rows of a live tile whose dlogits are zero, and columns that no result has.
+        # Beyond the weight are rows of an active tile whose dlogits are zero, and columns that are in no result.
         depth = pl.multiple_of(jnp.minimum(k, rhs.shape[matmul.rhs_k] - tile_k), tile_k)
         for first in range(0, half, width):
             to = warpgroup * half + first
@@ -111,13 +111,13 @@ def _start_cp_async(product: Product, ring: Ring, offset: Offset, tile: Tile, be
 
 
 def _piece(matmul: Matmul, rhs: Any) -> int:
-    """The columns of rhs that are copied at a time, so that each piece lies inside it or beside it."""
+    """Returns the columns of rhs per copy, such that each copy lies completely inside rhs or outside."""
     half = matmul.tuning.tile_n // COMPUTE_WARPGROUPS
     return half if rhs.shape[1 - matmul.rhs_k] % half == 0 else STAGING_COLUMNS
 
 
 def _wait_cp_async(product: Product, ring: Ring, tile: Tile, before: Any, step: Any) -> None:
-    """Each copy is a group of its own. The last steps wait for all: nothing was started after them."""
+    """Waits for the copies of a step, each of which is a group. The last steps wait for all groups."""
     matmul = product.matmul
     later = matmul.tuning.stages - 2
     copies = 1 + matmul.tuning.tile_n // COMPUTE_WARPGROUPS // _piece(matmul, product.rhs)
@@ -126,7 +126,7 @@ def _wait_cp_async(product: Product, ring: Ring, tile: Tile, before: Any, step: 
         lambda: plgpu.wait_gmem_to_smem(later * copies),
         lambda: plgpu.wait_gmem_to_smem(0),
     )
-    produced = ring.produced.at[stage_of(matmul, before + step)]
+    produced = ring.produced.at[find_stage(matmul, before + step)]
     plgpu.barrier_arrive(produced)
     plgpu.barrier_wait(produced)
 

@@ -15,18 +15,18 @@ KERNELS = ("forward", "dlogits", "dhidden", "dweight", "live_dhidden", "live_dwe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneTuning:
-    """Which tuning a kernel gets: all the same."""
+    """Gives all kernels the same tuning."""
 
     tuning: Tuning
-    has_tma: bool = True  # or nothing is stored through shared memory
+    has_tma: bool = True  # without TMA, nothing is stored through shared memory
 
     def of(self, call: Call, kernel: str) -> Tuning:
-        """That one."""
+        """Returns the one tuning."""
         del call, kernel
         return self.tuning
 
     def smem_bytes(self, call: Call) -> dict[str, int]:
-        """What a block of each kernel needs of shared memory."""
+        """Returns the shared memory of a block of each kernel."""
         itemsize, tuning = call.dtype.itemsize, self.tuning
         staged = {kernel: self.has_tma and stages_output(call, kernel) for kernel in KERNELS}
         return {kernel: tuning.smem_bytes(itemsize, staged[kernel], EXCHANGE_BYTES) for kernel in KERNELS}

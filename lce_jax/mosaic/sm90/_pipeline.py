@@ -1,22 +1,22 @@
-"""Tiles of a product by wgmma: the persistent blocks, their walk over tiles, the pipeline of operands.
+"""Tiles of a product by wgmma: persistent blocks, their walk over tiles, and the pipeline of operands.
 
-A block is one memory warpgroup, which copies tiles of both operands into a ring of stages by TMA, and two compute
-warpgroups, each with a [64, n] accumulator: 64 of a tile's 128 rows. n is 256, or 192 in products that fill such tiles.
+A block has one memory warpgroup, which copies tiles of both operands into a ring of stages by TMA, and two compute
+warpgroups, each with a [64, n] accumulator for 64 of a tile's 128 rows. n is 256, or 192 if such tiles are all full.
 
     memory     … wait until stage s is consumed, start its copies; s + 1 …
     compute    … wait until stage s is produced, multiply, hand it back; s + 1 …
 
-The steps are counted through all tiles of a block. So the next tile's operands arrive during the epilogue of the tile
-before it, however many steps a tile has. The two warpgroups share every step, a [128, k] tile of lhs and an [n, k]
-tile of rhs. Then their epilogues run at the same time too, while the tensor cores idle. Or they take turns, each with
-steps of its own:
+The steps are counted through all tiles of a block. So the operands of the next tile arrive during the epilogue of a
+tile, however many steps a tile has. Either the two compute warpgroups share every step, a [128, k] tile of lhs and an
+[n, k] tile of rhs; then their epilogues run at the same time, and the tensor cores idle. Or they take turns, each with
+its own steps:
 
     shared     multiply 0 | multiply 0 | epilogue 0 | multiply 1 …
                multiply 0 | multiply 0 | epilogue 0 | multiply 1 …
     turns      multiply 0 | epilogue 0 | multiply 1 | epilogue 1 …
                 (waiting) | multiply 0 | epilogue 0 | multiply 1 …
 
-Nothing but the ring orders the turns: the second warpgroup's operands come after those of the first.
+Only the ring orders the turns: the second warpgroup's operands arrive after those of the first.
 """
 
 from __future__ import annotations
@@ -31,9 +31,17 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._epilogue import HELD
+from lce_jax.mosaic.common._epilogue import ACCUMULATOR
 from lce_jax.mosaic.common._heads import HELD_SHAPE, HeldTile
-from lce_jax.mosaic.common._ring import Ring, fetch_step, product_steps, ring_of, stage_of, steps_before, wait_for_last
+from lce_jax.mosaic.common._ring import (
+    Ring,
+    count_steps,
+    count_steps_before,
+    fetch_step,
+    find_stage,
+    make_ring,
+    wait_for_last,
+)
 from lce_jax.mosaic.common._tiles import (
     COMPUTE_WARPGROUPS,
     STAGING_COLUMNS,
@@ -63,10 +71,10 @@ def walk_tiles(
 ) -> None:
     """Calls ``consume(tile, multiply, scratch)`` in both compute warpgroups for every tile that ``visit_all`` visits.
 
-    ``consume`` loads what its epilogue needs, calls ``multiply()`` for its 64 rows of the product, and uses them.
+    ``consume`` loads the operands of its epilogue, and calls ``multiply()`` for its 64 rows of the product.
     """
     one = [Product(matmul, lhs, rhs, adapter=adapter)]
-    walk_products(one, offset, visit_all, lambda tile, multiply, own: consume(tile, multiply[0], own), scratch)
+    walk_products(one, offset, visit_all, lambda tile, multiply, scratch: consume(tile, multiply[0], scratch), scratch)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the epilogues' stores
 
 
@@ -77,13 +85,13 @@ def walk_products(
     consume: Callable[[Tile, Sequence[Callable[[], Float[Array, "64 n"]]], Any], None],
     scratch: Any = None,
 ) -> None:
-    """`walk_tiles` with several products of each tile, which ``consume`` must ask for in turn.
+    """Like `walk_tiles`, with several products per tile, which ``consume`` must compute in order.
 
-    What ``visit_all`` carries from tile to tile are the steps before it. The products have one tuning.
+    ``visit_all`` carries the number of steps before a tile. All products have the same tuning.
     """
     matmul = products[0].matmul
 
-    @functools.partial(pl.run_scoped, ring=ring_of(*products[0][:3]), scratch=scratch, collective_axes="wg")
+    @functools.partial(pl.run_scoped, ring=make_ring(*products[0][:3]), scratch=scratch, collective_axes="wg")
     def run(ring: Any, scratch: Any) -> None:
         def fetch() -> None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
@@ -91,11 +99,11 @@ def walk_products(
             def visit(tile: Tile, before: Any) -> Any:
                 for product in products:
                     step = functools.partial(fetch_step, product, ring, offset, product.part(tile), before)
-                    lax.fori_loop(0, product_steps(product, tile), step, None)
-                    before = before + product_steps(product, tile)
+                    lax.fori_loop(0, count_steps(product, tile), step, None)
+                    before = before + count_steps(product, tile)
                 return before
 
-            # A block must not exit before its neighbour's copies into it have landed.
+            # A block must not exit before the copies of its cluster into its memory are complete.
             wait_for_last(matmul, ring, visit_all(visit, jnp.int32(0)))
 
         def compute() -> None:
@@ -104,7 +112,7 @@ def walk_products(
             def visit(tile: Tile, before: Any) -> Any:
                 multiply = [functools.partial(_multiply, products, i, ring, tile, before) for i in range(len(products))]
                 consume(tile, multiply, scratch)
-                return steps_before(products, len(products), tile, before)
+                return count_steps_before(products, len(products), tile, before)
 
             visit_all(visit, jnp.int32(0))
 
@@ -112,22 +120,23 @@ def walk_products(
 
 
 def _multiply(products: Sequence[Product], number: int, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 n"]:
-    """This warpgroup's part of one of the products of a tile."""
-    before = steps_before(products, number, tile, before)
+    """Computes this warpgroup's part of one product of a tile."""
+    before = count_steps_before(products, number, tile, before)
     matmul, tile = products[number].matmul, products[number].part(tile)
     tuning, warpgroup = matmul.tuning, lax.axis_index("wg")
     in_flight = tuning.in_flight
-    turn, part = (warpgroup, 0) if tuning.turns > 1 else (0, warpgroup)  # of the tile's steps, of a step's rows
+    # The turn selects some of the tile's steps, and the part some of a step's rows.
+    turn, part = (warpgroup, 0) if tuning.turns > 1 else (0, warpgroup)
     rows = pl.ds(part * WARPGROUP_ROWS, WARPGROUP_ROWS)
     before = before + turn * tile.num_steps
 
     def release(step: Any) -> None:
-        plgpu.barrier_arrive(ring.consumed.at[stage_of(matmul, before + step)])
+        plgpu.barrier_arrive(ring.consumed.at[find_stage(matmul, before + step)])
 
     @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((WARPGROUP_ROWS, tuning.tile_n), jnp.float32))
     def product(accumulator: Any) -> Any:
         def step(i: Any, _: None) -> None:
-            stage = stage_of(matmul, before + i)
+            stage = find_stage(matmul, before + i)
             plgpu.barrier_wait(ring.produced.at[turn * tuning.stages + stage])
             lhs = ring.lhs.at[stage, rows, :] if matmul.lhs_k == 1 else ring.lhs.at[stage, :, rows].T
             rhs = ring.rhs.at[stage].T if matmul.rhs_k == 1 else ring.rhs.at[stage]
@@ -148,7 +157,7 @@ def _multiply(products: Sequence[Product], number: int, ring: Ring, tile: Tile, 
 
 
 def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
-    """``body`` on every multiprocessor. Axes: "sm" is the cluster, "cluster" the block in it, "wg" the warpgroup."""
+    """Runs ``body`` on every multiprocessor. Axes: "sm" is the cluster, "cluster" its block, "wg" the warpgroup."""
     return _pallas.kernel(
         body,
         out_type=outputs,
@@ -160,9 +169,9 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # Automatic barriers are for threads that read back what they wrote to shared memory. None here does.
+            # Automatic barriers are for threads that read shared memory which they wrote. No thread here does.
             unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,  # row sums need shuffles within four lanes only
+            reduction_scratch_bytes=0,  # row sums only need shuffles within four lanes
         ),
         kernel_name=name,
         **more,
@@ -170,19 +179,19 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
 
 
 def kernel_of_heads(matmul: Matmul, body: Callable[..., None], *given: Any, **more: Any) -> Callable[..., Any]:
-    """`kernel`, ``body`` given last the shared memory in which a tile of each compute warpgroup waits."""
+    """Like `kernel`, but the last argument of ``body`` is shared memory for a held tile of each compute warpgroup."""
     held = plgpu.SMEM(HELD_SHAPE, jnp.float32, transforms=swizzled(STAGING_COLUMNS, 4))
     return kernel(matmul, lambda *refs: body(*refs, held), *given, **more)
 
 
 def hold(held: Any, x: Float[Array, "64 256"]) -> HeldTile:
-    """In shared memory."""
+    """Holds a tile in shared memory."""
     blocks = held.at[lax.axis_index("wg")]
-    plgpu.commit_smem()  # all threads have read the tile before
+    plgpu.commit_smem()  # all threads have read the previous tile
 
     def load(part: Any) -> Array:
-        # A barrier, beyond which the compiler moves no load: the whole tile at once would spill registers.
+        # The compiler moves no load across this barrier. Loading the whole tile at once would spill registers.
         plgpu.commit_smem()
-        return _pallas.load(part, HELD.layout, optimized=True)
+        return _pallas.load(part, ACCUMULATOR.layout, optimized=True)
 
     return HeldTile.of(x, blocks, load)

@@ -1,50 +1,47 @@
-"""The free choices of the Hopper kernels, and which of them a call gets.
-
-What is fixed about Hopper (compute capability 9.0): its instructions' shapes, its registers, its balance.
-"""
+"""The tunings of the Hopper kernels (compute capability 9.0), and which tuning a call gets."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 
-from lce_jax.mosaic._operands import geometry
+from lce_jax.mosaic._operands import make_geometry
 from lce_jax.mosaic.common._tiles import COMPUTE_WARPGROUPS, KL_HELD_BYTES, TILE_N, TILING, Tuning, stages_output
 from lce_jax.types._types import Call
 
-NARROW_TILE_N = 192  # of the products, where it divides H and TILE_N does not: no tile is part empty
-MEMORY_REGISTERS = 40  # a thread of the memory warpgroup; the compute warpgroups share the others
+NARROW_TILE_N = 192  # for products whose H it divides and TILE_N does not, so that all tiles are full
+MEMORY_REGISTERS = 40  # per thread of the memory warpgroup; the compute warpgroups share the others
 COMPUTE_REGISTERS = (512 - MEMORY_REGISTERS) // COMPUTE_WARPGROUPS // 8 * 8
 
-# "forward" and "dlogits" contract H, "dhidden" the vocabulary, "dweight" the tokens. Each is the best of half a dozen
-# at hidden sizes from 1024 to 4096 and 512 to 32768 tokens on an H200, timed in turn with the bare product.
+# "forward" and "dlogits" contract H, "dhidden" the vocabulary, and "dweight" the tokens. Each is the best of about six
+# tunings at hidden sizes from 1024 to 4096 and 512 to 32768 tokens on an H200, timed alternately with a bare product.
 BY_KERNEL: Mapping[str, Tuning] = {
     "forward": Tuning(tile_k=128, stages=2, cluster=2),
     "dlogits": Tuning(tile_k=64, stages=4, cluster=2),
     "dhidden": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
     "dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
-    # A cluster is tiles side by side: no two row blocks share a list. Those of a wave read the weight at the same pace.
+    # A cluster has tiles side by side, because row blocks do not share lists. A wave reads the weight at the same pace.
     "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
-    "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster is one vocabulary tile
-    # A tile of the other head waits in 128 KiB, so the stages have 96. Four steps of 32 are waited for less than two of
-    # 64 (16.1 ms against 17.2), and than three beside a slot for dlogits (both passes 47.4 ms against 48.7).
-    # Turns, each with both heads' products, would hide the epilogue, but four such steps are too short for the latency
-    # of memory: 23.7 ms against 15.5 forward, of a JSD 48.1 against 38.3.
+    "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster computes one vocabulary tile
+    # A held tile takes 128 KiB, which leaves 96 KiB for the stages. Four stages of 32 columns are faster than two of 64
+    # (16.1 ms instead of 17.2), and than three and a slot for dlogits (both passes 47.4 ms instead of 48.7). Turns with
+    # both heads' products would hide the epilogue, but four such steps are too short for the latency of memory: a
+    # forward would take 23.7 ms instead of 15.5, and that of a JSD 48.1 instead of 38.3.
     "kl_statistics": Tuning(tile_k=32, stages=4, cluster=2),
     "kl_mixture_sums": Tuning(tile_k=32, stages=4, cluster=2),
     "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2),
 }
 
-# For a short contraction, where the epilogue counts. Turns hide the epilogue, but read each tile of rhs twice, in steps
-# of half the time. Where few row blocks share a tile of the weight, such a step is too short for the latency of HBM.
+# For a short contraction, in which the epilogue is a large part. Turns hide the epilogue, but read each tile of rhs
+# twice, in steps of half the time. If few row blocks share a tile of the weight, this is too short for HBM's latency.
 SHORT = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, turns=2, slots=1)
 
-# For the products where H is a multiple of NARROW_TILE_N and not of TILE_N. At H 2880 tiles of 256 columns compute
-# 6.7 % for nothing: (8192, 2880, 201088) on an H200, dweight 14.11 -> 13.06 ms in one launch, 15.28 -> 13.54 in 14.
+# For products if H is a multiple of NARROW_TILE_N and not of TILE_N. At H 2880, 6.7 % of the work of tiles with 256
+# columns is padding: (8192, 2880, 201088) on an H200, dweight 14.11 -> 13.06 ms in one launch, 15.28 -> 13.54 in 14.
 NARROW = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, slots=1, tile_n=NARROW_TILE_N)
 
 # An H100's memory is slower than an H200's, and turns are slower than none from H 640 on: with 8,192 tokens and 151,936
-# columns a forward takes at H 768 3.12 ms in place of 3.37, at 1024 4.00 (4.46), at 1536 5.75 (7.01), at 2048 8.07
+# columns a forward takes at H 768 3.12 ms instead of 3.37, at 1024 4.00 (4.46), at 1536 5.75 (7.01), at 2048 8.07
 # (8.80); both passes at 1024 16.1 (16.3). At 512 it is 2.28 (2.25).
 H100 = "NVIDIA H100 80GB HBM3"
 TUNED = {(H100, kernel): ((640, BY_KERNEL[kernel]),) for kernel in ("forward", "dlogits")}
@@ -52,18 +49,17 @@ TUNED = {(H100, kernel): ((640, BY_KERNEL[kernel]),) for kernel in ("forward", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tunings:
-    """Which tuning a kernel gets, by the shapes of its call and by device."""
+    """Chooses the tuning of a kernel by the shapes of its call and by device."""
 
     short_hidden: int = 3072  # below it the contraction over H is short
     short_tokens: int = 1024  # below it the contraction over the tokens is short
-    many_row_blocks: int = 16  # that many: one more costs little, and each tile of the weight is used often
-    # What does better on a device (by kind and kernel), from a hidden size on: `python -m benchmarks sweep`
-    # finds it.
+    many_row_blocks: int = 16  # from so many on, one more costs little, and each tile of the weight is used often
+    # Better tunings of a device (by kind and kernel), from a hidden size on. `python -m benchmarks sweep` finds them.
     tuned: Mapping[tuple[str, str], tuple[tuple[int, Tuning], ...]] = dataclasses.field(default_factory=lambda: TUNED)
 
     def of(self, call: Call, kernel: str) -> Tuning:
-        """The tuning of a kernel: for the device and hidden size, else the one that serves every Hopper GPU."""
-        row_blocks = geometry(call, TILING).row_blocks
+        """Returns the tuning of a kernel for the device and hidden size, or else the one for every Hopper GPU."""
+        row_blocks = make_geometry(call, TILING).row_blocks
         many = row_blocks >= self.many_row_blocks
         choice = BY_KERNEL[kernel]
         if self._is_short(call, kernel, many):
@@ -73,7 +69,10 @@ class Tunings:
         for least, tuned in self.tuned.get((call.device.kind, kernel), ()):
             if call.hidden_size >= least:
                 choice = tuned
-        if call.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):  # or the last step is half empty
+        if call.hidden_size % choice.tile_k and kernel in (
+            "forward",
+            "dlogits",
+        ):  # otherwise half of the last step is empty
             choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
         if kernel == "live_dhidden" and -(-call.hidden_size // TILE_N) % choice.cluster:
             choice = dataclasses.replace(choice, cluster=1)
@@ -83,7 +82,7 @@ class Tunings:
         return choice
 
     def smem_bytes(self, call: Call) -> dict[str, int]:
-        """What a block of each kernel needs of shared memory."""
+        """Returns the shared memory of a block of each kernel."""
         itemsize = call.dtype.itemsize
 
         def needed(kernel: str) -> int:
@@ -99,6 +98,6 @@ class Tunings:
 
 
 def _fills_narrow_tiles(call: Call, kernel: str) -> bool:
-    """Whether the columns of the kernel's result are H, and narrow tiles leave none of theirs empty."""
+    """Whether the columns of the kernel's result are H, and narrow tiles fill them exactly."""
     along_hidden = kernel == "dhidden" or (kernel == "dweight" and call.vocab_dim == 0)
     return along_hidden and call.hidden_size % TILE_N != 0 and call.hidden_size % NARROW_TILE_N == 0

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from lce_jax.mosaic import _live_tiles
-from lce_jax.mosaic._live_tiles import Batch, Sizes, Worklist
+from lce_jax.mosaic import _active_tiles
+from lce_jax.mosaic._active_tiles import Batch, Sizes, Worklist
 
 LIVE = np.random.default_rng(0).random((17, 18))
 SIZES = Sizes(tiles=9, blocks=5, group=2, slots=12, row_block=128, tile=256)
 
 
-def lists(live: np.ndarray, sizes: Sizes, contracted: int) -> tuple[Worklist, list[Batch]]:
+def make_worklist(live: np.ndarray, sizes: Sizes, contracted: int) -> tuple[Worklist, list[Batch]]:
     """By both; beside the mask there is something else."""
-    given = [np.array(x, np.int32) for x in (_live_tiles.orders(sizes), np.c_[live, 77 + live])]
-    found = [jax.jit(lambda *x: _live_tiles.lists(jnp, sizes, *x, contracted))(*given)]
-    found.append(_live_tiles.lists(torch, sizes, *map(torch.from_numpy, given), contracted))
+    given = [np.array(x, np.int32) for x in (_active_tiles.make_orders(sizes), np.c_[live, 77 + live])]
+    found = [jax.jit(lambda *x: _active_tiles.make_worklist(jnp, sizes, *x, contracted))(*given)]
+    found.append(_active_tiles.make_worklist(torch, sizes, *map(torch.from_numpy, given), contracted))
     of_jax, of_torch = (jax.tree.map(np.asarray, each) for each in found)
     jax.tree.map(np.testing.assert_array_equal, of_jax, of_torch)
     assert {x.dtype for x in jax.tree.leaves((of_jax, of_torch))} == {np.dtype(np.int32)}
@@ -40,7 +40,7 @@ def lists(live: np.ndarray, sizes: Sizes, contracted: int) -> tuple[Worklist, li
     ],
 )
 def test_lists_hold_every_live_tile_once(live: np.ndarray, sizes: Sizes, contracted: int) -> None:
-    (work, batches), cells, by_row, first = lists(live, sizes, contracted), [], [], [0]
+    (work, batches), cells, by_row, first = make_worklist(live, sizes, contracted), [], [], [0]
     assert sorted(work.order) == list(range(sizes.tiles))
     for rank, tile in enumerate(work.order):
         blocks = [*np.flatnonzero(live[tile]), *[sizes.blocks] * (live[tile].sum() % sizes.group)]
@@ -75,7 +75,7 @@ def test_each_batch_has_its_share_of_crowded_tiles() -> None:
     rng, tiles, blocks, crowded = np.random.default_rng(0), 400, 32, 40
     live = rng.random((tiles, blocks)) < np.where(np.arange(tiles) < crowded, 1.0, 0.1)[:, None]
     sizes = Sizes(tiles, blocks, 2, 32 * 25, 128, 256)
-    work, batches = lists(live, sizes, tiles)
+    work, batches = make_worklist(live, sizes, tiles)
     is_crowded = work.order < crowded
     shares = [is_crowded[b.rank : b.rank + b.num_ranks].mean() for b in batches if b.num_ranks]
     assert len(shares) >= 3
