@@ -287,10 +287,11 @@ def test_what_cannot_be_remembered_is_compared(
     assert not [path for path in folder.glob("*") if path.suffix != ".lock"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_home_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o500)
+    if os.access(folder, os.W_OK):
+        pytest.skip("root may write everywhere")
     assert compares(monkeypatch)
     assert compares(monkeypatch)
     folder.chmod(0o700)
