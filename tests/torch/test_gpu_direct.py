@@ -339,7 +339,8 @@ def diverge(problem: p.Problem, teacher: list[torch.Tensor], **options: Any) -> 
     """The divergence and both gradients."""
     leaves = problem.leaves()[:2]
     kl = linear_kl(*leaves, *teacher, **options)
-    return [kl.detach(), *torch.autograd.grad((p.seeds_like(problem.labels)[0] * kl).sum(), leaves)]
+    seeds = torch.linspace(-1, 1, len(kl), device="cuda")  # no copy from the host, which no graph captures
+    return [kl.detach(), *torch.autograd.grad((seeds * kl).sum(), leaves)]
 
 
 KEPT = [
