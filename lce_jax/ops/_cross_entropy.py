@@ -56,13 +56,13 @@ def linear_cross_entropy(
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
             and is differentiable.
         class_weights: ``[V]`` floats, PyTorch's ``weight``: each token's loss is multiplied by the number of its label.
-            "mean" then divides by the sum of these factors. Inside ``shard_map`` it has the shard's part of the
-            vocabulary, as ``weight`` has. A label outside the vocabulary has the factor 0. It gets no gradient, as in
-            PyTorch. With ``label_smoothing`` it is an error. None: the factor is 1 for every label.
-        normalizer: the divisor of "mean", in place of the number of rows that count in this call, or of the sum of
-            their factors. Give the number of rows of all micro-batches, or of all devices inside ``shard_map``, so that
-            the losses and their gradients add up to the mean over all rows. A positive number, or an array of shape
-            (), which may be traced; an array's 0 counts as 1. None: the rows that count in this call.
+            "mean" then divides by the sum of these factors, or by ``normalizer``. Inside ``shard_map`` it has the shard's
+            part of the vocabulary, as ``weight`` has. A label outside the vocabulary has the factor 0. It gets no
+            gradient, as in PyTorch. With ``label_smoothing`` it is an error. None: the factor is 1 for every label.
+        normalizer: the divisor of "mean", in place of the number of rows that count in this call. Give the number of
+            rows of all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients
+            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; an
+            array's 0 counts as 1. None: the rows that count in this call.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
             dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
             There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB

@@ -174,7 +174,7 @@ OF_OPTIONS: dict[str, list[tuple[Any, type[Exception], str]]] = {
         ((*LORA[:2], "2"), TypeError, "lora's scale .*number, got str '2'"),
         ((LORA[1], LORA[0], 2.0), ValueError, r"A \(32, 2\) and B \(2, 8\) must be \[r, H\] and \[V, r\]"),
         ((ONES((0, 8)), ONES((32, 0)), 2.0), ValueError, r"A \(0, 8\) and B \(32, 0\) must be \[r, H\]"),
-        ((LORA[0], ONES((31, 2)), 2.0), ValueError, r"must be \[r, 8\] and \[32, r\], of hidden \(4, 8\)"),
+        ((LORA[0], ONES((31, 2)), 2.0), ValueError, r"must be \[r, 8\] and \[32, r\], to fit hidden \(4, 8\)"),
     ],
     "beta": [
         (0.5, ValueError, 'beta=0.5 .*direction="jsd"'),
@@ -248,7 +248,7 @@ OF_KL: Mistakes = [
     (dict(teacher_hidden=ONES((5, 6))), ValueError, r"hidden \(5, 6\) .* student's \(4, 8\)"),
     (dict(teacher_hidden=[[1.0]]), TypeError, "the teacher's hidden .*array, got list"),
     (dict(teacher_weight=ONES((32, 7))), ValueError, r"teacher's hidden \(4, 6\) ends in"),
-    (dict(teacher_weight=ONES((40, 6))), ValueError, r"32 .* teacher's 40: give .* vocab_size"),
+    (dict(teacher_weight=ONES((40, 6))), ValueError, r"32 .* teacher's 40: pass .* vocab_size"),
     (dict(teacher_weight=ONES((40, 6)), vocab_size=33), ValueError, r"lie in \[1, 32\]"),
     (dict(gradient_threshold=0.1), TypeError, "linear_kl has no option gradient_threshold"),
     (dict(teacher_weight=ONES((32, 6), int)), TypeError, "the teacher's weight must be one of"),

@@ -53,7 +53,7 @@ def test_the_axes_of_a_mesh_stand_in_place_of_axis_name(name: str) -> None:
 def test_a_head_has_the_options_of_the_function_that_it_calls(method: str) -> None:
     """But for those that are its own, and for an adapter, whose weight is no head's."""
     settings = _head.HeadSettings(8)
-    own = {"bias", "lora", *settings._own_options()}
+    own = {"bias", "lora", *settings._function_options()}
     own |= {f"teacher_{name}" for name in own}
     known = set(_options.list_keywords(_head.METHODS[method])) - own
     assert set(TYPED[method].__annotations__) | set(keywords(getattr(_head.LMHead, method))) == known

@@ -145,7 +145,7 @@ def test_plans_say_what_holds() -> None:
 
     whole, other = plan(8 * COLUMNS, 4), plan(8 * COLUMNS + 32, 4)
     assert "any number of shards" in whole.same_bits
-    assert "4 shards: 8,200 columns" in other.same_bits
+    assert "4 shards, because 8,200 columns" in other.same_bits
     assert "of these columns" in plan(32000, 1).same_bits
     assert whole.same_bits in str(whole)
     assert whole.forward_bytes - plan(2 * COLUMNS, 1).forward_bytes == 8 * 4 * 4096 * 4  # groups, fields, tokens, bytes

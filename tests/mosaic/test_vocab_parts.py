@@ -80,7 +80,7 @@ def test_where_tiles_and_groups_lie(V: int, part: int) -> None:
     for column in {0, 1, part - 1, min(part, V - 1), V // 2, V - 1} & set(range(V)):
         number, place = divmod(shape.place(column), tile)
         assert columns[number] + place == column
-        assert shape.tiles_of(column + 1) == number + 1
+        assert shape.count_tiles(column + 1) == number + 1
 
 
 @pytest.mark.slow

@@ -230,9 +230,9 @@ def test_what_has_no_adapter_says_so() -> None:
     lora = (*adapter(PLAIN, 5), 1.0)
     with pytest.raises(ValueError, match=r"lora and bias .*weight \+ scale \* B @ A"):
         linear_logprobs(hidden, weight, labels, lora=lora, bias=jnp.zeros((600,)))
-    with pytest.raises(ValueError, match=r"give it jax.lax.stop_gradient\(weight\)"):
+    with pytest.raises(ValueError, match=r"pass jax.lax.stop_gradient\(weight\)"):
         jax.grad(lambda weight: linear_cross_entropy(hidden, weight, labels, lora=lora))(weight)
-    with pytest.raises(ValueError, match=r"give it jax.lax.stop_gradient\(weight\)"):
+    with pytest.raises(ValueError, match=r"pass jax.lax.stop_gradient\(weight\)"):
         jax.grad(lambda weight: linear_logprobs(hidden, weight, labels, lora=lora).lse.sum())(weight)
     with pytest.raises(TypeError, match="has no option lora"):
         explain(*SHAPES, lora=(*PAIR, 1.0), k=3)

@@ -176,6 +176,6 @@ def test_the_kernels_refuse_a_traced_cap_and_say_why() -> None:
     for options in ({"logit_softcap": scalar}, {"logit_softcap": 30.0, "logit_scale": scalar}):
         plan = explain(*call, **options)
         assert plan.implementation == "xla"
-        assert "logit_softcap beside an array" in plan.refused["mosaic_gpu"]
-        with pytest.raises(UnsupportedError, match="the kernels hold the cap's numbers as constants"):
+        assert "logit_softcap with an array" in plan.refused["mosaic_gpu"]
+        with pytest.raises(UnsupportedError, match="the kernels have the cap and the scale as constants"):
             explain(*call, implementation="mosaic_gpu", **options)

@@ -80,11 +80,11 @@ def test_one_way_or_the_other() -> None:
         "label_smoothing and a logit_softcap": {"label_smoothing": 0.1, "logit_softcap": 3.0},
     }
     for value, options in ways.items():
-        with pytest.raises(ValueError, match=f"chunk_bytes=7 with .* backward: .*{value}.* leave chunk_bytes out"):
+        with pytest.raises(ValueError, match=f"chunk_bytes=7, but .* backward .*{value}.* leave it out"):
             linear_cross_entropy(HIDDEN, WEIGHT, LABELS, chunk_bytes=7, **options)
-        with pytest.raises(ValueError, match=f"chunk_bytes=7 with .* backward: .*{value}.* leave chunk_bytes out"):
+        with pytest.raises(ValueError, match=f"chunk_bytes=7, but .* backward .*{value}.* leave it out"):
             explain(HIDDEN, WEIGHT, LABELS, **{"reduction": "mean", "chunk_bytes": 7} | options)
-    with pytest.raises(ValueError, match=r"chunk_bytes=7 with .*float16 gradients need the loss's scale"):
+    with pytest.raises(ValueError, match=r"chunk_bytes=7, but .*float16 gradients need the loss's scale"):
         linear_cross_entropy(HIDDEN, WEIGHT.astype(jnp.float16), LABELS, chunk_bytes=7)
 
 

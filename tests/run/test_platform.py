@@ -64,7 +64,7 @@ def test_as_the_message_advises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_program_of_a_cpu_is_refused_on_a_gpu_that_has_kernels() -> None:
     """A GPU that is not here may have them. What has no kernels anywhere may be lowered for any."""
-    with pytest.raises(UnsupportedError, match=r"traced for cpu, .* lowered for cuda, for a device that is not known"):
+    with pytest.raises(UnsupportedError, match=r"traced for cpu, .* lowered for cuda, a device that is unknown here"):
         kernels(gradient().trace(HIDDEN, WEIGHT), "cuda")
     assert kernels(gradient(implementation="xla").trace(HIDDEN, WEIGHT), "cuda") == 0
     top = jax.jit(lambda hidden, weight: linear_topk(hidden, weight, 3))

@@ -35,8 +35,9 @@ from tests.torch import problem as p
 from tests.torch import test_every_function as f
 from tests.torch.ranks import DEVICE, draw, same_on_all_ranks, shard
 from tests.torch.unlike_calls import other_options
+from tests.torch.weighted_classes import class_weights
 
-__all__ = ["other_options"]  # run by its name, as all here
+__all__ = ["class_weights", "other_options"]  # run by its name, as all here
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
 
 
@@ -46,26 +47,6 @@ def run(problem: p.Problem, group: dist.ProcessGroup, reduce_grad_hidden: bool =
     K = options["candidates"].shape[-1] if "candidates" in options else 0
     seeds, told = p.seeds_like(problem.labels, K=K), dict(tp_group=group, reduce_grad_hidden=reduce_grad_hidden)
     return p.gradients(local, seeds, **told, **options)
-
-
-def class_weights(group: dist.ProcessGroup) -> None:
-    """Each rank's part of the class weights; ranks of which one has none refuse the call."""
-    problem, weights = draw(T=37, V=104), torch.linspace(0.5, 2.0, 104, device=DEVICE)
-    problem.labels[:3] = torch.tensor([-100, 52, 51], device=DEVICE)
-    weight = shard(problem.weight, group).requires_grad_()
-    part = shard(weights, group)
-    for options in ({}, {"cache_bytes": 0}, {"reduction": "sum"}):
-        told = dict(tp_group=group, class_weights=part, **options)
-        loss = linear_cross_entropy(problem.hidden, weight, problem.labels, **told)
-        full = problem.weight.clone().requires_grad_()
-        logits, reduction = problem.hidden @ full.T, options.get("reduction", "mean")
-        want = torch.nn.functional.cross_entropy(logits, problem.labels, weights, reduction=reduction)
-        torch.testing.assert_close(loss, want)
-        (dweight,), (expected,) = torch.autograd.grad(loss, weight), torch.autograd.grad(want, full)
-        torch.testing.assert_close(dweight, shard(expected, group), rtol=1e-4, atol=1e-5)
-    only_one = dict(class_weights=part) if group.rank() == 0 else {}
-    with pytest.raises(ValueError, match="class_weights is True on ranks 0 and False on ranks 1"):
-        linear_cross_entropy(problem.hidden, weight, problem.labels, tp_group=group, logit_scale=0.5, **only_one)
 
 
 def foreign_labels(group: dist.ProcessGroup) -> None:

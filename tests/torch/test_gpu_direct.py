@@ -339,8 +339,12 @@ def diverge(problem: p.Problem, teacher: list[torch.Tensor], **options: Any) -> 
     """The divergence and both gradients."""
     leaves = problem.leaves()[:2]
     kl = linear_kl(*leaves, *teacher, **options)
-    seeds = torch.linspace(-1, 1, len(kl), device="cuda")  # no copy from the host, which no graph captures
-    return [kl.detach(), *torch.autograd.grad((seeds * kl).sum(), leaves)]
+    return [kl.detach(), *torch.autograd.grad((seeds_of(kl) * kl).sum(), leaves)]
+
+
+def seeds_of(kl: torch.Tensor) -> torch.Tensor:
+    """Cotangents without a copy from the host, which no graph captures."""
+    return torch.linspace(-1, 1, len(kl), device="cuda")
 
 
 KEPT = [
@@ -423,7 +427,7 @@ def test_a_divergence_adds_to_main_grad() -> None:
     before, hidden = weight.main_grad.clone(), problem.hidden.clone().requires_grad_()
     _, dhidden, dweight = diverge(problem, teacher)
     kl = linear_kl(hidden, weight, *teacher, wgrad="main_grad")
-    (p.seeds_like(problem.labels)[0] * kl).sum().backward()
+    (seeds_of(kl) * kl).sum().backward()
     assert torch.equal(hidden.grad, dhidden)
     assert p.relative_norm(weight.main_grad - before, dweight) < 4e-3  # the rounding of dweight
     assert weight.grad._nnz() == 0
