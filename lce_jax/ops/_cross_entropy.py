@@ -56,8 +56,8 @@ def linear_cross_entropy(
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
             and is differentiable.
         class_weights: ``[V]`` floats, PyTorch's ``weight``: each token's loss is multiplied by the number of its label.
-            "mean" then divides by the sum of these factors, or by ``normalizer``. Inside ``shard_map`` it has the shard's
-            part of the vocabulary, as ``weight`` has. A label outside the vocabulary has the factor 0. It gets no
+            "mean" then divides by the sum of these factors, or by ``normalizer``. Inside ``shard_map`` it has the part
+            of the vocabulary that ``weight`` has. A label outside the vocabulary has the factor 0. It gets no
             gradient, as in PyTorch. With ``label_smoothing`` it is an error. None: the factor is 1 for every label.
         normalizer: the divisor of "mean", in place of the number of rows that count in this call. Give the number of
             rows of all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients
