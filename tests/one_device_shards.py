@@ -19,7 +19,9 @@ def linear_logprobs(
     """Returns what each shard returns of `lce_jax.linear_logprobs`, computed by the kernels."""
     options = {**options, "vocab_size": vocab_size, "implementation": "mosaic_gpu"}
     columns = weight.shape[0] // shards
-    arguments = _describe.describe_call(_options.parse_arguments(options, hidden, weight[:columns], labels, where))
+    shape = jax.ShapeDtypeStruct(labels.shape, labels.dtype)  # labels with values would be compared with one shard
+    arguments = _options.parse_arguments(options, hidden, weight[:columns], shape, where)
+    arguments = _describe.describe_call(arguments)._replace(labels=labels)
     spec = _describe.choose_implementation(arguments.call, scalars.INT32_MAX).replace(
         padded=vocab_size < weight.shape[0]
     )
