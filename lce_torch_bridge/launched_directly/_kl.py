@@ -26,7 +26,7 @@ from lce_torch_bridge.tensors._weight import empty_sparse_like
 OPERANDS = "hidden", "weight", "teacher_hidden", "teacher_weight"
 
 
-def refusal(x: Tensors, call: TorchCall) -> str | None:
+def _refuse_launch(x: Tensors, call: TorchCall, launched: LaunchedKL) -> str | None:
     """Returns why no kernels serve such calls; None if kernels do."""
     reason = _device.launch_refusal(x.hidden.device)
     if reason is not None:
@@ -36,7 +36,7 @@ def refusal(x: Tensors, call: TorchCall) -> str | None:
             return f"{name}: no kernel that is launched directly computes it"
     if call.jax.requested and call.jax.requested[0] != "mosaic_gpu":
         return f"implementation={','.join(call.jax.requested)!r}"
-    return kl_kernels.refusal(describe_launch(x, call))
+    return kl_kernels.refusal(launched)
 
 
 def describe_launch(x: Tensors, call: TorchCall) -> LaunchedKL:
@@ -116,8 +116,8 @@ def _find_plan(
     """Returns the launches of such calls; or, as text, why kernels do not serve them."""
 
     def make() -> Launches | str:
-        reason, launched = refusal(x, call), describe_launch(x, call)
-        return reason or Launches(make_tape(launched), launched.heads.student.call.device)
+        launched = describe_launch(x, call)
+        return _refuse_launch(x, call, launched) or Launches(make_tape(launched), launched.heads.student.call.device)
 
     operands = [y for y in (*(getattr(x, name) for name in OPERANDS), x.bias, x.teacher_bias) if y is not None]
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)

@@ -15,25 +15,11 @@ import torch.distributed as dist
 
 from lce_torch_bridge import launch_with, linear_logprobs
 from tests.torch import problem as p
-from tests.torch.gpu_problem import draw
+from tests.torch.gpu_problem import capture_graph, draw
 from tests.torch.ranks import same_on_all_ranks, shard
 
 REPLAYS = 100
 STEPS = 4  # that are queued together
-
-
-def captured(step: Callable[[], list[torch.Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
-    """A graph of ``step``, after two runs outside of it, and where its replays write."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    return graph, results
 
 
 def replays(group: dist.ProcessGroup) -> None:
@@ -52,7 +38,7 @@ def replays(group: dist.ProcessGroup) -> None:
             grads = torch.autograd.grad(p.objective(out, seeds), (hidden, weight))
             return [*(x.detach() for x in out[:3]), *grads]
 
-        graph, results = captured(step)
+        graph, results = capture_graph(step)
         for _ in range(REPLAYS):
             with torch.no_grad():
                 hidden.normal_(generator=generator)

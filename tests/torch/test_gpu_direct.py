@@ -21,7 +21,7 @@ from lce_torch_bridge.launched_directly._way import choose_way
 from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.through_jax import _logprobs
 from tests.torch import problem as p
-from tests.torch.gpu_problem import draw, skip_unless_direct
+from tests.torch.gpu_problem import capture_graph, draw, skip_unless_direct
 from tests.torch.processes import ROOT, run
 from tests.torch.sanitized import DIVERGENCES
 from tests.torch.test_main_grad import backward, parameter, ppo
@@ -128,14 +128,7 @@ def test_a_graph_replays_what_eager_runs_compute(options: dict[str, Any], candid
     if candidates:
         ids = torch.randint(0, 8192, (1000, candidates), device="cuda")
         options, seeds = options | {"candidates": ids}, [*seeds, torch.randn(1000, candidates, device="cuda")]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(problem, seeds, **options)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(problem, seeds, **options)
+    graph, captured = capture_graph(lambda: step(problem, seeds, **options))
     for _ in range(100):
         problem.hidden.normal_()
         problem.labels.random_(0, 8192)
@@ -155,14 +148,7 @@ def test_a_graph_replays_a_loss_with_its_gradients(tokens: int, factor: float) -
         loss = linear_cross_entropy(*leaves, problem.labels, **told)
         return [loss.detach(), *torch.autograd.grad(factor * loss, leaves)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture_graph(step)
     for _ in range(20):
         problem.hidden.normal_()
         problem.labels.random_(0, 8192)
@@ -390,14 +376,7 @@ def test_a_trace_knows_what_a_divergence_keeps(options: dict[str, Any]) -> None:
 def test_a_graph_replays_divergences(options: dict[str, Any]) -> None:
     problem = draw(1000, 512, 8192)
     teacher = draw_teacher(problem)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        diverge(problem, teacher, **options)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = diverge(problem, teacher, **options)
+    graph, captured = capture_graph(lambda: diverge(problem, teacher, **options))
     for _ in range(10):
         problem.hidden.normal_()
         graph.replay()
