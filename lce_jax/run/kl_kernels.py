@@ -1,8 +1,8 @@
-"""The passes of `lce_jax.linear_kl` as kernels, for a host that brings its own memory and stream: as `kernels`.
+"""The passes of `lce_jax.linear_kl` as kernels, for a host with memory and a stream of its own, like `kernels`.
 
-    forward    scales ─ statistics ─ join ─ (exchange between shards) ─ join ─ keep
-               of a mixture also       sums ─ join ─ (exchange) ─ join ─ keep
-    backward   scales ─ coefficients ─ (dlogits ─ dhidden ─ dweight) …
+    forward    row scales ─ statistics ─ join ─ (exchange between shards) ─ join ─ save
+               for a mixture also          sums ─ join ─ (exchange) ─ join ─ save
+    backward   row scales ─ coefficients ─ (dlogits ─ dhidden ─ dweight) …
 
 The forward saves a flat array with ``stride`` numbers for each field: the temperatures that the call has, the merged
 statistics of both heads, and the sums of a mixture.
@@ -24,7 +24,13 @@ from lce_jax.mosaic._chunks import KLCache
 from lce_jax.mosaic._host import Host
 from lce_jax.mosaic._operands import Marked
 from lce_jax.mosaic.common import _refusal, _tokens
-from lce_jax.mosaic.common._kl_tokens import KLRows, coefficients, keep, keep_mixture, scales
+from lce_jax.mosaic.common._kl_tokens import (
+    KLRows,
+    compute_coefficients,
+    compute_row_scales,
+    save_mixture,
+    save_statistics,
+)
 from lce_jax.run import kernels
 from lce_jax.run.kernels import Buffer, HostPass, LaunchedCall
 from lce_jax.types._types import Call
@@ -121,8 +127,8 @@ def forward(
         exchange: gathers the groups of all shards. None: the vocabulary is not split.
     """
     of, numbers = launched.rows, HostPass(launched.heads.student, host).row_numbers
-    saved = host.empty((of.num_kept * launched.heads.student.rows,), jnp.float32)
-    row_scales, saved = host.launch(scales, of, temperatures, numbers, saved)
+    saved = host.empty((of.num_saved * launched.heads.student.rows,), jnp.float32)
+    row_scales, saved = host.launch(compute_row_scales, of, temperatures, numbers, saved)
     kernel_call = _kernel_call(launched, host, heads, row_scales)
     groups, cache = _forward.join_heads(kernel_call, keep_cache, more_fields=int(exchange is not None))
     tags = None
@@ -131,12 +137,12 @@ def forward(
         tags = groups.view(groups.shape, jnp.int32)
     num_rows = launched.heads.student.call.num_tokens
     joined = _forward.join_groups(host, KLStatistics, kernel_call.kernel_scales, num_rows, groups)
-    result, saved = host.launch(keep, of, joined, numbers, saved, tags)
+    result, saved = host.launch(save_statistics, of, joined, numbers, saved, tags)
     if of.beta is not None:
         sums = _forward.join_mixture(kernel_call, result)
         sums = sums if exchange is None else exchange(sums, None)
         joined = _forward.join_groups(host, MixtureSums, (), num_rows, sums)
-        result, saved = host.launch(keep_mixture, of, joined, numbers, saved)
+        result, saved = host.launch(save_mixture, of, joined, numbers, saved)
     return Forward(result, saved, jax.tree.leaves(cache))
 
 
@@ -167,9 +173,9 @@ def backward(
     """
     of, student = launched.rows, launched.heads.student
     numbers = HostPass(student, host).row_numbers
-    row_scales, saved = host.launch(scales, of, (), numbers, saved)
+    row_scales, saved = host.launch(compute_row_scales, of, (), numbers, saved)
     kernel_call = _kernel_call(launched, host, heads, row_scales)
-    factors = host.launch(coefficients, of, saved, seed, numbers)
+    factors = host.launch(compute_coefficients, of, saved, seed, numbers)
     cache, call = KLCache(*cached) if cached else None, student.call
     shape = 1, call.num_tokens, call.hidden_size
     may_round = _chunks.dhidden_shape(student.compiled, student.shape) == shape and dhidden_dtype == call.dtype.name

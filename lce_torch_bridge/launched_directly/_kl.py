@@ -1,6 +1,6 @@
-"""`linear_kl` and its gradients as kernels on torch's current stream, and why some calls have none: as `_passes`.
+"""`linear_kl` and its gradients as kernels on torch's current stream, and why kernels refuse a call, like `_passes`.
 
-``linear_kl`` saves ``[S, T]`` numbers: the temperatures that there are, and the merged statistics of both heads.
+``linear_kl`` saves ``[S, T]`` numbers: the temperatures of the call, and the merged statistics of both heads.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[tor
 
 def gradients(
     x: Tensors,
-    kept: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
     cotangent: torch.Tensor,
     requested: tuple[bool, ...],
     call: TorchCall,
@@ -80,11 +80,11 @@ def gradients(
     way: Way,
 ) -> list[torch.Tensor] | None:
     """Returns what `operators._operators.run_backward` does for a call without biases; None if JAX is to run it."""
-    saved, *cache = kept
+    saved, *cache = residuals
     device, owns_cache, adds = x.hidden.get_device(), sums.owns_cache and bool(cache), sums.main_grad is not None
     if device != _device.current_device():
         with torch.cuda.device(device):
-            return gradients(x, kept, cotangent, requested, call, sums, way)
+            return gradients(x, residuals, cotangent, requested, call, sums, way)
     dtype = torch.float32 if call.reduce_grad_hidden else x.hidden.dtype
     structs, options = tuple(map(_device.describe_tensor, cache)), (requested, dtype, adds, owns_cache)
     plan = _find_plan(
@@ -133,7 +133,7 @@ def forward_tape(launched: LaunchedKL, keep_cache: bool, group: str = "") -> Tap
     exchange = functools.partial(_exchange, tape, launched, temperatures, group) if group else None
     out = kl_kernels.forward(launched, tape, heads, temperatures, keep_cache, exchange)
     tape.output(out.divergence, (student.stride,), torch.float32)
-    tape.output(out.saved, (launched.rows.num_kept, student.stride), torch.int32)
+    tape.output(out.saved, (launched.rows.num_saved, student.stride), torch.int32)
     tape.outputs += out.cached
     return tape
 
@@ -166,7 +166,7 @@ def _exchange(
 
 def gradients_tape(
     launched: LaunchedKL,
-    kept: Sequence[Any],
+    cached: Sequence[Any],
     requested: Sequence[bool],
     dtype: torch.dtype,
     adds: bool = False,
@@ -179,10 +179,10 @@ def gradients_tape(
     """
     tape, student = Tape(), launched.heads.student
     heads = _add_operands(tape, launched)
-    saved = tape.input((launched.rows.num_kept * student.rows,), jnp.float32)
+    saved = tape.input((launched.rows.num_saved * student.rows,), jnp.float32)
     seed = tape.input((student.rows,), jnp.float32)
     total = tape.input(heads.weight.student.shape, jnp.float32) if adds else None
-    cache = [tape.input(x.shape, x.dtype) for x in kept]
+    cache = [tape.input(x.shape, x.dtype) for x in cached]
     dhidden, dweight = kl_kernels.backward(
         launched, tape, heads, saved, seed, cache, name_dtype(dtype), owns_cache=owns_cache, total=total
     )

@@ -1,12 +1,12 @@
 """The steps of `lce_jax.linear_kl` on a few numbers per token, as kernels: what `_tokens` has for one head.
 
-scales         temperatures                 ->  the row scales of both heads
-keep           statistics                   ->  the divergence, or the factors of a mixture; what the backward needs
-keep_mixture   the sums of a mixture        ->  its divergence; what the backward needs of these sums
-coefficients   what was kept, the cotangent ->  the factors of eq. 8 or 10
+compute_row_scales    temperatures              ->  the row scales of both heads
+save_statistics       statistics                ->  the divergence, or the factors of a mixture; the saved statistics
+save_mixture          the sums of a mixture     ->  its divergence; the saved sums
+compute_coefficients  saved numbers, cotangent  ->  the factors of eq. 8 or 10
 
-For `lce_jax.run.kernels`: elsewhere XLA compiles the same functions. Kept are, field by field, the temperatures that
-there are, `KLStatistics`, and of a mixture `MixtureSums`.
+`lce_jax.run.kl_kernels` launches them. Elsewhere XLA compiles the same functions. ``saved`` has one field after
+another: the temperatures of the call, `KLStatistics`, and for a mixture `MixtureSums`.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class KLRows:
 
     @property
     def num_temperatures(self) -> int:
-        """How many temperatures a token has."""
+        """The number of temperatures per token."""
         return sum(self.has_temperature)
 
     @property
-    def num_kept(self) -> int:
-        """How many numbers of each token are kept."""
+    def num_saved(self) -> int:
+        """The number of saved numbers per token."""
         return self.num_temperatures + self.plan.saved_numbers
 
     def launch(self, body: Callable[..., None], outputs: Sequence[Any], name: str, **more: Any) -> Any:
-        """Returns what launches ``body`` on every block of rows."""
+        """Returns a function that launches ``body`` on every block of rows."""
         grid = {"rows": self.padded_tokens // THREADS}
         return kernel(functools.partial(body, self), outputs, name, grid, **more)
 
@@ -84,36 +84,36 @@ class KLRows:
 
 
 class _Tokens:
-    """The rows of a block, in a kernel, and what is kept of them."""
+    """The rows of a block, in a kernel, and their saved numbers."""
 
-    def __init__(self, of: KLRows, numbers: Any, kept: Any, temperatures: Sequence[Any] = ()) -> None:
-        self.of, self.kept, self.count, self.stride = of, kept, numbers[0], numbers[1]
-        self.given = temperatures  # none: they are in ``kept``
+    def __init__(self, of: KLRows, numbers: Any, saved: Any, temperatures: Sequence[Any] = ()) -> None:
+        self.of, self.saved, self.count, self.stride = of, saved, numbers[0], numbers[1]
+        self.temperature_refs = temperatures  # empty: the temperatures are in ``saved``
         self.block = lax.axis_index("rows")
         self.rows = BlockRows.of(self.block, self.count)
 
     def field(self, number: int) -> Any:
-        """Returns the places of a field."""
+        """Returns the rows of a saved field."""
         return self.rows.field_rows(number, self.stride)
 
     def load(self, first: int, count: int) -> list[Array]:
-        """Returns so many fields."""
-        return [self.kept[self.field(first + i)] for i in range(count)]
+        """Loads ``count`` saved fields."""
+        return [self.saved[self.field(first + i)] for i in range(count)]
 
     def store(self, first: int, values: Sequence[Array]) -> None:
-        """Writes fields."""
+        """Writes ``values`` to the saved fields from ``first`` on."""
         for i, x in enumerate(values, first):
-            self.kept.at[self.field(i)][...] = x
+            self.saved.at[self.field(i)][...] = x
 
     @property
     def temperatures(self) -> Pair[Any]:
-        """Those of the student and of the teacher; None: 1."""
-        found = [x[self.rows.here] for x in self.given] or self.load(0, self.of.num_temperatures)
-        return Pair(*(found.pop(0) if is_there else None for is_there in self.of.has_temperature))
+        """The temperatures of the student and of the teacher. None stands for 1."""
+        values = [x[self.rows.here] for x in self.temperature_refs] or self.load(0, self.of.num_temperatures)
+        return Pair(*(values.pop(0) if is_present else None for is_present in self.of.has_temperature))
 
     @property
     def inverse_temperatures(self) -> Pair[Any]:
-        """Their inverses; None: 1."""
+        """The inverse temperatures. None stands for 1."""
         return Pair(*(None if x is None else _logprobs.invert_temperature(x) for x in self.temperatures))
 
     @property
@@ -124,30 +124,30 @@ class _Tokens:
 
     @property
     def is_valid(self) -> Any:
-        """A mask of the rows whose temperatures are right; None if there are none."""
+        """A mask of the rows whose temperatures are valid; None without temperatures."""
         masks = [scalars.is_temperature(x) for x in self.temperatures if x is not None]
         return functools.reduce(jnp.logical_and, masks) if masks else None
 
     def mixture(self, stats: KLStatistics, mask: Any = None) -> _kl.Mixture:
-        """Returns the numbers of eq. 9."""
+        """Computes the numbers of eq. 9."""
         assert self.of.beta is not None
         weights = Pair(1.0 - self.of.beta, self.of.beta)
         return _kl.mixture(stats, self.scale_q, weights, mask, _compute_log_ratio)
 
     def mixture_factors(self, mixture: _kl.Mixture, factor_p: Array, mean: Array) -> MixtureFactors:
-        """Returns what the kernels of tiles take."""
+        """Returns the factors that the kernels of tiles take."""
         assert self.of.beta is not None
-        found = _heads.mixture_in_base_2(mixture, factor_p, mean, float(self.of.beta > 0.5))
-        return MixtureFactors(*(on_all_threads(x, jnp.float32) if isinstance(x, float) else x for x in found))
+        factors = _heads.mixture_in_base_2(mixture, factor_p, mean, float(self.of.beta > 0.5))
+        return MixtureFactors(*(on_all_threads(x, jnp.float32) if isinstance(x, float) else x for x in factors))
 
     def finish(self, result: Any, stats: KLStatistics, divergence: Array) -> None:
-        """Writes the result: NaN where a temperature is wrong, or where the shards have different rows."""
+        """Writes the result. It is NaN if a temperature is invalid, or if the shards have different rows."""
         nan, mask = on_all_threads(jnp.nan, jnp.float32), self.is_valid
         divergence = jnp.where(stats.sum_p != stats.sum_p, nan, divergence)
         result.at[self.rows.here][...] = divergence if mask is None else jnp.where(mask, divergence, nan)
 
     def write_all(self, write: Callable[[], None], *padded: Any) -> None:
-        """Runs ``write`` where rows are, and writes zeros to the other rows of ``padded``, [Tp] or [fields, Tp]."""
+        """Runs ``write`` for existing rows, and writes zeros to the padding of ``padded``, [Tp] or [fields, Tp]."""
         rows = block_rows(self.block)
 
         def pad() -> None:
@@ -160,63 +160,64 @@ class _Tokens:
 
 
 def _compute_log_ratio(d: Array, weights: Pair[Any]) -> Array:
-    """`_kl.log_ratio` without the logarithm that kernels lack."""
+    """Computes `_kl.log_ratio` without ``log1p``, which the kernel language does not have."""
     d, (own, other) = d * LOG2E, weights
     return relative_log_ratio(d, d, Reference(own, other, other, _heads.MOST)) * (1.0 / LOG2E)
 
 
-def scales(
+def compute_row_scales(
     of: KLRows,
     temperatures: tuple[Float[Array, "R"], ...],
     numbers: Int[Array, "2"],
-    kept: Float[Array, "n"],
+    saved: Float[Array, "n"],
 ) -> tuple[Pair[Float[Array, "Tp"]], Float[Array, "n"]]:
-    """The k of eq. 0 of both heads in base 2; and ``kept`` with the ``temperatures``.
+    """Computes the k of eq. 0 of both heads in base 2, and writes the ``temperatures`` to ``saved``.
 
-    ``numbers``: how many rows there are, and the stride of ``kept``. Without ``temperatures``, those that are kept.
+    ``numbers`` are the number of rows and the stride of ``saved``. Without ``temperatures``, the saved ones are used.
     """
-    outputs = [of.vectors(), of.vectors(), jax.ShapeDtypeStruct(kept.shape, kept.dtype)]
-    run = of.launch(_scales, outputs, "lce_kl_scales", updated={len(temperatures) + 1: 2})
-    student, teacher, kept = run(*temperatures, numbers, kept)
-    return Pair(student, teacher), kept
+    outputs = [of.vectors(), of.vectors(), jax.ShapeDtypeStruct(saved.shape, saved.dtype)]
+    run = of.launch(_compute_row_scales, outputs, "lce_kl_scales", updated={len(temperatures) + 1: 2})
+    student, teacher, saved = run(*temperatures, numbers, saved)
+    return Pair(student, teacher), saved
 
 
-def _scales(of: KLRows, *refs: Any) -> None:
-    *temperatures, numbers, _, student, teacher, kept = refs
-    tokens = _Tokens(of, numbers, kept, temperatures)
+def _compute_row_scales(of: KLRows, *refs: Any) -> None:
+    *temperatures, numbers, _, student, teacher, saved = refs
+    tokens = _Tokens(of, numbers, saved, temperatures)
 
     def write() -> None:
         tokens.store(0, [x[tokens.rows.here] for x in temperatures])
         each = zip((student, teacher), of.plan.calls, tokens.inverse_temperatures, strict=True)
-        for found, call, inverse in each:
+        for scale, call, inverse in each:
             k = LOG2E * float(_logprobs.compute_row_scale(call, None))
-            found.at[tokens.rows.here][...] = on_all_threads(k, jnp.float32) if inverse is None else k * inverse
+            scale.at[tokens.rows.here][...] = on_all_threads(k, jnp.float32) if inverse is None else k * inverse
 
     tokens.write_all(write, student, teacher)
 
 
-def keep(
+def save_statistics(
     of: KLRows,
     joined: Float[Array, "1 6 Tp"],
     numbers: Int[Array, "2"],
-    kept: Float[Array, "n"],
+    saved: Float[Array, "n"],
     tags: Int[Array, "groups 7 Tp"] | None = None,
 ) -> tuple[Float[Array, "R"] | Float[Array, "14 Tp"], Float[Array, "n"]]:
-    """The divergence, of a mixture the factors of its sums' pass; and ``kept`` with the statistics.
+    """Returns the divergence, or for a mixture the factors for its sums, and writes the statistics to ``saved``.
 
-    ``tags`` are as in `_tokens.finish`. Where they differ, the statistics are NaN.
+    ``tags`` are as in `_tokens.finish`. If the tags of a token differ, its statistics are NaN.
     """
-    result = jax.ShapeDtypeStruct((of.call.num_tokens,), jnp.float32)
-    outputs = [result if of.beta is None else of.vectors(len(MixtureFactors._fields))]
-    outputs.append(jax.ShapeDtypeStruct(kept.shape, kept.dtype))
-    given = [joined, *([] if tags is None else [tags]), numbers, kept]
-    found: tuple[Array, Array] = of.launch(_keep, outputs, "lce_kl_keep", updated={len(given) - 1: 1})(*given)
-    return found
+    divergence = jax.ShapeDtypeStruct((of.call.num_tokens,), jnp.float32)
+    outputs = [divergence if of.beta is None else of.vectors(len(MixtureFactors._fields))]
+    outputs.append(jax.ShapeDtypeStruct(saved.shape, saved.dtype))
+    operands = [joined, *([] if tags is None else [tags]), numbers, saved]
+    run = of.launch(_save_statistics, outputs, "lce_kl_save", updated={len(operands) - 1: 1})
+    result, saved = run(*operands)
+    return result, saved
 
 
-def _keep(of: KLRows, joined: Any, *refs: Any) -> None:
-    *tags, numbers, _, found, kept = refs
-    tokens, groups = _Tokens(of, numbers, kept), count_groups(make_geometry(of.call, TILING))  # of a shard
+def _save_statistics(of: KLRows, joined: Any, *refs: Any) -> None:
+    *tags, numbers, _, result, saved = refs
+    tokens, groups = _Tokens(of, numbers, saved), count_groups(make_geometry(of.call, TILING))  # of a shard
     here, nan = tokens.rows.here, on_all_threads(jnp.nan, jnp.float32)
 
     def write() -> None:
@@ -227,29 +228,27 @@ def _keep(of: KLRows, joined: Any, *refs: Any) -> None:
                 stats = KLStatistics(*(jnp.where(differs, nan, x) for x in stats))
         tokens.store(of.num_temperatures, stats)
         if of.beta is None:
-            tokens.finish(found, stats, _kl.finish(stats, tokens.scale_q, None))
+            tokens.finish(result, stats, _kl.finish(stats, tokens.scale_q, None))
             return
         zero = on_all_threads(0.0, jnp.float32)
         for f, x in enumerate(tokens.mixture_factors(tokens.mixture(stats), zero, zero)):
-            found.at[f, here][...] = x
+            result.at[f, here][...] = x
 
-    tokens.write_all(write, *([] if of.beta is None else [found]))
+    tokens.write_all(write, *([] if of.beta is None else [result]))
 
 
-def keep_mixture(
-    of: KLRows, joined: Float[Array, "1 2 Tp"], numbers: Int[Array, "2"], kept: Float[Array, "n"]
+def save_mixture(
+    of: KLRows, joined: Float[Array, "1 2 Tp"], numbers: Int[Array, "2"], saved: Float[Array, "n"]
 ) -> tuple[Float[Array, "R"], Float[Array, "n"]]:
-    """The divergence of a mixture, and ``kept`` with its sums."""
+    """Returns the divergence of a mixture, and writes its sums to ``saved``."""
     outputs = [jax.ShapeDtypeStruct((of.call.num_tokens,), jnp.float32)]
-    outputs.append(jax.ShapeDtypeStruct(kept.shape, kept.dtype))
-    found: tuple[Array, Array] = of.launch(_keep_mixture, outputs, "lce_kl_keep_mixture", updated={2: 1})(
-        joined, numbers, kept
-    )
-    return found
+    outputs.append(jax.ShapeDtypeStruct(saved.shape, saved.dtype))
+    result, saved = of.launch(_save_mixture, outputs, "lce_kl_save_mixture", updated={2: 1})(joined, numbers, saved)
+    return result, saved
 
 
-def _keep_mixture(of: KLRows, joined: Any, numbers: Any, _: Any, result: Any, kept: Any) -> None:
-    tokens, first = _Tokens(of, numbers, kept), of.num_temperatures
+def _save_mixture(of: KLRows, joined: Any, numbers: Any, _: Any, result: Any, saved: Any) -> None:
+    tokens, first = _Tokens(of, numbers, saved), of.num_temperatures
 
     def write() -> None:
         stats = KLStatistics(*tokens.load(first, KL_FIELDS))
@@ -260,34 +259,34 @@ def _keep_mixture(of: KLRows, joined: Any, numbers: Any, _: Any, result: Any, ke
     tokens.write_all(write)
 
 
-def coefficients(
-    of: KLRows, kept: Float[Array, "n"], seed: Float[Array, "R"], numbers: Int[Array, "2"]
+def compute_coefficients(
+    of: KLRows, saved: Float[Array, "n"], seed: Float[Array, "R"], numbers: Int[Array, "2"]
 ) -> Float[Array, "fields Tp"]:
-    """The factors of eq. 8, or of a mixture of eq. 10, zero from the last row on and where a temperature is wrong."""
+    """Computes the factors of eq. 8, or of eq. 10. They are 0 in padding and where a temperature is invalid."""
     kind: Any = _kl.KLCoefficients if of.beta is None else MixtureFactors
     outputs = [of.vectors(len(kind._fields))]
-    found: Array = of.launch(_coefficients, outputs, "lce_kl_coefficients")(kept, seed, numbers)[0]
-    return found
+    factors: Array = of.launch(_compute_coefficients, outputs, "lce_kl_coefficients")(saved, seed, numbers)[0]
+    return factors
 
 
-def _coefficients(of: KLRows, kept: Any, seed: Any, numbers: Any, factors: Any) -> None:
-    tokens, first = _Tokens(of, numbers, kept), of.num_temperatures
+def _compute_coefficients(of: KLRows, saved: Any, seed: Any, numbers: Any, factors: Any) -> None:
+    tokens, first = _Tokens(of, numbers, saved), of.num_temperatures
 
     def write() -> None:
-        stats, given = KLStatistics(*tokens.load(first, KL_FIELDS)), seed[tokens.rows.here]
-        # With few tokens the rows after them hold anything.
-        counts = on_all_threads(tokens.rows.first) + thread_numbers() < numbers[0]
+        stats, cotangent = KLStatistics(*tokens.load(first, KL_FIELDS)), seed[tokens.rows.here]
+        # If there are fewer rows than threads, the rows after them may hold anything.
+        mask = on_all_threads(tokens.rows.first) + thread_numbers() < numbers[0]
         valid = tokens.is_valid
-        counts = counts if valid is None else jnp.logical_and(counts, valid)
+        mask = mask if valid is None else jnp.logical_and(mask, valid)
         factor = _logprobs.compute_row_factor(of.call, tokens.inverse_temperatures.student)
-        found: Any
+        values: Any
         if of.beta is None:
-            found = _heads.in_base_2(_kl.coefficients(stats, given, factor, counts), of.plan.direction)
+            values = _heads.in_base_2(_kl.coefficients(stats, cotangent, factor, mask), of.plan.direction)
         else:
-            sums, mixture = MixtureSums(*tokens.load(first + KL_FIELDS, 2)), tokens.mixture(stats, counts)
-            rows = _kl.mixture_coefficients(sums, stats, mixture, given, factor, counts)
-            found = tokens.mixture_factors(mixture, rows.factor_p, rows.mean)
-        for f, x in enumerate(found):
+            sums, mixture = MixtureSums(*tokens.load(first + KL_FIELDS, 2)), tokens.mixture(stats, mask)
+            rows = _kl.mixture_coefficients(sums, stats, mixture, cotangent, factor, mask)
+            values = tokens.mixture_factors(mixture, rows.factor_p, rows.mean)
+        for f, x in enumerate(values):
             factors.at[f, tokens.rows.here][...] = x
 
     tokens.write_all(write, factors)
