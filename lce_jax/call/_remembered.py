@@ -45,6 +45,7 @@ COMPILERS = (  # where Mosaic, LLVM and ptxas or nvJitLink come from
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12",
 )  # fmt: skip
 MODULE_VERSIONS = (Path("/sys/module/nvidia/version"), Path("/proc/driver/nvidia/version"))
+IMPORTED = time.time()  # seconds; the package imports its modules within the second before
 HEADS = {1: "one head", 2: "two heads (linear_kl)"}
 
 _logger = logging.getLogger("lce_jax")
@@ -68,14 +69,16 @@ def find_folder() -> Path | None:
 
 @functools.cache
 def describe_software() -> dict[str, str] | None:
-    """Returns the digest of this package's sources and all versions; None if there are no sources to read.
+    """Returns the digest of this package's sources and all versions; None if the sources are unknown.
 
-    The digest makes an edited checkout another version.
+    The digest makes an edited checkout another version. Sources that changed after their import are unknown.
     """
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     try:
         sources = sorted(root.rglob("*.py"))
         for source in sources:
+            if source.stat().st_mtime > IMPORTED:
+                return None
             digest.update(f"{source.relative_to(root)}\0".encode() + source.read_bytes() + b"\0")
     except OSError:
         return None
@@ -121,6 +124,18 @@ def _find_module_version() -> str | None:
     return None
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file, all of it or nothing, even if other processes write it too."""
+    handle, name = tempfile.mkstemp(".tmp", PREFIX, path.parent)
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """One comparison: what it depends on, and the file that remembers it."""
@@ -138,14 +153,7 @@ class Comparison:
         at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         text = json.dumps({"key": self.key, "compared_by": compared_by, "at": at}, indent=1)
         try:
-            handle, name = tempfile.mkstemp(".tmp", PREFIX, self.path.parent)
-            try:
-                with open(handle, "w") as file:
-                    file.write(text)
-                os.replace(name, self.path)
-            except BaseException:
-                os.unlink(name)
-                raise
+            replace_file(self.path, text.encode())
         except OSError as error:
             _logger.info("The first call's comparison is not remembered: %s", error)
 

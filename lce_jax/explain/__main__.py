@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lce_jax import Plan, explain
-from lce_jax.call import _remembered
+from lce_jax.call import _lowered, _remembered
 from lce_jax.explain import _pod
 from lce_jax.explain._arguments import gibibytes, positive
 from lce_jax.explain._models import MODELS, ModelHead, find_model, model_head
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--compile", action="store_true", help=compile_help)
     functions = f"the function that --pod compiles: {', '.join(_pod.CALLS)} (default linear_logprobs)"
     out.add_argument("--function", choices=_pod.CALLS, metavar="NAME", help=functions)
-    remembered = "print the remembered comparisons of first calls, where they are and how to forget them; and exit"
+    remembered = "print what first calls have remembered, where, and how to forget it; and exit"
     out.add_argument("--remembered", action=_PrintRemembered, nargs=0, help=remembered)
     return out
 
@@ -68,8 +68,7 @@ class _PrintRemembered(argparse.Action):
     """Needs no other option, as ``--help``."""
 
     def __call__(self, command: argparse.ArgumentParser, *_: Any) -> None:
-        for line in _remembered.report():
-            print(line)
+        print(*_remembered.report(), *_lowered.report(), sep="\n")
         command.exit()
 
 

@@ -28,6 +28,7 @@ PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 COMPILERS = 8  # threads
 
 type Bind = Callable[[int, int], Callable[[], None]]  # (handle of a stream, address of the arguments) -> launch()
+type Lower = Callable[[Kernel, Device], bytes]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,6 +44,7 @@ class Kernel:
         updated: maps a result to the operand that it updates in place.
         returned: the indices of the results that the function returns, in order.
         tree: the structure of these results.
+        launch: the function that launches the kernel, and the tree and leaves of its operands.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Kernel:
     updated: dict[int, int]
     returned: tuple[int, ...]
     tree: Any
+    launch: tuple[Callable[..., Any], Any, tuple[Any, ...]]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -86,15 +89,22 @@ def traced(launch: Callable[..., Any], tree: Any, leaves: tuple[Any, ...]) -> Ke
         raise ValueError(f"{name} computes something besides its kernel") from None
     structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in note.results)
     updated = {result: operand for operand, result in note.updated.items()}
-    return Kernel(name, function, arrays, tuple(operands), structs, updated, tuple(returned), out_tree)
+    of_launch = launch, tree, leaves
+    return Kernel(name, function, arrays, tuple(operands), structs, updated, tuple(returned), out_tree, of_launch)
 
 
-def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Bind]:
+def compiled(kernels: Sequence[Kernel], device: Device, number: int, lower: Lower | None = None) -> list[Bind]:
     """Compiles kernels for the current CUDA device ``number``. Returns functions that bind them to their arguments.
 
     Lowering runs in Python, and takes about as long as compilation. So threads compile the kernels that are lowered
     already. Kernels with the largest arrays come first, because these are products and take longest. A kernel is never
     unloaded.
+
+    Args:
+        kernels: the kernels, of which those that are new to this process are compiled.
+        device: the device that they are lowered for.
+        number: CUDA's number of the current device.
+        lower: returns a kernel's module; None: `module`.
 
     Raises:
         RuntimeError: Mosaic cannot compile a kernel; the process's standard error has the reason.
@@ -106,7 +116,7 @@ def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Bin
         driver.cuCtxGetCurrent(ctypes.byref(context))
         with ThreadPoolExecutor(COMPILERS, "lce_compiler", driver.cuCtxSetCurrent, (context,)) as pool:
             missing.sort(key=lambda each: -sum(x.size * x.dtype.itemsize for x in each.arrays))
-            jobs = {each: pool.submit(_compiled, module(each, device), number) for each in missing}
+            jobs = {each: pool.submit(_compiled, (lower or module)(each, device), number) for each in missing}
             _binds.update({(each, number): job.result() for each, job in jobs.items()})
     return [_binds[kernel, number] for kernel in kernels]
 

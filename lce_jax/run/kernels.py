@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from lce_jax.call import _lowered
 from lce_jax.call._dispatch import trace_for_device
 from lce_jax.call._first_call import check_once, measure_errors
-from lce_jax.mosaic import _backward, _candidates, _chunks, _forward, _generations, _operands, _threshold
+from lce_jax.mosaic import _backward, _candidates, _chunks, _compiler, _forward, _generations, _operands, _threshold
 from lce_jax.mosaic._call import Generation, KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._chunks import Cache
-from lce_jax.mosaic._compiler import Bind, Kernel, compiled, traced, why_not
+from lce_jax.mosaic._compiler import Bind, Kernel, traced, why_not
 from lce_jax.mosaic._generations import device_refusal, unchecked
 from lce_jax.mosaic._host import Host
 from lce_jax.mosaic._operands import Geometry, Prepared, SavedLayout, lay_out_saved, make_geometry
@@ -69,6 +70,11 @@ THREADS = 128  # the least number of rows of a per-token array
 PER_CANDIDATE = "candidate_logprobs"  # the result [R, K], and its cotangent
 
 type Buffer = Any  # an array of the host, with a shape, a dtype and `view(shape, dtype)`
+
+
+def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Bind]:
+    """Compiles kernels for the current CUDA device; those that an earlier process has lowered are not lowered again."""
+    return _compiler.compiled(kernels, device, number, _lowered.recall_or_lower)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,8 @@ def test_an_edited_source_and_another_jax_are_other_software(tmp_path: Path, mon
         return _remembered.describe_software()
 
     try:
+        assert describe() is None  # the file is newer than the import
+        monkeypatch.setattr(_remembered, "IMPORTED", time.time() + 60)
         before = describe()
         assert before["jax"] == _remembered.find_version("jax")
         assert describe() == before
