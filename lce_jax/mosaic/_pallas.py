@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from lce_jax.mosaic._equal_variables import group_without_sorting
 from lce_jax.types import _jax
 
 
@@ -131,6 +132,7 @@ def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = Non
     cotangents would then be summed over the axes that split its tokens. ``updated`` maps the index of an operand to the
     index of the output that updates it in place.
     """
+    group_without_sorting()
     kwargs["interpret"] = _interpret.get()
     run = _updating_kernel(body, updated, **kwargs) if updated else plgpu.kernel(body, **kwargs)
 

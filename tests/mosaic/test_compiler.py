@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
 from typing import Any
 
@@ -9,7 +11,7 @@ import jax
 import pytest
 import torch
 
-from lce_jax.mosaic import _compiler, _pallas
+from lce_jax.mosaic import _compiler, _equal_variables, _pallas
 from lce_jax.run.kl_kernels import LaunchedKL, Pair
 from lce_torch_bridge.launched_directly import _kl
 from tests.devices import H200
@@ -114,3 +116,19 @@ def test_every_kernel_of_two_heads_lowers_for_cuda(direction: str) -> None:
     for kernel in dict.fromkeys([*launched(forward), *launched(backward)]):
         if not kernel.name.startswith(("kl_", "cached_kl_")):  # `test_kl` lowers these, which takes long
             assert _compiler.module(kernel, H200)
+
+
+def test_equal_variables_are_those_that_equations_connect() -> None:
+    constraints = importlib.import_module("jax.experimental.mosaic.gpu.constraints")
+    a, b, c, d, e, f = (constraints.Variable(name) for name in "abcdef")
+    pairs = (a, b), (c, d), (b, a), (d, a), (e, e)
+    equations = [constraints.Equals(*pair) for pair in pairs]
+    system = constraints.ConstraintSystem(
+        constraints=[*equations, constraints.Equals(f, constraints.RegisterLayout(0))]
+    )
+    expected = {x: {a, b, c, d} - {x} for x in (a, b, c, d)} | {e: set()}
+    for find in (
+        constraints.compute_transitively_equal_vars,
+        functools.partial(_equal_variables.find_equal_variables, constraints),
+    ):
+        assert {x: set(others) for x, others in find(system).items()} == expected
