@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from lce_jax.types import _jax, scalars
+from lce_jax.types import _jax, messages, scalars, shared_checks
 from lce_jax.types._types import Call, Primals, UnsupportedError, is_array
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -29,12 +29,12 @@ def check_operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any,
     vocab, size = weight.shape[call.vocab_dim], weight.shape[call.hidden_dim]
     if hidden.shape[-1] != size:
         other = "hv" if call.weight_layout == "vh" else "vh"
-        hint = scalars.hint_at_logits(tuple(hidden.shape), weight.shape, vocab, f'weight_layout="{other}"')
+        hint = messages.hint_at_logits(tuple(hidden.shape), weight.shape, vocab, f'weight_layout="{other}"')
         raise ValueError(
             f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
             f'weight_layout="{call.weight_layout}" has H = {size}{hint}'
         )
-    scalars.check_labels_shape(labels.shape, hidden.shape[:-1])
+    shared_checks.check_labels_shape(labels.shape, hidden.shape[:-1])
     if vocab == 0 or size == 0:
         raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
     if where is not None:
@@ -127,17 +127,17 @@ NO_LABELS = "for entropy and lse alone any ids serve, as jnp.zeros(hidden.shape[
 
 
 def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call) -> None:
-    """Runs `scalars.warn_outside` for labels that this process can read without waiting for a device."""
+    """Runs `shared_checks.warn_outside` for labels that this process can read without waiting for a device."""
     ids = _read_if_ready(labels)
     if ids is None or not ids.size or call.axis_name is not None:
         return
     vocab_size = check_vocab_size(call.caller_vocab_size, call.columns)
     unmasked = None if where is None else _read_if_ready(where)
-    if scalars.all_in_vocabulary(ids, vocab_size) or (where is not None and unmasked is None):
+    if shared_checks.all_in_vocabulary(ids, vocab_size) or (where is not None and unmasked is None):
         return
     ids = ids.reshape(-1) if unmasked is None else ids[unmasked]
     ids = ids if ignore_index is None else ids[ids != ignore_index]
-    scalars.warn_outside(ids, vocab_size, is_cross_entropy=call.function == "linear_cross_entropy")
+    shared_checks.warn_outside(ids, vocab_size, is_cross_entropy=call.function == "linear_cross_entropy")
 
 
 def _read_if_ready(x: Any) -> np.ndarray | None:
@@ -154,7 +154,7 @@ def count_candidates(x: Any, name: str = "candidates") -> int:
     """Returns the K of ids ``[..., K]``, after checks of their dtype and sizes."""
     check_labels(x, name)
     check_sizes(name, x)
-    return scalars.count_candidates(name, x.shape)
+    return shared_checks.count_candidates(name, x.shape)
 
 
 def check_where(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
@@ -163,7 +163,7 @@ def check_where(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
     if x.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, got {x.dtype}: write `where != 0` if that is what it means")
     if tuple(x.shape) != tuple(shape):
-        fitting = scalars.suggest_broadcasts("where", tuple(x.shape), tuple(shape))
+        fitting = messages.suggest_broadcasts("where", tuple(x.shape), tuple(shape))
         write = " or ".join(f"jnp.broadcast_to({each}, {tuple(shape)})" for each in fitting)
         hint = f": write {write}" if write else ""
         raise ValueError(f"where {tuple(x.shape)} must have the shape of {of} {tuple(shape)}{hint}")
@@ -210,7 +210,7 @@ def check_per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "la
     except ValueError:
         fits = False
     if not fits:
-        fitting = scalars.suggest_broadcasts(name, tuple(value.shape), tuple(shape))
+        fitting = messages.suggest_broadcasts(name, tuple(value.shape), tuple(shape))
         hint = f": write {fitting[0]} for one number per sequence" if fitting else ""
         raise ValueError(f"{name} {tuple(value.shape)} must broadcast to {of} {tuple(shape)}{hint}")
 
@@ -264,7 +264,7 @@ def check_class_weights(class_weights: Any, weight: Any, call: Call, smoothing: 
         raise TypeError(f"class_weights must be an array, got {type(class_weights).__name__}")
     if jnp.dtype(class_weights.dtype).name not in FLOATS:
         raise TypeError(f"class_weights must be one of {', '.join(FLOATS)}, got {class_weights.dtype}")
-    scalars.check_class_weights(class_weights.shape, weight.shape, weight.shape[call.vocab_dim], smoothing)
+    shared_checks.check_class_weights(class_weights.shape, weight.shape, weight.shape[call.vocab_dim], smoothing)
 
 
 def _check_bias(bias: Any, weight: Any, call: Call) -> None:

@@ -26,7 +26,7 @@ from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives, _layout
 from lce_jax.mesh._custom_partitioning import check_rules_are_read
 from lce_jax.mesh._layout import Layout, layout_of_arrays
-from lce_jax.types import _jax, scalars
+from lce_jax.types import _jax, scalars, shared_checks
 from lce_jax.types._types import Call, Primals, is_array
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ def describe_call(arguments: Arguments) -> Arguments:
     if arguments.lora is not None:
         _check_adapter(arguments.lora, hidden, weight, columns)
     if arguments.candidates is not None:
-        scalars.check_candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
+        shared_checks.check_candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
     dtype, hidden_dtype = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     hidden_dtype = jnp.promote_types(hidden_dtype, dtype) if call.rank else hidden_dtype
     call = call.replace(
@@ -389,7 +389,7 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
     if call.top_k:
         scalars.check_k(call.top_k, vocab_size)
     if call.vocab_part_size and columns < scalars.INT32_MAX:  # otherwise the number of shards is unknown here
-        scalars.check_vocab_parts(call.vocab_part_size, columns, call.columns)
+        shared_checks.check_vocab_parts(call.vocab_part_size, columns, call.columns)
     return call.replace(
         implementation=_dispatch.choose(call)[0].NAME,
         vocab_size=vocab_size,

@@ -19,7 +19,7 @@ from jax import lax
 
 from lce_jax.call import _checks, _dispatch
 from lce_jax.mesh._layout import layout_of_names
-from lce_jax.types import scalars
+from lce_jax.types import messages, scalars, shared_checks
 from lce_jax.types._types import Call, is_array
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def check_names(
     if isinstance(options.get("axis_name"), MeshPlacement):
         name, keywords = f"sharded_{name}", (*MeshPlacement._fields, *(x for x in keywords if x != "axis_name"))
     if unknown := [option for option in options if option not in OPTIONS]:
-        raise scalars.unknown_options_error(name, unknown, keywords, loss_fn)
+        raise messages.unknown_options_error(name, unknown, keywords, loss_fn)
     refuse_options(name, options)
 
 
@@ -316,7 +316,7 @@ def parse_arguments(
     options = options if top_k is None else {**options, "entropy": False}
     function = function if top_k is None else "linear_topk"
     if function in WITH_LABELS:
-        scalars.require_labels(labels, _checks.NO_LABELS)
+        shared_checks.require_labels(labels, _checks.NO_LABELS)
     checked = {name: check_option(name, options) for name in list_options("linear_logprobs")}
     scale, softcap, candidates = checked["logit_scale"], checked["logit_softcap"], checked["candidates"]
     traced = is_array(scale) or is_array(softcap)
@@ -348,7 +348,7 @@ def parse_arguments(
             "weight + scale * B @ A"
         )
     if call.has_floor:
-        scalars.check_floor_options(call.num_candidates, mean_logit)
+        shared_checks.check_floor_options(call.num_candidates, mean_logit)
     factors: tuple[Any, Any] = (scale, softcap) if traced else (None, None)
     ignored = None if ignore_index is None else scalars.integer("ignore_index", ignore_index)
     others = checked["bias"], checked["candidates"], checked["logit_floor"], checked["lora"], ignored, placement
@@ -359,7 +359,7 @@ def parse_arguments_with_ids(options: Mapping[str, Any], hidden: Any, weight: An
     """Parses the arguments of `linear_logits`. Its ids are the call's candidates, and XLA serves it by default."""
     _checks.check_array("hidden", hidden)
     _checks.count_candidates(ids, "ids")
-    scalars.check_candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
+    shared_checks.check_candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
     chosen = {"implementation": "xla"} if options.get("implementation") is None else {}
     return parse_arguments(
         {**options, "candidates": ids, **chosen}, hidden, weight, None, where, function="linear_logits"

@@ -21,8 +21,8 @@ from lce_jax import Plan, explain
 from lce_jax.call import _lowered, _remembered
 from lce_jax.explain import _pod
 from lce_jax.explain._arguments import gibibytes, positive
+from lce_jax.explain._compile_targets import TARGETS
 from lce_jax.explain._models import MODELS, ModelHead, find_model, model_head
-from lce_jax.explain._pod import TARGETS
 from lce_jax.types import scalars
 from lce_jax.types._jax import abstract_device
 from lce_jax.types.scalars import format_bytes
@@ -33,7 +33,6 @@ DEVICES = {name: (target.platform, target.kind, target.core_count) for name, tar
 TENSOR = "tensor"
 BOTH = ("forward", "forward + backward")
 PRODUCTS = 3  # matrix products of a forward and a backward: logits, dhidden, dweight. Recomputed logits are one more
-ALL = 1 << 62  # cache_bytes that nothing exceeds
 
 
 def parser() -> argparse.ArgumentParser:

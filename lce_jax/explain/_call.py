@@ -20,7 +20,7 @@ from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.ops._cross_entropy import Reduction
 from lce_jax.run import _token_chunks
 from lce_jax.run._kl import KLArguments, check_columns
-from lce_jax.types import scalars
+from lce_jax.types import scalars, shared_checks
 from lce_jax.types._types import PassBytes, Plan, RequestedGradients, is_array
 from lce_jax.xla import _kl, _logits
 from lce_jax.xla._kl import KLPlan
@@ -280,7 +280,7 @@ def explain(
         True
     """
     _options.check_names(explain, options)
-    scalars.require_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
+    shared_checks.require_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
     smoothing, penalty, divisor = _options.check_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
     loss_options = (reduction, divisor, None if ignore_index == -100 else "ignore_index")
     loss_arguments = (*loss_options, smoothing, penalty, gradients_in_forward or None, chunk_bytes)

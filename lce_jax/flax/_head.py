@@ -24,7 +24,7 @@ from lce_jax.ops._kl import linear_kl
 from lce_jax.ops._logprobs import linear_logprobs
 from lce_jax.ops._loss import linear_loss
 from lce_jax.ops._topk import linear_topk
-from lce_jax.types import _jax, scalars
+from lce_jax.types import _jax, loss_signatures, messages, scalars
 from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
@@ -229,8 +229,8 @@ def _check_names(
         may = ", ".join(known)
         raise TypeError(f"LMHead.{method}: {repeated[0]} is set where the head is made; a call may set {may}")
     others = [name for name in call_options if name not in (*known, *_options.OPTIONS)]
-    if others and (unknown := [name for name in others if name not in scalars.list_loss_arguments(loss_fn)]):
-        raise scalars.unknown_options_error(f"LMHead.{method}", unknown, known, loss_fn)
+    if others and (unknown := [name for name in others if name not in loss_signatures.list_loss_arguments(loss_fn)]):
+        raise messages.unknown_options_error(f"LMHead.{method}", unknown, known, loss_fn)
 
 
 class LMHead:

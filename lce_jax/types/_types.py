@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax.types import scalars
+from lce_jax.types import defaults
 from lce_jax.types.scalars import format_bytes
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ class Call:
         if self.cache_bytes is not None:
             return self.cache_bytes
         is_useful = self.vocab_part_size is None and not self.gradient_threshold
-        return scalars.CACHE_BYTES if is_useful and self.device.platform == "gpu" else 0
+        return defaults.CACHE_BYTES if is_useful and self.device.platform == "gpu" else 0
 
     @property
     def asks_for_tiles(self) -> bool:
@@ -493,7 +493,7 @@ def cache_notes(call: Call, cached: int, tiles: int, tile_bytes: int) -> tuple[s
     """Returns the plan's note on ``cache_bytes``: how many of the vocabulary's ``tiles`` are ``cached``."""
     if not call.cache_budget:
         return ()
-    default = "" if call.cache_bytes else f"; cache_bytes=None is up to {format_bytes(scalars.CACHE_BYTES)} on a GPU"
+    default = "" if call.cache_bytes else f"; cache_bytes=None is up to {format_bytes(defaults.CACHE_BYTES)} on a GPU"
     return (f"the forward keeps {cached} of {tiles} vocabulary tiles, {format_bytes(tile_bytes)} each{default}",)
 
 
