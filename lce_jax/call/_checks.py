@@ -1,4 +1,4 @@
-"""Checks of the arrays that a caller passes. They run before anything is computed, and errors show the wrong values."""
+"""Checks of the arrays that a caller passes. They run before any computation, and errors show the wrong values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call: Call) -> None:
-    """Checks the arrays of a call against each other. They may be tracers or ShapeDtypeStructs."""
+    """Checks the arrays of a call against each other. Arrays may be tracers or ``ShapeDtypeStruct``."""
     for name, x in (("hidden", hidden), ("weight", weight)):
         check_floats(name, x)
     check_labels(labels)
@@ -54,7 +54,7 @@ def check_floats(name: str, x: Any) -> None:
 
 
 def check_vocab_size(vocab_size: Any, columns: int) -> int:
-    """Returns ``vocab_size``, checked against the columns of all shards. None means all of these columns."""
+    """Checks ``vocab_size`` against ``columns``, those of all shards, and returns it. None means all columns."""
     if vocab_size is None:
         return columns
     vocab_size = scalars.integer("vocab_size", vocab_size)
@@ -64,7 +64,7 @@ def check_vocab_size(vocab_size: Any, columns: int) -> int:
 
 
 def check_split(primals: Primals, lora: Any, call: Call) -> None:
-    """Checks inside ``shard_map`` that each shard of ``axis_name`` has its own columns, as far as types show it."""
+    """Checks inside ``shard_map`` that each shard of ``axis_name`` has its own columns, as far as types show that."""
     if not _jax.tracks_varying(call.axis_name):
         return
     axes = [axis for axis in _jax.list_axes(call.axis_name) if lax.axis_size(axis) > 1]
@@ -72,7 +72,7 @@ def check_split(primals: Primals, lora: Any, call: Call) -> None:
     operands = [("weight", weight, weight.shape, ", None) for [V, H]")]
     if bias is not None:
         operands.append(("bias", bias, bias.shape, ")"))
-    if adapter is not None:  # it is padded, and the caller's B is not
+    if adapter is not None:  # the shape to show is that of the caller's B, which is not padded
         operands.append(("lora's B", adapter, lora[1].shape, ", None)"))
     for name, x, shape, rest in operands:
         replicated = [axis for axis in axes if axis not in _jax.varying_axes(x)]
@@ -123,7 +123,7 @@ def check_labels(x: Any, name: str = "labels") -> None:
         raise TypeError(f"{name} must be integers, got {x.dtype}: write {name}.astype(int)")
 
 
-NO_LABELS = "for entropy and lse alone any ids serve, as jnp.zeros(hidden.shape[:-1], int)"
+NO_LABELS = "for entropy and lse alone, any ids will do, such as jnp.zeros(hidden.shape[:-1], int)"
 
 
 def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call) -> None:
@@ -157,8 +157,8 @@ def count_candidates(x: Any, name: str = "candidates") -> int:
     return shared_checks.count_candidates(name, x.shape)
 
 
-def check_where(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
-    """Checks that ``where`` is a bool array of ``shape``, which is the shape of ``of``."""
+def check_where(x: Any, shape: tuple[int, ...], shape_of: str = "labels") -> None:
+    """Checks that ``where`` is a bool array of ``shape``, the shape of the argument that ``shape_of`` names."""
     check_array("where", x, "a bool array")
     if x.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, got {x.dtype}: write `where != 0` if that is what it means")
@@ -166,11 +166,11 @@ def check_where(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
         fitting = messages.suggest_broadcasts("where", tuple(x.shape), tuple(shape))
         write = " or ".join(f"jnp.broadcast_to({each}, {tuple(shape)})" for each in fitting)
         hint = f": write {write}" if write else ""
-        raise ValueError(f"where {tuple(x.shape)} must have the shape of {of} {tuple(shape)}{hint}")
+        raise ValueError(f"where {tuple(x.shape)} must have the shape of {shape_of} {tuple(shape)}{hint}")
 
 
 def check_temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
-    """Checks a temperature, a positive number or an array that broadcasts. Returns it, or None if it is the number 1.
+    """Checks a temperature: a positive number, or an array that broadcasts. Returns the value, or None for 1.
 
     Values are checked if they are known. In a traced array, a wrong value affects only its own row.
     """
@@ -187,7 +187,7 @@ def check_temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> 
 
 
 def check_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
-    """Checks a floor, a number that may be infinite or an array that broadcasts, and returns it.
+    """Checks a floor, and returns it. It is a number that may be infinite, or an array that broadcasts.
 
     A known NaN is refused. In a traced array, a NaN affects only its own row.
     """
@@ -200,8 +200,8 @@ def check_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
     return value
 
 
-def check_per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "labels") -> None:
-    """Checks that an array of floats broadcasts to one number per token. ``shape`` is the shape of ``of``."""
+def check_per_token(name: str, value: Any, shape: tuple[int, ...], shape_of: str = "labels") -> None:
+    """Checks that an array of floats broadcasts to ``shape``, the shape of the argument that ``shape_of`` names."""
     check_array(name, value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
@@ -212,7 +212,7 @@ def check_per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "la
     if not fits:
         fitting = messages.suggest_broadcasts(name, tuple(value.shape), tuple(shape))
         hint = f": write {fitting[0]} for one number per sequence" if fitting else ""
-        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to {of} {tuple(shape)}{hint}")
+        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to {shape_of} {tuple(shape)}{hint}")
 
 
 def check_known_values(
@@ -240,7 +240,7 @@ def check_known_values(
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether this process can read the numbers of ``x``."""
+    """Whether this process can read the values of ``x``."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable
@@ -259,7 +259,7 @@ def find_axis_size(axis_name: Any) -> int:
 
 
 def check_class_weights(class_weights: Any, weight: Any, call: Call, smoothing: float) -> None:
-    """Checks the type and shape of class weights, and that no label is smoothed."""
+    """Checks the type and shape of class weights. Refuses them with label smoothing."""
     if not is_array(class_weights):
         raise TypeError(f"class_weights must be an array, got {type(class_weights).__name__}")
     if jnp.dtype(class_weights.dtype).name not in FLOATS:
@@ -275,5 +275,5 @@ def _check_bias(bias: Any, weight: Any, call: Call) -> None:
     if tuple(bias.shape) != (weight.shape[call.vocab_dim],):
         raise ValueError(
             f"bias {tuple(bias.shape)} must have one number per vocabulary column of weight {tuple(weight.shape)}: "
-            f"({weight.shape[call.vocab_dim]},), also where a mesh axis splits them"
+            f"({weight.shape[call.vocab_dim]},), even if a mesh axis splits them"
         )

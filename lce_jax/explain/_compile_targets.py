@@ -1,8 +1,8 @@
 """GPUs and TPUs to compile for ahead of time, on a machine that need not have them.
 
-For a TPU, its compiler libtpu needs only the TPU's name. For a GPU, XLA needs a description. The numbers here are those
-of https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs. Features that these programs do not
-use are left out.
+For a TPU, the compiler libtpu needs only the TPU's name. For a GPU, XLA needs a description. The numbers here are from
+https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs. They leave out features that these
+programs do not use.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ device_description_str: "{self.kind}"
 
 @dataclasses.dataclass(frozen=True)
 class TPU:
-    """A TPU to compile for. Its compiler reads no partitioning rule, so axes are Explicit under plain ``jit``."""
+    """A TPU to compile for. TPUs' compiler reads no partitioning rules, so axes are Explicit under plain ``jit``."""
 
     kind: str  # as JAX names it
     name: str  # as libtpu names it
     most_chips: int  # of a slice
-    dimensions: int  # of a slice's torus
+    dimensions: int  # of a slice's torus of chips
     core_count: int  # of a device
     devices_per_chip: int = 1
 
@@ -99,7 +99,7 @@ class TPU:
         """Returns a mesh of ``data`` x ``tensor`` described devices of one slice, with axes of these names.
 
         Raises:
-            ValueError: no slice has so many devices.
+            ValueError: no slice has this number of devices.
             ModuleNotFoundError: the wheel with the compiler is missing; the message says which to install.
         """
         if reason := self.refuses(data * tensor):
@@ -115,21 +115,21 @@ class TPU:
         return _make_mesh(topology.devices[: data * tensor], data, tensor, axis_type)
 
     def refuses(self, devices: int) -> str | None:
-        """Returns why there is no pod of so many devices; None if there is one."""
+        """Returns why no slice has this number of ``devices``; None if one has."""
         most = self.most_chips * self.devices_per_chip
         if not devices & (devices - 1) and devices <= most:
             return None
         return f"a slice of {self.kind} has a power of 2 of devices, {most} at most, not {devices}"
 
     def _torus(self, devices: int) -> str:
-        """Returns the chips of a slice along each dimension, such as "4x2", as equal as possible."""
+        """Returns a slice's chips along each dimension, as equal as possible, such as "4x2"."""
         twos = max(devices // self.devices_per_chip, 1).bit_length() - 1
         sides = [1 << (twos + self.dimensions - 1 - i) // self.dimensions for i in range(self.dimensions)]
         return "x".join(map(str, sides))
 
 
 def libtpu() -> str:
-    """Returns the requirement of this JAX for libtpu, the compiler of TPUs, as pip takes it."""
+    """Returns the version of libtpu, the compiler of TPUs, that this JAX requires, in pip's syntax."""
     requirement = next(one for one in metadata.requires("jax") or () if one.startswith("libtpu"))
     return requirement.partition(";")[0].strip()
 

@@ -26,23 +26,23 @@ from lce_jax.explain._models import ModelHead
 from lce_jax.types.scalars import format_bytes
 
 KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}  # other names contain it: s32, u8, f8e4m3fn
+BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}  # other names contain the number: s32, u8, f8e4m3fn
 _collective = re.compile(rf"= (?P<type>\S.*?) (?P<kind>{KINDS})(?P<start>-start)?\((?P<rest>.*)")
 _array = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 
 
 class Collective(NamedTuple):
-    """A collective of a program, or several collectives that are equal."""
+    """A collective of a program, or several equal ones."""
 
     kind: str
     devices: int  # of one group
-    arrays: str  # the types of operands or results, whichever are larger
+    arrays: str  # the types of the operands or of the results, whichever are larger
     num_bytes: int  # of these arrays, on one device
     times: int = 1
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """Returns the collectives in the text of a program for so many devices, the largest first.
+    """Returns the collectives in the text of a program for this number of ``devices``, the largest first.
 
     A collective in a loop counts once.
     """
@@ -83,7 +83,7 @@ def _bits(dtype: str) -> int:
 
 
 def _group_size(rest: str, devices: int) -> int:
-    """Returns the number of devices in a group, from one of the three forms that XLA writes."""
+    """Returns the number of devices in a group, which XLA writes in one of three forms."""
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
         sizes = dict(re.findall(r"'?(\w+)'?=(\d+)", named[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", named[2]))
@@ -108,7 +108,7 @@ class Pod(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Pod:
-        """Parses "64x8"."""
+        """Parses a text such as "64x8"."""
         sizes = text.split("x")
         if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
             raise ValueError(f"{text!r} must be DATAxTENSOR, two positive numbers of devices, such as 64x8")
@@ -140,7 +140,7 @@ class PodProgram:
     dtype: Any = jnp.bfloat16
     function: str = "linear_logprobs"
     split: Split = SPLITS[0]
-    sharded: bool = False  # whether it calls the function that takes mesh axes by name; else jit splits the call
+    sharded: bool = False  # whether it calls the sharded_ function; else jit splits the call
 
     @property
     def columns(self) -> int:
@@ -168,7 +168,7 @@ class PodProgram:
         )
 
     def _step(self, mesh: Mesh) -> Callable[..., Any]:
-        """Returns the function of these operands to compile."""
+        """Returns the function to compile, which takes the operands of `_operands`."""
         options: dict[str, Any] = {"vocab_size": self.head.vocab_size, "logit_softcap": self.head.logit_softcap}
         function = getattr(lce_jax, f"sharded_{self.function}" if self.sharded else self.function)
         if self.sharded:
@@ -180,8 +180,8 @@ class PodProgram:
         return lambda *operands: function(*arguments(*operands), **options)
 
 
-# The positional arguments of each function, made of hidden states, weight and labels. The teacher of a divergence is
-# the student's head with other hidden states.
+# The positional arguments of each function, from hidden states, weight and labels. The teacher of a divergence has the
+# student's weight, and other hidden states.
 ARGUMENTS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "linear_logprobs": lambda *operands: operands,
     "linear_cross_entropy": lambda *operands: operands,
@@ -194,7 +194,7 @@ DIFFERENTIABLE = frozenset(CALLS) - {"linear_topk"}
 
 
 def report(head: ModelHead, tokens: int, pod: Pod, device: str, dtype: Any, function: str) -> Iterator[str]:
-    """Yields the lines to print, each program's lines once it is compiled."""
+    """Yields the lines to print; a program's lines follow when it is compiled."""
     first = PodProgram(head=head, tokens=tokens, pod=pod, target=TARGETS[device], dtype=dtype, function=function)
     both = " and its backward" if function in DIFFERENTIABLE else ""
     yield f"{head}; {jnp.dtype(dtype).name} on {pod.data * pod.tensor} of {first.target.kind}, {pod} (data x tensor)"

@@ -23,10 +23,10 @@ def split_loss_arguments(
     options: Collection[str],
     parameters: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits keyword arguments into those of a per-token loss and the others.
+    """Splits keyword arguments into those that a per-token loss takes and all others.
 
-    ``parameters`` are the caller's own parameters, with their values. If the loss has an argument with the name of a
-    parameter that is not None, that is an error.
+    ``parameters`` are the calling function's own parameters, with their values. A loss must not have an argument with
+    the name of a parameter that is not None.
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {type(loss_fn)}")
@@ -42,7 +42,7 @@ def split_loss_arguments(
 
 
 def _check_arguments(loss_fn: Callable[..., Any], per_token: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Refuses a loss that does not take three results of a token, or whose further arguments are not those passed."""
+    """Refuses a loss that cannot take the three results of a token and the further arguments that are passed."""
     if (signature := _signature(loss_fn)) is None:
         return
     try:
@@ -62,7 +62,7 @@ def _check_arguments(loss_fn: Callable[..., Any], per_token: Sequence[Any], name
 
 
 def _missing_arguments(signature: inspect.Signature, per_token: Sequence[Any], named: Mapping[str, Any]) -> list[str]:
-    """Returns the names of required arguments that a loss does not get."""
+    """Returns the names of a loss's required arguments that are not passed."""
     positional = (None, None, None, *per_token)
     with contextlib.suppress(TypeError):  # raised if the loss takes fewer arguments
         passed = signature.bind_partial(*positional, **named).arguments
@@ -74,10 +74,10 @@ def _missing_arguments(signature: inspect.Signature, per_token: Sequence[Any], n
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a loss, or None if Python cannot tell it.
+    """Returns the signature of a loss, or None if Python cannot determine it.
 
-    With `functools.wraps` a wrapper shows the signature of the function inside. An adapter may take other arguments
-    than that function, so the wrapper's own signature is returned if the function inside cannot take three results.
+    A wrapper made by `functools.wraps` shows the signature of the wrapped function, but may take other arguments. So
+    the wrapper's own signature is returned if the wrapped function cannot take three results.
     """
     signature = None
     for follows in (True, False):
@@ -94,7 +94,7 @@ def list_loss_arguments(loss_fn: Any) -> list[str]:
     """Returns the arguments that a per-token loss takes by name, after log-probability, entropy and lse."""
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
-    except (TypeError, ValueError):  # it is no function, or has no signature
+    except (TypeError, ValueError):  # not a function, or a function without a signature
         return []
     first = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)][:3]
     by_name = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]

@@ -24,7 +24,7 @@ __all__ = [
     "unknown_options_error",
 ]
 
-# Names that other packages use for an option, or for an argument that these functions do not need.
+# Names of options in other packages, each with what to write here.
 OTHER_NAMES = {
     "softcap": "logit_softcap",
     "softcapping": "logit_softcap",
@@ -59,7 +59,7 @@ def unknown_options_error(
 ) -> TypeError:
     """Returns the error for names that are neither options of a function nor arguments of its ``loss_fn``.
 
-    The message has the option that the first name may mean, or what to write in its place.
+    The message suggests which option the first name may mean, or what to write in its place.
     """
     loss_names = list_loss_arguments(loss_fn)
     similar = iter(difflib.get_close_matches(unknown[0], [*loss_names, *known], 1))
@@ -82,8 +82,8 @@ def mixed_tokens_error(
 ) -> ValueError:
     """Returns the error for a ``loss_fn`` that mixes tokens. Its message has the code that computes such a loss.
 
-    ``function`` is the name of the function that returns all results, and ``where`` is the code of a mask. ``mean`` is
-    the code of a mean over a sequence, once of all tokens and once of the tokens in ``mask``.
+    ``function`` is the name of the function that returns all results. ``where`` is the code of the caller's mask.
+    ``mean`` is the code of a mean over each sequence: first of all tokens, then of the tokens in ``mask``.
     """
     ignored = None if ignore_index is None else f"labels != {ignore_index}"
     mask = f"{where} & ({ignored})" if where and ignored else where or ignored
@@ -97,7 +97,7 @@ def mixed_tokens_error(
 
 
 def suggest_broadcasts(name: str, shape: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """Returns expressions of an array ``name`` of this shape that broadcast to the shape of the tokens.
+    """Returns expressions that broadcast an array ``name`` of this shape to the shape of the tokens.
 
     Example:
         >>> from lce_jax.types.messages import suggest_broadcasts
@@ -111,7 +111,7 @@ def suggest_broadcasts(name: str, shape: Sequence[int], tokens: Sequence[int]) -
 
 
 def hint_at_logits(hidden: Sequence[int], weight: Sequence[int], vocab_size: int, other: str) -> str:
-    """Returns the hint for hidden states whose last dimension has the size of the vocabulary; else an empty string.
+    """Returns a hint if the last dimension of hidden has the size of the vocabulary; else an empty string.
 
     ``other`` is what to write for a weight [H, V]. The likelier mistake comes first: a vocabulary is usually larger
     than the hidden size.

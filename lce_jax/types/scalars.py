@@ -46,21 +46,21 @@ __all__ = [
 
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 INT32_MAX = int(np.iinfo(np.int32).max)
-MOST_CANDIDATES = 512  # ids per token
+MOST_CANDIDATES = 512  # the largest number of ids per token
 DIRECTIONS = ("forward", "reverse", "jsd")  # directions of `linear_kl`
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # divergences of `distillation_loss`
 RESTS = ("bin", "drop", "renormalize")  # how a distillation treats the probability outside the candidates
-MOST_MASS = 1.01  # despite rounding, a sum of probabilities stays below it, also with bfloat16 log-probabilities
-ATOM = 8  # the fewest columns of the vocabulary that kernels move at once
+MOST_MASS = 1.01  # a bound of rounded sums of probabilities, even with bfloat16 log-probabilities
+ATOM = 8  # columns of the vocabulary in the smallest block that kernels copy
 
 
 def padded_rank(rank: int) -> int:
-    """Returns the rank of an adapter padded to a multiple of 64, a swizzle atom of the kernels."""
+    """Returns the rank of an adapter rounded up to a multiple of 64, a swizzle atom of the kernels."""
     return -(-rank // 64) * 64
 
 
 def number(name: str, value: Any) -> float:
-    """Returns a number that is finite in float32."""
+    """Returns ``value`` as a float. It must be finite in float32."""
     if type(value) is not float:
         value = real(name, value)
     if not abs(value) <= FLOAT32_MAX:
@@ -69,22 +69,22 @@ def number(name: str, value: Any) -> float:
 
 
 def bound(name: str, value: Any) -> float:
-    """Returns a number that is infinite, or finite in float32."""
+    """Returns ``value`` as a float. It must be infinite, or finite in float32."""
     value = real(name, value)
     return value if math.isinf(value) else number(name, value)
 
 
 def real(name: str, value: Any) -> float:
-    """Returns a number of Python or NumPy as a float. Any value is accepted."""
+    """Returns a Python or NumPy number as a float, whatever its value."""
     if isinstance(value, np.generic) and not isinstance(value, np.bool_):
-        value = value.item()  # ml_dtypes' scalars too
+        value = value.item()  # including scalars of ml_dtypes
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__} {value!r}")
     return float(value)
 
 
 def positive(name: str, value: Any) -> float:
-    """Returns a number that is finite and positive in float32, where subnormal numbers count as 0."""
+    """Returns ``value`` as a float. It must be finite and positive in float32, where subnormal numbers count as 0."""
     value = number(name, value)
     if value < FLOAT32_TINY:
         raise ValueError(f"{name} must be positive in float32, got {value}")
@@ -97,7 +97,7 @@ def is_temperature(x: Any) -> Any:
 
 
 def not_negative(name: str, value: Any) -> float:
-    """Returns a finite number that is at least 0."""
+    """Returns ``value`` as a float. It must be finite and at least 0."""
     value = number(name, value)
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
@@ -105,7 +105,7 @@ def not_negative(name: str, value: Any) -> float:
 
 
 def fraction(name: str, value: Any) -> float:
-    """Returns a number in [0, 1)."""
+    """Returns ``value`` as a float. It must lie in [0, 1)."""
     value = number(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{name} must lie in [0, 1), got {value}")
@@ -113,7 +113,7 @@ def fraction(name: str, value: Any) -> float:
 
 
 def smoothing(value: Any) -> float:
-    """Returns a ``label_smoothing`` in [0, 1], as in torch. With 1 the labels do not count."""
+    """Returns a ``label_smoothing`` as a float. It must lie in [0, 1], as in torch; with 1, labels have no effect."""
     value = number("label_smoothing", value)
     if not 0 <= value <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {value}")
@@ -121,17 +121,17 @@ def smoothing(value: Any) -> float:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether ``value`` is an integer of Python or NumPy, not a bool."""
+    """Whether ``value`` is a Python or NumPy integer, and not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a number or flag of Python or NumPy, which is a constant of a program."""
+    """Whether ``value`` is a Python or NumPy scalar, bool included. Programs contain such values as constants."""
     return isinstance(value, numbers.Number | np.generic)
 
 
 def integer(name: str, value: Any) -> int:
-    """Returns a whole number that fits in an int32."""
+    """Returns ``value`` as a Python int. It must be an integer that fits in an int32."""
     if not is_integer(value):
         raise TypeError(f"{name} must be a Python integer, got {value!r}")
     if abs(value) >= INT32_MAX:
@@ -140,9 +140,9 @@ def integer(name: str, value: Any) -> int:
 
 
 def check_beta(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) -> float | None:
-    """Returns the β of a generalised JSD, by default 0.5, or None if ``chosen`` is another divergence.
+    """Returns the β of a generalised JSD (default 0.5), or None if ``chosen`` is another divergence.
 
-    ``ends`` are the names of the divergences that a β of 0 and of 1 would be.
+    ``ends`` names the divergences that β = 0 and β = 1 would be.
     """
     if chosen != "jsd":
         if beta is not None:
@@ -158,7 +158,7 @@ def check_beta(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) -> 
 
 
 def num_bytes(name: str, value: Any) -> int:
-    """Returns a whole number of bytes, of any size."""
+    """Returns ``value``, a number of bytes, as a Python int. It may exceed an int32."""
     if not is_integer(value) or value < 0:
         raise ValueError(f"{name} must be a whole number of bytes, at least 0, got {value!r}")
     return int(value)
@@ -210,7 +210,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_k(k: Any, vocab_size: int | None = None) -> int:
-    """Returns the k of ``linear_topk``. It is at most ``vocab_size``, if that is known."""
+    """Returns the k of `linear_topk` as a Python int. It must not exceed ``vocab_size``, if that is known."""
     k = integer("k", k)
     if not 1 <= k <= MOST_CANDIDATES:
         raise ValueError(f"k must lie in [1, {MOST_CANDIDATES}], got {k}")

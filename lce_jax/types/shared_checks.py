@@ -56,21 +56,21 @@ def require_labels(labels: Any, advice: str) -> None:
 
 
 def all_in_vocabulary(labels: Any, vocab_size: int) -> bool:
-    """Whether every label lies in the vocabulary or is `IGNORED`, labels of masked rows included."""
+    """Whether every label, even of a masked row, lies in the vocabulary or is `IGNORED`."""
     if labels.max() >= vocab_size:
         return False
     least = labels.min()
     return bool(least >= 0 or (least == IGNORED and not ((labels < 0) & (labels != IGNORED)).any()))
 
 
-def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy: bool) -> None:
-    """Warns if ``numbers``, labels that count, lie outside the vocabulary.
+def warn_outside(labels: Any, vocab_size: int, *packages: str, is_cross_entropy: bool) -> None:
+    """Warns if ``labels``, without those of masked rows, lie outside the vocabulary.
 
     For a cross entropy, one such label is enough; other functions warn only if all labels lie outside. Labels of
     `IGNORED` do not count, because a micro-batch may consist of padding. ``packages`` are the folders of other packages
-    that call this function. The warning names the line that calls this package or one of them.
+    that call this function. The warning points to the user's line that calls this package or one of ``packages``.
     """
-    counted = numbers[numbers != IGNORED]
+    counted = labels[labels != IGNORED]
     outside = counted[(counted < 0) | (counted >= vocab_size)]
     if not len(outside) or (len(outside) < len(counted) and not is_cross_entropy):
         return
@@ -85,9 +85,9 @@ def warn_outside(numbers: Any, vocab_size: int, *packages: str, is_cross_entropy
 
 
 def check_per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
-    """Refuses a shape that does not begin with that of the tokens.
+    """Refuses an array whose shape does not begin with the shape of the tokens.
 
-    A size of 1 may stand in place of any of the tokens' sizes, and () is one number for all tokens.
+    Any of these sizes may be 1 instead, and the shape () is one value for all tokens.
     """
     if shape and (len(shape) < len(tokens) or any(n not in (1, m) for n, m in zip(shape, tokens, strict=False))):
         raise ValueError(
@@ -96,7 +96,7 @@ def check_per_token_shape(name: str, shape: Sequence[int], tokens: Sequence[int]
 
 
 def require_value(name: str, value: Any) -> None:
-    """Refuses None as an argument of a loss that needs it."""
+    """Refuses None for an argument that a loss needs."""
     if value is None:
         raise TypeError(f"{name} is None: give one number per token, or [b, 1] for one per sequence")
 
@@ -104,7 +104,7 @@ def require_value(name: str, value: Any) -> None:
 def check_loss_arguments(logprob: Any, **arguments: Any) -> None:
     """Refuses per-token arguments of a loss unless they have no dimensions, or as many as ``logprob``.
 
-    An array [b] would broadcast along the sequence of [b, s].
+    Otherwise, an array [b] would broadcast along the sequence of [b, s].
     """
     tokens = tuple(getattr(logprob, "shape", ()))  # a number has no shape
     for name, value in arguments.items():
@@ -118,7 +118,7 @@ def check_loss_arguments(logprob: Any, **arguments: Any) -> None:
 
 
 def count_candidates(name: str, shape: Sequence[int]) -> int:
-    """Returns the K of ids of this shape, ``[..., K]``."""
+    """Returns K, the number of ids per token, from the shape ``[..., K]`` of the ids."""
     if len(shape) < 1 or not 1 <= shape[-1] <= MOST_CANDIDATES:
         raise ValueError(f"{name} {tuple(shape)} must end in K, from 1 to {MOST_CANDIDATES} ids per token")
     return int(shape[-1])
@@ -133,7 +133,7 @@ def check_candidate_shape(name: str, shape: Sequence[int], leading: Sequence[int
 
 
 def check_class_weights(shape: Sequence[int], weight: Sequence[int], columns: int, smoothing: float) -> None:
-    """Refuses class weights that are not one number per vocabulary entry of the head, or of a smoothed loss."""
+    """Refuses class weights that are not one number per vocabulary entry, or that come with label smoothing."""
     if tuple(shape) != (columns,):
         entries = f"one number per vocabulary entry of weight {tuple(weight)}: ({columns},)"
         raise ValueError(f"class_weights {tuple(shape)} must have {entries}")
