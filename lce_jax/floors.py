@@ -143,8 +143,8 @@ def top_p(top: TopK, p: float | Float[ArrayLike, "..."], *, after_top_k: bool = 
         p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. 1 keeps the whole vocabulary, with a
             floor of -inf. A value outside (0, 1] is refused if it is known; in a traced array it makes its row NaN.
         after_top_k: True for engines that first reduce the vocabulary to the k = n - 1 most likely tokens. Then p is a
-            share of the probability of these k tokens, and the nucleus may be all of them. With p = 1 it is, and the
-            floor is that of `top_k`. False: p is a share of the probability of the whole vocabulary.
+            share of the probability of these k tokens, and the nucleus may be all of them. With p = 1 it is all of
+            them, and the floor is that of `top_k`. False: p is a share of the probability of the whole vocabulary.
 
     Returns:
         ``[...]`` float32 (float64 if ``top`` is).

@@ -72,7 +72,7 @@ def check_split(primals: Primals, lora: Any, call: Call) -> None:
     operands = [("weight", weight, weight.shape, ", None) for [V, H]")]
     if bias is not None:
         operands.append(("bias", bias, bias.shape, ")"))
-    if adapter is not None:  # the shape to show is that of the caller's B, which is not padded
+    if adapter is not None:  # messages show the shape of the caller's B, which is not padded
         operands.append(("lora's B", adapter, lora[1].shape, ", None)"))
     for name, x, shape, rest in operands:
         replicated = [axis for axis in axes if axis not in _jax.varying_axes(x)]
@@ -151,7 +151,7 @@ def _read_if_ready(x: Any) -> np.ndarray | None:
 
 
 def count_candidates(x: Any, name: str = "candidates") -> int:
-    """Returns the K of ids ``[..., K]``, after checks of their dtype and sizes."""
+    """Checks the dtype and sizes of ids ``[..., K]``, and returns K."""
     check_labels(x, name)
     check_sizes(name, x)
     return shared_checks.count_candidates(name, x.shape)
@@ -259,7 +259,7 @@ def find_axis_size(axis_name: Any) -> int:
 
 
 def check_class_weights(class_weights: Any, weight: Any, call: Call, smoothing: float) -> None:
-    """Checks the type and shape of class weights. Refuses them with label smoothing."""
+    """Checks the type and shape of class weights. Refuses class weights together with label smoothing."""
     if not is_array(class_weights):
         raise TypeError(f"class_weights must be an array, got {type(class_weights).__name__}")
     if jnp.dtype(class_weights.dtype).name not in FLOATS:

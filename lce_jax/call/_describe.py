@@ -2,7 +2,7 @@
 
     Arguments ─ `describe_call` ─ layout ─ `choose_implementation` ─ `make_operands` ─▶ Bound
 
-Rows that ``where`` masks move behind the unmasked rows. Tiles that contain only masked rows are never computed.
+Rows that ``where`` masks move to the end, after the unmasked rows. Tiles with only masked rows are never computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
     where: Bool[Array, "*b"] | None
     temperature: Float[Array, "*b"] | None
-    logit_scale: Float[Array, "*b"] | None = None  # None: the call has both as numbers
+    logit_scale: Float[Array, "*b"] | None = None  # None: scale and softcap are numbers, in the call
     logit_softcap: Float[Array, "*b"] | None = None
     candidates: Int[Array, "*b K"] | None = None  # int32 global ids, -1 for none or out of vocabulary
     weights: Pair[Float[Array, "*b"]] | None = None  # 1 - β and β of the mixture in `lce_jax.linear_kl`
@@ -380,7 +380,8 @@ def check_values(arguments: Arguments) -> None:
 def choose_implementation(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
     """Returns the call with its true vocabulary size and implementation; over a `Layout`, the call of one device.
 
-    ``columns`` is the number of columns of all shards. None: that of the call, or unknown if an axis splits them.
+    ``columns`` is the number of columns of all shards. None: the call's own columns, or an unknown number if an axis
+    splits these.
     """
     if columns is None:
         columns = call.columns if call.axis_name is None else scalars.INT32_MAX

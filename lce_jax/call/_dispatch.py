@@ -164,7 +164,7 @@ def writes_dweight(call: Call) -> bool:
 
 
 def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
-    """Returns the first requested implementation that can serve ``call``, and why earlier ones cannot.
+    """Returns the first requested implementation that can serve ``call``, and why the implementations before it cannot.
 
     The choice is logged once. The log entry is a warning if the device has kernels that cannot serve the call, because
     the call is then several times slower.
@@ -190,7 +190,7 @@ def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
 
 
 def explain(call: Call) -> Plan:
-    """Returns the plan of the implementation that `choose` picks, with the reasons why earlier ones cannot serve."""
+    """Returns the plan of the implementation that `choose` picks, and why the implementations before it are refused."""
     chosen, refused = choose(call)
     plan = chosen.plan(call)
     notes = _first_call.notes(call.device) if chosen is mosaic else ()

@@ -32,7 +32,7 @@ from lce_jax.xla import _kl as xla_kl
 from lce_jax.xla import _logprobs as xla
 from lce_jax.xla._walk import Head, HeadTokens, Shard
 
-T, H, V, BLOCKS = 200, 256, 896, 2  # V: 3.5 tiles; two are cached and two are not, so both share kernels
+T, H, V, BLOCKS = 200, 256, 896, 2  # V is 3.5 tiles: two cached ones and two that share kernels with them
 CACHE_BYTES = 300_000, 900_000  # two tiles, of one head and of two
 BOUNDS = dict.fromkeys(("logprobs", "entropy", "lse", "kl"), 1e-4)  # in nats
 BOUNDS |= dict.fromkeys(("dhidden", "dweight", "dweight of a sum"), 0.03)  # relative
@@ -58,8 +58,8 @@ def check_once(
 ) -> str | None:
     """Returns what is wrong with the kernels on ``device``; None if they are right.
 
-    ``compare()`` returns the errors of `measure_errors`. It runs if neither this process nor an earlier one has
-    compared. ``compared_by``: the caller's name, for the record.
+    ``compare()`` returns the errors of `measure_errors`. ``compare`` runs only if neither this process nor an earlier
+    one has compared. ``compared_by``: the caller's name, for the record.
     """
     with _one_at_a_time:
         generation = _generations.unchecked(device, heads)
@@ -169,7 +169,10 @@ def _run_head(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inve
 def _run_two_heads(
     one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inverse: Any, seeds: Any
 ) -> dict[str, Any]:
-    """Returns a divergence and its gradients. The teacher's weight is the student's, its hidden states are reversed."""
+    """Returns a divergence and its gradients.
+
+    The teacher has the student's weight, and the student's hidden states in reverse order.
+    """
     del targets
     factor, teacher_scale = _logprobs.compute_row_factor(call, inverse), _logprobs.compute_row_scale(call, None)
     plan = xla_kl.KLPlan(Pair(call, call), "reverse", call.columns)

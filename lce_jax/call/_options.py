@@ -93,7 +93,7 @@ def check_scalar(
     """Checks a number, or a real array of shape (), and returns it.
 
     ``check`` checks numbers. If the value of an array is known, ``check_array`` (default: ``check``) checks this value.
-    That happens only outside ``jit``. It waits for the device, as for a temperature that is an array.
+    That happens only outside ``jit``, and waits for the device, as for a temperature that is an array.
     """
     if not is_array(value) or isinstance(value, np.generic):
         return check(name, value)
@@ -220,7 +220,7 @@ def list_options(function: str) -> tuple[str, ...]:
 def check_names(
     function: Callable[..., Any], options: Mapping[str, Any], loss_fn: Callable[..., Any] | None = None
 ) -> None:
-    """Refuses names in ``**options`` that ``function`` does not have. The message lists the options that it has."""
+    """Refuses names in ``**options`` that ``function`` does not have. The message lists those that the function has."""
     if options.keys() <= set(list_options(function.__name__)):
         return
     name, keywords = function.__name__, list_keywords(function)
@@ -289,7 +289,7 @@ class Arguments(NamedTuple):
     candidates: Any
     logit_floor: Any
     lora: Any
-    ignore_index: Any  # None after `lce_jax.call._describe.describe_call` has masked its rows
+    ignore_index: Any  # None after `lce_jax.call._describe.describe_call` has masked the rows with this label
     placement: MeshPlacement | None  # None: one device, ``axis_name``, or the mesh of the operands
 
 
@@ -312,7 +312,7 @@ def parse_arguments(
     function: str = "linear_logprobs",
     top_k: Any = None,
 ) -> Arguments:
-    """Checks the options of ``function``, which is `linear_topk` with ``top_k``. Returns them with its arrays."""
+    """Checks the options of ``function`` (`linear_topk` if ``top_k`` is given), and returns them with its arrays."""
     options = options if top_k is None else {**options, "entropy": False}
     function = function if top_k is None else "linear_topk"
     if function in WITH_LABELS:

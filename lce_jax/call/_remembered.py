@@ -37,7 +37,7 @@ except ImportError:  # Windows, where JAX has no CUDA
 
 VARIABLE = "LCE_JAX_CACHE_DIR"
 PREFIX = "first_call-"
-WAIT_SECONDS = 120.0  # five comparisons on an H200; a process that hangs delays others by no more
+WAIT_SECONDS = 120.0  # five times a comparison on an H200. A process that hangs delays others by this at most
 POLL_SECONDS = 0.05
 DISTRIBUTIONS = ("lce-jax", "jax", "jaxlib")
 COMPILERS = (  # where Mosaic, LLVM and ptxas or nvJitLink come from
@@ -98,9 +98,10 @@ def find_version(distribution: str) -> str | None:
 
 @functools.cache
 def find_driver() -> str | None:
-    """Returns the versions of NVIDIA's kernel module and of the library above it; None if either is unknown.
+    """Returns the versions of NVIDIA's kernel module and of CUDA's driver library; None if either is unknown.
 
-    The two differ with a compatibility package. Reading them creates no JAX client and no CUDA context.
+    The two differ if a compatibility package of CUDA is installed. Reading them creates no JAX client and no CUDA
+    context.
     """
     module, number = _find_module_version(), ctypes.c_int()
     try:
@@ -113,7 +114,7 @@ def find_driver() -> str | None:
 
 
 def _find_module_version() -> str | None:
-    """Returns the version of NVIDIA's kernel module, from the kernel's files or, even under Windows, from NVML."""
+    """Returns the version of NVIDIA's kernel module, from the kernel's files or from NVML, which Windows has, too."""
     for path in MODULE_VERSIONS:
         with contextlib.suppress(OSError):
             if found := re.search(r"\d+\.\d[\d.]*", path.read_text()):

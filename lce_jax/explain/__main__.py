@@ -145,7 +145,7 @@ class ExplainedCall:
 
     @property
     def columns(self) -> int:
-        """The columns of each shard, padding included."""
+        """The number of columns of each shard, padding included."""
         return -(-self.head.vocab_size // self.shards)
 
     def plan(self, **options: Any) -> Plan:

@@ -144,7 +144,7 @@ class PodProgram:
 
     @property
     def columns(self) -> int:
-        """The columns of the weight on each device, padding included."""
+        """The number of columns of the weight on each device, padding included."""
         return -(-self.head.vocab_size // self.pod.tensor)
 
     def compiled(self) -> Any:

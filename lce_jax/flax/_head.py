@@ -260,7 +260,7 @@ class LMHead:
         entropy: bool = True,
         **options: Unpack[OptionsOfLogprobs],
     ) -> LogprobOutput:
-        """Per-token log-probability and entropy, without storing the logits.
+        """Returns each token's log-probability and entropy, without storing the logits.
 
         Args:
             hidden: ``[..., H]``.
@@ -275,7 +275,7 @@ class LMHead:
         return out
 
     def topk(self, hidden: Float[ArrayLike, "*b H"], k: int, **options: Unpack[OptionsOfTopK]) -> TopK:
-        """The k most likely tokens and their log-probabilities, without storing the logits; not differentiable.
+        """Returns the k most likely tokens and their log-probabilities, without storing the logits. Not differentiable.
 
         Args:
             hidden: ``[..., H]``.
@@ -293,7 +293,7 @@ class LMHead:
         teacher_hidden: Float[ArrayLike, "*b G"],
         **options: Unpack[OptionsOfKL],
     ) -> Float[Array, "*b"]:
-        """Exact KL divergence from a teacher's head per token, without storing the logits of either head.
+        """Returns each token's exact KL divergence from a teacher's head, without storing the logits of either head.
 
         Each head has its own scale, cap, bias and dtype. The teacher has no gradient.
 
@@ -326,7 +326,7 @@ class LMHead:
     def loss(
         self, hidden: Float[ArrayLike, "*b H"], labels: Int[ArrayLike, "*b"], **options: Unpack[OptionsOfLoss]
     ) -> Float[Array, "..."]:
-        """Cross entropy, without storing the logits.
+        """Returns the cross entropy, without storing the logits.
 
         Args:
             hidden: ``[..., H]``.
@@ -355,7 +355,7 @@ class LMHead:
         *per_token: object,
         **options: object,
     ) -> tuple[Float[Array, ""], LogprobOutput]:
-        """Σ loss_fn(logprob, entropy, lse, …) over the tokens, without storing the logits.
+        """Returns Σ loss_fn(logprob, entropy, lse, …) over the tokens, without storing the logits.
 
         Args:
             loss_fn: a loss of one token, such as those of `lce_jax.losses`.
@@ -418,7 +418,7 @@ def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multipl
 
 
 def count_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any) -> int:
-    """Returns the number of rows of a weight that the head creates. If the mesh is known, shards must divide it."""
+    """Returns the number of rows of a weight that the head creates. The shards must divide it, if the mesh is known."""
     rows = pad_vocab_size(vocab_size, pad_to_multiple)
     _checks.check_mesh(mesh)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh

@@ -28,7 +28,7 @@ class LinenTiedOptions(_head.TiedOptions, total=False):
 
 
 class LMHead(_head.LMHead, nn.Module):
-    """A language-model head that need not store its logits: ``head.logprobs``, ``loss``, ``linear_loss``, ``topk``.
+    """A language-model head that need not store logits: ``head.logprobs``, ``kl``, ``loss``, ``linear_loss``, ``topk``.
 
     The head has a parameter ``weight [rows, H]``, or uses that of an embedding (`tied`). With ``use_bias``, it also has
     a parameter ``bias [rows]``. Scale, cap, bias, padding, dtype and mesh are set once, here. So they are the same in

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LMHead(_head.LMHead, nnx.Module):
-    """A language-model head that need not store its logits: ``head.logprobs``, ``loss``, ``linear_loss``, ``topk``.
+    """A language-model head that need not store logits: ``head.logprobs``, ``kl``, ``loss``, ``linear_loss``, ``topk``.
 
     The head has a parameter ``weight [rows, H]``, which it creates or shares with an embedding (`tied`). With
     ``use_bias``, it also has a parameter ``bias [rows]``. Scale, cap, bias, padding, dtype and mesh are set once, here.

@@ -31,7 +31,7 @@ The label's 1 - tanh² is part of target; its tanh is m + t / k.
 
 Why m, min, Σ x and x_c stay in the units of x, from the first tile to (3) and (4): the product k M is rounded. A k M of
 1e4 is off by up to 5e-4, and z - k M would carry that error into the exponent of every probability. (x - M) k has only
-the errors of x. So k multiplies differences, in both passes, over tiles and over shards. It multiplies M only in lse.
+the errors of x. So k multiplies differences, in both passes, over tiles and over shards. k multiplies M only in lse.
 
 Why the label has its own target in (4): where p(y) is near 1, g_lp (1 - p) is a small difference of nearly equal
 numbers. The forward's t and s give this difference as g_lp (s - e^t) / s, which is exactly 0 where s is 1. A u that the
@@ -98,7 +98,7 @@ SATURATED = 20.0  # here 1 - tanh is less than half a unit in the last place, ev
 
 
 def softcap_tanh(y: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Computes tanh. Above 1, XLA's tanh is off by up to 4.7 units in the last place on a CPU, this one by 1."""
+    """Computes tanh. Above 1, XLA's tanh is off by up to 4.7 units in the last place on a CPU, this result by 1."""
     a = jnp.minimum(jnp.abs(y), SATURATED)  # keeps e^2a and its derivative finite
     near_one = 1.0 - 2.0 / (jnp.exp(2.0 * a) + 1.0)
     return jnp.where(a < 1.0, jnp.tanh(y), jnp.where(y < 0, -near_one, near_one))
@@ -392,7 +392,8 @@ def sum_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"], *others:
     [T, K], whose values are equal where columns are equal; they are returned in the sorted order.
 
     The terms can then be scattered to distinct indices, which is deterministic. On a GPU, two additions at one index
-    are not. After the loop's step of 2ⁿ, each sorted term is the sum of the last 2ⁿ⁺¹ terms of its column.
+    are not deterministic. After the loop's step of 2ⁿ, each sorted term is the sum of the last 2ⁿ⁺¹ terms of its
+    column.
     """
     columns, terms, *sorted_others = lax.sort((columns, terms, *others), dimension=1, num_keys=1, is_stable=True)
     step, most = 1, columns.shape[1]

@@ -119,7 +119,7 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStat
     m = jnp.max(parts.max, axis=0)
     shift = distance(parts.max, m[None], scale if isinstance(scale, float | int) else scale[None])
     a = jnp.exp(shift)
-    # The maximum of the target's owner is computed on its own, because with a third sum over the shifts XLA's GPU
+    # The maximum of the target's owner is computed separately, because with a third sum over the shifts XLA's GPU
     # fusion would store two more arrays of [N, T].
     owner_max = jnp.max(jnp.where(parts.target > -jnp.inf, parts.max, MASKED), axis=0)
     return ShardStatistics(
@@ -146,7 +146,7 @@ def clip_to_finite(x: Array) -> Array:
 def union(
     parts: Sequence[ShardStatistics], scale: Float[Array, "T"] | float, exp: Callable[[Array], Array] = jnp.exp
 ) -> ShardStatistics:
-    """Merges a few statistics, [T] each, by eq. 2 in their order, without stacking them. Kernels can do this, too.
+    """Merges a few statistics, [T] each, by eq. 2 in their order. Works in kernels, too, because it stacks no arrays.
 
     ``exp`` is `jnp.exp2` for statistics in base 2.
     """

@@ -80,12 +80,12 @@ def tracks_varying(axis_name: Any) -> bool:
 
 
 def vary_like[T](tree: T, like: Any) -> T:
-    """Types ``tree`` as varying over every axis that a leaf of ``like`` varies over. The carry of a loop needs this."""
+    """Makes the type of ``tree`` vary over every axis that a leaf of ``like`` varies over. Loop carries need this."""
     return vary_over(tree, varying_axes(like))
 
 
 def vary_over[T](tree: T, axes: frozenset[Any]) -> T:
-    """Types ``tree`` as varying over ``axes``."""
+    """Makes the type of ``tree`` vary over ``axes``."""
     return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying_axes(x)), to="varying"), tree)
 
 
@@ -109,8 +109,8 @@ def has_explicit_axes(x: Any) -> bool:
 def drop_reduced_axes(x: jax.Array) -> jax.Array:
     """Returns ``x`` without reduced axes in its type (``P(..., reduced={...})``), which request an unsummed gradient.
 
-    Inside ``shard_map``, the result varies over these axes instead. Outside, its sharding does not name them. In both
-    cases the transpose gives the gradient the type that ``x`` requests.
+    Inside ``shard_map``, the result varies over these axes instead. Outside, its sharding does not name these axes. In
+    both cases the transpose gives the gradient the type that ``x`` requests.
     """
     aval = jax.typeof(x)
     if aval.mat.reduced:
@@ -140,7 +140,7 @@ def split_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """Sums a gradient ``x`` over the axes that its type varies over, except ``axes``, those of its operand's type."""
+    """Sums a gradient over the axes that its type varies over, except ``axes``, which its operand varies over."""
     extra = tuple(sorted(varying_axes(x) - axes, key=str))
     return lax.psum(x, extra) if extra else x
 
@@ -174,7 +174,7 @@ _SECOND_DERIVATIVE = (
 
 
 def not_differentiable[**P, R](function: Callable[P, R], message: str = _SECOND_DERIVATIVE) -> Callable[P, R]:
-    """Returns ``function`` with a derivative that raises an error with ``message`` when it is used.
+    """Returns ``function`` with a derivative that raises an error with ``message`` once something uses the derivative.
 
     The default ``message`` refuses second derivatives. The derivative must not raise before it is used, because inside
     a gradient JAX also differentiates operands of ``stop_gradient`` and auxiliary results, and drops those derivatives.

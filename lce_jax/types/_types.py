@@ -107,7 +107,7 @@ class Results(NamedTuple):
 def _cast_to_public_types(correct: Array, support: Array | None) -> dict[str, Array | None]:
     """Returns `correct` and `support` in their public dtypes.
 
-    It is jitted because outside ``jit`` a Python number in an expression is a transfer to the device, which
+    The function is jitted because outside ``jit`` a Python number in an expression is a transfer to the device, which
     ``jax.transfer_guard`` may forbid.
     """
     count = jax.tree.map(lambda x: jnp.nan_to_num(x, nan=-1.0).astype(jnp.int32), support)
@@ -278,7 +278,7 @@ class Call:
     padded: bool = False  # whether all shards together have more columns than ``vocab_size``
     axis_name: Any = None  # the mesh axis over which the vocabulary is split inside this program
     gather_dim: int | None = None  # the dimension of hidden that is split over ``axis_name`` too
-    shards: int = 1  # of the vocabulary, where `explain` knows them
+    shards: int = 1  # shards of the vocabulary, if `explain` knows the number
     # The mesh axes that split the tokens, in a program of `_runner._over_devices`. In such a program types do not show
     # what to sum, so the program itself sums over these axes, and the cotangents that it receives are complete sums.
     # None: the types of ``shard_map`` show what to sum.
@@ -309,7 +309,7 @@ class Call:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """The fields of `ShardStatistics` that the call computes, in order, each with its values per token."""
+        """The fields of `ShardStatistics` that the call computes, in order, with their numbers of values per token."""
         optional: dict[str, int] = {"weighted": self.entropy, "min": self.stats, "squares": self.stats}
         optional |= {"total": self.mean_logit, "candidates": self.num_candidates}
         optional |= {"support": self.stats and self.has_floor}
@@ -357,7 +357,10 @@ class Call:
         return self.weight_layout.index("h")
 
     def split(self, hidden: Array) -> tuple[Array, Array]:
-        """Splits hidden into [..., H] for the weight and [..., R] for an adapter. Without one, both are hidden."""
+        """Splits hidden into [..., H] for the weight and [..., R] for an adapter.
+
+        Without an adapter, both are ``hidden``.
+        """
         return (hidden[..., : self.hidden_size], hidden[..., self.hidden_size :]) if self.rank else (hidden, hidden)
 
     @property
@@ -401,7 +404,7 @@ class PassBytes(NamedTuple):
 
     Attributes:
         forward: memory of a program that runs the forward alone.
-        backward: memory of a program that runs both passes. Its gradients are results, which are not counted.
+        backward: memory of a program that runs both passes. The gradients are results and not counted.
     """
 
     forward: int

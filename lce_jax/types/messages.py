@@ -46,7 +46,7 @@ ALTERNATIVES = {  # what to write in place of an option that a function does not
     "weight_layout": "weight is [V, H]: pass weight.T if yours is [H, V]",
     "precision": 'call torch.set_float32_matmul_precision("highest") before, for products of float32',
 }
-SHARDS = {  # the options that name the shards of the vocabulary, each with advice. A function has one of them.
+SHARDS = {  # the options that name the shards of the vocabulary, each with advice. Each function has one of these.
     "vocab_axis": "vocab_axis",
     "axis_name": "axis_name inside shard_map, or vocab_axis of the function over a mesh",
     "tp_group": "tp_group",
@@ -133,7 +133,7 @@ def student_only_error(name: str, value: Any, neutral: float | None) -> ValueErr
 
 MODEL_ARGUMENTS = "hidden|weight|bias|temperature|logit_scale|logit_softcap|weight_layout"  # both models have these
 
-# Such a name in a line of code: an argument in parentheses, or a name before "=", "[" or an attribute.
+# One of these names in a line of code: an argument in parentheses, or a name before "=", "[" or an attribute.
 NAME_IN_CODE = re.compile(rf"(?<=\()\b({MODEL_ARGUMENTS})(?=[,)])|\b({MODEL_ARGUMENTS})(?=[=\[]|\.\w)")
 
 

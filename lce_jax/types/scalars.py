@@ -178,7 +178,7 @@ def format_bytes(count: float) -> str:
 def check_part_size(value: Any, cache_bytes: int | None, gradient_threshold: float) -> int | None:
     """Checks a ``vocab_part_size``, in columns, and returns it; None for a vocabulary without parts.
 
-    It must be a multiple of 8, because TMA reads the weight in atoms of 8 columns.
+    The size must be a multiple of 8, because TMA reads the weight in atoms of 8 columns.
     """
     if value is None:
         return None
