@@ -164,7 +164,8 @@ def compute_scales(
 def find_invalid_rows(rows: Rows) -> Bool[Array, "T"] | None:
     """Returns the unmasked rows whose temperature is not positive and finite, or whose floor is NaN.
 
-    The results of these rows are NaN, and they have no gradient. Returns None without temperature and floor.
+    The results of these rows are NaN, and they have no gradient. Returns None if the call has neither temperature nor
+    floor.
     """
     conditions = [] if rows.temperature is None else [~scalars.is_temperature(rows.temperature)]
     conditions += [] if rows.floor is None else [jnp.isnan(rows.floor)]

@@ -45,7 +45,7 @@ COMPILERS = (  # where Mosaic, LLVM and ptxas or nvJitLink come from
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12",
 )  # fmt: skip
 MODULE_VERSIONS = (Path("/sys/module/nvidia/version"), Path("/proc/driver/nvidia/version"))
-IMPORTED = time.time()  # seconds; the package imports its modules within the second before
+IMPORTED = time.time()  # in seconds; the package's modules are imported within a second before this
 HEADS = {1: "one head", 2: "two heads (linear_kl)"}
 
 _logger = logging.getLogger("lce_jax")
@@ -128,7 +128,7 @@ def _find_module_version() -> str | None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file, all of it or nothing, even if other processes write it too."""
+    """Writes a file whole or not at all, even if other processes write the same file."""
     handle, name = tempfile.mkstemp(".tmp", PREFIX, path.parent)
     try:
         with open(handle, "wb") as file:

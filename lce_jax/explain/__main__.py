@@ -100,7 +100,7 @@ def _report_pod(command: argparse.ArgumentParser, options: argparse.Namespace) -
 
 
 def read(arguments: list[str] | None = None) -> tuple[ExplainedCall, int]:
-    """Parses a command line. Returns its call, and the bytes that ``--spare-gib`` allows."""
+    """Parses a command line. Returns the call to explain, and the bytes that ``--spare-gib`` allows."""
     command = parser()
     options = command.parse_args(arguments)
     if options.function is not None:

@@ -98,7 +98,7 @@ SATURATED = 20.0  # here 1 - tanh is less than half a unit in the last place, ev
 
 
 def softcap_tanh(y: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Computes tanh. Above 1, XLA's tanh is off by up to 4.7 units in the last place on a CPU, this result by 1."""
+    """Computes tanh. Above 1 on a CPU, the error is 1 unit in the last place; that of XLA's tanh is up to 4.7."""
     a = jnp.minimum(jnp.abs(y), SATURATED)  # keeps e^2a and its derivative finite
     near_one = 1.0 - 2.0 / (jnp.exp(2.0 * a) + 1.0)
     return jnp.where(a < 1.0, jnp.tanh(y), jnp.where(y < 0, -near_one, near_one))
@@ -431,8 +431,8 @@ FP16_SHIFT = 15.0  # fp16 exponentials are cached times 2^15, because in (0, 1] 
 def can_cache_exponentials(call: Call) -> bool:
     """Whether the gradient can be computed from cached exponentials.
 
-    It cannot for a mean of capped logits. There a logit far below the maximum has a gradient, but its e^u is 0, from
-    which the cap's derivative cannot be computed.
+    The gradient of a mean of capped logits cannot. There a logit far below the maximum has a gradient, but its e^u is
+    0, from which the cap's derivative cannot be computed.
     """
     return call.logit_softcap is None or not call.mean_logit
 

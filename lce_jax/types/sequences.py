@@ -123,7 +123,7 @@ def _lengths(offsets: Sequence[int]) -> list[int]:
 
 
 def _check_fill(value: Any, bools: bool, integers: Any) -> tuple[Any, Any]:
-    """Checks the fill for rows without a source. Returns it, and the value for rows with invalid traced offsets."""
+    """Checks the fill for rows without a source. Returns it, and what all rows get if traced offsets are invalid."""
     if bools:
         return scalars.flag("fill", value), False
     if integers is None:
