@@ -92,7 +92,7 @@ TPU := .venv-tpu
 test-tpu: $(VENV)/.ready
 	$(PYTHON) -m venv $(TPU)
 	$(TPU)/bin/python -m pip install --quiet --no-deps \
-		"$$($(RUN) -c 'from lce_jax.explain._pod import libtpu; print(libtpu())')"
+		"$$($(RUN) -c 'from lce_jax.explain._compile_targets import libtpu; print(libtpu())')"
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		$$($(TPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth
 	ALLOW_MULTIPLE_LIBTPU_LOAD=1 JAX_PLATFORMS=cpu $(TPU)/bin/python -m pytest tests/compiled/test_tpu.py

@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.candidates import materialised  # noqa: E402
 from lce_jax import linear_logprobs, linear_loss, linear_topk  # noqa: E402
+from lce_jax.explain._compile_targets import TPUS  # noqa: E402
 from lce_jax.explain._models import model_head  # noqa: E402
-from lce_jax.explain._pod import TPUS  # noqa: E402
 from lce_jax.types.scalars import format_bytes  # noqa: E402
 
 TOKENS, HEAD, ENTROPY_BONUS = 8192, model_head("qwen3-8b"), 0.01

@@ -1,4 +1,4 @@
-"""The command ``lce-jax``, also ``python -m lce_jax``. It imports each of its commands when it runs it."""
+"""The command ``lce-jax``, or ``python -m lce_jax``. The module of a subcommand is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import lce_jax
 
 COMMANDS = {"explain": "the memory of a head per device, with stored logits and without; needs no GPU"}
-CHECKOUT_COMMANDS = {  # commands of a checkout of the repository, which the wheel does not have
+CHECKOUT_COMMANDS = {  # commands that need a checkout of the repository
     "bench": ("make bench", "python -m benchmarks"),
     "demo": ("make demo", "python -m examples.demo"),
     "doctor": ("python -m benchmarks doctor",),
@@ -19,7 +19,7 @@ CHECKOUT_COMMANDS = {  # commands of a checkout of the repository, which the whe
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command with the arguments after its name, and returns its exit status."""
+    """Runs the subcommand that ``arguments`` names, with the arguments after the name. Returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     lines = [f"  {name:8s} {purpose}" for name, purpose in COMMANDS.items()]
     lines += ["", "lce-jax COMMAND --help has the options of each.", "", "In a checkout of the repository:"]

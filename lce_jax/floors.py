@@ -1,15 +1,15 @@
-"""Floors for ``logit_floor``, from a sampler's smallest logit, or for the sets that top-k, top-p and min-p select.
+"""Floors for ``logit_floor``: from the smallest logit that a sampler kept, or for top-k, top-p and min-p.
 
     floor = floors.top_k(linear_topk(hidden, weight, k + 1, temperature=0.7))
     out = linear_logprobs(hidden, weight, labels, temperature=0.7, logit_floor=floor)
 
-There is one floor per row. It is a logit after temperature, scale and softcap. A token of the vocabulary is in the set
-if its logit is at least the floor.
+Each row has one floor, a logit after temperature, scale and softcap. The row's set consists of the vocabulary tokens
+whose logit is at least the floor.
 
 Two programs may round the same logit differently. If a floor were equal to the smallest logit of the set, rounding
 would decide whether that token, and every token with the same logit, is in the set. So every floor here lies below the
-smallest logit of the set: by half the distance to the next smaller logit, or by 2⁻¹⁶ of the logit's size if rounding
-could exceed that. To apply several rules at once, take the largest of their floors: ``jnp.maximum(a, b)``.
+smallest logit of the set: by half the distance to the next smaller logit or by 2⁻¹⁶ of the logit's size, whichever is
+larger. To apply several rules at once, take the largest of their floors: ``jnp.maximum(a, b)``.
 """
 
 from __future__ import annotations
@@ -37,34 +37,35 @@ def __dir__() -> list[str]:
     return [*__all__, "__doc__"]
 
 
-# The largest difference between two programs' roundings of a logit. The unit is a unit in the last place of the larger
-# of |ln p| and |lse|, because the logit is their sum. A GPU's tensor cores truncate a sum every 16 terms, which makes
-# up to 128 units at a hidden size of 4096. An H100 shows 61 units there between the product of one token and that of
-# many tokens, which are different kinds of programs, and 2 units between programs of the same kind.
+# The largest difference of a logit between two programs by rounding, in units in the last place of the larger of |ln p|
+# and |lse|, because the logit is their sum. A GPU's tensor cores truncate a sum every 16 terms: up to 128 units at a
+# hidden size of 4096. At that size on an H100, a product of one token and a product of many tokens, which are different
+# kinds of programs, differ by 61 units. Programs of the same kind differ by 2.
 ROOM = 128
 MOST_NATS = math.log(scalars.INT32_MAX)  # the largest difference between lse and the largest logit, in any vocabulary
 
 
 def of_smallest(smallest: Float[ArrayLike, "..."], dtype: Any) -> Float[Array, "..."]:
-    """Returns the floor of the smallest logit that a sampler kept: half a step of the sampler's dtype below it.
+    """Returns a floor half a step of the sampler's dtype below ``smallest``, the smallest logit that the sampler kept.
 
-    A number that rounds to ``smallest`` or above lies above ``smallest - step / 2``. So the logits that the sampler
-    rounded to ``dtype`` and kept are those that reach the floor before rounding. In float32 a step is smaller than the
-    rounding of the sums, so the floor lies 2⁻¹⁶ of the logit lower there.
+    A logit that ``dtype`` rounds to ``smallest`` or above lies above ``smallest - step / 2``. So the unrounded logits
+    that reach the floor are those of the tokens that the sampler kept. In float32, a step is smaller than the rounding
+    errors of the sums, so there the floor is lower than ``smallest`` by 2⁻¹⁶ of the logit.
 
     Args:
         smallest: ``[...]`` the smallest logit that the sampler kept for each token, before any temperature. With a
             temperature, divide the floor by it: ``floors.of_smallest(smallest, "bfloat16") / temperature``. -inf where
-            the sampler kept the whole vocabulary: the floor is -inf there.
+            the sampler kept the whole vocabulary; the floor is then -inf.
         dtype: the dtype that the sampler's logits were rounded to, even if they were converted to another dtype after
             that: "bfloat16" (in most engines), "float16", "float32" or "float64".
 
     Returns:
-        ``[...]`` float32 (float64 if ``smallest`` is). NaN where ``smallest`` is NaN, or finite and beyond ``dtype``.
+        ``[...]`` float32 (float64 if ``smallest`` is). NaN where ``smallest`` is NaN, or is finite but too large for
+        ``dtype``.
 
     Raises:
         TypeError: ``smallest`` is not an array of floats, or ``dtype`` is none of the four.
-        ValueError: a known ``smallest`` is finite and beyond ``dtype``.
+        ValueError: ``smallest`` is known, and has a finite value that is too large for ``dtype``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -99,10 +100,11 @@ def _floor_of_smallest(smallest: Array, dtype: Any) -> Array:
 
 
 def top_k(top: TopK) -> Float[Array, "..."]:
-    """Returns the floor that the k most likely tokens reach, computed from the k + 1 most likely ones.
+    """Returns the floor for the k most likely tokens, computed from the k + 1 most likely tokens.
 
-    It lies halfway between the k-th logit and the next, or 2⁻¹⁶ of the larger of |ln p| and |lse| below the k-th logit
-    if that is lower. So every token whose logit equals the k-th, or differs from it only by rounding, is in the set.
+    The floor lies halfway between the k-th logit and the next, or 2⁻¹⁶ of the larger of |ln p| and |lse| below the k-th
+    logit if that is lower. So every token whose logit equals the k-th, or differs from it only by rounding, is in the
+    set.
 
     Args:
         top: ``linear_topk(..., k + 1)``, with the options of the call that takes the floor.
@@ -118,7 +120,7 @@ def top_k(top: TopK) -> Float[Array, "..."]:
         >>> import jax.numpy as jnp
         >>> from lce_jax import floors, linear_topk
         >>> weight = jnp.array([[1.0], [2.0], [4.0], [8.0]])
-        >>> floors.top_k(linear_topk(jnp.ones((1, 1)), weight, 3)).tolist()  # of the 2 largest
+        >>> floors.top_k(linear_topk(jnp.ones((1, 1)), weight, 3)).tolist()  # k = 2
         [3.0]
     """
     return _top_k(_check_top(top))
@@ -130,18 +132,19 @@ def _top_k(top: TopK) -> Array:
 
 
 def top_p(top: TopK, p: float | Float[ArrayLike, "..."], *, after_top_k: bool = False) -> Float[Array, "..."]:
-    """Returns the floor that the nucleus reaches: the fewest most likely tokens whose probabilities sum to p or more.
+    """Returns the floor for the nucleus: the smallest set of most likely tokens whose probabilities sum to p or more.
 
-    It lies below the last logit of the nucleus, like the floor of `top_k` below the k-th logit. If ``top`` has no token
-    after the nucleus of a row, the row's floor is NaN, and so are its results: ask `linear_topk` for more tokens.
+    The floor lies below the smallest logit of the nucleus, as far as the floor of `top_k` lies below the k-th logit. If
+    ``top`` has no token after the nucleus of a row, the row's floor is NaN, and so are its results: ask `linear_topk`
+    for more tokens.
 
     Args:
         top: ``linear_topk(..., n)``, with the options of the call that takes the floor.
         p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. 1 keeps the whole vocabulary, with a
-            floor of -inf. A known value outside (0, 1] is refused; in a traced array it makes its row NaN.
+            floor of -inf. A value outside (0, 1] is refused if it is known; in a traced array it makes its row NaN.
         after_top_k: True for engines that first reduce the vocabulary to the k = n - 1 most likely tokens. Then p is a
-            share of the probability of these k tokens, and the nucleus may be all of them. It is all of them for a p of
-            1, whose floor is that of `top_k`. False: p is a share of the probability of the whole vocabulary.
+            share of the probability of these k tokens, and the nucleus may be all of them. With p = 1 it is all of
+            them, and the floor is that of `top_k`. False: p is a share of the probability of the whole vocabulary.
 
     Returns:
         ``[...]`` float32 (float64 if ``top`` is).
@@ -173,7 +176,7 @@ def _top_p(top: TopK, p: Array, after_top_k: bool) -> Array:
     reached = jnp.sum(jnp.cumsum(mass, axis=-1) < share[..., None], axis=-1, keepdims=True, dtype=jnp.int32)
     most = mass.shape[-1] - 1
     last = jnp.minimum(reached, most)
-    if after_top_k:  # the nucleus of a p of 1 has all k tokens, whatever the rounding
+    if after_top_k:  # with p = 1 the nucleus has all k tokens, whatever the rounding
         floor = _floor_below(top, jnp.where(share[..., None] == 1, most, last))
     else:
         floor = jnp.where(reached[..., 0] <= most, _floor_below(top, last), jnp.nan)
@@ -182,16 +185,17 @@ def _top_p(top: TopK, p: Array, after_top_k: bool) -> Array:
 
 
 def min_p(max_logit: Float[ArrayLike, "..."], p: float | Float[ArrayLike, "..."]) -> Float[Array, "..."]:
-    """Returns the floor of tokens with at least p times the largest probability: a little below ``max_logit + ln p``.
+    """Returns the floor for tokens with at least p times the largest probability: a little below ``max_logit + ln p``.
 
-    It is lower by 2⁻¹⁶ of ``|max_logit| + 21.5``, a bound of the lse, to allow for rounding. So every token that has p
-    times the largest probability in exact arithmetic is in the set, and the most likely token always is.
+    To allow for rounding, the floor is lower than that by 2⁻¹⁶ of ``|max_logit| + 21.5``, an upper bound of |lse|. So
+    every token with p times the largest probability in exact arithmetic is in the set, and the most likely token always
+    is.
 
     Args:
-        max_logit: ``[...]`` the largest logit: ``linear_logprobs(..., stats=True).max_logit``, or of a ``TopK``
+        max_logit: ``[...]`` the largest logit: ``linear_logprobs(..., stats=True).max_logit``, or of a `TopK`,
             ``top.logprobs[..., 0] + top.lse``.
-        p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. A known value outside (0, 1] is refused;
-            in a traced array it makes its row NaN.
+        p: in (0, 1]: a number, or a float array that broadcasts to ``[...]``. A value outside (0, 1] is refused if it
+            is known; in a traced array it makes its row NaN.
 
     Returns:
         ``[...]`` float32 (float64 if ``max_logit`` is).
@@ -219,7 +223,7 @@ def _min_p(max_logit: Array, p: Array) -> Array:
 
 
 def _floor_below(top: TopK, last: Array) -> Array:
-    """Returns the floor below the first tokens of ``top``, up to and including the one at index ``last``, [..., 1]."""
+    """Returns the floor for the tokens of ``top`` up to and including index ``last``, which is ``[..., 1]``."""
     lse = _widen_to_float32(top.lse)
     z = _widen_to_float32(top.logprobs) + lse[..., None]
     inside = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) <= last
@@ -248,7 +252,7 @@ def _is_share(p: Any) -> Any:
 
 
 def _check_top(top: Any) -> TopK:
-    """Returns ``top`` on the device. Refuses what `linear_topk` does not return, and fewer than two tokens."""
+    """Returns ``top`` on the device. Refuses a value that is not a `TopK` of two or more tokens."""
     if not isinstance(top, TopK):
         raise TypeError(
             f"top must be what lce_jax.linear_topk returns, got {type(top).__module__}.{type(top).__qualname__}"

@@ -30,7 +30,7 @@ from jax import lax
 from lce_jax.call import _options
 from lce_jax.mathematics import _kl
 from lce_jax.ops._distillation import distillation_loss
-from lce_jax.types import scalars
+from lce_jax.types import scalars, shared_checks
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
@@ -150,7 +150,7 @@ def dapo(
         Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025).
     """
     del entropy, lse
-    scalars.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
+    shared_checks.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
     ratio = jnp.exp(_bound(logprob - old_logprob))
     low, high = _not_negative("clip_low", clip_low), _not_negative("clip_high", clip_high)
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1.0 - low, 1.0 + high) * advantage)
@@ -196,7 +196,7 @@ def grpo(
         Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (2024), eqs.
         3 and 4; Schulman, "Approximating KL Divergence" (2020), for k3.
     """
-    scalars.check_loss_arguments(logprob, reference_logprob=reference_logprob)
+    shared_checks.check_loss_arguments(logprob, reference_logprob=reference_logprob)
     difference = _bound(reference_logprob - logprob)
     divergence = jnp.expm1(difference) - difference
     return ppo_clip(logprob, entropy, lse, old_logprob, advantage, clip=clip) + _not_negative("kl", kl) * divergence
@@ -240,7 +240,7 @@ def cispo(
         MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention" (2025).
     """
     del entropy, lse
-    scalars.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
+    shared_checks.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
     low, high = _not_negative("clip_low", clip_low), _not_negative("clip_high", clip_high)
     weight = lax.stop_gradient(jnp.clip(jnp.exp(_bound(logprob - old_logprob)), 1.0 - low, 1.0 + high))
     return -weight * advantage * logprob

@@ -24,7 +24,7 @@ import numpy as np
 
 from lce_jax.call import _checks
 from lce_jax.call._describe import put_on_device
-from lce_jax.types import _jax, scalars, sequences
+from lce_jax.types import _jax, defaults, scalars, sequences
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, ArrayLike, Int
@@ -80,8 +80,8 @@ def next_tokens(
     """
     _checks.check_labels(tokens, "tokens")
     if not jnp.issubdtype(tokens.dtype, jnp.signedinteger):
-        raise TypeError(f"tokens must be signed, to hold labels of {scalars.IGNORED}, got {tokens.dtype}")
-    return _shift_rows(-1, tokens, scalars.IGNORED, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+        raise TypeError(f"tokens must be signed, to hold labels of {defaults.IGNORED}, got {tokens.dtype}")
+    return _shift_rows(-1, tokens, defaults.IGNORED, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
 
 
 def next_values(

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lce_jax import losses as jax_losses
-from lce_jax.types import scalars
+from lce_jax.types import scalars, shared_checks
 from lce_torch_bridge.call import _checks
 
 __all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
@@ -118,7 +118,7 @@ def dapo(
         -1.28
     """
     del entropy, lse
-    scalars.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
+    shared_checks.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
     ratio = _compute_ratio(logprob, old_logprob)
     return -torch.minimum(ratio * advantage, _clip_ratio(ratio, clip_low, clip_high) * advantage)
 
@@ -154,7 +154,7 @@ def grpo(
         >>> round(losses.grpo(*torch.tensor([-1.0, 0.0, 0.0, -1.0, 1.0, -2.0]), kl=1.0).item(), 3)    # -1 + 1/e
         -0.632
     """
-    scalars.check_loss_arguments(logprob, reference_logprob=reference_logprob)
+    shared_checks.check_loss_arguments(logprob, reference_logprob=reference_logprob)
     kl, difference = scalars.not_negative("kl", kl), (reference_logprob - logprob).clamp(max=MOST_DISTANCE)
     clipped = ppo_clip(logprob, entropy, lse, old_logprob, advantage, clip=clip)
     return clipped + kl * (difference.expm1() - difference)
@@ -190,7 +190,7 @@ def cispo(
         2.0
     """
     del entropy, lse
-    scalars.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
+    shared_checks.check_loss_arguments(logprob, old_logprob=old_logprob, advantage=advantage)
     return -_clip_ratio(_compute_ratio(logprob, old_logprob), clip_low, clip_high).detach() * advantage * logprob
 
 
@@ -287,7 +287,7 @@ def distillation_loss(
         0.0725
     """
     _checks.integers("ids", ids)
-    scalars.count_candidates("ids", ids.shape)
+    shared_checks.count_candidates("ids", ids.shape)
     for name, x in (("candidate_logprobs", candidate_logprobs), ("teacher_logprobs", teacher_logprobs)):
         _checks.tensor(name, x)
         if x.shape != ids.shape or not x.is_floating_point():

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from lce_jax.types import scalars, sequences
+from lce_jax.types import defaults, scalars, sequences
 from lce_torch_bridge.call import _checks
 
 type Layout = Literal["zigzag", "contiguous"]
@@ -48,8 +48,8 @@ def next_tokens(
     """
     _checks.integers("tokens", tokens)
     if not tokens.dtype.is_signed:
-        raise TypeError(f"tokens must be signed, to hold labels of {scalars.IGNORED}, got {tokens.dtype}")
-    return _shift_rows(-1, tokens, scalars.IGNORED, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+        raise TypeError(f"tokens must be signed, to hold labels of {defaults.IGNORED}, got {tokens.dtype}")
+    return _shift_rows(-1, tokens, defaults.IGNORED, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
 
 
 def next_values(

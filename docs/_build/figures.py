@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench_tables  # noqa: E402
 
 from benchmarks.records import timed  # noqa: E402
-from lce_jax.explain._pod import TARGETS  # noqa: E402
+from lce_jax.explain._compile_targets import TARGETS  # noqa: E402
 
 FILE = f"benchmarks/{bench_tables.CARD}.json"
 RECORDED = "benchmarks/recorded.json"

@@ -1,4 +1,4 @@
-"""Checks of the arrays that a caller passes. They run before anything is computed, and errors show the wrong values."""
+"""Checks of the arrays that a caller passes. They run before any computation, and errors show the wrong values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from lce_jax.types import _jax, scalars
+from lce_jax.types import _jax, messages, scalars, shared_checks
 from lce_jax.types._types import Call, Primals, UnsupportedError, is_array
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, call: Call) -> None:
-    """Checks the arrays of a call against each other. They may be tracers or ShapeDtypeStructs."""
+    """Checks the arrays of a call against each other. Arrays may be tracers or ``ShapeDtypeStruct``."""
     for name, x in (("hidden", hidden), ("weight", weight)):
         check_floats(name, x)
     check_labels(labels)
@@ -29,12 +29,12 @@ def check_operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any,
     vocab, size = weight.shape[call.vocab_dim], weight.shape[call.hidden_dim]
     if hidden.shape[-1] != size:
         other = "hv" if call.weight_layout == "vh" else "vh"
-        hint = scalars.hint_at_logits(tuple(hidden.shape), weight.shape, vocab, f'weight_layout="{other}"')
+        hint = messages.hint_at_logits(tuple(hidden.shape), weight.shape, vocab, f'weight_layout="{other}"')
         raise ValueError(
             f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
             f'weight_layout="{call.weight_layout}" has H = {size}{hint}'
         )
-    scalars.check_labels_shape(labels.shape, hidden.shape[:-1])
+    shared_checks.check_labels_shape(labels.shape, hidden.shape[:-1])
     if vocab == 0 or size == 0:
         raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
     if where is not None:
@@ -54,7 +54,7 @@ def check_floats(name: str, x: Any) -> None:
 
 
 def check_vocab_size(vocab_size: Any, columns: int) -> int:
-    """Returns ``vocab_size``, checked against the columns of all shards. None means all of these columns."""
+    """Checks ``vocab_size`` against ``columns``, those of all shards, and returns it. None means all columns."""
     if vocab_size is None:
         return columns
     vocab_size = scalars.integer("vocab_size", vocab_size)
@@ -64,7 +64,7 @@ def check_vocab_size(vocab_size: Any, columns: int) -> int:
 
 
 def check_split(primals: Primals, lora: Any, call: Call) -> None:
-    """Checks inside ``shard_map`` that each shard of ``axis_name`` has its own columns, as far as types show it."""
+    """Checks inside ``shard_map`` that each shard of ``axis_name`` has its own columns, as far as types show that."""
     if not _jax.tracks_varying(call.axis_name):
         return
     axes = [axis for axis in _jax.list_axes(call.axis_name) if lax.axis_size(axis) > 1]
@@ -72,7 +72,7 @@ def check_split(primals: Primals, lora: Any, call: Call) -> None:
     operands = [("weight", weight, weight.shape, ", None) for [V, H]")]
     if bias is not None:
         operands.append(("bias", bias, bias.shape, ")"))
-    if adapter is not None:  # it is padded, and the caller's B is not
+    if adapter is not None:  # messages show the shape of the caller's B, which is not padded
         operands.append(("lora's B", adapter, lora[1].shape, ", None)"))
     for name, x, shape, rest in operands:
         replicated = [axis for axis in axes if axis not in _jax.varying_axes(x)]
@@ -123,21 +123,21 @@ def check_labels(x: Any, name: str = "labels") -> None:
         raise TypeError(f"{name} must be integers, got {x.dtype}: write {name}.astype(int)")
 
 
-NO_LABELS = "for entropy and lse alone any ids serve, as jnp.zeros(hidden.shape[:-1], int)"
+NO_LABELS = "for entropy and lse alone, any ids will do, such as jnp.zeros(hidden.shape[:-1], int)"
 
 
 def warn_of_labels(labels: Any, where: Any, ignore_index: int | None, call: Call) -> None:
-    """Runs `scalars.warn_outside` for labels that this process can read without waiting for a device."""
+    """Runs `shared_checks.warn_outside` for labels that this process can read without waiting for a device."""
     ids = _read_if_ready(labels)
     if ids is None or not ids.size or call.axis_name is not None:
         return
     vocab_size = check_vocab_size(call.caller_vocab_size, call.columns)
     unmasked = None if where is None else _read_if_ready(where)
-    if scalars.all_in_vocabulary(ids, vocab_size) or (where is not None and unmasked is None):
+    if shared_checks.all_in_vocabulary(ids, vocab_size) or (where is not None and unmasked is None):
         return
     ids = ids.reshape(-1) if unmasked is None else ids[unmasked]
     ids = ids if ignore_index is None else ids[ids != ignore_index]
-    scalars.warn_outside(ids, vocab_size, is_cross_entropy=call.function == "linear_cross_entropy")
+    shared_checks.warn_outside(ids, vocab_size, is_cross_entropy=call.function == "linear_cross_entropy")
 
 
 def _read_if_ready(x: Any) -> np.ndarray | None:
@@ -151,26 +151,26 @@ def _read_if_ready(x: Any) -> np.ndarray | None:
 
 
 def count_candidates(x: Any, name: str = "candidates") -> int:
-    """Returns the K of ids ``[..., K]``, after checks of their dtype and sizes."""
+    """Checks the dtype and sizes of ids ``[..., K]``, and returns K."""
     check_labels(x, name)
     check_sizes(name, x)
-    return scalars.count_candidates(name, x.shape)
+    return shared_checks.count_candidates(name, x.shape)
 
 
-def check_where(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
-    """Checks that ``where`` is a bool array of ``shape``, which is the shape of ``of``."""
+def check_where(x: Any, shape: tuple[int, ...], shape_of: str = "labels") -> None:
+    """Checks that ``where`` is a bool array of ``shape``, the shape of the argument that ``shape_of`` names."""
     check_array("where", x, "a bool array")
     if x.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, got {x.dtype}: write `where != 0` if that is what it means")
     if tuple(x.shape) != tuple(shape):
-        fitting = scalars.suggest_broadcasts("where", tuple(x.shape), tuple(shape))
+        fitting = messages.suggest_broadcasts("where", tuple(x.shape), tuple(shape))
         write = " or ".join(f"jnp.broadcast_to({each}, {tuple(shape)})" for each in fitting)
         hint = f": write {write}" if write else ""
-        raise ValueError(f"where {tuple(x.shape)} must have the shape of {of} {tuple(shape)}{hint}")
+        raise ValueError(f"where {tuple(x.shape)} must have the shape of {shape_of} {tuple(shape)}{hint}")
 
 
 def check_temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
-    """Checks a temperature, a positive number or an array that broadcasts. Returns it, or None if it is the number 1.
+    """Checks a temperature: a positive number, or an array that broadcasts. Returns the value, or None for 1.
 
     Values are checked if they are known. In a traced array, a wrong value affects only its own row.
     """
@@ -187,7 +187,7 @@ def check_temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> 
 
 
 def check_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
-    """Checks a floor, a number that may be infinite or an array that broadcasts, and returns it.
+    """Checks a floor, and returns it. It is a number that may be infinite, or an array that broadcasts.
 
     A known NaN is refused. In a traced array, a NaN affects only its own row.
     """
@@ -200,8 +200,8 @@ def check_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
     return value
 
 
-def check_per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "labels") -> None:
-    """Checks that an array of floats broadcasts to one number per token. ``shape`` is the shape of ``of``."""
+def check_per_token(name: str, value: Any, shape: tuple[int, ...], shape_of: str = "labels") -> None:
+    """Checks that an array of floats broadcasts to ``shape``, the shape of the argument that ``shape_of`` names."""
     check_array(name, value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
@@ -210,9 +210,9 @@ def check_per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "la
     except ValueError:
         fits = False
     if not fits:
-        fitting = scalars.suggest_broadcasts(name, tuple(value.shape), tuple(shape))
+        fitting = messages.suggest_broadcasts(name, tuple(value.shape), tuple(shape))
         hint = f": write {fitting[0]} for one number per sequence" if fitting else ""
-        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to {of} {tuple(shape)}{hint}")
+        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to {shape_of} {tuple(shape)}{hint}")
 
 
 def check_known_values(
@@ -240,7 +240,7 @@ def check_known_values(
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether this process can read the numbers of ``x``."""
+    """Whether this process can read the values of ``x``."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable
@@ -259,12 +259,12 @@ def find_axis_size(axis_name: Any) -> int:
 
 
 def check_class_weights(class_weights: Any, weight: Any, call: Call, smoothing: float) -> None:
-    """Checks the type and shape of class weights, and that no label is smoothed."""
+    """Checks the type and shape of class weights. Refuses class weights together with label smoothing."""
     if not is_array(class_weights):
         raise TypeError(f"class_weights must be an array, got {type(class_weights).__name__}")
     if jnp.dtype(class_weights.dtype).name not in FLOATS:
         raise TypeError(f"class_weights must be one of {', '.join(FLOATS)}, got {class_weights.dtype}")
-    scalars.check_class_weights(class_weights.shape, weight.shape, weight.shape[call.vocab_dim], smoothing)
+    shared_checks.check_class_weights(class_weights.shape, weight.shape, weight.shape[call.vocab_dim], smoothing)
 
 
 def _check_bias(bias: Any, weight: Any, call: Call) -> None:
@@ -275,5 +275,5 @@ def _check_bias(bias: Any, weight: Any, call: Call) -> None:
     if tuple(bias.shape) != (weight.shape[call.vocab_dim],):
         raise ValueError(
             f"bias {tuple(bias.shape)} must have one number per vocabulary column of weight {tuple(weight.shape)}: "
-            f"({weight.shape[call.vocab_dim]},), also where a mesh axis splits them"
+            f"({weight.shape[call.vocab_dim]},), even if a mesh axis splits them"
         )

@@ -2,7 +2,7 @@
 
     Arguments ─ `describe_call` ─ layout ─ `choose_implementation` ─ `make_operands` ─▶ Bound
 
-Rows that ``where`` masks move to the end, after the unmasked rows. Tiles of masked rows alone are never computed.
+Rows that ``where`` masks move to the end, after the unmasked rows. Tiles with only masked rows are never computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives, _layout
 from lce_jax.mesh._custom_partitioning import check_rules_are_read
 from lce_jax.mesh._layout import Layout, layout_of_arrays
-from lce_jax.types import _jax, scalars
+from lce_jax.types import _jax, scalars, shared_checks
 from lce_jax.types._types import Call, Primals, is_array
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ class Rows(NamedTuple):
     labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
     where: Bool[Array, "*b"] | None
     temperature: Float[Array, "*b"] | None
-    logit_scale: Float[Array, "*b"] | None = None  # None: the call has scale and softcap as numbers
+    logit_scale: Float[Array, "*b"] | None = None  # None: scale and softcap are numbers, in the call
     logit_softcap: Float[Array, "*b"] | None = None
     candidates: Int[Array, "*b K"] | None = None  # int32 global ids, -1 for none or out of vocabulary
-    weights: Pair[Float[Array, "*b"]] | None = None  # of both models in the mixture of `lce_jax.linear_kl`
-    floor: Float[Array, "*b"] | None = None  # logits below it do not count, except the label's; None: all count
-    num_rows: Int[Array, ""] | None = None  # in place of ``where``: this many rows count, from the first on
-    tags: Int[Array, "*b"] | None = None  # one number for all fields above, which shards compare
+    weights: Pair[Float[Array, "*b"]] | None = None  # 1 - β and β of the mixture in `lce_jax.linear_kl`
+    floor: Float[Array, "*b"] | None = None  # lower logits do not count, except the label's; None: all count
+    num_rows: Int[Array, ""] | None = None  # in place of ``where``: only the first num_rows rows count
+    tags: Int[Array, "*b"] | None = None  # a hash of the fields above for each token, which shards compare
 
     @property
     def unmasked(self) -> Bool[Array, "T"] | None:
@@ -60,9 +60,9 @@ class Rows(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=1, inline=True, keep_unused=True)
 def make_missing_labels(like: Array, shape: tuple[int, ...]) -> Array:
-    """Returns -1 as every label of a call without labels, on the devices of ``like``.
+    """Returns the labels of a call without labels: -1 everywhere, on the devices of ``like``.
 
-    It is jitted for the same reason as `_make_rows`.
+    This function is jitted for the same reason as `_make_rows`.
     """
     del like
     return jnp.full(shape, -1, jnp.int32)
@@ -74,8 +74,8 @@ def _make_rows(
 ) -> Rows:
     """Casts and broadcasts per-token operands.
 
-    It is jitted because outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may
-    forbid.
+    This function is jitted because outside ``jit`` each Python number in an expression is a transfer, which
+    ``jax.transfer_guard`` may forbid.
     """
     ids = (labels, candidates)
     labels, candidates = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < vocab_size), x, -1), ids)
@@ -87,7 +87,7 @@ def _make_rows(
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def broadcast_to_tokens(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Broadcasts a factor to one number per token, without a gradient."""
+    """Broadcasts ``value`` to one value per token, without a gradient."""
     return jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), shape)
 
 
@@ -100,7 +100,7 @@ def add_tags(rows: Rows) -> Rows:
 
 
 def tag_arrays(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
-    """Adds further ``arrays``, ``[*b, ...]`` each, to the tags of ``rows``, unless types show that shards are equal."""
+    """Includes ``arrays``, ``[*b, ...]`` each, in the tags of ``rows``, unless types show that all shards are equal."""
     if not arrays or rows.tags is None or _jax.tracks_varying(call.axis_name):
         return rows
     return rows._replace(tags=_collectives.compute_tags([rows.tags, *lax.stop_gradient(arrays)], rows.where))
@@ -109,7 +109,8 @@ def tag_arrays(call: Call, rows: Rows, arrays: tuple[Array, ...]) -> Rows:
 def make_mixture_weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
     """Returns 1 - β and β, the weights of student and teacher, per token.
 
-    If β is a number, 1 - β is rounded to float32 once. If β is a float32 array near 1, it has few digits of 1 - β.
+    If β is a number, 1 - β is rounded to float32 once. If β is a float32 array with values near 1, few digits of 1 - β
+    are exact.
     """
     if is_array(beta):
         return _broadcast_beta(put_on_device(beta, like), shape, dtype)
@@ -127,11 +128,11 @@ class Scales(NamedTuple):
 
     inverse_temperature: Float[Array, "T"] | None  # includes a traced |scale| or cap; None: 1
     raw_scale: Float[Array, "T"] | None = None  # x = tanh(raw_scale · r) with a softcap, else x = raw_scale · r
-    sign: Float[Array, "T"] | None = None  # of a traced scale, if it multiplies hidden
+    sign: Float[Array, "T"] | None = None  # the sign of a traced scale, if hidden is multiplied by it
 
     @property
     def derivative(self) -> Float[Array, "T"] | None:
-        """The row factor of eq. 5, without a scale that is a number."""
+        """The row factor of eq. 5, without the scale if the scale is a number."""
         inverse, raw_scale = self.inverse_temperature, self.raw_scale
         return inverse if raw_scale is None or inverse is None else inverse * raw_scale
 
@@ -141,8 +142,9 @@ def compute_scales(
 ) -> Scales:
     """Computes the factors of a call. ``invert`` computes the inverse temperatures.
 
-    The sign of a traced scale, which may be 0, is separate, because the k of eq. 1 must be positive. It multiplies
-    hidden if ``signs_hidden``. Otherwise it multiplies the raw products, which no kernel does.
+    The sign of a traced scale (it may be 0) is a separate factor, because the k of eq. 1 must be positive. With
+    ``signs_hidden``, the sign multiplies hidden. Otherwise it multiplies the raw products, which kernels do not
+    support.
     """
     inverse = None if rows.temperature is None else invert(rows.temperature.astype(dtype))
     if rows.logit_scale is None:
@@ -162,7 +164,8 @@ def compute_scales(
 def find_invalid_rows(rows: Rows) -> Bool[Array, "T"] | None:
     """Returns the unmasked rows whose temperature is not positive and finite, or whose floor is NaN.
 
-    Their results are NaN, and they have no gradient. Returns None if the call has neither temperature nor floor.
+    The results of these rows are NaN, and they have no gradient. Returns None if the call has neither temperature nor
+    floor.
     """
     conditions = [] if rows.temperature is None else [~scalars.is_temperature(rows.temperature)]
     conditions += [] if rows.floor is None else [jnp.isnan(rows.floor)]
@@ -207,13 +210,13 @@ _clamp_jitted = jax.jit(functools.partial(_clamp, numpy=jnp), inline=True)
 
 
 def find_local_columns(ids: Int[Array, "..."], start: Any, columns: int) -> Int[Array, "..."]:
-    """Maps global ids to columns of the shard whose ``columns`` begin at ``start``; -1 for ids of other shards."""
+    """Maps global ids to the columns of a shard that has ``columns`` ids from ``start`` on. Other ids become -1."""
     local = ids - start
     return jnp.where((ids >= 0) & (local >= 0) & (local < columns), local, -1)
 
 
 def flatten_tokens[T](tree: T, leading: int) -> T:
-    """Reshapes every leaf: its first ``leading`` dimensions, those of labels, become one dimension."""
+    """Merges the first ``leading`` dimensions of every leaf, which are those of labels, into one dimension."""
     return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:]), tree)
 
 
@@ -226,7 +229,7 @@ class Compaction(NamedTuple):
 
 
 def plan_compaction(where: Bool[Array, "T"]) -> Compaction:
-    """Returns the compaction for ``where``, by two prefix sums and a scatter, without a sort."""
+    """Computes the compaction for ``where`` with two prefix sums and a scatter, without a sort."""
     unmasked = jnp.cumsum(where, dtype=jnp.int32)
     masked = jnp.cumsum(~where, dtype=jnp.int32)
     num_rows = jnp.sum(where, dtype=jnp.int32)
@@ -237,7 +240,7 @@ def plan_compaction(where: Bool[Array, "T"]) -> Compaction:
 
 
 def compact(order: Compaction, tree: Any) -> Any:
-    """Brings every [T, ...] leaf into compacted order. Masked rows become 0, so that their NaN or inf cannot spread."""
+    """Permutes every [T, ...] leaf into compacted order. Masked rows become 0, so that NaN and inf cannot spread."""
     unmasked = jnp.arange(order.source.shape[0], dtype=jnp.int32) < order.num_rows
 
     def gather(x: Array) -> Array:
@@ -257,9 +260,9 @@ def expand(order: Compaction, tree: Any) -> Any:
 def find_layout(
     arguments: Arguments, per_token: list[Any], placement: MeshPlacement
 ) -> tuple[Layout | None, Layout | None]:
-    """Returns the layout of the operands on a mesh, and the layout that the call itself uses; None without a mesh.
+    """Returns two layouts on a mesh: of the operands, and the one that the call uses.
 
-    The second is None also over Auto axes, because XLA partitions the call there.
+    Both are None without a mesh. Over Auto axes the second is None, because XLA partitions the call.
     """
     if placement.names_axes:
         _options.refuse_axis_name(arguments.call.axis_name)
@@ -291,7 +294,7 @@ class Bound(NamedTuple):
     call: Call
     primals: Any  # `Primals`
     rows: Any  # `Rows`
-    agree: Bool[Array, "*b"] | None  # inside ``shard_map``: the rows that are equal on all shards of the vocabulary
+    agree: Bool[Array, "*b"] | None  # inside ``shard_map``: which rows are equal on all shards of the vocabulary
 
 
 def bind_call(arguments: Arguments, others: Any = ()) -> Bound:
@@ -335,7 +338,7 @@ def describe_call(arguments: Arguments) -> Arguments:
     if arguments.lora is not None:
         _check_adapter(arguments.lora, hidden, weight, columns)
     if arguments.candidates is not None:
-        scalars.check_candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
+        shared_checks.check_candidate_shape("candidates", arguments.candidates.shape, labels.shape, "labels")
     dtype, hidden_dtype = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     hidden_dtype = jnp.promote_types(hidden_dtype, dtype) if call.rank else hidden_dtype
     call = call.replace(
@@ -376,9 +379,10 @@ def check_values(arguments: Arguments) -> None:
 
 
 def choose_implementation(call: Call, columns: int | None = None, mesh: Layout | AbstractMesh | None = None) -> Call:
-    """Sets the true vocabulary and the implementation. Over a layout, the call becomes that of one device's share.
+    """Returns the call with its true vocabulary size and implementation; over a `Layout`, the call of one device.
 
-    ``columns`` are those of all shards. None: the call's columns, or an unknown number if an axis splits them.
+    ``columns`` is the number of columns of all shards. None: the call's own columns, or an unknown number if an axis
+    splits these.
     """
     if columns is None:
         columns = call.columns if call.axis_name is None else scalars.INT32_MAX
@@ -389,7 +393,7 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
     if call.top_k:
         scalars.check_k(call.top_k, vocab_size)
     if call.vocab_part_size and columns < scalars.INT32_MAX:  # otherwise the number of shards is unknown here
-        scalars.check_vocab_parts(call.vocab_part_size, columns, call.columns)
+        shared_checks.check_vocab_parts(call.vocab_part_size, columns, call.columns)
     return call.replace(
         implementation=_dispatch.choose(call)[0].NAME,
         vocab_size=vocab_size,
@@ -400,7 +404,7 @@ def choose_implementation(call: Call, columns: int | None = None, mesh: Layout |
 
 
 def make_operands(call: Call, arguments: Arguments) -> tuple[Primals, Rows]:
-    """Returns a call's arrays: those with gradients, and per-token rows, whose ids outside [0, vocab_size) are -1."""
+    """Returns the arrays that can have gradients, and the per-token rows. Ids outside [0, vocab_size) become -1."""
     labels = arguments.labels
     if labels is None:
         labels = make_missing_labels(jnp.asarray(arguments.hidden), tuple(arguments.hidden.shape[:-1]))

@@ -4,9 +4,9 @@ The device is the one that the call's mesh or its operands' shardings name; othe
 Implementations are tried in order of preference. An implementation that cannot serve a call says why.
 
 The machine need not have the device. `jax.experimental.topologies` describes the devices of a pod, and a program can be
-lowered for them ahead of time on a machine without them. A mesh or an operand's sharding names them. If tracing cannot
-see the device (``jit(in_shardings=...)``, ``SingleDeviceSharding``), a program that is lowered for another device is
-refused.
+lowered for them ahead of time on a machine without them. A mesh or an operand's sharding names these devices. If
+tracing cannot see the device (``jit(in_shardings=...)``, ``SingleDeviceSharding``), a program that is lowered for
+another device is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("desc
 
 @contextlib.contextmanager
 def trace_for_device(device: Device | None) -> Iterator[None]:
-    """Traces calls in its context for ``device``, which JAX need not know. None: for the device that JAX knows."""
+    """A context that traces calls for ``device``, which JAX need not know. None: for the device that JAX knows."""
     token = _described.set(device)
     try:
         yield
@@ -53,8 +53,8 @@ def trace_for_device(device: Device | None) -> Iterator[None]:
 def current_device(*operands: Any, mesh: Any = None) -> Device:
     """Returns the device that a call made now is compiled for.
 
-    It is the first of these that is known: the device of `trace_for_device`; of ``mesh``; of the meshes and shardings
-    of the operands; of the current mesh; of concrete operands; JAX's default device.
+    These are asked in turn, until one names a device: `trace_for_device`, ``mesh``, the meshes and shardings of the
+    operands, the current mesh, concrete operands, JAX's default device.
     """
     device = _described.get() or find_mesh_device(mesh)
     named = (_find_named_device(x) for x in operands)
@@ -69,7 +69,7 @@ def current_device(*operands: Any, mesh: Any = None) -> Device:
 
 
 def describe_device(device: jax.Device) -> Device:
-    """Returns the properties of a JAX device that decide, also of one that `jax.experimental.topologies` describes."""
+    """Converts a JAX device, such as one that `jax.experimental.topologies` describes, to a `Device`."""
     return Device(
         platform=device.platform,
         kind=device.device_kind,
@@ -79,7 +79,7 @@ def describe_device(device: jax.Device) -> Device:
 
 
 def _find_named_device(x: Any) -> Device | None:
-    """Returns the device that a tracer's type or the sharding of a ``jax.ShapeDtypeStruct`` names; None if neither."""
+    """Returns the device that a tracer's type or a ``jax.ShapeDtypeStruct``'s sharding names; None if neither does."""
     if isinstance(x, jax.Array):
         return find_mesh_device(jax.typeof(x).sharding.mesh) if isinstance(x, jax.core.Tracer) else None
     sharding = getattr(x, "sharding", None)
@@ -113,17 +113,17 @@ def _list_devices(platform: str) -> list[jax.Device]:
 class Implementation(Protocol):
     """The functions that a module must define to be an implementation.
 
-    `lce_jax.mosaic` has further steps, which no other implementation needs: statistics in parts, per-token arithmetic,
-    and tiles that a threshold leaves out.
+    `lce_jax.mosaic` has further functions, which no other implementation needs: statistics in parts, per-token
+    arithmetic, and tiles that a threshold leaves out.
     """
 
     NAME: str
 
     def supports(self, call: Call) -> str | None:
-        """Returns why it cannot serve ``call``, in words for the user; None if it can."""
+        """Returns why the implementation cannot serve ``call``, in words for the user; None if it can."""
 
     def plan(self, call: Call) -> Plan:
-        """Returns its tiles and bytes for ``call``, without running anything."""
+        """Returns the tiles and bytes of ``call``, without running anything."""
 
     def statistics(self, operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
         """Computes eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``).
@@ -149,7 +149,7 @@ class Implementation(Protocol):
         ``may_overwrite_cache``: no other backward reads the cache.
         ``dweight``: a sum in the statistics' dtype, to which dweight is added without rounding it first.
         ``adds_dweight``: a number that may be traced. If it is 0 and the implementation `writes_dweight`, the sum is
-        written and may hold anything before.
+        overwritten, so it may hold anything.
         """
 
 
@@ -159,18 +159,18 @@ _logger = logging.getLogger("lce_jax")
 
 
 def writes_dweight(call: Call) -> bool:
-    """Whether the first part of a sum of dweight overwrites the whole sum, which then need not be initialised."""
+    """Whether the first contribution to a sum of dweight overwrites the sum, which then need not be initialised."""
     return call.implementation == mosaic.NAME and not call.gradient_threshold
 
 
 def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
-    """Returns the first requested implementation that can serve ``call``, and why those before it cannot.
+    """Returns the first requested implementation that can serve ``call``, and why the implementations before it cannot.
 
     The choice is logged once. The log entry is a warning if the device has kernels that cannot serve the call, because
     the call is then several times slower.
 
     Raises:
-        UnsupportedError: none of them can.
+        UnsupportedError: no requested implementation can serve the call.
     """
     refused: dict[str, str] = {}
     for name in IMPLEMENTATIONS if call.requested is None else call.requested:
@@ -190,7 +190,7 @@ def choose(call: Call) -> tuple[Implementation, dict[str, str]]:
 
 
 def explain(call: Call) -> Plan:
-    """Returns the plan of the implementation that `choose` picks, with the reasons of those before it."""
+    """Returns the plan of the implementation that `choose` picks, and why the implementations before it are refused."""
     chosen, refused = choose(call)
     plan = chosen.plan(call)
     notes = _first_call.notes(call.device) if chosen is mosaic else ()

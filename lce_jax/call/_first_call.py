@@ -2,10 +2,10 @@
 
 The comparison runs once per kind of device, on a small problem. The problem has a vocabulary that ends inside a tile,
 missing labels, a cache of two tiles, both gradients, and dweight added to a sum. The device is described with two
-blocks, so that each block walks over several tiles. The first call of two heads also compares the kernels of two heads.
-The comparison takes about as long as the compilation of the kernels. If results differ, no call of the process runs the
-kernels. If not, later processes of the user do not compare again (`_remembered`). Tiles of a threshold, candidates, a
-padded vocabulary and mixtures of two heads are not compared.
+multiprocessors, so that each computes several tiles. The first call of `linear_kl` also compares the kernels of two
+heads. The comparison takes about as long as the compilation of the kernels. If results differ, the process runs no
+kernels. If they agree, later processes of the user do not compare again (`_remembered`). The comparison does not cover
+gradient thresholds, candidates, a padded vocabulary and mixtures of two heads.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lce_jax.xla import _kl as xla_kl
 from lce_jax.xla import _logprobs as xla
 from lce_jax.xla._walk import Head, HeadTokens, Shard
 
-T, H, V, BLOCKS = 200, 256, 896, 2  # V: three tiles and a half; two are cached, so both halves share kernels
+T, H, V, BLOCKS = 200, 256, 896, 2  # V is 3.5 tiles: two cached ones and two that share kernels with them
 CACHE_BYTES = 300_000, 900_000  # two tiles, of one head and of two
 BOUNDS = dict.fromkeys(("logprobs", "entropy", "lse", "kl"), 1e-4)  # in nats
 BOUNDS |= dict.fromkeys(("dhidden", "dweight", "dweight of a sum"), 0.03)  # relative
 
 _logger = logging.getLogger("lce_jax")
 _one_at_a_time = threading.Lock()
-_recalled: dict[tuple[Generation, Device, int], str] = {}  # who compared before this process, when, and in which file
+_recalled: dict[tuple[Generation, Device, int], str] = {}  # which earlier process compared, when, and in which file
 
 
 def refuse_kernels(call: Call) -> str | None:
@@ -58,8 +58,8 @@ def check_once(
 ) -> str | None:
     """Returns what is wrong with the kernels on ``device``; None if they are right.
 
-    ``compare()`` returns the errors of `measure_errors`. It runs if neither this process nor an earlier one has
-    compared. ``compared_by``: the caller's name, for the record.
+    ``compare()`` returns the errors of `measure_errors`. ``compare`` runs only if neither this process nor an earlier
+    one has compared. ``compared_by``: the caller's name, for the record.
     """
     with _one_at_a_time:
         generation = _generations.unchecked(device, heads)
@@ -75,7 +75,7 @@ def check_once(
 def _recall_or_compare(
     generation: Generation, device: Device, heads: int, compare: Callable[[], dict[str, float]], compared_by: str
 ) -> str | None:
-    """Returns what is wrong; None if nothing is. Only this package's own kernels are remembered."""
+    """Returns what is wrong; None if nothing is. Only comparisons of this package's own kernels are remembered."""
     here = functools.partial(_compare_in_thread, device, compare)
     comparison = _remembered.find_comparison(device, heads) if generation in _generations.RELEASED else None
     if comparison is None:
@@ -105,7 +105,8 @@ def notes(device: Device) -> tuple[str, ...]:
 def measure_errors(results: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
     """Returns the largest error of each result: absolute for values, relative for gradients.
 
-    The error of a gradient is that of its worst row, divided by the row's norm or by the median norm if that is larger.
+    The error of a gradient is the largest error of a row, divided by the row's norm or the median norm if that is
+    larger.
     """
     largest = {}
     for name, right in expected.items():
@@ -168,7 +169,10 @@ def _run_head(one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inve
 def _run_two_heads(
     one: Any, call: Call, hidden: Any, weight: Any, targets: Any, inverse: Any, seeds: Any
 ) -> dict[str, Any]:
-    """Returns a divergence and its gradients. The teacher has the student's weight and its hidden states reversed."""
+    """Returns a divergence and its gradients.
+
+    The teacher has the student's weight, and the student's hidden states in reverse order.
+    """
     del targets
     factor, teacher_scale = _logprobs.compute_row_factor(call, inverse), _logprobs.compute_row_scale(call, None)
     plan = xla_kl.KLPlan(Pair(call, call), "reverse", call.columns)

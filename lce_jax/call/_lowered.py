@@ -1,9 +1,9 @@
 """Lowered kernels, remembered in the user's cache folder, so that later processes do not lower them again.
 
 Lowering one kernel takes Python 0.1 to 1 s, and a first call through PyTorch needs up to 15. A file holds the module of
-one kernel, compressed. Its name is a digest of what the module depends on: this package's sources, the versions of JAX
-and of NVIDIA's compilers, the settings of Pallas and Mosaic, and the kernel with its shapes and options. A file that
-cannot be read, or that is damaged, counts as none.
+one kernel, compressed. The file's name is a digest of what the module depends on: this package's sources, the versions
+of JAX and of NVIDIA's compilers, the settings of Pallas and Mosaic, and the kernel with its shapes and options. A file
+that is damaged or cannot be read counts as missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PREFIX = "kernel-"
 MONTHS = 3 * 30 * 24 * 3600  # seconds without a read, after which a file is removed
 DIGEST = hashlib.sha256
 SETTINGS = ("pallas", "mosaic", "checks", "matmul_precision", "promotion", "debug_nans", "debug_infs")
-DESCRIBED = (bool, int, float, str, type(None), np.dtype, jax.ShapeDtypeStruct, Call)  # their repr says all
+DESCRIBED = (bool, int, float, str, type(None), np.dtype, jax.ShapeDtypeStruct, Call)  # types whose repr is complete
 VARIABLES = ("MOSAIC_", "JAX_PALLAS_", "JAX_MOSAIC_")
 
 _logger = logging.getLogger("lce_jax")
@@ -47,7 +47,7 @@ class LoweredKernels:
         self._has_pruned = False
 
     def read(self, key: str) -> bytes | None:
-        """Returns the module that was written with ``key``; None if there is none, or if its file is damaged."""
+        """Returns the module that was written with ``key``; None if the file is missing or damaged."""
         path = self._name_file(key)
         with contextlib.suppress(OSError, zlib.error):
             digest, module = _split(zlib.decompress(path.read_bytes()))
@@ -58,7 +58,7 @@ class LoweredKernels:
         return None
 
     def write(self, key: str, module: bytes) -> None:
-        """Writes a module, all of it or nothing. If it cannot be written, the log says so."""
+        """Writes a module, whole or not at all. If it cannot be written, the log says so."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remembered.replace_file(self._name_file(key), zlib.compress(self._digest(key, module) + module))
@@ -93,9 +93,10 @@ def recall_or_lower(kernel: Kernel, device: Device) -> bytes:
 
 
 def describe_kernel(kernel: Kernel, device: Device) -> str | None:
-    """Returns text that no other kernel has; None if the text of an operand does not say all about it.
+    """Returns text that describes only this kernel; None if the repr of one of its operands is incomplete.
 
-    A generation is named by its compute capabilities: its tiles and functions are in this package's sources.
+    A generation is named by its compute capabilities alone, because its tiles and functions are in this package's
+    sources.
     """
     launch, tree, leaves = kernel.launch
     generations = {id(one): f"generation {one.compute_capabilities}" for one in _generations.RELEASED}
@@ -107,7 +108,7 @@ def describe_kernel(kernel: Kernel, device: Device) -> str | None:
 
 
 def find_lowered_kernels() -> LoweredKernels | None:
-    """Returns the user's files; None if nothing is to be remembered, or if the sources of this process are unknown."""
+    """Returns the user's lowered kernels; None if nothing is to be remembered, or if sources are unknown."""
     folder = _remembered.find_folder()
     software = None if folder is None else _remembered.describe_software()
     return None if folder is None or software is None else LoweredKernels(folder, software)
@@ -134,7 +135,7 @@ def remove_unread(folder: Path) -> None:
 
 
 def report() -> Iterator[str]:
-    """Yields how many lowered kernels are remembered, and how to forget them; nothing if none is."""
+    """Yields how many lowered kernels are remembered, and how to forget them. Yields nothing if there are none."""
     folder = _remembered.find_folder()
     sizes = [] if folder is None else [path.stat().st_size for path in list_files(folder)]
     if sizes:

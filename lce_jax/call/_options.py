@@ -1,7 +1,7 @@
 """The options that functions take by keyword: one table, and the checks that need no shapes.
 
-The table `OPTIONS` has each option's default, its check, and the functions that do not have the option. It decides what
-a function accepts and refuses, and what its messages list.
+The table `OPTIONS` has each option's default, its check, and the functions that do not have the option. The table
+decides which options a function accepts, and which options its messages list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import lax
 
 from lce_jax.call import _checks, _dispatch
 from lce_jax.mesh._layout import layout_of_names
-from lce_jax.types import scalars
+from lce_jax.types import messages, scalars, shared_checks
 from lce_jax.types._types import Call, is_array
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ type Unset = Literal["unset"]
 
 
 # Type checkers read these classes, because they cannot read the table below. A test compares the two. The option
-# classes of Flax's heads inherit from them.
+# classes of Flax's heads inherit from these.
 
 
 class CallOptions(TypedDict, total=False):
@@ -48,7 +48,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class GradientOptions(CallOptions, total=False):
-    """Those, and the options that only differentiable functions have."""
+    """`CallOptions`, and the options that only differentiable functions have."""
 
     cache_bytes: int | None
     gradient_threshold: float
@@ -57,7 +57,7 @@ class GradientOptions(CallOptions, total=False):
 
 
 class OptionsWithoutEntropy(GradientOptions, total=False):
-    """Those, the options of a model's head, and those that add results: all of `linear_logprobs` except ``entropy``."""
+    """`GradientOptions`, and the options of heads and results: all options of `linear_logprobs` except ``entropy``."""
 
     logit_softcap: float | Float[ArrayLike, ""] | None
     logit_scale: float | Float[ArrayLike, ""]
@@ -77,7 +77,7 @@ class LogprobOptions(OptionsWithoutEntropy, total=False):
 
 
 class KLOptions(LogprobOptions, total=False):
-    """Those, and the options that only `linear_kl` has."""
+    """`LogprobOptions`, and the options that only `linear_kl` has."""
 
     beta: float | Float[ArrayLike, ""] | None
     teacher_temperature: float | Float[ArrayLike, "..."] | Same
@@ -90,10 +90,10 @@ class KLOptions(LogprobOptions, total=False):
 def check_scalar(
     name: str, value: Any, check: Callable[[str, Any], Any], check_array: Callable[[str, Any], Any] | None = None
 ) -> Any:
-    """Checks a number with ``check``, or a real array of shape (). Returns the number as checked, or the same array.
+    """Checks a number, or a real array of shape (), and returns it.
 
-    ``check_array``, by default ``check``, checks the value of an array if it is known. Reading that value waits for the
-    device. Only calls outside ``jit`` do so, as for a temperature that is an array.
+    ``check`` checks numbers. If the value of an array is known, ``check_array`` (default: ``check``) checks this value.
+    That happens only outside ``jit``, and waits for the device, as for a temperature that is an array.
     """
     if not is_array(value) or isinstance(value, np.generic):
         return check(name, value)
@@ -123,7 +123,7 @@ def _check_axes(name: str, value: Any) -> Any:
 
 
 def _check_precision(name: str, value: Any) -> Any:
-    """Checks a precision, other than None, by giving it to a `jax.lax` product."""
+    """Checks a precision that is not None by tracing a `jax.lax` product with it."""
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
         jax.eval_shape(lambda a, b: lax.dot(a, b, precision=value), one, one)
@@ -173,12 +173,12 @@ class Option:
     """A keyword option."""
 
     default: Any
-    check: Callable[[str, Any], Any] = _check_later  # (name, value other than the default) -> value, or an error
+    check: Callable[[str, Any], Any] = _check_later  # (name, value) -> checked value; not for the default
     excluded: tuple[str, ...] = ()  # the functions that do not have the option
 
 
 WITH_LABELS = ("linear_logprobs", "linear_cross_entropy", "linear_loss")
-_FEW = ("linear_topk", "linear_logits")  # they have no pass over the vocabulary with gradients
+_FEW = ("linear_topk", "linear_logits")  # they have no gradient that is computed over the whole vocabulary
 _LOSSES = ("linear_cross_entropy",)
 _ALL_BUT_KL = (*WITH_LABELS, *_FEW)
 
@@ -220,14 +220,14 @@ def list_options(function: str) -> tuple[str, ...]:
 def check_names(
     function: Callable[..., Any], options: Mapping[str, Any], loss_fn: Callable[..., Any] | None = None
 ) -> None:
-    """Refuses names in ``**options`` that ``function`` does not have. The message lists the options that it has."""
+    """Refuses names in ``**options`` that ``function`` does not have. The message lists those that the function has."""
     if options.keys() <= set(list_options(function.__name__)):
         return
     name, keywords = function.__name__, list_keywords(function)
     if isinstance(options.get("axis_name"), MeshPlacement):
         name, keywords = f"sharded_{name}", (*MeshPlacement._fields, *(x for x in keywords if x != "axis_name"))
     if unknown := [option for option in options if option not in OPTIONS]:
-        raise scalars.unknown_options_error(name, unknown, keywords, loss_fn)
+        raise messages.unknown_options_error(name, unknown, keywords, loss_fn)
     refuse_options(name, options)
 
 
@@ -240,7 +240,7 @@ def list_keywords(function: Callable[..., Any]) -> tuple[str, ...]:
     return (*others, *known)
 
 
-# Options that these functions do not have, and refuse elsewhere with a special message.
+# Options that these functions do not have. Other code refuses them, with special messages.
 SPECIAL_MESSAGES = {
     "linear_cross_entropy": ("entropy", "stats", "candidates"),
     "linear_loss": ("cache_bytes", "candidates", "vocab_part_size"),
@@ -248,7 +248,7 @@ SPECIAL_MESSAGES = {
 
 
 def refuse_options(function: str, options: Mapping[str, Any]) -> None:
-    """Refuses options of other functions."""
+    """Refuses options that only other functions have."""
     base = function.removeprefix("sharded_")
     known = *list_options(base), *SPECIAL_MESSAGES.get(base, ())
     if wrong := [name for name in options if name not in known]:
@@ -256,7 +256,7 @@ def refuse_options(function: str, options: Mapping[str, Any]) -> None:
 
 
 class MeshPlacement(NamedTuple):
-    """The mesh axes that split the operands, by name. A ``sharded_`` function passes it on as ``axis_name``."""
+    """The names of the mesh axes that split the operands. A ``sharded_`` function passes them on as ``axis_name``."""
 
     mesh: Mesh | AbstractMesh | None = None
     vocab_axis: Axes = None
@@ -275,21 +275,21 @@ class MeshPlacement(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """A caller's arguments after the checks of options. Static options are in ``call``, which may lack shapes."""
+    """A caller's arguments, after the checks of options. Static options are in ``call``, which may lack shapes."""
 
     call: Call
     hidden: Any
     weight: Any
-    labels: Any  # None for a function that has none
+    labels: Any  # None for a function without labels
     where: Any
     temperature: Any
-    logit_scale: Any  # None, as the softcap, unless one of the two is an array; the call then has both as numbers
+    logit_scale: Any  # None, like the softcap, if both are numbers; then ``call`` has them
     logit_softcap: Any
     bias: Any
     candidates: Any
     logit_floor: Any
     lora: Any
-    ignore_index: Any  # None once `lce_jax.call._describe.describe_call` has masked its rows
+    ignore_index: Any  # None after `lce_jax.call._describe.describe_call` has masked the rows with this label
     placement: MeshPlacement | None  # None: one device, ``axis_name``, or the mesh of the operands
 
 
@@ -312,11 +312,11 @@ def parse_arguments(
     function: str = "linear_logprobs",
     top_k: Any = None,
 ) -> Arguments:
-    """Checks the options of ``function`` and returns them with its arrays. With ``top_k``, it is `linear_topk`."""
+    """Checks the options of ``function`` (`linear_topk` if ``top_k`` is given), and returns them with its arrays."""
     options = options if top_k is None else {**options, "entropy": False}
     function = function if top_k is None else "linear_topk"
     if function in WITH_LABELS:
-        scalars.require_labels(labels, _checks.NO_LABELS)
+        shared_checks.require_labels(labels, _checks.NO_LABELS)
     checked = {name: check_option(name, options) for name in list_options("linear_logprobs")}
     scale, softcap, candidates = checked["logit_scale"], checked["logit_softcap"], checked["candidates"]
     traced = is_array(scale) or is_array(softcap)
@@ -348,7 +348,7 @@ def parse_arguments(
             "weight + scale * B @ A"
         )
     if call.has_floor:
-        scalars.check_floor_options(call.num_candidates, mean_logit)
+        shared_checks.check_floor_options(call.num_candidates, mean_logit)
     factors: tuple[Any, Any] = (scale, softcap) if traced else (None, None)
     ignored = None if ignore_index is None else scalars.integer("ignore_index", ignore_index)
     others = checked["bias"], checked["candidates"], checked["logit_floor"], checked["lora"], ignored, placement
@@ -356,10 +356,10 @@ def parse_arguments(
 
 
 def parse_arguments_with_ids(options: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, where: Any) -> Arguments:
-    """Parses the arguments of `linear_logits`. Its ids are the call's candidates, and XLA serves it by default."""
+    """Parses the arguments of `linear_logits`. The ids become candidates. The default implementation is "xla"."""
     _checks.check_array("hidden", hidden)
     _checks.count_candidates(ids, "ids")
-    scalars.check_candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
+    shared_checks.check_candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
     chosen = {"implementation": "xla"} if options.get("implementation") is None else {}
     return parse_arguments(
         {**options, "candidates": ids, **chosen}, hidden, weight, None, where, function="linear_logits"
@@ -367,7 +367,7 @@ def parse_arguments_with_ids(options: Mapping[str, Any], hidden: Any, weight: An
 
 
 def check_loss_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a loss. Refuses options for results that a loss does not return."""
+    """Returns the options of a loss. Refuses options that request results which a loss does not return."""
     refused = [f"{name}=True" for name in ("entropy", "stats") if scalars.flag(name, options.get(name, False))]
     refused += ["candidates"] if options.get("candidates") is not None else []
     if refused:
@@ -379,7 +379,7 @@ def check_loss_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any = None) -> tuple[float, Any, Any]:
-    """Checks the arguments of a loss. Returns the label smoothing, the weight of lse² and the divisor of the mean."""
+    """Checks the arguments of a loss. Returns label smoothing, the weight of lse², and the mean's divisor."""
     scalars.check_choice("reduction", reduction, ("mean", "sum", "none"))
     if normalizer is not None:
         if reduction != "mean":

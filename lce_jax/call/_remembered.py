@@ -1,11 +1,11 @@
-"""First calls whose comparison held, remembered in the user's cache folder for later processes.
+"""Remembers successful comparisons of first calls in the user's cache folder, for later processes.
 
-A file holds one comparison. Its name is a digest of what may change the numbers: this package's sources, the versions
-of JAX and of NVIDIA's compilers, the card, the driver, and whether the kernels are of one head or two. Only a
-comparison that held is written. A file that cannot be read or written, or that holds anything else, counts as none.
+A file holds one comparison. The file's name is a digest of what may change the results: this package's sources, the
+versions of JAX and of NVIDIA's compilers, the card, the driver, and whether the kernels are of one head or two. Only a
+successful comparison is written. A file that cannot be read or written, or that holds anything else, counts as missing.
 
-Processes that begin together compare once: the first one holds a lock, and the others read its result. If it finds a
-fault or dies, each of them compares for itself.
+Processes that begin together compare once: the first one holds a lock, and the others read its result. If the first
+finds a fault or dies, each of the others compares for itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ except ImportError:  # Windows, where JAX has no CUDA
 
 VARIABLE = "LCE_JAX_CACHE_DIR"
 PREFIX = "first_call-"
-WAIT_SECONDS = 120.0  # five times what a comparison took on an H200. A process that hangs delays others no longer
+WAIT_SECONDS = 120.0  # five times a comparison on an H200. A process that hangs delays others by this at most
 POLL_SECONDS = 0.05
 DISTRIBUTIONS = ("lce-jax", "jax", "jaxlib")
 COMPILERS = (  # where Mosaic, LLVM and ptxas or nvJitLink come from
@@ -45,16 +45,17 @@ COMPILERS = (  # where Mosaic, LLVM and ptxas or nvJitLink come from
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12",
 )  # fmt: skip
 MODULE_VERSIONS = (Path("/sys/module/nvidia/version"), Path("/proc/driver/nvidia/version"))
-IMPORTED = time.time()  # seconds; the package imports its modules within the second before
+IMPORTED = time.time()  # in seconds; the package's modules are imported within a second before this
 HEADS = {1: "one head", 2: "two heads (linear_kl)"}
 
 _logger = logging.getLogger("lce_jax")
 
 
 def find_folder() -> Path | None:
-    """Returns the folder of the files; None if nothing is to be remembered, or if the user has no home.
+    """Returns the folder for the files; None if nothing is to be remembered, or if the user has no home.
 
-    ``LCE_JAX_CACHE_DIR`` names it; empty or 0: none. The default is ``lce_jax`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
+    ``LCE_JAX_CACHE_DIR`` names the folder; if it is empty or 0, there is none. The default is ``lce_jax`` in
+    ``XDG_CACHE_HOME`` or ``~/.cache``.
     """
     chosen, base = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME", "")
     if chosen is not None and chosen.strip() in ("", "0"):
@@ -69,9 +70,10 @@ def find_folder() -> Path | None:
 
 @functools.cache
 def describe_software() -> dict[str, str] | None:
-    """Returns the digest of this package's sources and all versions; None if the sources are unknown.
+    """Returns a digest of this package's sources, and all versions; None if the sources are unknown.
 
-    The digest makes an edited checkout another version. Sources that changed after their import are unknown.
+    Because of the digest, an edited checkout counts as another version. Sources that changed after their import are
+    unknown.
     """
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     try:
@@ -96,9 +98,10 @@ def find_version(distribution: str) -> str | None:
 
 @functools.cache
 def find_driver() -> str | None:
-    """Returns the versions of NVIDIA's kernel module and of the library above it; None if either is unknown.
+    """Returns the versions of NVIDIA's kernel module and of CUDA's driver library; None if either is unknown.
 
-    The two differ with a compatibility package. Reading them starts no client of JAX's and no context of CUDA's.
+    The two differ if a compatibility package of CUDA is installed. Reading them creates no JAX client and no CUDA
+    context.
     """
     module, number = _find_module_version(), ctypes.c_int()
     try:
@@ -111,7 +114,7 @@ def find_driver() -> str | None:
 
 
 def _find_module_version() -> str | None:
-    """Returns the version of NVIDIA's kernel module: the kernel's files have it, NVML under Windows too."""
+    """Returns the version of NVIDIA's kernel module, from the kernel's files or from NVML, which Windows has, too."""
     for path in MODULE_VERSIONS:
         with contextlib.suppress(OSError):
             if found := re.search(r"\d+\.\d[\d.]*", path.read_text()):
@@ -125,7 +128,7 @@ def _find_module_version() -> str | None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file, all of it or nothing, even if other processes write it too."""
+    """Writes a file whole or not at all, even if other processes write the same file."""
     handle, name = tempfile.mkstemp(".tmp", PREFIX, path.parent)
     try:
         with open(handle, "wb") as file:
@@ -144,7 +147,7 @@ class Comparison:
     path: Path
 
     def read(self) -> dict[str, Any] | None:
-        """Returns the file's contents: who compared and when. None unless it holds this comparison."""
+        """Returns the file's contents: who compared, and when. None if the file does not hold this comparison."""
         record = _read_record(self.path)
         return record if record is not None and record["key"] == self.key else None
 
@@ -159,10 +162,10 @@ class Comparison:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lets one process in, which holds the lock until it leaves or dies, and the others in when it has.
+        """A context that one process enters at once, holding the lock until it leaves or dies. Others enter after that.
 
-        They do not hold the lock, so that after a fault they all compare at once. Where files cannot be locked,
-        and after `WAIT_SECONDS`, a process does not wait.
+        The others do not hold the lock, so that after a fault they all compare at once. A process waits for at most
+        `WAIT_SECONDS`, and not at all where files cannot be locked.
         """
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
@@ -174,7 +177,7 @@ class Comparison:
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
-    """Returns the contents of a file that `Comparison.write` has written; None if it is damaged or is not there."""
+    """Returns the contents of a file that `Comparison.write` has written; None if the file is damaged or missing."""
     try:
         record = json.loads(path.read_bytes())
         key, texts = record["key"], (record["compared_by"], record["at"])
@@ -209,7 +212,7 @@ def _unlock(file: IO[bytes]) -> None:
 
 
 def find_comparison(device: Device, heads: int) -> Comparison | None:
-    """Returns the comparison on ``device``; None if it is not to be remembered, or if a part of its key is unknown."""
+    """Returns the comparison on ``device``; None if nothing is to be remembered, or if a part of its key is unknown."""
     folder = find_folder()
     software, driver = (None, None) if folder is None else (describe_software(), find_driver())
     if folder is None or software is None or driver is None:
@@ -221,16 +224,15 @@ def find_comparison(device: Device, heads: int) -> Comparison | None:
 def recall_or_compare(
     comparison: Comparison, compare: Callable[[], str | None], compared_by: str
 ) -> tuple[str | None, str | None]:
-    """Returns what is wrong, which ``compare()`` finds unless it held before, and what is remembered of that.
+    """Returns what is wrong with the kernels. Runs ``compare()`` unless an earlier success is remembered.
 
     Args:
-        comparison: the comparison that ``compare`` makes.
+        comparison: describes the comparison that ``compare`` makes.
         compare: returns what is wrong, or None.
         compared_by: who compares: "JAX", or "PyTorch" for kernels that are launched directly.
 
     Returns:
-        What is wrong, or None. The second is who compared, when, and in which file that is remembered; None if this
-        process has compared.
+        What is wrong, or None; and who compared, when, and the file that records it, or None if this process compared.
     """
     if recalled := comparison.read():
         return None, _describe_result(comparison, recalled)

@@ -1,6 +1,6 @@
 """``lce-jax explain``: the memory that a head will take per device. It needs no GPU and changes nothing.
 
-It prints the memory that the call itself asks for, and with ``--compile`` also the memory of XLA's programs. With
+The command prints the memory that this package requests, and with ``--compile`` also the memory of XLA's programs. With
 ``--pod`` it compiles for a whole pod (`lce_jax.explain._pod`). ``--remembered`` prints which cards' first calls are
 remembered.
 """
@@ -21,8 +21,8 @@ from lce_jax import Plan, explain
 from lce_jax.call import _lowered, _remembered
 from lce_jax.explain import _pod
 from lce_jax.explain._arguments import gibibytes, positive
+from lce_jax.explain._compile_targets import TARGETS
 from lce_jax.explain._models import MODELS, ModelHead, find_model, model_head
-from lce_jax.explain._pod import TARGETS
 from lce_jax.types import scalars
 from lce_jax.types._jax import abstract_device
 from lce_jax.types.scalars import format_bytes
@@ -33,7 +33,6 @@ DEVICES = {name: (target.platform, target.kind, target.core_count) for name, tar
 TENSOR = "tensor"
 BOTH = ("forward", "forward + backward")
 PRODUCTS = 3  # matrix products of a forward and a backward: logits, dhidden, dweight. Recomputed logits are one more
-ALL = 1 << 62  # cache_bytes that nothing exceeds
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _PrintRemembered(argparse.Action):
-    """Needs no other option, as ``--help``."""
+    """Prints what is remembered and exits. Like ``--help``, it needs no other option."""
 
     def __call__(self, command: argparse.ArgumentParser, *_: Any) -> None:
         print(*_remembered.report(), *_lowered.report(), sep="\n")
@@ -76,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints the table and the recommendation, or the memory of a pod's programs."""
     command, options = parser(), parser().parse_args(arguments)
     if options.pod is not None or options.compile:
-        jax.config.update("jax_enable_compilation_cache", False)  # it cannot keep programs of described devices
+        jax.config.update("jax_enable_compilation_cache", False)  # the cache cannot hold programs for described devices
     lines = report(*read(arguments), options.compile) if options.pod is None else _report_pod(command, options)
     try:
         for line in lines:
@@ -101,7 +100,7 @@ def _report_pod(command: argparse.ArgumentParser, options: argparse.Namespace) -
 
 
 def read(arguments: list[str] | None = None) -> tuple[ExplainedCall, int]:
-    """Parses a command line. Returns its call and the bytes to spare."""
+    """Parses a command line. Returns the call to explain, and the bytes that ``--spare-gib`` allows."""
     command = parser()
     options = command.parse_args(arguments)
     if options.function is not None:
@@ -117,7 +116,7 @@ def read(arguments: list[str] | None = None) -> tuple[ExplainedCall, int]:
 
 
 def _refuse_devices(name: str, count: int) -> str | None:
-    """Returns why there are not so many devices to compile for; None if there are."""
+    """Returns why a program for ``count`` devices cannot be compiled; None if it can."""
     if name in TARGETS:
         return TARGETS[name].refuses(count)
     available = len(jax.devices("cpu"))
@@ -146,7 +145,7 @@ class ExplainedCall:
 
     @property
     def columns(self) -> int:
-        """The columns of each shard, padding included."""
+        """The number of columns of each shard, padding included."""
         return -(-self.head.vocab_size // self.shards)
 
     def plan(self, **options: Any) -> Plan:
@@ -165,7 +164,7 @@ class ExplainedCall:
         )  # fmt: skip
 
     def _make_mesh(self, is_compiled: bool) -> Mesh | AbstractMesh:
-        """Returns a mesh whose tensor axis splits the vocabulary, with devices to compile for or only their names."""
+        """Returns a mesh whose tensor axis splits the vocabulary. Its devices are only names unless ``is_compiled``."""
         if is_compiled and self.device in TARGETS:
             return TARGETS[self.device].mesh(1, self.shards)
         if is_compiled:

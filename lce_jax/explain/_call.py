@@ -20,7 +20,7 @@ from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.ops._cross_entropy import Reduction
 from lce_jax.run import _token_chunks
 from lce_jax.run._kl import KLArguments, check_columns
-from lce_jax.types import scalars
+from lce_jax.types import scalars, shared_checks
 from lce_jax.types._types import PassBytes, Plan, RequestedGradients, is_array
 from lce_jax.xla import _kl, _logits
 from lce_jax.xla._kl import KLPlan
@@ -45,7 +45,7 @@ def measure_programs(
     """Compiles the programs of the public function ``name`` and returns their temporary memory.
 
     The function takes hidden, weight and ``arguments``. The backward's program computes the gradients that the plan's
-    call asks for, and those of an adapter's factors.
+    call requests, and the gradients of an adapter's factors.
     """
     a, b, scale = arguments.pop("lora", None) or (None, None, 1.0)
     arrays = {key: _struct(x) for key, x in arguments.items() if is_array(x) and not isinstance(x, np.generic)}
@@ -70,7 +70,7 @@ def measure_programs(
 
 
 def compile_program(call: Callable[..., Any], operands: tuple[Any, ...], trained: tuple[int, ...]) -> Any:
-    """Compiles ``call`` for the devices of its operands, with the gradients of the operands numbered in ``trained``."""
+    """Compiles ``call`` for the devices of its operands, with gradients of the operands at the indices ``trained``."""
 
     def total(*operands: Any) -> Any:
         return sum(jnp.sum(x) for x in jax.tree.leaves(call(*operands)))
@@ -89,7 +89,7 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
 def _check_devices(
     plan: Plan, operands: Iterable[jax.ShapeDtypeStruct], placement: MeshPlacement, axis_name: Any
 ) -> None:
-    """Refuses to compile if the program would be for other devices than the plan."""
+    """Refuses to compile if the program's devices would not be the plan's."""
     if axis_name is not None:
         raise ValueError(
             f"compile=True with axis_name={axis_name!r}: one shard alone cannot be compiled. Give the global arrays, "
@@ -199,12 +199,12 @@ def explain(
     - `linear_logits` with ``ids``
     - `linear_kl` with ``teacher``
 
-    With a mesh or a mesh axis, the plan is that of the sharded function for the tokens and columns of one device.
-    Arrays that a mesh splits are planned as they are split, because XLA or their types partition the call in this way
-    (`linear_logits` and `linear_kl` only if the axes are Explicit). Operands may be tracers or
+    With a mesh or a mesh axis, the plan is for the sharded function, and counts one device's tokens and columns. If the
+    arrays are already split over a mesh, the plan is for that split, because XLA or their types partition the call in
+    this way (`linear_logits` and `linear_kl` only if the axes are Explicit). Operands may be tracers or
     ``jax.ShapeDtypeStruct``: nothing is computed. The plan is for the devices that the mesh or the operands' shardings
-    name, which this machine need not have (`jax.experimental.topologies`), otherwise for this machine's devices. No
-    axis must be bound: with ``axis_name``, give the shapes of one shard.
+    name; this machine need not have these (`jax.experimental.topologies`). If none are named, the plan is for this
+    machine's devices. With ``axis_name``, give the shapes of one shard; the axis need not be bound.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
@@ -234,35 +234,35 @@ def explain(
             rows of all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients
             add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; an
             array's 0 counts as 1. None: the rows that count in this call.
-        gradients_in_forward: True for the plan of `linear_loss`, including the memory that all its chunks share.
+        gradients_in_forward: True to plan `linear_loss`, including the memory that all its chunks share.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
             dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
             There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
             (256 MiB on a CPU).
-        frozen_weight: True for the plan of a call whose weight has no gradient (``jax.lax.stop_gradient(weight)``, or a
-            parameter that is not differentiated). It has no sum of dweight, and other chunks. ``lora`` implies it.
-        k: the k of `linear_topk`, whose plan is returned. Only the shape of the labels matters then.
-        ids: ``[..., K]``, the ids of `linear_logits`, whose plan is returned. Only the shape of the labels matters
-            then.
-        teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`. Only the shape of
-            the labels matters then.
-        direction: "forward", "reverse" or "jsd", of `linear_kl`, which keeps more memory between its passes with the
-            last two.
-        compile: True to compile the call's programs too, which takes as long as for a run, and to report their memory
-            (``Plan.compiled``). Operands or mesh must name devices, or the plan must be for this machine's devices.
+        frozen_weight: True to plan a call without a gradient of the weight (``jax.lax.stop_gradient(weight)``, or a
+            parameter that is not differentiated). Such a call has no sum of dweight, and other chunks. ``lora`` implies
+            it.
+        k: the k of `linear_topk`, to plan that function. Only the shape of the labels matters then.
+        ids: ``[..., K]``, the ids of `linear_logits`, to plan that function. Only the shape of the labels matters then.
+        teacher: the teacher's hidden states ``[..., G]`` and its weight, to plan `linear_kl`. Only the shape of the
+            labels matters then.
+        direction: the direction of `linear_kl`: "forward", "reverse" or "jsd". The last two keep more memory between
+            the passes.
+        compile: True to compile the call's programs and report their memory (``Plan.compiled``). That takes as long as
+            compiling for a run. Operands or mesh must name devices, or the plan must be for this machine's devices.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
-            ``candidates``, ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``; of a teacher
-            ``beta``, ``teacher_temperature``, ``teacher_logit_softcap``, ``teacher_logit_scale``,
+            ``candidates``, ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``; with a teacher
+            also ``beta``, ``teacher_temperature``, ``teacher_logit_softcap``, ``teacher_logit_scale``,
             ``teacher_weight_layout`` and ``teacher_bias``, as in `linear_logprobs` and `linear_kl`.
 
     Returns:
-        A `Plan`; ``print`` it. ``python -m lce_jax.explain`` prints the plan of a named model, also on a machine
+        A `Plan`; ``print`` it. ``python -m lce_jax.explain`` prints the plans for a named model, even on a machine
         without a GPU.
 
     Raises:
         UnsupportedError: an implementation requested by name cannot serve the call; the message says why.
-        ValueError, TypeError: what the function itself would refuse, as far as shapes and options show it.
+        ValueError, TypeError: the planned function would refuse these shapes or options.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -276,11 +276,11 @@ def explain(
         >>> plan.call.num_tokens, plan.call.columns
         (1024, 32768)
         >>> call = struct((64, 8), jnp.float32), struct((4096, 8), jnp.float32), struct((64,), jnp.int32)
-        >>> explain(*call, compile=True).compiled.forward < 64 * 4096 * 4  # of the program, on this machine
+        >>> explain(*call, compile=True).compiled.forward < 64 * 4096 * 4  # on this machine
         True
     """
     _options.check_names(explain, options)
-    scalars.require_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
+    shared_checks.require_labels(labels, 'jax.ShapeDtypeStruct(hidden.shape[:-1], "int32") serves')
     smoothing, penalty, divisor = _options.check_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
     loss_options = (reduction, divisor, None if ignore_index == -100 else "ignore_index")
     loss_arguments = (*loss_options, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
@@ -327,7 +327,7 @@ def explain(
 
 
 class _PlannedLoss(NamedTuple):
-    """The arguments of a loss that its plan depends on."""
+    """The arguments of a loss on which its plan depends."""
 
     reduction: Reduction | None
     ignore_index: int | None
@@ -379,7 +379,7 @@ def _plan_head(
 
 
 def _add_adapter_copies(plan: Plan, lora: Any) -> Plan:
-    """Adds the copies of an adapter's B to the plan: B padded and cast as an operand, and its gradient before both."""
+    """Adds the copies of an adapter's B to the plan: the padded and cast operand, and its gradient."""
     if lora is None:
         return plan
     call, b = plan.call, lora[1]
@@ -393,7 +393,7 @@ def _add_adapter_copies(plan: Plan, lora: Any) -> Plan:
 
 
 def _plan_auto_axes(call: Call) -> Plan:
-    """Returns the plan of a call that XLA partitions over Auto axes. Saved tiles have no global shape, so none are."""
+    """Returns the plan of a call that XLA partitions over Auto axes. Tiles have no global shape, so none are saved."""
     advice = "call sharded_linear_logprobs, or make them Explicit"
     plan = _dispatch.explain(dataclasses.replace(call, cache_bytes=0, gradient_threshold=0.0))
     notes = []

@@ -3,8 +3,8 @@
 Hidden sizes, vocabularies, softcaps and ``tie_word_embeddings`` are from each model's published ``config.json``
 (huggingface.co/<organisation>/<model>). They were compared with the model files of
 https://github.com/AI-Hypercomputer/maxtext/tree/main/src/maxtext/configs/models and of
-https://github.com/google/tunix/tree/main/tunix/models. MaxText pads Gemma 2's vocabulary of 256000 to 256128, and
-leaves out the last 64 of Gemma 3's 262208.
+https://github.com/google/tunix/tree/main/tunix/models. MaxText pads Gemma 2's vocabulary from 256000 to 256128, and
+leaves out the last 64 of Gemma 3's 262208 entries.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MODELS = {
 
 
 def find_model(name: str) -> str:
-    """Returns the key in `MODELS` for a name at Hugging Face such as Qwen/Qwen3-8B-Base; an unknown name unchanged."""
+    """Returns the key in `MODELS` of a Hugging Face name such as Qwen/Qwen3-8B-Base, or an unknown name unchanged."""
     short = re.sub("-(base|instruct|it|pt)$", "", name.rpartition("/")[2].lower())
     return next((key for key in MODELS if key.replace("-", "") == short.replace("-", "")), name)
 

@@ -1,6 +1,6 @@
-"""What the heads of both Flax APIs have in common: options, logits, and the calls that store no logits.
+"""The common part of the heads of both Flax APIs: options, logits, and the methods that store no logits.
 
-It does not import Flax.
+This module does not import Flax.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lce_jax.ops._kl import linear_kl
 from lce_jax.ops._logprobs import linear_logprobs
 from lce_jax.ops._loss import linear_loss
 from lce_jax.ops._topk import linear_topk
-from lce_jax.types import _jax, scalars
+from lce_jax.types import _jax, loss_signatures, messages, scalars
 from lce_jax.types._types import Call
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
 
 
 class OptionsOfTopK(CallOptions, total=False):
-    """The options of every call. The other options of `lce_jax.linear_logprobs` belong to the head."""
+    """The options of every method. The other options of `lce_jax.linear_logprobs` belong to the head."""
 
     where: Bool[ArrayLike, "*b"] | None
 
 
 class SharedOptions(OptionsOfTopK, GradientOptions, total=False):
-    """The options of every differentiable call."""
+    """The options of every differentiable method except ``kl``."""
 
 
 class OptionsOfKL(OptionsOfTopK, total=False):
@@ -114,7 +114,7 @@ class Embedding(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
-    """The options of a head. They are hashable, so that they are static in any module that holds them."""
+    """The options of a head. They are hashable, so they are static in any module that holds them."""
 
     vocab_size: int
     logit_scale: float = 1.0
@@ -128,7 +128,7 @@ class HeadSettings:
 
     @classmethod
     def collect(cls, arguments: Mapping[str, Any]) -> HeadSettings:
-        """Selects the options of a head from the arguments of a module."""
+        """Selects the options of a head among the arguments of a module."""
         return cls(**{field.name: arguments[field.name] for field in dataclasses.fields(cls)})
 
     def __post_init__(self) -> None:
@@ -179,10 +179,10 @@ class HeadSettings:
         options: Mapping[str, Any],
         teacher_options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls the function of `lce_jax` for a method, or its form over a mesh if the head names an axis.
+        """Calls the function of `lce_jax` for ``method``, or its sharded form if the head names a mesh axis.
 
         ``before`` and ``after`` are the positional arguments before and after the weight. ``parts`` are weight and
-        bias. ``options`` are the options of this call, and ``teacher_options`` those that belong to another head.
+        bias. ``options`` are the options of this call. ``teacher_options`` are options that come from a teacher's head.
         """
         weight, bias = parts
         self.check_hidden(before[-1], weight)
@@ -229,12 +229,12 @@ def _check_names(
         may = ", ".join(known)
         raise TypeError(f"LMHead.{method}: {repeated[0]} is set where the head is made; a call may set {may}")
     others = [name for name in call_options if name not in (*known, *_options.OPTIONS)]
-    if others and (unknown := [name for name in others if name not in scalars.list_loss_arguments(loss_fn)]):
-        raise scalars.unknown_options_error(f"LMHead.{method}", unknown, known, loss_fn)
+    if others and (unknown := [name for name in others if name not in loss_signatures.list_loss_arguments(loss_fn)]):
+        raise messages.unknown_options_error(f"LMHead.{method}", unknown, known, loss_fn)
 
 
 class LMHead:
-    """The calls of a head that store no logits. The classes of both Flax APIs, also called LMHead, inherit them."""
+    """The methods of a head that store no logits. The classes LMHead of both Flax APIs inherit from this class."""
 
     options: HeadSettings
 
@@ -260,7 +260,7 @@ class LMHead:
         entropy: bool = True,
         **options: Unpack[OptionsOfLogprobs],
     ) -> LogprobOutput:
-        """Per-token log-probability and entropy, without storing the logits.
+        """Returns each token's log-probability and entropy, without storing the logits.
 
         Args:
             hidden: ``[..., H]``.
@@ -275,7 +275,7 @@ class LMHead:
         return out
 
     def topk(self, hidden: Float[ArrayLike, "*b H"], k: int, **options: Unpack[OptionsOfTopK]) -> TopK:
-        """The k most likely tokens and their log-probabilities, without storing the logits; not differentiable.
+        """Returns the k most likely tokens and their log-probabilities, without storing the logits. Not differentiable.
 
         Args:
             hidden: ``[..., H]``.
@@ -293,14 +293,14 @@ class LMHead:
         teacher_hidden: Float[ArrayLike, "*b G"],
         **options: Unpack[OptionsOfKL],
     ) -> Float[Array, "*b"]:
-        """Exact KL divergence from a teacher's head per token, without storing the logits of either head.
+        """Returns each token's exact KL divergence from a teacher's head, without storing the logits of either head.
 
         Each head has its own scale, cap, bias and dtype. The teacher has no gradient.
 
         Args:
             hidden: ``[..., H]``.
-            teacher: the teacher's head, over the same ``vocab_size``. In Linen, it is bound
-                (``head.bind(variables)``), or has the same parent.
+            teacher: the teacher's head, over the same ``vocab_size``. In Linen, it must be bound
+                (``head.bind(variables)``) or have the same parent.
             teacher_hidden: ``[..., G]``, the teacher's hidden states at the same tokens.
             **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature``, ``cache_bytes``,
                 ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
@@ -326,7 +326,7 @@ class LMHead:
     def loss(
         self, hidden: Float[ArrayLike, "*b H"], labels: Int[ArrayLike, "*b"], **options: Unpack[OptionsOfLoss]
     ) -> Float[Array, "..."]:
-        """Cross entropy, without storing the logits.
+        """Returns the cross entropy, without storing the logits.
 
         Args:
             hidden: ``[..., H]``.
@@ -355,7 +355,7 @@ class LMHead:
         *per_token: object,
         **options: object,
     ) -> tuple[Float[Array, ""], LogprobOutput]:
-        """Σ loss_fn(logprob, entropy, lse, …) over the tokens, without storing the logits.
+        """Returns Σ loss_fn(logprob, entropy, lse, …) over the tokens, without storing the logits.
 
         Args:
             loss_fn: a loss of one token, such as those of `lce_jax.losses`.
@@ -400,7 +400,7 @@ def check_dtype(name: str, value: Any) -> None:
 
 
 def pad_vocab_size(vocab_size: int, pad_to_multiple: int) -> int:
-    """Returns ``vocab_size`` rounded up to a multiple: the rows of a weight that the head creates."""
+    """Returns ``vocab_size`` rounded up to a multiple: the number of rows of a weight that the head creates."""
     for name, value in (("vocab_size", vocab_size), ("pad_to_multiple", pad_to_multiple)):
         if scalars.integer(name, value) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -418,7 +418,7 @@ def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multipl
 
 
 def count_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any) -> int:
-    """Returns the rows of a weight that the head creates. They must divide by the shards, if the mesh is known."""
+    """Returns the number of rows of a weight that the head creates. The shards must divide it, if the mesh is known."""
     rows = pad_vocab_size(vocab_size, pad_to_multiple)
     _checks.check_mesh(mesh)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh

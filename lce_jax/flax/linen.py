@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 
 class LinenTiedOptions(_head.TiedOptions, total=False):
-    """Those options, and the name that every module of Linen may have."""
+    """`TiedOptions`, and the name that every Linen module may have."""
 
     name: str | None
 
 
 class LMHead(_head.LMHead, nn.Module):
-    """A language-model head that need not store its logits: ``head.logprobs``, ``loss``, ``linear_loss``, ``topk``.
+    """A language-model head that need not store logits: ``head.logprobs``, ``kl``, ``loss``, ``linear_loss``, ``topk``.
 
-    It has a parameter ``weight [rows, H]``, or uses that of an embedding (`tied`), and with ``use_bias`` a
-    ``bias [rows]``. Scale, cap, bias, padding, dtype and mesh are set once, here. So they are the same in sampling,
-    ``head(hidden)``, and in every method.
+    The head has a parameter ``weight [rows, H]``, or uses that of an embedding (`tied`). With ``use_bias``, it also has
+    a parameter ``bias [rows]``. Scale, cap, bias, padding, dtype and mesh are set once, here. So they are the same in
+    sampling, ``head(hidden)``, and in every method.
 
     Attributes:
         embed: an ``nn.Embed`` of the parent whose parameter is the head's weight. None: the head creates its weight.
         mesh: the mesh of ``vocab_axis``, ``batch_axes`` and ``sequence_axis``. None: the mesh of ``jax.set_mesh``.
         vocab_axis: a weight that the head creates is annotated with this axis, or as ``weight_init`` says
             (``nn.with_partitioning(initializer, ("tensor", "fsdp"))``).
-        others: those of `lce_jax.flax.nnx.LMHead`, without its ``rngs``: ``hidden_size``, ``vocab_size``,
-            ``pad_to_multiple``, ``use_bias``, ``logit_scale``, ``logit_softcap``, ``dtype``, ``param_dtype``,
-            ``weight_init``, ``precision``, ``batch_axes``, ``sequence_axis``.
+        others: as in `lce_jax.flax.nnx.LMHead`: ``hidden_size``, ``vocab_size``, ``pad_to_multiple``, ``use_bias``,
+            ``logit_scale``, ``logit_softcap``, ``dtype``, ``param_dtype``, ``weight_init``, ``precision``,
+            ``batch_axes``, ``sequence_axis``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -78,7 +78,7 @@ class LMHead(_head.LMHead, nn.Module):
 
     @classmethod
     def tied(cls, embed: nn.Embed, *, vocab_size: int | None = None, **options: Unpack[LinenTiedOptions]) -> Self:
-        """Returns a head whose weight is that of an embedding.
+        """Returns a head that shares the weight of an embedding.
 
         Args:
             embed: an ``nn.Embed`` of the same parent. Over a mesh, give it the head's sharding:
@@ -107,7 +107,7 @@ class LMHead(_head.LMHead, nn.Module):
         return cls(embed.features, vocab_size, embed=embed, **options)
 
     def setup(self) -> None:
-        """Creates the weight, or takes that of the embedding, and collects the options that all calls share."""
+        """Creates the weight, or takes the embedding's, and collects the options that all methods share."""
         _head.check_dtype("param_dtype", self.param_dtype)
         if self.embed is not None:
             self.weight = self.embed.embedding
@@ -123,11 +123,10 @@ class LMHead(_head.LMHead, nn.Module):
         self.options = _head.HeadSettings.collect(vars(self))
 
     def __call__(self, hidden: Float[ArrayLike, "*b H"]) -> Float[Array, "*b vocab_size"]:
-        """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).
+        """Returns logits for sampling: float32, after scale and cap, over the true vocabulary (without padding).
 
-        This is the only method that stores ``[..., V]``. JAX differentiates it as usual. Over a mesh with Explicit
-        axes, the logits are split as ``hidden`` is, and their vocabulary is not split. With Auto axes the compiler
-        decides.
+        This is the only method that stores ``[..., V]``. JAX differentiates it as usual. Over Explicit axes, the tokens
+        are split as in ``hidden``, and the vocabulary is not split. Over Auto axes, the compiler decides.
 
         Args:
             hidden: ``[..., H]``.
@@ -138,13 +137,13 @@ class LMHead(_head.LMHead, nn.Module):
         """Returns the head's weight and bias."""
         return self.weight, self.bias
 
-    # Linen wraps only the functions that are in the class itself, not those that it inherits.
+    # Linen wraps only functions in the class itself, and not inherited ones.
     logprobs, topk, kl = _head.LMHead.logprobs, _head.LMHead.topk, _head.LMHead.kl
     loss, linear_loss = _head.LMHead.loss, _head.LMHead.linear_loss
 
 
 def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any, dims: int = 2) -> Any:
-    """Returns an initializer whose weight has an annotation: that of ``initializer``, or the vocabulary's axis.
+    """Returns an initializer of annotated weights: with the annotation of ``initializer``, or the vocabulary's axis.
 
     Under Explicit axes Flax asserts that the weight is split as annotated, so the weight is created split. The
     annotation that is added here has no mesh, because with a mesh Flax would add a sharding constraint, which is an

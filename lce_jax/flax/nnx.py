@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class LMHead(_head.LMHead, nnx.Module):
-    """A language-model head that need not store its logits: ``head.logprobs``, ``loss``, ``linear_loss``, ``topk``.
+    """A language-model head that need not store logits: ``head.logprobs``, ``kl``, ``loss``, ``linear_loss``, ``topk``.
 
-    It has a parameter ``weight [rows, H]``, which it creates or shares with an embedding (`tied`), and with
-    ``use_bias`` a ``bias [rows]``. Scale, cap, bias, padding, dtype and mesh are set once, here. So they are the same
-    in sampling, ``head(hidden)``, and in every method.
+    The head has a parameter ``weight [rows, H]``, which it creates or shares with an embedding (`tied`). With
+    ``use_bias``, it also has a parameter ``bias [rows]``. Scale, cap, bias, padding, dtype and mesh are set once, here.
+    So they are the same in sampling, ``head(hidden)``, and in every method.
 
     Args:
         hidden_size: H.
         vocab_size: the true vocabulary, V.
         embed: an ``nnx.Embed`` (or any module with a parameter ``embedding [rows, H]``) whose parameter is the head's
-            weight. It is the same `nnx.Param`, once in the model's state, with the gradient of both uses. None: the
-            head creates its weight.
+            weight. Both share one `nnx.Param`, which is in the model's state once, and has the gradient of both uses.
+            None: the head creates its weight.
         pad_to_multiple: the rows of a weight that the head creates are rounded up to a multiple of this number, such as
             the number of shards. Rows from ``vocab_size`` on are padding: they are in no logits and no sum, and have
             zero gradient. A tied weight is not padded.
@@ -46,11 +46,12 @@ class LMHead(_head.LMHead, nnx.Module):
         mesh: the mesh of the axes below. None: the mesh of ``jax.set_mesh``, at construction and in each call.
         vocab_axis: the mesh axis (or axes) that splits the vocabulary. The head creates its weight split over this
             axis, or as ``weight_init`` says (``nnx.with_partitioning(initializer, ("tensor", "fsdp"))``). With this
-            argument or one of the next two, every method calls the function over a mesh, such as
-            `lce_jax.sharded_linear_logprobs`. Without them it calls `lce_jax.linear_logprobs`, for one device, under
-            ``jit`` on a mesh, or inside ``jax.shard_map``.
+            argument or one of the next two, every method calls a sharded function, such as
+            `lce_jax.sharded_linear_logprobs`. Without these arguments it calls `lce_jax.linear_logprobs`: on one
+            device, under ``jit`` on a mesh, or inside ``jax.shard_map``.
         batch_axes: the mesh axis (or axes) that splits the first dimension of the hidden states.
-        sequence_axis: the mesh axis (or axes) that splits their sequence; it may be ``vocab_axis``, or end with it.
+        sequence_axis: the mesh axis (or axes) that splits the sequence of the hidden states. It may be ``vocab_axis``,
+            or end with it.
         rngs: random numbers for a weight that the head creates.
 
     Example:
@@ -122,7 +123,7 @@ class LMHead(_head.LMHead, nnx.Module):
 
     @classmethod
     def tied(cls, embed: nnx.Embed, *, vocab_size: int | None = None, **options: Unpack[_head.TiedOptions]) -> Self:
-        """Returns a head whose weight is that of an embedding.
+        """Returns a head that shares the weight of an embedding.
 
         Args:
             embed: the ``nnx.Embed``. Over a mesh, give it the head's sharding:
@@ -150,7 +151,7 @@ class LMHead(_head.LMHead, nnx.Module):
         return cls(embed.features, vocab_size, embed=embed, **options)
 
     def parts(self) -> tuple[Float[Array, "V H"], Float[Array, "V"] | None]:
-        """Returns weight and bias. Refuses a head with an adapter, such as qwix adds, which only its logits contain."""
+        """Returns weight and bias. Refuses a head with an adapter, such as qwix's, which only logits would include."""
         if adapters := [name for name, x in vars(self).items() if isinstance(x, nnx.LoRAParam)]:
             raise NotImplementedError(
                 f"the head holds {' and '.join(adapters)}, which only the model's logits contain: leave the head out "
@@ -164,11 +165,10 @@ class LMHead(_head.LMHead, nnx.Module):
         return None if self.bias is None else self.bias[...]
 
     def __call__(self, hidden: Float[ArrayLike, "*b H"]) -> Float[Array, "*b vocab_size"]:
-        """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).
+        """Returns logits for sampling: float32, after scale and cap, over the true vocabulary (without padding).
 
-        This is the only method that stores ``[..., V]``. JAX differentiates it as usual. Over a mesh with Explicit
-        axes, the logits are split as ``hidden`` is, and their vocabulary is not split. With Auto axes the compiler
-        decides.
+        This is the only method that stores ``[..., V]``. JAX differentiates it as usual. Over Explicit axes, the tokens
+        are split as in ``hidden``, and the vocabulary is not split. Over Auto axes, the compiler decides.
 
         Args:
             hidden: ``[..., H]``.

@@ -1,9 +1,9 @@
-"""The k largest numbers of each row, exactly. The largest comes first, and equal numbers are in the order of columns.
+"""The exact k largest values of each row. The largest comes first, and equal values are in the order of columns.
 
-A row is cut into groups of neighbours. The k groups with the largest maxima contain the k largest numbers, because the
-maximum of each of these groups is at least as large as every number of any other group. Of groups with equal maxima,
-the first ones are chosen, so equal numbers keep their order. The k largest maxima are selected in the same way. So a
-few selections from about a thousand numbers replace one selection from the whole row.
+A row is cut into groups of neighbouring columns. The k groups with the largest maxima contain the k largest values,
+because the maximum of each of these groups is at least as large as every value of any other group. Of groups with equal
+maxima, the first ones are chosen, so equal values keep their order. The k largest maxima are selected by the same
+method. So a few selections from about a thousand values replace one selection from the whole row.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float, Int
 
 WIDTHS = (2, 4, 8, 16, 32, 64, 128)  # the widths of a group to choose from
-SELECTION = 256  # one more selection costs as much as so many more numbers in another selection
-MAXIMA = 16  # writing and reading so many maxima costs as much as one number in a selection
+SELECTION = 256  # the fixed cost of a selection, as a number of values to select from
+MAXIMA = 16  # writing and reading this many maxima costs as much as one value to select from
 
 
 class Largest(NamedTuple):
-    """Each token's k largest products over some columns, the largest first and equal products by column."""
+    """Each token's k largest products over some columns, the largest first. Equal products are ordered by column."""
 
     products: Float[Array, "T k"]  # with the sign of the scale, so that logits increase with them; -inf for padding
     ids: Int[Array, "T k"]  # int32
     capped: Float[Array, "T k"] | None  # x of eq. 0 with a softcap, -inf for padding; None without a softcap
-    sumexp: Float[Array, "T"]  # Σ e^u over all these columns (eq. 1), where m is the largest x here
+    sumexp: Float[Array, "T"]  # Σ e^u over the columns (eq. 1), where m is their largest x
 
     @property
     def x(self) -> Float[Array, "T k"]:
-        """The x of eq. 0, which is finite also for padding."""
+        """The x of eq. 0, which is finite even for padding."""
         return clip_to_finite(self.products if self.capped is None else self.capped)
 
     @property
     def max(self) -> Float[Array, "T"]:
-        """The largest x. It need not be the first, because the rounding of a softcap may make another x larger.
+        """The largest x. It need not come first, because rounding in a softcap may make another x larger.
 
-        Reading the first would also be slow: XLA does not recognize a top-k in two slices of a sort, and sorts whole
-        rows.
+        Reading only the first x would also be slow: XLA does not recognize a top-k in two slices of a sort, and sorts
+        whole rows.
         """
         return jnp.max(self.x, axis=-1)
 
 
 def largest(x: Float[Array, "t n"], k: int) -> tuple[Float[Array, "t k"], Int[Array, "t k"]]:
-    """Returns the k largest numbers of each row and their columns; k is at most n."""
+    """Returns the k largest values of each row, and their columns; k is at most n."""
     rows, num_columns = x.shape
     _, width = plan(num_columns, k)
     if width == 1:
@@ -73,7 +73,7 @@ def _select(x: Float[Array, "t n"], k: int) -> tuple[Float[Array, "t k"], Int[Ar
 
 @functools.cache
 def plan(num_columns: int, k: int) -> tuple[int, int]:
-    """Returns the least cost of the selections of a row, and the width of groups that has it; 1 means no groups."""
+    """Returns the lowest cost of selecting from a row, and the width of groups with this cost; 1 means no groups."""
     plans = [(num_columns + SELECTION, 1)]
     for width in WIDTHS:
         if num_columns // width >= k:

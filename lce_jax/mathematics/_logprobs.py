@@ -31,21 +31,21 @@ The label's 1 - tanh² is part of target; its tanh is m + t / k.
 
 Why m, min, Σ x and x_c stay in the units of x, from the first tile to (3) and (4): the product k M is rounded. A k M of
 1e4 is off by up to 5e-4, and z - k M would carry that error into the exponent of every probability. (x - M) k has only
-the errors of x. So k multiplies differences, in both passes, over tiles and over shards. It multiplies M only in lse.
+the errors of x. So k multiplies differences, in both passes, over tiles and over shards. k multiplies M only in lse.
 
-Why the label has its own target in (4): where p(y) is near 1, g_lp (1 - p) is a small difference of two large numbers.
-The forward's t and s give it as g_lp (s - e^t) / s, which is exactly 0 where s is 1. A u that the backward recomputes
-would have to equal t to the last bit, but another algorithm for the product does not give the same bits. For the same
-reason the recomputed u is clipped to 0: at k = 1e8 the rounding of x would put e^u beyond float32, and a row whose
-cotangent is 0 would get 0 · inf.
+Why the label has its own target in (4): where p(y) is near 1, g_lp (1 - p) is a small difference of nearly equal
+numbers. The forward's t and s give this difference as g_lp (s - e^t) / s, which is exactly 0 where s is 1. A u that the
+backward recomputes would have to equal t to the last bit, but another algorithm for the product does not give the same
+bits. For the same reason a recomputed u above 0 is set to 0: at k = 1e8 the rounding of x could make e^u infinite in
+float32, and a row with a cotangent of 0 would get 0 · inf.
 
 Why (1) subtracts before it multiplies: then logprob <= 0 and entropy >= 0 hold with any rounding. The largest column
 has x - m = 0 exactly, whatever a compiler fuses with the product. So its u is 0 and its e^u is 1, and every other u is
 negative. Hence s >= 1, ln s >= 0, q <= 0 and t <= 0. (2) preserves all of this, because one dᵢ is exactly 0 and none is
 positive. And t is exactly 0 if the label is a largest column. If m were the maximum of z = k x, a fused x k - m would
 not be 0 there, because the product is rounded in m but not in the fused term. Statistics hold x_c and not the
-candidate's u, because an implementation may compute x_c outside the tiles; so (3) clips the candidate's u to 0. No u is
-below -1e30, and (4) computes u e^u first, because slope u alone may overflow where e^u is 0.
+candidate's u, because an implementation may compute x_c outside the tiles. So (3) sets a candidate's u above 0 to 0. No
+u is below -1e30, and (4) computes u e^u first, because slope u alone may overflow where e^u is 0.
 
 For two heads over one vocabulary, with probabilities p and q, and with m, k, u, s and d of (1) and (2) for each head:
 
@@ -63,18 +63,18 @@ largest:
                                           a = KL(q ‖ m) = Σ q (d + t),   JSD = (1 - β) (t₀ + b) + β a
     (10) gradient in the student's logits:                            dz = g (1 - β) p (t - t₀ - b)
 
-(6) holds because ln p = u_p - ln s_p and ln q = v - (m_q - r) k_q - ln s_q. It has no logits, only differences of
-logits, so it does not matter how far apart the logits of the two models are. Relative to r, a nearly one-hot p has a c
-near 0, whatever the q of that column is, so no large numbers cancel in (8). None cancel in (10), which is relative to
-t₀. (9) needs both normalisers first, so it takes a second pass over the vocabulary.
+(6) holds because ln p = u_p - ln s_p and ln q = v - (m_q - r) k_q - ln s_q. (6) contains only differences of logits, so
+it does not matter how far apart the logits of the two models are. Because v is relative to r, a nearly one-hot p has a
+c near 0, whatever the q of that column is, so no large numbers cancel in (8). None cancel in (10), because its t is
+relative to t₀. (9) needs both normalisers first, so it takes a second pass over the vocabulary.
 
-A floor f leaves the tokens {v : z_v >= f} and the label in the distribution. The comparison is in the units of x
-(eq. 0), x < f / k. So a column costs one comparison, and the rounding of k x does not matter. A logit that is NaN is
+With a floor f, the distribution consists of the tokens {v : z_v >= f} and the label. The comparison is in the units of
+x (eq. 0), x < f / k. So a column costs one comparison, and the rounding of k x does not matter. A logit that is NaN is
 not below any floor, so it still reaches the results.
 
 A forward may cache e^u of a tile, relative to this tile's maximum, in the dtype of the gradient products. The relative
-error of the cached number is one rounding, like that of the gradient. Masked and padded columns have exactly 0, and so
-their gradient is 0.
+error of the cached value is one rounding, like that of the gradient. Masked and padded columns hold exactly 0, so their
+gradient is 0.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
-SATURATED = 20.0  # where 1 - tanh is less than half a unit in the last place, also of float64
+SATURATED = 20.0  # here 1 - tanh is less than half a unit in the last place, even in float64
 
 
 def softcap_tanh(y: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Computes tanh. Above 1, XLA's tanh is off by up to 4.7 units in the last place on a CPU, this one by 1."""
+    """Computes tanh. Above 1 on a CPU, the error is 1 unit in the last place; that of XLA's tanh is up to 4.7."""
     a = jnp.minimum(jnp.abs(y), SATURATED)  # keeps e^2a and its derivative finite
     near_one = 1.0 - 2.0 / (jnp.exp(2.0 * a) + 1.0)
     return jnp.where(a < 1.0, jnp.tanh(y), jnp.where(y < 0, -near_one, near_one))
@@ -148,7 +148,7 @@ def transform_logits(
 
 
 def expand_rows(per_row: Float[Array, "T"] | float) -> Float[Array, "T 1"] | float:
-    """Reshapes one number per row, [T], to [T, 1], so that it broadcasts with [T, n]."""
+    """Reshapes one value per row, [T], to [T, 1], which broadcasts with [T, n]."""
     return per_row if isinstance(per_row, float | int) else per_row[:, None]
 
 
@@ -161,7 +161,7 @@ def tile_statistics(
     candidates: Int[Array, "T K"] | None = None,
     floor: Float[Array, "T"] | None = None,
 ) -> tuple[ShardStatistics, Float[Array, "T n"]]:
-    """Computes eq. 1 over a tile, and the tile's e^u, which is 0 in columns that do not count.
+    """Computes eq. 1 over a tile. Also returns the tile's e^u, which is 0 in columns that do not count.
 
     ``targets`` and ``candidates`` are columns of this tile, or lie outside [0, n). ``unpadded`` is False in padding
     columns. ``floor`` is in the units of x.
@@ -209,9 +209,9 @@ def finish(
     """Computes the results of eq. 3 from statistics of the whole vocabulary.
 
     The logprob of a label out of vocabulary (-1) is 0, and so is every result of a masked row. ``row_scale`` is the k
-    of eq. 0. ``per_token`` runs `token_results`, and may do so in another arithmetic than XLA's.
+    of eq. 0. ``per_token`` runs `token_results`, for example with the arithmetic of a kernel.
     """
-    # A masked row may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
+    # A masked row may have s = 0. Here such an s becomes 1, so that 0 / 0 is never computed.
     stats = stats if where is None else stats._replace(sumexp=jnp.where(where, stats.sumexp, 1.0))
     is_nan, one = jnp.isnan(stats.sumexp), jnp.ones_like(stats.sumexp)
     at_largest = (labels >= 0) & (stats.target == 0.0) & ~is_nan
@@ -267,8 +267,8 @@ def row_coefficients(
 ) -> RowCoefficients:
     """Computes the coefficients of eq. 4, times the row factor of eq. 5.
 
-    They follow from statistics of the whole vocabulary and the cotangents of the results. ``row_scale`` is the k of
-    eq. 0. ``candidate_cotangent`` is the Σ g_c of eq. 4 if the statistics have no candidates.
+    ``stats`` are statistics of the whole vocabulary. ``row_scale`` is the k of eq. 0. ``candidate_cotangent`` is the Σ
+    g_c of eq. 4 if the statistics have no candidates.
     """
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
     g = cotangent.outputs
@@ -300,13 +300,13 @@ def row_coefficients(
 def unscaled_floor(floor: Float[Array, "T"], row_scale: Float[Array, "T"] | float) -> Float[Array, "T"]:
     """Returns the floor in the units of x. ``row_scale`` is the k of eq. 0.
 
-    With k = 0 every logit is 0. Then floor / 0 is -inf, inf or NaN, and x is compared with that.
+    With k = 0 every logit is 0. Then floor / 0 is -inf, inf or NaN, and x is compared with this value.
     """
     return floor / row_scale
 
 
 def unpadded_columns(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Bool[Array, "n"] | None:
-    """Returns which of the columns [start, start + size) are no padding; None if there is no padding."""
+    """Returns which of the columns [start, start + size) are not padding; None if there is no padding."""
     return None if num_columns is None else start + jnp.arange(size, dtype=jnp.int32) < num_columns
 
 
@@ -323,7 +323,7 @@ def counted_columns(
     unpadded: Bool[Array, "n"] | None,
     floor: Float[Array, "T"] | None,
 ) -> Bool[Array, "T n"] | Bool[Array, "1 n"] | None:
-    """Returns which of a tile's columns count; None if all do. The label's column counts also below the floor."""
+    """Returns which of a tile's columns count; None if all do. The label's column counts even below the floor."""
     if floor is None:
         return None if unpadded is None else unpadded[None, :]
     counts = ~(x < floor[:, None]) | (lax.broadcasted_iota(jnp.int32, x.shape, 1) == targets[:, None])
@@ -339,8 +339,8 @@ def exclude_empty_rows(where: Bool[Array, "T"] | None, sumexp: Float[Array, "T"]
     return sumexp != 0 if where is None else where & (sumexp != 0)
 
 
-# A smaller temperature counts as this one. The products with its inverse, also of the kernels' padding, are finite in
-# float32.
+# A temperature below this value counts as this value. Products with its inverse, even in the kernels' padding, are
+# finite in float32.
 SMALLEST = 1e-20
 
 
@@ -350,16 +350,16 @@ def invert_temperature(temperature: Float[Array, "T"]) -> Float[Array, "T"]:
 
 
 def zero_gradient(rows: RowCoefficients, which: Bool[Array, "T"]) -> RowCoefficients:
-    """Sets the coefficients of the rows ``which`` so that they have no gradient.
+    """Sets the coefficients of the rows in ``which`` so that these rows have no gradient.
 
-    Their e^u becomes 0 too, so that they put no NaN into dweight.
+    The e^u of these rows becomes 0, too, so that they add no NaN to dweight.
     """
     zeroed = jax.tree.map(lambda x: jnp.where(expand_like(which, x), 0.0, x), rows)
     return zeroed._replace(max=jnp.where(which, -MASKED, rows.max))
 
 
 def take_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
-    """Returns the x in these columns, and -inf for columns outside [0, n)."""
+    """Returns ``x`` in the given columns, and -inf for columns outside [0, n)."""
     owned = (columns >= 0) & (columns < x.shape[1])
     return jnp.where(owned, jnp.take_along_axis(x, jnp.where(owned, columns, 0), axis=1), -jnp.inf)
 
@@ -375,7 +375,7 @@ def candidate_logprobs(
 def candidate_terms(
     x: Float[Array, "*b"], cotangent: Float[Array, "*b"], factor: Any, dcap: Callable[[Any], Any] | None
 ) -> tuple[Float[Array, "*b"], Float[Array, "*b"]]:
-    """Returns the g_c of eq. 4, 0 where x is -inf, and what each adds to the gradient of the raw product (eq. 5).
+    """Returns the g_c of eq. 4 (0 where x is -inf), and each candidate's term of the raw product's gradient (eq. 5).
 
     ``dcap`` computes the derivative of the softcap; None without a softcap.
     """
@@ -391,8 +391,9 @@ def sum_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"], *others:
     The last of equal columns gets the sum. The others become -1, and their terms 0. ``others`` are further arrays
     [T, K], whose values are equal where columns are equal; they are returned in the sorted order.
 
-    The terms can then be scattered to distinct indices. That is deterministic, but on a GPU two additions at one index
-    are not. After the loop's step of 2ⁿ, each sorted term is the sum of the last 2ⁿ⁺¹ terms of its column.
+    The terms can then be scattered to distinct indices, which is deterministic. On a GPU, two additions at one index
+    are not deterministic. After the loop's step of 2ⁿ, each sorted term is the sum of the last 2ⁿ⁺¹ terms of its
+    column.
     """
     columns, terms, *sorted_others = lax.sort((columns, terms, *others), dimension=1, num_keys=1, is_stable=True)
     step, most = 1, columns.shape[1]
@@ -407,7 +408,7 @@ def sum_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"], *others:
 
 
 def merge_repeated_candidates(operands: Operands, rows: RowCoefficients) -> tuple[Operands, RowCoefficients]:
-    """Returns both with the candidates and terms of `sum_repeats`, so that a token has no candidate twice."""
+    """Merges repeated candidates of a token by `sum_repeats`, in both the operands and the coefficients."""
     assert operands.candidates is not None
     assert rows.candidates is not None
     columns, terms = sum_repeats(operands.candidates, rows.candidates)
@@ -417,7 +418,8 @@ def merge_repeated_candidates(operands: Operands, rows: RowCoefficients) -> tupl
 def scatter_indices(columns: Int[Array, "T K"], first: Any, last: Any, size: int) -> tuple[Array, Array]:
     """Returns indices for a scatter into [T, size], an array of the columns [first, last).
 
-    Columns outside get indices of ``size`` or more. All indices differ if each column occurs once per token.
+    Columns outside [first, last) get indices of ``size`` or more. All indices differ if each column occurs once per
+    token.
     """
     rows, k = (lax.broadcasted_iota(jnp.int32, columns.shape, dim) for dim in (0, 1))
     return rows, jnp.where((columns >= first) & (columns < last), columns - first, size + k)
@@ -429,21 +431,21 @@ FP16_SHIFT = 15.0  # fp16 exponentials are cached times 2^15, because in (0, 1] 
 def can_cache_exponentials(call: Call) -> bool:
     """Whether the gradient can be computed from cached exponentials.
 
-    It cannot for a mean of capped logits: a logit far below the maximum has a gradient there, but its e^u is 0, from
-    which the cap's derivative cannot be computed.
+    The gradient of a mean of capped logits cannot. There a logit far below the maximum has a gradient, but its e^u is
+    0, from which the cap's derivative cannot be computed.
     """
     return call.logit_softcap is None or not call.mean_logit
 
 
 def encode_exponentials(e: Float[Array, "T n"], dtype: jnp.dtype) -> Float[Array, "T n"]:
-    """Encodes e^u for the cache: casts it to ``dtype``, and scales it first for fp16."""
+    """Encodes e^u for the cache: casts it to ``dtype``, after scaling it if that is fp16."""
     return (e * 2.0**FP16_SHIFT if dtype == jnp.float16 else e).astype(dtype)
 
 
 def decode_exponentials(
     cached: Float[Array, "T n"], dtype: jnp.dtype
 ) -> tuple[Float[Array, "T n"], Float[Array, "T n"]]:
-    """Returns e^u from what `encode_exponentials` returned, and u, which is finite also where e^u is 0."""
+    """Decodes a result of `encode_exponentials`. Returns e^u, and u, which is finite even where e^u is 0."""
     e = cached.astype(dtype)
     e = e * 2.0**-FP16_SHIFT if cached.dtype == jnp.float16 else e
     return e, jnp.log(jnp.maximum(e, jnp.finfo(e.dtype).tiny))
@@ -480,7 +482,7 @@ def dlogits_from_exponentials(
 ) -> Float[Array, "T n"]:
     """Computes the gradient of a tile's raw products from its cached exponentials and ``highest``, its largest x.
 
-    It needs no floor, because the exponentials of columns below the floor are 0.
+    No floor is needed, because the exponentials of columns below the floor are 0.
     """
     e, log_e = decode_exponentials(cached, highest.dtype)
     down = jnp.minimum(distance(highest, rows.max, row_scale), 0.0)
@@ -492,7 +494,7 @@ def dlogits_from_exponentials(
 
 
 def bound_row_scale(row_scale: Float[Array, "T"] | float) -> Float[Array, "T"] | float:
-    """Returns a positive row scale for a division. A row without gradient may have any scale, also 0."""
+    """Returns a positive row scale, for use as a divisor. A row without gradient may have any scale, even 0."""
     return row_scale if isinstance(row_scale, float | int) else jnp.maximum(row_scale, jnp.finfo(row_scale.dtype).tiny)
 
 

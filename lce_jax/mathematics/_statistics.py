@@ -1,8 +1,8 @@
-"""Statistics of each token over some columns (eq. 1): how to start, merge (eq. 2) and pack them.
+"""Statistics of each token over some columns (eq. 1): functions that start, merge (eq. 2) and pack them.
 
-They are in the units of x (eq. 0) everywhere: over a tile, a shard or a mesh, and between forward and backward.
-`ShardStatistics` declares the fields. `Call.statistics` lists the fields that a call has, with their widths. All code
-that stores, sends or counts statistics uses this module.
+Statistics are in the units of x (eq. 0) everywhere: over a tile, a shard or a mesh, and between forward and backward.
+`ShardStatistics` declares the fields. `Call.statistics` lists the fields that a call computes, with their widths. All
+code that stores, sends or counts statistics uses this module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Sum(NamedTuple):
     moved: Callable[[ShardStatistics, Any, Any], Any]  # a part's sum relative to the union's maximum, from a and d
 
 
-# Every implementation computes, merges and sends those of these sums that are in `Call.statistics`.
+# Every implementation computes, merges and sends the sums that `Call.statistics` lists.
 SUMS = {
     "sumexp": Sum(lambda _, e: e, lambda part, a, _: part.sumexp * a),
     "weighted": Sum(lambda u, e: e * u, lambda part, a, d: (part.weighted + d * part.sumexp) * a),
@@ -41,22 +41,22 @@ _UNIONS |= {"min": jnp.minimum}  # by field, the operation that joins two parts 
 _EXTREMES = {"max": MASKED, "target": -jnp.inf, "min": -MASKED, "candidates": -jnp.inf}
 NO_COLUMNS: Any = ShardStatistics(**_SUMS, **_EXTREMES)  # type: ignore[arg-type]
 
-SEPARATE = ("total", "candidates")  # the fields outside the groups of `Parts`: eq. 2 adds or picks them separately
+SEPARATE = ("total", "candidates")  # the fields of `Parts.separate`: one value per shard, not per group of columns
 NOT_DIFFERENTIATED = ("min", "squares", "support")  # the fields that no gradient depends on
-PER_CANDIDATE = ("candidates",)  # the fields that are [T, K], also for K = 1; the others are [T]
+PER_CANDIDATE = ("candidates",)  # the fields that are [T, K], even for K = 1; the others are [T]
 
 
 class Normalizer(NamedTuple):
-    """Turns a token's statistics m and s over some columns into their probability: p = s e^((m - max) k) / sumexp."""
+    """Turns a token's m and s over some columns into the probability of these columns: s e^((m - max) k) / sumexp."""
 
-    max: Float[Array, "T"]  # of the whole vocabulary, as in `ShardStatistics`
+    max: Float[Array, "T"]  # of the whole vocabulary, like sumexp; see `ShardStatistics`
     sumexp: Float[Array, "T"]
 
 
 class Parts(NamedTuple):
     """A shard's statistics in the form in which it sends them to the other shards.
 
-    The implementation decides the number of groups of columns and the units. It also merges the parts of all shards,
+    The implementation chooses the number of groups of columns and the units. It also merges the parts of all shards,
     which are stacked along a leading dimension.
     """
 
@@ -89,7 +89,7 @@ def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
 
 
 def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardStatistics:
-    """The inverse of `pack`, also for several stacked shards. ``widths`` are those of `Call.statistics`."""
+    """Inverts `pack`, for one shard or several stacked shards. ``widths`` come from `Call.statistics`."""
     fields, row = {}, 0
     for name, width in widths.items():
         rows = packed[..., row : row + width, :]
@@ -99,7 +99,7 @@ def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardSt
 
 
 def make_parts(stats: ShardStatistics) -> Parts:
-    """Returns the statistics as the parts of an implementation that sends a single group."""
+    """Converts statistics to parts, for an implementation that sends a single group."""
     separate = make_statistics({name: getattr(stats, name) for name in SEPARATE})
     return Parts(pack(stats._replace(total=None, candidates=None))[None], separate)
 
@@ -119,7 +119,7 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStat
     m = jnp.max(parts.max, axis=0)
     shift = distance(parts.max, m[None], scale if isinstance(scale, float | int) else scale[None])
     a = jnp.exp(shift)
-    # The maximum of the target's owner is computed on its own, because with a third sum over the shifts XLA's GPU
+    # The maximum of the target's owner is computed separately, because with a third sum over the shifts XLA's GPU
     # fusion would store two more arrays of [N, T].
     owner_max = jnp.max(jnp.where(parts.target > -jnp.inf, parts.max, MASKED), axis=0)
     return ShardStatistics(
@@ -146,7 +146,7 @@ def clip_to_finite(x: Array) -> Array:
 def union(
     parts: Sequence[ShardStatistics], scale: Float[Array, "T"] | float, exp: Callable[[Array], Array] = jnp.exp
 ) -> ShardStatistics:
-    """Merges a few statistics, [T] each, by eq. 2 in their order. They need no common array, so kernels can do this.
+    """Merges a few statistics, [T] each, by eq. 2 in their order. Works in kernels, too, because it stacks no arrays.
 
     ``exp`` is `jnp.exp2` for statistics in base 2.
     """
@@ -161,7 +161,7 @@ def _add(one: ShardStatistics, other: ShardStatistics) -> ShardStatistics:
 
 
 class Running(NamedTuple):
-    """A union that grows part by part. It also accumulates the rounding errors of its sums, and adds them at the end.
+    """A union that grows part by part. It accumulates rounding errors of its sums separately, and adds them at the end.
 
     Without this, errors could add up: a thousand parts of 1e-6 added to one of 1 are all rounded by the same amount.
     """
@@ -196,7 +196,7 @@ def _sums(stats: ShardStatistics) -> tuple[Array, Array | None]:
 def _change_maximum(
     m: Array, part: ShardStatistics, scale: Float[Array, "T"] | float, exp: Callable[[Array], Array] = jnp.exp
 ) -> ShardStatistics:
-    """Makes a part relative to the union's maximum ``m`` (eq. 2). A part without columns stays 0: its s and q are 0."""
+    """Makes a part relative to the union's maximum ``m`` (eq. 2). The sums of a part without columns stay 0."""
     shift = distance(part.max, m, scale)
     a = exp(shift)
     return part._replace(max=m, target=part.target + shift, **_move_sums(part, a, shift))

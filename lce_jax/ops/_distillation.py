@@ -11,7 +11,7 @@ from jax import lax
 
 from lce_jax.call import _checks, _describe, _options
 from lce_jax.mathematics._kl import Pair, log_ratio, log_ratios
-from lce_jax.types import scalars
+from lce_jax.types import scalars, shared_checks
 
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, ArrayLike, Bool, Float, Int
@@ -94,7 +94,7 @@ def distillation_loss(
         and Liger Kernel write ``beta=0`` for the forward and ``beta=1`` for the reverse KL.
     """
     _checks.check_labels(ids, "ids")
-    scalars.count_candidates("ids", ids.shape)
+    shared_checks.count_candidates("ids", ids.shape)
     for name, x in (("candidate_logprobs", candidate_logprobs), ("teacher_logprobs", teacher_logprobs)):
         _checks.check_array(name, x)
         if tuple(x.shape) != tuple(ids.shape) or not jnp.issubdtype(x.dtype, jnp.floating):

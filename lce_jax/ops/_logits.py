@@ -14,7 +14,7 @@ from lce_jax.call._options import LogprobOptions
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner
 from lce_jax.run._logits import LOGITS
-from lce_jax.types import scalars
+from lce_jax.types import shared_checks
 from lce_jax.types._types import LogprobOutput
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def masked_logprobs(
     """
     _checks.check_array("logits", logits)
     _checks.check_labels(ids, "ids")
-    scalars.count_candidates("ids", ids.shape)
+    shared_checks.count_candidates("ids", ids.shape)
     _checks.check_labels(labels)
-    scalars.check_candidate_shape("ids", ids.shape, labels.shape, "labels")
+    shared_checks.check_candidate_shape("ids", ids.shape, labels.shape, "labels")
     if tuple(logits.shape) != tuple(ids.shape) or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(
             f"logits {tuple(logits.shape)} of {logits.dtype} must be floating point in the shape of ids "

@@ -18,7 +18,7 @@ from lce_jax.mesh import _collectives
 from lce_jax.run import _loss, _runner, _token_chunks
 from lce_jax.run._loss import LOSS, Inputs
 from lce_jax.run._mixed_tokens import refuse_mixed_tokens
-from lce_jax.types import _jax, scalars
+from lce_jax.types import _jax, loss_signatures, messages
 from lce_jax.types._types import LogprobOutput, Results
 
 if TYPE_CHECKING:
@@ -132,14 +132,14 @@ def linear_loss(
     axes = placement._asdict() if isinstance(placement, MeshPlacement) else {}
     parameters = {"where": where, "ignore_index": ignore_index, "chunk_bytes": chunk_bytes, **axes}
     known = _options.list_options("linear_loss")
-    named, call_options = scalars.split_loss_arguments(loss_fn, per_token, options, known, parameters)
+    named, call_options = loss_signatures.split_loss_arguments(loss_fn, per_token, options, known, parameters)
     _options.check_names(linear_loss, call_options, loss_fn)
     parsed = _options.parse_arguments(call_options, hidden, weight, labels, where, ignore_index, function="linear_loss")
     limit = _token_chunks.check_chunk_bytes(chunk_bytes, call_options)
     parsed = parsed._replace(call=parsed.call.replace(chunk_bytes=limit))
     names = {**call_options, **{name: x for name, x in axes.items() if x is not None}}
     refusal = functools.partial(
-        scalars.mixed_tokens_error,
+        messages.mixed_tokens_error,
         function="sharded_linear_logprobs" if axes else "linear_logprobs",
         shape=jnp.shape(labels),
         where=None if where is None else "where",

@@ -24,7 +24,7 @@ from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
 from lce_jax.run._runner import ArraySharding, Capability, Program, run_program
-from lce_jax.types import scalars
+from lce_jax.types import messages, scalars
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _kl as _kl_tiles
 from lce_jax.xla._kl import KLPlan
@@ -43,7 +43,7 @@ def _name_teacher() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise type(error)(scalars.reword_for_teacher(error)) from None
+        raise type(error)(messages.reword_for_teacher(error)) from None
 
 
 class KLArguments(NamedTuple):
@@ -68,7 +68,7 @@ class KLArguments(NamedTuple):
                 if (
                     isinstance(student[name], jax.Array) or student[name] != neutral
                 ):  # no array is read, because its device would be asked
-                    raise scalars.student_only_error(name, student[name], neutral)
+                    raise messages.student_only_error(name, student[name], neutral)
                 teacher[name] = neutral
         with _name_teacher():
             teachers = _options.parse_arguments(teacher, *arrays.teacher, None, where, function="linear_kl")

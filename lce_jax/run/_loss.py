@@ -25,7 +25,7 @@ from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
 from lce_jax.run._runner import ArraySharding, Capability, OperandType, Program, list_result_axes, run_program
 from lce_jax.run._token_chunks import TokenChunk, choose_chunk_rows, describe_chunk
-from lce_jax.types import _jax, scalars
+from lce_jax.types import _jax, scalars, shared_checks
 from lce_jax.types._types import Call, LogprobOutput, Primals, Results
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def flatten_arguments(arguments: Any, labels: Any) -> tuple[tuple[Any, ...], Cal
         if not scalars.is_number(x):
             name = f"per-token argument {jax.tree_util.keystr(path[1:], simple=True, separator='.')} of loss_fn"
             _checks.check_array(name, x)
-            scalars.check_per_token_shape(name, x.shape, shape)
+            shared_checks.check_per_token_shape(name, x.shape, shape)
             array = jnp.asarray(x)
             data = unwrap_keys(array)
             full_shape = (*shape, *data.shape[min(array.ndim, len(shape)) :])

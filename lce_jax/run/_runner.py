@@ -28,7 +28,7 @@ from lce_jax import mosaic
 from lce_jax.call import _dispatch
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
 from lce_jax.mesh._layout import Layout, auto_axes, find_typed_mesh, layout_of_specs
-from lce_jax.types import _jax, scalars
+from lce_jax.types import _jax, shared_checks
 from lce_jax.types._types import Call, Device, Primals, RequestedGradients, UnsupportedError
 from lce_jax.xla import _logprobs as xla
 
@@ -290,7 +290,7 @@ def _describe_share(call: Call, layout: Layout, program: Program, operands: Any)
         mesh=None,
     )
     share = _dispatch.use_mesh_device(share, layout.mesh)
-    scalars.check_vocab_parts(call.vocab_part_size, call.columns, share.columns)
+    shared_checks.check_vocab_parts(call.vocab_part_size, call.columns, share.columns)
     return dataclasses.replace(share, implementation=_dispatch.choose(share)[0].NAME)
 
 

@@ -1,1 +1,1 @@
-"""The lowest floor: types of calls and results, checks of arguments, packed sequences, and JAX names that may move."""
+"""The lowest floor: types of calls and results, shared checks and messages, packed sequences, unstable names of JAX."""

@@ -1,4 +1,4 @@
-"""Names of JAX that a release may move or rename (except the kernel language), and idioms of its manual-axis types.
+"""Names of JAX that a release may move or rename (except the kernel language), and helpers for types of manual axes.
 
 Only three modules read private names of JAX: this one, `lce_jax.mosaic._pallas`, and `lce_jax.mosaic._compiler`, which
 opens JAX's plugin. JAX 0.11.2 and 0.12.0.1 have all of these names.
@@ -29,17 +29,17 @@ from jax.sharding import PartitionSpec as P
 
 
 def decode_spec(sharding: Any, mesh: Any) -> P:
-    """Returns the spec over ``mesh`` of a sharding that XLA's compiler gives, which has no axis names."""
+    """Converts a sharding that XLA's compiler returns, which has no axis names, to a spec over ``mesh``."""
     return P(*parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0])
 
 
 def list_devices(sharding: Any) -> np.ndarray[Any, Any]:
-    """Returns the devices of a sharding that XLA's compiler gives, in the sharding's order."""
+    """Returns the devices of a sharding that XLA's compiler returns, in the sharding's order."""
     return np.array(sharding._device_assignment)
 
 
 def list_axes(axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Returns the mesh axes in ``axes`` as a tuple: none, one or several."""
+    """Returns ``axes`` (None, a mesh axis or several) as a tuple."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
@@ -48,7 +48,7 @@ def list_axes(axes: str | Sequence[str] | None) -> tuple[str, ...]:
 def find_platform(device: Any) -> str:
     """Returns the platform of a mesh's ``AbstractDevice``.
 
-    Before JAX 0.11 an ``AbstractDevice`` has no such field. The name of its kind decides then.
+    Before JAX 0.11 an ``AbstractDevice`` has no field for the platform. Then the name of its kind decides.
     """
     platform = getattr(device, "platform", None)
     if platform is not None:
@@ -80,12 +80,12 @@ def tracks_varying(axis_name: Any) -> bool:
 
 
 def vary_like[T](tree: T, like: Any) -> T:
-    """Types ``tree`` as varying over every axis that a leaf of ``like`` varies over. The carry of a loop needs this."""
+    """Makes the type of ``tree`` vary over every axis that a leaf of ``like`` varies over. Loop carries need this."""
     return vary_over(tree, varying_axes(like))
 
 
 def vary_over[T](tree: T, axes: frozenset[Any]) -> T:
-    """Types ``tree`` as varying over ``axes``."""
+    """Makes the type of ``tree`` vary over ``axes``."""
     return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying_axes(x)), to="varying"), tree)
 
 
@@ -107,10 +107,10 @@ def has_explicit_axes(x: Any) -> bool:
 
 
 def drop_reduced_axes(x: jax.Array) -> jax.Array:
-    """Returns ``x`` without reduced axes in its type (``P(..., reduced={...})``), which ask for an unsummed gradient.
+    """Returns ``x`` without reduced axes in its type (``P(..., reduced={...})``), which request an unsummed gradient.
 
-    Inside ``shard_map``, the result varies over these axes instead. Outside, its sharding does not name them. In both
-    cases the transpose gives the gradient the type that ``x`` asks for.
+    Inside ``shard_map``, the result varies over these axes instead. Outside, its sharding does not name these axes. In
+    both cases the transpose gives the gradient the type that ``x`` requests.
     """
     aval = jax.typeof(x)
     if aval.mat.reduced:
@@ -121,14 +121,14 @@ def drop_reduced_axes(x: jax.Array) -> jax.Array:
 
 
 def gather_dims(x: jax.Array, *dims: int) -> jax.Array:
-    """Gathers ``x`` over the Explicit axes that split ``dims``, which are negative. Concatenations require this."""
+    """Gathers ``x`` over the Explicit axes that split ``dims`` (negative indices), as a concatenation requires."""
     entries = partitions(jax.typeof(x).sharding.spec)
     gathered = (*(None if dim - x.ndim in dims else axes for dim, axes in enumerate(entries)),)
     return x if gathered == entries else jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=P(*gathered)))
 
 
 def split_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Splits ``x`` over Explicit axes as the first dimensions of ``like`` are split.
+    """Splits ``x`` over Explicit axes in the same way as the first dimensions of ``like``.
 
     Elementwise operations require this. ``like`` has at least as many dimensions as ``x``.
     """
@@ -140,18 +140,18 @@ def split_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """Sums ``x`` over the axes that it varies over, except ``axes``, over which the value of the cotangent varies."""
+    """Sums a gradient over the axes that its type varies over, except ``axes``, which its operand varies over."""
     extra = tuple(sorted(varying_axes(x) - axes, key=str))
     return lax.psum(x, extra) if extra else x
 
 
 def primal_arrays(primals: Any) -> Any:
-    """Returns the arrays in the primals of a ``custom_vjp``'s forward rule with ``symbolic_zeros``."""
+    """Returns the arrays in the primals that the forward rule of a ``custom_vjp`` with ``symbolic_zeros`` receives."""
     return jax.tree.map(lambda x: x.value, primals)
 
 
 def cotangent_arrays(tree: Any) -> Any:
-    """Returns the cotangents of the backward rule of such a ``custom_vjp``, with symbolic zeros replaced by arrays."""
+    """Returns the cotangents that a ``custom_vjp`` with ``symbolic_zeros`` receives, its zeros replaced by arrays."""
     return jax.tree.map(lambda x: ad.instantiate_zeros(ad.Zero(x.aval)) if isinstance(x, SymbolicZero) else x, tree)
 
 
@@ -174,10 +174,10 @@ _SECOND_DERIVATIVE = (
 
 
 def not_differentiable[**P, R](function: Callable[P, R], message: str = _SECOND_DERIVATIVE) -> Callable[P, R]:
-    """Returns ``function`` with a derivative that raises an error with ``message`` once something uses it.
+    """Returns ``function`` with a derivative that raises an error with ``message`` once something uses the derivative.
 
-    The default ``message`` is that of a second derivative. The derivative must not raise earlier, because JAX also
-    differentiates operands of ``stop_gradient`` and auxiliary results inside a gradient, and drops those derivatives.
+    The default ``message`` refuses second derivatives. The derivative must not raise before it is used, because inside
+    a gradient JAX also differentiates operands of ``stop_gradient`` and auxiliary results, and drops those derivatives.
     """
     guarded = jax.custom_jvp(function)
 
@@ -227,9 +227,9 @@ ad.primitive_transposes[_derivative_p] = _transpose_derivative
 batching.primitive_batchers[_derivative_p] = _batch_derivative
 
 
-# Two identities: `only_in_reverse` of a value, and `_tangent_p` of its tangent. Lowering removes the first, so compiled
-# programs do not have it. Reverse mode transposes the second. Forward mode evaluates, lowers or batches the second,
-# which raises an error that names the function; JAX's own error, that of a ``custom_vjp``, names none. The name is an
+# Two identities: `only_in_reverse` wraps a value, and `_tangent_p` its tangent. Lowering removes `only_in_reverse`, so
+# compiled programs do not contain it. Reverse mode transposes `_tangent_p`. Forward mode evaluates, lowers or batches
+# it, which raises an error that names the function, unlike JAX's own error for a ``custom_vjp``. The name is an
 # argument: ``only_in_reverse.bind(x, function="linear_logprobs")``.
 only_in_reverse, _tangent_p = Primitive("lce_only_in_reverse"), Primitive("lce_tangent_in_reverse")
 

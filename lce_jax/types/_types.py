@@ -1,4 +1,4 @@
-"""The types that every layer shares: public outputs, what is static about a call, operands, statistics, and the plan.
+"""The types that every layer shares: public outputs, a call's static description, operands, statistics, and the plan.
 
 Dimension letters of the package: T tokens, H hidden size, V vocabulary (of one shard if an axis splits it), N shards.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax.types import scalars
+from lce_jax.types import defaults
 from lce_jax.types.scalars import format_bytes
 
 if TYPE_CHECKING:
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(ValueError):
-    """No implementation can serve the call, or none of those that ``implementation`` names. The message says why."""
+    """No implementation, or none that ``implementation`` names, can serve the call. The message says why."""
 
 
 class LogprobOutput(NamedTuple):
-    """Per-token results. Each field has the shape of ``labels`` and is float32, bool or int32, or None.
+    """Per-token results, as a pytree. Each field is None or an array with the shape of ``labels``.
 
-    Fields of float32 are float64 for a float64 weight. A pytree. The fields that ``stats=True`` adds are not
-    differentiable; all others are. A type checker sees logprobs, entropy and lse as arrays, and ``entropy`` as an array
-    or None only in a call of `linear_logprobs` with ``entropy=False``. It reports no use of the other fields, which are
-    None unless the call asks for them.
+    Floating-point fields are float32, or float64 for a float64 weight. The fields that ``stats=True`` adds are not
+    differentiable; all others are. To a type checker, logprobs, entropy and lse are arrays, and ``entropy`` may be None
+    only in a call of `linear_logprobs` with ``entropy=False``. A type checker does not warn when the other fields are
+    used, although they are None unless the call requests them.
 
     Attributes:
         logprobs: ln p(label), nats. 0 where the label is out of vocabulary or ``where`` is False.
@@ -48,7 +48,7 @@ class LogprobOutput(NamedTuple):
             or without a floor.
     """
 
-    # The type is `Any` in place of None. With None, a type checker would report each use of a field that was asked for.
+    # `Any` stands in place of None, because with None a type checker would report every use of a requested field.
     logprobs: Float[Array, ...]
     entropy: Float[Array, ...]
     lse: Float[Array, ...]
@@ -64,21 +64,21 @@ class LogprobOutput(NamedTuple):
 if TYPE_CHECKING:
 
     class PerhapsWithoutEntropy(LogprobOutput):
-        """The result as a type checker sees it if ``entropy`` is False, or a flag whose value it does not know."""
+        """The type of a result whose ``entropy`` may be None, for type checkers."""
 
         @property
         def entropy(self) -> Float[Array, ...] | None: ...  # type: ignore[override]
 
 
-# The results that statistics alone decide: three that every call has, then those that ``stats=True`` adds.
+# The results that are computed from statistics alone: first three of every call, then those that ``stats=True`` adds.
 RESULTS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared", "support")
 
 
 class TopK(NamedTuple):
-    """The k most likely tokens of each token's distribution, the most likely first. A pytree.
+    """The k most likely tokens of each token's distribution, the most likely first; a pytree.
 
     Attributes:
-        ids: ``[..., k]`` int32 vocabulary ids, global also when the vocabulary is split. -1 where ``where`` is False.
+        ids: ``[..., k]`` int32 vocabulary ids, global even when the vocabulary is split. -1 where ``where`` is False.
         logprobs: ``[..., k]``, ln p of each id under the whole vocabulary, nats, float32 (float64 for a float64
             weight). 0 where ``where`` is False.
         lse: ``[...]``, ln Σ exp(logits), nats. 0 where ``where`` is False.
@@ -90,9 +90,9 @@ class TopK(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The outputs of one call, and the mean logit if a loss smooths its labels. Or the cotangents of both."""
+    """The outputs of one call and, if a loss smooths its labels, the mean logit; or the cotangents of these."""
 
-    # All fields are float, `correct` too (1.0 or 0.0), because the cotangent of another dtype would be float0.
+    # All fields are floats, even `correct` (1.0 or 0.0), because the cotangent of another dtype would be float0.
     outputs: LogprobOutput
     mean_logit: Float[Array, ...] | None = None
 
@@ -105,9 +105,9 @@ class Results(NamedTuple):
 
 @functools.partial(jax.jit, inline=True)
 def _cast_to_public_types(correct: Array, support: Array | None) -> dict[str, Array | None]:
-    """Returns the two fields in their public dtypes.
+    """Returns `correct` and `support` in their public dtypes.
 
-    It is jitted because outside ``jit`` a Python number in an expression is a transfer to the device, which
+    The function is jitted because outside ``jit`` a Python number in an expression is a transfer to the device, which
     ``jax.transfer_guard`` may forbid.
     """
     count = jax.tree.map(lambda x: jnp.nan_to_num(x, nan=-1.0).astype(jnp.int32), support)
@@ -118,7 +118,7 @@ class Operands(NamedTuple):
     """The arrays of one shard, as an implementation receives them.
 
     Rows from ``num_rows`` on and columns from ``num_columns`` on are padding. Results of padded rows are never read.
-    Both numbers may be traced.
+    Both counts may be traced.
     """
 
     hidden: Float[Array, "T H"]  # in the weight's dtype; [T, H + R] with an adapter (`Call.rank`)
@@ -127,7 +127,8 @@ class Operands(NamedTuple):
     inverse_temperature: Float[Array, "T"] | None  # 1 / temperature, times the scale or cap if traced; None: 1
     num_rows: Int[Array, ""] | None  # None: T
     num_columns: Int[Array, ""] | int | None  # None: V
-    # A factor of the raw products, applied first: scale / cap if one of them is traced, or the sign of a traced scale.
+    # A factor of the raw products, applied first: scale / cap if either is traced; without a cap, the sign of a traced
+    # scale.
     raw_scale: Float[Array, "T"] | None = None
     bias: Float[Array, "V"] | None = None  # added to the raw products, in the statistics' dtype
     candidates: Int[Array, "T K"] | None = None  # int32 columns of this shard, -1 where the shard does not own the id
@@ -171,7 +172,7 @@ class ShardStatistics(NamedTuple):
 
 
 class Primals[A](NamedTuple):
-    """The operands that can have gradients, for a call or for one device's part; or their gradients, or their specs."""
+    """One value for each operand that can have a gradient: its array, its gradient or its partition spec."""
 
     hidden: A  # [..., H]
     weight: A  # [V, H], or [H, V]: Call.weight_layout
@@ -202,8 +203,8 @@ class RequestedGradients:
 class RowCoefficients(NamedTuple):
     """Each token's coefficients of dlogits = uniform + e^u·(constant + slope·u), with u = (x - max)·k (eq. 4).
 
-    The label's column gets ``target`` as well, and each candidate's column its number of ``candidates``. Both numbers
-    include the derivative of the softcap.
+    In the label's column, ``target`` replaces e^u·(constant + slope·u). Each candidate's column also gets its value of
+    ``candidates``. Both include the derivative of the softcap.
     """
 
     max: Float[Array, "T"]  # the largest x of the whole vocabulary
@@ -212,7 +213,7 @@ class RowCoefficients(NamedTuple):
     slope: Float[Array, "T"] | None  # None without entropy
     uniform: Float[Array, "T"] | None = None  # None without mean_logit
     candidates: Float[Array, "T K"] | None = None  # None without candidates
-    at_candidates: Float[Array, "T K"] | None = None  # x of each candidate, -inf where there is none; kernels read it
+    at_candidates: Float[Array, "T K"] | None = None  # for kernels: x of each candidate, or -inf
 
 
 class Device(NamedTuple):
@@ -242,10 +243,10 @@ class Call:
     columns: int = 0
     dtype: jnp.dtype = FLOAT32  # of the weight, and therefore of the matrix products
     caller_dtype: jnp.dtype | None = None  # the dtype of the caller's hidden if it is not the weight's; else None
-    partial_rows: bool = False  # whether some rows may be masked: the call has ``where``, or a number of rows
+    partial_rows: bool = False  # whether some rows may be masked, by ``where`` or by a number of rows
     device: Device = CPU
 
-    function: str = "linear_logprobs"  # the public function, which messages name
+    function: str = "linear_logprobs"  # the public function that messages name
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     entropy: bool = True
@@ -257,30 +258,30 @@ class Call:
     mean_logit: bool = False  # whether the mean logit is computed, which label smoothing needs
     has_bias: bool = False
     # The padded rank R of an adapter (`scalars.padded_rank`); 0: no adapter. With an adapter, hidden is [..., H + R],
-    # the weight is frozen, and there is no bias. B [V, R] multiplies the last R columns u of hidden, and the weight the
-    # others: logits = h·Wᵀ + u·Bᵀ.
+    # the weight is frozen, and there is no bias. The weight multiplies the first H columns of hidden, h, and B [V, R]
+    # the last R, u: logits = h·Wᵀ + u·Bᵀ.
     rank: int = 0
     num_candidates: int = 0  # K; 0: the call has no candidates
-    traced_scale: bool = False  # whether scale or cap is an array: both are then in `Rows`, and the numbers here are 1
-    gradient_threshold: float = 0.0  # a tile whose every probability is below it is left out of the gradients
-    vocab_part_size: int | None = None  # columns of a part of the vocabulary; tiles begin at a part's first column
+    traced_scale: bool = False  # whether scale or cap is an array; then `Rows` has both, and the fields above are 1
+    gradient_threshold: float = 0.0  # gradients leave out tiles in which all probabilities are below it
+    vocab_part_size: int | None = None  # columns per part of the vocabulary; each part begins a new tile
     has_floor: bool = False
     top_k: int = 0  # k of `linear_topk`; 0 in every other function
     direction: Literal["forward", "reverse", "jsd"] = "forward"  # of `linear_kl`
-    teacher: Call | None = None  # the other head of `linear_kl`
+    teacher: Call | None = None  # the teacher's call, in `linear_kl`
     gradients: RequestedGradients = RequestedGradients()  # the gradients that a differentiated call computes
 
     implementation: str = ""  # the implementation that serves the call, chosen among ``requested``
-    requested: tuple[str, ...] | None = None  # names to choose from, also later for the shapes of a shard; None: all
+    requested: tuple[str, ...] | None = None  # names to choose from, now and for a shard's shapes; None: all
     caller_vocab_size: int | None = None  # the caller's option; None once ``vocab_size`` is known
     vocab_size: int = 0
     padded: bool = False  # whether all shards together have more columns than ``vocab_size``
     axis_name: Any = None  # the mesh axis over which the vocabulary is split inside this program
     gather_dim: int | None = None  # the dimension of hidden that is split over ``axis_name`` too
-    shards: int = 1  # of the vocabulary, where `explain` knows them
-    # The mesh axes that split the tokens, in a program of `_runner._over_devices`. Types do not show there what to sum,
-    # so the program itself sums over these axes, and the cotangents that it receives are complete sums. None: the types
-    # of ``shard_map`` show what to sum.
+    shards: int = 1  # shards of the vocabulary, if `explain` knows the number
+    # The mesh axes that split the tokens, in a program of `_runner._over_devices`. In such a program types do not show
+    # what to sum, so the program itself sums over these axes, and the cotangents that it receives are complete sums.
+    # None: the types of ``shard_map`` show what to sum.
     token_axes: tuple[str, ...] | None = None
     # How the global operands are split when `_runner._over_devices` gets them: a `Layout`, or the mesh of the operands'
     # types, which is empty if the types name none. None: the operands are on one device.
@@ -308,7 +309,7 @@ class Call:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """The fields of `ShardStatistics` that the call has, in order, each with how many numbers per token it has."""
+        """The fields of `ShardStatistics` that the call computes, in order, with their numbers of values per token."""
         optional: dict[str, int] = {"weighted": self.entropy, "min": self.stats, "squares": self.stats}
         optional |= {"total": self.mean_logit, "candidates": self.num_candidates}
         optional |= {"support": self.stats and self.has_floor}
@@ -327,11 +328,14 @@ class Call:
 
     @property
     def cache_budget(self) -> int:
-        """How many bytes of the forward's tiles may be cached for the backward: by default some on a GPU."""
+        """How many bytes of the forward's tiles may be cached for the backward.
+
+        By default `defaults.CACHE_BYTES` on a GPU (0 with a threshold or vocabulary parts), and 0 elsewhere.
+        """
         if self.cache_bytes is not None:
             return self.cache_bytes
         is_useful = self.vocab_part_size is None and not self.gradient_threshold
-        return scalars.CACHE_BYTES if is_useful and self.device.platform == "gpu" else 0
+        return defaults.CACHE_BYTES if is_useful and self.device.platform == "gpu" else 0
 
     @property
     def asks_for_tiles(self) -> bool:
@@ -344,16 +348,19 @@ class Call:
 
     @property
     def vocab_dim(self) -> int:
-        """The dimension of the weight that runs over the vocabulary."""
+        """The index of the weight's vocabulary dimension."""
         return self.weight_layout.index("v")
 
     @property
     def hidden_dim(self) -> int:
-        """The dimension of the weight that runs over the hidden size."""
+        """The index of the weight's hidden dimension."""
         return self.weight_layout.index("h")
 
     def split(self, hidden: Array) -> tuple[Array, Array]:
-        """Splits hidden into the weight's [..., H] and an adapter's [..., R]. Without an adapter, returns it twice."""
+        """Splits hidden into [..., H] for the weight and [..., R] for an adapter.
+
+        Without an adapter, both are ``hidden``.
+        """
         return (hidden[..., : self.hidden_size], hidden[..., self.hidden_size :]) if self.rank else (hidden, hidden)
 
     @property
@@ -373,7 +380,7 @@ class Call:
 
     @property
     def result_dtype(self) -> jnp.dtype:
-        """The dtype of results that all heads contribute to."""
+        """The dtype of results that are computed from all heads."""
         return functools.reduce(jnp.promote_types, (head.stat_dtype for head in self.heads))
 
     @property
@@ -397,7 +404,7 @@ class PassBytes(NamedTuple):
 
     Attributes:
         forward: memory of a program that runs the forward alone.
-        backward: memory of a program that runs both passes. Its gradients are results, which are not counted.
+        backward: memory of a program that runs both passes. The gradients are results and not counted.
     """
 
     forward: int
@@ -406,25 +413,26 @@ class PassBytes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a call will be computed and how much memory it will take, in bytes per device. ``str(plan)`` is for people.
+    """How a call will be computed and how much memory it will take, in bytes per device. ``print(plan)`` shows it all.
 
-    The bytes of a pass are those of the arrays that this package asks for: tiles or chunks of logits and statistics,
-    sums in float32, copies of operands, and a few numbers per token. Operands, results and gradients are not counted.
-    Only XLA's compiler knows how it places these arrays and which arrays it adds: see ``compiled``.
+    The bytes of a pass count the arrays that this package allocates: tiles or chunks of logits and statistics, sums in
+    float32, copies of operands, and a few values per token. Operands, results and gradients are not counted. Only XLA's
+    compiler knows where it places these arrays and which it adds: see ``compiled``.
 
     Attributes:
         implementation: the implementation that will run.
         refused: the implementations tried before that one, each with the reason why it cannot serve the call.
-        call: the shapes, dtypes, device and options the plan is for.
+        call: the shapes, dtypes, device and options that the plan is for.
         tiles: tile sizes by name.
         forward_bytes: memory of the forward.
         backward_bytes: memory of the backward, without ``kept_bytes``.
         kept_bytes: memory kept from forward to backward, without the call's operands.
-        logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
+        logits_bytes: for comparison, the bytes of one copy of the logits in the statistics' dtype.
         notes: remarks on options, in sentences.
-        full_cache_bytes: the least ``cache_bytes`` with which the backward recomputes nothing; 0 if it always does.
-        same_bits: in which calls a token's logprob, entropy and lse have the same bits, in words. None: their bits may
-            depend on everything else in the call.
+        full_cache_bytes: the smallest ``cache_bytes`` with which the backward recomputes no tile; 0 if no cache avoids
+            that.
+        same_bits: in words, the calls in which a token's logprob, entropy and lse have the same bits. None: their bits
+            may depend on everything else in the call.
         compiled: all temporary memory of the call's compiled programs. None without ``compile=True``.
     """
 
@@ -443,9 +451,9 @@ class Plan:
 
     @property
     def most_bytes(self) -> int:
-        """The peak of both passes: that of the larger pass, plus ``kept_bytes``.
+        """The peak memory: ``kept_bytes`` plus the larger pass.
 
-        Some of it may lie in the memory that the gradients will take.
+        Part of it may be memory that the gradients take later.
         """
         return self.kept_bytes + max(self.forward_bytes, self.backward_bytes)
 
@@ -493,7 +501,7 @@ def cache_notes(call: Call, cached: int, tiles: int, tile_bytes: int) -> tuple[s
     """Returns the plan's note on ``cache_bytes``: how many of the vocabulary's ``tiles`` are ``cached``."""
     if not call.cache_budget:
         return ()
-    default = "" if call.cache_bytes else f"; cache_bytes=None is up to {format_bytes(scalars.CACHE_BYTES)} on a GPU"
+    default = "" if call.cache_bytes else f"; cache_bytes=None is up to {format_bytes(defaults.CACHE_BYTES)} on a GPU"
     return (f"the forward keeps {cached} of {tiles} vocabulary tiles, {format_bytes(tile_bytes)} each{default}",)
 
 

@@ -22,14 +22,14 @@ class Library(NamedTuple):
 
     count_rows: Callable[[Any, int], int]  # checks an array and counts its rows along an axis
     check_integers: Callable[[str, Any], None]  # refuses an argument that is not an array of integers
-    read_values: Callable[[Any], list[int] | None]  # reads integers; None if it would wait or break a trace
+    read_values: Callable[[Any], list[int] | None]  # returns integers; None if that would wait or break a trace
     describe_dtype: Callable[[Any], tuple[bool, Any]]  # whether an array is bool, and the iinfo of an integer array
     shift_array: Callable[..., Any]  # runs `shift_array`
     compute_positions: Callable[..., Any]  # runs `compute_positions`
 
 
 def count_rows(x: Any, axis: Any) -> int:
-    """Returns how many rows ``x`` has along ``axis``, which is checked."""
+    """Checks ``axis``, and returns how many rows ``x`` has along it."""
     if not -x.ndim <= scalars.integer("axis", axis) < x.ndim:
         raise ValueError(f"axis={axis} is no dimension of x {tuple(x.shape)}")
     return int(x.shape[axis])
@@ -123,7 +123,7 @@ def _lengths(offsets: Sequence[int]) -> list[int]:
 
 
 def _check_fill(value: Any, bools: bool, integers: Any) -> tuple[Any, Any]:
-    """Checks the fill of rows without a source. Returns it, and the value of all rows if traced offsets are invalid."""
+    """Checks the fill for rows without a source. Returns it, and what all rows get if traced offsets are invalid."""
     if bools:
         return scalars.flag("fill", value), False
     if integers is None:
@@ -184,7 +184,7 @@ def _find_sequence(xp: Any, row: Any, begins: Any) -> Any:
 def compute_positions(
     xp: Any, arange: Any, begins: Any, rank: Any, *, length: int, cp_size: int, chunks: int, inverse: bool = False
 ) -> Any:
-    """Returns the positions, among all L tokens, of the rows of ``rank``. None: of all ranks, one after another.
+    """Returns the positions among all L tokens of the rows of ``rank``, or of all ranks in order if ``rank`` is None.
 
     ``inverse`` inverts the permutation of all ranks. If the offsets ``begins`` or the rank are invalid, each position
     is ``length``, which is out of range.

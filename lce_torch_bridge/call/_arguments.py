@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from lce_jax.types import scalars
+from lce_jax.types import defaults, messages, scalars, shared_checks
 from lce_torch_bridge._types import Entropy, Lora, OutOfVocab, Tensors, TorchCall, Wgrad, make_call
 from lce_torch_bridge.call import _checks, _dtensor
 from lce_torch_bridge.launched_directly import _passes, _way
@@ -88,7 +88,7 @@ def check_names(
     if unknown:
         keywords = [x.name for x in inspect.signature(function).parameters.values() if x.kind == x.KEYWORD_ONLY]
         known = dict.fromkeys([*keywords, *(name for name in Options._fields if name not in refused)])
-        raise scalars.unknown_options_error(function.__name__, unknown, list(known), loss_fn)
+        raise messages.unknown_options_error(function.__name__, unknown, list(known), loss_fn)
 
 
 def check_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ def choose_cache_bytes(hidden: torch.Tensor, weight: torch.Tensor, options: Opti
         return 0, "with vocab_part_size no backward uses a cache, and with gradient_threshold it saves little"
     if _device.is_traced():
         return 0, "the call is traced"
-    return scalars.CACHE_BYTES, "a gradient is requested, on a GPU"
+    return defaults.CACHE_BYTES, "a gradient is requested, on a GPU"
 
 
 MOST_KNOWN = 4096
@@ -220,9 +220,9 @@ def _check_call(
     cache_bytes = scalars.num_bytes("cache_bytes", options.cache_bytes)
     gradient_threshold = scalars.fraction("gradient_threshold", options.gradient_threshold)
     vocab_part_size = scalars.check_part_size(options.vocab_part_size, cache_bytes, gradient_threshold)
-    scalars.check_vocab_parts(vocab_part_size, columns, rows)
+    shared_checks.check_vocab_parts(vocab_part_size, columns, rows)
     if has_floor:
-        scalars.check_floor_options(num_candidates, scalars.flag("mean_logit", options.mean_logit))
+        shared_checks.check_floor_options(num_candidates, scalars.flag("mean_logit", options.mean_logit))
     softcap, size = options.logit_softcap, _checks.vocabulary(options.vocab_size, columns)
     traced = torch.compiler.is_compiling() or type(columns) is not int
     return make_call(

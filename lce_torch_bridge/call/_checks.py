@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from lce_jax.types import scalars
+from lce_jax.types import messages, scalars, shared_checks
 from lce_torch_bridge._types import Lora
 from lce_torch_bridge.call import _dtensor
 from lce_torch_bridge.tensors._device import GATHER, check_readable, is_traced
@@ -29,17 +29,17 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
     """Checks the three tensors of a call, each and together."""
     floats("hidden", hidden)
     floats("weight", weight)
-    scalars.require_labels(labels, "linear_entropy serves tokens without labels")
+    shared_checks.require_labels(labels, "linear_entropy serves tokens without labels")
     integers("labels", labels)
     if weight.ndim != 2 or 0 in weight.shape:
         part = f". {GATHER}" if weight.ndim == 1 or 0 in weight.shape else ""  # FSDP leaves such shapes
         raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}{part}")
     if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
-        hint = scalars.hint_at_logits(hidden.shape, weight.shape, weight.shape[0], "weight.T")
+        hint = messages.hint_at_logits(hidden.shape, weight.shape, weight.shape[0], "weight.T")
         raise ValueError(
             f"hidden {tuple(hidden.shape)} must end in the H of weight [V, H] = {tuple(weight.shape)}{hint}"
         )
-    scalars.check_labels_shape(labels.shape, hidden.shape[:-1])
+    shared_checks.check_labels_shape(labels.shape, hidden.shape[:-1])
     same_device(hidden, weight=weight, labels=labels)
     if hidden.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"hidden must be on a CUDA GPU or the CPU, got {hidden.device}")
@@ -78,8 +78,8 @@ def candidates(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> int:
 def ids(name: str, value: Any, hidden: torch.Tensor, leading: torch.Size, operand: str) -> int:
     """Returns the K of ids ``[*leading, K]``, after checking them. ``leading`` is the shape of ``operand``."""
     integers(name, value)
-    count = scalars.count_candidates(name, value.shape)
-    scalars.check_candidate_shape(name, value.shape, leading, operand)
+    count = shared_checks.count_candidates(name, value.shape)
+    shared_checks.check_candidate_shape(name, value.shape, leading, operand)
     same_device(hidden, **{name: value})
     return count
 
@@ -262,7 +262,7 @@ def _check_broadcast(name: str, value: torch.Tensor, labels: torch.Tensor) -> No
     except RuntimeError:
         fits = False
     if not fits:
-        fitting = scalars.suggest_broadcasts(name, value.shape, labels.shape)
+        fitting = messages.suggest_broadcasts(name, value.shape, labels.shape)
         hint = f": write {fitting[0]} for one number per sequence" if fitting else ""
         raise ValueError(f"{name} {tuple(value.shape)} must broadcast to the tokens' shape {tuple(labels.shape)}{hint}")
 
@@ -280,7 +280,7 @@ def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     same_device(hidden, where=value)
     if value.dtype == torch.bool:
         if value.shape != labels.shape:
-            fitting = scalars.suggest_broadcasts("where", value.shape, labels.shape)
+            fitting = messages.suggest_broadcasts("where", value.shape, labels.shape)
             write = " or ".join(f"{each}.expand{tuple(labels.shape)}" for each in fitting)
             hint = f": write {write}" if write else ""
             raise ValueError(f"where {tuple(value.shape)} must have the tokens' shape {tuple(labels.shape)}{hint}")
@@ -305,9 +305,9 @@ def expand_per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.
 
     In place of a size of labels it may have 1, and its shape may be ().
     """
-    scalars.require_value(name, value)
+    shared_checks.require_value(name, value)
     tensor(name, value)
-    scalars.check_per_token_shape(name, value.shape, labels.shape)
+    shared_checks.check_per_token_shape(name, value.shape, labels.shape)
     same_device(hidden, **{name: value})
     return value.expand(labels.shape + value.shape[labels.ndim :])
 
@@ -315,14 +315,14 @@ def expand_per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.
 def warn_of_labels(
     labels: torch.Tensor, where: torch.Tensor | None, vocab_size: int, is_cross_entropy: bool = False
 ) -> None:
-    """Calls `scalars.warn_outside` for labels on the CPU. ``where`` leaves ignored labels out."""
+    """Calls `shared_checks.warn_outside` for labels on the CPU. ``where`` leaves ignored labels out."""
     if labels.device.type != "cpu" or is_traced() or not has_values(labels) or not labels.numel():
         return
     ids = labels.reshape(-1).long()
-    if scalars.all_in_vocabulary(ids, vocab_size):
+    if shared_checks.all_in_vocabulary(ids, vocab_size):
         return
     ids = ids if where is None else ids[where.reshape(-1)]
-    scalars.warn_outside(ids, vocab_size, *PACKAGES, is_cross_entropy=is_cross_entropy)
+    shared_checks.warn_outside(ids, vocab_size, *PACKAGES, is_cross_entropy=is_cross_entropy)
 
 
 def can_read_values(x: torch.Tensor) -> bool:

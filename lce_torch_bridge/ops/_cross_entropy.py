@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from lce_jax.types import scalars
+from lce_jax.types import scalars, shared_checks
 from lce_torch_bridge._types import Reduction, Tensors, Wgrad, make_call
 from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Arguments, Options
@@ -185,7 +185,7 @@ def _select_factors(
     if class_weights is None:
         return None
     class_weights = _arguments.read_class_weights(class_weights, arguments.weight, call.group)
-    scalars.check_class_weights(class_weights.shape, x.weight.shape, len(x.weight), smoothing)
+    shared_checks.check_class_weights(class_weights.shape, x.weight.shape, len(x.weight), smoothing)
     if is_split and _device.is_traced():
         raise ValueError(
             "class_weights with tp_group in a graph of torch.compile: call linear_cross_entropy outside it"
@@ -335,7 +335,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.ignore_index = -100 if ignore_index is None else scalars.integer("ignore_index", ignore_index)
         _arguments.check_values(Options(**others), num_classes)  # type: ignore[arg-type]
         if weight is not None:
-            scalars.check_class_weights(weight.shape, self.linear.weight.shape, num_classes, self.label_smoothing)
+            shared_checks.check_class_weights(weight.shape, self.linear.weight.shape, num_classes, self.label_smoothing)
         self.register_buffer("weight", weight)
         self.options: dict[str, Any] = more
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
 
-from lce_jax.types import scalars
+from lce_jax.types import messages, scalars
 from lce_torch_bridge._types import Wgrad, make_call
 from lce_torch_bridge.call import _arguments, _checks
 from lce_torch_bridge.call._arguments import Arguments, Options
@@ -193,7 +193,7 @@ def _resolve_unset(name: str, teacher_value: Any, student_value: float | None, n
     if not (isinstance(teacher_value, str) and teacher_value == "unset"):
         return _resolve_same(teacher_value, student_value)
     if student_value != neutral:
-        raise scalars.student_only_error(name, student_value, neutral)
+        raise messages.student_only_error(name, student_value, neutral)
     return neutral
 
 
@@ -232,4 +232,4 @@ def _name_teacher_in_errors() -> Iterator[None]:
     except (TypeError, ValueError, RuntimeError) as error:
         if type(error) not in (TypeError, ValueError, RuntimeError):
             raise  # an error of another package, whose class may take other arguments
-        raise type(error)(scalars.reword_for_teacher(error)) from None
+        raise type(error)(messages.reword_for_teacher(error)) from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from lce_jax.types import scalars
+from lce_jax.types import loss_signatures, messages, scalars
 from lce_torch_bridge._types import Entropy, LogprobOutput, Tensors, TorchCall, Wgrad, make_call
 from lce_torch_bridge.call import _arguments, _checks, _dtensor
 from lce_torch_bridge.call._arguments import Arguments, Options
@@ -144,7 +144,7 @@ def linear_loss(
     """
     parameters = {"where": where, "ignore_index": ignore_index, "wgrad": None if wgrad == "return" else wgrad,
                   "cotangent": cotangent, "chunk_bytes": chunk_bytes}  # fmt: skip
-    named, rest = scalars.split_loss_arguments(loss_fn, per_token, options, Options._fields, parameters)
+    named, rest = loss_signatures.split_loss_arguments(loss_fn, per_token, options, Options._fields, parameters)
     _arguments.check_names(linear_loss, rest, REFUSED, loss_fn)
     scalars.check_choice("wgrad", wgrad, ("return", "main_grad"))
     if chunk_bytes is not None:
@@ -202,7 +202,7 @@ def _make_error(
     mask = "where"
     if where is not None and where.dtype != torch.bool:
         mask = "torch.zeros_like(labels, dtype=torch.bool).flatten().index_fill(0, where.long(), True).view_as(labels)"
-    error = scalars.mixed_tokens_error(
+    error = messages.mixed_tokens_error(
         reason,
         function="linear_logprobs",
         shape=labels.shape,

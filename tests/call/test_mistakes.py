@@ -18,7 +18,7 @@ import lce_torch_bridge
 from lce_jax import UnsupportedError, explain, linear_cross_entropy, linear_logprobs, sharded_linear_logprobs
 from lce_jax.call import _options
 from lce_jax.call._options import LogprobOptions
-from lce_jax.types import scalars
+from lce_jax.types import messages
 from tests.small_call import HIDDEN, LABELS, MESH, WEIGHT
 
 ONES, IDS = jnp.ones, jnp.zeros((4, 3), int)
@@ -327,7 +327,7 @@ def test_an_unknown_option_lists_those_of_the_function(name: str) -> None:
     assert ("label_smoothing" in listed) == ("cross_entropy" in name or name == "explain")
 
 
-INSIDE = scalars.SHARDS["axis_name"]
+INSIDE = messages.SHARDS["axis_name"]
 
 
 @pytest.mark.parametrize("name", ["axis", "tp_axis", "group", "process_group", "vocab_axis", "tp_group"])
@@ -342,7 +342,7 @@ def test_another_name_of_the_vocabularys_shards(name: str) -> None:
                 function(HIDDEN, WEIGHT, LABELS, **{name: None})
 
 
-@pytest.mark.parametrize(("name", "meant"), [("smoothing", "label_smoothing"), *scalars.OTHER_NAMES.items()])
+@pytest.mark.parametrize(("name", "meant"), [("smoothing", "label_smoothing"), *messages.OTHER_NAMES.items()])
 def test_another_name(name: str, meant: str) -> None:
     with pytest.raises(TypeError, match=re.escape(f"unknown option {name} (did you mean {meant}?)")):
         linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **{name: 0.1})

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from lce_jax import linear_logprobs
-from lce_jax.explain._pod import TARGETS
+from lce_jax.explain._compile_targets import TARGETS
 
 T, H, V = 1024, 1024, 32000
 

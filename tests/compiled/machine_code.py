@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import torch
 
 from lce_jax import linear_kl
+from lce_jax.explain._compile_targets import TARGETS
 from lce_jax.explain._models import MODELS
-from lce_jax.explain._pod import TARGETS
 from lce_jax.mosaic import _compiler, _generations, mma, sm90
 from lce_jax.mosaic._compiler import Kernel
 from lce_jax.mosaic._host import Traced

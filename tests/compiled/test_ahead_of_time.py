@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import lce_jax
 from lce_jax import UnsupportedError, explain, linear_cross_entropy, linear_logprobs, linear_loss
-from lce_jax.explain._pod import TARGETS
+from lce_jax.explain._compile_targets import TARGETS
 from tests.compiled import needs_wheels
 from tests.doc_blocks import ROOT, parts
 

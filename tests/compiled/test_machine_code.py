@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lce_jax import explain
-from lce_jax.explain._pod import TARGETS
+from lce_jax.explain._compile_targets import TARGETS
 from tests.compiled import machine_code, needs_wheels
 from tests.compiled.machine_code import DEVICES, table_of
 

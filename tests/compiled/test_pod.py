@@ -9,8 +9,9 @@ import pytest
 
 from lce_jax.explain import __main__ as command
 from lce_jax.explain import _pod
+from lce_jax.explain._compile_targets import TARGETS
 from lce_jax.explain._models import model_head
-from lce_jax.explain._pod import DIFFERENTIABLE, NUM_LARGEST, SPLITS, TARGETS, Pod, PodProgram, Split
+from lce_jax.explain._pod import DIFFERENTIABLE, NUM_LARGEST, SPLITS, Pod, PodProgram, Split
 from tests.compiled import needs_wheels
 
 pytestmark = [needs_wheels, pytest.mark.usefixtures("optimized")]

@@ -16,7 +16,7 @@ import lce_jax
 from lce_jax import UnsupportedError, explain
 from lce_jax.explain import __main__ as command
 from lce_jax.explain import _pod
-from lce_jax.explain._pod import TPUS
+from lce_jax.explain._compile_targets import TPUS
 from lce_jax.mesh import _custom_partitioning
 from tests.compiled import needs_libtpu
 

@@ -11,7 +11,7 @@ import pytest
 
 import lce_jax
 from lce_jax import linear_loss
-from lce_jax.explain._pod import GPUS
+from lce_jax.explain._compile_targets import GPUS
 from lce_jax.run._token_chunks import choose_chunk_rows
 from lce_jax.types._types import CPU, Call, Device
 from tests.mosaic.test_lowering import lower, overwrites_cache
