@@ -13,8 +13,9 @@ from lce_jax.call._describe import Rows
 from lce_jax.call._options import LogprobOptions
 from lce_jax.mathematics._statistics import expand_like
 from lce_jax.mesh import _collectives
-from lce_jax.run import _runner, _topk
-from lce_jax.run._runner import ArraySharding, Program, run_program
+from lce_jax.run import _topk
+from lce_jax.run._partitioning import ArraySharding, Program, head_sharding
+from lce_jax.run._runner import run_program
 from lce_jax.types import _jax
 from lce_jax.types._types import Call, Primals, TopK
 
@@ -108,6 +109,6 @@ def _program(call: Call, primals: Primals, rows: Rows) -> TopK:
         k, dtype = call.top_k, call.stat_dtype
         none = TopK(jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k), dtype), jnp.zeros(shape, dtype))
         return _jax.vary_like(none, (primals.hidden, rows.labels))
-    operands = _runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS
+    operands = head_sharding(call.vocab_dim), ArraySharding.TOKENS
     run = functools.partial(run_program, call, Program(_topk.forward, operands, ArraySharding.RESULTS, joins=True))
     return _jax.not_differentiable(run, _NO_DERIVATIVE)(primals, rows)

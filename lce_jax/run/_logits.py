@@ -12,8 +12,9 @@ from lce_jax.call import _describe
 from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
-from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import ArraySharding, Capability, Program, run_program
+from lce_jax.run import _shard
+from lce_jax.run._partitioning import ArraySharding, Program, head_sharding
+from lce_jax.run._runner import Capability, run_program
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _logits
 
@@ -28,7 +29,7 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
         z, slope = _forward(call, primals, rows)
         return z, slope if differentiated else None
 
-    operands = _runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS
+    operands = head_sharding(call.vocab_dim), ArraySharding.TOKENS
     return run_program(
         call, Program(run, operands, (ArraySharding.RESULTS, ArraySharding.TOKENS), joins=True), primals, rows
     )
@@ -36,7 +37,7 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
 
 def backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """Returns the gradients of the operands."""
-    head = _runner.head_sharding(call.vocab_dim)
+    head = head_sharding(call.vocab_dim)
     program = Program(_backward, (head, ArraySharding.TOKENS, ArraySharding.TOKENS, ArraySharding.RESULTS), head)
     return run_program(call, program, primals, rows, slope, cotangent)
 

@@ -23,7 +23,8 @@ from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import ArraySharding, Capability, OperandType, Program, list_result_axes, run_program
+from lce_jax.run._partitioning import ArraySharding, Program, head_sharding
+from lce_jax.run._runner import Capability, OperandType, list_result_axes, run_program
 from lce_jax.run._token_chunks import TokenChunk, choose_chunk_rows, describe_chunk
 from lce_jax.types import _jax, scalars
 from lce_jax.types._types import Call, LogprobOutput, Primals, Results
@@ -450,7 +451,7 @@ def forward(
         local_loss = device_loss if partitioned or call.mesh is None else device_loss.retrace_here()
         return device_forward(share, local_loss, inputs, rows, differentiated)
 
-    shardings: Any = Inputs(_runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS, ArraySharding.REPLICATED)  # type: ignore[arg-type]
+    shardings: Any = Inputs(head_sharding(call.vocab_dim), ArraySharding.TOKENS, ArraySharding.REPLICATED)  # type: ignore[arg-type]
     results = (ArraySharding.REPLICATED, ArraySharding.RESULTS), shardings if differentiated else None
     out, gradients = run_program(call, Program(run, (shardings, ArraySharding.TOKENS), results), all_inputs, rows)
     if gradients is None:

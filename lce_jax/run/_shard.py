@@ -23,7 +23,8 @@ from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import NOT_DIFFERENTIATED, Normalizer, expand_like, make_parts, merge_parts
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner
-from lce_jax.run._runner import ArraySharding, Capability, Program, run_program
+from lce_jax.run._partitioning import ArraySharding, Program, head_sharding
+from lce_jax.run._runner import Capability, run_program
 from lce_jax.types import _jax
 from lce_jax.types._types import (
     Call,
@@ -406,7 +407,7 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
         call, caches = _disable_threshold(call), False
     keeps_tiles = caches and (asked.cache_budget > 0 or asked.gradient_threshold > 0)
     call = call if caches else call.replace(cache_bytes=0)
-    operands = _runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS
+    operands = head_sharding(call.vocab_dim), ArraySharding.TOKENS
     results = ArraySharding.RESULTS, (ArraySharding.TOKENS, ArraySharding.DEVICE)
     run = functools.partial(device_forward, keep_cache=caches)
     program = Program(run, operands, results, joins=not keeps_tiles, unused=tuple(unused))
@@ -419,7 +420,7 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
 def backward(call: Call, primals: Primals, rows: Rows, saved: Saved, cotangent: Results) -> Primals:
     """Returns the gradients of the operands."""
     call = _disable_threshold(call) if _runner.is_partitioned_by_xla(call, (primals, rows)) else call
-    head = _runner.head_sharding(call.vocab_dim)
+    head = head_sharding(call.vocab_dim)
     operands = head, ArraySharding.TOKENS, (ArraySharding.TOKENS, ArraySharding.DEVICE), ArraySharding.RESULTS
     program = Program(device_backward, operands, head)
     return run_program(call, program, primals, rows, saved, cotangent)
