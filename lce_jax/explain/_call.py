@@ -207,19 +207,19 @@ def explain(
     axis must be bound: with ``axis_name``, give the shapes of one shard.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
+        hidden: ``[..., H]`` hidden states; any leading shape, even an empty one. bfloat16, float16, float32 or float64.
+            Cast to the weight's dtype for the matrix products.
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
-        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless it is
-            ignored (``ignore_index``).
+        labels: ``[...]`` integer vocabulary ids; they stay global ids if the vocabulary is split. A label outside the
+            vocabulary (negative, ≥ V) has logprob 0, with the gradient of ``-lse``; its row counts unless
+            ``ignore_index`` excludes it.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         mesh: the mesh. None: the mesh of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
-            give the true ``vocab_size``. None: each device holds the whole vocabulary.
-        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: the axes in hidden's
-            own type if they are Explicit; otherwise the batch is not split.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must be a multiple of its size: pad the weight
+            and give the true ``vocab_size``. None: each device holds the full vocabulary.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: the Explicit axes in
+            hidden's type, if any; otherwise the batch is not split.
         sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
             ``vocab_axis`` or ends with it, hidden states are all-gathered over ``vocab_axis`` in the forward, and their
             gradient is reduce-scattered in the backward. That is Megatron's sequence parallelism;

@@ -1,4 +1,4 @@
-"""The capability of `lce_jax.linear_logits`: a few dot products per token, for the ids that each shard owns."""
+"""The capability of `lce_jax.linear_logits`: each shard computes one dot product for each id that it owns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Array, Array | None]:
-    """Returns the logits [..., K], and for the backward their derivatives in the raw products."""
+    """Returns the logits [..., K], and for the backward their derivatives with respect to the raw products."""
 
     def run(call: Call, primals: Primals, rows: Rows) -> tuple[Array, Array | None]:
         z, slope = _forward(call, primals, rows)
@@ -51,7 +51,7 @@ LOGITS = Capability(forward, backward, _make_empty_results)
 
 
 def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b K"], Float[Array, "*b K"]]:
-    """Returns the logits and their slopes; both are 0 for the id -1, out of vocabulary, and in masked rows."""
+    """Returns the logits and their slopes. Both are 0 for ids of -1 or outside the vocabulary, and in masked rows."""
     assert rows.candidates is not None
     shape, dtype = rows.candidates.shape, call.stat_dtype
     rows = _describe.flatten_tokens(rows, rows.labels.ndim)
@@ -73,9 +73,9 @@ def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
 
 
 def _sum_over_shards(local: tuple[Array, Array], rows: Rows, axis_name: _collectives.AxisName) -> tuple[Array, Array]:
-    """Sums over the shards. The sum is exact, because one shard has the logit and the others have 0.
+    """Sums logits and slopes over the shards. The sum is exact, because one shard has the logit and the others have 0.
 
-    Rows are NaN if the shards got different operands.
+    Rows in which the shards' operands differ become NaN.
     """
     if rows.tags is None:
         return lax.psum(local, axis_name)
@@ -102,7 +102,7 @@ def _backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent:
 
 
 def _find_columns(call: Call, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
-    """Returns the ids as columns of this shard; -1 for ids of other shards, and in masked rows."""
+    """Returns the ids as columns of this shard: -1 for ids of other shards, and in masked rows."""
     assert rows.candidates is not None
     start, size = _shard.find_first_column(call, primals.weight), primals.weight.shape[call.vocab_dim]
     columns = _describe.find_local_columns(rows.candidates, start, size)

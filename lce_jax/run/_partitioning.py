@@ -1,8 +1,8 @@
 """How a mesh splits a program: the sharding of each array, one device's share, and the rule for XLA's partitioner.
 
-A `Program` is what one device computes of its share. If names or types give the layout, `run_over_devices` runs the
-program under a ``shard_map``. Over Auto axes, `name_dimensions` and `partition` are the rule that
-`lce_jax.mesh._custom_partitioning` attaches for XLA.
+A `Program` is the computation of one device, for its share of a call. If axis names or Explicit types give the layout,
+`run_over_devices` runs the program under a ``shard_map``. Over Auto axes, XLA partitions by the rule `partition`, which
+`lce_jax.mesh._custom_partitioning` attaches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lce_jax.types._types import Call, Primals
 
 
 class ArraySharding(enum.Enum):
-    """How a mesh shards an array. Dimensions that are not named here are never split."""
+    """How a mesh shards an array. Dimensions that a member does not mention are not split."""
 
     HIDDEN = "split by token, also over the vocabulary axis if that axis splits the sequence"
     RESULTS = "per token and sharded like hidden; an operand of this kind is gathered over the vocabulary axis"
@@ -38,7 +38,7 @@ class ArraySharding(enum.Enum):
 
     @property
     def vocab_dim(self) -> int | None:
-        """The dimension of the vocabulary."""
+        """The dimension of such an array that is the vocabulary, or None."""
         return {ArraySharding.ROWS: 0, ArraySharding.COLUMNS: 1}.get(self)
 
     def spec(self, layout: Layout) -> P:
@@ -64,16 +64,17 @@ def head_sharding(vocab_dim: int) -> Primals[ArraySharding]:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What one device computes of its share of a call, including the collectives.
+    """The computation of one device, for its share of a call, including the collectives.
 
     Attributes:
-        run: ``run(call, *operands)``. It gets the call of the device's share, whose ``axis_name``, ``gather_dim`` and
-            ``token_axes`` name the axes of its collectives.
-        operands: an `ArraySharding` in place of each array, or of a tree of arrays. One of them is
-            `ArraySharding.HIDDEN`, and one is a weight.
-        results: likewise for the results.
-        joins: whether a batch of calls can run as one call with more tokens, because all results are per token.
-        unused: phrases that name the options which have no effect where XLA partitions the program.
+        run: ``run(call, *operands)``. The call describes the device's share: its ``axis_name``, ``gather_dim`` and
+            ``token_axes`` say over which axes the collectives run.
+        operands: an `ArraySharding` in place of each array or tree of arrays. At least one operand is
+            `ArraySharding.HIDDEN`, and at least one is a weight.
+        results: an `ArraySharding` in place of each result or tree of results.
+        joins: whether a batch of calls can run as one call with more tokens. This requires that all results are per
+            token.
+        unused: a phrase for each option that has no effect where XLA partitions the program.
     """
 
     run: Callable[..., Any]
@@ -89,12 +90,12 @@ def _pair_with_shardings(kinds: Any, tree: Any) -> Iterator[tuple[ArraySharding,
 
 
 def find_hidden(program: Program, operands: Any) -> Any:
-    """Returns the hidden states, whose leading dimensions are those of the call."""
+    """Returns the hidden states; their leading dimensions are the call's token dimensions."""
     return next(x for kind, x in _pair_with_shardings(program.operands, operands) if kind is ArraySharding.HIDDEN)
 
 
 def _describe_share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
-    """Returns the call of one device's share, with the implementation that serves the shapes of its ``operands``."""
+    """Returns the call of one device's share, with the implementation that is chosen for the share's shapes."""
     hidden = find_hidden(program, operands)
     gathered = 1 if layout.gather_dim is None else layout.vocab_shards
     pairs = _pair_with_shardings(program.operands, operands)
@@ -121,16 +122,16 @@ def _make_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layo
     token_specs += [spec for _, spec in others]
     vocab_dim, weight, weight_spec = weights[0]
     layout = layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, token_specs, vocab_dim)
-    if len({x.shape[dim] for dim, x, _ in weights}) > 1:  # their sizes differ, so both are replicated
+    if len({x.shape[dim] for dim, x, _ in weights}) > 1:  # vocabularies of different sizes are replicated
         return dataclasses.replace(layout, vocab_axes=None, gather_dim=None)
     return layout
 
 
-# Over a layout, which names or types give
+# Over a layout that axis names or Explicit types give
 
 
 def find_layout(call: Call, program: Program, operands: Any) -> Layout | None:
-    """Returns the layout that the operands' types name, or None if all axes of their mesh are Auto."""
+    """Returns the layout that the operands' types give, or None if all axes of their mesh are Auto."""
     mesh = find_typed_mesh(operands)
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return None
@@ -145,8 +146,8 @@ def find_layout(call: Call, program: Program, operands: Any) -> Layout | None:
 def run_over_devices(layout: Layout, call: Call, program: Program, *operands: Any) -> Any:
     """Runs the program on every device of a layout.
 
-    The program contains all collectives, so ``shard_map`` checks no types. Inside a ``shard_map`` over other axes, the
-    results vary over the axes that the operands vary over.
+    The program contains all collectives, so ``shard_map`` need not check types. Inside a ``shard_map`` over other axes,
+    the results are typed as varying over all axes over which an operand varies.
     """
     here = jax.sharding.get_abstract_mesh()
     layout = dataclasses.replace(layout, mesh=here) if here.manual_axes else layout
@@ -162,8 +163,8 @@ def run_over_devices(layout: Layout, call: Call, program: Program, *operands: An
 def _run_on_device(layout: Layout, call: Call, program: Program, *operands: Any) -> Any:
     """Runs the program on the share of one device.
 
-    Operands of kind `ArraySharding.RESULTS` are gathered over the vocabulary axis. Of such results, each device keeps
-    its own rows.
+    Operands that are `ArraySharding.RESULTS` are first gathered over the vocabulary axis. From results that are
+    `ArraySharding.RESULTS`, each device keeps its own rows.
     """
     share = _describe_share(call, layout, program, operands)
     kinds, flat = zip(*_pair_with_shardings(program.operands, operands), strict=True)
@@ -180,19 +181,18 @@ def _run_on_device(layout: Layout, call: Call, program: Program, *operands: Any)
 
 
 def _make_specs(layout: Layout, program: Program) -> tuple[Any, Any]:
-    """Returns the partition specs of operands and results, in place of each `ArraySharding`."""
+    """Returns the program's operands and results with a partition spec in place of each `ArraySharding`."""
     operands = jax.tree.map(lambda kind: kind.spec(layout), program.operands)
     return operands, jax.tree.map(lambda kind: kind.spec(layout), program.results)
 
 
-# Over Auto axes, which XLA partitions
+# Over Auto axes, where XLA partitions
 
 
 def name_dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tuple[str, ...]]:
-    """Returns a name for each dimension of each array, for XLA's rule, and the names that are never split.
+    """Names each dimension of each array for XLA's rule. Returns the names, and which of them XLA must not split.
 
-    Dimensions of one name must have one size. Therefore the names are made of the sizes, except those of token
-    dimensions.
+    Dimensions with the same name must have the same size. So a name contains the size, except for token dimensions.
     """
     all_tokens = [f"b{dim}" for dim in range(find_hidden(program, operands).ndim - 1)]
     sides, unsplit = [], []
@@ -210,6 +210,7 @@ def name_dimensions(program: Program, operands: Any, results: Any) -> tuple[str,
 
 
 def partition(call: Call, program: Program, mesh: Any, operands: Any, specs: Any) -> Partition:
+    """The rule for XLA's partitioner: returns one device's program for operands that XLA has split by ``specs``."""
     layout = _make_layout(mesh, program, operands, jax.tree.leaves(specs, is_leaf=_is_spec))
     in_specs, out_specs = _make_specs(layout, program)
     device = functools.partial(_run_on_device, layout, call, program)

@@ -1,11 +1,11 @@
-"""Runs a differentiable function as one call of JAX, on one device or over a mesh.
+"""Makes a public function differentiable, and runs it on one device or over a mesh.
 
-A `Capability` holds the forward and the backward of a public function. A `Program` is what one device computes of its
-share. `run_program` decides where a program runs: on this device, on the devices of a layout that names or types give,
-or where XLA partitions it.
+A `Capability` is the forward and the backward of a public function. Each of them runs a `Program` of
+`lce_jax.run._partitioning`, which says what one device computes. `run_program` decides how: on this device, under a
+``shard_map``, or as XLA partitions it.
 
-All functions share one ``custom_vjp``. Its residuals are the call's operands and what the forward saves, or the
-gradients if the forward computes them. Only first derivatives exist. A call without tokens runs no program.
+All functions share one ``custom_vjp``. Its residuals are the operands and whatever the forward saves; if the forward
+computes the gradients, its residuals are these. Only first derivatives exist. A call without tokens runs no program.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def _is_primals(x: Any) -> bool:
 
 
 def map_examples(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
-    """Calls ``function`` for each example in turn, with the example's own operands and the shared ones.
+    """Calls ``function`` for each example of a batch in turn, with the example's operands and the shared operands.
 
-    If explicit mesh axes split the examples, ``function`` runs under a ``shard_map`` in which these axes are Manual,
-    because each device has other examples.
+    If Explicit mesh axes split the examples, the devices have different examples. So ``function`` then runs under a
+    ``shard_map`` over these axes.
     """
     tree: Any = jax.tree.structure(operands)
     batched = jax.tree.leaves(tuple(in_batched))
@@ -94,7 +94,7 @@ def map_examples(function: Callable[..., Any], in_batched: Any, operands: Any) -
 
 
 def broadcast_batch(size: int, in_batched: Any, operands: Any) -> Any:
-    """Returns the operands with the batch as first dimension of every array, except weights, biases and adapters."""
+    """Returns the operands with the batch as first dimension of each array, except weights, biases and adapters."""
 
     def add_batch(batched: bool, x: Array) -> Array:
         return x if batched else jnp.broadcast_to(x, (size, *x.shape))
@@ -109,7 +109,7 @@ def broadcast_batch(size: int, in_batched: Any, operands: Any) -> Any:
 
 
 def run_program(call: Call, program: Program, *operands: Any) -> Any:
-    """Runs ``program`` on global arrays, or on the arrays of this device."""
+    """Runs ``program`` on global arrays, or on this device's arrays."""
 
     @jax.custom_batching.custom_vmap
     def run_one(*operands: Any) -> Any:
@@ -134,14 +134,14 @@ def run_program(call: Call, program: Program, *operands: Any) -> Any:
 def _run_partitioned(call: Call, program: Program, *operands: Any) -> Any:
     """Runs the program on global arrays, which XLA partitions."""
     run = functools.partial(program.run, call)
-    if call.mesh.empty:  # the program may be lowered for one device
+    if call.mesh.empty:  # the program may still be lowered for one device
         run = functools.partial(run_program, dataclasses.replace(call, mesh=None), program)
     rule, dimensions = functools.partial(partition, call, program), functools.partial(name_dimensions, program)
     return Partitioned(run, rule, dimensions, call.mesh, call, program.unused)(*operands)
 
 
 def _run_batch(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
-    """Runs a batch of calls: as one call with more tokens if possible, else one after the other."""
+    """Runs a batch of calls as one call with more tokens if possible, and otherwise one after the other."""
     if program.joins and not has_batched_head(in_batched):
         operands = broadcast_batch(size, in_batched, operands)
         return run_program(_merge_batch(call, program, operands), program, *operands)
@@ -149,10 +149,10 @@ def _run_batch(call: Call, program: Program, size: int, in_batched: Any, operand
 
 
 def _run_batch_without_cache(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
-    """Runs a batch of calls that cache tiles only by default. It caches none, because each example would need a cache.
+    """Runs a batch of calls without a cache, if ``cache_bytes`` is only the default: each example would need a cache.
 
-    Programs that return a cache return zeros instead. The compiler drops these, because a program that receives such a
-    cache in a batch does not read it.
+    A program that returns a cache returns zeros instead. The compiler removes these, because in a batch no program
+    reads the cache.
     """
     kinds = program.operands
     if any(
@@ -182,7 +182,7 @@ def _drop_device_arrays(kind: ArraySharding, x: Any) -> Any:
 
 
 def _merge_batch(call: Call, program: Program, operands: Any) -> Call:
-    """Returns the call that computes a batch of calls at once, with one more dimension of tokens."""
+    """Returns the call that computes a whole batch, with the batch as a further token dimension."""
     hidden = find_hidden(program, operands)
     call = call.replace(num_tokens=math.prod(hidden.shape[:-1]))
     if not isinstance(call.mesh, Layout):
@@ -191,7 +191,7 @@ def _merge_batch(call: Call, program: Program, operands: Any) -> Call:
 
 
 def is_partitioned_by_xla(call: Call, operands: Any) -> bool:
-    """Whether XLA partitions the call. Then nothing but global arrays can pass from forward to backward."""
+    """Whether XLA partitions the call. If so, only global arrays can pass from the forward to the backward."""
     if call.mesh is None or isinstance(call.mesh, Layout):
         return False
     return all(kind == AxisType.Auto for kind in find_typed_mesh(operands).axis_types)
@@ -200,7 +200,7 @@ def is_partitioned_by_xla(call: Call, operands: Any) -> bool:
 def match_types(gradients: Primals, operands: Primals) -> Primals:
     """Returns the gradients with the shardings and types of their operands.
 
-    A gradient is summed over those axes of a ``shard_map`` over which its operand is replicated.
+    Each gradient is summed over the ``shard_map`` axes over which its operand is replicated.
     """
     summed = []
     for gradient, operand in zip(gradients, operands, strict=True):
@@ -214,7 +214,7 @@ def match_types(gradients: Primals, operands: Primals) -> Primals:
 
 
 def match_shardings[T](gradients: T, operands: T) -> T:
-    """Returns the gradients, resharded as their operands are typed. A gradient may be None."""
+    """Reshards the gradients to the shardings in their operands' types. A gradient may be None."""
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, operands)
     return jax.tree.map(
         lambda x, like: x if x is None or like.mesh.empty else jax.sharding.reshard(x, like),
@@ -227,16 +227,17 @@ def match_shardings[T](gradients: T, operands: T) -> T:
 # On one device
 
 
-_traced_for_p = Primitive("lce_traced_for")  # the identity; it remembers the device that its program was traced for
+_traced_for_p = Primitive("lce_traced_for")  # the identity; lowering compares the device with the device of the trace
 _traced_for_p.def_abstract_eval(lambda x, **_: x)
 _traced_for_p.def_impl(lambda x, **_: x)
 
 
 def _lower_traced(context: Any, x: Any, *, call: Call) -> list[Any]:
-    """Refuses a program that is lowered for another device than it was traced for.
+    """Refuses to lower a program for another device than the one it was traced for.
 
-    Tracing chooses the implementation, for the device of the mesh, of the arrays, or JAX's default device. ``jit`` may
-    lower the program for another device: that of ``in_shardings``, of the operands, or of ``jax.export``.
+    Tracing chooses the implementation for one device: a device of the mesh, the device of the arrays, or JAX's default
+    device. ``jit`` may lower the program for another device, because of ``in_shardings``, the operands, or
+    ``jax.export``.
     """
     module, traced = context.module_context, call.device
     count = getattr(module.axis_context, "num_devices", 1)
@@ -260,7 +261,7 @@ _jax.mlir.register_lowering(_traced_for_p, _lower_traced)
 
 
 def _check_device(call: Call, there: Device | None, platform: str) -> None:
-    """Raises if the traced implementation would not be chosen on the device ``there``; None: an unknown device."""
+    """Raises if the traced implementation would not be chosen on the device ``there`` (None: unknown)."""
     traced_for, reason = call.device, f"{platform}, a device that is unknown here"
     if call.requested == (call.implementation,) == (xla.NAME,) or (there is None and mosaic.refuse_function(call)):
         return
@@ -284,19 +285,20 @@ class Capability(NamedTuple):
     """A function of global arrays, differentiable in ``operands`` and not in ``rest``."""
 
     forward: Callable[..., Any]  # (call, operands, rest, differentiated, *static) -> results, saved for the backward
-    # (call, operands, rest, saved, cotangent) -> gradients, None for operands that are not in `Call.gradients`
+    # (call, operands, rest, saved, cotangent) -> gradients; None where `Call.gradients` requests none
     backward: Callable[..., Any]
     make_empty_results: Callable[..., Any]  # (call, rest) -> results
     static: tuple[Hashable, ...] = ()
-    # Whether the forward saves the gradients, for a cotangent of 1. Then the backward multiplies them by the cotangent,
-    # may itself be differentiated, and gets `OperandType`s, because the operands are not saved.
+    # Whether the forward saves the gradients, for a cotangent of 1. If so, the backward multiplies them by the
+    # cotangent, may itself be differentiated, and gets an `OperandType` for each operand, because operands are not
+    # saved.
     saves_gradients: bool = False
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class OperandType:
-    """The type that a gradient must have."""
+    """The dtype and the varying axes that the gradient of an operand must have."""
 
     dtype: jnp.dtype
     varying: frozenset[Any]  # the manual mesh axes
@@ -310,12 +312,12 @@ def compute(capability: Capability, call: Call, operands: Any, rest: Any) -> Any
     return _differentiable(capability, call, jax.tree.map(marked, operands), rest)
 
 
-# It is jitted so that calls outside ``jit`` compile once. Inside ``jit`` it is inlined.
+# Jitted, so that calls outside ``jit`` are compiled once. Inside ``jit`` it is inlined.
 run = jax.jit(compute, static_argnums=(0, 1), inline=True)
 
 
 def list_result_axes(call: Call, operands: Any) -> frozenset[Any]:
-    """Returns the mesh axes over which results vary, by the types of ``operands``."""
+    """Returns the mesh axes over which results vary, according to the types of ``operands``."""
     return _jax.varying_axes(operands) - frozenset(_jax.list_axes(call.axis_name))
 
 
@@ -336,7 +338,7 @@ def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) 
     if capability.saves_gradients:
         inputs = jax.tree.map(lambda x: OperandType(jnp.dtype(x.dtype), _jax.varying_axes(x)), inputs)
     # The shape of an empty array tells the backward rule which gradients are requested. The structure of the residuals
-    # cannot: JAX takes it from any trace of this rule, also from one where other operands are differentiated.
+    # cannot: JAX may take it from any trace of this rule, even one that differentiates other operands.
     requested_shape = jnp.zeros((0, *dataclasses.astuple(requested)), jnp.int8)
     return out, (inputs, saved, requested_shape)
 
