@@ -209,7 +209,7 @@ def explain(
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, even an empty one. bfloat16, float16, float32 or float64.
             Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is the dtype of the matrix products.
         labels: ``[...]`` integer vocabulary ids; they stay global ids if the vocabulary is split. A label outside the
             vocabulary (negative, ≥ V) has logprob 0, with the gradient of ``-lse``; its row counts unless
             ``ignore_index`` excludes it.
@@ -220,10 +220,10 @@ def explain(
             and give the true ``vocab_size``. None: each device holds the full vocabulary.
         batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: the Explicit axes in
             hidden's type, if any; otherwise the batch is not split.
-        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
-            ``vocab_axis`` or ends with it, hidden states are all-gathered over ``vocab_axis`` in the forward, and their
-            gradient is reduce-scattered in the backward. That is Megatron's sequence parallelism;
-            ``("context", "tensor")`` adds context parallelism. None: the sequence is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If
+            ``sequence_axis`` equals ``vocab_axis`` or ends with it, hidden states are all-gathered over ``vocab_axis``
+            in the forward, and their gradient is reduce-scattered in the backward. That is Megatron's sequence
+            parallelism; ``("context", "tensor")`` adds context parallelism. None: the sequence is not split.
         ignore_index: rows with this label do not count, as in PyTorch. None: every label counts; a label outside the
             vocabulary has logprob 0.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
@@ -232,8 +232,8 @@ def explain(
             and is differentiable.
         normalizer: the divisor of "mean", in place of the number of rows that count in this call. Give the number of
             rows of all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients
-            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; an
-            array's 0 counts as 1. None: the rows that count in this call.
+            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; a 0 in an
+            array counts as 1. None: the number of rows that count in this call.
         gradients_in_forward: True for the plan of `linear_loss`, including the memory that all its chunks share.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
             dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.

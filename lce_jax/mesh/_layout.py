@@ -146,7 +146,7 @@ def layout_of_specs(
 ) -> Layout:
     """Returns the layout that follows from the operands' shardings.
 
-    ``hidden`` and ``weight`` may be shapes with dtypes.
+    ``hidden`` and ``weight`` may be ``jax.ShapeDtypeStruct``.
 
     Tokens are split like hidden, and the vocabulary like the weight. A token dimension that is not split in hidden is
     split like the other per-token operands. A split H is gathered. An axis cannot split both tokens and vocabulary:

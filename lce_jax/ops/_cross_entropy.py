@@ -61,8 +61,8 @@ def linear_cross_entropy(
             gradient, as in PyTorch. Not with ``label_smoothing``. None: the factor is 1 for every label.
         normalizer: the divisor of "mean", in place of the number of rows that count in this call. Give the number of
             rows of all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients
-            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; an
-            array's 0 counts as 1. None: the rows that count in this call.
+            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; a 0 in an
+            array counts as 1. None: the number of rows that count in this call.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
             dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
             There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
@@ -89,7 +89,7 @@ def linear_cross_entropy(
         the memory is that of `linear_logprobs`: ``reduction="none"``; ``cache_bytes`` (0 takes the least memory);
         ``gradient_threshold`` or ``vocab_part_size``; float16, because only the backward knows the loss scale; label
         smoothing with a softcap. A call that is not differentiated only runs the forward, and so does the first run
-        under ``jax.checkpoint``. `explain` says which case a call is.
+        under ``jax.checkpoint``. `explain` says which pass computes the gradients of a call.
 
     Numerics:
         If the forward computes the gradients, each is rounded once, and then multiplied by the loss's cotangent. A

@@ -38,8 +38,8 @@ def masked_logprobs(
     Returns:
         A `LogprobOutput` with ``logprobs``, ``entropy`` and ``lse``, ``[...]`` in the dtype of the logits. If the label
         is not in the set, the logprob is -inf, because sampling could not have drawn it. If the label is negative, as
-        in a prompt, the logprob is 0, as in `linear_logprobs`. Neither has a gradient. If the set is empty, all three
-        are 0.
+        in a prompt, the logprob is 0, as in `linear_logprobs`. In both cases the logprob has no gradient. If the set is
+        empty, all three are 0.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit; the message has the values.

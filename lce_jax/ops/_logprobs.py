@@ -72,7 +72,7 @@ def linear_logprobs(
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, even an empty one. bfloat16, float16, float32 or float64.
             Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is the dtype of the matrix products.
         labels: ``[...]`` integer vocabulary ids; they stay global ids if the vocabulary is split. A label outside the
             vocabulary (negative, ≥ V) has logprob 0, with the gradient of ``-lse``; its row counts unless
             ``ignore_index`` excludes it.
@@ -132,9 +132,10 @@ def linear_logprobs(
             because a logit is one product. A probability contains a sum over V, which another program may round
             differently. `lce_jax.floors` makes floors and says what happens at the boundary. ``logprobs``, ``entropy``,
             ``lse`` and the extremes refer to this set, gradients outside the set are 0, and ``stats=True`` returns the
-            size of the set as ``.support``. If the set is empty, because the label is outside the vocabulary too, the
-            row's outputs and gradients are 0. With -inf, every token is in the set. A known NaN raises an error; in a
-            traced array, a NaN makes its row NaN, without a gradient. Not with ``candidates``. No gradient.
+            size of the set as ``.support``. If the set is empty (no logit reaches f, and the label is outside the
+            vocabulary), the row's outputs and gradients are 0. With -inf, every token is in the set. A known NaN raises
+            an error; in a traced array, a NaN makes its row NaN, without a gradient. Not with ``candidates``. No
+            gradient.
             None: every token.
         lora: ``(A, B, scale)``, an adapter of a frozen weight: A ``[r, H]`` and B ``[V, r]``, as PEFT's
             ``lora_A.weight`` and ``lora_B.weight``, and a scalar. The products are ``hidden · weightᵀ + u · Bᵀ`` with
@@ -142,7 +143,7 @@ def linear_logprobs(
             (``jax.lax.stop_gradient(weight)``). A and B have gradients in their own dtypes; the scale has none.
             ``scale · A``, B and u are rounded to the weight's dtype. r is padded to a multiple of 64, and hidden is
             copied, because u is appended to it. Not with ``bias``. None: no adapter.
-        **unknown: refused; the message names the option that may be meant.
+        **unknown: raises an error that suggests the intended option.
 
     Returns:
         A `LogprobOutput`. Its fields have the shape of ``labels`` (``.candidate_logprobs`` is ``[..., K]``) and are
@@ -154,12 +155,12 @@ def linear_logprobs(
         NotImplementedError: for a second derivative, and for forward mode (``jax.jvp``).
         RuntimeWarning: no row that counts has a label in the vocabulary. This is checked only outside ``jit``, and only
             for labels that can be read without waiting: NumPy arrays, and arrays that are on a CPU and already
-            computed. Labels that are all -100 are padding, and do not warn.
+            computed. There is no warning if all labels are -100, because they are padding.
 
     Memory:
         The forward takes O(T + tile) beyond the operands, and the backward O(T·H + tile) beyond the gradients, never
         T·V. Between the passes, the call keeps a few values per token, and the cache. Candidates add O(T·K). `explain`
-        gives the bytes. An operand that is not differentiated has no gradient, and costs no product.
+        gives the bytes. An operand that is not differentiated has no gradient, and costs no matrix product.
 
     Numerics:
         Every sum and softmax is float32. dlogits are rounded at most once, to the weight's dtype, before the gradient
@@ -173,7 +174,7 @@ def linear_logprobs(
         TPUs refuse Auto axes. If an axis splits both tokens and vocabulary, hidden or weight is gathered over it,
         whichever takes less memory. A split H is gathered. `sharded_linear_logprobs` takes the axes by name. Inside
         ``shard_map``, give ``axis_name``. Labels, ``where`` and temperature may have types that vary over this axis if
-        every shard holds the same values. Rows that differ return NaN.
+        every shard holds the same values. Rows with different values return NaN.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -204,7 +205,7 @@ def linear_logprobs(
 def compute_results(arguments: Arguments, numbers: tuple[Array, ...] = ()) -> Results:
     """Returns the results of a call of `linear_logprobs`, from which losses are computed.
 
-    ``numbers`` are arrays of shape () that the loss uses. If the shards have different ones, all results are NaN.
+    ``numbers`` are arrays of shape () that the loss uses. If a value differs between shards, all results are NaN.
     """
     call, primals, rows, agree = _describe.bind_call(arguments)
     if call.axis_name is not None:

@@ -1,4 +1,4 @@
-"""`linear_loss`: the sum of any per-token loss, whose gradients are computed in the forward."""
+"""`linear_loss`: the sum of any per-token loss, with gradients that the forward computes."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def linear_loss(
 
     Args:
         loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)``, the loss of one token. The first three arguments are
-            scalars (``entropy`` is None with ``entropy=False``); the others are the token's slices of ``per_token``. It
-            is any JAX function that uses only this token's values and returns one floating-point scalar. It may close
-            over arrays; traced arrays then have gradients too. Compute a loss that mixes tokens, such as a mean over a
-            sequence (GSPO), from the results of `linear_logprobs`.
+            scalars (``entropy`` is None with ``entropy=False``); the others are the token's slices of ``per_token``.
+            ``loss_fn`` may be any JAX function that uses only this token's values and returns one floating-point
+            scalar. It may close over arrays; traced ones have gradients too. Compute a loss that mixes tokens, such as
+            a mean over a sequence (GSPO), from the results of `linear_logprobs`.
         hidden, weight, labels, where, ignore_index: as in `linear_logprobs`.
         per_token: the further arguments of ``loss_fn``. Give them by name, such as ``advantage=...``: then they cannot
             be mixed up, and unknown or missing names raise an error. Each is an array or a tree of arrays. The shape of
@@ -82,7 +82,7 @@ def linear_loss(
     Raises:
         UnsupportedError: a requested implementation cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options do not fit; the message has the values. Also if ``loss_fn``
-            does not return one floating-point scalar; reduces a scalar, such as ``jnp.mean(logprob)``, which was meant
+            does not return one floating-point scalar; reduces a scalar, as ``jnp.mean(logprob)`` does, which was meant
             as a mean over tokens; closes over an array on a mesh, which JAX cannot use on one device; or, inside
             ``shard_map``, closes over a traced array that devices with different tokens share. Pass such arrays as
             per-token arguments.
@@ -103,8 +103,8 @@ def linear_loss(
         Under ``jit`` on a mesh, the call is partitioned like a matrix product, over batch, sequence and vocabulary: by
         the operands' types over Explicit axes, by XLA over Auto axes (not on TPUs). `sharded_linear_loss` takes the
         axes by name. Inside ``shard_map``, give ``axis_name``. Per-token arguments may have types that vary over this
-        axis if every shard holds the same values; rows that differ return NaN. ``vmap`` computes its examples one by
-        one; if an Explicit axis splits the examples, each device computes its own examples.
+        axis if every shard holds the same values; rows with different values return NaN. ``vmap`` computes its examples
+        one by one; if an Explicit axis splits the examples, each device computes its own examples.
 
     Compilation:
         Outside ``jit``, each ``loss_fn`` and kind of call is compiled once, and the program lives as long as

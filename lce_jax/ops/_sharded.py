@@ -95,18 +95,18 @@ def sharded_linear_logprobs(
             and give the true ``vocab_size``. None: each device holds the full vocabulary.
         batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: the Explicit axes in
             hidden's type, if any; otherwise the batch is not split.
-        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
-            ``vocab_axis`` or ends with it, hidden states are all-gathered over ``vocab_axis`` in the forward, and their
-            gradient is reduce-scattered in the backward. That is Megatron's sequence parallelism;
-            ``("context", "tensor")`` adds context parallelism. None: the sequence is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If
+            ``sequence_axis`` equals ``vocab_axis`` or ends with it, hidden states are all-gathered over ``vocab_axis``
+            in the forward, and their gradient is reduce-scattered in the backward. That is Megatron's sequence
+            parallelism; ``("context", "tensor")`` adds context parallelism. None: the sequence is not split.
 
     Returns:
         A `LogprobOutput`. Each field has the shape of ``labels`` (``candidate_logprobs`` has a further axis of size K)
         and is split like ``hidden``. Fields that were not requested are None.
 
     Raises:
-        ValueError, TypeError: as `linear_logprobs`. Also if the mesh does not have an axis, an axis is used twice, or
-            the size of a split dimension is not a multiple of the number of shards.
+        ValueError, TypeError: as `linear_logprobs`. Also if the mesh lacks a named axis, an axis is used twice, or the
+            size of a split dimension is not a multiple of the number of shards.
 
     Memory:
         Per device, the memory of `linear_logprobs` for the device's tokens and columns. One all-gather sends at most

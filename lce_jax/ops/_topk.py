@@ -51,7 +51,7 @@ def linear_topk(
         where: ``[...]`` bool, the rows that count. The others return ids of -1 and zeros, whatever they hold, and cost
             no work. None: every row counts.
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
-            ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``. None of these has a gradient. The
+            ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``. No option has a gradient. The
             temperature does not change the order; an invalid value in a traced temperature makes its row return ids of
             -1 and NaN. The ``implementation`` is always "xla"; kernels would not be faster than XLA's matrix product.
 
@@ -65,9 +65,9 @@ def linear_topk(
         NotImplementedError: a derivative is used.
 
     Memory:
-        The logits of one chunk of tokens: 160 MiB (32 MiB on a CPU), or more if 256 tokens (128) need more. Also
-        O(T·k), and with ``where`` a copy of ``hidden``. On a CPU, XLA copies a float16 weight to float32; a bfloat16
-        weight too if the call has one token.
+        The logits of one chunk of tokens, at most 160 MiB (32 MiB on a CPU) unless 256 tokens (128 on a CPU) need more.
+        Also O(T·k), and with ``where`` a copy of ``hidden``. On a CPU, XLA copies a float16 weight to float32; a
+        bfloat16 weight too if the call has one token.
 
     Numerics:
         Tokens are ordered by their float32 products. Softcap and temperature cannot change the order, even where they

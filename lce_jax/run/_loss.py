@@ -56,7 +56,7 @@ class TokenLoss:
     jaxpr: ClosedJaxpr = dataclasses.field(compare=False)  # with None for each of its constants
     # The arrays that the loss closes over; None in place of traced arrays, which are in `Inputs.constants`.
     known: tuple[Any, ...] = dataclasses.field(compare=False)
-    impls: tuple[Any, ...]  # of each such array of random keys, the implementation; None for other arrays
+    impls: tuple[Any, ...]  # for each of these arrays, the implementation of its random keys, or None
     identity: Any = dataclasses.field(default_factory=object)
 
     @classmethod
@@ -69,7 +69,7 @@ class TokenLoss:
         return cls(retrace, empty, known, impls), tuple(unwrap_keys(x) for x in closed.consts if _is_traced(x))
 
     def take_arrays(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
-        """Turns the arrays that the loss closes over into inputs, as a function that XLA partitions requires."""
+        """Turns the arrays that the loss closes over into inputs. XLA's partitioning of a function requires this."""
         traced = iter(inputs.constants)
         known = (None if x is None else _describe.put_on_device(x, inputs.primals.hidden) for x in self.known)
         constants = tuple(next(traced) if x is None else unwrap_keys(x) for x in known)
@@ -203,7 +203,10 @@ def trace(
 
 
 def _identify_constants(jaxpr: Any) -> Iterator[bytes | int]:
-    """Yields a key of each array that a jaxpr or an inner jaxpr closes over, because its text does not show them."""
+    """Yields a key of each array that a jaxpr or an inner jaxpr closes over.
+
+    The text of a jaxpr does not show these arrays.
+    """
     yield from (x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in getattr(jaxpr, "consts", ()))
     for equation in jaxpr.eqns:
         for inner in jax.tree.leaves(list(equation.params.values())):
@@ -385,7 +388,7 @@ class _Chunks:
         return losses, dresults, dper_token, dconstants
 
     def _add(self, chunk: TokenChunk, accumulated: Primals, gradients: Primals) -> Primals:
-        """Writes a chunk's dhidden to its rows, and adds the others to their sums; dweight is the sum already."""
+        """Writes a chunk's dhidden to its rows, and adds the other gradients. dweight already is the sum."""
         dhidden = gradients.hidden
         if self.psum_axes:
             # The collective starts after the kernels: see `_shard.reduce_gradients`.
@@ -505,7 +508,7 @@ _programs: dict[int, Any] = {}  # the jitted `_runner.compute` of each living lo
 
 
 def cache_program(loss_fn: Any) -> tuple[Any, Any]:
-    """Returns `_runner.compute`, jitted once while ``loss_fn`` lives, and a weak reference to ``loss_fn``."""
+    """Returns `_runner.compute`, jitted once for the lifetime of ``loss_fn``, and a weak reference to ``loss_fn``."""
     owner = getattr(loss_fn, "__func__", loss_fn)  # a bound method is a new object each time
     program = _programs.get(id(owner))
     if program is not None:

@@ -26,7 +26,7 @@ def refuse_mixed_tokens(jaxpr: Jaxpr, refusal: Callable[[str], ValueError]) -> N
     """Refuses a per-token loss that reduces a scalar, such as ``jnp.mean(logprob)``: a reduction without effect.
 
     Raises:
-        ValueError: what ``refusal`` returns for a text that names the reduction.
+        ValueError: made by ``refusal`` from a text that names the reduction.
     """
     _, operation = _search(jaxpr, [TOKEN] * len(jaxpr.invars))
     if operation is not None:
@@ -51,7 +51,7 @@ def _search(jaxpr: Jaxpr, input_kinds: Sequence[str | None]) -> tuple[list[str |
             if operation is not None:
                 return [], _describe(
                     operation.partition(" ")[0], equation
-                )  # for the inner one, JAX only knows where it was traced first
+                )  # JAX only knows where an inner equation was first traced
             outputs = [new or old for old, new in zip(outputs, inner_kinds, strict=True)]
         kinds.update(zip(equation.outvars, outputs, strict=True))
     return [None if isinstance(x, Literal) else kinds.get(x) for x in jaxpr.outvars], None

@@ -38,11 +38,11 @@ class ArraySharding(enum.Enum):
 
     @property
     def vocab_dim(self) -> int | None:
-        """The dimension of such an array that is the vocabulary, or None."""
+        """The dimension of the array that is the vocabulary; None if no dimension is."""
         return {ArraySharding.ROWS: 0, ArraySharding.COLUMNS: 1}.get(self)
 
     def spec(self, layout: Layout) -> P:
-        """Returns the partition spec of such an array over ``layout``."""
+        """Returns the partition spec of an array with this sharding over ``layout``."""
         if self in (ArraySharding.HIDDEN, ArraySharding.RESULTS):
             return layout.out_spec
         if self is ArraySharding.TOKENS:

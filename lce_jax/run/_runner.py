@@ -2,7 +2,7 @@
 
 A `Capability` is the forward and the backward of a public function. Each of them runs a `Program` of
 `lce_jax.run._partitioning`, which says what one device computes. `run_program` decides how: on this device, under a
-``shard_map``, or as XLA partitions it.
+``shard_map``, or partitioned by XLA.
 
 All functions share one ``custom_vjp``. Its residuals are the operands and whatever the forward saves; if the forward
 computes the gradients, its residuals are these. Only first derivatives exist. A call without tokens runs no program.
@@ -149,7 +149,7 @@ def _run_batch(call: Call, program: Program, size: int, in_batched: Any, operand
 
 
 def _run_batch_without_cache(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
-    """Runs a batch of calls without a cache, if ``cache_bytes`` is only the default: each example would need a cache.
+    """Runs a batch of calls that would cache only by default, without a cache, because each example would need its own.
 
     A program that returns a cache returns zeros instead. The compiler removes these, because in a batch no program
     reads the cache.
@@ -338,7 +338,7 @@ def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) 
     if capability.saves_gradients:
         inputs = jax.tree.map(lambda x: OperandType(jnp.dtype(x.dtype), _jax.varying_axes(x)), inputs)
     # The shape of an empty array tells the backward rule which gradients are requested. The structure of the residuals
-    # cannot: JAX may take it from any trace of this rule, even one that differentiates other operands.
+    # cannot tell this: JAX may take it from any trace of this rule, even one that differentiates other operands.
     requested_shape = jnp.zeros((0, *dataclasses.astuple(requested)), jnp.int8)
     return out, (inputs, saved, requested_shape)
 

@@ -1,4 +1,4 @@
-"""The share of `lce_jax.linear_logprobs` that one device computes, including collectives; the runner calls it there.
+"""The share of `lce_jax.linear_logprobs` that one device computes, including the collectives.
 
 hidden ─ gather over the sequence ─ statistics of the shard ─ merge over the axis ─ finish ─▶ Results
 │ cache
@@ -90,7 +90,7 @@ class Part(NamedTuple):
     def of(cls, call: Call, primals: Primals, rows: Rows, start: Any = None) -> Part:
         """Makes a part, with the factors of eq. 0.
 
-        ``start`` None: the first column follows from the device's mesh position.
+        If ``start`` is None, the first column follows from the device's mesh position.
         """
         invert = functools.partial(_compute_per_token, call, _logprobs.invert_temperature)
         scales = _describe.compute_scales(rows, call.stat_dtype, call.signs_hidden, invert)
@@ -281,7 +281,7 @@ def _compute_per_token(call: Call, function: Callable[..., Any], *operands: Any)
 
 
 def bind_scalars(function: Callable[..., Any], operands: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """Binds the scalars among the operands. Returns ``function`` of the arrays alone, and these arrays."""
+    """Binds the scalar operands of ``function``. Returns a function of the array operands, and these arrays."""
     leaves, tree = jax.tree.leaves(operands), jax.tree.structure(operands)
 
     def run(*arrays: Any) -> Any:
@@ -349,11 +349,11 @@ def device_backward(call: Call, primals: Primals, rows: Rows, saved: Saved, cota
 def reduce_gradients(call: Call, gradients: Primals, operands: Primals) -> Primals:
     """Sums each gradient over the devices that share its operand.
 
-    Returns them in the shapes and dtypes of the operands.
+    Returns the sums in the shapes and dtypes of the operands.
     """
     if call.axis_name is not None or call.token_axes or _jax.varying_axes(gradients):
-        # A Hopper kernel occupies every multiprocessor. A concurrent collective waits for it on one device and delays
-        # the next kernel on another, so collectives start after all gradients.
+        # A Hopper kernel occupies every multiprocessor. A concurrent collective waits for the kernel on one device, and
+        # delays the next kernel on another. So collectives start after all gradients.
         gradients = lax.optimization_barrier(gradients)
     with jax.named_scope("lce_reduce"):
         of_head = zip(gradients[1:], operands[1:], strict=True)

@@ -1,4 +1,4 @@
-"""The chunks of tokens of `lce_jax.linear_loss`: their number of rows, which rows, and their memory."""
+"""The chunks of tokens of `lce_jax.linear_loss`: the size of a chunk, its rows, and its memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def choose_chunk_rows(call: Call) -> int:
 
 
 def check_chunk_bytes(chunk_bytes: Any, options: Mapping[str, Any]) -> int | None:
-    """Returns the validated ``chunk_bytes`` of `lce_jax.linear_loss`. Refuses options that it does not have."""
+    """Validates ``chunk_bytes`` of `lce_jax.linear_loss`, and refuses options that `linear_loss` does not have."""
     if "cache_bytes" in options:
         raise ValueError(
             f"cache_bytes={options['cache_bytes']!r}: linear_loss keeps nothing for a backward pass; pass chunk_bytes, "

@@ -102,10 +102,7 @@ class LaunchedCall:
 
     @property
     def generation(self) -> Generation:
-        """The GPU generation of the device.
-
-        The first generation if no kernels serve the device; `refusal` then says why.
-        """
+        """The GPU generation of the device; the first one if no kernels serve the device, and `refusal` says why."""
         return _generations.serving(self.call.device) or _generations.GENERATIONS[0]
 
     @functools.cached_property
@@ -244,7 +241,7 @@ def forward(
     exchange: Exchange | None = None,
     adapter: Buffer | None = None,
 ) -> Forward:
-    """Launches the forward of all columns; or of a vocabulary shard, then ``exchange`` gathers the shards' statistics.
+    """Launches the forward of all columns, or of a vocabulary shard if ``exchange`` gathers the shards' statistics.
 
     ``adapter``: ``[V, R]``, the B of an adapter.
     """
@@ -323,8 +320,8 @@ def backward(
         hidden: ``[R, H]``.
         weight: ``[V, H]``.
         saved: the flat array that the forward saved.
-        seeds: by name, the cotangents that exist among those of "logprobs", "entropy", "lse" and "candidate_logprobs"
-            (``[R, K]``).
+        seeds: the cotangents of "logprobs", "entropy", "lse" and "candidate_logprobs" (``[R, K]``), by name; a result
+            without a cotangent is absent.
         cached: `Forward.cached`; empty if the forward cached nothing.
         dhidden_dtype: the dtype of dhidden.
         adapter: ``[V, R]``, the B of an adapter.
@@ -333,7 +330,7 @@ def backward(
         adds_total: whether dweight is added to ``total``. False: ``total`` is uninitialized, and dweight overwrites it;
             not with a ``gradient_threshold``.
     """
-    # The tiles of the backward need not begin at vocabulary parts.
+    # In the backward, tiles ignore the parts of the vocabulary.
     launched = dataclasses.replace(launched, call=launched.call.replace(vocab_part_size=None))
     run, call, seeds = HostPass(launched, host), launched.compiled, dict(seeds)
     temperatures = saved if launched.has_temperature else None

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 GATHERED_BYTES = 32 << 20  # the bytes of the weight rows that a chunk gathers
 BLOCK_PAIRS = 128  # the pairs whose sums one matrix product computes
-# Where XLA fuses the gather, no rows are stored, and this only limits the work of one launch. With 64 candidates at
-# (4096, 4096, 151936) on an H200, a forward takes 1.140 times as long as without candidates at 32 MiB, 1.073 at 128,
-# 1.055 at 512, and 1.053 in a single chunk.
+# Where XLA fuses the gather, no rows are stored, and this only limits the work of one launch. At (4096, 4096, 151936)
+# on an H200, 64 candidates make a forward longer by a factor of 1.140 with 32 MiB, 1.073 with 128 MiB, 1.055 with 512
+# MiB, and 1.053 with a single chunk.
 FUSED_BYTES = 512 << 20
 
 
@@ -35,7 +35,7 @@ def choose_chunk_tokens(num_columns: int, hidden_size: int, itemsize: int, gathe
 
 
 def plan(call: Call) -> Plan:
-    """Returns the plan of `lce_jax.linear_logits`. ``call`` describes the ids as candidates."""
+    """Returns the plan of `lce_jax.linear_logits`. The ids count as candidates of ``call``."""
     num_ids, stat, item = call.num_candidates, call.stat_dtype.itemsize, call.dtype.itemsize
     size = min(max(call.num_tokens, 1), choose_chunk_tokens(max(num_ids, 1), call.hidden_size, item))
     rows = size * num_ids * call.hidden_size * item
@@ -156,7 +156,7 @@ def _sum_columns(columns: Int[Array, "n"], values: Float[Array, "n ..."]) -> Flo
 
 
 def _find_targets(columns: Array, ends: Array, num_columns: int) -> Array:
-    """Returns where to write the sum of each pair: the last pair of a column to the column, others out of range."""
+    """Returns the index at which to write each pair's sum: its column for a column's last pair, else out of range."""
     outside = num_columns + jnp.arange(columns.shape[0], dtype=jnp.int32)
     return jnp.where(ends & (columns < num_columns), columns, outside)
 
@@ -212,7 +212,7 @@ class Blocks(NamedTuple):
 
 
 def choose_blocks(num_pairs: int, hidden_size: int, itemsize: int) -> Blocks:
-    """Returns the blocks of the fewest chunks of equal size for which a chunk's sums fit in `GATHERED_BYTES`."""
+    """Divides pairs into the fewest equal chunks whose sums fit in `GATHERED_BYTES`, and each chunk into blocks."""
     pairs = min(BLOCK_PAIRS, num_pairs)
     blocks = -(-num_pairs // pairs)
     chunks = -(-blocks // max(1, choose_chunk_tokens(1, hidden_size, itemsize) // pairs))
@@ -246,8 +246,8 @@ def _sum_prefixes(
     """Computes for each pair Σ terms · values over the pairs of the same column up to this pair, in the terms' dtype.
 
     If the values are bfloat16, a float32 term is split into two bfloat16 numbers, which together hold 16 bits of it. At
-    (4096, 4096, 151936) and 64 ids per token on an H200, dweight takes 1.24 times as long as `hidden @ weight.T`, and
-    2.03 times as long with float32 products.
+    (4096, 4096, 151936) and 64 ids per token on an H200, dweight takes 1.24 times as long as `hidden @ weight.T`; with
+    float32 products it would take 2.03 times as long.
     """
     same = jnp.tril(columns[..., :, None] == columns[..., None, :])
     if values.dtype == jnp.bfloat16 and terms.dtype == jnp.float32:

@@ -39,7 +39,7 @@ def plan(call: Call) -> Plan:
 
 
 class _Rows(NamedTuple):
-    """The per-token operands of some tokens that are not in `HeadTokens`."""
+    """The per-token operands that are not in `HeadTokens`, for some tokens."""
 
     targets: Int[Array, "t"]
     candidates: Int[Array, "t K"] | None
@@ -49,7 +49,7 @@ class _Rows(NamedTuple):
     def shift(self, start: Int[Array, ""] | int) -> tuple[Array, Array | None, Array | None]:
         """Returns targets and candidates relative to the column ``start``, and the floor unchanged.
 
-        For the tile that begins at ``start``, the tile's ids are then in [0, size), and all others outside.
+        Ids in the tile that begins at ``start`` become indices in [0, size); all others lie outside.
         """
         return self.targets - start, None if self.candidates is None else self.candidates - start, self.floor
 

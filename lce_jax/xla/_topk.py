@@ -115,10 +115,8 @@ def _sumexp(raw: Float[Array, "t V"], largest: Largest, operands: Operands, call
     x = clip_to_finite(raw)
     x = x if call.logit_softcap is None else _apply_softcap(x, call, operands.raw_scale)
     selected, least = exponentials(largest.products, largest.x), jnp.min(largest.products, axis=1, keepdims=True)
-    least_exponential = jnp.min(
-        selected, axis=1, keepdims=True
-    )  # columns that were not selected may equal the smallest selected one
-    others = jnp.where(raw == least, least_exponential, exponentials(raw, x))  # of NaN too
+    least_exponential = jnp.min(selected, axis=1, keepdims=True)  # other columns may have this value too
+    others = jnp.where(raw == least, least_exponential, exponentials(raw, x))  # for NaN too
     others = jnp.where(raw > least, 0.0, others)
     return jnp.sum(others, axis=1) + jnp.sum(jnp.where(largest.products > least, selected, 0.0), axis=1)
 

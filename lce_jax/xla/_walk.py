@@ -196,7 +196,7 @@ class Walk:
     ) -> Primals:
         """Computes the gradients of the first model (eq. 5).
 
-        ``dlogits(tile)`` gives the gradient of the tile's raw products.
+        ``dlogits(tile)`` returns the gradient with respect to the tile's raw products.
 
         dweight is rounded, or added to the sum ``dweight``. The other gradients are in the statistics' dtype. A
         gradient that `Call.gradients` does not request is None.
@@ -270,14 +270,14 @@ class Walk:
 
 
 def gradient_dtype(call: Call) -> jnp.dtype:
-    """Returns the dtype of dlogits and of the cache: on a CPU the statistics' dtype, elsewhere the weight's."""
+    """Returns the dtype of dlogits and of the cache: on a CPU the statistics' dtype, elsewhere the weight's dtype."""
     return call.stat_dtype if call.device.platform == "cpu" else call.dtype
 
 
 def gradient_products(
     call: Call, d: Float[Array, "t v"], tile: LogitTile, dhidden_dtype: Any, dweight_dtype: Any
 ) -> Primals:
-    """Computes eq. 5 for a tile. ``d`` is the gradient of the tile's raw products.
+    """Computes eq. 5 for a tile. ``d`` is the gradient with respect to the tile's raw products.
 
     The gradients of a bias and of an adapter are in the statistics' dtype.
     """
@@ -345,8 +345,8 @@ class TileCache(NamedTuple):
 class CacheDtypes(NamedTuple):
     """The dtypes of the arrays in a `TileCache`."""
 
-    columns: tuple[jnp.dtype, ...]  # of the arrays with a value per token and column
-    rows: tuple[jnp.dtype, ...]  # of the arrays with a value per token and tile
+    columns: tuple[jnp.dtype, ...]  # for arrays with a value per token and column
+    rows: tuple[jnp.dtype, ...]  # for arrays with a value per token and tile
 
     @classmethod
     def make(cls, call: Call) -> CacheDtypes:
@@ -401,9 +401,7 @@ def empty_cache(walk: Walk, shard: Shard, dtypes: CacheDtypes | None = None) -> 
         return None
     dtypes, num_tokens = dtypes or CacheDtypes.make(walk.calls[0]), walk.calls[0].num_tokens
     tiles = -(-width // walk.tile_v)
-    memory = (
-        jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty
-    )  # the type of lax.empty has no mesh
+    memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # lax.empty has no mesh
     return TileCache(
         tuple(memory((num_tokens, width), dtype) for dtype in dtypes.columns),
         tuple(memory((tiles, num_tokens), dtype) for dtype in dtypes.rows),
@@ -434,7 +432,7 @@ def overwrite_cache(
 
 
 def choose_tile_sizes(call: Call) -> tuple[int, int]:
-    """Returns the tokens and the vocabulary columns of a tile.
+    """Returns how many tokens and how many vocabulary columns a tile has.
 
     On a CPU, a tile has at most 4 Mi logits (16 MiB of float32) and 2048 columns. Wider tiles do not fit in the CPU's
     caches (50 ms instead of 28 ms forward at T 512, H 256, V 32000 on two cores), and narrower tiles make the products
@@ -531,6 +529,6 @@ def copied_bytes(call: Call) -> int:
 
 def sum_bytes(call: Call) -> int:
     """Returns the bytes of dhidden in the statistics' dtype, if it must still be rounded, scattered or reordered."""
-    is_copied = call.partial_rows or call.gather_dim is not None or call.rank  # du is split off
+    is_copied = call.partial_rows or call.gather_dim is not None or call.rank  # with an adapter, du is split off
     is_result = call.hidden_dtype == call.stat_dtype and not is_copied
     return 0 if is_result else call.num_tokens * (call.hidden_size + call.rank) * call.stat_dtype.itemsize
