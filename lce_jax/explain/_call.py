@@ -236,9 +236,9 @@ def explain(
             array counts as 1. None: the number of rows that count in this call.
         gradients_in_forward: True for the plan of `linear_loss`, including the memory that all its chunks share.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
-            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
-            There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
-            (256 MiB on a CPU).
+            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
+            tokens form a single chunk if this needs no more memory than several chunks and the sum. None: 1400 MiB (256
+            MiB on a CPU).
         frozen_weight: True for the plan of a call whose weight has no gradient (``jax.lax.stop_gradient(weight)``, or a
             parameter that is not differentiated). It has no sum of dweight, and other chunks. ``lora`` implies it.
         k: the k of `linear_topk`, whose plan is returned. Only the shape of the labels matters then.

@@ -221,7 +221,7 @@ def _check_axes(mesh: Any, vocab: tuple[str, ...], batch: tuple[str, ...], seque
     for name, axes in (("vocab_axis", vocab), ("batch_axes", batch), ("sequence_axis", sequence)):
         for axis in axes:
             if axis not in mesh.axis_names:
-                raise ValueError(f"{name} {axis!r} is no axis of the mesh {dict(mesh.shape)}")
+                raise ValueError(f"{name} {axis!r} is not an axis of the mesh {dict(mesh.shape)}")
             if mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual:
                 raise ValueError(
                     f"{name} {axis!r}: this is inside shard_map over {axis!r}, where each device has its own operands. "

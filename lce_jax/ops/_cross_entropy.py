@@ -64,9 +64,9 @@ def linear_cross_entropy(
             add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; a 0 in an
             array counts as 1. None: the number of rows that count in this call.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
-            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
-            There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
-            (256 MiB on a CPU).
+            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
+            tokens form a single chunk if this needs no more memory than several chunks and the sum. None: 1400 MiB (256
+            MiB on a CPU).
         **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``. With ``cache_bytes``, even
             with 0, the backward computes the gradients, and recomputes what the forward does not keep. Then, and in the
             other cases that Memory lists, ``chunk_bytes`` is refused.

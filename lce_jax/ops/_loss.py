@@ -69,9 +69,9 @@ def linear_loss(
             per sequence). Real and complex arrays are differentiable. Python and NumPy scalars are compiled in as
             constants.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
-            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
-            There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
-            (256 MiB on a CPU).
+            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
+            tokens form a single chunk if this needs no more memory than several chunks and the sum. None: 1400 MiB (256
+            MiB on a CPU).
         **options: those of `linear_logprobs` but ``cache_bytes``, ``candidates`` and ``vocab_part_size``. Any other
             name is an argument of ``loss_fn``.
 
@@ -82,8 +82,8 @@ def linear_loss(
     Raises:
         UnsupportedError: a requested implementation cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options do not fit; the message has the values. Also if ``loss_fn``
-            does not return one floating-point scalar; reduces a scalar, as ``jnp.mean(logprob)`` does, which was meant
-            as a mean over tokens; closes over an array on a mesh, which JAX cannot use on one device; or, inside
+            does not return one floating-point scalar; reduces a scalar, such as ``jnp.mean(logprob)``, because it sees
+            one token and not all; closes over an array on a mesh, which JAX cannot use on one device; or, inside
             ``shard_map``, closes over a traced array that devices with different tokens share. Pass such arrays as
             per-token arguments.
         NotImplementedError: for a second derivative, and for forward mode (``jax.jvp``).

@@ -30,7 +30,7 @@ def refuse_mixed_tokens(jaxpr: Jaxpr, refusal: Callable[[str], ValueError]) -> N
     """
     _, operation = _search(jaxpr, [TOKEN] * len(jaxpr.invars))
     if operation is not None:
-        raise refusal(f"its arguments are the numbers of one token, and {operation} of one number reduces no axis")
+        raise refusal(f"its arguments are scalars of one token, and {operation} of a scalar reduces no axis")
 
 
 def _search(jaxpr: Jaxpr, input_kinds: Sequence[str | None]) -> tuple[list[str | None], str | None]:
@@ -40,7 +40,7 @@ def _search(jaxpr: Jaxpr, input_kinds: Sequence[str | None]) -> tuple[list[str |
         inputs = [None if isinstance(x, Literal) else kinds.get(x) for x in equation.invars]
         if not any(inputs):
             continue
-        if _reduces_a_number(equation, inputs):
+        if _reduces_a_scalar(equation, inputs):
             return [], _describe(equation.primitive.name, equation)
         outputs = [_classify(equation, x, inputs) for x in equation.outvars]
         for inner in [] if equation.primitive.name in LOOPS else _list_jaxprs(equation):
@@ -68,17 +68,17 @@ def _classify(equation: Any, output: Any, inputs: Sequence[str | None]) -> str:
     return FLAT if getattr(output.aval, "shape", None) == (1,) and (made_flat or FLAT in inputs) else TOKEN
 
 
-def _reduces_a_number(equation: Any, inputs: Sequence[str | None]) -> bool:
+def _reduces_a_scalar(equation: Any, inputs: Sequence[str | None]) -> bool:
     """Whether an equation reduces one scalar of the token as if it were an array over tokens."""
     name, params = equation.primitive.name, equation.params
-    is_number = [kind is FLAT or x.aval.shape == () for kind, x in zip(inputs, equation.invars, strict=True)]
+    is_scalar = [kind is FLAT or x.aval.shape == () for kind, x in zip(inputs, equation.invars, strict=True)]
     if name in ALONG_AXES:
         axes = params["dimension"] if name == "sort" else params.get("axes", params.get("dimensions"))
-        return is_number[0] and (inputs[0] is FLAT or axes == ())
+        return is_scalar[0] and (inputs[0] is FLAT or axes == ())
     if name in SCANS:
         return inputs[0] is FLAT
     if name == "dot_general":
-        return all(inputs) and all(is_number)
+        return all(inputs) and all(is_scalar)
     if name == "slice":  # jnp.roll takes an empty slice of an array of one element
         return inputs[0] is FLAT and 0 in equation.outvars[0].aval.shape
     # jax.ops.segment_sum and similar functions add to zeros

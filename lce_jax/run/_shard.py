@@ -109,7 +109,7 @@ class Part(NamedTuple):
             rest = call.vocab_size - start
             num_columns = min(max(rest, 0), columns) if isinstance(rest, int) else jnp.clip(rest, 0, columns)
             if call.implementation == mosaic.NAME:
-                num_columns = jnp.asarray(num_columns, jnp.int32)  # one set of kernels for every vocab_size
+                num_columns = jnp.asarray(num_columns, jnp.int32)  # not static: kernels serve every vocab_size
 
         targets = _describe.find_local_columns(rows.labels, start, columns)
         candidates = None if rows.candidates is None else _describe.find_local_columns(rows.candidates, start, columns)

@@ -90,7 +90,7 @@ def _compute_products(hidden: Array, weight: Array, columns: Array, call: Call, 
 
 def _take_rows(weight: Array, columns: Array, call: Call) -> Array:
     """Gathers the weight's row of each column."""
-    if weight.shape[1] == 1 and call.vocab_dim == 1:  # XLA of JAX 0.12.0 reads past the end on CPUs
+    if weight.shape[1] == 1 and call.vocab_dim == 1:  # on CPUs, XLA in JAX 0.12.0 reads past the end
         weight = jnp.pad(weight, ((0, 0), (0, 1)))
     return jnp.take(weight, columns, axis=call.vocab_dim, mode="clip")
 

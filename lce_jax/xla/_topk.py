@@ -101,7 +101,7 @@ def _apply_sign(operands: Operands, call: Call) -> Operands:
 
 
 def _sumexp(raw: Float[Array, "t V"], largest: Largest, operands: Operands, call: Call) -> Float[Array, "t"]:
-    """Computes the sum of exponentials (eq. 1), where the selected columns contribute their selected x.
+    """Computes the sum of exponentials (eq. 1). Selected columns contribute the x that was selected.
 
     XLA may round the softcap of the selected columns differently than the softcap of all columns. With the selected x
     in the sum, log-probabilities are at most 0.
