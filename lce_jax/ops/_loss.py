@@ -82,8 +82,8 @@ def linear_loss(
     Raises:
         UnsupportedError: a requested implementation cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options do not fit; the message has the values. Also if ``loss_fn``
-            does not return one floating-point scalar; reduces a scalar, such as ``jnp.mean(logprob)``, because it sees
-            one token and not all; closes over an array on a mesh, which JAX cannot use on one device; or, inside
+            does not return one floating-point scalar; reduces a scalar, as in ``jnp.mean(logprob)``, which would be a
+            mean over one token; closes over an array on a mesh, which JAX cannot use on one device; or, inside
             ``shard_map``, closes over a traced array that devices with different tokens share. Pass such arrays as
             per-token arguments.
         NotImplementedError: for a second derivative, and for forward mode (``jax.jvp``).

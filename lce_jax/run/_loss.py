@@ -215,7 +215,9 @@ def _identify_constants(jaxpr: Any) -> Iterator[bytes | int]:
 
 
 def check_closure(constants: tuple[Any, ...], axes: frozenset[Any]) -> None:
-    """Refuses a traced constant that does not vary over exactly the ``axes`` over which the tokens vary.
+    """Refuses a traced constant whose varying axes are not the ``axes`` of the tokens.
+
+    Integers may vary over fewer axes.
 
     If a constant were replicated over devices with different tokens, its gradient would be summed over these devices
     before each device could multiply its part by its own cotangent.
