@@ -218,7 +218,7 @@ def _reduce_results(
 def _compute_token_loss(
     logprobs: Array, lse: Array, mean_logit: Array | None, smoothing: float, z_loss: float, traced_z_loss: Array | None
 ) -> Array:
-    """Computes the loss of one token, or of all tokens. ``z_loss`` and ``traced_z_loss`` weight lse²."""
+    """Computes the loss of one token, or of all tokens. The factor of lse² is ``z_loss`` or ``traced_z_loss``."""
     loss = -(1.0 - smoothing) * logprobs
     if mean_logit is not None:
         loss += smoothing * (lse - mean_logit)

@@ -108,8 +108,8 @@ def linear_loss(
 
     Compilation:
         Outside ``jit``, each ``loss_fn`` and kind of call is compiled once, and the program lives as long as
-        ``loss_fn``. Reuse the function object, because a new one is compiled again. Variables that it reads may change
-        between calls.
+        ``loss_fn``. Reuse the function object, because a new one is compiled again. Variables that the function reads
+        may change between calls.
 
     Example:
         >>> import jax, jax.numpy as jnp

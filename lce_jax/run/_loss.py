@@ -217,10 +217,8 @@ def _identify_constants(jaxpr: Any) -> Iterator[bytes | int]:
 def check_closure(constants: tuple[Any, ...], axes: frozenset[Any]) -> None:
     """Refuses a traced constant whose varying axes are not the ``axes`` of the tokens.
 
-    Integers may vary over fewer axes.
-
-    If a constant were replicated over devices with different tokens, its gradient would be summed over these devices
-    before each device could multiply its part by its own cotangent.
+    Integers may vary over fewer axes. If a floating-point constant were replicated over devices with different tokens,
+    its gradient would be summed over these devices before each device could multiply its part by its own cotangent.
     """
     for x in constants:
         array_axes = _jax.varying_axes(x)
@@ -390,7 +388,8 @@ class _Chunks:
         return losses, dresults, dper_token, dconstants
 
     def _add(self, chunk: TokenChunk, accumulated: Primals, gradients: Primals) -> Primals:
-        """Writes a chunk's dhidden to its rows, and adds the other gradients. dweight already is the sum."""
+        """Writes a chunk's dhidden to its rows, and adds the other gradients. dweight already includes earlier
+        chunks."""
         dhidden = gradients.hidden
         if self.psum_axes:
             # The collective starts after the kernels: see `_shard.reduce_gradients`.
