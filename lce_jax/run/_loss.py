@@ -388,7 +388,7 @@ class _Chunks:
         return losses, dresults, dper_token, dconstants
 
     def _add(self, chunk: TokenChunk, accumulated: Primals, gradients: Primals) -> Primals:
-        """Writes a chunk's dhidden to its rows, and adds the other gradients. dweight includes earlier chunks already."""
+        """Writes a chunk's dhidden to its rows, and adds the other gradients. dweight contains earlier chunks."""
         dhidden = gradients.hidden
         if self.psum_axes:
             # The collective starts after the kernels: see `_shard.reduce_gradients`.
