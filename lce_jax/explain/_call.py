@@ -207,23 +207,23 @@ def explain(
     machine's devices. With ``axis_name``, give the shapes of one shard; the axis need not be bound.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
-        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless it is
-            ignored (``ignore_index``).
+        hidden: ``[..., H]`` hidden states; any leading shape, even an empty one. bfloat16, float16, float32 or float64.
+            Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is the dtype of the matrix products.
+        labels: ``[...]`` integer vocabulary ids; they stay global ids if the vocabulary is split. A label outside the
+            vocabulary (negative, ≥ V) has logprob 0, with the gradient of ``-lse``; its row counts unless
+            ``ignore_index`` excludes it.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         mesh: the mesh. None: the mesh of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
-            give the true ``vocab_size``. None: each device holds the whole vocabulary.
-        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: the axes in hidden's
-            own type if they are Explicit; otherwise the batch is not split.
-        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
-            ``vocab_axis`` or ends with it, hidden states are all-gathered over ``vocab_axis`` in the forward, and their
-            gradient is reduce-scattered in the backward. That is Megatron's sequence parallelism;
-            ``("context", "tensor")`` adds context parallelism. None: the sequence is not split.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must be a multiple of its size: pad the weight
+            and give the true ``vocab_size``. None: each device holds the full vocabulary.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: the Explicit axes in
+            hidden's type, if any; otherwise the batch is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If
+            ``sequence_axis`` equals ``vocab_axis`` or ends with it, hidden states are all-gathered over ``vocab_axis``
+            in the forward, and their gradient is reduce-scattered in the backward. That is Megatron's sequence
+            parallelism; ``("context", "tensor")`` adds context parallelism. None: the sequence is not split.
         ignore_index: rows with this label do not count, as in PyTorch. None: every label counts; a label outside the
             vocabulary has logprob 0.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
@@ -232,13 +232,13 @@ def explain(
             and is differentiable.
         normalizer: the divisor of "mean", in place of the number of rows that count in this call. Give the number of
             rows of all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients
-            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; an
-            array's 0 counts as 1. None: the rows that count in this call.
+            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; a 0 in an
+            array counts as 1. None: the number of rows that count in this call.
         gradients_in_forward: True to plan `linear_loss`, including the memory that all its chunks share.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
-            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
-            There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
-            (256 MiB on a CPU).
+            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
+            tokens form a single chunk if this needs no more memory than several chunks and the sum. None: 1400 MiB (256
+            MiB on a CPU).
         frozen_weight: True to plan a call without a gradient of the weight (``jax.lax.stop_gradient(weight)``, or a
             parameter that is not differentiated). Such a call has no sum of dweight, and other chunks. ``lora`` implies
             it.

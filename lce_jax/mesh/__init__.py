@@ -1,1 +1,1 @@
-"""Meshes: how a mesh splits operands, collectives over its axes, and rules for XLA's partitioner."""
+"""Meshes: how a mesh splits operands, collectives over mesh axes, and functions with a rule for XLA's partitioner."""

@@ -1,10 +1,9 @@
-"""Collectives over the mesh axis that splits the vocabulary, and checks that its shards received the same tokens.
+"""Collectives over the mesh axis that splits the vocabulary, and checks that all shards have the same tokens.
 
-The collectives are one packed merge, one reduction and one gather. If an axis or a process group splits something other
-than the vocabulary, the results would be finite but wrong. So each shard sends a summary of its operands in the
-collective that merges the statistics anyway:
+If an axis or a process group splits something other than the vocabulary, the results would be finite but wrong. So each
+shard adds a summary of its operands to the collective that merges the statistics:
 
-    tags      one number per token for everything except hidden: label, temperature, floor, ids
+    tags      one integer per token, from everything except hidden: label, temperature, floor, ids
     sketches  a rough copy of hidden per token, because kernels of different shards may round hidden differently
     probes    some elements of the weight
 
@@ -32,19 +31,19 @@ if TYPE_CHECKING:
 
 type AxisName = Any  # a hashable axis name, or a tuple of them
 
-ODD = 0x9E3779B1  # a factor of tags; a product with an odd number loses no information modulo 2³²
-SAMPLE = 32  # elements of a hidden row in the sample that a sketch is relative to
-LANES = 4  # elements of the sample that a sketch keeps, one byte each: 127 stands for the norm of the sample
-ROUNDING = 4  # the largest difference of a lane that is rounding: a sixth of a usual element, 40 roundings of bfloat16
-PROBED = 8, 16  # rows and columns of a weight's probe
-PIECE = 12  # bits of a tag in one sum, which is exact in float32 over 4096 shards
+ODD = 0x9E3779B1  # a factor in tags; it is odd, so a product modulo 2³² loses no information
+SAMPLE = 32  # elements of a hidden row in the sample whose norm scales a sketch
+LANES = 4  # elements of the sample that a sketch keeps, as one byte each: 127 stands for the norm of the sample
+ROUNDING = 4  # the largest lane difference that counts as rounding: a sixth of a usual element, 40 bfloat16 roundings
+PROBED = 8, 16  # the rows and columns of a probe of the weight
+PIECE = 12  # the bits of a tag in one sum: a float32 sum over 4096 shards is then exact
 
 
 def gather_trees[T](tree: T, axis_name: AxisName) -> T:
-    """Gathers the arrays of all shards of ``axis_name``, [N, ...] each, in one all-gather.
+    """Gathers a tree of arrays from all shards of ``axis_name`` in one all-gather. Each array becomes [N, ...].
 
-    Every shard then adds the same numbers in the same order, so the results of all shards are bitwise equal. Integers
-    and floats are packed into one array by their bits.
+    Every shard can then add the same numbers in the same order, so the results of all shards are bitwise equal. The
+    bits of integers and floats are packed into one array.
     """
     leaves, structure = jax.tree.flatten(tree)
     widest = jnp.uint64 if any(x.dtype.itemsize == 8 for x in leaves) else jnp.uint32
@@ -65,16 +64,16 @@ def _unsigned_dtype(dtype: Any) -> Any:
 
 
 def gather_shards(x: Array, axis_name: AxisName) -> Array:
-    """Gathers and stacks ``x`` of each shard of ``axis_name``. The result is typed as the same on every shard."""
+    """Gathers and stacks the ``x`` of each shard of ``axis_name``. The result is typed as equal on every shard."""
     return lax.all_gather(x, axis_name, to="invarying" if _jax.tracks_varying(axis_name) else "varying")
 
 
 def sum_cotangents[T](cotangent: T, axis_name: AxisName) -> T:
     """Sums the cotangents of outputs that are replicated over ``axis_name``, in one collective.
 
-    Under ``check_vma=True`` there is nothing to sum, because the types already make the cotangent the same on every
-    shard. Under ``check_vma=False`` each shard has the derivative through its own copy. By JAX's convention (that of
-    ``psum``'s transpose) these derivatives are summed.
+    Under ``check_vma=True`` there is nothing to sum, because the types already make the cotangent equal on every shard.
+    Under ``check_vma=False`` each shard has the derivative through its own copy. By JAX's convention, as in the
+    transpose of ``psum``, these derivatives are summed.
     """
     if _jax.tracks_varying(axis_name):
         return cotangent
@@ -83,14 +82,14 @@ def sum_cotangents[T](cotangent: T, axis_name: AxisName) -> T:
 
 
 def equalize_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:
-    """Returns arrays typed as equal on every shard of ``axis_name``, and which rows are really equal on every shard.
+    """Returns the arrays typed as equal on every shard of ``axis_name``, and in which rows they really are equal.
 
-    Rows are the first ``leading`` dimensions of the arrays. The second result is None if no type varies, as without
-    ``check_vma``.
+    Rows are the first ``leading`` dimensions of the arrays. The second result is None if no array's type varies, for
+    example without ``check_vma``.
 
-    Arrays may be typed as varying although all shards hold the same values, because ``lax.all_gather`` types its result
-    in this way by default. Varying operands would make the results varying, and would multiply gradients by the number
-    of shards. Here each shard's copy gets that shard's part of the gradient.
+    Arrays may be typed as varying although all shards hold the same values: ``lax.all_gather`` types its result like
+    this by default. Such operands would make the results vary, and multiply gradients by the number of shards. Here,
+    the shards' copies share the gradient.
     """
     agreements = []
 
@@ -98,7 +97,7 @@ def equalize_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T, B
         axes = tuple(name for name in _jax.list_axes(axis_name) if name in _jax.varying_axes(x))
         if not axes:
             return x
-        bits = _to_bits(lax.stop_gradient(x))  # bits, because a NaN that every shard holds counts as equal
+        bits = _to_bits(lax.stop_gradient(x))  # bits, so that a NaN that every shard holds counts as equal
         highest, lowest = lax.pmax(bits, axes), lax.pmin(bits, axes)
         agreements.append(jnp.all(highest == lowest, axis=tuple(range(leading, bits.ndim))))
         equal = _from_bits(highest, x.dtype)
@@ -110,7 +109,7 @@ def equalize_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T, B
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _share_gradient(axes: tuple[Any, ...], equal: Array, x: Array) -> Array:
-    """Returns ``equal``. The shards' ``x`` share its gradient, as they share the gradient of ``lax.pmean(x, axes)``."""
+    """Returns ``equal``, with the gradient of ``lax.pmean(x, axes)``: the shards' ``x`` share it."""
     del axes, x
     return equal
 
@@ -121,7 +120,10 @@ def _derivative(axes: tuple[Any, ...], primals: tuple[Array, Array], tangents: t
 
 
 def _to_bits(x: Array) -> Array:
-    """Returns ``x`` as integers of 32 bits or more, which every backend can reduce; a complex number as two."""
+    """Returns ``x`` as integers of at least 32 bits, which every backend can reduce.
+
+    A complex number becomes two integers.
+    """
     if jnp.iscomplexobj(x):
         return _to_bits(jnp.stack([x.real, x.imag], axis=-1))
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -140,22 +142,25 @@ def _from_bits(bits: Array, dtype: Any) -> Array:
 
 
 def join_agreement(first: Array | None, second: Array | None) -> Array | None:
-    """Joins the rows of two results of `equalize_shards`: True in rows that are equal in both."""
+    """Joins two agreements of `equalize_shards`: True in rows in which both are True. None: nothing was compared."""
     return second if first is None else first if second is None else first & second
 
 
 def ignore_masked_rows(agree: Array | None, where: Array | None) -> Array | None:
-    """Sets ``agree`` to True in masked rows, whose operands do not matter."""
+    """Sets ``agree`` to True in masked rows, because their operands do not matter."""
     return agree if agree is None or where is None else agree | ~where
 
 
 def set_nan_where_different[T](agree: Bool[Array, "*b"], tree: T) -> T:
-    """Sets results to NaN in rows that differ between the shards. Their gradients become NaN there too."""
+    """Sets results to NaN in rows in which the shards differ. Gradients of these rows become NaN too."""
     return jax.tree.map(lambda x: x * jnp.where(_statistics.expand_like(agree, x), 1.0, jnp.nan).astype(x.dtype), tree)
 
 
 def gather_sequence(hidden: Float[Array, "*b H"], axis_name: AxisName, dim: int) -> Float[Array, "*b H"]:
-    """Gathers hidden states whose dimension ``dim`` is split over ``axis_name``: the result is replicated over it."""
+    """Gathers hidden states whose dimension ``dim`` is split over ``axis_name``.
+
+    The result is replicated over this axis.
+    """
     return lax.all_gather(hidden, axis_name, axis=dim, tiled=True)
 
 
@@ -165,25 +170,25 @@ def scatter_sequence(dhidden: Float[Array, "*b H"], axis_name: AxisName, dim: in
 
 
 class ShardSummary(NamedTuple):
-    """A summary of one shard's operands; or of all shards, stacked along a leading dimension of each field."""
+    """A summary of one shard's operands; or the summaries of all shards, stacked along a leading dimension."""
 
     tags: Int[Array, "T"]
-    sketches: Int[Array, "n T"]  # n heads
+    sketches: Int[Array, "n T"]  # n: heads
     probes: Int[Array, "n rows columns"]
 
 
 def compute_tags(columns: Sequence[Array], where: Bool[Array, "*b"] | None = None) -> Int[Array, "*b"]:
-    """Returns one number per token, which shards compare to find tokens that differ.
+    """Returns one integer per token. Shards compare these tags to find tokens that differ.
 
-    Two tags are equal if the bits of all columns are. If one column differs, the tags differ. If several columns
-    differ, the tags are equal with a probability of 2⁻³². The values in masked rows do not matter, but if the masks
-    differ in one row, all tags differ.
+    Two tags are equal if all columns have equal bits. If exactly one column differs, the tags differ. If several
+    columns differ, the tags are equal with a probability of 2⁻³². The values in masked rows do not matter, but if the
+    masks differ in any row, all tags differ.
 
-    ``columns`` are integers or floats. The first has exactly the shape of the tokens, and the others may have more
-    dimensions after it.
+    ``columns`` are arrays of integers or floats. The first has exactly the shape of the tokens; the others may have
+    further trailing dimensions.
     """
     shape = columns[0].shape
-    words = [lax.bitcast_convert_type(_to_bits(x), jnp.int32) for x in columns]  # two words for a float of 64 bits
+    words = [lax.bitcast_convert_type(_to_bits(x), jnp.int32) for x in columns]  # a 64-bit float becomes two words
     bits = jnp.concatenate([x.reshape(*shape, math.prod(x.shape[len(shape) :])) for x in words], axis=-1)
     factors = np.arange(1, 2 * bits.shape[-1], 2, dtype=np.uint32) * np.uint32(ODD)
     sums = jnp.sum(bits * factors.astype(np.int32), axis=-1, dtype=jnp.int32)
@@ -194,7 +199,10 @@ def compute_tags(columns: Sequence[Array], where: Bool[Array, "*b"] | None = Non
 
 
 def sketch(hidden: Float[Array, "T H"]) -> Int[Array, "T"]:
-    """Returns `LANES` elements of each row relative to the norm of `SAMPLE` elements, one byte each, as one integer."""
+    """Returns a rough copy of each row, as one integer.
+
+    Its bytes are `LANES` elements, relative to the norm of `SAMPLE` elements.
+    """
     indices = np.arange(SAMPLE) * hidden.shape[1] // SAMPLE
     sample = hidden[:, indices].astype(jnp.float32)
     sample = jnp.where(jnp.isfinite(sample), sample, 0.0)
@@ -204,9 +212,9 @@ def sketch(hidden: Float[Array, "T H"]) -> Int[Array, "T"]:
 
 
 def probe(weight: Float[Array, "V H"], vocab_dim: int, columns: Any) -> Int[Array, "rows columns"]:
-    """Returns the bits of some elements of the weight, one row for each probed column of the vocabulary.
+    """Returns the bits of some elements of the weight, one row for each probed vocabulary column.
 
-    The probed columns are among the first ``columns``, a number that may be traced and may be 0.
+    The probed columns are among the first ``columns``, a count that may be traced and may be 0.
     """
     rows, elements = PROBED
     ids = jnp.arange(rows, dtype=jnp.int32) * columns // rows
@@ -216,16 +224,17 @@ def probe(weight: Float[Array, "V H"], vocab_dim: int, columns: Any) -> Int[Arra
 
 
 def compare_summaries(every: ShardSummary, ids: Int[Array, "..."], columns: int) -> Bool[Array, "T"]:
-    """Returns which tokens are equal on all shards; no token is, if two shards hold the same columns of the weight.
+    """Returns which tokens are equal on all shards. If two shards hold the same columns of the weight, all are False.
 
-    There is one exception: a large vocabulary may really have shards with equal columns. The ``ids`` show it: they lie
-    outside the vocabulary that the distinct shards alone would form, a quarter of them or more. ``columns`` is the
+    There is one exception: a large vocabulary may really have shards with equal columns. The ``ids`` show this: at
+    least a quarter of them lie outside the vocabulary that the distinct shards alone would form. ``columns`` is the
     number of columns of each shard.
     """
     same = jnp.all(every.tags == every.tags[:1], axis=0)
     lanes = lax.bitcast_convert_type(every.sketches, jnp.int8).astype(jnp.int32)  # [N, n, T, lanes]
     near = jnp.all(jnp.abs(lanes - lanes[:1]) <= ROUNDING, axis=(0, 1, 3))
-    # Probed columns that all equal each other, such as zeros, may be the same on every shard without a mistake.
+    # A probe whose columns are all equal, such as zeros, proves nothing: shards may have it in common without a
+    # mistake.
     vary = jnp.any(every.probes != every.probes[:, :, :1], axis=(2, 3))  # [N, n]
     equal = jnp.all(every.probes[:, None] == every.probes[None], axis=(3, 4))  # [N, N, n]
     earlier = np.tri(len(every.probes), k=-1, dtype=bool)[:, :, None]
@@ -236,9 +245,9 @@ def compare_summaries(every: ShardSummary, ids: Int[Array, "..."], columns: int)
 
 
 def difference_terms(tags: Int[Array, "*b"], shard: int | Int[Array, ""], shards: int) -> Float[Array, "*b 2"]:
-    """Returns a shard's terms of two sums that show whether all shards have the same tags, for a collective that adds.
+    """Returns a shard's terms of two sums over the shards, which show whether all shards have the same tags.
 
-    The sums over all shards, at most 4096, are exactly 0 if all tags are equal. If not, both sums are 0 in one of 2²⁴
+    Both sums, over at most 4096 shards, are exactly 0 if all tags are equal. If tags differ, both are 0 in one of 2²⁴
     cases.
     """
     bits = _permute_bits(tags)
@@ -247,7 +256,7 @@ def difference_terms(tags: Int[Array, "*b"], shard: int | Int[Array, ""], shards
 
 
 def _permute_bits(x: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """Maps the 32-bit numbers one to one, so that sums and differences of numbers are not preserved."""
+    """Permutes the 32-bit integers, so that sums and differences are not preserved."""
     x = lax.bitcast_convert_type(x, jnp.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = (x ^ (x >> shift)) * np.uint32(factor)

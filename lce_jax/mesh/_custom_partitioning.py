@@ -1,8 +1,9 @@
-"""Functions with a partitioning rule for XLA: JAX's `custom_partitioning` and workarounds for two of its limits.
+"""Attaches a partitioning rule for XLA to a function; the rule itself is `lce_jax.run._partitioning.partition`.
 
-JAX cannot export a function with `custom_partitioning`. And if no mesh is set when the program is lowered, the
-shardings that the rule receives have no axis names. So a primitive of this package decides at lowering: an exported
-program gets the plain function, every other program the function with its rule, and `_find_names` finds the axis names.
+This module works around two limits of JAX's `custom_partitioning`. JAX cannot export such a function. So a primitive
+decides at lowering: an exported program gets the plain function, and every other program the function with its rule. If
+no mesh is set when the program is lowered, the shardings that the rule receives have no axis names. `_find_names` finds
+these.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ _logger = logging.getLogger("lce_jax")
 
 
 class Partition(NamedTuple):
-    """The result of a rule: one device's program, and the specs of its operands and results."""
+    """The result of a rule: one device's program, and the partition specs of its operands and results."""
 
     device: Callable[..., Any]
     operand_specs: Any
-    result_specs: Any  # a spec in place of a subtree stands for each of its leaves
+    result_specs: Any  # a spec in place of a subtree applies to each leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Partitioned:
-    """A function and the rule by which XLA partitions it.
+    """A function, and the rule with which XLA partitions the function.
 
     Attributes:
-        function: the function of global arrays.
-        rule: ``rule(mesh, shapes, specs)`` of the operands as XLA has split them; returns a `Partition`.
-        dimensions: takes operands and results. Returns the names of all their dimensions, ``"b h, v h -> b"``, and the
-            names of those that must be replicated.
-        mesh: the mesh that the operands' types or `jax.set_mesh` name; empty if they name none.
-        call: what is static about the call.
-        unused: options that have no effect under the rule, each in words.
+        function: takes and returns global arrays.
+        rule: ``rule(mesh, shapes, specs)`` returns a `Partition`. The specs say how XLA has split the operands.
+        dimensions: ``dimensions(operands, results)`` returns the names of all dimensions, such as ``"b h, v h -> b"``,
+            and the names of the dimensions that must be replicated.
+        mesh: the mesh of the operands' types or of `jax.set_mesh`; empty if there is none.
+        call: describes the call, for messages.
+        unused: a phrase for each option that has no effect under the rule.
     """
 
     function: Callable[..., Any]
@@ -92,10 +93,10 @@ _jax.mlir.register_lowering(_partitioned_p, _lower)
 
 
 def check_rules_are_read(platform: str | None, mesh: Any, call: Call) -> None:
-    """Refuses Auto axes of TPUs, because their compiler reads no partitioning rule. ``mesh`` may be empty.
+    """Refuses Auto axes on TPUs, because the TPU compiler ignores partitioning rules. ``mesh`` may be empty.
 
     libtpu's table of functions has no entry for registering a rule: https://github.com/jax-ml/jax/issues/38196. Without
-    the rule, XLA would gather the whole weight on every device.
+    the rule, XLA would gather the full weight on every device.
     """
     if platform == "tpu":
         axes = f"the axes of {dict(mesh.shape)}" if mesh.size > 1 else "the mesh's axes"
@@ -118,7 +119,10 @@ def _warn_of_unused_options(partitioned: Partitioned) -> None:
 def _attach_rule(
     run: Callable[..., Any], partitioned: Partitioned, trees: Any, names: str, replicated: tuple[str, ...]
 ) -> Callable[..., Any]:
-    """Returns ``run`` as a function that XLA partitions by the rule; dimensions in ``replicated`` are not split."""
+    """Returns ``run`` with the rule attached.
+
+    ``names`` names all dimensions, and ``replicated`` those that are not split.
+    """
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
         mesh, specs = _find_names(mesh, partitioned, operands)
@@ -127,7 +131,7 @@ def _attach_rule(
         result_specs = jax.tree.broadcast(local.result_specs, result_tree.unflatten(results), is_leaf=_is_spec)
 
         def device(*flat: Any) -> Any:
-            with _jax.check_vma(False):  # types do not vary here, but JAX 0.11 would type `axis_index` as varying
+            with _jax.check_vma(False):  # no type varies here, but JAX 0.11 would type `axis_index` as varying
                 return jax.tree.leaves(local.device(*operand_tree.unflatten(flat)))
 
         return mesh, device, _shardings(mesh, result_specs), tuple(_shardings(mesh, local.operand_specs))
@@ -141,7 +145,7 @@ def _attach_rule(
 
 
 def _find_names(mesh: Mesh, partitioned: Partitioned, operands: Any) -> tuple[Mesh, list[P]]:
-    """Returns the mesh and the operands' specs over it. If JAX gives an empty mesh, decodes them here."""
+    """Returns the mesh and the operands' specs over it. Decodes both from the shardings if JAX passes an empty mesh."""
     if not mesh.empty:
         return mesh, [x.sharding.spec for x in operands]
     devices = _jax.list_devices(operands[0].sharding)
@@ -165,5 +169,5 @@ def _shardings(mesh: Mesh, specs: Any) -> list[NamedSharding]:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Logs a warning, but each message only once."""
+    """Logs a warning, each message only once."""
     _logger.warning(message)

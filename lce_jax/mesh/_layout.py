@@ -1,7 +1,6 @@
-"""Layouts: how a mesh splits the operands of a call, from axes that the caller names or from the operands' shardings.
+"""Layouts: how a mesh splits the operands of a call. They come from axis names, or from the operands' shardings.
 
-This module also finds the mesh that the operands' types name. It refuses axes that must not split a call, or warns of
-them.
+This module also finds the mesh in the operands' types, and refuses axes that must not split a call, or warns of them.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class Layout:
     mesh: Any
     vocab_axes: Any  # None, one name or a tuple of names, as for ``axis_name``
     leading: tuple[Any, ...]  # the mesh axes of each leading dimension of hidden
-    gather_dim: int | None  # the leading dimension that the vocabulary's axes split too
+    gather_dim: int | None  # the leading dimension that the vocabulary's axes split as well
 
     @property
     def out_spec(self) -> P:
-        """The spec of the results, which are sharded like hidden's leading dimensions."""
+        """The spec of per-token results: sharded like hidden's leading dimensions."""
         return P(*self.leading)
 
     @property
@@ -52,12 +51,12 @@ class Layout:
 
     @property
     def token_shards(self) -> int:
-        """How many parts the tokens are split into while the logits are computed."""
+        """The number of parts into which tokens are split while logits are computed."""
         return self._count_devices(self.token_axes)
 
     @property
     def vocab_shards(self) -> int:
-        """How many parts the vocabulary is split into."""
+        """The number of parts into which the vocabulary is split."""
         return self._count_devices(list_axes(self.vocab_axes))
 
     def _count_devices(self, axes: tuple[str, ...]) -> int:
@@ -71,18 +70,21 @@ class Layout:
 
     @property
     def every_device(self) -> P:
-        """The spec of caches that each device keeps, stacked along the first dimension."""
+        """The spec of caches, one for each device, stacked along the first dimension."""
         return P((*self.token_axes, *list_axes(self.vocab_axes)))
 
     def add_batch(self, hidden_spec: P) -> Layout:
-        """Returns the layout of a batch of such calls, which is the first dimension of hidden and ``hidden_spec``."""
+        """Returns the layout of a batch of such calls.
+
+        The batch is the first dimension of hidden, and of ``hidden_spec``.
+        """
         used = (*self.token_axes, *list_axes(self.vocab_axes))
         batch = tuple(axis for axis in _axes_at(hidden_spec, 0) if axis not in used)
         gather_dim = None if self.gather_dim is None else self.gather_dim + 1
         return dataclasses.replace(self, leading=(_spec_entry(batch), *self.leading), gather_dim=gather_dim)
 
     def take_local_rows(self, rows: Array) -> Array:
-        """Returns this device's part of a per-token result of the gathered sequence."""
+        """Returns this device's rows of a per-token result of the gathered sequence."""
         if self.gather_dim is None:
             return rows
         size = rows.shape[self.gather_dim] // lax.axis_size(self.vocab_axes)
@@ -90,7 +92,7 @@ class Layout:
         return lax.dynamic_slice_in_dim(rows, start, size, self.gather_dim)
 
     def gather_rows(self, rows: list[Array]) -> list[Array]:
-        """Inverts `take_local_rows`, with one collective for all arrays of the same shape and dtype."""
+        """Inverts `take_local_rows`. One collective gathers all arrays of the same shape and dtype."""
         if self.gather_dim is None:
             return rows
         types = [(x.shape, x.dtype) for x in rows]
@@ -104,7 +106,7 @@ class Layout:
         return [gathered[i] for i in range(len(rows))]
 
     def reshard(self, x: Array, spec: P) -> Array:
-        """Reshards ``x`` to ``spec`` over Explicit axes, which require it. Auto axes do not."""
+        """Reshards ``x`` to ``spec`` over Explicit axes. Auto axes need no reshard."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         implicit = tuple(name for name, axis_type in types if axis_type != AxisType.Explicit)
         if len(implicit) == len(self.mesh.axis_names):
@@ -116,9 +118,9 @@ class Layout:
 def layout_of_names(
     hidden: Any, weight: Any, vocab_dim: int, *, mesh: Any, vocab_axis: Axes, batch_axes: Axes, sequence_axis: Axes
 ) -> Layout:
-    """Returns the layout of axes that the caller names, checked against the mesh and the shapes."""
+    """Returns the layout for the axes that the caller names, after checks against the mesh and the shapes."""
     current = jax.sharding.get_abstract_mesh()
-    mesh = current if mesh is None or current.manual_axes else mesh  # inside shard_map, some axes of it are Manual
+    mesh = current if mesh is None or current.manual_axes else mesh  # inside shard_map it has Manual axes
     if mesh.empty:
         raise ValueError("no mesh: pass mesh=, or call under jax.set_mesh(mesh)")
     if batch_axes is None:
@@ -142,12 +144,13 @@ def layout_of_names(
 def layout_of_specs(
     mesh: Any, hidden: Any, weight: Any, hidden_spec: P, weight_spec: P, per_token: Sequence[P], vocab_dim: int
 ) -> Layout:
-    """Returns the layout that follows from the operands' shardings. ``hidden`` and ``weight`` need a shape and dtype.
+    """Returns the layout that follows from the operands' shardings.
 
-    Tokens are split like hidden, and the vocabulary like the weight. A dimension of tokens in which hidden is not
-    split is split like the other per-token operands. A split H is gathered. An axis that splits both tokens and
-    vocabulary can split only one of them: hidden or weight is gathered over it, whichever then takes less memory per
-    device.
+    ``hidden`` and ``weight`` may be ``jax.ShapeDtypeStruct``.
+
+    Tokens are split like hidden, and the vocabulary like the weight. A token dimension that is not split in hidden is
+    split like the other per-token operands. A split H is gathered. An axis cannot split both tokens and vocabulary:
+    hidden or the weight is gathered over such an axis, whichever then takes less memory per device.
     """
     leading = [_dividing_axes(mesh, n, _axes_at(hidden_spec, dim)) for dim, n in enumerate(hidden.shape[:-1])]
     vocab = _dividing_axes(mesh, weight.shape[vocab_dim], _axes_at(weight_spec, vocab_dim))
@@ -172,9 +175,9 @@ def layout_of_specs(
 
 
 def layout_of_arrays(hidden: Any, weight: Any, per_token: Sequence[Any], vocab_dim: int) -> Layout | None:
-    """Returns the layout of arrays, or of their shapes, if they are on a mesh of several devices.
+    """Returns the layout of arrays or array shapes that are sharded over a mesh of several devices.
 
-    Returns None if no array is on such a mesh, and inside ``shard_map``, where each device has its own arrays.
+    Returns None if no array is on such a mesh. Also None inside ``shard_map``, where each device has its own arrays.
     """
     shardings = [_sharding(x) for x in (hidden, weight, *per_token)]
     meshes = [sharding.mesh for sharding in shardings if sharding is not None and sharding.mesh.size > 1]
@@ -196,18 +199,18 @@ def _axes_at(spec: P, dim: int) -> tuple[str, ...]:
 
 
 def _dividing_axes(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns ``axes``, or none if they do not divide ``size``: XLA can split unevenly, but the kernels cannot."""
+    """Returns ``axes``, or () if they do not split ``size`` evenly: XLA can split unevenly, but the kernels cannot."""
     return axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
 
 
 def _gathered_bytes(mesh: Any, x: Any, split: Sequence[str], over: Sequence[str]) -> int:
-    """Returns the bytes per device of ``x`` after a gather over the axes ``over``; ``split`` are all that split it."""
+    """Returns the bytes per device of ``x``, which the axes ``split`` split, after a gather over the axes ``over``."""
     shards = math.prod(mesh.shape[axis] for axis in split if axis not in over)
     return math.prod(x.shape) * x.dtype.itemsize // shards
 
 
 def _explicit_batch_axes(mesh: Any, hidden: Any, vocab_axis: Axes, sequence_axis: Axes) -> Axes:
-    """Returns the axes of hidden's first dimension if the mesh has Explicit axes, so that its type shows them."""
+    """Returns the axes that split hidden's first dimension according to its type, if the mesh has Explicit axes."""
     if AxisType.Explicit not in mesh.axis_types or hidden.ndim < 2:
         return None
     spec = jax.typeof(hidden).sharding.spec
@@ -218,7 +221,7 @@ def _check_axes(mesh: Any, vocab: tuple[str, ...], batch: tuple[str, ...], seque
     for name, axes in (("vocab_axis", vocab), ("batch_axes", batch), ("sequence_axis", sequence)):
         for axis in axes:
             if axis not in mesh.axis_names:
-                raise ValueError(f"{name} {axis!r} is no axis of the mesh {dict(mesh.shape)}")
+                raise ValueError(f"{name} {axis!r} is not an axis of the mesh {dict(mesh.shape)}")
             if mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual:
                 raise ValueError(
                     f"{name} {axis!r}: this is inside shard_map over {axis!r}, where each device has its own operands. "
@@ -253,11 +256,12 @@ def _remove_axes(entry: Any, axes: Any) -> Any:
 
 
 def find_mesh(operands: Any, function: str, asks_for_tiles: bool = False) -> AbstractMesh | None:
-    """Returns the mesh over which the operands may be split; None on one device and inside ``shard_map``.
+    """Returns the mesh over which the operands may be split, or None on one device and inside ``shard_map``.
 
-    There may be a mesh even if neither types nor `jax.set_mesh` name one, because ``jit(..., in_shardings=...)`` tells
-    only XLA. So on a machine with several devices a traced call gets an empty mesh, and with it the partitioning rule.
-    A call that asks for tiles cannot have the rule. It is refused if it is lowered for several devices.
+    Operands may be split even if neither types nor `jax.set_mesh` name a mesh, because only XLA sees
+    ``jit(..., in_shardings=...)``. So on a machine with several devices, a traced call gets an empty mesh, and
+    therefore the partitioning rule. A call that asks for tiles (a cache or a threshold) cannot have the rule, and is
+    refused if it is lowered for several devices.
     """
     arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
     mesh = find_typed_mesh(arrays)
@@ -273,7 +277,7 @@ def find_mesh(operands: Any, function: str, asks_for_tiles: bool = False) -> Abs
 
 
 def check_other_axes(mesh: AbstractMesh, operands: Any, function: str) -> None:
-    """Refuses operands inside ``shard_map`` that other axes split too. Warns of Auto axes, whose split is unknown."""
+    """Refuses operands inside ``shard_map`` that other axes split too. Warns of Auto axes, which types do not show."""
     manual = ", ".join(repr(axis) for axis in mesh.manual_axes)
     advice = "make shard_map manual over these too (axis_names=...), and pass the one that splits V as axis_name"
     split = {axis for x in jax.tree.leaves(operands) for axis in _all_axes(jax.typeof(x).sharding.spec)}
@@ -287,7 +291,7 @@ def check_other_axes(mesh: AbstractMesh, operands: Any, function: str) -> None:
 
 
 def auto_axes(mesh: AbstractMesh) -> list[str]:
-    """Returns the Auto axes of more than one device: types do not show what these axes split."""
+    """Returns the Auto axes with more than one device. Types do not show what these axes split."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return [axis for axis, axis_type in types if axis_type == AxisType.Auto and mesh.shape[axis] > 1]
 
@@ -297,6 +301,6 @@ def _all_axes(spec: P) -> tuple[str, ...]:
 
 
 def find_typed_mesh(operands: Any) -> AbstractMesh:
-    """Returns the mesh that the operands' types name; an empty mesh if they name none."""
+    """Returns the mesh in the operands' types, or an empty mesh if there is none."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
     return next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))

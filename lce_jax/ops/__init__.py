@@ -1,1 +1,4 @@
-"""The public functions: a caller's arguments in, results out. Each file has one; `_sharded` has forms over a mesh."""
+"""The public functions, one per file.
+
+`_logits` also has `masked_logprobs`; `_sharded` has all functions over a mesh.
+"""

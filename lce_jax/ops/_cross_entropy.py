@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: the loss of a head, from the results of all tokens or in the chunks of `linear_loss`."""
+"""`linear_cross_entropy`: the cross entropy of a head, from `linear_logprobs` or in the chunks of `linear_loss`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def linear_cross_entropy(
 ) -> Float[Array, "..."]:
     """Cross entropy of a language-model head, without storing the logits.
 
-    The loss of a token is ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``, where ε is the label smoothing. It
-    is the cross entropy against ``(1 - ε)·onehot + ε/V``, plus a penalty that keeps ``lse`` near 0.
+    The loss of a token is ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``, where ε is the label smoothing.
+    This is the cross entropy against ``(1 - ε)·onehot + ε/V``, plus a penalty that keeps ``lse`` near 0.
 
-    A mean or a sum that is differentiated computes its gradients in the forward, as `linear_loss` does, with three
-    matrix products in all. With ``cache_bytes``, the backward computes them.
+    If a mean or a sum is differentiated, its forward computes the gradients, as in `linear_loss`, with three matrix
+    products in all. With ``cache_bytes``, the backward computes the gradients.
 
     Args:
         hidden, weight, labels, where: as in `linear_logprobs`.
@@ -55,45 +55,46 @@ def linear_cross_entropy(
         label_smoothing: ε in [0, 1].
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
             and is differentiable.
-        class_weights: ``[V]`` floats, PyTorch's ``weight``: each token's loss is multiplied by the number of its label.
-            "mean" then divides by the sum of these factors, or by ``normalizer``. Inside ``shard_map`` it has the part
-            of the vocabulary that ``weight`` has. A label outside the vocabulary has the factor 0. It gets no
-            gradient, as in PyTorch. With ``label_smoothing`` it is an error. None: the factor is 1 for every label.
+        class_weights: ``[V]`` floats, PyTorch's ``weight``: each token's loss is multiplied by the entry of its label.
+            "mean" then divides by the sum of these factors, or by ``normalizer``. Inside ``shard_map``, pass the
+            entries of this shard's part of the vocabulary. A label outside the vocabulary has the factor 0. No
+            gradient, as in PyTorch. Not with ``label_smoothing``. None: the factor is 1 for every label.
         normalizer: the divisor of "mean", in place of the number of rows that count in this call. Give the number of
             rows of all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients
-            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; an
-            array's 0 counts as 1. None: the rows that count in this call.
+            add up to the mean over all rows. A positive number, or an array of shape (), which may be traced; a 0 in an
+            array counts as 1. None: the number of rows that count in this call.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
-            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
-            There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
-            (256 MiB on a CPU).
-        **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``. With ``cache_bytes``, also
-            with 0, the backward computes the gradients, and recomputes what the forward does not keep. ``chunk_bytes``
-            is refused then, and in the other cases that Memory lists.
+            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
+            tokens form a single chunk if this needs no more memory than several chunks and the sum. None: 1400 MiB (256
+            MiB on a CPU).
+        **options: those of `linear_logprobs` but ``entropy``, ``stats`` and ``candidates``. With ``cache_bytes``, even
+            with 0, the backward computes the gradients, and recomputes what the forward does not keep. Then, and in the
+            other cases that Memory lists, ``chunk_bytes`` is refused.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
         Inside ``shard_map`` it covers the rows of this shard: average it over the data axes yourself, or sum it with
-        ``normalizer=jax.lax.psum(jnp.sum(where), "data")``. Rows, ``z_loss`` and ``normalizer`` may have types that
-        vary over ``axis_name`` if every shard holds the same values. Where they differ, the loss is NaN.
+        ``normalizer=jax.lax.psum(jnp.sum(where), "data")``. Per-token arrays, ``z_loss`` and ``normalizer`` may have
+        types that vary over ``axis_name`` if every shard holds the same values. Where the values differ, the loss is
+        NaN.
 
     Raises:
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
-        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
+        UnsupportedError: a requested implementation cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message has the values.
+        NotImplementedError: for a second derivative, and for forward mode (``jax.jvp``).
 
     Memory:
         A differentiated mean or sum takes the memory of `linear_loss`: O(chunk + T) beyond the gradients, and with
-        several chunks dweight in float32, V·H·4 bytes. In these cases the backward computes the gradients, and the
-        memory is that of `linear_logprobs`: ``reduction="none"``; ``cache_bytes``, of which 0 takes the least memory;
-        ``gradient_threshold`` or ``vocab_part_size``; float16, whose gradients need the loss scale, which only the
-        backward knows; label smoothing with a softcap. A call that is not differentiated is a plain forward, and so is
-        the first call under ``jax.checkpoint``. `explain` says which way a call goes.
+        several chunks dweight in float32, V·H·4 bytes. In the following cases the backward computes the gradients, and
+        the memory is that of `linear_logprobs`: ``reduction="none"``; ``cache_bytes`` (0 takes the least memory);
+        ``gradient_threshold`` or ``vocab_part_size``; float16, because only the backward knows the loss scale; label
+        smoothing with a softcap. A call that is not differentiated only runs the forward, and so does the first run
+        under ``jax.checkpoint``. `explain` says which pass computes the gradients of a call.
 
     Numerics:
-        Each gradient is rounded once, and then multiplied by the loss's cotangent. A power of two, such as 1 or a loss
-        scale, changes no digit. Any other cotangent rounds the gradient a second time, in its own dtype; to avoid that,
-        give the factor as ``normalizer``.
+        If the forward computes the gradients, each is rounded once, and then multiplied by the loss's cotangent. A
+        power of two, such as 1 or a loss scale, changes no digit. Any other cotangent rounds the gradient a second
+        time, in the gradient's dtype; to avoid this, pass the factor as ``normalizer``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -132,15 +133,15 @@ def linear_cross_entropy(
 
 
 class _Loss(NamedTuple):
-    """The static arguments of the loss."""
+    """The options of the loss that are Python values."""
 
     reduction: Reduction
     label_smoothing: float
-    z_loss: float  # 0 if it is traced
+    z_loss: float  # 0 if the weight of lse² is traced
 
 
 def _compare_shards(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Any, Array | None]:
-    """Returns the loss's arrays, typed as equal on every shard of ``axis_name``, and the rows that really are equal."""
+    """Returns the arrays typed as equal on every shard of ``axis_name``, and in which rows they really are equal."""
     _checks.find_axis_size(axis_name)
     (labels, where), agree = _collectives.equalize_shards((labels, where), labels.ndim, axis_name)
     numbers, numbers_agree = _collectives.equalize_shards(numbers, 0, axis_name)
@@ -171,9 +172,9 @@ def _gather_factors(axis_name: Any, weights: Array, labels: Array, where: Array 
 def _sum_in_forward(
     loss: _Loss, call: Call, arrays: list[Any], factors: Array | None, numbers: tuple[Array | None, Array | None]
 ) -> Array:
-    """Computes the loss by `linear_loss`. Each token's loss includes the divisor, so each gradient is rounded once.
+    """Computes the loss as `linear_loss` does. Each token's loss is divided first, so each gradient is rounded once.
 
-    It is jitted because outside ``jit`` each call would compile its loop again.
+    This function is jitted because outside ``jit`` each call would compile its loop again.
     """
     bound, (penalty, normalizer), smooths = Bound(call, *arrays), numbers, loss.label_smoothing > 0
     rows, dtype = bound.rows, call.stat_dtype
@@ -200,7 +201,7 @@ def _reduce_results(
     traced_z_loss: Array | None,
     normalizer: Array | None,
 ) -> Array:
-    """Computes the loss from the results. It is jitted because outside ``jit`` each Python number is a transfer."""
+    """Computes the loss from the results. Jitted, because otherwise each Python scalar is a transfer."""
     outputs = out.outputs
     each = _compute_token_loss(
         outputs.logprobs, outputs.lse, out.mean_logit, loss.label_smoothing, loss.z_loss, traced_z_loss
@@ -217,7 +218,7 @@ def _reduce_results(
 def _compute_token_loss(
     logprobs: Array, lse: Array, mean_logit: Array | None, smoothing: float, z_loss: float, traced_z_loss: Array | None
 ) -> Array:
-    """Computes the loss of one token, or of all. The weight of lse² is the number ``z_loss`` or a traced array."""
+    """Computes the loss of one token, or of all tokens. The factor of lse² is ``z_loss`` or ``traced_z_loss``."""
     loss = -(1.0 - smoothing) * logprobs
     if mean_logit is not None:
         loss += smoothing * (lse - mean_logit)
@@ -231,7 +232,7 @@ def _compute_token_loss(
 def _find_divisor(
     where: Array | None, factors: Array | None, normalizer: Array | None, num_tokens: int, dtype: Any
 ) -> Any:
-    """Returns the divisor of a mean: a normalizer, the sum of the tokens' factors, or the number of rows that count."""
+    """Returns the divisor of a mean: the normalizer, the sum of the class weights, or the number of rows that count."""
     divisor = normalizer if factors is None or normalizer is not None else jnp.sum(factors, dtype=dtype)
     if divisor is not None:
         divisor = divisor.astype(dtype)

@@ -1,4 +1,4 @@
-"""`linear_logits`: the logits of a few ids of each token, and a softmax over a set of ids."""
+"""`linear_logits`, the logits of chosen ids of each token; `masked_logprobs`, log-probabilities over these ids."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 def masked_logprobs(
     logits: Float[ArrayLike, "*b K"], ids: Int[ArrayLike, "*b K"], labels: Int[ArrayLike, "*b"]
 ) -> LogprobOutput:
-    """Log-probability and entropy of a softmax over a set of ids, such as top-k, top-p or min-p sampling leaves.
+    """Log-probability and entropy of a softmax over a set of ids, such as the ids that top-k or top-p sampling keeps.
 
-    With the logits z of `linear_logits`, ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])``, ``logprobs = z[label] - lse``, and
-    the entropy is ``-Σ p ln p`` over the set. Differentiable in ``logits``.
+    The logits z come from `linear_logits`. ``lse = ln Σ_{k: ids[k] ≥ 0} exp(z[k])``, ``logprobs = z[label] - lse``, and
+    ``entropy = -Σ p ln p`` over the set. All three are differentiable in ``logits``.
 
     Args:
         logits: ``[..., K]``, the logits that `linear_logits` returns for ``ids``.
-        ids: ``[..., K]`` the set of each token. All ids of a token differ; -1 stands for no id. An id out of vocabulary
-            must be -1 too.
-        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split.
+        ids: ``[..., K]`` the set of each token. The ids of a token must differ from each other; -1 stands for no id.
+            Replace ids outside the vocabulary by -1.
+        labels: ``[...]`` integer vocabulary ids; they stay global ids if the vocabulary is split.
 
     Returns:
-        A `LogprobOutput` with ``logprobs``, ``entropy`` and ``lse``, ``[...]`` in the dtype of the logits. A logprob is
-        -inf, without a gradient, if the label is not in the set, because sampling could not have drawn it. It is 0,
-        without a gradient, if the label is negative, as in a prompt; `linear_logprobs` returns 0 for such a label too.
-        All three are 0 if the set is empty.
+        A `LogprobOutput` with ``logprobs``, ``entropy`` and ``lse``, ``[...]`` in the dtype of the logits. If the label
+        is not in the set, the logprob is -inf, because sampling could not have drawn it. If the label is negative, as
+        in a prompt, the logprob is 0, as in `linear_logprobs`. In both cases the logprob has no gradient. If the set is
+        empty, all three are 0.
 
     Raises:
-        ValueError, TypeError: shapes or dtypes that do not fit, with the offending values.
+        ValueError, TypeError: shapes or dtypes do not fit; the message has the values.
 
     Example:
         >>> import jax.numpy as jnp
@@ -69,8 +69,8 @@ def masked_logprobs(
 
 @functools.partial(jax.jit, inline=True)
 def _masked(logits: Array, ids: Array, labels: Array) -> LogprobOutput:
-    """Computes `masked_logprobs`. It is jitted because outside ``jit`` each Python number is a transfer."""
-    # Without the barrier, a compiler may fuse the computation of the logits with u, and u may then be above 0.
+    """Computes `masked_logprobs`. Jitted, because otherwise each Python scalar is a transfer."""
+    # Without the barrier, a compiler may fuse the logits' computation into u and round it differently, so that u > 0.
     logits = lax.optimization_barrier(logits)
     in_set = ids >= 0
     has_ids = jnp.any(in_set, axis=-1)
@@ -87,9 +87,6 @@ def _masked(logits: Array, ids: Array, labels: Array) -> LogprobOutput:
     return LogprobOutput(logprobs, entropy, jnp.where(has_ids, highest[..., 0], 0.0) + jnp.log(total))
 
 
-__all__ = ["linear_logits"]
-
-
 def linear_logits(
     hidden: Float[ArrayLike, "*b H"],
     weight: Float[ArrayLike, "V H"],
@@ -98,44 +95,44 @@ def linear_logits(
     where: Bool[ArrayLike, "*b"] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "*b K"]:
-    """Logits at chosen ids, without a pass over the vocabulary.
+    """The logits at chosen ids, without a pass over the vocabulary.
 
-    ``z[k] = cap(logit_scale · (hidden · weight[ids[k]] + bias[ids[k]])) / temperature`` in float32, by T·K dot
+    ``z[k] = cap(logit_scale · (hidden · weight[ids[k]] + bias[ids[k]])) / temperature`` in float32, from T·K dot
     products. The logits have first derivatives with respect to ``hidden``, ``weight`` and ``bias``. `masked_logprobs`
-    computes a softmax over them. For log-probabilities under the whole vocabulary, use
+    computes a softmax over them. For log-probabilities under the full vocabulary, use
     ``linear_logprobs(..., candidates=ids)``.
 
     Args:
         hidden, weight: as in `linear_logprobs`.
-        ids: ``[..., K]`` integer vocabulary ids per token, global also when the vocabulary is split; K from 1 to 512.
-            -1 stands for no id.
+        ids: ``[..., K]`` vocabulary ids per token, integers that stay global ids if the vocabulary is split; K from 1
+            to 512. -1 stands for no id.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold. None: every row counts.
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
-            ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``. The ``implementation`` is "xla":
-            there are no kernels for it.
+            ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``. The ``implementation`` is always
+            "xla", because this function has no kernels.
 
     Returns:
-        ``[..., K]`` in float32 (float64 for a float64 weight). 0, without a gradient, where the id is -1 or out of
-        vocabulary, and where ``where`` is False.
+        ``[..., K]`` in float32 (float64 for a float64 weight). Where the id is -1 or outside the vocabulary, and where
+        ``where`` is False, the logit is 0 and has no gradient.
 
     Raises:
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
-        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
+        UnsupportedError: a requested implementation cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message has the values.
+        NotImplementedError: for a second derivative, and for forward mode (``jax.jvp``).
 
     Memory:
-        O(T·K), and a few chunks of gathered weight rows, 32 MiB each, beyond the operands and the gradients.
+        Beyond the operands and the gradients: O(T·K), and a few chunks of gathered weight rows, 32 MiB each.
 
     Numerics:
         Every sum is float32, and each gradient is rounded once, to its operand's dtype. There is no matrix product, so
-        all results are exact to float32 rounding whatever ``precision`` says. Two runs are bitwise equal, because the
+        all results are exact to float32 rounding, whatever ``precision`` is. Two runs are bitwise equal, because the
         gradients of an id that occurs many times are added in a fixed order.
 
     Sharding:
         As `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or
-        by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. The only collective of the forward is
-        a sum over the shards of one number per id, or of two if the call is differentiated.
+        by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. The only collective of the forward
+        sums one value per id over the shards, or two if the call is differentiated.
 
     Example:
         >>> import jax.numpy as jnp

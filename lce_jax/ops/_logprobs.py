@@ -1,4 +1,4 @@
-"""`linear_logprobs`: each token's log-probability and entropy, and the call that losses build on."""
+"""`linear_logprobs`: each token's log-probability and entropy; `compute_results`: the same results, for losses."""
 
 from __future__ import annotations
 
@@ -70,94 +70,97 @@ def linear_logprobs(
     No label is ignored by default. Give ``ignore_index=-100`` to ignore the labels that PyTorch ignores.
 
     Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
-        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless it is
-            ignored (``ignore_index``).
+        hidden: ``[..., H]`` hidden states; any leading shape, even an empty one. bfloat16, float16, float32 or float64.
+            Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is the dtype of the matrix products.
+        labels: ``[...]`` integer vocabulary ids; they stay global ids if the vocabulary is split. A label outside the
+            vocabulary (negative, ≥ V) has logprob 0, with the gradient of ``-lse``; its row counts unless
+            ``ignore_index`` excludes it.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         ignore_index: rows with this label do not count, as in PyTorch. None: every label counts; a label outside the
             vocabulary has logprob 0.
         temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one value
-            per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is refused
-            if it is known. In a traced array, the row of such a value returns NaN and has no gradient; the other rows
-            are not affected.
+            per token, or per sequence as ``[b, 1]``). No gradient. A known value that is not positive and finite raises
+            an error. In a traced array, such a value makes its row NaN, without a gradient; other rows are not
+            affected.
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
             or an array of shape (), which may be traced. None: no cap. No gradient.
         logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
             be traced. No gradient.
         entropy: False: ``.entropy`` is None and costs nothing.
-        stats: True also returns ``.max_logit`` and ``.min_logit`` (the extremes of ``z``), ``.correct`` (whether the
-            label's logit is the largest; token accuracy is ``out.correct.mean()``), ``.sum_p_squared`` (Σ p² over the
-            vocabulary), with a ``gradient_threshold`` ``.dropped_mass``, and with a ``logit_floor`` ``.support``. These
-            fields have no gradient.
-        vocab_size: the true size of the vocabulary. Columns from this number on are padding: they are in no sum and
-            have zero gradient, whatever they hold. None: every column counts.
+        stats: True adds ``.max_logit`` and ``.min_logit`` (the extremes of ``z``), ``.correct`` (whether the label's
+            logit is the largest; token accuracy is ``out.correct.mean()``), ``.sum_p_squared`` (Σ p² over the
+            vocabulary), ``.dropped_mass`` (only with a ``gradient_threshold``) and ``.support`` (only with a
+            ``logit_floor``). These fields have no gradient.
+        vocab_size: the true size of the vocabulary. Columns from this index on are padding: no sum includes them, and
+            their gradient is zero, whatever they hold. None: every column counts.
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard passes
             its own columns of ``weight`` and the same ``hidden`` and ``labels``, and all shards return bitwise-equal
-            results. Rows that differ between shards return NaN, in gradients too. If two shards pass the same columns,
-            all rows return NaN. None: ``weight`` has the full vocabulary.
+            results. Rows in which the shards differ return NaN, and so do their gradients. If two shards pass the same
+            columns, all rows return NaN. None: ``weight`` has the full vocabulary.
         cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less. The forward keeps
-            exponentials of the first tiles of the vocabulary, in the weight's dtype (float32 on a CPU). 0 keeps
-            nothing. A call that is not differentiated keeps nothing either. None: up to 1 GiB on a GPU; 0 elsewhere,
-            under ``vmap``, over Auto axes, and on a machine with several devices if tracing sees no mesh. The backward
-            may overwrite the cache inside ``jit``; outside ``jit`` it overwrites a copy. The kernels do so if V is a
-            multiple of 8 (128 before Hopper), and "xla" does so if all tiles are kept and no row or column is masked.
+            the exponentials of the first vocabulary tiles, in the weight's dtype (float32 on a CPU). 0 keeps nothing. A
+            call that is not differentiated keeps nothing either. None: up to 1 GiB on a GPU; 0 elsewhere, under
+            ``vmap``, over Auto axes, and on a machine with several devices if tracing sees no mesh. Inside ``jit``, the
+            backward may overwrite the cache; outside ``jit``, it overwrites a copy. Kernels overwrite it if V is a
+            multiple of 8 (128 before Hopper), and "xla" if all tiles are cached and no row or column is masked.
         precision: precision of the matrix products with float32 operands. The default may be TF32 (GPU) or bfloat16
             (TPU); "highest" is exact to float32 rounding.
         implementation: "mosaic_gpu" (kernels for NVIDIA GPUs), "xla" (every device), or a tuple of both, tried in
             order. None: the best one that can serve the call; its name is logged once (logger ``lce_jax``). `explain`
-            gives the choice and the reasons.
-        bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
+            shows the choice and the reasons.
+        bias: ``[V]``, added to the float32 products before the scale, and split like the weight's vocabulary. Its
             gradient is summed in float32 and rounded once. "mosaic_gpu" does not support it. None: no bias.
-        candidates: ``[..., K]`` integer vocabulary ids per token, global as labels are, K from 1 to 512: the call also
-            returns ``.candidate_logprobs``. -1 stands for no candidate. Such an id, and an id out of vocabulary,
-            returns 0 and has no gradient. A token may have the same id twice. None: no candidates.
-        gradient_threshold: a number in [0, 1). A tile (128 tokens by 256 vocabulary columns) is left out of the
-            gradients if all its probabilities are below this number and it holds no label and no candidate. Results
-            never change. With 0, gradients are exact. Only "mosaic_gpu" leaves tiles out. The gradients of all other
-            tiles stay exact.
-        vocab_part_size: columns of a part of the vocabulary, a multiple of 8 (128 before Hopper). The kernels begin a
-            new tile at the first column of each part, so results have the same bits over any number of shards. Give the
-            number of columns of the smallest shard that any of your meshes or process groups has. A shard must consist
-            of complete parts; only a vocabulary that is not split may end inside a part. Not with ``cache_bytes`` or
-            ``gradient_threshold``. Only "mosaic_gpu" guarantees these bits; other implementations ignore the option.
+        candidates: ``[..., K]`` vocabulary ids per token, integers and global like labels, with K from 1 to 512. The
+            call then returns ``.candidate_logprobs`` too. -1 stands for no candidate. The result is 0, without a
+            gradient, for -1 and for an id outside the vocabulary. A token may have the same id twice. None: no
+            candidates.
+        gradient_threshold: a number in [0, 1). The gradients leave out a tile (128 tokens by 256 vocabulary columns) if
+            all its probabilities are below this number and it holds no label or candidate. All other tiles contribute
+            exactly, and results never change. With 0, no tile is left out. Only "mosaic_gpu" leaves tiles out.
+        vocab_part_size: how many columns each part of the vocabulary has, a multiple of 8 (128 before Hopper). The
+            kernels begin a new tile at the first column of each part, so results have the same bits over any number of
+            shards. Give the number of columns of the smallest shard that any of your meshes or process groups has. A
+            shard must consist of complete parts; only a vocabulary that is not split may end inside a part. Not with
+            ``cache_bytes`` or ``gradient_threshold``. Only "mosaic_gpu" guarantees these bits; other implementations
+            ignore the option.
             None: each shard is one part.
-        logit_floor: f, a logit: a number, or an array that broadcasts to ``labels``. The distribution then has only the
-            tokens v with ``z[v] >= f``, and the label, as after top-k, top-p or min-p sampling. The floor is a logit,
-            which is one product. A probability and ``lse`` contain a sum over V, which another program may round
+        logit_floor: f, a logit: a number, or an array that broadcasts to ``labels``. The softmax then covers only the
+            label and the tokens v with ``z[v] >= f``, as after top-k, top-p or min-p sampling. The floor is a logit
+            because a logit is one product. A probability contains a sum over V, which another program may round
             differently. `lce_jax.floors` makes floors and says what happens at the boundary. ``logprobs``, ``entropy``,
-            ``lse`` and the extremes are those of this set, gradients outside the set are 0, and ``stats=True`` returns
-            the number of tokens in the set as ``.support``. A row whose set is empty, because its label is out of
-            vocabulary, is 0 in outputs and gradients. With -inf, every token is in the set. A NaN is refused if it is
-            known; in a traced array, its row returns NaN and has no gradient. Not with ``candidates``. No gradient.
+            ``lse`` and the extremes refer to this set, gradients outside the set are 0, and ``stats=True`` returns the
+            size of the set as ``.support``. If the set is empty (no logit reaches f, and the label is outside the
+            vocabulary), the row's outputs and gradients are 0. With -inf, every token is in the set. A known NaN raises
+            an error; in a traced array, a NaN makes its row NaN, without a gradient. Not with ``candidates``. No
+            gradient.
             None: every token.
         lora: ``(A, B, scale)``, an adapter of a frozen weight: A ``[r, H]`` and B ``[V, r]``, as PEFT's
-            ``lora_A.weight`` and ``lora_B.weight``, and a number. The products are ``hidden · weightᵀ + u · Bᵀ`` with
+            ``lora_A.weight`` and ``lora_B.weight``, and a scalar. The products are ``hidden · weightᵀ + u · Bᵀ`` with
             ``u = scale · hidden · Aᵀ``. The weight is not copied and has no gradient
             (``jax.lax.stop_gradient(weight)``). A and B have gradients in their own dtypes; the scale has none.
             ``scale · A``, B and u are rounded to the weight's dtype. r is padded to a multiple of 64, and hidden is
             copied, because u is appended to it. Not with ``bias``. None: no adapter.
-        **unknown: refused; the message names the option that may be meant.
+        **unknown: raises an error that suggests the intended option.
 
     Returns:
-        A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.
+        A `LogprobOutput`. Its fields have the shape of ``labels`` (``.candidate_logprobs`` is ``[..., K]``) and are
+        float32 (float64 for a float64 weight) or bool. A field that was not requested is None.
 
     Raises:
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
-        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
-        RuntimeWarning: no label that counts is in the vocabulary. This is checked only outside ``jit``, and only for
-            labels that can be read without waiting: NumPy arrays, and arrays that are on a CPU and already computed.
-            Labels that are all -100 are padding, and do not warn.
+        UnsupportedError: a requested implementation cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message has the values.
+        NotImplementedError: for a second derivative, and for forward mode (``jax.jvp``).
+        RuntimeWarning: no row that counts has a label in the vocabulary. This is checked only outside ``jit``, and only
+            for labels that can be read without waiting: NumPy arrays, and arrays that are on a CPU and already
+            computed. There is no warning if all labels are -100, because they are padding.
 
     Memory:
         The forward takes O(T + tile) beyond the operands, and the backward O(T·H + tile) beyond the gradients, never
-        T·V. Between the passes, the call keeps a few numbers per token and the cache. Candidates add O(T·K). `explain`
-        gives the bytes. An operand that is not differentiated has no gradient, and costs no product.
+        T·V. Between the passes, the call keeps a few values per token, and the cache. Candidates add O(T·K). `explain`
+        gives the bytes. An operand that is not differentiated has no gradient, and costs no matrix product.
 
     Numerics:
         Every sum and softmax is float32. dlogits are rounded at most once, to the weight's dtype, before the gradient
@@ -171,7 +174,7 @@ def linear_logprobs(
         TPUs refuse Auto axes. If an axis splits both tokens and vocabulary, hidden or weight is gathered over it,
         whichever takes less memory. A split H is gathered. `sharded_linear_logprobs` takes the axes by name. Inside
         ``shard_map``, give ``axis_name``. Labels, ``where`` and temperature may have types that vary over this axis if
-        every shard holds the same values. Rows that differ return NaN.
+        every shard holds the same values. Rows with different values return NaN.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -202,7 +205,7 @@ def linear_logprobs(
 def compute_results(arguments: Arguments, numbers: tuple[Array, ...] = ()) -> Results:
     """Returns the results of a call of `linear_logprobs`, from which losses are computed.
 
-    ``numbers`` are arrays of shape () that a loss uses. Results are NaN if they differ between shards.
+    ``numbers`` are arrays of shape () that the loss uses. If a value differs between shards, all results are NaN.
     """
     call, primals, rows, agree = _describe.bind_call(arguments)
     if call.axis_name is not None:

@@ -1,4 +1,4 @@
-"""`linear_loss`: the sum of any per-token loss, whose gradients are computed in the forward."""
+"""`linear_loss`: the sum of any per-token loss, with gradients that the forward computes."""
 
 from __future__ import annotations
 
@@ -49,67 +49,67 @@ def linear_loss(
     chunk_bytes: int | None = None,
     **options: object,
 ) -> tuple[Float[Array, ""], LogprobOutput]:
-    """Σ loss_fn(logprob, entropy, lse, …) over the tokens, with gradients that the forward computes.
+    """The sum of ``loss_fn(logprob, entropy, lse, …)`` over the tokens; the forward computes the gradients.
 
     The derivative of a token's loss is known as soon as that token's results are known. So a differentiated call
-    computes results, losses and gradients for one chunk of tokens after another. It takes the matrix products of a
-    forward and a backward without recomputation, and it stores the exponentials of one chunk, whatever the number of
-    tokens. A call that is not differentiated is a plain forward. Divide the sum by any number that your objective
-    needs.
+    computes results, losses and gradients for one chunk of tokens after another. It recomputes no matrix product, and
+    stores the exponentials of only one chunk, however many tokens there are. A call that is not differentiated is a
+    plain forward. Divide the sum by any number that your objective needs.
 
     Args:
-        loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)`` of one token. Its arguments are scalars, ``entropy``
-            None with ``entropy=False``, and the token's slice of each further argument. It is any JAX function of this
-            token's numbers alone that returns one floating-point scalar. It may close over arrays; traced ones have
-            gradients too. A loss that mixes tokens, such as one with a mean over a sequence (GSPO), is computed from
-            the results of `linear_logprobs`.
+        loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)``, the loss of one token. The first three arguments are
+            scalars (``entropy`` is None with ``entropy=False``); the others are the token's slices of ``per_token``.
+            ``loss_fn`` may be any JAX function that uses only this token's values and returns one floating-point
+            scalar. It may close over arrays; traced ones have gradients too. Compute a loss that mixes tokens, such as
+            a mean over a sequence (GSPO), from the results of `linear_logprobs`.
         hidden, weight, labels, where, ignore_index: as in `linear_logprobs`.
-        per_token: the further arguments of ``loss_fn``. Give them by name, ``advantage=...``: then none is mistaken for
-            another, and a name that ``loss_fn`` does not have, or that is missing, is refused. Each is an array or a
-            tree of arrays. Its shape begins with that of labels, where a size of 1 means the same for all (``[b, 1]``
-            for one number per sequence), or its shape is (). Real and complex numbers are differentiable. Numbers of
-            Python and NumPy are constants of the program.
+        per_token: the further arguments of ``loss_fn``. Give them by name, such as ``advantage=...``: then they cannot
+            be mixed up, and unknown or missing names raise an error. Each is an array or a tree of arrays. The shape of
+            an array is (), or begins with the shape of labels, where a size of 1 is broadcast (``[b, 1]``: one value
+            per sequence). Real and complex arrays are differentiable. Python and NumPy scalars are compiled in as
+            constants.
         chunk_bytes: bytes per device that the exponentials of one chunk of tokens may take, in addition to the sum of
-            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum.
-            There is one chunk if all tokens at once need no more memory than several chunks and the sum. None: 1400 MiB
-            (256 MiB on a CPU).
-        **options: those of `linear_logprobs` but ``cache_bytes``, ``candidates`` and ``vocab_part_size``. All other
-            names are arguments of ``loss_fn``.
+            dweight. A chunk has at least 128 tokens. Fewer chunks are faster, because each chunk adds to that sum. All
+            tokens form a single chunk if this needs no more memory than several chunks and the sum. None: 1400 MiB (256
+            MiB on a CPU).
+        **options: those of `linear_logprobs` but ``cache_bytes``, ``candidates`` and ``vocab_part_size``. Any other
+            name is an argument of ``loss_fn``.
 
     Returns:
         The sum over the rows that count, float32 (float64 for a float64 weight), and a `LogprobOutput` for metrics,
         through which no gradient flows. Inside ``shard_map`` both cover the rows of this shard.
 
     Raises:
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also a loss_fn that
-            does not return one floating-point scalar; one that reduces a scalar of its token over no axis, as
-            ``jnp.mean(logprob)`` does, because it is meant to reduce over tokens; one that closes over an array on a
-            mesh, which JAX cannot use on one device; and, inside ``shard_map``, one that closes over a traced number
-            that the devices share while their tokens differ. Give arrays as per-token arguments.
-        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
+        UnsupportedError: a requested implementation cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message has the values. Also if ``loss_fn``
+            does not return one floating-point scalar; reduces a scalar, as in ``jnp.mean(logprob)``, which would be a
+            mean over one token; closes over an array on a mesh, which JAX cannot use on one device; or, inside
+            ``shard_map``, closes over a traced array that devices with different tokens share. Pass such arrays as
+            per-token arguments.
+        NotImplementedError: for a second derivative, and for forward mode (``jax.jvp``).
 
     Memory:
         A differentiated call takes O(chunk + T) beyond the gradients, and with several chunks dweight in float32, V·H·4
-        bytes. The gradients exist from the forward on. If hidden's gradient is summed over devices after the loop
-        (because the sequence is gathered, or other axes share hidden), dhidden is float32 until then.
+        bytes. The forward already allocates the gradients. If hidden's gradient is summed over devices after the loop
+        (because the sequence is gathered, or other axes share hidden), it is float32 until then.
 
     Numerics:
-        dweight and dbias are summed over the chunks in float32. Each gradient is rounded once, for a cotangent of 1.
-        Another cotangent, such as that of a mean, multiplies the rounded gradient and rounds it again; scale the losses
-        inside ``loss_fn`` to avoid both. (Under ``value_and_grad`` of the sum itself, XLA drops the product.) In
-        float16, a sum over many tokens may overflow although the scaled gradient would not.
+        dweight and dbias are summed over the chunks in float32. With a cotangent of 1, each gradient is rounded once.
+        Any other cotangent, such as that of a mean, multiplies the rounded gradient, which rounds it again; to avoid
+        this, scale the losses inside ``loss_fn``. (Under ``value_and_grad`` of the sum itself, XLA drops the product.)
+        In float16, the gradient of a sum over many tokens may overflow even if the scaled gradient would not.
 
     Sharding:
         Under ``jit`` on a mesh, the call is partitioned like a matrix product, over batch, sequence and vocabulary: by
-        the operands' types over Explicit axes, by XLA over Auto axes (TPUs refuse them). `sharded_linear_loss` takes
-        the axes by name. Inside ``shard_map``, give ``axis_name``. Per-token arguments may have types that vary over
-        this axis if every shard holds the same values; rows that differ return NaN. ``vmap`` computes its examples one
-        by one; if an Explicit axis splits the examples, each device computes its own examples.
+        the operands' types over Explicit axes, by XLA over Auto axes (not on TPUs). `sharded_linear_loss` takes the
+        axes by name. Inside ``shard_map``, give ``axis_name``. Per-token arguments may have types that vary over this
+        axis if every shard holds the same values; rows with different values return NaN. ``vmap`` computes its examples
+        one by one; if an Explicit axis splits the examples, each device computes its own examples.
 
     Compilation:
-        Outside ``jit``, each ``loss_fn`` and kind of call has one program, which lives as long as the ``loss_fn``. Keep
-        the function, because a new function is compiled again. What the function reads may change between two calls.
+        Outside ``jit``, each ``loss_fn`` and kind of call is compiled once, and the program lives as long as
+        ``loss_fn``. Reuse the function object, because a new one is compiled again. Variables that the function reads
+        may change between calls.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -155,10 +155,10 @@ def linear_loss(
 def sum_losses(
     loss_fn: Any, bound: Bound, arguments: Any, refusal: Callable[[str], ValueError] | None = None
 ) -> tuple[Array, LogprobOutput]:
-    """Computes `linear_loss` of a bound call. ``arguments`` are those of ``loss_fn``, by position and by name.
+    """Computes `linear_loss` of a bound call. ``arguments`` has the positional and the named arguments of ``loss_fn``.
 
-    If the call has a mean logit, ``loss_fn`` gets it after the other results. ``refusal`` makes the error for a
-    ``loss_fn`` that mixes tokens. None: ``loss_fn`` belongs to this package, and is not checked.
+    If the call computes the mean logit, ``loss_fn`` gets it after the other results. ``refusal`` makes the error for a
+    ``loss_fn`` that mixes tokens; None skips this check, for functions of this package.
     """
     call, primals, rows, agree = bound
     flat, rebuild = _loss.flatten_arguments(arguments, rows.labels)
@@ -175,7 +175,7 @@ def sum_losses(
     _loss.check_closure(constants, axes)
     inputs = inputs._replace(constants=constants)
     retraces = call.mesh is not None and not _runner.is_partitioned_by_xla(call, (inputs, rows))
-    loss = loss if retraces else dataclasses.replace(loss, retrace=None)  # so that it keeps no array alive
+    loss = loss if retraces else dataclasses.replace(loss, retrace=None)  # a closure would keep its arrays alive
     if run is not _runner.compute:
         loss, inputs = _loss.identify(loss, inputs)
     total, out = run(LOSS._replace(static=(loss,)), call, inputs, rows)

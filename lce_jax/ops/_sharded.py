@@ -1,4 +1,4 @@
-"""The public functions over a mesh, for callers outside ``shard_map``: global arrays in, global arrays out."""
+"""The public functions over a mesh, for callers outside ``shard_map``: they take and return global arrays."""
 
 # mypy: disable-error-code="empty-body"
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def over_mesh[**P, R](function: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator that makes the form of ``function`` over a mesh from a signature and a docstring.
+    """Returns a decorator that turns a declaration (a signature and a docstring) into ``function`` over a mesh.
 
-    The signature has four arguments in place of ``axis_name``. ``function`` gets them as one `MeshPlacement`, in the
-    argument ``axis_name``.
+    The declaration has four arguments in place of ``axis_name``. ``function`` gets all four as one `MeshPlacement` in
+    ``axis_name``.
     """
 
     def decorate(declared: Callable[P, R]) -> Callable[P, R]:
@@ -83,34 +83,34 @@ def sharded_linear_logprobs(
     ignore_index: int | None = None,
     **options: Unpack[LogprobOptions],
 ) -> LogprobOutput:
-    """`linear_logprobs` over a mesh: one axis splits the vocabulary, other axes split the tokens.
+    """`linear_logprobs` over a mesh: one axis splits the vocabulary, and other axes split the tokens.
 
-    Operands and results are global arrays. In ``[T, H]``, the dimension of tokens is both batch and sequence. Four
-    arguments take the place of ``axis_name``; the other functions over a mesh have the same four. All other arguments
-    are those of `linear_logprobs`.
+    Operands and results are global arrays. If hidden is ``[T, H]``, its first dimension is both batch and sequence.
+    This function has ``mesh``, ``vocab_axis``, ``batch_axes`` and ``sequence_axis`` in place of ``axis_name``, and
+    otherwise the arguments of `linear_logprobs`.
 
     Args:
         mesh: the mesh. None: the mesh of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
-            give the true ``vocab_size``. None: each device holds the whole vocabulary.
-        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: the axes in hidden's
-            own type if they are Explicit; otherwise the batch is not split.
-        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
-            ``vocab_axis`` or ends with it, hidden states are all-gathered over ``vocab_axis`` in the forward, and their
-            gradient is reduce-scattered in the backward. That is Megatron's sequence parallelism;
-            ``("context", "tensor")`` adds context parallelism. None: the sequence is not split.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must be a multiple of its size: pad the weight
+            and give the true ``vocab_size``. None: each device holds the full vocabulary.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: the Explicit axes in
+            hidden's type, if any; otherwise the batch is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If
+            ``sequence_axis`` equals ``vocab_axis`` or ends with it, hidden states are all-gathered over ``vocab_axis``
+            in the forward, and their gradient is reduce-scattered in the backward. That is Megatron's sequence
+            parallelism; ``("context", "tensor")`` adds context parallelism. None: the sequence is not split.
 
     Returns:
-        A `LogprobOutput`. Each field has the shape ``labels.shape`` (``candidate_logprobs`` with K more) and is split
-        as ``hidden`` is, or is None.
+        A `LogprobOutput`. Each field has the shape of ``labels`` (``candidate_logprobs`` has a further axis of size K)
+        and is split like ``hidden``. Fields that were not requested are None.
 
     Raises:
-        ValueError, TypeError: as `linear_logprobs`. Also an axis that the mesh does not have, an axis used twice, or a
-            dimension that does not divide.
+        ValueError, TypeError: as `linear_logprobs`. Also if the mesh lacks a named axis, an axis is used twice, or the
+            size of a split dimension is not a multiple of the number of shards.
 
     Memory:
         Per device, the memory of `linear_logprobs` for the device's tokens and columns. One all-gather sends at most
-        five numbers per token, one more per candidate, and a summary that shows whether the shards have the same
+        five values per token, one more per candidate, and a summary by which the shards check that they have the same
         tokens.
 
     Example:
@@ -147,10 +147,10 @@ def sharded_linear_cross_entropy(
 ) -> Float[Array, "..."]:
     """`linear_cross_entropy` over a mesh, whose axes are named as in `sharded_linear_logprobs`.
 
-    "mean" and "sum" are over the tokens of all devices.
+    "mean" and "sum" cover the tokens of all devices.
 
     Returns:
-        The loss in nats: a scalar, or ``[...]`` split as ``hidden`` is with ``reduction="none"``.
+        The loss in nats: a scalar, or, with ``reduction="none"``, ``[...]`` split like ``hidden``.
 
     Memory:
         Per device, the memory of `linear_cross_entropy` for the device's tokens and columns.
@@ -201,12 +201,12 @@ def sharded_linear_loss(
     """`linear_loss` over a mesh, whose axes are named as in `sharded_linear_logprobs`.
 
     Returns:
-        The sum over the tokens of all devices that count, and a `LogprobOutput` for metrics, through which no gradient
-        flows, each field of ``labels.shape`` and split as ``hidden`` is.
+        The sum over the tokens that count, on all devices; and a `LogprobOutput` for metrics, through which no gradient
+        flows. Its fields have the shape of ``labels`` and are split like ``hidden``.
 
     Memory:
-        Per device, the memory of `linear_loss` for the device's tokens and columns. Each chunk merges the shards with
-        one all-gather, as `sharded_linear_logprobs` does.
+        Per device, the memory of `linear_loss` for the device's tokens and columns. For each chunk, one all-gather
+        merges the shards, as in `sharded_linear_logprobs`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -239,11 +239,11 @@ def sharded_linear_kl(
     """`linear_kl` over a mesh, whose axes are named as in `sharded_linear_logprobs` and split both models.
 
     Returns:
-        ``[...]`` in nats, at least 0, split as ``hidden`` is.
+        ``[...]`` in nats, at least 0, split like ``hidden``.
 
     Memory:
-        Per device, the memory of `linear_kl` for the device's tokens and columns. One all-gather of six numbers per
-        token merges the shards; with "jsd" there is a second one, of two numbers per token.
+        Per device, the memory of `linear_kl` for the device's tokens and columns. One all-gather of six values per
+        token merges the shards; "jsd" needs a second one, of two values per token.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -272,7 +272,7 @@ def sharded_linear_logits(
     """`linear_logits` over a mesh, whose axes are named as in `sharded_linear_logprobs`.
 
     Returns:
-        ``[..., K]`` as `linear_logits` returns it, split as ``hidden`` is.
+        The logits ``[..., K]``, split like ``hidden``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -300,7 +300,7 @@ def sharded_linear_topk(
     """`linear_topk` over a mesh, whose axes are named as in `sharded_linear_logprobs`.
 
     Returns:
-        A `TopK`, split as ``hidden`` is.
+        A `TopK`, split like ``hidden``.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The most likely tokens of each distribution, with their log-probabilities, without storing the logits."""
+"""`linear_topk`: the k most likely tokens of each distribution, and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from lce_jax.call._describe import Rows
 from lce_jax.call._options import LogprobOptions
 from lce_jax.mathematics._statistics import expand_like
 from lce_jax.mesh import _collectives
-from lce_jax.run import _runner, _topk
-from lce_jax.run._runner import ArraySharding, Program, run_program
+from lce_jax.run import _topk
+from lce_jax.run._partitioning import ArraySharding, Program, head_sharding
+from lce_jax.run._runner import run_program
 from lce_jax.types import _jax
 from lce_jax.types._types import Call, Primals, TopK
 
@@ -41,43 +42,43 @@ def linear_topk(
     ``z = cap(logit_scale · (hidden · weight + bias)) / temperature`` in float32. Among equal values, the smaller id
     comes first.
 
-    Not differentiable: the use of a derivative raises an error. For log-probabilities with a gradient, also those of a
-    student, give the ids to ``linear_logprobs(..., candidates=ids)``.
+    Not differentiable: a derivative that is used raises an error. For log-probabilities with a gradient, such as those
+    of a student, pass the ids to ``linear_logprobs(..., candidates=ids)``.
 
     Args:
         hidden, weight: as in `linear_logprobs`.
-        k: how many tokens, from 1 to 512 and at most the vocabulary; a Python integer.
-        where: ``[...]`` bool, the rows that count. The others have ids of -1 and zeros, whatever they hold, and cost no
-            work. None: every row counts.
+        k: the number of tokens to return, a Python integer from 1 to 512, and at most the vocabulary size.
+        where: ``[...]`` bool, the rows that count. The others return ids of -1 and zeros, whatever they hold, and cost
+            no work. None: every row counts.
         **options: those of `linear_logprobs` but ``entropy``, ``stats``, ``cache_bytes``, ``candidates``,
-            ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``. None of them has a gradient. The
-            temperature does not change the order; where a traced temperature is not valid, its row returns ids of -1
-            and NaN. The ``implementation`` is "xla". The kernels do not serve this function, because XLA's product
-            takes the same time.
+            ``gradient_threshold``, ``vocab_part_size``, ``logit_floor`` and ``lora``. No option has a gradient. The
+            temperature does not change the order; an invalid value in a traced temperature makes its row return ids of
+            -1 and NaN. The ``implementation`` is always "xla"; kernels would not be faster than XLA's matrix product.
 
     Returns:
         A `TopK`: ids and logprobs ``[..., k]``, lse ``[...]``.
 
     Raises:
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also a k that is 0,
-            larger than the vocabulary, traced, or not an integer.
-        NotImplementedError: on a derivative that is used.
+        UnsupportedError: a requested implementation cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message has the values. Also if k is 0, larger
+            than the vocabulary, traced, or not an integer.
+        NotImplementedError: a derivative is used.
 
     Memory:
-        The logits of one chunk of tokens, 160 MiB or 256 tokens if these take more (on a CPU 32 MiB or 128 tokens),
-        O(T·k), and with ``where`` a copy of ``hidden``. On a CPU, XLA copies a float16 weight to float32, and also a
-        bfloat16 weight if the call has one token.
+        The logits of one chunk of tokens, at most 160 MiB (32 MiB on a CPU) unless 256 tokens (128 on a CPU) need more.
+        Also O(T·k), and with ``where`` a copy of ``hidden``. On a CPU, XLA copies a float16 weight to float32; a
+        bfloat16 weight too if the call has one token.
 
     Numerics:
-        The order is that of the float32 products. Softcap and temperature cannot change it, even where they round two
-        logits to one number. With a scale of 0, all logits are equal. ``logprobs <= 0``, and their exponentials sum to
-        at most 1 up to rounding. lse agrees with that of `linear_logprobs` up to rounding, but not in its bits.
+        Tokens are ordered by their float32 products. Softcap and temperature cannot change the order, even where they
+        round two logits to the same value. With a scale of 0, all logits are equal. ``logprobs <= 0``, and their
+        exponentials sum to at most 1, up to rounding. lse agrees with the lse of `linear_logprobs` up to rounding, but
+        not bit for bit.
 
     Sharding:
         As `linear_logprobs`: under ``jit`` on a mesh, the call is partitioned by the operands' types (Explicit axes) or
-        by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. One all-gather of 2k + 1 numbers per
-        token, or 3k + 1 with a softcap, merges the k largest of each shard.
+        by XLA (Auto axes, not on TPUs). Inside ``shard_map``, give ``axis_name``. One all-gather of 2k + 1 values per
+        token, or 3k + 1 with a softcap, merges the shards' k largest.
 
     Example:
         >>> import jax.numpy as jnp
@@ -102,12 +103,12 @@ def linear_topk(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _program(call: Call, primals: Primals, rows: Rows) -> TopK:
-    """Computes the results of global arrays, or of one device's arrays. Outside ``jit`` it is compiled once."""
+    """Computes the results of global arrays, or of one device's arrays. Jitted, so that it is compiled once."""
     shape = rows.labels.shape
     if call.num_tokens == 0:
         k, dtype = call.top_k, call.stat_dtype
         none = TopK(jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k), dtype), jnp.zeros(shape, dtype))
         return _jax.vary_like(none, (primals.hidden, rows.labels))
-    operands = _runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS
+    operands = head_sharding(call.vocab_dim), ArraySharding.TOKENS
     run = functools.partial(run_program, call, Program(_topk.forward, operands, ArraySharding.RESULTS, joins=True))
     return _jax.not_differentiable(run, _NO_DERIVATIVE)(primals, rows)

@@ -1,1 +1,1 @@
-"""What runs a described call: one file for each function, what they share, and what the bridge launches."""
+"""Computes a described call: one file for each function, the code that they share, and the entries for the bridge."""

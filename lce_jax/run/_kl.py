@@ -23,7 +23,8 @@ from lce_jax.mathematics._kl import Direction, KLStatistics, Mixture, MixtureSum
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import ArraySharding, Capability, Program, run_program
+from lce_jax.run._partitioning import ArraySharding, Program, head_sharding
+from lce_jax.run._runner import Capability, run_program
 from lce_jax.types import messages, scalars
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _kl as _kl_tiles
@@ -200,7 +201,7 @@ KL = Capability(forward, backward, _make_empty_results)
 
 
 def _head_shardings(call: Call) -> tuple[Any, Any]:
-    student, teacher = (_runner.head_sharding(head.vocab_dim) for head in call.heads)
+    student, teacher = (head_sharding(head.vocab_dim) for head in call.heads)
     return student, teacher
 
 

@@ -1,10 +1,10 @@
-"""What `lce_torch_bridge` compiles for one shard of a vocabulary. It merges the shards over a process group itself.
+"""What `lce_torch_bridge` compiles for one shard of a vocabulary. The bridge merges the shards over a process group.
 
-Hidden is flat, [T, H], and per-token arrays are [T]. Everything except the weight is equal on all shards. The bridge
-validates its arguments, and no function here is differentiable. Two arguments say which columns a shard has:
+hidden is flat, [T, H], and per-token arrays are [T]. Except for the columns of the head, all arguments are equal on all
+shards. The bridge has validated them. No function here is differentiable. Two arguments say which columns a shard has:
 
-    vocab_start   the global id of the shard's first column
-    vocab_size    the size of the whole vocabulary, or None if no shard has padding
+    vocab_start   the global id of the shard's first column vocab_size    the size of the full vocabulary, or None if no
+    shard has padding
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LogprobPart(NamedTuple):
         cls, call: Call, primals: Primals, labels: Any, temperature: Any, candidates: Any, floor: Any,
         vocab_start: int, num_rows: Any,
     ) -> LogprobPart:  # fmt: skip
-        """Describes a ``call`` that has only its options yet. The first ``num_rows`` rows are unmasked."""
+        """Makes a part from a ``call`` that has only options so far. The first ``num_rows`` rows are unmasked."""
         hidden, weight, bias, adapter = primals
         rank, fields = call.rank, {}
         if rank:
@@ -66,7 +66,7 @@ class LogprobPart(NamedTuple):
         return _shard.Part.of(*self).statistics(keep_cache)[:2]
 
     def gradients(self, merged: ShardStatistics, cotangent: Results, cache: Any, **options: Any) -> Primals:
-        """Returns `_shard.Part.gradients`, and does not overwrite the cache, which autograd may read again."""
+        """Computes `_shard.Part.gradients`. Does not overwrite the cache, because autograd may read it again."""
         part = _shard.Part.of(*self)
         if self.call.gradient_threshold:
             cache, _ = part.select(merged, cache)
@@ -82,8 +82,9 @@ def results(
 ) -> tuple[ShardStatistics, Results]:
     """Merges the statistics of all shards, stacked as [N, T], and computes the results.
 
-    ``options`` are fields of `Call`: those of the logits, and the size of the whole vocabulary. XLA merges. On a device
-    with kernels, a kernel computes the results, so a single shard returns the bits of `lce_jax.linear_logprobs`.
+    ``options`` are the fields of `Call` that define the logits, and the size of the full vocabulary. XLA merges the
+    shards. On a device with kernels, a kernel then computes the results, so a single shard has the same bits as
+    `lce_jax.linear_logprobs`.
     """
     device = _dispatch.current_device(parts.max)
     implementation = mosaic.NAME if mosaic.serves(device) else "xla"
@@ -96,7 +97,7 @@ def results(
 def kl_part(
     options: Mapping[str, Any], hidden: Pair[Any], weight: Pair[Any], vocab_start: int, where: Any, direction: Any
 ) -> KLPart:
-    """Makes one shard's part of `lce_jax.linear_kl`. Each `Pair` has the student's array and the teacher's."""
+    """Makes one shard's part of `lce_jax.linear_kl`. Each `Pair` is the student's array and the teacher's array."""
     arguments = KLArguments.of(Pair(*zip(hidden, weight, strict=True)), where, direction, options)
     heads = arguments.describe()
     calls = Pair(*map(_choose_implementation, heads))
@@ -110,7 +111,10 @@ def kl_part(
 
 
 def _choose_implementation(arguments: Arguments) -> Call:
-    """Chooses the implementation. Only the bridge knows the number of shards, so any vocab_size may leave padding."""
+    """Chooses the implementation.
+
+    Only the bridge knows the number of shards, so a ``vocab_size`` is assumed to leave padding.
+    """
     return _describe.choose_implementation(arguments.call, scalars.INT32_MAX).replace(
         padded=arguments.call.caller_vocab_size is not None
     )

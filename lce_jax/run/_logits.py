@@ -1,4 +1,4 @@
-"""The capability of `lce_jax.linear_logits`: a few dot products per token, for the ids that each shard owns."""
+"""The capability of `lce_jax.linear_logits`: each shard computes one dot product for each id that it owns."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from lce_jax.call import _describe
 from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
-from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import ArraySharding, Capability, Program, run_program
+from lce_jax.run import _shard
+from lce_jax.run._partitioning import ArraySharding, Program, head_sharding
+from lce_jax.run._runner import Capability, run_program
 from lce_jax.types._types import Call, Primals
 from lce_jax.xla import _logits
 
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Array, Array | None]:
-    """Returns the logits [..., K], and for the backward their derivatives in the raw products."""
+    """Returns the logits [..., K], and for the backward their derivatives with respect to the raw products."""
 
     def run(call: Call, primals: Primals, rows: Rows) -> tuple[Array, Array | None]:
         z, slope = _forward(call, primals, rows)
         return z, slope if differentiated else None
 
-    operands = _runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS
+    operands = head_sharding(call.vocab_dim), ArraySharding.TOKENS
     return run_program(
         call, Program(run, operands, (ArraySharding.RESULTS, ArraySharding.TOKENS), joins=True), primals, rows
     )
@@ -36,7 +37,7 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
 
 def backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """Returns the gradients of the operands."""
-    head = _runner.head_sharding(call.vocab_dim)
+    head = head_sharding(call.vocab_dim)
     program = Program(_backward, (head, ArraySharding.TOKENS, ArraySharding.TOKENS, ArraySharding.RESULTS), head)
     return run_program(call, program, primals, rows, slope, cotangent)
 
@@ -50,7 +51,7 @@ LOGITS = Capability(forward, backward, _make_empty_results)
 
 
 def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b K"], Float[Array, "*b K"]]:
-    """Returns the logits and their slopes; both are 0 for the id -1, out of vocabulary, and in masked rows."""
+    """Returns the logits and their slopes. Both are 0 for ids of -1 or outside the vocabulary, and in masked rows."""
     assert rows.candidates is not None
     shape, dtype = rows.candidates.shape, call.stat_dtype
     rows = _describe.flatten_tokens(rows, rows.labels.ndim)
@@ -72,9 +73,9 @@ def _forward(call: Call, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
 
 
 def _sum_over_shards(local: tuple[Array, Array], rows: Rows, axis_name: _collectives.AxisName) -> tuple[Array, Array]:
-    """Sums over the shards. The sum is exact, because one shard has the logit and the others have 0.
+    """Sums logits and slopes over the shards. The sum is exact, because one shard has the logit and the others have 0.
 
-    Rows are NaN if the shards got different operands.
+    Rows in which the shards' operands differ become NaN.
     """
     if rows.tags is None:
         return lax.psum(local, axis_name)
@@ -101,7 +102,7 @@ def _backward(call: Call, primals: Primals, rows: Rows, slope: Array, cotangent:
 
 
 def _find_columns(call: Call, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
-    """Returns the ids as columns of this shard; -1 for ids of other shards, and in masked rows."""
+    """Returns the ids as columns of this shard: -1 for ids of other shards, and in masked rows."""
     assert rows.candidates is not None
     start, size = _shard.find_first_column(call, primals.weight), primals.weight.shape[call.vocab_dim]
     columns = _describe.find_local_columns(rows.candidates, start, size)

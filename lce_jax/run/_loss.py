@@ -1,7 +1,7 @@
-"""The capability of `lce_jax.linear_loss`: a traced loss of one token, and gradients that the forward computes.
+"""The capability of `lce_jax.linear_loss`: the loss of one token, traced, and a forward that computes the gradients.
 
-The loss of one token is traced once. The arrays that it closes over become arguments. The forward saves the gradients
-for a cotangent of 1, and the backward multiplies them by the cotangent.
+The loss of one token is traced once, and the traced arrays that it closes over become arguments. The forward saves the
+gradients for a cotangent of 1, and the backward multiplies these by the cotangent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from lce_jax.call._describe import Rows
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner, _shard
-from lce_jax.run._runner import ArraySharding, Capability, OperandType, Program, list_result_axes, run_program
+from lce_jax.run._partitioning import ArraySharding, Program, head_sharding
+from lce_jax.run._runner import Capability, OperandType, list_result_axes, run_program
 from lce_jax.run._token_chunks import TokenChunk, choose_chunk_rows, describe_chunk
 from lce_jax.types import _jax, scalars, shared_checks
 from lce_jax.types._types import Call, LogprobOutput, Primals, Results
@@ -36,10 +37,10 @@ GIVE_IT_AS_AN_ARGUMENT = "give it as a per-token argument, jnp.broadcast_to(x, (
 
 
 class Inputs(NamedTuple):
-    """The operands that have gradients; or their gradients, with None for operands without one."""
+    """The differentiable operands; or their gradients, None for an operand without a gradient."""
 
     primals: Primals
-    per_token: tuple[Any, ...]  # [*b, ...], the leaves of the per-token arguments of the loss
+    per_token: tuple[Any, ...]  # [*b, ...], the arrays among the per-token arguments
     constants: tuple[Any, ...]  # the traced arrays that the loss closes over
 
 
@@ -48,14 +49,14 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TokenLoss:
-    """A traced loss of one token. It equals only itself; a loss from `identify` equals all that compute the same."""
+    """A traced loss of one token. It equals only itself; after `identify`, it equals losses that compute the same."""
 
-    # Traces the loss for other argument types. None for one device, so that no closure stays alive.
+    # Traces the loss for other argument types. None on one device, so that the arrays of a closure are not kept alive.
     retrace: Callable[..., ClosedJaxpr] | None = dataclasses.field(compare=False)
-    jaxpr: ClosedJaxpr = dataclasses.field(compare=False)  # with None for each array that the loss closes over
-    # The arrays that the loss closes over; None for traced arrays, which are `Inputs.constants`.
+    jaxpr: ClosedJaxpr = dataclasses.field(compare=False)  # with None for each of its constants
+    # The arrays that the loss closes over; None in place of traced arrays, which are in `Inputs.constants`.
     known: tuple[Any, ...] = dataclasses.field(compare=False)
-    impls: tuple[Any, ...]  # the implementation of each array of random keys among them; None for other arrays
+    impls: tuple[Any, ...]  # for each of these arrays, the implementation of its random keys, or None
     identity: Any = dataclasses.field(default_factory=object)
 
     @classmethod
@@ -68,19 +69,19 @@ class TokenLoss:
         return cls(retrace, empty, known, impls), tuple(unwrap_keys(x) for x in closed.consts if _is_traced(x))
 
     def take_arrays(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
-        """Makes inputs of all arrays that the loss closes over: a function that XLA partitions may close over none."""
+        """Turns the arrays that the loss closes over into inputs. XLA's partitioning of a function requires this."""
         traced = iter(inputs.constants)
         known = (None if x is None else _describe.put_on_device(x, inputs.primals.hidden) for x in self.known)
         constants = tuple(next(traced) if x is None else unwrap_keys(x) for x in known)
         return dataclasses.replace(self, known=(None,) * len(constants)), inputs._replace(constants=constants)
 
     def retrace_here(self) -> TokenLoss:
-        """Traces the loss again, for the mesh in whose program it is computed."""
+        """Traces the loss again, under the mesh of the program that computes it."""
         assert self.retrace is not None
         try:
             loss, _ = TokenLoss.of(self.retrace, self.types)
             return dataclasses.replace(loss, known=self.known)
-        except (NotImplementedError, ValueError) as error:  # JAX: an array is typed over axes of the outer mesh
+        except (NotImplementedError, ValueError) as error:  # JAX: an array's type names axes of the outer mesh
             if not self.known:
                 raise
             raise ValueError(
@@ -90,27 +91,28 @@ class TokenLoss:
 
     @property
     def types(self) -> list[jax.ShapeDtypeStruct]:
-        """The argument types of the jaxpr: the results of one token, and the token's slice of each argument."""
+        """The argument types of the jaxpr: the results of one token, then its slice of each per-token argument."""
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
 
     def __call__(
-        self, live: Bool[Array, "T"] | None, results: Results, per_token: Any, constants: Any
+        self, unmasked: Bool[Array, "T"] | None, results: Results, per_token: Any, constants: Any
     ) -> Float[Array, "T"]:
-        """Computes the losses of flat tokens, 0 in masked rows."""
+        """Computes the losses of flat tokens; 0 in masked rows."""
         traced, known = iter(constants), zip(self.known, self.impls, strict=True)
         closed = self.jaxpr.replace(consts=[_wrap_keys(next(traced), impl) if x is None else x for x, impl in known])
-        # Only `lce_jax.linear_cross_entropy` has a mean logit.
+        # Only `lce_jax.linear_cross_entropy` requests the mean logit.
         result_leaves = jax.tree.leaves((results.outputs[:3], results.mean_logit))
         (losses,) = jax.vmap(jaxpr_as_fun(closed))(*result_leaves, *per_token)
         losses = losses.astype(results.outputs.lse.dtype)
-        return losses if live is None else jnp.where(live, losses, 0.0)
+        return losses if unmasked is None else jnp.where(unmasked, losses, 0.0)
 
 
 def identify(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
-    """Makes the loss a key of compiled programs: all arrays become inputs, and it equals losses that compute the same.
+    """Makes the loss a key of compiled programs: arrays become inputs, and losses that compute the same are equal.
 
-    Two losses compute the same if the jaxprs of their value and derivatives are equal. In these, custom derivative
-    rules have become operations. ``loss_fn`` itself is no key, because variables that it reads may change.
+    Two losses compute the same if the jaxprs of their values and derivatives are equal. The derivatives are included
+    because custom derivative rules show only there. ``loss_fn`` itself is not the key, because variables that it reads
+    may change.
     """
     loss, inputs = loss.take_arrays(inputs)
     jaxpr, impls = loss.jaxpr, loss.impls
@@ -126,8 +128,8 @@ def identify(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
 def flatten_arguments(arguments: Any, labels: Any) -> tuple[tuple[Any, ...], Callable[..., Any]]:
     """Returns the per-token arguments of the loss as a flat tuple of arrays, and the function that restores them.
 
-    Each array is broadcast to the tokens, and keys are unwrapped. Numbers are not in the tuple: the loss gets them
-    unchanged.
+    Each array is broadcast to the tokens, and random keys are unwrapped. Scalars of Python and NumPy are not in the
+    tuple: the loss gets them unchanged.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(arguments)
     shape, flat, impls = tuple(labels.shape), [], []
@@ -151,7 +153,7 @@ def flatten_arguments(arguments: Any, labels: Any) -> tuple[tuple[Any, ...], Cal
 
 
 def unwrap_keys(x: Any) -> Any:
-    """Returns typed random keys as integers, which can be zero, split and sent like any array."""
+    """Returns random keys as integers, which can be zeroed, sharded and sent like any array; other arrays unchanged."""
     return x if _impl(x) is None else jax.random.key_data(x)
 
 
@@ -171,9 +173,9 @@ def trace(
     num_dims: int,
     axes: frozenset[Any],
 ) -> tuple[TokenLoss, tuple[Any, ...]]:
-    """Traces the loss of one token. Returns it with the traced arrays that it closes over.
+    """Traces the loss of one token. Returns the traced loss, and the traced arrays that it closes over.
 
-    Per-token arrays vary over ``axes``, and their first ``num_dims`` dimensions are those of the labels.
+    ``per_token`` arrays vary over ``axes``, and begin with the ``num_dims`` dimensions of the labels.
     """
     scalar: Any = jax.ShapeDtypeStruct((), call.stat_dtype)
     results = [scalar, scalar if call.entropy else None, scalar, *([scalar] if call.mean_logit else [])]
@@ -201,7 +203,10 @@ def trace(
 
 
 def _identify_constants(jaxpr: Any) -> Iterator[bytes | int]:
-    """Yields a key of each array that a jaxpr and its inner functions close over, which its text does not show."""
+    """Yields a key of each array that a jaxpr or an inner jaxpr closes over.
+
+    The text of a jaxpr does not show these arrays.
+    """
     yield from (x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in getattr(jaxpr, "consts", ()))
     for equation in jaxpr.eqns:
         for inner in jax.tree.leaves(list(equation.params.values())):
@@ -210,10 +215,10 @@ def _identify_constants(jaxpr: Any) -> Iterator[bytes | int]:
 
 
 def check_closure(constants: tuple[Any, ...], axes: frozenset[Any]) -> None:
-    """Refuses a traced array whose type does not vary over the ``axes`` that the tokens vary over.
+    """Refuses a traced constant whose varying axes are not the ``axes`` of the tokens.
 
-    If the array is replicated over devices with different tokens, its gradient would be summed over these devices
-    before each device multiplies its part by its own cotangent.
+    Integers may vary over fewer axes. If a floating-point constant were replicated over devices with different tokens,
+    its gradient would be summed over these devices before each device could multiply its part by its own cotangent.
     """
     for x in constants:
         array_axes = _jax.varying_axes(x)
@@ -233,7 +238,7 @@ def _is_traced(x: Any) -> bool:
 
 
 class _Accumulated(NamedTuple):
-    """What the chunks have written and summed so far."""
+    """The results that the chunks have written so far, and the sums over these chunks."""
 
     losses: Float[Array, "T"]
     outputs: LogprobOutput  # [T]
@@ -244,23 +249,23 @@ class _Accumulated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chunks:
-    """Computes one call chunk by chunk."""
+    """Computes a call in chunks of tokens."""
 
-    call: Call  # of a chunk
+    call: Call  # describes one chunk
     loss: TokenLoss
-    primals: Primals  # hidden is flat, and cast already if it was gathered
+    primals: Primals  # hidden is flat; if it was gathered, it is cast already
     rows: Rows  # flat
     per_token: tuple[Any, ...]  # [T, ...]
     constants: tuple[Any, ...]
     order: _describe.Compaction | None
     size: int  # rows per chunk
     tokens: int
-    adds: bool  # whether there are several chunks, whose dweights are summed
-    writes: bool  # whether the first chunk writes the sum of dweight, whose memory is uninitialized
-    token_axes: frozenset[Any]  # over which per-token arrays vary
-    psum_axes: tuple[Any, ...]  # over which the dhidden of each chunk is summed
-    hidden_axes: frozenset[Any]  # over which the summed dhidden varies
-    weight_axes: frozenset[Any]  # over which the other gradients vary
+    adds: bool  # whether there are several chunks, so that dweight is a sum
+    writes: bool  # whether the first chunk overwrites that sum, whose memory is uninitialized
+    token_axes: frozenset[Any]  # the axes over which per-token arrays vary
+    psum_axes: tuple[Any, ...]  # the axes over which the dhidden of each chunk is summed
+    hidden_axes: frozenset[Any]  # the axes over which the summed dhidden varies
+    weight_axes: frozenset[Any]  # the axes over which the other gradients vary
     rounds: bool  # whether the summed dhidden is final, and can be rounded
     hidden_dtype: jnp.dtype
 
@@ -308,7 +313,7 @@ class _Chunks:
         if self.order is not None:
             count = -(-self.order.num_rows // self.size)
             if self.call.axis_name is not None and not _jax.tracks_varying(self.call.axis_name):
-                count = lax.pmax(count, self.call.axis_name)  # a shard with other masks would wait forever
+                count = lax.pmax(count, self.call.axis_name)  # otherwise other shards would wait for ever
 
         def steps() -> _Accumulated:
             empty = self._empty(lax.empty if self.writes else jnp.zeros)
@@ -347,10 +352,10 @@ class _Chunks:
         rows = rows._replace(num_rows=chunk.num_rows)
         part = _shard.Part.of(call, _shard.cast_hidden(self.primals._replace(hidden=hidden)), rows)
         results, stats, cache = _shard.compute_results(part, keep_cache=call.gradients.any)
-        live = rows.unmasked
-        if live is not None:
-            results = jax.tree.map(lambda x: jnp.where(live, x, x[0]), results)
-        losses, cotangent, dper_token, dconstants = self._differentiate(live, results, per_token)
+        unmasked = rows.unmasked
+        if unmasked is not None:
+            results = jax.tree.map(lambda x: jnp.where(unmasked, x, x[0]), results)
+        losses, cotangent, dper_token, dconstants = self._differentiate(unmasked, results, per_token)
         gradients = accumulated.gradients
         if call.gradients.any:
             gradients = part.gradients(
@@ -367,13 +372,13 @@ class _Chunks:
         )
 
     def _differentiate(
-        self, live: Bool[Array, "t"] | None, results: Results, per_token: tuple[Any, ...]
+        self, unmasked: Bool[Array, "t"] | None, results: Results, per_token: tuple[Any, ...]
     ) -> tuple[Array, Results, tuple[Any, ...], tuple[Any, ...]]:
-        """Returns a chunk's losses, and the derivatives of their sum in results, arguments and constants."""
+        """Returns a chunk's losses, and the gradients of their sum with respect to results, arguments and constants."""
         results, per_token = _jax.vary_over((results, per_token), self.token_axes)
 
         def total(results: Results, per_token: Any, constants: Any) -> tuple[Array, Array]:
-            losses = self.loss(live, results, per_token, constants)
+            losses = self.loss(unmasked, results, per_token, constants)
             return jnp.sum(losses), losses
 
         used = results._replace(outputs=LogprobOutput(*results.outputs[:3]))
@@ -383,10 +388,10 @@ class _Chunks:
         return losses, dresults, dper_token, dconstants
 
     def _add(self, chunk: TokenChunk, accumulated: Primals, gradients: Primals) -> Primals:
-        """Writes a chunk's dhidden to its rows, and adds its other gradients. dweight is the sum already."""
+        """Writes a chunk's dhidden to its rows, and adds the other gradients. dweight contains earlier chunks."""
         dhidden = gradients.hidden
         if self.psum_axes:
-            # As in `_shard.reduce_gradients`, the collective starts after the kernels.
+            # The collective starts after the kernels: see `_shard.reduce_gradients`.
             gradients = lax.optimization_barrier(gradients)
             dhidden = jax.tree.map(lambda x: lax.psum(x, self.psum_axes), gradients.hidden)
         dweight, *others = _jax.vary_over(gradients[1:], self.weight_axes)
@@ -403,18 +408,19 @@ def _select_floats(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in arrays)
 
 
-# One device's part
+# One device's share
 
 
 def device_forward(
     call: Call, loss: TokenLoss, inputs: Inputs, rows: Rows, differentiated: bool
 ) -> tuple[tuple[Array, LogprobOutput], Inputs | None]:
-    """Returns the sum of the losses and the results; and the gradients for a cotangent of 1, if ``differentiated``."""
+    """Returns ``(sum of losses, results)``, and if ``differentiated`` the gradients for a cotangent of 1, else None."""
     if not differentiated:
         results, _ = _shard.device_forward(call, inputs.primals, rows, keep_cache=False)
-        live, flat, per_token = _describe.flatten_tokens((rows.where, results, inputs.per_token), rows.labels.ndim)
+        where, flat, per_token = _describe.flatten_tokens((rows.where, results, inputs.per_token), rows.labels.ndim)
         flat, per_token = _jax.vary_over((flat, per_token), list_result_axes(call, (inputs, rows)))
-        return (_sum_over_devices(call, jnp.sum(loss(live, flat, per_token, inputs.constants))), results.outputs), None
+        total = _sum_over_devices(call, jnp.sum(loss(where, flat, per_token, inputs.constants)))
+        return (total, results.outputs), None
     accumulated = _Chunks.of(call, loss, inputs, rows).run()
     (dhidden, dweight, *others), (hidden, weight, *_) = accumulated.gradients, inputs.primals
     outputs = jax.tree.map(lambda x: x.reshape(rows.labels.shape), accumulated.outputs)
@@ -432,7 +438,7 @@ def device_forward(
 
 
 def _sum_over_devices(call: Call, x: Array) -> Array:
-    """Sums over the devices that hold other tokens of the same call, if types do not show these."""
+    """Sums over the devices that hold other tokens of the same call, if types do not show these devices."""
     return lax.psum(x, call.token_axes) if call.token_axes else x
 
 
@@ -442,7 +448,7 @@ def _sum_over_devices(call: Call, x: Array) -> Array:
 def forward(
     call: Call, inputs: Inputs, rows: Rows, differentiated: bool, loss: TokenLoss
 ) -> tuple[tuple[Array, LogprobOutput], Inputs | None]:
-    """Returns the sum of the losses, the results (without gradients), and the gradients if ``differentiated``."""
+    """Returns ``(sum of losses, results)`` and, if ``differentiated``, the gradients. The results have no gradient."""
     partitioned = _runner.is_partitioned_by_xla(call, (inputs, rows))
     device_loss, all_inputs = loss.take_arrays(inputs) if partitioned else (loss, inputs)
 
@@ -450,17 +456,17 @@ def forward(
         local_loss = device_loss if partitioned or call.mesh is None else device_loss.retrace_here()
         return device_forward(share, local_loss, inputs, rows, differentiated)
 
-    shardings: Any = Inputs(_runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS, ArraySharding.REPLICATED)  # type: ignore[arg-type]
+    shardings: Any = Inputs(head_sharding(call.vocab_dim), ArraySharding.TOKENS, ArraySharding.REPLICATED)  # type: ignore[arg-type]
     results = (ArraySharding.REPLICATED, ArraySharding.RESULTS), shardings if differentiated else None
     out, gradients = run_program(call, Program(run, (shardings, ArraySharding.TOKENS), results), all_inputs, rows)
     if gradients is None:
         return out, None
-    if partitioned:  # the known arrays are inputs too, and have no gradient
+    if partitioned:  # here the known arrays are inputs too; they have no gradient
         pairs = zip(gradients.constants, loss.known, strict=True)
         gradients = gradients._replace(constants=tuple(dx for dx, known in pairs if known is None))
     gradients = gradients if call.mesh is None else _runner.match_shardings(gradients, inputs)
-    # An empty array stands for a gradient that is not requested. So the residuals always have the same structure,
-    # which JAX takes from any trace, also from one where other operands are differentiated.
+    # An empty array stands for a gradient that is not requested. This keeps the structure of the residuals constant.
+    # JAX may take it from any trace, even one that differentiates other operands.
     requested = (
         jnp.zeros((0,), x.dtype) if dx is None and x is not None else dx
         for dx, x in zip(gradients.primals, inputs.primals, strict=True)
@@ -470,13 +476,13 @@ def forward(
 
 def backward(call: Call, types: Inputs, _: Any, gradients: Inputs, cotangent: Any) -> Inputs:
     """Multiplies the gradients by the cotangent of the sum."""
-    local = jnp.asarray(cotangent[0])  # callers of ``jax.vjp`` may pass a number
+    local = jnp.asarray(cotangent[0])  # callers of ``jax.vjp`` may pass a Python scalar
     shared = local if call.axis_name is None else _collectives.sum_cotangents(local, call.axis_name)
 
     def scale(by: Array, gradient: Array | None, operand: OperandType) -> Array | None:
         if gradient is None:
             return None
-        # Under value_and_grad the cotangent is the literal 1, and XLA drops the product.
+        # Under value_and_grad the cotangent is the literal 1, so XLA drops the multiplication.
         wide = jnp.promote_types(gradient.dtype, by.dtype)
         product = (gradient.astype(wide) * by).astype(gradient.dtype)
         return _jax.psum_to_axes(product, operand.varying).astype(operand.dtype)
@@ -494,7 +500,7 @@ def _make_empty_results(call: Call, rows: Rows) -> tuple[Array, LogprobOutput]:
     return jnp.zeros((), out.lse.dtype), out
 
 
-# ``static`` is ``(loss,)``, a `TokenLoss`.
+# Callers set ``static`` to ``(loss,)``, a `TokenLoss`.
 LOSS = Capability(forward, backward, _make_empty_results, saves_gradients=True)
 
 
@@ -502,7 +508,7 @@ _programs: dict[int, Any] = {}  # the jitted `_runner.compute` of each living lo
 
 
 def cache_program(loss_fn: Any) -> tuple[Any, Any]:
-    """Returns `_runner.compute`, jitted once while ``loss_fn`` lives, and a weak reference to ``loss_fn``."""
+    """Returns `_runner.compute`, jitted once for the lifetime of ``loss_fn``, and a weak reference to ``loss_fn``."""
     owner = getattr(loss_fn, "__func__", loss_fn)  # a bound method is a new object each time
     program = _programs.get(id(owner))
     if program is not None:
@@ -510,7 +516,7 @@ def cache_program(loss_fn: Any) -> tuple[Any, Any]:
     program = jax.jit(functools.partial(_runner.compute), static_argnums=(0, 1))
     try:
         weakref.finalize(owner, _programs.pop, id(owner)).atexit = False
-    except TypeError:  # an object without weak references is compiled for each call
+    except TypeError:  # the object has no weak references: it is compiled in each call
         return program, loss_fn
     _programs[id(owner)] = program
     return program, weakref.proxy(loss_fn)

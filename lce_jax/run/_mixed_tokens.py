@@ -1,7 +1,7 @@
-"""Refuses a loss of one token that is written for many tokens: it reduces a number over no axis.
+"""Refuses a per-token loss that is written for many tokens, and so reduces a scalar.
 
 `lce_jax.linear_loss` traces its loss for one token. A ``jnp.mean(logprob)`` that is meant as a mean over tokens is then
-the mean of a scalar, which is the scalar itself. JAX accepts it without a warning, so this module searches the jaxpr.
+the mean of a scalar, which is the scalar itself. JAX accepts this without a warning, so this module searches the jaxpr.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from jax.extend.core import Jaxpr, Literal
 ALONG_AXES = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "rev", "sort")
 SCANS = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 ADDITIONS = ("scatter-add", "scatter-mul", "scatter-max", "scatter-min")
-LOOPS = ("while", "scan")  # a solver or a sampler of one token may reduce scalars in loops
+LOOPS = ("while", "scan")  # their bodies are not searched: a solver or a sampler of one token may reduce scalars
 
 TOKEN = "token"  # the value depends on the token
-FLAT = "flat"  # a number of the token, reshaped to an array of one element, as jnp.ravel does
+FLAT = "flat"  # a scalar of the token, reshaped to an array of one element, as jnp.ravel does
 
 
 def refuse_mixed_tokens(jaxpr: Jaxpr, refusal: Callable[[str], ValueError]) -> None:
-    """Refuses a loss of one token that reduces one of the token's numbers over no axis.
+    """Refuses a per-token loss that reduces a scalar, such as ``jnp.mean(logprob)``: a reduction without effect.
 
     Raises:
-        ValueError: the ``refusal`` of the operation that reduces it.
+        ValueError: made by ``refusal`` from a text that names the reduction.
     """
     _, operation = _search(jaxpr, [TOKEN] * len(jaxpr.invars))
     if operation is not None:
-        raise refusal(f"its arguments are the numbers of one token, and {operation} of one number reduces no axis")
+        raise refusal(f"its arguments are scalars of one token, and {operation} of a scalar reduces no axis")
 
 
 def _search(jaxpr: Jaxpr, input_kinds: Sequence[str | None]) -> tuple[list[str | None], str | None]:
-    """Returns the kind of each output (`TOKEN`, `FLAT`, or None: equal for all tokens), and the wrong operation."""
+    """Returns the kind of each output (`TOKEN`, `FLAT`, or None: equal for all tokens), and the refused operation."""
     kinds: dict[Any, str | None] = dict(zip(jaxpr.invars, input_kinds, strict=True))
     for equation in jaxpr.eqns:
         inputs = [None if isinstance(x, Literal) else kinds.get(x) for x in equation.invars]
         if not any(inputs):
             continue
-        if _reduces_a_number(equation, inputs):
+        if _reduces_a_scalar(equation, inputs):
             return [], _describe(equation.primitive.name, equation)
         outputs = [_classify(equation, x, inputs) for x in equation.outvars]
         for inner in [] if equation.primitive.name in LOOPS else _list_jaxprs(equation):
@@ -51,7 +51,7 @@ def _search(jaxpr: Jaxpr, input_kinds: Sequence[str | None]) -> tuple[list[str |
             if operation is not None:
                 return [], _describe(
                     operation.partition(" ")[0], equation
-                )  # JAX reports where it first traced the inner one
+                )  # JAX only knows where an inner equation was first traced
             outputs = [new or old for old, new in zip(outputs, inner_kinds, strict=True)]
         kinds.update(zip(equation.outvars, outputs, strict=True))
     return [None if isinstance(x, Literal) else kinds.get(x) for x in jaxpr.outvars], None
@@ -63,25 +63,25 @@ def _describe(name: str, equation: Any) -> str:
 
 
 def _classify(equation: Any, output: Any, inputs: Sequence[str | None]) -> str:
-    """Returns the kind of an output of an equation that has an input which depends on the token."""
+    """Returns the kind of an equation's output; at least one input depends on the token."""
     made_flat = equation.primitive.name == "reshape" and equation.invars[0].aval.shape == ()
     return FLAT if getattr(output.aval, "shape", None) == (1,) and (made_flat or FLAT in inputs) else TOKEN
 
 
-def _reduces_a_number(equation: Any, inputs: Sequence[str | None]) -> bool:
-    """Whether an equation reduces one number of the token as if it were the numbers of many tokens."""
+def _reduces_a_scalar(equation: Any, inputs: Sequence[str | None]) -> bool:
+    """Whether an equation reduces one scalar of the token as if it were an array over tokens."""
     name, params = equation.primitive.name, equation.params
-    is_number = [kind is FLAT or x.aval.shape == () for kind, x in zip(inputs, equation.invars, strict=True)]
+    is_scalar = [kind is FLAT or x.aval.shape == () for kind, x in zip(inputs, equation.invars, strict=True)]
     if name in ALONG_AXES:
         axes = params["dimension"] if name == "sort" else params.get("axes", params.get("dimensions"))
-        return is_number[0] and (inputs[0] is FLAT or axes == ())
+        return is_scalar[0] and (inputs[0] is FLAT or axes == ())
     if name in SCANS:
         return inputs[0] is FLAT
     if name == "dot_general":
-        return all(inputs) and all(is_number)
-    if name == "slice":  # from jnp.roll, which takes an empty slice of one element
+        return all(inputs) and all(is_scalar)
+    if name == "slice":  # jnp.roll takes an empty slice of an array of one element
         return inputs[0] is FLAT and 0 in equation.outvars[0].aval.shape
-    # from jax.ops.segment_sum and similar functions, which add to zeros
+    # jax.ops.segment_sum and similar functions add to zeros
     return name in ADDITIONS and inputs[0] is None and inputs[2] is not None and equation.invars[2].aval.size == 1
 
 

@@ -1,20 +1,19 @@
-"""Runs a differentiable function as one call of JAX, on one device or over a mesh.
+"""Makes a public function differentiable, and runs it on one device or over a mesh.
 
-A `Capability` holds the forward and the backward of a public function. A `Program` is what one device computes of its
-share. `run_program` decides where a program runs: on this device, on the devices of a layout that names or types give,
-or where XLA partitions it.
+A `Capability` is the forward and the backward of a public function. Each of them runs a `Program` of
+`lce_jax.run._partitioning`, which says what one device computes. `run_program` decides how: on this device, under a
+``shard_map``, or partitioned by XLA.
 
-All functions share one ``custom_vjp``. Its residuals are the call's operands and what the forward saves, or the
-gradients if the forward computes them. Only first derivatives exist. A call without tokens runs no program.
+All functions share one ``custom_vjp``. Its residuals are the operands and whatever the forward saves; if the forward
+computes the gradients, its residuals are these. Only first derivatives exist. A call without tokens runs no program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -26,9 +25,18 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import mosaic
 from lce_jax.call import _dispatch
-from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
-from lce_jax.mesh._layout import Layout, auto_axes, find_typed_mesh, layout_of_specs
-from lce_jax.types import _jax, shared_checks
+from lce_jax.mesh._custom_partitioning import Partitioned
+from lce_jax.mesh._layout import Layout, find_typed_mesh
+from lce_jax.run._partitioning import (
+    ArraySharding,
+    Program,
+    find_hidden,
+    find_layout,
+    name_dimensions,
+    partition,
+    run_over_devices,
+)
+from lce_jax.types import _jax
 from lce_jax.types._types import Call, Device, Primals, RequestedGradients, UnsupportedError
 from lce_jax.xla import _logprobs as xla
 
@@ -52,10 +60,10 @@ def _is_primals(x: Any) -> bool:
 
 
 def map_examples(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
-    """Calls ``function`` for each example in turn, with the example's own operands and the shared ones.
+    """Calls ``function`` for each example of a batch in turn, with the example's operands and the shared operands.
 
-    If explicit mesh axes split the examples, ``function`` runs under a ``shard_map`` in which these axes are Manual,
-    because each device has other examples.
+    If Explicit mesh axes split the examples, the devices have different examples. So ``function`` then runs under a
+    ``shard_map`` over these axes.
     """
     tree: Any = jax.tree.structure(operands)
     batched = jax.tree.leaves(tuple(in_batched))
@@ -86,7 +94,7 @@ def map_examples(function: Callable[..., Any], in_batched: Any, operands: Any) -
 
 
 def broadcast_batch(size: int, in_batched: Any, operands: Any) -> Any:
-    """Returns the operands with the batch as first dimension of every array, except weights, biases and adapters."""
+    """Returns the operands with the batch as first dimension of each array, except weights, biases and adapters."""
 
     def add_batch(batched: bool, x: Array) -> Array:
         return x if batched else jnp.broadcast_to(x, (size, *x.shape))
@@ -100,66 +108,8 @@ def broadcast_batch(size: int, in_batched: Any, operands: Any) -> Any:
     return jax.tree.map(add_batch, in_batched, tuple(operands))
 
 
-class ArraySharding(enum.Enum):
-    """How a mesh shards an array. Dimensions that are not named here are never split."""
-
-    HIDDEN = "split by token, also over the vocabulary axis if that axis splits the sequence"
-    RESULTS = "per token and sharded like hidden; an operand of this kind is gathered over the vocabulary axis"
-    TOKENS = "per token, split by token and replicated over the vocabulary axis"
-    ROWS = "the first dimension is the vocabulary and is split over the vocabulary axis"
-    COLUMNS = "the second dimension is the vocabulary and is split over the vocabulary axis"
-    REPLICATED = "the same on every device"
-    DEVICE = "each device has its own array, which no other device reads"
-
-    @property
-    def vocab_dim(self) -> int | None:
-        """The dimension of the vocabulary."""
-        return {ArraySharding.ROWS: 0, ArraySharding.COLUMNS: 1}.get(self)
-
-    def spec(self, layout: Layout) -> P:
-        """Returns the partition spec of such an array over ``layout``."""
-        if self in (ArraySharding.HIDDEN, ArraySharding.RESULTS):
-            return layout.out_spec
-        if self is ArraySharding.TOKENS:
-            return layout.row_spec
-        if self is ArraySharding.DEVICE:
-            return layout.every_device
-        return P() if self is ArraySharding.REPLICATED else P(*[None] * (self.vocab_dim or 0), layout.vocab_axes)
-
-
-def head_sharding(vocab_dim: int) -> Primals[ArraySharding]:
-    """Returns the shardings of a head's operands and of their gradients."""
-    return Primals(
-        ArraySharding.HIDDEN,
-        ArraySharding.COLUMNS if vocab_dim else ArraySharding.ROWS,
-        ArraySharding.ROWS,
-        ArraySharding.ROWS,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What one device computes of its share of a call, including the collectives.
-
-    Attributes:
-        run: ``run(call, *operands)``. It gets the call of the device's share, whose ``axis_name``, ``gather_dim`` and
-            ``token_axes`` name the axes of its collectives.
-        operands: an `ArraySharding` in place of each array, or of a tree of arrays. One of them is
-            `ArraySharding.HIDDEN`, and one is a weight.
-        results: likewise for the results.
-        joins: whether a batch of calls can run as one call with more tokens, because all results are per token.
-        unused: phrases that name the options which have no effect where XLA partitions the program.
-    """
-
-    run: Callable[..., Any]
-    operands: tuple[Any, ...]
-    results: Any
-    joins: bool = False
-    unused: tuple[str, ...] = ()
-
-
 def run_program(call: Call, program: Program, *operands: Any) -> Any:
-    """Runs ``program`` on global arrays, or on the arrays of this device."""
+    """Runs ``program`` on global arrays, or on this device's arrays."""
 
     @jax.custom_batching.custom_vmap
     def run_one(*operands: Any) -> Any:
@@ -167,8 +117,8 @@ def run_program(call: Call, program: Program, *operands: Any) -> Any:
             first, *others = jax.tree.leaves(operands)
             marked = [_traced_for_p.bind(first, call=call), *others]
             return program.run(call, *jax.tree.unflatten(jax.tree.structure(operands), marked))
-        layout = call.mesh if isinstance(call.mesh, Layout) else _find_layout(call, program, operands)
-        run = _run_partitioned if layout is None else functools.partial(_run_over_devices, layout)
+        layout = call.mesh if isinstance(call.mesh, Layout) else find_layout(call, program, operands)
+        run = _run_partitioned if layout is None else functools.partial(run_over_devices, layout)
         return run(call, program, *operands)
 
     @run_one.def_vmap
@@ -181,8 +131,17 @@ def run_program(call: Call, program: Program, *operands: Any) -> Any:
     return run_one(*operands)
 
 
+def _run_partitioned(call: Call, program: Program, *operands: Any) -> Any:
+    """Runs the program on global arrays, which XLA partitions."""
+    run = functools.partial(program.run, call)
+    if call.mesh.empty:  # the program may still be lowered for one device
+        run = functools.partial(run_program, dataclasses.replace(call, mesh=None), program)
+    rule, dimensions = functools.partial(partition, call, program), functools.partial(name_dimensions, program)
+    return Partitioned(run, rule, dimensions, call.mesh, call, program.unused)(*operands)
+
+
 def _run_batch(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
-    """Runs a batch of calls: as one call with more tokens if possible, else one after the other."""
+    """Runs a batch of calls as one call with more tokens if possible, and otherwise one after the other."""
     if program.joins and not has_batched_head(in_batched):
         operands = broadcast_batch(size, in_batched, operands)
         return run_program(_merge_batch(call, program, operands), program, *operands)
@@ -190,10 +149,10 @@ def _run_batch(call: Call, program: Program, size: int, in_batched: Any, operand
 
 
 def _run_batch_without_cache(call: Call, program: Program, size: int, in_batched: Any, operands: Any) -> Any:
-    """Runs a batch of calls that cache tiles only by default. It caches none, because each example would need a cache.
+    """Runs a batch of calls that would cache only by default, without a cache, because each example would need its own.
 
-    Programs that return a cache return zeros instead. The compiler drops these, because a program that receives such a
-    cache in a batch does not read it.
+    A program that returns a cache returns zeros in its place. The compiler removes these, because in a batch no program
+    reads the cache.
     """
     kinds = program.operands
     if any(
@@ -223,8 +182,8 @@ def _drop_device_arrays(kind: ArraySharding, x: Any) -> Any:
 
 
 def _merge_batch(call: Call, program: Program, operands: Any) -> Call:
-    """Returns the call that computes a batch of calls at once, with one more dimension of tokens."""
-    hidden = _find_hidden(program, operands)
+    """Returns the call that computes a whole batch, with the batch as a further token dimension."""
+    hidden = find_hidden(program, operands)
     call = call.replace(num_tokens=math.prod(hidden.shape[:-1]))
     if not isinstance(call.mesh, Layout):
         return call
@@ -232,7 +191,7 @@ def _merge_batch(call: Call, program: Program, operands: Any) -> Call:
 
 
 def is_partitioned_by_xla(call: Call, operands: Any) -> bool:
-    """Whether XLA partitions the call. Then nothing but global arrays can pass from forward to backward."""
+    """Whether XLA partitions the call. If so, only global arrays can pass from the forward to the backward."""
     if call.mesh is None or isinstance(call.mesh, Layout):
         return False
     return all(kind == AxisType.Auto for kind in find_typed_mesh(operands).axis_types)
@@ -241,7 +200,7 @@ def is_partitioned_by_xla(call: Call, operands: Any) -> bool:
 def match_types(gradients: Primals, operands: Primals) -> Primals:
     """Returns the gradients with the shardings and types of their operands.
 
-    A gradient is summed over those axes of a ``shard_map`` over which its operand is replicated.
+    Each gradient is summed over the ``shard_map`` axes over which its operand is replicated.
     """
     summed = []
     for gradient, operand in zip(gradients, operands, strict=True):
@@ -255,7 +214,7 @@ def match_types(gradients: Primals, operands: Primals) -> Primals:
 
 
 def match_shardings[T](gradients: T, operands: T) -> T:
-    """Returns the gradients, resharded as their operands are typed. A gradient may be None."""
+    """Reshards the gradients to the shardings in their operands' types. A gradient may be None."""
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, operands)
     return jax.tree.map(
         lambda x, like: x if x is None or like.mesh.empty else jax.sharding.reshard(x, like),
@@ -265,165 +224,20 @@ def match_shardings[T](gradients: T, operands: T) -> T:
     )
 
 
-def _pair_with_shardings(kinds: Any, tree: Any) -> Iterator[tuple[ArraySharding, Any]]:
-    """Yields each array of ``tree`` with its sharding."""
-    return zip(jax.tree.leaves(jax.tree.broadcast(kinds, tree)), jax.tree.leaves(tree), strict=True)
-
-
-def _find_hidden(program: Program, operands: Any) -> Any:
-    """Returns the hidden states, whose leading dimensions are those of the call."""
-    return next(x for kind, x in _pair_with_shardings(program.operands, operands) if kind is ArraySharding.HIDDEN)
-
-
-def _describe_share(call: Call, layout: Layout, program: Program, operands: Any) -> Call:
-    """Returns the call of one device's share, with the implementation that serves the shapes of its ``operands``."""
-    hidden = _find_hidden(program, operands)
-    gathered = 1 if layout.gather_dim is None else layout.vocab_shards
-    pairs = _pair_with_shardings(program.operands, operands)
-    columns = [x.shape[kind.vocab_dim] for kind, x in pairs if kind.vocab_dim is not None and x.ndim == 2]
-    teacher = call.teacher and dataclasses.replace(call.teacher, columns=columns[1])
-    share = dataclasses.replace(call, columns=columns[0], teacher=teacher).replace(
-        num_tokens=math.prod(hidden.shape[:-1]) * gathered,
-        axis_name=layout.vocab_axes,
-        gather_dim=layout.gather_dim,
-        token_axes=layout.token_axes,
-        mesh=None,
-    )
-    share = _dispatch.use_mesh_device(share, layout.mesh)
-    shared_checks.check_vocab_parts(call.vocab_part_size, call.columns, share.columns)
-    return dataclasses.replace(share, implementation=_dispatch.choose(share)[0].NAME)
-
-
-def _make_layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layout:
-    """Returns the layout of operands that are sharded by ``specs``."""
-    split = list(zip(_pair_with_shardings(program.operands, operands), specs, strict=True))
-    (hidden, hidden_spec), *others = [(x, spec) for (kind, x), spec in split if kind is ArraySharding.HIDDEN]
-    weights = [(kind.vocab_dim, x, spec) for (kind, x), spec in split if kind.vocab_dim is not None and x.ndim == 2]
-    token_specs = [spec for (kind, _), spec in split if kind in (ArraySharding.TOKENS, ArraySharding.RESULTS)]
-    token_specs += [spec for _, spec in others]
-    vocab_dim, weight, weight_spec = weights[0]
-    layout = layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, token_specs, vocab_dim)
-    if len({x.shape[dim] for dim, x, _ in weights}) > 1:  # their sizes differ, so both are replicated
-        return dataclasses.replace(layout, vocab_axes=None, gather_dim=None)
-    return layout
-
-
-# On the devices of a layout, which names or types give
-
-
-def _find_layout(call: Call, program: Program, operands: Any) -> Layout | None:
-    """Returns the layout that the operands' types name, or None if all axes of their mesh are Auto."""
-    mesh = find_typed_mesh(operands)
-    if all(kind == AxisType.Auto for kind in mesh.axis_types):
-        return None
-    if auto := auto_axes(mesh):
-        warn_once(
-            f"{call.function} treats its operands as replicated over {', '.join(map(repr, auto))}, Auto axes of a mesh "
-            f"that also has Explicit axes: make them Explicit, or call {call.sharded_function}"
-        )
-    return _make_layout(mesh, program, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
-
-
-def _run_over_devices(layout: Layout, call: Call, program: Program, *operands: Any) -> Any:
-    """Runs the program on every device of a layout.
-
-    The program contains all collectives, so ``shard_map`` checks no types. Inside a ``shard_map`` over other axes, the
-    results vary over the axes that the operands vary over.
-    """
-    here = jax.sharding.get_abstract_mesh()
-    layout = dataclasses.replace(layout, mesh=here) if here.manual_axes else layout
-    pairs = _pair_with_shardings(program.operands, operands)
-    placed = [x if kind is ArraySharding.DEVICE else layout.reshard(x, kind.spec(layout)) for kind, x in pairs]
-    in_specs, out_specs = _make_specs(layout, program)
-    device = functools.partial(_run_on_device, layout, call, program)
-    mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    results = mapped(*jax.tree.unflatten(jax.tree.structure(operands), placed))
-    return _jax.vary_over(results, _jax.varying_axes(operands))
-
-
-def _run_on_device(layout: Layout, call: Call, program: Program, *operands: Any) -> Any:
-    """Runs the program on the share of one device.
-
-    Operands of kind `ArraySharding.RESULTS` are gathered over the vocabulary axis. Of such results, each device keeps
-    its own rows.
-    """
-    share = _describe_share(call, layout, program, operands)
-    kinds, flat = zip(*_pair_with_shardings(program.operands, operands), strict=True)
-    gathered = iter(
-        layout.gather_rows([x for kind, x in zip(kinds, flat, strict=True) if kind is ArraySharding.RESULTS])
-    )
-    full = [next(gathered) if kind is ArraySharding.RESULTS else x for kind, x in zip(kinds, flat, strict=True)]
-    results = program.run(share, *jax.tree.unflatten(jax.tree.structure(operands), full))
-    local = [
-        layout.take_local_rows(x) if kind is ArraySharding.RESULTS else x
-        for kind, x in _pair_with_shardings(program.results, results)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(results), local)
-
-
-def _make_specs(layout: Layout, program: Program) -> tuple[Any, Any]:
-    """Returns the partition specs of operands and results, in place of each `ArraySharding`."""
-    operands = jax.tree.map(lambda kind: kind.spec(layout), program.operands)
-    return operands, jax.tree.map(lambda kind: kind.spec(layout), program.results)
-
-
-# Where XLA partitions
-
-
-def _run_partitioned(call: Call, program: Program, *operands: Any) -> Any:
-    """Runs the program on global arrays, which XLA partitions."""
-    run = functools.partial(program.run, call)
-    if call.mesh.empty:  # the program may be lowered for one device
-        run = functools.partial(run_program, dataclasses.replace(call, mesh=None), program)
-    rule, dimensions = functools.partial(_partition, call, program), functools.partial(_name_dimensions, program)
-    return Partitioned(run, rule, dimensions, call.mesh, call, program.unused)(*operands)
-
-
-def _name_dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tuple[str, ...]]:
-    """Returns a name for each dimension of each array, for XLA's rule, and the names that are never split.
-
-    Dimensions of one name must have one size. Therefore the names are made of the sizes, except those of token
-    dimensions.
-    """
-    all_tokens = [f"b{dim}" for dim in range(_find_hidden(program, operands).ndim - 1)]
-    sides, unsplit = [], []
-    for kinds, tree in ((program.operands, operands), (program.results, results)):
-        arrays = []
-        for kind, x in _pair_with_shardings(kinds, tree):
-            tokens = all_tokens if kind in (ArraySharding.HIDDEN, ArraySharding.RESULTS, ArraySharding.TOKENS) else []
-            names = [*tokens, *(f"n{size}" for size in x.shape[len(tokens) :])]
-            if kind.vocab_dim is not None:
-                names[kind.vocab_dim] = f"v{x.shape[kind.vocab_dim]}"
-            unsplit += [name for name in names if name.startswith("n")]
-            arrays.append(" ".join(names))
-        sides.append(", ".join(arrays))
-    return " -> ".join(sides), tuple(dict.fromkeys(unsplit))
-
-
-def _partition(call: Call, program: Program, mesh: Any, operands: Any, specs: Any) -> Partition:
-    layout = _make_layout(mesh, program, operands, jax.tree.leaves(specs, is_leaf=_is_spec))
-    in_specs, out_specs = _make_specs(layout, program)
-    device = functools.partial(_run_on_device, layout, call, program)
-    return Partition(device, jax.tree.broadcast(in_specs, operands, is_leaf=_is_spec), out_specs)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
-
-
 # On one device
 
 
-_traced_for_p = Primitive("lce_traced_for")  # the identity; it remembers the device that its program was traced for
+_traced_for_p = Primitive("lce_traced_for")  # the identity; lowering compares the device with the device of the trace
 _traced_for_p.def_abstract_eval(lambda x, **_: x)
 _traced_for_p.def_impl(lambda x, **_: x)
 
 
 def _lower_traced(context: Any, x: Any, *, call: Call) -> list[Any]:
-    """Refuses a program that is lowered for another device than it was traced for.
+    """Refuses to lower a program for another device than the one it was traced for.
 
-    Tracing chooses the implementation, for the device of the mesh, of the arrays, or JAX's default device. ``jit`` may
-    lower the program for another device: that of ``in_shardings``, of the operands, or of ``jax.export``.
+    Tracing chooses the implementation for one device: a device of the mesh, the device of the arrays, or JAX's default
+    device. ``jit`` may lower the program for another device, because of ``in_shardings``, the operands, or
+    ``jax.export``.
     """
     module, traced = context.module_context, call.device
     count = getattr(module.axis_context, "num_devices", 1)
@@ -447,7 +261,7 @@ _jax.mlir.register_lowering(_traced_for_p, _lower_traced)
 
 
 def _check_device(call: Call, there: Device | None, platform: str) -> None:
-    """Raises if the traced implementation would not be chosen on the device ``there``; None: an unknown device."""
+    """Raises if the traced implementation would not be chosen on the device ``there`` (None: unknown)."""
     traced_for, reason = call.device, f"{platform}, a device that is unknown here"
     if call.requested == (call.implementation,) == (xla.NAME,) or (there is None and mosaic.refuse_function(call)):
         return
@@ -471,19 +285,20 @@ class Capability(NamedTuple):
     """A function of global arrays, differentiable in ``operands`` and not in ``rest``."""
 
     forward: Callable[..., Any]  # (call, operands, rest, differentiated, *static) -> results, saved for the backward
-    # (call, operands, rest, saved, cotangent) -> gradients, None for operands that are not in `Call.gradients`
+    # (call, operands, rest, saved, cotangent) -> gradients; None where `Call.gradients` requests none
     backward: Callable[..., Any]
     make_empty_results: Callable[..., Any]  # (call, rest) -> results
     static: tuple[Hashable, ...] = ()
-    # Whether the forward saves the gradients, for a cotangent of 1. Then the backward multiplies them by the cotangent,
-    # may itself be differentiated, and gets `OperandType`s, because the operands are not saved.
+    # Whether the forward saves the gradients, for a cotangent of 1. If so, the backward multiplies them by the
+    # cotangent, may itself be differentiated, and gets an `OperandType` for each operand, because operands are not
+    # saved.
     saves_gradients: bool = False
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class OperandType:
-    """The type that a gradient must have."""
+    """The dtype and the varying axes that the gradient of an operand must have."""
 
     dtype: jnp.dtype
     varying: frozenset[Any]  # the manual mesh axes
@@ -497,12 +312,12 @@ def compute(capability: Capability, call: Call, operands: Any, rest: Any) -> Any
     return _differentiable(capability, call, jax.tree.map(marked, operands), rest)
 
 
-# It is jitted so that calls outside ``jit`` compile once. Inside ``jit`` it is inlined.
+# Jitted, so that calls outside ``jit`` are compiled once. Inside ``jit`` it is inlined.
 run = jax.jit(compute, static_argnums=(0, 1), inline=True)
 
 
 def list_result_axes(call: Call, operands: Any) -> frozenset[Any]:
-    """Returns the mesh axes over which results vary, by the types of ``operands``."""
+    """Returns the mesh axes over which results vary, according to the types of ``operands``."""
     return _jax.varying_axes(operands) - frozenset(_jax.list_axes(call.axis_name))
 
 
@@ -523,7 +338,7 @@ def _forward_rule(capability: Capability, call: Call, operands: Any, rest: Any) 
     if capability.saves_gradients:
         inputs = jax.tree.map(lambda x: OperandType(jnp.dtype(x.dtype), _jax.varying_axes(x)), inputs)
     # The shape of an empty array tells the backward rule which gradients are requested. The structure of the residuals
-    # cannot: JAX takes it from any trace of this rule, also from one where other operands are differentiated.
+    # cannot tell this: JAX may take it from any trace of this rule, even one that differentiates other operands.
     requested_shape = jnp.zeros((0, *dataclasses.astuple(requested)), jnp.int8)
     return out, (inputs, saved, requested_shape)
 

@@ -1,4 +1,4 @@
-"""What one device computes of `lce_jax.linear_logprobs`, including its collectives. The runner calls it on each device.
+"""The share of `lce_jax.linear_logprobs` that one device computes, including the collectives.
 
 hidden ─ gather over the sequence ─ statistics of the shard ─ merge over the axis ─ finish ─▶ Results
 │ cache
@@ -23,7 +23,8 @@ from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import NOT_DIFFERENTIATED, Normalizer, expand_like, make_parts, merge_parts
 from lce_jax.mesh import _collectives
 from lce_jax.run import _runner
-from lce_jax.run._runner import ArraySharding, Capability, Program, run_program
+from lce_jax.run._partitioning import ArraySharding, Program, head_sharding
+from lce_jax.run._runner import Capability, run_program
 from lce_jax.types import _jax
 from lce_jax.types._types import (
     Call,
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
 
 
-# Without collectives, except the one that the caller passes
+# Without collectives, except for a gather that the caller passes
 
 
 def cast_hidden(primals: Primals) -> Primals:
-    """Casts hidden to the weight's dtype. It rounds explicitly, because XLA may drop a cast to fewer bits and back."""
+    """Casts hidden to the weight's dtype. Rounds explicitly, because XLA may drop a cast to fewer bits and back."""
     hidden, to = primals.hidden, jnp.finfo(primals.weight.dtype)
     if to.bits < jnp.finfo(hidden.dtype).bits:
         hidden = lax.reduce_precision(hidden, to.nexp, to.nmant)
@@ -52,7 +53,7 @@ def cast_hidden(primals: Primals) -> Primals:
 
 
 def summarize_operands(call: Call, primals: Primals, rows: Rows, start: Any) -> _collectives.ShardSummary | None:
-    """Returns a summary of flat operands, by which shards compare them, or None if nothing has to be compared."""
+    """Returns a summary of the flat operands, for the comparison of shards; None if there is nothing to compare."""
     if rows.tags is None:
         return None
     dim = call.vocab_dim
@@ -65,7 +66,7 @@ def summarize_operands(call: Call, primals: Primals, rows: Rows, start: Any) -> 
 def find_agreeing_rows(
     call: Call, summaries: _collectives.ShardSummary | None, rows: Rows, weight: Array
 ) -> Bool[Array, "T"] | None:
-    """Whether all shards have the same operands in a row, by their summaries; True in masked rows. None: unknown."""
+    """Whether all shards have the same operands in each row; True in masked rows. None: no ``summaries`` to compare."""
     if summaries is None:
         return None
     ids = rows.labels if rows.candidates is None else rows.candidates
@@ -73,11 +74,11 @@ def find_agreeing_rows(
     return _collectives.ignore_masked_rows(agrees, rows.where)
 
 
-type Gather = Callable[[Any], Any]  # a tree of arrays -> the arrays of all N shards, stacked as [N, ...]
+type Gather = Callable[[Any], Any]  # a tree of arrays -> the tree with the arrays of all N shards, stacked as [N, ...]
 
 
 class Part(NamedTuple):
-    """One device's part of a call: its columns, and all tokens, flat."""
+    """One device's part of a call: the device's columns, and all tokens, flat."""
 
     call: Call
     primals: Primals  # hidden [T, H], as `cast_hidden` returns it
@@ -87,25 +88,28 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, primals: Primals, rows: Rows, start: Any = None) -> Part:
-        """Also computes the factors of eq. 0. ``start`` None: the device's place in the mesh says the first column."""
+        """Makes a part, with the factors of eq. 0.
+
+        If ``start`` is None, the first column follows from the device's mesh position.
+        """
         invert = functools.partial(_compute_per_token, call, _logprobs.invert_temperature)
         scales = _describe.compute_scales(rows, call.stat_dtype, call.signs_hidden, invert)
         return cls(call, primals, rows, find_first_column(call, primals.weight) if start is None else start, scales)
 
     @property
     def row_scale(self) -> Float[Array, "T"] | float:
-        """The k of eq. 0."""
+        """The factor k of eq. 0."""
         return _logprobs.compute_row_scale(self.call, self.scales.inverse_temperature)
 
     def operands(self) -> tuple[Operands, _describe.Compaction | None]:
-        """Returns the arguments of an implementation, unmasked rows first, and how to restore the row order."""
+        """Returns the operands of an implementation, with unmasked rows first; and how to restore the row order."""
         (call, (hidden, weight, bias, adapter), rows, start, scales), num_columns = self, None
         columns = weight.shape[call.vocab_dim]
         if call.padded:
             rest = call.vocab_size - start
             num_columns = min(max(rest, 0), columns) if isinstance(rest, int) else jnp.clip(rest, 0, columns)
             if call.implementation == mosaic.NAME:
-                num_columns = jnp.asarray(num_columns, jnp.int32)  # one set of kernels for every vocab_size
+                num_columns = jnp.asarray(num_columns, jnp.int32)  # not static: kernels serve every vocab_size
 
         targets = _describe.find_local_columns(rows.labels, start, columns)
         candidates = None if rows.candidates is None else _describe.find_local_columns(rows.candidates, start, columns)
@@ -138,9 +142,9 @@ class Part(NamedTuple):
     def statistics(
         self, keep_cache: bool, gather: Gather | None = None
     ) -> tuple[ShardStatistics, Any, Bool[Array, "T"] | None]:
-        """Returns the statistics of the part in the call's row order, the cache, and `find_agreeing_rows`.
+        """Returns the statistics in the call's row order, the cache, and the result of `find_agreeing_rows`.
 
-        With ``gather`` the statistics are those of the whole vocabulary, and NaN in rows on which the shards disagree.
+        With ``gather``, the statistics cover the full vocabulary, and are NaN in rows in which the shards differ.
         """
         (call, primals, rows, start, _), (operands, order), same = self, self.operands(), None
         implementation, has_kernels = _dispatch.IMPLEMENTATIONS[call.implementation], call.implementation == mosaic.NAME
@@ -171,17 +175,19 @@ class Part(NamedTuple):
     def finish(
         self, stats: ShardStatistics, where: Bool[Array, "T"] | None, dropped_mass: Float[Array, "T"] | None
     ) -> Results:
-        """Computes the results (eq. 3) from the statistics of the whole vocabulary, in the call's row order."""
+        """Computes the results (eq. 3) from the statistics of the full vocabulary, in the call's row order."""
         call, per_token = self.call, functools.partial(_compute_per_token, self.call)
         where = _logprobs.exclude_empty_rows(where, stats.sumexp) if call.has_floor else where
         labels, vocab_size = self.rows.labels, call.vocab_size
         return _logprobs.finish(stats, self.row_scale, labels, where, vocab_size, dropped_mass, per_token)
 
     def select(self, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
-        """Selects the active tiles. Returns the cache for `gradients`, and this shard's part of ``dropped_mass``.
+        """Selects the tiles that reach the ``gradient_threshold``.
 
-        The mass is None if the implementation skips no tile. ``stats`` are the statistics of the whole vocabulary, in
-        the call's row order.
+        Returns the cache for `gradients`, and the dropped mass.
+
+        The mass is this shard's part, or None if the implementation skips no tiles. ``stats`` are the statistics of the
+        full vocabulary, in the call's row order.
         """
         call, rows = self.call, self.rows
         if call.implementation != mosaic.NAME:
@@ -206,19 +212,20 @@ class Part(NamedTuple):
         dweight: Array | None = None,
         adds_dweight: Any = True,
     ) -> Primals:
-        """Returns this shard's gradients (eq. 5); None for operands that are not in `Call.gradients`.
+        """Returns this shard's gradients (eq. 5), or None where `Call.gradients` requests none.
 
         dweight is in the weight's dtype, and the other gradients are in the statistics' dtype. dhidden is only this
         shard's part of the sum over the vocabulary.
 
         Args:
-            stats: of the whole vocabulary, in the call's row order.
-            cotangent: of the results, in the call's row order.
+            stats: the statistics of the full vocabulary, in the call's row order.
+            cotangent: the cotangent of the results, in the call's row order.
             cache: as `statistics` or `select` returns it.
             may_round_dhidden: whether dhidden may be in the weight's dtype.
             may_overwrite_cache: whether the memory of the cache may be overwritten.
-            dweight: a sum in the statistics' dtype, to which this shard's dweight is added. None: dweight is returned.
-            adds_dweight: False: dweight overwrites the sum (`_dispatch.writes_dweight`).
+            dweight: a sum in the statistics' dtype, to which this shard's dweight is added. None: there is no sum.
+            adds_dweight: whether dweight is added to the sum. False: it overwrites the sum
+                (`_dispatch.writes_dweight`).
         """
         call, rows, (operands, order) = self.call, self.rows, self.operands()
         coefficients = self._coefficients(stats, cotangent)
@@ -243,36 +250,38 @@ class Part(NamedTuple):
         call, rows = self.call, self.rows
         factors = self.row_scale, _logprobs.compute_row_factor(call, self.scales.derivative)
         compute = functools.partial(_logprobs.row_coefficients, call=call, vocab_size=call.vocab_size)
-        live = _logprobs.exclude_empty_rows(rows.unmasked, stats.sumexp) if call.has_floor else rows.unmasked
+        unmasked = _logprobs.exclude_empty_rows(rows.unmasked, stats.sumexp) if call.has_floor else rows.unmasked
         if stats.candidates is not None:
-            coefficients = compute(stats, cotangent, *factors, live)
+            coefficients = compute(stats, cotangent, *factors, unmasked)
         else:
             seeds = cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
             unused: Any = dict.fromkeys((*NOT_DIFFERENTIATED, "total"))
             used = stats._replace(**unused)
-            used = used if live is None else used._replace(sumexp=jnp.where(live, used.sumexp, 1.0))
+            used = used if unmasked is None else used._replace(sumexp=jnp.where(unmasked, used.sumexp, 1.0))
             coefficients = _compute_per_token(call, functools.partial(compute, where=None), used, seeds, *factors)
             coefficients = (
-                coefficients if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), coefficients)
+                coefficients if unmasked is None else jax.tree.map(lambda x: jnp.where(unmasked, x, 0.0), coefficients)
             )
         wrong = _describe.find_invalid_rows(rows)
         return coefficients if wrong is None else _logprobs.zero_gradient(coefficients, wrong)
 
 
 def _compute_per_token(call: Call, function: Callable[..., Any], *operands: Any) -> Any:
-    """Computes ``function(*operands)``, of trees of [T] arrays and numbers, as the implementation computes.
+    """Computes ``function(*operands)`` with the implementation's arithmetic.
 
-    XLA and the kernels round logarithms and quotients differently. A token's results have the same bits in every call
-    only if all such steps run either in XLA or in kernels.
+    Operands are trees of [T] arrays and scalars.
+
+    XLA and the kernels round logarithms and quotients differently. For a token's results to have the same bits in every
+    call, all such steps must run in XLA, or all in kernels.
     """
     if call.implementation != mosaic.NAME:
         return function(*operands)
-    run, arrays = close_over_numbers(function, operands)
+    run, arrays = bind_scalars(function, operands)
     return mosaic.per_token(call, run, *arrays)
 
 
-def close_over_numbers(function: Callable[..., Any], operands: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns ``function`` as a function of the arrays among its operands, with the numbers fixed, and these arrays."""
+def bind_scalars(function: Callable[..., Any], operands: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """Binds the scalar operands of ``function``. Returns a function of the array operands, and these arrays."""
     leaves, tree = jax.tree.leaves(operands), jax.tree.structure(operands)
 
     def run(*arrays: Any) -> Any:
@@ -289,11 +298,11 @@ def _apply_sign(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T 
 # With collectives
 
 
-type Saved = tuple[ShardStatistics, Any]  # for the backward: the statistics, and the implementation's cache
+type Saved = tuple[ShardStatistics, Any]  # what the backward needs: the statistics, and the implementation's cache
 
 
 def device_forward(call: Call, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, Saved]:
-    """Returns the results, the statistics of the whole vocabulary in the shape of labels, and the cache."""
+    """Returns the results; and for the backward the statistics of the full vocabulary and the cache."""
     shape = rows.labels.shape
     part = Part.of(call, flatten_operands(call, primals), _describe.flatten_tokens(rows, len(shape)))
     out, stats, cache = compute_results(part, keep_cache)
@@ -302,7 +311,7 @@ def device_forward(call: Call, primals: Primals, rows: Rows, keep_cache: bool) -
 
 
 def compute_results(part: Part, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
-    """Returns the results and the statistics of the whole vocabulary, and the cache that the backward needs."""
+    """Returns the results, the statistics of the full vocabulary, and the cache that the backward needs."""
     call, dropped = part.call, None
     with jax.named_scope("lce_statistics"):
         gather = (
@@ -338,10 +347,13 @@ def device_backward(call: Call, primals: Primals, rows: Rows, saved: Saved, cota
 
 
 def reduce_gradients(call: Call, gradients: Primals, operands: Primals) -> Primals:
-    """Sums this device's gradients over the devices that share an operand, in the shapes and dtypes of the operands."""
+    """Sums each gradient over the devices that share its operand.
+
+    Returns the sums in the shapes and dtypes of the operands.
+    """
     if call.axis_name is not None or call.token_axes or _jax.varying_axes(gradients):
-        # A Hopper kernel occupies every multiprocessor. A concurrent collective waits for it on one device and delays
-        # the next kernel on another, so collectives start after all gradients.
+        # A Hopper kernel occupies every multiprocessor. A concurrent collective waits for the kernel on one device, and
+        # delays the next kernel on another. So collectives start after all gradients.
         gradients = lax.optimization_barrier(gradients)
     with jax.named_scope("lce_reduce"):
         of_head = zip(gradients[1:], operands[1:], strict=True)
@@ -361,7 +373,7 @@ def _sum_dhidden(call: Call, dhidden: Float[Array, "T H"], hidden: Float[Array, 
 
 
 def scatter_dhidden(call: Call, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
-    """Sums dhidden over the shards of the vocabulary. Each shard gets its own part of the sequence."""
+    """Sums dhidden over the vocabulary shards, and gives each shard its part of the sequence."""
     assert call.gather_dim is not None
     shards = lax.axis_size(call.axis_name)
     gathered = [n * shards if i == call.gather_dim else n for i, n in enumerate(hidden.shape)]
@@ -369,7 +381,7 @@ def scatter_dhidden(call: Call, dhidden: Float[Array, "T H"], hidden: Float[Arra
 
 
 def _sum_dweight(call: Call, dweight: Array, weight: Array) -> Array:
-    """Sums over the devices that hold other tokens of the same call."""
+    """Sums dweight over the devices that hold other tokens of the same call."""
     if call.token_axes:
         dweight = lax.psum(dweight, call.token_axes)
     return _jax.psum_to_axes(dweight, _jax.varying_axes(weight))
@@ -385,7 +397,7 @@ def flatten_operands(call: Call, primals: Primals) -> Primals:
 
 
 def find_first_column(call: Call, weight: Array) -> Int[Array, ""] | int:
-    """Returns the first global column of this shard."""
+    """Returns the global id of this shard's first column."""
     if call.axis_name is None:
         return 0
     return lax.axis_index(call.axis_name) * weight.shape[call.vocab_dim]
@@ -395,7 +407,7 @@ def find_first_column(call: Call, weight: Array) -> Int[Array, ""] | int:
 
 
 def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Results, Saved]:
-    """Returns the results, and what the backward needs. Where XLA partitions the call, no tile is cached."""
+    """Returns the results, and what the backward needs. If XLA partitions the call, no tile is cached."""
     asked, caches, unused = call, differentiated, []
     partitioned = _runner.is_partitioned_by_xla(call, (primals, rows))
     if partitioned:
@@ -406,7 +418,7 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
         call, caches = _disable_threshold(call), False
     keeps_tiles = caches and (asked.cache_budget > 0 or asked.gradient_threshold > 0)
     call = call if caches else call.replace(cache_bytes=0)
-    operands = _runner.head_sharding(call.vocab_dim), ArraySharding.TOKENS
+    operands = head_sharding(call.vocab_dim), ArraySharding.TOKENS
     results = ArraySharding.RESULTS, (ArraySharding.TOKENS, ArraySharding.DEVICE)
     run = functools.partial(device_forward, keep_cache=caches)
     program = Program(run, operands, results, joins=not keeps_tiles, unused=tuple(unused))
@@ -419,14 +431,14 @@ def forward(call: Call, primals: Primals, rows: Rows, differentiated: bool) -> t
 def backward(call: Call, primals: Primals, rows: Rows, saved: Saved, cotangent: Results) -> Primals:
     """Returns the gradients of the operands."""
     call = _disable_threshold(call) if _runner.is_partitioned_by_xla(call, (primals, rows)) else call
-    head = _runner.head_sharding(call.vocab_dim)
+    head = head_sharding(call.vocab_dim)
     operands = head, ArraySharding.TOKENS, (ArraySharding.TOKENS, ArraySharding.DEVICE), ArraySharding.RESULTS
     program = Program(device_backward, operands, head)
     return run_program(call, program, primals, rows, saved, cotangent)
 
 
 def make_empty_results(call: Call, rows: Rows) -> Results:
-    """Returns the results of a call without tokens, in the shape of its labels."""
+    """Returns the results of a call without tokens, in the shape of the call's labels."""
     shapes = jax.eval_shape(lambda: _logprobs.empty_results(0, call.stat_dtype, call))
     return jax.tree.map(lambda x: jnp.zeros(rows.labels.shape + x.shape[1:], x.dtype), shapes)
 

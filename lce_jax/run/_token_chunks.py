@@ -1,4 +1,4 @@
-"""The chunks of tokens of `lce_jax.linear_loss`: how many rows a chunk has, which rows, and what memory it takes."""
+"""The chunks of tokens of `lce_jax.linear_loss`: the size of a chunk, its rows, and its memory."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from lce_jax.types.scalars import format_bytes
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Int
 
-CHUNK_BYTES_ON_CPU = 256 << 20  # the default bytes of a chunk's exponentials
-CHUNK_BYTES = 1400 << 20  # the same elsewhere: chunks of 4832 tokens at V 151936 on an H200
-UNLIMITED = 1 << 62  # cache_bytes that no chunk exceeds
-GRAIN = 128  # a chunk has a multiple of so many rows: a row block of the kernels
+CHUNK_BYTES_ON_CPU = 256 << 20  # the default of chunk_bytes on a CPU
+CHUNK_BYTES = 1400 << 20  # the default elsewhere: chunks of 4832 tokens at V 151936 on an H200
+UNLIMITED = 1 << 62  # a value of cache_bytes that no chunk exceeds
+GRAIN = 128  # the rows of a chunk are a multiple of this: a row block of the kernels
 
 
 def choose_chunk_rows(call: Call) -> int:
-    """Returns the rows per chunk: of all sizes that fit the budget, the fastest.
+    """Returns the number of rows per chunk: the fastest that fits the budget.
 
-    The products take equal time in chunks of any size. But each chunk reads and writes the sum of dweight, and chunks
-    of unequal size copy their rows. So the cost is the number of chunks, and a quarter more if they are unequal.
+    The products take the same time with any chunk size. But each chunk reads and writes the sum of dweight, and if the
+    last chunk is smaller, all chunks copy their rows. So the cost is the number of chunks, plus a quarter if they are
+    unequal.
 
     A single chunk needs no float32 sum for dweight. So all tokens form a single chunk if the exponentials beyond the
-    budget take no more memory than the sum takes beyond dweight: it is faster and takes less memory. This does not
-    apply on a CPU, with a ``gradient_threshold``, where chunks cache no exponentials, or to a frozen weight, which has
-    no sum.
+    budget take no more memory than the sum would take beyond dweight: this is faster and takes less memory. The rule
+    does not apply on a CPU, nor with a ``gradient_threshold`` (no exponentials are cached) or a frozen weight (there is
+    no sum).
     """
     tokens, on_cpu, saved_bytes = call.num_tokens, call.device.platform == "cpu", 0
     row_bytes = call.columns * (call.stat_dtype if on_cpu else call.dtype).itemsize
@@ -42,16 +43,16 @@ def choose_chunk_rows(call: Call) -> int:
     budget = budget if call.chunk_bytes is None else call.chunk_bytes
     if not on_cpu and not call.gradient_threshold and call.gradients.weight:
         saved_bytes = call.columns * call.hidden_size * (call.stat_dtype.itemsize - call.dtype.itemsize)
-    most = max(budget // row_bytes // GRAIN, 1) * GRAIN
-    if tokens <= most or tokens * row_bytes <= budget + saved_bytes:
+    largest = max(budget // row_bytes // GRAIN, 1) * GRAIN
+    if tokens <= largest or tokens * row_bytes <= budget + saved_bytes:
         return tokens
-    least = -(-tokens // most)
-    equal = (tokens // n for n in range(least, least + least // 4 + 1) if tokens % (n * GRAIN) == 0)
-    return next(equal, -(-tokens // (least * GRAIN)) * GRAIN)
+    fewest = -(-tokens // largest)
+    equal = (tokens // n for n in range(fewest, fewest + fewest // 4 + 1) if tokens % (n * GRAIN) == 0)
+    return next(equal, -(-tokens // (fewest * GRAIN)) * GRAIN)
 
 
 def check_chunk_bytes(chunk_bytes: Any, options: Mapping[str, Any]) -> int | None:
-    """Returns ``chunk_bytes`` of `lce_jax.linear_loss`, validated, and refuses options that have no meaning there."""
+    """Validates ``chunk_bytes`` of `lce_jax.linear_loss`, and refuses options that `linear_loss` does not have."""
     if "cache_bytes" in options:
         raise ValueError(
             f"cache_bytes={options['cache_bytes']!r}: linear_loss keeps nothing for a backward pass; pass chunk_bytes, "
@@ -71,9 +72,9 @@ def check_chunk_bytes(chunk_bytes: Any, options: Mapping[str, Any]) -> int | Non
 
 
 def check_loss_chunk_bytes(chunk_bytes: Any, because: str | None) -> int | None:
-    """Returns ``chunk_bytes`` of `lce_jax.linear_cross_entropy`, validated.
+    """Returns the validated ``chunk_bytes`` of `lce_jax.linear_cross_entropy`.
 
-    ``because``: why the backward computes the gradients; None: the forward does.
+    ``because`` is the result of `refuse_forward_gradients`.
     """
     if chunk_bytes is not None and because is not None:
         raise ValueError(
@@ -84,10 +85,10 @@ def check_loss_chunk_bytes(chunk_bytes: Any, because: str | None) -> int | None:
 
 
 def refuse_forward_gradients(call: Call, reduction: str | None, options: Mapping[str, Any]) -> str | None:
-    """Says why the backward of `lce_jax.linear_cross_entropy` computes the gradients; None if the forward does.
+    """Returns why the backward of `linear_cross_entropy` computes the gradients; None if the forward computes them.
 
-    A float16 gradient needs the loss's scale, which only the backward knows. Before scaling, the gradient of a mean
-    over many tokens would be 0, and the gradient of a sum might overflow.
+    A float16 gradient needs the loss scale, which only the backward knows. Unscaled, the gradient of a mean over many
+    tokens would be 0, and the gradient of a sum might overflow.
     """
     if reduction == "none":
         return 'with reduction="none" the gradient of each token\'s loss needs its cotangent'
@@ -105,13 +106,13 @@ def refuse_forward_gradients(call: Call, reduction: str | None, options: Mapping
 
 
 def describe_chunk(call: Call, size: int, partial_rows: bool) -> Call:
-    """Returns the call of a chunk. It caches all exponentials, or none with a ``gradient_threshold``."""
+    """Returns the call of one chunk, which caches all exponentials, or none with a ``gradient_threshold``."""
     cache_bytes = 0 if call.gradient_threshold else UNLIMITED
     return dataclasses.replace(call, num_tokens=size, partial_rows=partial_rows, cache_bytes=cache_bytes)
 
 
 def plan(call: Call) -> Plan:
-    """Returns the plan of a call: the plan of one chunk, and what all chunks share."""
+    """Returns the plan of a call: the memory of one chunk and of what all chunks share."""
     size = choose_chunk_rows(call)
     chunks = -(-call.num_tokens // max(size, 1))
     chunk = describe_chunk(call, size, call.partial_rows or call.num_tokens % max(size, 1) != 0)
@@ -120,7 +121,7 @@ def plan(call: Call) -> Plan:
     item, columns = call.stat_dtype.itemsize, call.columns * call.hidden_size
     sums = (
         chunks > 1 and call.gradients.weight and call.dtype != call.stat_dtype
-    )  # otherwise there is no sum, or it is dweight itself
+    )  # otherwise there is no sum, or dweight itself is the sum
     total = columns * item if sums else 0
     copies = size * call.hidden_size * (call.hidden_dtype.itemsize + item) if chunks > 1 else 0  # hidden and dhidden
     cache = max(chunk_plan.kept_bytes - chunk.statistics_bytes, 0)
@@ -143,32 +144,32 @@ def plan(call: Call) -> Plan:
 
 
 class TokenChunk(NamedTuple):
-    """The rows of a chunk."""
+    """The rows of one chunk of tokens."""
 
-    first: Any  # the first row, in the order of the walk
-    source: Int[Array, "t"] | None  # the rows of the call; None: those from ``first`` on
-    place: Int[Array, "t"] | None  # where to write the rows; outside the call for masked rows
+    first: Any  # the chunk's first row, in the order in which chunks take rows
+    source: Int[Array, "t"] | None  # which rows of the call the chunk reads; None: the rows from ``first`` on
+    target: Int[Array, "t"] | None  # which rows of the call the chunk writes; out of range for masked rows
     num_rows: Int[Array, ""] | None  # how many of the first rows are unmasked; None: all
 
     @classmethod
     def make(cls, first: Any, size: int, tokens: int, order: Compaction | None) -> TokenChunk:
-        """Makes the chunk of ``size`` rows from ``first`` on: of ``tokens`` rows, or of the unmasked in ``order``."""
+        """Makes the chunk of ``size`` rows from ``first`` on, of all ``tokens`` or the unmasked rows of ``order``."""
         if order is None and tokens % size == 0:
             return cls(first, None, None, None)
         total = jnp.int32(tokens) if order is None else order.num_rows
         num_rows = jnp.clip(total - first, 0, size)
         offset = jnp.arange(size, dtype=jnp.int32)
-        # Masked rows are copies of the first row, which is unmasked, so that the loss gets no unexpected values.
-        place = first + jnp.where(offset < num_rows, offset, 0)
-        source = place if order is None else order.source[place]
+        # Rows after the last unmasked row repeat the chunk's first row, so that the loss gets no unexpected values.
+        position = first + jnp.where(offset < num_rows, offset, 0)
+        source = position if order is None else order.source[position]
         return cls(first, source, jnp.where(offset < num_rows, source, tokens + offset), num_rows)
 
     def take(self, x: Array, size: int) -> Array:
-        """Returns the chunk's rows."""
+        """Returns the chunk's rows of ``x``."""
         return lax.dynamic_slice_in_dim(x, self.first, size) if self.source is None else x[self.source]
 
     def put(self, full: Array, part: Array) -> Array:
-        """Returns ``full`` with the chunk's rows written."""
-        if self.place is None:
+        """Returns ``full`` with the chunk's rows replaced by ``part``."""
+        if self.target is None:
             return lax.dynamic_update_slice_in_dim(full, part, self.first, 0)
-        return full.at[self.place].set(part, mode="drop", unique_indices=True)
+        return full.at[self.target].set(part, mode="drop", unique_indices=True)

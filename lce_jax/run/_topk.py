@@ -1,4 +1,4 @@
-"""One device's part of `lce_jax.linear_topk`, including its collective, like `_shard` for `linear_logprobs`.
+"""The share of `lce_jax.linear_topk` that one device computes, including the collective.
 
 hidden ─ gather over the sequence ─ k largest of the shard ─ all-gather of these ─ k largest of all ─▶ TopK
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
-    """Returns the results [..., k] and [...], the same on every shard of the vocabulary."""
+    """Returns the results, which are equal on every shard of the vocabulary."""
     shape = rows.labels.shape
     rows = _describe.flatten_tokens(rows, len(shape))
     with jax.named_scope("lce_topk"):
@@ -49,7 +49,7 @@ def forward(call: Call, primals: Primals, rows: Rows) -> TopK:
 
 
 def _finish(rows: Rows, largest: Largest, row_scale: Float[Array, "#T 1"], agree: Bool[Array, "T"] | None) -> TopK:
-    """Computes eq. 3 at the k largest. Ids are -1 where there is no result."""
+    """Computes eq. 3 for the k largest. Ids are -1 in rows without a result."""
     log_sumexp = jnp.log(largest.sumexp)
     logprobs = (largest.x - largest.max[:, None]) * row_scale - log_sumexp[:, None]
     out = TopK(largest.ids, logprobs, largest.max * row_scale[:, 0] + log_sumexp)
@@ -65,7 +65,10 @@ def _finish(rows: Rows, largest: Largest, row_scale: Float[Array, "#T 1"], agree
 
 
 def _merge(call: Call, parts: Largest, row_scale: Float[Array, "#T 1"]) -> Largest:
-    """Returns the k largest of all shards, and merges their sums (eq. 2), in the same order on every shard."""
+    """Returns the k largest of all shards, with merged sums (eq. 2).
+
+    The order of operations is the same on every shard.
+    """
 
     def concatenate_shards(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)

@@ -1,14 +1,14 @@
-"""The passes of a call as kernels, for a host that brings its own memory and stream.
+"""The forward and backward of a call as kernel launches, for a caller with its own memory and stream, such as torch.
 
     forward    prepare ─ statistics ─ join ─ (exchange between shards) ─ join ─ finish ─ select
     backward   prepare ─ coefficients ─ (dlogits ─ dhidden ─ dweight) …
 
-`forward` and `backward` get a host (`lce_jax.mosaic._host.Host`), and tell it which kernels to launch on which of its
-arrays. The host may launch at once, or record the launches and repeat them for each call. `traced` and `compiled` give
-it the kernels, without a JAX client on the GPU.
+That caller is the host (`lce_jax.mosaic._host.Host`). `forward` and `backward` tell the host which kernels to launch on
+which of its arrays. The host may launch at once, or record the launches and repeat them in each call. It gets the
+kernels from `traced` and `compiled`, without a JAX client on the GPU.
 
-The forward saves a flat array with ``stride`` numbers for each field: the label (int32), the temperature if the call
-has one, the floor if it has one, the candidates' ids (int32), the merged statistics, and the candidates' x.
+The forward saves one flat array, in which each field has ``stride`` values: the label (int32), the temperature and the
+floor (if there are any), the candidates' ids (int32), the merged statistics, and the candidates' x.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ __all__ = [
     "why_not",
 ]
 
-THREADS = 128  # the least number of rows of a per-token array
+THREADS = 128  # the smallest number of rows of a per-token array
 
-PER_CANDIDATE = "candidate_logprobs"  # the result [R, K], and its cotangent
+PER_CANDIDATE = "candidate_logprobs"  # names the result [R, K], and its cotangent
 
-type Buffer = Any  # an array of the host, with a shape, a dtype and `view(shape, dtype)`
+type Buffer = Any  # an array of the host: it has a shape, a dtype and `view(shape, dtype)`
 
 
 def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Bind]:
@@ -79,10 +79,10 @@ def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Bin
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchedCall:
-    """A call whose kernels a host launches. H is a multiple of 64 and at least 128; V is a multiple of the atom.
+    """A call whose kernels a host launches. H is a multiple of 64 and at least 128; V is a multiple of `Geometry.atom`.
 
     Attributes:
-        call: the call of the caller's arrays.
+        call: describes the caller's arrays.
         rows: the rows of the kernels' arrays: a multiple of 128, and at least the number of tokens.
         start: the global id of the weight's first row.
         has_temperature: whether each token has a temperature.
@@ -97,17 +97,17 @@ class LaunchedCall:
 
     @functools.cached_property
     def compiled(self) -> Call:
-        """The call that kernels are compiled for. Calls with equally many ``rows`` share their kernels."""
+        """The call for which kernels are compiled. Calls with the same number of ``rows`` share kernels."""
         return self.call.replace(num_tokens=self.rows, vocab_size=0, caller_dtype=None, requested=None)
 
     @property
     def generation(self) -> Generation:
-        """The generation of the device. If no kernels serve it, the first generation, and `refusal` says why."""
+        """The GPU generation of the device; the first one if no kernels serve the device, and `refusal` says why."""
         return _generations.serving(self.call.device) or _generations.GENERATIONS[0]
 
     @functools.cached_property
     def shape(self) -> Geometry:
-        """The sizes of the tiles and their numbers."""
+        """The sizes and counts of tiles."""
         return make_geometry(self.compiled, self.generation.tiling)
 
     @property
@@ -117,30 +117,30 @@ class LaunchedCall:
 
     @property
     def copies_hidden(self) -> bool:
-        """Whether hidden is copied first, because kernels read the weight's dtype and whole tiles of rows."""
+        """Whether hidden is copied first: kernels read complete tiles of rows, in the weight's dtype."""
         tiling, tokens = self.generation.tiling, self.call.num_tokens
         has_rows = tokens % (tiling.row_block * tiling.most_clustered) == 0 or tokens == self.rows
         return not has_rows or self.call.hidden_dtype != self.call.dtype
 
     @property
     def unpadded_columns(self) -> int | None:
-        """How many columns of the weight are no padding; None if all are."""
+        """How many columns of the weight are not padding; None if no column is padding."""
         columns = min(max(self.call.vocab_size - self.start, 0), self.call.columns)
         return None if columns == self.call.columns else columns
 
     @property
     def true_columns(self) -> int:
-        """How many columns of the weight are no padding, as a number in every case."""
+        """How many columns of the weight are not padding."""
         return self.call.columns if self.unpadded_columns is None else self.unpadded_columns
 
     @property
     def saved_layout(self) -> SavedLayout:
-        """The places of the fields that are saved for each token."""
+        """The positions of the per-token fields in the saved array."""
         return lay_out_saved(self.compiled, self.has_temperature)
 
 
 def refusal(launched: LaunchedCall) -> str | None:
-    """Says why no kernels serve the call; None if kernels do."""
+    """Returns why no kernels serve the call; None if kernels serve it."""
     reason = _generations.refusal(launched.compiled)
     if reason is not None:
         return reason
@@ -152,7 +152,7 @@ def refusal(launched: LaunchedCall) -> str | None:
 
 
 def refusal_to_scale(size: int, device: Device) -> str | None:
-    """Says why `scale` does not multiply ``size`` numbers on a device; None if it does."""
+    """Returns why `scale` cannot multiply an array of ``size`` elements on a device; None if it can."""
     reason = device_refusal(device)
     if reason is not None:
         return reason
@@ -162,52 +162,52 @@ def refusal_to_scale(size: int, device: Device) -> str | None:
 
 
 def active_tiles_shape(launched: LaunchedCall) -> tuple[int, int]:
-    """Returns the shape of the int32 mask of active tiles, which a forward saves with a ``gradient_threshold``."""
+    """Returns the shape of the int32 mask of active tiles, which a forward with a ``gradient_threshold`` saves."""
     return _tiles.active_tiles_shape(launched.compiled)
 
 
 class Tokens(NamedTuple):
     """The per-token operands."""
 
-    labels: Buffer  # [R, 2]: the halves of int64 ids
+    labels: Buffer  # [R, 2]: int64 ids as two int32 halves
     temperature: Buffer | None = None  # [R]
     floor: Buffer | None = None  # [R], in logits
-    candidates: Buffer | None = None  # [R, K] int32; an id out of vocabulary is no candidate
+    candidates: Buffer | None = None  # [R, K] int32; ids outside the vocabulary are ignored
 
 
 class Forward(NamedTuple):
-    """What a forward returns."""
+    """The results of a forward, and what the backward needs."""
 
-    results: dict[str, Buffer]  # by field of `LogprobOutput`: [R], and [R, K] for candidates
+    results: dict[str, Buffer]  # by field name of `LogprobOutput`: [R], or [R, K] for candidates
     saved: Buffer  # flat
     cached: list[Buffer]  # the arrays of the cache, or the mask of active tiles
 
 
-# (statistics of the shard's groups of tiles [groups, fields, Tp], candidates' x [R, K], saved array) -> both of all
-# shards. The last field of the first group is free.
+# (statistics [groups, fields, Tp] of the shard's groups of tiles, candidates' x [R, K], saved array) -> the statistics
+# and the x of all shards. The last field of the first group is free for tags.
 type Exchange = Callable[[Buffer, Buffer | None, Buffer], tuple[Buffer, Buffer | None]]
 
 
 class HostPass(NamedTuple):
-    """The launches of one pass on a host."""
+    """Launches one pass on a host."""
 
     launched: LaunchedCall
     host: Host
 
     @property
     def row_numbers(self) -> Buffer:
-        """The number of tokens, and the stride of fields."""
+        """A kernel argument: the number of tokens, and the stride of fields."""
         return self.host.numbers(self.launched.call.num_tokens, self.launched.stride)
 
     @property
     def label_numbers(self) -> Buffer:
-        """`row_numbers`, the first column, the size of the vocabulary, and how many columns are no padding."""
+        """A kernel argument: `row_numbers`, the first column, the vocabulary size, the count of unpadded columns."""
         launched, call = self.launched, self.launched.call
         counts = call.num_tokens, launched.stride, launched.start, call.vocab_size, launched.true_columns
         return self.host.numbers(*counts)
 
     def rows(self, hidden: Buffer) -> Buffer:
-        """Returns hidden as kernels read it: with all their rows, in the weight's dtype."""
+        """Returns hidden as kernels read it: with complete tiles of rows, in the weight's dtype."""
         if not self.launched.copies_hidden:
             return hidden
         call = self.launched.call
@@ -215,11 +215,11 @@ class HostPass(NamedTuple):
         return self.host.launch(_tokens.copy_rows, copied, hidden, self.host.numbers(call.num_tokens))
 
     def ids(self, saved: Buffer) -> Buffer:
-        """Returns the labels in the saved array."""
+        """Returns the labels that the saved array holds."""
         return saved.view((self.launched.rows,), jnp.int32)
 
     def kernel_call(self, hidden: Buffer, weight: Buffer, marked: Any, adapter: Buffer | None) -> KernelCall:
-        """Returns the call as the host code of `lce_jax.mosaic` takes it."""
+        """Returns the `KernelCall`, from which `lce_jax.mosaic` launches kernels."""
         launched, shape = self.launched, self.launched.shape
         columns: Any = launched.true_columns
         firsts = _operands.find_first_padding(columns, shape)
@@ -241,9 +241,9 @@ def forward(
     exchange: Exchange | None = None,
     adapter: Buffer | None = None,
 ) -> Forward:
-    """Launches the forward of all columns, or of a shard of the vocabulary whose statistics ``exchange`` gathers.
+    """Launches the forward of all columns, or of a vocabulary shard if ``exchange`` gathers the shards' statistics.
 
-    ``adapter``: ``[V, R]``, B of an adapter.
+    ``adapter``: ``[V, R]``, the B of an adapter.
     """
     run, call = HostPass(launched, host), launched.compiled
     saved = host.empty((launched.saved_layout.size * launched.rows,), jnp.float32)
@@ -312,7 +312,7 @@ def backward(
     total: Buffer | None = None,
     adds_total: bool = True,
 ) -> tuple[Buffer, ...]:
-    """Launches the backward. Returns dhidden ``[R, H]`` and dweight; with an adapter also du and dB, in float32.
+    """Launches the backward. Returns dhidden ``[R, H]``, dweight, and for an adapter du and dB in float32.
 
     Args:
         launched: the same as in the forward.
@@ -320,15 +320,17 @@ def backward(
         hidden: ``[R, H]``.
         weight: ``[V, H]``.
         saved: the flat array that the forward saved.
-        seeds: the given cotangents of "logprobs", "entropy", "lse" and "candidate_logprobs" (``[R, K]``), by name.
-        cached: as in `Forward`; empty if the forward cached nothing.
+        seeds: the cotangents of "logprobs", "entropy", "lse" and "candidate_logprobs" (``[R, K]``), by name; a result
+            without a cotangent is absent.
+        cached: `Forward.cached`; empty if the forward cached nothing.
         dhidden_dtype: the dtype of dhidden.
-        adapter: ``[V, R]``, B of an adapter.
+        adapter: ``[V, R]``, the B of an adapter.
         owns_cache: whether the cache's memory may be overwritten.
         total: a float32 sum to which dweight is added. None: dweight is in the weight's dtype.
-        adds_total: False: the sum is uninitialized, and dweight overwrites it; not with a ``gradient_threshold``.
+        adds_total: whether dweight is added to ``total``. False: ``total`` is uninitialized, and dweight overwrites it;
+            not with a ``gradient_threshold``.
     """
-    # In the backward, tiles do not align to the parts of the vocabulary.
+    # In the backward, tiles ignore the parts of the vocabulary.
     launched = dataclasses.replace(launched, call=launched.call.replace(vocab_part_size=None))
     run, call, seeds = HostPass(launched, host), launched.compiled, dict(seeds)
     temperatures = saved if launched.has_temperature else None

@@ -1,1 +1,1 @@
-"""The implementation for every device, in plain XLA: each function's walk over tiles, and the bytes that it holds."""
+"""The implementation for every device, in plain XLA: each function's loop over tiles, and the memory that it takes."""

@@ -1,7 +1,7 @@
-"""Logits of a few columns per token, each a dot product with one row of the weight: no pass over the vocabulary.
+"""Logits of a few columns per token, each a dot product with one row of the weight, without a pass over the vocabulary.
 
-A chunk of tokens at a time gathers its rows of the weight. On a GPU, XLA fuses the gather, the product and the sum. On
-other devices, the size of a chunk limits the memory of the gathered rows.
+Each chunk of tokens in turn gathers its rows of the weight. On a GPU, XLA fuses the gather, the product and the sum. On
+other devices, the chunk size limits the memory of the gathered rows.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from lce_jax.xla import _walk
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Bool, Float, Int
 
-GATHERED_BYTES = 32 << 20  # of the rows of the weight that a chunk gathers
-BLOCK_PAIRS = 128  # pairs whose sums one matrix product computes
-# Where XLA fuses the gather, a chunk stores no rows, and its size is the size of a launch. With 64 candidates at (4096,
-# 4096, 151936) on an H200, a forward takes 1.140 times as long as without candidates at 32 MiB, 1.073 at 128, 1.055 at
-# 512, and 1.053 in a single chunk.
+GATHERED_BYTES = 32 << 20  # the bytes of the weight rows that a chunk gathers
+BLOCK_PAIRS = 128  # the pairs whose sums one matrix product computes
+# Where XLA fuses the gather, no rows are stored, and this only limits the work of one launch. At (4096, 4096, 151936)
+# on an H200, 64 candidates make a forward longer by a factor of 1.140 with 32 MiB, 1.073 with 128 MiB, 1.055 with 512
+# MiB, and 1.053 with a single chunk.
 FUSED_BYTES = 512 << 20
 
 
 def choose_chunk_tokens(num_columns: int, hidden_size: int, itemsize: int, gathered_bytes: int | None = None) -> int:
-    """Returns the number of tokens in a chunk, whose rows of the weight are gathered at a time."""
+    """Returns the number of tokens per chunk. Only one chunk's rows of the weight are gathered at a time."""
     most = GATHERED_BYTES if gathered_bytes is None else gathered_bytes
     return max(1, most // (num_columns * hidden_size * itemsize))
 
 
 def plan(call: Call) -> Plan:
-    """Returns the plan of `lce_jax.linear_logits`, whose ids are the candidates of the call."""
+    """Returns the plan of `lce_jax.linear_logits`. The ids count as candidates of ``call``."""
     num_ids, stat, item = call.num_candidates, call.stat_dtype.itemsize, call.dtype.itemsize
     size = min(max(call.num_tokens, 1), choose_chunk_tokens(max(num_ids, 1), call.hidden_size, item))
     rows = size * num_ids * call.hidden_size * item
@@ -65,9 +65,9 @@ def compute_products(
     num_rows: Int[Array, ""] | None = None,
     gathered_bytes: int | None = None,
 ) -> Float[Array, "T K"]:
-    """Computes h · w of each token's columns, summed in ``dtype``.
+    """Computes the products h · w of each token and its columns, summed in ``dtype``.
 
-    The result is 0 at the column -1, and in chunks after the first ``num_rows`` rows.
+    The result is 0 for the column -1, and in chunks after the first ``num_rows`` rows.
     """
     size = choose_chunk_tokens(columns.shape[1], hidden.shape[1], weight.dtype.itemsize, gathered_bytes)
 
@@ -78,7 +78,7 @@ def compute_products(
 
 
 def _compute_products(hidden: Array, weight: Array, columns: Array, call: Call, dtype: Any) -> Float[Array, "T K"]:
-    """Computes products and their sum without a ``dot_general``, whose gathered operand XLA would store."""
+    """Computes products and their sum. A ``dot_general`` would make XLA store the gathered rows."""
     rows = _take_rows(weight, columns, call).astype(dtype)
     wide = hidden.astype(dtype)
     if call.vocab_dim == 0:
@@ -89,8 +89,8 @@ def _compute_products(hidden: Array, weight: Array, columns: Array, call: Call, 
 
 
 def _take_rows(weight: Array, columns: Array, call: Call) -> Array:
-    """Takes the weight's row of each column, along `Call.vocab_dim`."""
-    if weight.shape[1] == 1 and call.vocab_dim == 1:  # XLA of JAX 0.12.0 reads past the end on CPUs
+    """Gathers the weight's row of each column."""
+    if weight.shape[1] == 1 and call.vocab_dim == 1:  # on CPUs, XLA in JAX 0.12.0 reads past the end
         weight = jnp.pad(weight, ((0, 0), (0, 1)))
     return jnp.take(weight, columns, axis=call.vocab_dim, mode="clip")
 
@@ -98,7 +98,7 @@ def _take_rows(weight: Array, columns: Array, call: Call) -> Array:
 def compute_dhidden(
     terms: Float[Array, "T K"], weight: Float[Array, "V H"], columns: Int[Array, "T K"], call: Call
 ) -> Float[Array, "T H"]:
-    """Computes Σ_k terms · w of each token's columns, summed in the dtype of ``terms``."""
+    """Computes Σ_k terms · w over each token's columns, summed in the dtype of ``terms``."""
     size = choose_chunk_tokens(terms.shape[1], weight.shape[call.hidden_dim], weight.dtype.itemsize)
 
     def chunk(per_token: tuple[Array, Array]) -> Array:
@@ -111,32 +111,35 @@ def compute_dhidden(
 
 
 class Pairs(NamedTuple):
-    """The (token, column) pairs of a call, sorted by column. Pairs with the column -1 come last, as column V."""
+    """The (token, column) pairs of a call, sorted by column.
+
+    Pairs with the column -1 get the column V, and come last.
+    """
 
     columns: Int[Array, "N"]
     tokens: Int[Array, "N"]
     terms: Float[Array, "N"]
-    ends: Bool[Array, "N"]  # whether the pair is the last of its column
+    ends: Bool[Array, "N"]  # whether a pair is the last pair of its column
 
 
 def sort_pairs(terms: Float[Array, "T K"], columns: Int[Array, "T K"], num_columns: int, multiple: int) -> Pairs:
-    """Sorts the pairs, and pads their number to a multiple of ``multiple``. Each column has its tokens in order."""
-    places = jnp.where(columns < 0, num_columns, columns).reshape(-1)
-    order = jnp.arange(places.shape[0], dtype=jnp.int32)
-    places, order = lax.sort((places, order), num_keys=1, is_stable=True)
+    """Sorts the pairs by column and then by token, and pads their count to a multiple of ``multiple``."""
+    flat_columns = jnp.where(columns < 0, num_columns, columns).reshape(-1)
+    order = jnp.arange(flat_columns.shape[0], dtype=jnp.int32)
+    flat_columns, order = lax.sort((flat_columns, order), num_keys=1, is_stable=True)
     tokens, flat = order // columns.shape[1], terms.reshape(-1)[order]
-    missing = -places.shape[0] % multiple
-    places = jnp.pad(places, (0, missing), constant_values=num_columns)
+    missing = -flat_columns.shape[0] % multiple
+    flat_columns = jnp.pad(flat_columns, (0, missing), constant_values=num_columns)
     tokens, flat = (jnp.pad(x, (0, missing)) for x in (tokens, flat))
-    return Pairs(places, tokens, flat, jnp.append(places[1:] != places[:-1], True))
+    return Pairs(flat_columns, tokens, flat, jnp.append(flat_columns[1:] != flat_columns[:-1], True))
 
 
 def _sum_columns(columns: Int[Array, "n"], values: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
-    """Computes, for each pair, the sum of its column's values up to that pair.
+    """Computes for each pair the sum of the values of all pairs up to this pair that have the same column.
 
-    The step of distance 2ⁿ completes the sums of the last 2ⁿ⁺¹ pairs. So the order of additions is fixed, which it is
-    not in a scatter that adds to one place repeatedly on a GPU. The steps are a loop, because XLA would otherwise keep
-    the values of all steps.
+    After the step of distance 2ⁿ, each sum covers the last 2ⁿ⁺¹ pairs. So the order of additions is fixed, unlike in a
+    scatter that adds repeatedly to one element on a GPU. The steps are a loop, because otherwise XLA would keep the
+    values of all steps.
     """
     size = columns.shape[0]
 
@@ -152,30 +155,30 @@ def _sum_columns(columns: Int[Array, "n"], values: Float[Array, "n ..."]) -> Flo
     return lax.fori_loop(0, (size - 1).bit_length(), body, _jax.vary_like(values, columns))
 
 
-def _find_places(columns: Array, ends: Array, num_columns: int) -> Array:
-    """Returns the place of a column's sum at its last pair, and for other pairs distinct places outside."""
+def _find_targets(columns: Array, ends: Array, num_columns: int) -> Array:
+    """Returns the index at which to write each pair's sum: its column for a column's last pair, else out of range."""
     outside = num_columns + jnp.arange(columns.shape[0], dtype=jnp.int32)
     return jnp.where(ends & (columns < num_columns), columns, outside)
 
 
 def compute_dbias(terms: Float[Array, "T K"], columns: Int[Array, "T K"], num_columns: int) -> Float[Array, "V"]:
-    """Sums the terms of each column."""
+    """Computes the sum of each column's terms."""
     pairs = sort_pairs(terms, columns, num_columns, 1)
-    places = _find_places(pairs.columns, pairs.ends, num_columns)
+    targets = _find_targets(pairs.columns, pairs.ends, num_columns)
     empty = jnp.zeros((num_columns,), terms.dtype)
-    return empty.at[places].set(_sum_columns(pairs.columns, pairs.terms), mode="drop", unique_indices=True)
+    return empty.at[targets].set(_sum_columns(pairs.columns, pairs.terms), mode="drop", unique_indices=True)
 
 
 def compute_dweight(
     terms: Float[Array, "T K"], hidden: Float[Array, "T H"], columns: Int[Array, "T K"], weight: Array, call: Call
 ) -> Float[Array, "V H"]:
-    """Computes Σ terms · h of each column, summed in the dtype of ``terms``, rounded once, and deterministic.
+    """Computes Σ terms · h of each column, summed in the dtype of ``terms`` in a fixed order, and rounded once.
 
-    The sorted pairs are processed in chunks of blocks, each of which is a matrix product. The sum of a column is
-    carried on if the next block or chunk continues it. Each finished sum is written once.
+    Sorted pairs are processed in chunks, and a chunk in blocks, one matrix product per block. If a column continues in
+    the next block or chunk, its sum is carried on. Each finished sum is written once.
     """
     num_columns = weight.shape[call.vocab_dim]
-    terms, columns = _jax.vary_like((terms, columns), (terms, hidden, columns, weight))  # as the carry does
+    terms, columns = _jax.vary_like((terms, columns), (terms, hidden, columns, weight))  # varying like the carry
     shape = choose_blocks(terms.size, hidden.shape[1], terms.dtype.itemsize)
     pairs = sort_pairs(terms, columns, num_columns, shape.size)
 
@@ -183,12 +186,12 @@ def compute_dweight(
         written, last, column = carry
         chunk = Pairs(*(lax.dynamic_slice_in_dim(x, i * shape.size, shape.size) for x in pairs))
         sums, last = _sum_blocks(chunk, hidden, shape, num_columns, last, column)
-        places = _find_places(chunk.columns, chunk.ends, num_columns)
+        targets = _find_targets(chunk.columns, chunk.ends, num_columns)
         rounded = sums.astype(weight.dtype)
         if call.vocab_dim == 0:
-            written = written.at[places].set(rounded, mode="drop", unique_indices=True)
+            written = written.at[targets].set(rounded, mode="drop", unique_indices=True)
         else:
-            written = written.at[:, places].set(rounded.T, mode="drop", unique_indices=True)
+            written = written.at[:, targets].set(rounded.T, mode="drop", unique_indices=True)
         return written, last, chunk.columns[-1]
 
     start = jnp.zeros_like(weight), jnp.zeros((hidden.shape[1],), terms.dtype), jnp.int32(-1)
@@ -197,19 +200,19 @@ def compute_dweight(
 
 
 class Blocks(NamedTuple):
-    """The division of a chunk into blocks of pairs."""
+    """How a chunk of pairs is divided into blocks."""
 
     number: int
     pairs: int  # per block
 
     @property
     def size(self) -> int:
-        """The number of pairs of a chunk."""
+        """The number of pairs per chunk."""
         return self.number * self.pairs
 
 
 def choose_blocks(num_pairs: int, hidden_size: int, itemsize: int) -> Blocks:
-    """Returns blocks for as few chunks of equal size as keep the sums of a chunk within `GATHERED_BYTES`."""
+    """Divides pairs into the fewest equal chunks whose sums fit in `GATHERED_BYTES`, and each chunk into blocks."""
     pairs = min(BLOCK_PAIRS, num_pairs)
     blocks = -(-num_pairs // pairs)
     chunks = -(-blocks // max(1, choose_chunk_tokens(1, hidden_size, itemsize) // pairs))
@@ -219,17 +222,17 @@ def choose_blocks(num_pairs: int, hidden_size: int, itemsize: int) -> Blocks:
 def _sum_blocks(
     chunk: Pairs, hidden: Float[Array, "T H"], shape: Blocks, num_columns: int, last: Float[Array, "H"], column: Any
 ) -> tuple[Float[Array, "n H"], Float[Array, "H"]]:
-    """Computes, for each pair of a chunk, the sum of its column so far. Returns these sums and the last one.
+    """Computes for each pair of a chunk the sum of the pair's column so far. Returns these sums, and the last one.
 
     ``last`` is the sum of ``column`` before the chunk.
     """
-    has_column = chunk.columns < num_columns  # NaN of a pair without a column must not spread
+    has_column = chunk.columns < num_columns  # NaN in a pair without a column must not spread
     rows = jnp.where(has_column[:, None], hidden[chunk.tokens], 0)
     columns, terms, rows = (
         x.reshape(shape.number, shape.pairs, *x.shape[1:]) for x in (chunk.columns, chunk.terms, rows)
     )
     sums = _sum_prefixes(columns, terms, rows)
-    # The same over blocks: the sums of their last columns are carried to the next block.
+    # The same over blocks: the sum of a block's last column is carried to the next block.
     ends = jnp.append(column, columns[:, -1])
     carried = _sum_prefixes(ends, jnp.ones_like(ends, chunk.terms.dtype), jnp.concatenate([last[None], sums[:, -1]]))
     continues = columns == ends[:-1, None]
@@ -240,11 +243,11 @@ def _sum_blocks(
 def _sum_prefixes(
     columns: Int[Array, "*b n"], terms: Float[Array, "*b n"], values: Float[Array, "*b n H"]
 ) -> Float[Array, "*b n H"]:
-    """Computes, at each place, Σ terms · values over the places up to it with the same column, in the terms' dtype.
+    """Computes for each pair Σ terms · values over the pairs of the same column up to this pair, in the terms' dtype.
 
-    If the values are bfloat16, a float32 term is split into two bfloat16 numbers, which hold 16 of its bits. At (4096,
-    4096, 151936) and 64 ids per token on an H200, dweight takes 1.24 times as long as `hidden @ weight.T`, and 2.03
-    times as long with float32 products.
+    If the values are bfloat16, a float32 term is split into two bfloat16 numbers, which together hold 16 bits of it. At
+    (4096, 4096, 151936) and 64 ids per token on an H200, dweight takes 1.24 times as long as `hidden @ weight.T`; with
+    float32 products it would take 2.03 times as long.
     """
     same = jnp.tril(columns[..., :, None] == columns[..., None, :])
     if values.dtype == jnp.bfloat16 and terms.dtype == jnp.float32:

@@ -1,10 +1,10 @@
 """The implementation for every device: plain XLA, one tile of logits at a time.
 
-The forward computes a matrix product for each chunk of tokens and each tile of the vocabulary, then the tile's
-statistics (eq. 1), and merges these (eq. 2). The backward recomputes the product, turns it into dlogits (eqs. 4, 5),
-and computes the two gradient products. `_walk` has the loops; exactly one tile of logits exists at a time. With
-``cache_bytes`` the forward caches the exponentials of the first tiles, from which the backward computes dlogits without
-recomputing the product.
+For each tile (a chunk of tokens times some columns), the forward computes a matrix product and the statistics (eq. 1),
+and merges these (eq. 2). The backward recomputes the product, turns it into dlogits (eqs. 4, 5), and computes the two
+gradient products. The loops are in `_walk`; exactly one tile of logits exists at a time. With ``cache_bytes``, the
+forward caches the exponentials of the first tiles. From these, the backward computes dlogits without recomputing the
+product.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def supports(call: Call) -> str | None:
 
 
 def plan(call: Call) -> Plan:
-    """Returns the plan of a call: its tiles and their bytes."""
+    """Returns the plan of a call: its tiles and its memory."""
     if call.top_k:
         return _topk.plan(call, NAME)
     return _walk.plan(call, NAME)
 
 
 class _Rows(NamedTuple):
-    """The per-token operands of some tokens, without those of `HeadTokens`."""
+    """The per-token operands that are not in `HeadTokens`, for some tokens."""
 
     targets: Int[Array, "t"]
     candidates: Int[Array, "t K"] | None
@@ -47,15 +47,15 @@ class _Rows(NamedTuple):
     coefficients: RowCoefficients | None = None  # None in the forward
 
     def shift(self, start: Int[Array, ""] | int) -> tuple[Array, Array | None, Array | None]:
-        """Returns targets and candidates relative to column ``start``, and the floor.
+        """Returns targets and candidates relative to the column ``start``, and the floor unchanged.
 
-        Ids of the tile that begins there lie in [0, size), and all others outside.
+        Ids in the tile that begins at ``start`` become indices in [0, size); all others lie outside.
         """
         return self.targets - start, None if self.candidates is None else self.candidates - start, self.floor
 
 
 def statistics(operands: Operands, call: Call, keep_cache: bool = False) -> tuple[ShardStatistics, TileCache | None]:
-    """Computes the statistics of the shard (eq. 1), [T] each, and caches the tiles that fit ``cache_bytes``."""
+    """Computes the statistics of the shard (eq. 1), [T] each, and caches as many tiles as fit in ``cache_bytes``."""
     (walk, shard), cache = _make_walk(operands, call), None
     if keep_cache and call.cache_budget:
         walk = dataclasses.replace(walk, cached_columns=_walk.count_cached_columns(call, walk.columns, walk.tile_v))
@@ -85,10 +85,10 @@ def gradients(
     dweight: Float[Array, "V H"] | None = None,
     adds_dweight: Any = True,
 ) -> Primals:
-    """Computes the gradients (eq. 5). They are in the statistics' dtype, because the caller sums and rounds them once.
+    """Computes the gradients (eq. 5) in the statistics' dtype, because the caller sums and then rounds them once.
 
-    Only dweight is in the weight's dtype, or added to the sum ``dweight``. dhidden may be rounded if all columns are
-    cached and dlogits overwrite them.
+    There are two exceptions. dweight is in the weight's dtype, or is added to the sum ``dweight``. With
+    ``may_round_dhidden``, dhidden is in the weight's dtype if dlogits overwrite the cache.
     """
     del adds_dweight  # dweight is always added to the sum
 
@@ -115,14 +115,14 @@ def gradients(
 
 
 def _logits(call: Call, tile: LogitTile) -> tuple[Float[Array, "t v"], Float[Array, "t"] | float]:
-    """Computes the x and the k of eq. 0 of a tile."""
+    """Computes the x and the k (eq. 0) of a tile."""
     (raw,), (tokens,) = tile.products(), tile.tokens
     x = _logprobs.unscaled_logits(raw, call, tokens.raw_scale)
     return x, _logprobs.compute_row_scale(call, tokens.inverse_temperature)
 
 
 def _make_walk(operands: Operands, call: Call, coefficients: RowCoefficients | None = None) -> tuple[Walk, Shard]:
-    """Returns the walk over all columns, or over the unpadded ones if their number is static; and its arrays."""
+    """Returns the loop over all columns, or over the unpadded columns if their count is static; and its arrays."""
     x, columns, padded_from = operands, call.columns, operands.num_columns
     if isinstance(padded_from, int):
         columns, padded_from = padded_from, None

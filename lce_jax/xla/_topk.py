@@ -1,7 +1,7 @@
-"""The most likely tokens in plain XLA: the logits of one chunk of tokens at a time, and a selection from these.
+"""The k most likely tokens in plain XLA: a selection from the logits of one chunk of tokens at a time.
 
-A chunk has all columns of the shard, so each row is summed and selected at once. Each chunk reads the weight once. With
-a few hundred tokens per chunk, the product is bound by arithmetic and not by memory.
+A chunk has all columns of the shard, so each row is summed and selected in one step. Each chunk reads the weight once.
+With a few hundred tokens per chunk, the product is limited by arithmetic and not by memory.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lce_jax.xla import _walk
 if TYPE_CHECKING:
     from lce_jax.types._shapes import Array, Float
 
-CHUNK_BYTES, CHUNK_BYTES_ON_CPU = 160 << 20, 32 << 20  # of logits in the statistics' dtype
-# A chunk has a multiple of so many tokens. At (4096, 4096, 151936) on an H200, chunks of 128 tokens take 15.4 ms
+CHUNK_BYTES, CHUNK_BYTES_ON_CPU = 160 << 20, 32 << 20  # the bytes of a chunk's logits, in the statistics' dtype
+# The tokens of a chunk are a multiple of this. At (4096, 4096, 151936) on an H200, chunks of 128 tokens take 15.4 ms
 # instead of 10.6, because each chunk reads the weight.
 GRAIN, GRAIN_ON_CPU = 256, 128
-LEAST_TERMS = 16  # of a product: see `_apply_sign`
+LEAST_TERMS = 16  # the smallest number of terms of a product: see `_apply_sign`
 
 
 def choose_chunk_tokens(call: Call) -> int:
-    """Returns the number of tokens in a chunk, whose logits exist at a time."""
+    """Returns the number of tokens per chunk. Only one chunk's logits exist at a time."""
     on_cpu = call.device.platform == "cpu"
     budget, grain = (CHUNK_BYTES_ON_CPU, GRAIN_ON_CPU) if on_cpu else (CHUNK_BYTES, GRAIN)
     most = budget // (call.columns * call.stat_dtype.itemsize)
@@ -53,9 +53,10 @@ def plan(call: Call, name: str) -> Plan:
 
 
 def find_largest(operands: Operands, call: Call) -> Largest:
-    """Returns the k largest products of each token over the shard's columns, or all if there are fewer than k.
+    """Returns each token's k largest raw products over the shard's columns, or all if there are fewer than k.
 
-    They are selected before scale and softcap, which cannot change their order but may round two of them to one number.
+    The selection is before scale and softcap, which cannot change the order, but may round two logits to the same
+    value.
     """
 
     def select_in_chunk(per_token: Any) -> Largest:
@@ -80,11 +81,11 @@ def find_largest(operands: Operands, call: Call) -> Largest:
 
 
 def _apply_sign(operands: Operands, call: Call) -> Operands:
-    """Multiplies hidden by the sign of the scale, so that logits increase with the products, and pads short products.
+    """Multiplies hidden by the sign of the scale, so that logits increase with the products. Also pads short products.
 
-    The sign is exact. With a scale of 0, all products are 0 and therefore equal. A product is padded to `LEAST_TERMS`
-    terms, because XLA may recompute shorter products for each use and round them differently, for example together with
-    the bias. Then a selected logit would not be among the logits of its row, and its exponential in no sum.
+    Multiplying by a sign is exact. With a scale of 0, all products are 0 and therefore equal. A product is padded to
+    `LEAST_TERMS` terms, because XLA may recompute shorter products for each use and round them differently, for example
+    together with the bias. A selected logit would then not be among its row's logits, and no sum would include it.
     """
     if (missing := LEAST_TERMS - operands.hidden.shape[1]) > 0:
         padding = [(0, missing if dim == call.hidden_dim else 0) for dim in range(2)]
@@ -100,10 +101,10 @@ def _apply_sign(operands: Operands, call: Call) -> Operands:
 
 
 def _sumexp(raw: Float[Array, "t V"], largest: Largest, operands: Operands, call: Call) -> Float[Array, "t"]:
-    """Computes the sum of exponentials (eq. 1): of the selected columns from their own x, and of all others.
+    """Computes the sum of exponentials (eq. 1). Selected columns contribute the x that was selected.
 
-    XLA may round the softcap of the selected columns differently than that of all columns. Their own x in the sum keeps
-    log-probabilities at most 0.
+    XLA may round the softcap of the selected columns differently than the softcap of all columns. With the selected x
+    in the sum, log-probabilities are at most 0.
     """
     row_scale = _logprobs.expand_rows(_logprobs.compute_row_scale(call, operands.inverse_temperature))
 
@@ -114,13 +115,13 @@ def _sumexp(raw: Float[Array, "t V"], largest: Largest, operands: Operands, call
     x = clip_to_finite(raw)
     x = x if call.logit_softcap is None else _apply_softcap(x, call, operands.raw_scale)
     selected, least = exponentials(largest.products, largest.x), jnp.min(largest.products, axis=1, keepdims=True)
-    least_exponential = jnp.min(selected, axis=1, keepdims=True)  # other columns may be equal
-    others = jnp.where(raw == least, least_exponential, exponentials(raw, x))  # also of NaN
+    least_exponential = jnp.min(selected, axis=1, keepdims=True)  # other columns may have this value too
+    others = jnp.where(raw == least, least_exponential, exponentials(raw, x))  # for NaN too
     others = jnp.where(raw > least, 0.0, others)
     return jnp.sum(others, axis=1) + jnp.sum(jnp.where(largest.products > least, selected, 0.0), axis=1)
 
 
 def _apply_softcap(products: Float[Array, "t n"], call: Call, raw_scale: Float[Array, "t"] | None) -> Array:
-    """Computes the x of eq. 0 with a softcap, from products that have the sign of the scale."""
+    """Computes the x of eq. 0 with a softcap, from products that are already multiplied by the sign of the scale."""
     call = dataclasses.replace(call, logit_scale=abs(call.logit_scale))
     return _logprobs.unscaled_logits(products, call, None if raw_scale is None else jnp.abs(raw_scale))

@@ -1,7 +1,7 @@
-"""The walk over tiles of logits that all functions of the implementation "xla" share: its loops, cache and plan.
+"""The loops over tiles of logits that all functions of the implementation "xla" share, with their cache and plan.
 
-`Walk.fold` computes statistics, `Walk.gradients` the gradients. Both form one tile of logits at a time, of a chunk of
-tokens and some columns of the vocabulary.
+`Walk.fold` computes statistics, and `Walk.gradients` the gradients. Both compute one tile of logits at a time. A tile
+is a chunk of tokens times some columns of the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Chunk(NamedTuple):
 
     start: Any
     size: int
-    new: Bool[Array, "t"]  # which tokens are in no earlier chunk
+    new: Bool[Array, "t"]  # whether a token is in no earlier chunk
 
     def take[A](self, tree: A) -> A:
-        """Returns the chunk's part of [T, ...] arrays."""
+        """Returns the chunk's rows of [T, ...] arrays."""
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size), tree)
 
     def put[A](self, full: A, part: A) -> A:
-        """Returns ``full`` with the chunk's part written."""
+        """Returns ``full`` with the chunk's rows replaced by ``part``."""
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, self.start, 0), full, part)
 
 
 def loop_over_chunks[C](num_tokens: int, size: int, num_rows: Any, body: Callable[[Chunk, C], C], carry: C) -> C:
-    """Runs ``carry = body(chunk, carry)`` over chunks of ``size`` tokens that hold the first ``num_rows``; None: all.
+    """Runs ``carry = body(chunk, carry)`` over chunks of ``size`` tokens, up to ``num_rows`` tokens (None: all).
 
-    All chunks have equal size, so the last chunk overlaps the chunk before it. Then one loop body serves all chunks,
-    and XLA computes the products of all chunks in the same way.
+    All chunks have equal size, so the last one may overlap the one before. So one loop body serves all chunks, and XLA
+    computes the products of all chunks in the same way.
     """
     rows = num_tokens if num_rows is None else num_rows
 
@@ -55,9 +55,9 @@ def loop_over_chunks[C](num_tokens: int, size: int, num_rows: Any, body: Callabl
 
 
 def map_chunks[R](function: Callable[[Any], R], per_token: Any, size: int, num_rows: Any, like: Any) -> R:
-    """Computes ``function(per_token)`` of [T, ...] arrays in chunks of tokens. Rows that no chunk computes are 0.
+    """Computes ``function(per_token)`` for [T, ...] arrays, in chunks of tokens. Rows that no chunk computes are 0.
 
-    ``like`` varies over the mesh axes over which the results vary.
+    ``like`` are arrays that vary over the mesh axes over which the results vary.
     """
     return map_chunks_with_cache(lambda part, _, cache: (function(part), cache), per_token, size, num_rows, like, None)[
         0
@@ -67,7 +67,7 @@ def map_chunks[R](function: Callable[[Any], R], per_token: Any, size: int, num_r
 def map_chunks_with_cache[R, K](
     function: Callable[[Any, Any, K], tuple[R, K]], per_token: Any, size: int, num_rows: Any, like: Any, cache: K
 ) -> tuple[R, K]:
-    """Like `map_chunks`, of ``function(per_token, first, cache)``, which returns its result and the updated cache.
+    """Like `map_chunks`, with ``function(per_token, first, cache)``, which returns its result and the updated cache.
 
     ``first`` is the chunk's first token.
     """
@@ -86,10 +86,10 @@ def map_chunks_with_cache[R, K](
 
 
 def loop_over_columns[C](columns: int, tile_v: int, cached: int, body: Callable[[Any, int, bool, C], C], carry: C) -> C:
-    """Runs ``carry = body(start, size, is_cached, carry)`` over the vocabulary: first the remainder, then whole tiles.
+    """Runs ``carry = body(start, size, is_cached, carry)`` over the vocabulary: first a remainder, then full tiles.
 
-    The loops depend on the remainder. In the other order, XLA could compute the remainder early and keep its tile in
-    memory. The tiles of the first ``cached`` columns are cached.
+    So the loop over full tiles depends on the remainder. In the other order, XLA could compute the remainder early and
+    keep its tile in memory. The tiles of the first ``cached`` columns are cached.
     """
     num_tiles, rest = divmod(columns, tile_v)
     if rest:
@@ -112,19 +112,19 @@ class HeadTokens(NamedTuple):
 class Head(NamedTuple):
     """The per-column operands of one model, for some columns of the vocabulary."""
 
-    weight: Float[Array, "v H"]  # or [H, v]: Call.weight_layout
+    weight: Float[Array, "v H"]  # or [H, v]: see Call.weight_layout
     bias: Float[Array, "v"] | None  # in the statistics' dtype
     adapter: Float[Array, "v R"] | None = None  # in the weight's dtype
 
 
 class Shard(NamedTuple):
-    """The arrays of a shard, with an entry for each model. Unmasked rows come first."""
+    """The arrays of a shard. ``tokens`` and ``heads`` have an entry for each model. Unmasked rows come first."""
 
     tokens: tuple[HeadTokens, ...]
     heads: tuple[Head, ...]
-    rows: Any  # further [T, ...] arrays of the caller of the walk
+    rows: Any  # further [T, ...] arrays, for the caller's functions
     num_rows: Int[Array, ""] | None  # how many rows are unmasked; None: all
-    num_columns: Int[Array, ""] | None  # how many columns are no padding; None: all of the walk
+    num_columns: Int[Array, ""] | None  # how many columns are not padding; None: all
 
 
 class LogitTile(NamedTuple):
@@ -136,8 +136,8 @@ class LogitTile(NamedTuple):
     first: Any  # the tile's first token
     heads: tuple[Head, ...]
     start: Any  # the tile's first column
-    live: Bool[Array, "v"] | None  # which columns are no padding; None: all
-    index: Any  # the tile's number among the cached tiles; None: it is not cached
+    live: Bool[Array, "v"] | None  # whether a column is not padding; None: no column is padding
+    index: Any  # the tile's index among the cached tiles; None: not cached
 
     def products(self) -> tuple[Float[Array, "t v"], ...]:
         """Computes the raw products of each model: h·Wᵀ, plus the bias or the adapter's u·Bᵀ."""
@@ -155,25 +155,25 @@ class LogitTile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The static part of a walk over tiles of logits."""
+    """A loop over tiles of logits: its sizes, which are static."""
 
-    calls: tuple[Call, ...]  # of each model; only the first has gradients
-    columns: int  # that the walk covers
-    tile_t: int  # tokens of a chunk
-    tile_v: int  # columns of a tile
-    cached_columns: int = 0  # the columns of the first tiles, which are cached
+    calls: tuple[Call, ...]  # one for each model; only the first has gradients
+    columns: int  # the number of columns that the loop covers
+    tile_t: int  # the tokens of a chunk
+    tile_v: int  # the columns of a tile
+    cached_columns: int = 0  # how many columns are cached: those of the first tiles
 
     def fold[C](self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, LogitTile], C]) -> C:
-        """Folds ``carry = add(carry, tile)`` over all tiles. A chunk of t tokens starts with ``empty(t)``.
+        """Runs ``carry = add(carry, tile)`` over all tiles. Each chunk of t tokens starts with ``empty(t)``.
 
-        Arrays of the carry are [t, ...], and those of the result [T, ...].
+        Arrays in the carry are [t, ...], and arrays in the result are [T, ...].
         """
         return self.fold_with_cache(shard, empty, lambda carry, tile, cache: (add(carry, tile), cache), None)[0]
 
     def fold_with_cache[C, K](
         self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, LogitTile, K], tuple[C, K]], cache: K
     ) -> tuple[C, K]:
-        """Like `fold`, of ``add(carry, tile, cache)``, which returns the carry and the cache with the tile written."""
+        """Like `fold`, with ``add(carry, tile, cache)``, which returns the carry and the updated cache."""
         cache = _jax.vary_like(cache, shard)
 
         def fold_chunk(per_token: Any, first: Any, cache: K) -> tuple[C, K]:
@@ -194,13 +194,15 @@ class Walk:
         dlogits: Callable[[LogitTile], Float[Array, "t v"]],
         dweight: Float[Array, "V H"] | None = None,
     ) -> Primals:
-        """Computes the gradients of the first model (eq. 5), from ``dlogits``, the gradients in its raw products.
+        """Computes the gradients of the first model (eq. 5).
 
-        dweight is rounded, or added to the sum ``dweight``. The other gradients are in the statistics' dtype. Gradients
-        that are not in `Call.gradients` are None.
+        ``dlogits(tile)`` returns the gradient with respect to the tile's raw products.
+
+        dweight is rounded, or added to the sum ``dweight``. The other gradients are in the statistics' dtype. A
+        gradient that `Call.gradients` does not request is None.
         """
-        # Because of the barrier, the backward starts after the forward's results. Otherwise XLA keeps tiles that both
-        # passes compute, and allocates the gradients at once, although the forward's tiles could use their memory.
+        # Because of the barrier, the backward starts after the forward. Otherwise XLA would keep tiles that both passes
+        # compute, and allocate the gradients early, although the forward's tiles could use that memory.
         shard, zero = lax.optimization_barrier((shard, jnp.float32(0)))
         (call, *_), head, vocab_dim = self.calls, shard.heads[0], self.calls[0].vocab_dim
         dtype = call.dtype if dweight is None else dweight.dtype
@@ -232,9 +234,10 @@ class Walk:
     def _column_gradients(
         self, shard: Shard, tile: LogitTile, dlogits: Callable[..., Array], dhidden: Float[Array, "T H"], dtype: Any
     ) -> Primals:
-        """Adds the part of some columns to ``dhidden``, and computes the gradients of these columns over all tokens.
+        """Adds the contribution of a tile's columns to ``dhidden``, and computes the other gradients of these columns.
 
-        With a single chunk, the product itself rounds dweight to ``dtype``. With several, dweight is summed first.
+        With a single chunk, the product itself rounds dweight to ``dtype``. With several chunks, dweight is summed
+        first.
         """
         call = self.calls[0]
         if self.tile_t == call.num_tokens:
@@ -245,7 +248,7 @@ class Walk:
             tokens, rows = chunk.take((shard.tokens, shard.rows))
             chunk_tile = tile._replace(tokens=tokens, rows=rows, first=chunk.start)
             d = dlogits(chunk_tile)
-            d = jnp.where(chunk.new[:, None], d, 0.0)  # chunks may overlap, and a token counts once
+            d = jnp.where(chunk.new[:, None], d, 0.0)  # chunks may overlap, but each token counts once
             part = gradient_products(call, d, chunk_tile, call.stat_dtype, call.stat_dtype)
             dhidden = jax.tree.map(lambda full, x: chunk.put(full, x + chunk.take(full)), carry.hidden, part.hidden)
             return Primals(dhidden, *jax.tree.map(jnp.add, carry[1:], part[1:]))
@@ -255,7 +258,7 @@ class Walk:
         return loop_over_chunks(call.num_tokens, self.tile_t, shard.num_rows, add_chunk, init)
 
     def _tile(self, shard: Shard, start: Any, size: int, is_cached: bool) -> LogitTile:
-        """Returns the tile of all tokens and some columns."""
+        """Returns the tile of all tokens and the ``size`` columns from ``start`` on."""
         live = _logprobs.unpadded_columns(start, size, shard.num_columns)
         index = (start + (self.tile_v - 1)) // self.tile_v if is_cached else None
         heads = []
@@ -267,14 +270,14 @@ class Walk:
 
 
 def gradient_dtype(call: Call) -> jnp.dtype:
-    """Returns the dtype of dlogits and of the cache: on a CPU the statistics' dtype, elsewhere the weight's."""
+    """Returns the dtype of dlogits and of the cache: on a CPU the statistics' dtype, elsewhere the weight's dtype."""
     return call.stat_dtype if call.device.platform == "cpu" else call.dtype
 
 
 def gradient_products(
     call: Call, d: Float[Array, "t v"], tile: LogitTile, dhidden_dtype: Any, dweight_dtype: Any
 ) -> Primals:
-    """Computes eq. 5 of a tile, from ``d``, the gradients in its raw products.
+    """Computes eq. 5 for a tile. ``d`` is the gradient with respect to the tile's raw products.
 
     The gradients of a bias and of an adapter are in the statistics' dtype.
     """
@@ -306,57 +309,57 @@ def dot(left: Array, right: Array, left_dim: int, right_dim: int, call: Call, dt
 
 
 class TileCache(NamedTuple):
-    """What the forward caches of the first tiles of a walk."""
+    """The values that the forward caches for the first tiles."""
 
     columns: tuple[Float[Array, "T columns"], ...]  # the first is in `gradient_dtype`
-    rows: tuple[Float[Array, "tiles T"], ...]  # the references of each tile, to which its columns are relative
+    rows: tuple[Float[Array, "tiles T"], ...]  # the references of each tile, to which the tile's columns are relative
 
     def read(self, tile: LogitTile) -> tuple[list[Float[Array, "t v"]], list[Float[Array, "t"]]]:
         """Returns the columns and the references of a tile."""
         t, v = tile.tokens[0].hidden.shape[0], tile.heads[0].weight.shape[tile.calls[0].vocab_dim]
-        columns = [lax.dynamic_slice(x, _place(tile.first, tile.start), (t, v)) for x in self.columns]
-        return columns, [lax.dynamic_slice(x, _place(tile.index, tile.first), (1, t))[0] for x in self.rows]
+        columns = [lax.dynamic_slice(x, _index(tile.first, tile.start), (t, v)) for x in self.columns]
+        return columns, [lax.dynamic_slice(x, _index(tile.index, tile.first), (1, t))[0] for x in self.rows]
 
     def write(self, tile: LogitTile, columns: Sequence[Array], rows: Sequence[Array]) -> TileCache:
-        """Returns the cache with the columns and the references of a tile written."""
-        row_place, column_place = _place(tile.index, tile.first), _place(tile.first, tile.start)
+        """Returns the cache with the columns and the references of a tile replaced."""
+        row_start, column_start = _index(tile.index, tile.first), _index(tile.first, tile.start)
         row_pairs = zip(self.rows, rows, strict=True)
         return TileCache(
             tuple(
-                lax.dynamic_update_slice(x, part, column_place) for x, part in zip(self.columns, columns, strict=True)
+                lax.dynamic_update_slice(x, part, column_start) for x, part in zip(self.columns, columns, strict=True)
             ),
-            tuple(lax.dynamic_update_slice(x, part[None], row_place) for x, part in row_pairs),
+            tuple(lax.dynamic_update_slice(x, part[None], row_start) for x, part in row_pairs),
         )
 
     def write_dlogits(self, tile: LogitTile, d: Float[Array, "t v"]) -> TileCache:
-        """Returns the cache with a tile's dlogits in place of its first array of columns."""
+        """Returns the cache with a tile's dlogits in place of the tile's first array of columns."""
         first, *others = self.columns
-        return self._replace(columns=(lax.dynamic_update_slice(first, d, _place(tile.first, tile.start)), *others))
+        return self._replace(columns=(lax.dynamic_update_slice(first, d, _index(tile.first, tile.start)), *others))
 
     @property
     def num_columns(self) -> int:
-        """The columns of all cached tiles."""
+        """The number of cached columns."""
         return self.columns[0].shape[1]
 
 
 class CacheDtypes(NamedTuple):
-    """The dtypes of what is cached of a tile."""
+    """The dtypes of the arrays in a `TileCache`."""
 
-    columns: tuple[jnp.dtype, ...]  # of the arrays with a number per token and column
-    rows: tuple[jnp.dtype, ...]  # of the arrays with a number per token
+    columns: tuple[jnp.dtype, ...]  # for arrays with a value per token and column
+    rows: tuple[jnp.dtype, ...]  # for arrays with a value per token and tile
 
     @classmethod
     def make(cls, call: Call) -> CacheDtypes:
-        """Returns the dtypes of one head: an exponential, and the largest x of the tile."""
+        """Returns the dtypes for one head, which caches exponentials, and the largest x of each tile."""
         return cls((gradient_dtype(call),), (call.stat_dtype,))
 
 
-def _place(*first: Any) -> tuple[Any, ...]:
-    return tuple(jnp.asarray(i, jnp.int32) for i in first)
+def _index(*index: Any) -> tuple[Any, ...]:
+    return tuple(jnp.asarray(i, jnp.int32) for i in index)
 
 
 def count_cached_columns(call: Call, columns: int, tile_v: int, dtypes: CacheDtypes | None = None) -> int:
-    """Returns how many of the columns are cached: those of the first tiles that fit ``cache_bytes``."""
+    """Returns how many columns are cached: the columns of the first tiles, as many as fit in ``cache_bytes``."""
     num_tiles, rest = divmod(columns, tile_v)
     budget = call.cache_budget - (cached_tile_bytes(call, rest, dtypes) if rest else 0)
     if not call.cache_budget or budget < 0 or not _logprobs.can_cache_exponentials(call):
@@ -365,25 +368,25 @@ def count_cached_columns(call: Call, columns: int, tile_v: int, dtypes: CacheDty
 
 
 def cached_bytes(call: Call, columns: int, tile_v: int, dtypes: CacheDtypes | None = None) -> int:
-    """Returns the bytes of a cache of ``columns`` columns."""
+    """Returns the bytes of a cache that holds ``columns`` columns."""
     num_tiles, rest = divmod(columns, tile_v)
     remainder = cached_tile_bytes(call, rest, dtypes) if rest else 0
     return num_tiles * cached_tile_bytes(call, tile_v, dtypes) + remainder
 
 
 def cached_tile_bytes(call: Call, columns: int, dtypes: CacheDtypes | None = None) -> int:
-    """Returns the bytes that the cache holds of one tile of ``columns`` columns."""
+    """Returns the bytes that the cache needs for one tile of ``columns`` columns."""
     dtypes = dtypes or CacheDtypes.make(call)
     column_bytes, row_bytes = (sum(dtype.itemsize for dtype in each) for each in dtypes)
     return call.num_tokens * (column_bytes * columns + row_bytes)
 
 
 def can_overwrite_cache(call: Call, cached: int, tile_t: int, has_padding: bool, adds_dweight: bool) -> bool:
-    """Whether the dlogits of all tokens and columns can overwrite the cached exponentials, for a single product each.
+    """Whether all dlogits can overwrite the cached exponentials, so that each gradient is a single product.
 
-    They cannot if that product would copy the whole weight, to exclude padding or to cast it to float32 on a CPU; on a
-    CPU that adds dweight to a sum, which a GPU does inside the product; or if chunks of tokens overlap, because the
-    second chunk would find dlogits in place of exponentials.
+    They cannot in these cases: the single product would copy the full weight, to exclude padding or to cast it to
+    float32 on a CPU; dweight is added to a sum on a CPU (a GPU adds inside the product); chunks of tokens overlap,
+    because the second chunk would read dlogits in place of exponentials.
     """
     widens, on_cpu = gradient_dtype(call) != call.dtype, call.device.platform == "cpu"
     every_column = cached == call.columns and not has_padding
@@ -392,13 +395,13 @@ def can_overwrite_cache(call: Call, cached: int, tile_t: int, has_padding: bool,
 
 
 def empty_cache(walk: Walk, shard: Shard, dtypes: CacheDtypes | None = None) -> TileCache | None:
-    """Returns memory for the forward to fill; None if nothing is cached."""
+    """Returns a cache for the forward to fill; None if nothing is cached."""
     width = walk.cached_columns
     if not width:
         return None
     dtypes, num_tokens = dtypes or CacheDtypes.make(walk.calls[0]), walk.calls[0].num_tokens
     tiles = -(-width // walk.tile_v)
-    memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # its type has no mesh
+    memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # lax.empty has no mesh
     return TileCache(
         tuple(memory((num_tokens, width), dtype) for dtype in dtypes.columns),
         tuple(memory((tiles, num_tokens), dtype) for dtype in dtypes.rows),
@@ -413,7 +416,7 @@ def overwrite_cache(
     dhidden_dtype: Any,
     dweight: Float[Array, "V H"] | None,
 ) -> Primals:
-    """Computes `Walk.gradients` with a single product each, from dlogits that overwrite the cache."""
+    """Computes `Walk.gradients`. All dlogits overwrite the cache, and then each gradient is a single product."""
     _, ((d, *_), _) = walk.fold_with_cache(
         shard,
         lambda _: None,
@@ -429,19 +432,19 @@ def overwrite_cache(
 
 
 def choose_tile_sizes(call: Call) -> tuple[int, int]:
-    """Returns the tokens and the vocabulary columns of a tile.
+    """Returns how many tokens and how many vocabulary columns a tile has.
 
-    On a CPU a tile has at most 4 Mi logits (16 MiB of float32) and 2048 columns. Wider tiles do not fit the CPU's
+    On a CPU, a tile has at most 4 Mi logits (16 MiB of float32) and 2048 columns. Wider tiles do not fit in the CPU's
     caches (50 ms instead of 28 ms forward at T 512, H 256, V 32000 on two cores), and narrower tiles make the products
-    too small. XLA also copies a tile's columns of the weight. With few tokens this copy is larger than the tile, so it
-    has at most half as many numbers as the call's logits, or 128 Ki if that is more. On other devices a tile has 64 Mi
-    logits, which makes the products large. A tile has at most an eighth of the vocabulary, so that a small call never
-    holds all its logits. If rows may be masked, a tile has a sixteenth of the tokens; on a GPU, where each chunk of
-    tokens copies the weight, a quarter.
+    too small. XLA also copies a tile's columns of the weight. With few tokens, this copy is larger than the tile; so it
+    is limited to half as many elements as the call has logits, or 128 Ki if that is more. On other devices, a tile has
+    up to 64 Mi logits, which makes the products large. A tile has at most an eighth of the vocabulary, so that a small
+    call never stores all its logits. If rows may be masked, a tile has a sixteenth of the tokens; on a GPU a quarter,
+    because each chunk of tokens copies the weight there.
     """
     on_cpu = call.device.platform == "cpu"
     widest_t, widest_v, budget = (4096, 2048, 4 << 20) if on_cpu else (16384, 1 << 20, 64 << 20)
-    tile_t = min(max(call.num_tokens, 1), widest_t)  # `explain` accepts a call without tokens
+    tile_t = min(max(call.num_tokens, 1), widest_t)  # at least 1, because `explain` accepts a call without tokens
     if call.partial_rows:
         least, parts = (256, 16) if on_cpu else (1024, 4)
         tile_t = min(tile_t, max(least, -(-call.num_tokens // parts)))
@@ -453,7 +456,7 @@ def choose_tile_sizes(call: Call) -> tuple[int, int]:
 
 
 def plan(call: Call, name: str) -> Plan:
-    """Returns the plan of a call: its tiles and their bytes."""
+    """Returns the plan of a call: its tiles and its memory."""
     tile_t, tile_v = choose_tile_sizes(call)
     columns = min(call.vocab_size, call.columns)
     cached = count_cached_columns(call, columns, tile_v)
@@ -496,7 +499,7 @@ def tile_bytes(call: Call, tile_t: int, width: int) -> int:
 
 
 def product_bytes(call: Call, tile_t: int, width: int) -> int:
-    """Returns the bytes that XLA copies on a CPU: a tile's columns of the weight, and a chunk's hidden states."""
+    """Returns the bytes of XLA's copies on a CPU: a tile's columns of the weight, and a chunk's hidden states."""
     if call.device.platform != "cpu":
         return 0
     rows = width + (tile_t if tile_t < call.num_tokens else 0)
@@ -504,9 +507,9 @@ def product_bytes(call: Call, tile_t: int, width: int) -> int:
 
 
 def gradient_product_bytes(call: Call, tile_t: int, width: int) -> int:
-    """Returns the bytes of the gradient products on a CPU: `product_bytes` in `gradient_dtype`, and a tile's dweight.
+    """Returns the bytes of the gradient products on a CPU: operands in the statistics' dtype, and a tile's dweight.
 
-    With several chunks of tokens, the sum of dweight and its next term exist at the same time.
+    With several chunks of tokens, the sum of dweight and the sum's next term exist at the same time.
     """
     if call.device.platform != "cpu":
         return 0
@@ -518,14 +521,14 @@ def gradient_product_bytes(call: Call, tile_t: int, width: int) -> int:
 
 
 def copied_bytes(call: Call) -> int:
-    """Returns the bytes of copies of hidden, which is gathered, cast, multiplied by a sign, or reordered."""
+    """Returns the bytes of copies of hidden: one if it is gathered, cast, negated or reordered, one for an adapter."""
     is_copied = call.partial_rows or call.gather_dim is not None or call.hidden_dtype != call.dtype or call.signs_hidden
-    adapter = call.hidden_dtype.itemsize if call.rank else 0  # another copy, of hidden and u
+    adapter = call.hidden_dtype.itemsize if call.rank else 0  # a further copy, of hidden and u
     return call.num_tokens * (call.hidden_size + call.rank) * ((call.dtype.itemsize if is_copied else 0) + adapter)
 
 
 def sum_bytes(call: Call) -> int:
-    """Returns the bytes of dhidden in the statistics' dtype, before it is rounded, scattered or reordered."""
-    is_copied = call.partial_rows or call.gather_dim is not None or call.rank  # du is split off
+    """Returns the bytes of dhidden in the statistics' dtype, if it must still be rounded, scattered or reordered."""
+    is_copied = call.partial_rows or call.gather_dim is not None or call.rank  # with an adapter, du is split off
     is_result = call.hidden_dtype == call.stat_dtype and not is_copied
     return 0 if is_result else call.num_tokens * (call.hidden_size + call.rank) * call.stat_dtype.itemsize

@@ -265,8 +265,8 @@ OF_TOPK: Mistakes = [
 ]
 OF_MESHES: Mistakes = [
     (dict(mesh=None), ValueError, "no mesh: pass mesh="),
-    (dict(vocab_axis="model"), ValueError, "vocab_axis 'model' is no axis of the mesh .*'tensor': 4"),
-    (dict(batch_axes="fsdp"), ValueError, "batch_axes 'fsdp' is no axis"),
+    (dict(vocab_axis="model"), ValueError, "vocab_axis 'model' is not an axis of the mesh .*'tensor': 4"),
+    (dict(batch_axes="fsdp"), ValueError, "batch_axes 'fsdp' is not an axis"),
     (dict(batch_axes="tensor"), ValueError, "overlap: only sequence_axis may contain vocab_axis"),
 ]
 MISTAKES: dict[str, Mistakes] = {

@@ -126,7 +126,7 @@ def test_of_arrays_as_they_lie(kind: AxisType, concrete: bool) -> None:
 
 def test_on_a_mesh_the_mistakes_are_those_of_the_sharded_functions() -> None:
     mistakes = [
-        (dict(vocab_axis="model"), "vocab_axis 'model' is no axis"),
+        (dict(vocab_axis="model"), "vocab_axis 'model' is not an axis"),
         (dict(vocab_axis="tensor", batch_axes="tensor"), "overlap"),
         (dict(vocab_axis="tensor", axis_name="tensor"), "axis_name='tensor' is for callers inside shard_map"),
         (dict(batch_axes=("data", "tensor")), r"dimension 0 of hidden \(4, 8\) must divide by the 8"),

@@ -452,7 +452,7 @@ def test_a_loss_that_mixes_tokens_is_refused() -> None:
         def loss(logprob: Any, _: Any, __: Any, advantage: Any, reduce: Any = reduce) -> Any:
             return -advantage * reduce(logprob)
 
-        with pytest.raises(ValueError, match=r"loss_fn mixes tokens: .* one number reduces no axis.*linear_logprobs\("):
+        with pytest.raises(ValueError, match=r"loss_fn mixes tokens: .* a scalar reduces no axis.*linear_logprobs\("):
             pytest.fail(f"{name}: {call(linear_loss, loss)}")
     for reduce in HONEST.values():
 
