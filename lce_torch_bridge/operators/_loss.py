@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lce_torch_bridge._types import Sums, Tensors, TorchCall, make_call
+from lce_torch_bridge.launched_directly._launch_with import Way
 from lce_torch_bridge.launched_directly._passes import scale
-from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _operators
 from lce_torch_bridge.operators._operators import Uncompiled, refuse_second_derivative, refuse_vmap
 from lce_torch_bridge.tensors import _device, _weight

@@ -1,15 +1,16 @@
-"""The forward and the backward of a call of any function, as operators of torch and as an autograd Function.
+"""The forward and backward of every function, as operators of torch and as an autograd Function.
 
     forward    Tensors, keep, TorchCall.text                                      ->  TorchCall.fields, saved tensors
     backward   Tensors, saved tensors, cotangents, requested gradients, text      ->  dhidden, dweight, dbias
 
-`run_forward` and `run_backward` do the work: by kernels that are launched directly, or by programs of JAX. `apply` is
-what the public functions call. The operators are opaque to ``torch.compile``, which traces the Function and would
-otherwise trace into DLPack. Everything that the backward needs is a tensor: autograd owns it, frees it, and notices if
-an operand has changed.
+`run_forward` and `run_backward` do the work, with kernels that are launched directly or with programs of JAX. The
+public functions call `apply`. The operators are opaque to ``torch.compile``, which traces the Function and would
+otherwise trace into DLPack. Everything that the backward needs is a tensor, so that autograd owns it, frees it, and
+notices if an operand has changed.
 
-The operators take a call's text, not a number that stands for the call. A graph may run in a process that has traced no
-call: ``torch.export`` saves graphs, and so does Inductor's cache on disk, whose keys contain the operators' arguments.
+The operators take a call's text instead of a number that stands for the call, because a graph may run in a process that
+has not traced it: ``torch.export`` saves graphs, and so does Inductor's cache on disk, whose keys contain the
+operators' arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from lce_torch_bridge._types import NO_SUMS, Sums, Tensors, TorchCall, make_call
 from lce_torch_bridge.launched_directly import _kl as _direct_kl
 from lce_torch_bridge.launched_directly import _passes
-from lce_torch_bridge.launched_directly._way import Way, choose_way, refuse_other_way
+from lce_torch_bridge.launched_directly._launch_with import Way, choose_way, refuse_other_way
 from lce_torch_bridge.tensors import _device, _tensor_parallel, _weight
 from lce_torch_bridge.tensors._device import check_readable, is_differentiated, is_readable
 from lce_torch_bridge.through_jax import _ids, _kl, _logprobs
@@ -34,7 +35,7 @@ from lce_torch_bridge.through_jax import _ids, _kl, _logprobs
 class JaxFunction(NamedTuple):
     """How JAX runs a function other than `linear_logprobs`."""
 
-    reason: str | None  # why no kernels that are launched directly compute it; None: they do
+    reason: str | None  # why it is never launched directly; None if it may be
     forward: Callable[[Tensors, TorchCall, bool], list[Any]]
     make_empty: Callable[[Tensors, TorchCall, bool], list[torch.Tensor]]
     gradients: Callable[..., list[torch.Tensor]] | None  # None: the function has no backward
@@ -48,7 +49,7 @@ JAX_FUNCTIONS = {
     ),
     "linear_topk": JaxFunction("linear_topk runs no kernel", _ids.run_topk, _ids.make_empty_topk, None),
 }
-SAVED_OPERANDS = {  # the indices of the operands that autograd saves for the backward
+SAVED_OPERANDS = {  # for each function, the indices of the operands that autograd saves for the backward
     "linear_logprobs": (0, 1, 2),
     "linear_kl": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", *Tensors._fields[7:10]))),
     "linear_logits": tuple(map(Tensors._fields.index, ("hidden", "weight", "bias", "candidates", "temperature"))),
@@ -57,13 +58,15 @@ _library = torch.library.Library(NAME, "FRAGMENT")  # registrations last as long
 
 
 def run_forward(x: Tensors, call: TorchCall, keep: bool, way: Way, lend_cache: bool = True) -> list[Any]:
-    """Returns ``TorchCall.fields``, then what the backward needs besides operands.
+    """Returns the results named by ``TorchCall.fields``, then what the backward needs besides the operands.
 
-    `linear_logprobs` needs ``[S, T]`` saved numbers and the cache. ``keep`` says whether a backward may follow.
+    The backward of `linear_logprobs` needs ``[S, T]`` saved values and the cache. ``keep`` says whether a backward may
+    follow.
 
-    Autograd saves the cache as tensors. A caller that runs the backward at once passes ``lend_cache=False``. If JAX
-    runs the call, the cache then consists of JAX's own arrays. JAX reuses their memory as soon as they are dropped, in
-    stream order. It holds a tensor that it was lent until the GPU is done, and the host may be many programs ahead.
+    By default the cache consists of tensors, which autograd can save. A caller that runs the backward at once passes
+    ``lend_cache=False``: if JAX runs the call, the cache then consists of JAX's own arrays, whose memory JAX reuses in
+    stream order as soon as they are dropped. JAX would hold tensors until the GPU is done, while the host may be many
+    programs ahead.
     """
     if call.group != _tensor_parallel.NO_GROUP:
         sums_dhidden = keep and call.reduce_grad_hidden and x.hidden.requires_grad
@@ -110,7 +113,7 @@ def run_backward(
 ) -> list[torch.Tensor]:
     """Returns the requested gradients among dhidden, dweight and dbias, in their operands' dtypes.
 
-    ``residuals`` are what `run_forward` returned after the fields. With ``reduce_grad_hidden``, dhidden is summed over
+    ``residuals`` are what `run_forward` returned after the results. With ``reduce_grad_hidden``, dhidden is summed over
     the group in float32 and rounded once. (With stored logits, each rank rounds before the sum.)
     """
     if x.hidden.shape[0] == 0:
@@ -152,14 +155,14 @@ def select_requested(x: Tensors, requested_gradients: Sequence[bool]) -> list[to
 
 
 def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
-    """Returns the call's results by name, differentiable."""
+    """Runs a call, and returns its results by name. They are differentiable."""
     keep = is_differentiated(x.hidden, x.weight, x.bias)
     if _device.nothing_watches() and not _device.any_is_watched(x):
         keep = keep and bool(call.differentiable)
         results = Eager.apply(*x, call) if keep else run_forward(x, call, False, choose_way(x.hidden))
         return dict(zip(call.fields, results, strict=False))
     traced = torch.compiler.is_compiling()
-    if not call.differentiable or (traced and not keep):  # torch 2.11 traces no Function that nothing differentiates
+    if not call.differentiable or (traced and not keep):  # torch 2.11 cannot trace a Function without a differentiable input
         results = forward(list(x), keep, call.text)
     else:
         results = (Pass if traced else Uncompiled).apply(*x, keep, call)
@@ -167,7 +170,7 @@ def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
 
 
 class Pass(torch.autograd.Function):
-    """``(*Tensors, keep, TorchCall)`` to the results, and what the backward needs."""
+    """Computes ``(*Tensors, keep, TorchCall) -> results, saved tensors`` with the operator `forward`."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:

@@ -8,8 +8,8 @@
 
 This module holds most private names of torch that the bridge uses; they exist in torch 2.11 and 2.14.1. Either no
 public function gives the same information, or it takes several times as long and is used only if the private name is
-missing. The other private names are used in `_weight`, `deferred._tensor` and `megatron._hooks`, and JAX's in
-`through_jax._runtime`.
+missing. The other private names are used in `_weight`, `deferred._tensor` and `megatron._api`, and JAX's in
+`through_jax._dlpack` and `through_jax._runtime`.
 """
 
 from __future__ import annotations

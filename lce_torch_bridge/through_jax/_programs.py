@@ -22,7 +22,7 @@ from lce_jax.run import _local
 from lce_torch_bridge._types import TorchCall
 from lce_torch_bridge.tensors import _device, _tensor_parallel
 from lce_torch_bridge.through_jax import _runtime as runtime
-from lce_torch_bridge.through_jax._runtime import to_jax, to_torch_all
+from lce_torch_bridge.through_jax._dlpack import to_jax, to_torch_all
 
 
 @functools.cache
