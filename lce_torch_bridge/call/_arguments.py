@@ -118,7 +118,7 @@ def parse_arguments(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Te
     description = None if torch.compiler.is_compiling() else _describe_operands(hidden, weight, labels)
     known = description is not None and description in _known
     if not known and _dtensor.spans(hidden, tp_group):
-        options = options._replace(reduce_grad_hidden=True)  # because the gradient of a replicated DTensor is the sum over the group
+        options = options._replace(reduce_grad_hidden=True)  # a replicated DTensor has one gradient, the sum
     if not (known and where is None and candidates is logit_floor is None and type(temperature) is float):
         hidden, labels, temperature, where, candidates, logit_floor = _dtensor.tokens(
             hidden=hidden, labels=labels, temperature=temperature, where=where, candidates=candidates,

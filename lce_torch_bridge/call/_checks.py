@@ -32,7 +32,7 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
     scalars.require_labels(labels, "linear_entropy serves tokens without labels")
     integers("labels", labels)
     if weight.ndim != 2 or 0 in weight.shape:
-        part = f". {GATHER}" if weight.ndim == 1 or 0 in weight.shape else ""  # FSDP's sharded parameters have such shapes
+        part = f". {GATHER}" if weight.ndim == 1 or 0 in weight.shape else ""  # a shard of FSDP
         raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}{part}")
     if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
         hint = scalars.hint_at_logits(hidden.shape, weight.shape, weight.shape[0], "weight.T")
@@ -130,9 +130,9 @@ def _read_adapter(layer: Any) -> tuple[Any, Lora | None]:
 
 def _refuse_wrapped(layer: Any, function: Any) -> None:
     """Refuses a layer that has hooks, or whose forward is not ``function``."""
-    copies = getattr(layer, "modules_to_save", None)  # PEFT trains a copy of the layer, and ``layer.weight`` is the copy's weight
+    copies = getattr(layer, "modules_to_save", None)  # PEFT trains copies, and ``layer.weight`` is a copy's
     for module in [layer] if copies is None else copies.values():
-        forward = getattr(module, "_old_forward", module.forward)  # accelerate wraps a forward, and keeps the original as _old_forward
+        forward = getattr(module, "_old_forward", module.forward)  # accelerate's name for a wrapped forward
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         hooked = any(not hook.__module__.startswith("torch.distributed") for hook in hooks)
         # This compares bound methods, because torch.compile does not guard on ``__func__``.

@@ -34,7 +34,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def tokens(**arguments: Any) -> tuple[Any, ...]:
-    """Returns replicated per-token arguments as plain tensors, checked by `check_readable`.
+    """Returns replicated per-token arguments as plain tensors, checked by `check_readable`, with replicated gradients.
 
     Raises:
         ValueError: a DTensor is not replicated.

@@ -109,8 +109,7 @@ class Source:
         return self.hidden.dtype if self.autocast is None else self.autocast
 
     def compute(self, operands: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Computes the head's output using the head's own operations: a linear layer, and a LoRA adapter if it has
-        one."""
+        """Computes the head's output using its own operations: a linear layer, and a LoRA adapter if there is one."""
         hidden, weight, bias, a, b = operands
         assert hidden is not None
         assert weight is not None

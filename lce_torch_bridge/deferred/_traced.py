@@ -143,7 +143,7 @@ def _refuse_other_functions(x: TracedLogits) -> None:
     """Raises if an autograd function uses deferred logits, because their gradient would be lost."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        line = frame.f_code.co_filename, frame.f_code.co_firstlineno  # the compiler keeps these
+        line = frame.f_code.co_filename, frame.f_code.co_firstlineno  # the same in compiled code
         if line in _list_forwards() and any(each is x for each in frame.f_locals.values()):
             raise RuntimeError(
                 "an autograd function uses deferred logits of a compiled graph, and would lose their gradient: "

@@ -1,6 +1,6 @@
-"""`linear_kl` and its gradients, launched on torch's current stream, like `linear_logprobs` in `_passes`.
+"""`linear_kl` and its gradients as kernels on torch's current stream, and why kernels refuse a call, like `_passes`.
 
-The forward saves ``[S, T]`` values: per-token temperatures that were passed, and the merged statistics of both heads.
+``linear_kl`` saves ``[S, T]`` numbers: the temperatures of the call, and the merged statistics of both heads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPERANDS = "hidden", "weight", "teacher_hidden", "teacher_weight"
 
 
 def _refuse_launch(x: Tensors, call: TorchCall, launched: LaunchedKL) -> str | None:
-    """Returns why such calls cannot be launched directly; None if they can."""
+    """Returns why no kernels serve such calls; None if kernels do."""
     reason = _device.launch_refusal(x.hidden.device)
     if reason is not None:
         return reason
@@ -54,7 +54,7 @@ def describe_launch(x: Tensors, call: TorchCall) -> LaunchedKL:
 
 
 def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[torch.Tensor] | None:
-    """Returns the same as `operators._operators.run_forward`; None if JAX must run the call."""
+    """Returns what `operators._operators.run_forward` does; None if JAX is to run the call."""
     device, tokens = x.hidden.get_device(), x.hidden.shape[0]
     if device != _device.current_device():
         with torch.cuda.device(device):
@@ -65,7 +65,7 @@ def forward(x: Tensors, call: TorchCall, keep_cache: bool, way: Way) -> list[tor
         return None
     temperatures = [_passes.pad_tokens(y) for y in (x.temperature, x.teacher_temperature) if y is not None]
     divergence, saved, *cache = plan.run(device, [*_usable_operands(x), *temperatures])
-    if tokens < kernels.THREADS:  # copies, because a caller may write to the results in place
+    if tokens < kernels.THREADS:  # copies: a caller must be able to write to the results in place
         divergence, saved = divergence[:tokens].clone(), saved[:, :tokens].clone(memory_format=torch.contiguous_format)
     return [divergence, saved, *cache]
 
@@ -79,7 +79,7 @@ def gradients(
     sums: Sums,
     way: Way,
 ) -> list[torch.Tensor] | None:
-    """Returns the same as `operators._operators.run_backward`, without biases; None if JAX must run the backward."""
+    """Returns what `operators._operators.run_backward` does for a call without biases; None if JAX is to run it."""
     saved, *cache = residuals
     device, owns_cache, adds = x.hidden.get_device(), sums.owns_cache and bool(cache), sums.main_grad is not None
     if device != _device.current_device():
@@ -95,7 +95,7 @@ def gradients(
         way.refuse(plan)
         return None
     target = [] if sums.main_grad is None else [sums.main_grad]
-    if target or owns_cache:  # so that autograd notices the change in place
+    if target or owns_cache:  # autograd notices a change in place by the version
         torch.autograd.graph.increment_version([*target, *cache] if owns_cache else target)
     operands = [*_usable_operands(x), _passes.pad_tokens(saved, 1), _passes.pad_tokens(cotangent)]
     grads = plan.run(device, [*operands, *target, *map(_device.make_usable, cache)])
@@ -113,7 +113,7 @@ def _usable_operands(x: Tensors) -> list[torch.Tensor]:
 def _find_plan(
     x: Tensors, call: TorchCall, make_tape: Callable[[LaunchedKL], Tape], *options: object
 ) -> Launches | str:
-    """Returns the launches of such calls; or, as text, why they cannot be launched directly."""
+    """Returns the launches of such calls; or, as text, why kernels do not serve them."""
 
     def make() -> Launches | str:
         launched = describe_launch(x, call)
@@ -126,7 +126,7 @@ def _find_plan(
 
 
 def forward_tape(launched: LaunchedKL, keep_cache: bool, group: str = "") -> Tape:
-    """Returns the tape of a forward: ``operands of both heads, temperatures -> divergence, saved, cache``."""
+    """Returns the tape of a forward: ``hidden, weight, their teacher's, temperatures -> divergence, saved, cache``."""
     tape, student = Tape(), launched.heads.student
     heads = _add_operands(tape, launched)
     temperatures = tuple(tape.input((student.rows,), jnp.float32) for _ in range(launched.rows.num_temperatures))
@@ -147,13 +147,13 @@ def _add_operands(tape: Tape, launched: LaunchedKL) -> Heads:
 def _exchange(
     tape: Tape, launched: LaunchedKL, temperatures: Sequence[Buffer], group: str, sent: Buffer, saved: Buffer | None
 ) -> Buffer:
-    """Returns all ranks' statistics. If they have room for tags (``saved``), each token gets one, as in `_passes`."""
+    """Returns the groups of all ranks. If they have room for it, each token has a tag, as in `_passes`."""
     calls = [head.call for head in launched.heads]
     options = [(x.num_tokens, x.columns, x.vocab_size, x.logit_scale, x.logit_softcap, x.direction) for x in calls]
     checksum, count = _tensor_parallel.compute_checksum(*options, launched.beta), calls[0].num_tokens
 
     def put_tags(sent: torch.Tensor, *temperatures: torch.Tensor) -> list[torch.Tensor]:
-        """Writes the tags to the last field of the first tile group."""
+        """Writes the tags to the last field of the first group."""
         tags = sent[0, -1, :count].view(torch.int32).fill_(checksum)
         for y in temperatures:
             tags.mul_(_passes.ODD).add_(y[:count].view(torch.int32))
@@ -172,10 +172,10 @@ def gradients_tape(
     adds: bool = False,
     owns_cache: bool = False,
 ) -> Tape:
-    """Returns the tape of a backward: ``operands of both heads, saved, cotangent, sum, cache -> gradients``.
+    """Returns the tape of a backward: ``hidden, weight, their teacher's, saved, cotangent, sum, cache -> gradients``.
 
-    The gradients are dhidden, rounded to ``dtype``, and dweight, if requested. With ``adds``, dweight is added to the
-    float32 sum; otherwise there is no sum, and dweight has the weight's dtype.
+    The gradients are the requested ones of dhidden, which is rounded to ``dtype``, and dweight. With ``adds`` dweight
+    is added to the float32 sum; else there is no sum, and dweight has the weight's dtype.
     """
     tape, student = Tape(), launched.heads.student
     heads = _add_operands(tape, launched)

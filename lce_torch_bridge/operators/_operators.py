@@ -162,7 +162,7 @@ def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
         results = Eager.apply(*x, call) if keep else run_forward(x, call, False, choose_way(x.hidden))
         return dict(zip(call.fields, results, strict=False))
     traced = torch.compiler.is_compiling()
-    if not call.differentiable or (traced and not keep):  # torch 2.11 cannot trace a Function without a differentiable input
+    if not call.differentiable or (traced and not keep):  # without a gradient, torch 2.11 traces no Function
         results = forward(list(x), keep, call.text)
     else:
         results = (Pass if traced else Uncompiled).apply(*x, keep, call)
@@ -188,7 +188,7 @@ class Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Returns dhidden, dweight and dbias, those that are requested."""
+        """Returns the requested gradients among dhidden, dweight and dbias."""
         return *differentiate(ctx, grads), *[None] * (len(Tensors._fields) - 1)
 
     @staticmethod
@@ -197,13 +197,13 @@ class Pass(torch.autograd.Function):
         refuse_vmap()
 
 
-# torch binds each call's arguments by this signature. Without it, torch spends more time on the signature than on the
-# rest of a Function.
+# torch binds the arguments of each call to this signature. If it is not set, torch derives it in each call, which takes
+# longer than the rest of a Function.
 Pass.forward.__signature__ = inspect.signature(Pass.forward)  # type: ignore[attr-defined]
 
 
 class Uncompiled(Pass):
-    """`Pass` outside of ``torch.compile``, which takes no Function that has a ``jvp``."""
+    """`Pass` outside of ``torch.compile``, which does not support a Function with a ``jvp``."""
 
     @staticmethod
     def jvp(*_: Any) -> Any:
@@ -215,9 +215,9 @@ class Uncompiled(Pass):
 
 
 class Eager(torch.autograd.Function):
-    """``(*Tensors, TorchCall)`` to the results, without operators: for calls that nothing watches.
+    """Computes ``(*Tensors, TorchCall) -> results`` without operators, for calls that nothing traces or transforms.
 
-    A Function without ``setup_context`` costs the host less, but torch.func does not take it.
+    A Function without ``setup_context`` takes less time on the host, but torch.func does not support it.
     """
 
     @staticmethod
@@ -235,7 +235,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Returns dhidden, dweight and dbias, those that are requested."""
+        """Returns the requested gradients among dhidden, dweight and dbias."""
         return *differentiate(ctx, grads), *[None] * (len(Tensors._fields) - 2)
 
     @staticmethod
@@ -245,7 +245,7 @@ class Eager(torch.autograd.Function):
 
 
 def differentiate(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
-    """Returns dhidden, dweight and dbias; None in place of a gradient that is not requested."""
+    """Returns dhidden, dweight and dbias, or None for a gradient that is not requested."""
     call, tensors = ctx.call, ctx.saved_tensors
     places, seeds = SAVED_OPERANDS[call.jax.function], grads[: len(call.differentiable)]
     cotangents = name_cotangents(call, seeds)
@@ -255,7 +255,7 @@ def differentiate(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torc
     for place, operand in zip(places, tensors, strict=False):
         x[place] = operand
     residuals, requested_gradients = list(tensors[len(places) :]), list(ctx.needs_input_grad[:3])
-    if torch.is_grad_enabled():  # as always in torch.func: a second derivative may be asked for
+    if torch.is_grad_enabled():  # a second derivative may be requested, as always in torch.func
         results = Gradients.apply((len(x), len(residuals)), requested_gradients, call.text, *x, *residuals, *seeds)
     elif torch.compiler.is_compiling():
         results = backward(x, residuals, list(seeds), requested_gradients, call.text, None, False)
@@ -277,14 +277,14 @@ def differentiate(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torc
 
 
 def name_cotangents(call: TorchCall, seeds: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Returns the cotangents that are not None, by the names of the call's results."""
+    """Returns the cotangents that are not None, keyed by the names of the call's results."""
     return {name: seed for name, seed in zip(call.differentiable, seeds, strict=True) if seed is not None}
 
 
 class Gradients(torch.autograd.Function):
-    """`backward` as a Function, where its derivative may be asked for: torch.func knows no rules of operators.
+    """The operator `backward` as a Function, because torch.func does not use derivative rules of operators.
 
-    The derivative is refused.
+    Its own derivative, a second derivative, is refused.
     """
 
     @staticmethod
@@ -312,7 +312,7 @@ class Gradients(torch.autograd.Function):
 
 
 def find_writable(ctx: Any, num_cached: int) -> Sums:
-    """Returns what this backward may write to: a float32 ``main_grad``, if there is one, and the cache's memory."""
+    """Returns which memory this backward may write to: a float32 ``main_grad``, if there is one, and the cache."""
     if ctx.call.jax.function not in ("linear_logprobs", "linear_kl"):
         return NO_SUMS
     main_grad = _weight.find_main_grad(ctx, 1) if ctx.needs_input_grad[1] else None
@@ -320,21 +320,21 @@ def find_writable(ctx: Any, num_cached: int) -> Sums:
 
 
 def read_call(text: str, weight: torch.Tensor) -> TorchCall:
-    """Returns the call of a `TorchCall.text`, with the size of the vocabulary."""
+    """Parses ``text``, a `TorchCall.text`, into the call, and fills in the vocabulary size if it is unknown."""
     call = make_call(text)
     return call if call.jax.vocab_size else _tensor_parallel.set_vocab_size(call, weight)
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Returns a decorator that registers a function of tensors as an operator on every device.
+    """Returns a decorator that registers a function of tensors as an operator for every device.
 
-    The operator has no rule for ``torch.func.vmap``. ``torch.library.custom_op`` would also check what the function
-    returns, which costs the host 20 µs a call.
+    The operator refuses ``torch.func.vmap``. ``torch.library.custom_op`` would also check the function's results, which
+    takes 20 µs per call on the host.
     """
 
     def register(function: Callable[..., Any]) -> Any:
         torch.library.define(f"{NAME}::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-        uncompiled = torch.compiler.disable(function)  # the compiler of the caller's frames skips this one
+        uncompiled = torch.compiler.disable(function)  # so that torch.compile does not look into the function
         torch.library.impl(f"{NAME}::{name}", "default", uncompiled)
         torch.library.register_vmap(f"{NAME}::{name}", refuse_vmap)
         return getattr(getattr(torch.ops, NAME), name).default
@@ -343,7 +343,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def refuse_vmap(*_: Any) -> NoReturn:
-    """Refuses ``torch.func.vmap``. The message says what to do instead."""
+    """Raises under ``torch.func.vmap``. The message says what to do instead."""
     raise NotImplementedError(
         "lce_torch_bridge does not run under torch.func.vmap, nor under what uses it (jacrev, jacobian with "
         "vectorize=True, grad with is_grads_batched=True): hidden takes any leading shape, so give it the whole batch, "
@@ -362,7 +362,7 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
 
 @operator("forward", "(Tensor?[] x, bool keep, str call) -> Tensor[]")
 def forward(x: list[torch.Tensor | None], keep: bool, text: str) -> list[torch.Tensor]:
-    """Calls `run_forward` with operands whose memory is checked."""
+    """Checks the operands' memory, and calls `run_forward`."""
     if not all(map(is_readable, [y for y in x if y is not None])):
         x = list(map(check_readable, Tensors._fields, x))
     operands = Tensors(*x)  # type: ignore[arg-type]
@@ -374,7 +374,7 @@ def _(x: list[Any], keep: bool, text: str) -> list[torch.Tensor]:
     return make_empty_results(Tensors(*x), make_call(text), keep)
 
 
-@operator(  # graphs that torch.export has saved contain the names of this schema
+@operator(  # graphs that torch.export has saved contain this schema's argument names
     "backward",
     "(Tensor?[] x, Tensor[] kept, Tensor?[] seeds, bool[] wanted, str call, Tensor? main_grad=None, "
     "bool owns_cache=False) -> Tensor[]",
@@ -388,9 +388,9 @@ def backward(
     main_grad: Any = None,
     owns_cache: bool = False,
 ) -> list[torch.Tensor]:
-    """Calls `run_backward`. It may write to main_grad and to the cache, which the schema does not say.
+    """Calls `run_backward`, which may write to main_grad and to the cache, although the schema does not say so.
 
-    A trace passes neither. If the schema named them as written to, the trace would copy them.
+    A trace passes neither of them. If the schema declared them as mutated, the trace would copy them.
     """
     operands, call = Tensors(*x), read_call(text, x[1])
     cotangents, sums = name_cotangents(call, seeds), Sums(main_grad=main_grad, owns_cache=owns_cache)
@@ -404,4 +404,4 @@ def _(x: list[Any], _residuals: Any, _seeds: Any, requested_gradients: list[bool
 
 
 torch.library.register_autograd(f"{NAME}::backward", refuse_second_derivative)
-_library.impl("backward", refuse_vmap, "Batched")  # the older vmap, of is_grads_batched=True
+_library.impl("backward", refuse_vmap, "Batched")  # the older vmap, which is_grads_batched=True uses

@@ -1,1 +1,1 @@
-"""The public functions: tensors in, tensors out."""
+"""The public functions of tensors."""

@@ -347,8 +347,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         return _arguments.format_options({name: getattr(self, name) for name in names} | self.options)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of hidden states ``[..., H]`` and ids ``[...]``. A head with hooks or wrappers raises.
-        """
+        """Returns the loss of hidden states ``[..., H]`` and ids ``[...]``. A head with hooks or wrappers raises."""
         head, lora = _checks.head(self.linear)
         adapter: dict[str, Any] = {} if lora is None else {"lora": lora}
         return linear_cross_entropy(

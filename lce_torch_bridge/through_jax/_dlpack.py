@@ -94,7 +94,7 @@ class _Events(threading.local):
 
 _events = _Events()
 _external = functools.cache(torch.cuda.ExternalStream)
-_readers: defaultdict[torch.device, dict[int, torch.cuda.Stream]] = defaultdict(dict)  # torch's streams that read JAX's memory, by handle
+_readers: defaultdict[torch.device, dict[int, torch.cuda.Stream]] = defaultdict(dict)  # reading streams, by handle
 lent: list[tuple[StorageWeakRef, jax.Array]] = []  # each GPU array that is lent to torch, with torch's storage of it
 launch_lock = threading.RLock()  # locked from `take_back` to the launch of a program that may reuse the memory
 
@@ -121,8 +121,7 @@ def _make_importable(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_torch(x: jax.Array) -> torch.Tensor:
-    """Returns ``x`` as a tensor over the same memory, ready on torch's current stream. JAX keeps it until torch drops
-    it."""
+    """Returns ``x`` as a tensor over the same memory, which JAX keeps for it, ready on torch's current stream."""
     return to_torch_all([x])[0]
 
 

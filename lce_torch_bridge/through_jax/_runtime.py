@@ -33,7 +33,7 @@ ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 NUM_SHOWN = 3  # how many arrays a message names
-PATIENCE = 1.0  # seconds to wait for JAX's threads, which drop a program's operands some time after its results are ready
+PATIENCE = 1.0  # seconds to wait for JAX's threads, which drop operands some time after results are ready
 
 _started_in: int | None = None  # the id of the process in which JAX has started
 
@@ -131,7 +131,7 @@ def _devices() -> list[jax.Device]:
 
 
 def _remedy(cuda: bool) -> str:
-    """Returns advice on the setting of JAX's platforms. With ``cuda``, JAX needs to use GPUs."""
+    """Returns advice on JAX_PLATFORMS. ``cuda`` says whether JAX needs a GPU."""
     remedy = f'JAX_PLATFORMS is {jax.config.jax_platforms!r}: leave it unset or write "cuda,cpu"'
     if cuda:
         remedy += ', and install JAX with CUDA: in the checkout, pip install ".[cuda13]"'
