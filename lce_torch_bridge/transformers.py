@@ -67,7 +67,7 @@ def loss_function(
 ) -> torch.Tensor:
     """Returns Transformers' causal-language-model loss, from hidden states and the head's weight, without logits.
 
-    The other arguments are those of `linear_cross_entropy` and `linear_logprobs`.
+    `linear_cross_entropy` and `linear_logprobs` describe the other arguments.
 
     Args:
         hidden_states: ``[b, s, H]``, the head's input.

@@ -303,7 +303,7 @@ def flatten_operands(arguments: Arguments, weight: torch.Tensor) -> tuple[Tensor
     hidden, labels, candidates = arguments.hidden, arguments.labels, arguments.candidates
     temperature = _expand_temperature(arguments.temperature, labels)
     floor = None if arguments.floor is None else _expand_floor(arguments.floor, labels)
-    if labels.ndim != 1:  # otherwise skipped, because views take time on the host, also in the backward
+    if labels.ndim != 1:  # only if needed, because views take host time in the forward and the backward
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if candidates is not None:
         candidates = candidates.reshape(-1, candidates.shape[-1])

@@ -82,12 +82,12 @@ class Tape:
         return Buffer(len(self.memory) - 1, tuple(shape), jnp.dtype(dtype))
 
     def input(self, shape: Sequence[int], dtype: Any) -> Buffer:
-        """Adds an input: the next tensor of each call's operands."""
+        """Adds an input, and returns its buffer. Each call passes its tensors in the order of these inputs."""
         self.inputs.append(self.empty(shape, dtype))
         return self.inputs[-1]
 
     def output(self, x: Buffer, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Adds an output: ``x`` is the next result of each call, a tensor of this shape and dtype."""
+        """Makes ``x`` the next result of each call, a tensor of this shape and dtype."""
         self.memory[x.slot] = describe_allocation(shape, dtype)
         self.outputs.append(x)
 
@@ -259,7 +259,7 @@ class Memory:
         functions = [step for step in steps if not isinstance(step.run, kernels.Kernel)]
         created = {slot for step in functions for slot in step.created}
         fixed = [*created, *(x.slot for x in (*tape.inputs, *tape.outputs, *tape.numbers_by_value.values()))]
-        self.home = dict(zip(fixed, fixed, strict=True))  # the slot whose memory each slot uses
+        self.home = dict(zip(fixed, fixed, strict=True))  # for each slot, the slot whose memory it uses
         provided = {*created, *(x.slot for x in tape.inputs)}
         separate = {x.slot for x in tape.outputs} - provided
         self._share(tape, steps)

@@ -399,7 +399,7 @@ def are_active_tiles(cache: Sequence[torch.Tensor]) -> bool:
 
 
 def pad_tokens(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Returns a contiguous copy or ``x`` itself, whose dimension ``dim`` is at least as long as kernels read."""
+    """Returns ``x``, contiguous and with dimension ``dim`` padded to at least as many tokens as kernels read."""
     tokens = x.shape[dim]
     if tokens >= kernels.THREADS:
         return _device.make_usable(x)

@@ -68,12 +68,12 @@ def output_processor(
 
     Raises:
         NotImplementedError: the model is not supported; the message says why and what to do.
-        ValueError, TypeError: options that do not fit, with the offending values.
+        ValueError, TypeError: options do not fit; the message has their values.
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        That of `linear_logprobs`. Under sequence parallelism the gathered hidden states are saved for the backward
-        pass; Megatron's own layer gathers them twice instead.
+        The memory of `linear_logprobs`. Under sequence parallelism the gathered hidden states are saved for the
+        backward; Megatron's own layer gathers them twice instead.
 
     Example:
         >>> from lce_torch_bridge.megatron import output_processor
@@ -106,9 +106,9 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
     `fused_losses`.
 
     Args:
-        model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
-            or other modules. Its methods, and those of its output layer, are replaced for all threads until the block
-            ends. So one thread at a time may be inside; `output_processor` works in several.
+        model: a model with an ``output_layer``, which may be wrapped in DistributedDataParallel, Float16Module,
+            ``torch.compile`` or other modules. Methods of the model and its output layer are replaced for all threads
+            until the block ends. So only one thread at a time may be inside; `output_processor` works in several.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``stats``, ``mean_logit``,
             ``candidates``, ``where``, ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``,
@@ -120,11 +120,11 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
 
     Raises:
         NotImplementedError: the model is not supported; the message says why and what to do.
-        ValueError, TypeError: options that do not fit, with the offending values.
+        ValueError, TypeError: options do not fit; the message has their values.
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        That of `output_processor`.
+        The memory of `output_processor`.
 
     Example:
         >>> from lce_torch_bridge.megatron import fused_output_layer
@@ -160,9 +160,9 @@ def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> It
     the block.
 
     Args:
-        model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
-            or other modules. Its methods, and those of its output layer, are replaced for all threads until the block
-            ends. So one thread at a time may be inside; `output_processor` works in several.
+        model: a model with an ``output_layer``, which may be wrapped in DistributedDataParallel, Float16Module,
+            ``torch.compile`` or other modules. Methods of the model and its output layer are replaced for all threads
+            until the block ends. So only one thread at a time may be inside; `output_processor` works in several.
         **options: ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size`` and ``implementation`` of each loss, as
             in `lce_torch_bridge.linear_logprobs`.
 
@@ -173,11 +173,11 @@ def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> It
         NotImplementedError: the model is not supported, or is called without labels and without a processor; the
             message says why and what to do.
         RuntimeError: the methods are already replaced, for example inside `fused_output_layer`.
-        ValueError, TypeError: options that do not fit, with the offending values.
+        ValueError, TypeError: options do not fit; the message has their values.
         lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        That of `linear_logprobs`, once for each loss.
+        The memory of `linear_logprobs`, once for each loss.
 
     Numerics:
         Each loss is Megatron's cross entropy, computed from unrounded float32 logits. A prediction counts as accepted

@@ -1,1 +1,1 @@
-"""The public functions of tensors."""
+"""The bridge's public functions on tensors."""
