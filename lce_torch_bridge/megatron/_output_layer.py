@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lce_torch_bridge._types import LogprobOutput
 
-# Options that a caller cannot set, because they come from the layer and the model.
+# Options that a caller cannot set, because the layer and the model determine them.
 LAYER_OPTIONS = ("tp_group", "bias", "logit_scale", "reduce_grad_hidden", "lora")
 
 

@@ -65,7 +65,8 @@ class PendingLogits:
         return int(weight.shape[0])
 
     def max(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002 Megatron names it
-        """Returns stand-ins for this rank's largest logits and their ids. Rank 0's are the largest, with global ids."""
+        """Returns stand-ins for this rank's largest logits and their ids. Rank 0 has the largest logits, and global
+        ids."""
         predicted = self._get_predicted("max")
         return torch.full_like(predicted, -self.layer.tp_group.rank(), dtype=torch.float32), predicted
 

@@ -162,7 +162,7 @@ def apply(x: Tensors, call: TorchCall) -> dict[str, torch.Tensor]:
         results = Eager.apply(*x, call) if keep else run_forward(x, call, False, choose_way(x.hidden))
         return dict(zip(call.fields, results, strict=False))
     traced = torch.compiler.is_compiling()
-    if not call.differentiable or (traced and not keep):  # without a gradient, torch 2.11 traces no Function
+    if not call.differentiable or (traced and not keep):  # torch 2.11 cannot trace a Function here
         results = forward(list(x), keep, call.text)
     else:
         results = (Pass if traced else Uncompiled).apply(*x, keep, call)

@@ -210,9 +210,9 @@ def _find_divisor(factors: torch.Tensor | None, rows: torch.Tensor | None, token
 def refuse_forward_gradients(reduction: str, smoothing: float, options: Options) -> str | None:
     """Returns the option that forces gradients to be computed in the backward, as text; None if there is none.
 
-    ``reduction="none"`` needs each token's cotangent, and ``cache_bytes`` requests this explicitly. With a threshold
-    there is little to recompute. With the other options the forward cannot cache exponentials, which would save a
-    product.
+    ``reduction="none"`` needs each token's cotangent, and ``cache_bytes`` explicitly requests a backward. With a
+    threshold there is little to recompute. With the other options the forward cannot cache exponentials, which would
+    save a product.
     """
     if reduction == "none":
         return f"reduction={reduction!r}"

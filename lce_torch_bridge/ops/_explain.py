@@ -50,7 +50,7 @@ class Explanation:
 def explain(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Unpack[ExplainOptions]
 ) -> Explanation:
-    """Returns how `linear_logprobs` would run a call: directly or by JAX, and why; its implementation and its memory.
+    """Returns how `linear_logprobs` would run a call: the way and the reason, the implementation, and the memory.
 
     Nothing is computed or compiled.
 

@@ -205,9 +205,9 @@ def _refuse_different_layouts(sizes: list[list[int]], ways: list[int]) -> None:
 def _refuse_equal_parts(bits: torch.Tensor, size: int, beyond: int) -> None:
     """Raises if two of N ranks have the same rows of weight, according to the samples ``bits`` ``[N, *SAMPLE]``.
 
-    Two cases are legitimate. If all rows of a part are equal, such as zeros, other parts may be the same. And a
-    vocabulary really has equal parts if a quarter of the ids are too large for one that has only the distinct parts.
-    ``beyond`` is the number of parts below these ids.
+    Two cases are legitimate. Parts may be equal if all their rows are the same, such as zeros. And the vocabulary
+    itself has equal parts if a quarter of the ids lie beyond the distinct parts alone; ``beyond`` counts the parts
+    below these ids.
     """
     vary = (bits != bits[:, :1]).flatten(1).any(1).tolist()
     pairs = itertools.combinations(range(len(bits)), 2)
